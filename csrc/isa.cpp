@@ -8,6 +8,10 @@
 
 #include "isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -33,12 +37,27 @@ namespace {
 
 bool everywhere() { return true; }
 #if defined(__x86_64__)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
-bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c");
-}
-bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+// Asked here, not by __builtin_cpu_supports: the run-time library that answers that is not the same with every compiler.
+struct Processor {
+    bool avx2 = false, avx512 = false, vnni = false, bf16 = false;
+
+    Processor() {
+        unsigned a, b, c, d, basic, more, saved, high;
+        if (!__get_cpuid(1, &a, &b, &basic, &d) || !(basic & bit_OSXSAVE)) return;
+        __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));  // the registers that the system keeps for each thread
+        const auto all = [](unsigned of, unsigned wanted) { return (of & wanted) == wanted; };
+        if (!all(saved, 0x06) || !all(basic, bit_AVX | bit_FMA | bit_F16C)) return;
+        if (!__get_cpuid_count(7, 0, &a, &more, &c, &d) || !all(more, bit_AVX2)) return;
+        avx2 = true;
+        avx512 = all(saved, 0xe6) && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL);
+        vnni = avx512 && all(c, bit_AVX512VNNI);
+        bf16 = avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && all(a, bit_AVX512BF16);
+    }
+} const processor;
+
+bool has_avx2() { return processor.avx2; }
+bool has_avx512() { return processor.avx512; }
+bool has_vnni() { return processor.vnni; }
 #endif
 
 const InstructionSet sets[] = {
@@ -88,7 +107,7 @@ const Kernels& kernels() { return *instruction_set().kernels(); }
 
 Arithmetic bf16_arithmetic() {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl")) return bf16_avx512bf16();
+    if (processor.bf16) return bf16_avx512bf16();
 #endif
     return {nullptr, 0, nullptr};
 }

@@ -48,7 +48,9 @@ def _import() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        raise RequestError(f"structured output needs xgrammar ({error}); install it: pip install '.[server]'") from None
+        raise RequestError(
+            f"structured output needs xgrammar ({error}); install it: pip install 'sameseed[server]'"
+        ) from None
     return xgrammar
 
 
