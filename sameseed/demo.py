@@ -152,7 +152,7 @@ def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
     from sameseed.cli.console import show_table
 
     table, gains = Table(box=None, pad_edge=False), []
-    for name in ("", "tokens/s", "speed-up", "accepted", "repeated"):
+    for name in ("", "tokens/s", "times", "kept", "repeats"):
         table.add_column(name, justify="right" if name else "left")
     for how, (plain, guessed) in runs.items():
         gain, rate, repeated = (
@@ -162,14 +162,16 @@ def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
         )
         table.add_row(how, f"{plain.tokens_per_s:.1f}", "", "", "" if repeated is None else f"{repeated:.0%}")
         accepted = "none asked" if rate is None else f"{rate:.0%}"
-        table.add_row("  with guesses", f"{guessed.tokens_per_s:.1f}", f"{gain:.2f}x", accepted)
+        table.add_row("  guessing", f"{guessed.tokens_per_s:.1f}", f"{gain:.2f}x", accepted)
         gains.append(f"{how} {gain:.2f} times as fast")
     console.print()
     show_table(table)
     same = all(plain.texts == guessed.texts for plain, guessed in runs.values())
     few = len(runs["greedy"][0].texts)
     console.print(
-        f"{few} prompts, at most {TOKENS} tokens each, in turns. Repeated: 8-grams, easy to guess.", style="dim"
+        f"{few} prompts, at most {TOKENS} tokens each, in turns. times: plain decoding; kept: guesses; "
+        "repeats: 8-grams, which are easy to guess",
+        style="dim",
     )
     console.print(f"\n{', '.join(gains)}. {verdict(same)}")
     return same

@@ -372,7 +372,7 @@ def test_prompt_that_is_no_text(cli: Cli, tmp_path: Path) -> None:
     [
         ("{", "no JSON"),
         ('{"text": "x"}', "prompt"),
-        ('{"prompt": ""}', "non-empty"),
+        ('{"prompt": ""}', "not empty"),
         ('{"messages": []}', "messages"),
         ("", "holds no prompts"),
     ],
