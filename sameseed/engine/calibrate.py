@@ -72,8 +72,8 @@ def measure_rounds(
         texts = [[rng.randrange(vocab_size) for _ in range(min(SHORT, longest // 2))] for _ in range(size)]
         seqs = [Sequence(-1 - b, text, SamplingParams(max_tokens=longest), 0) for b, text in enumerate(texts)]
         try:
-            asked_before = False
-            for k in [k for k in LENGTHS for _ in range(REPEATS)]:
+            unseen, late = sum(map(len, seqs)), 0.0  # tokens; seconds of proposals before which they had to be seen
+            for n, k in enumerate(k for k in LENGTHS for _ in range(REPEATS)):
                 pending = [seq.num_pending for seq in seqs]
                 fits = all(len(s) + k < longest and runner.blocks.reserve(s, len(s) + k) for s in seqs)
                 if time.perf_counter() > end or not fits:
@@ -83,8 +83,11 @@ def measure_rounds(
                 counts = [draft.count(b) for b in range(size)]
                 accepted = [len(nodes) for nodes in found.nodes]
                 rows = sum(pending) + sum(counts)
-                cost.learn(Round(seqs, [k] * size, counts, accepted, rows, times), k, k > 0 and not asked_before)
-                asked_before = k > 0
+                if n < 2:  # a head gets the text's hidden states with the first pass, and reads them before the second
+                    late += times.draft
+                cost.learn(Round(seqs, [k] * size, counts, accepted, rows, times), k, n < 2)
+            start, step = cost.draft.terms(size, unseen / size)
+            cost.catch_up = max(0.0, late - 2 * (start + LENGTHS[0] * step)) / unseen
         finally:
             for seq in seqs:
                 seq.token_ids.clear()  # nothing is to be learned from such a text

@@ -188,6 +188,7 @@ class EngineCost:
     target: Curve
     draft: DraftCost = field(default_factory=DraftCost)
     gap: FadingFit = field(default_factory=lambda: FadingFit((0.1, 1e-6, 1.0)))  # of 1, rows, drafted
+    catch_up: float = 0.0  # seconds for each token that the drafter has yet to see when it is asked
     ratios: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     def as_arrays(self) -> dict[str, Floats]:
@@ -196,6 +197,7 @@ class EngineCost:
         return {
             "target": np.array([target.rows, target.seconds]),
             "contexts": np.array([target.context, target.per_token, target.per_row]),
+            "catch_up": np.array([self.catch_up]),
             "draft": self.draft.as_array(),
             "gap": self.gap.as_array(),
             "ratios": np.array([(*key, ratio) for key, ratio in self.ratios.items()], dtype=float).reshape(-1, 3),
@@ -209,6 +211,7 @@ class EngineCost:
         cost = cls(Curve(list(zip(rows, seconds, strict=True)), int(context), per_token, per_row))
         cost.draft.restore(arrays["draft"])
         cost.gap.restore(arrays["gap"])
+        cost.catch_up = float(arrays["catch_up"][0])
         cost.ratios = {(bool(drafted), int(size)): ratio for drafted, size, ratio in arrays["ratios"].tolist()}
         return cost
 
@@ -216,6 +219,7 @@ class EngineCost:
         """The models' passes take `factor` times as long as they did; what lies between them does not."""
         self.target.scale(factor)
         self.draft.scale(factor)
+        self.catch_up *= factor
 
     def ratio(self, drafted: bool, num_seqs: int) -> float:
         """What such rounds take over what their parts say; a size not seen is taken to be as the nearest one."""

@@ -29,9 +29,12 @@ def alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]
 def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) -> tuple[list[int], float]:
     """The lengths of several sequences. The likeliest rows come first, whosever they are."""
     most = max(map(len, offers))
+    if not most:
+        return [0] * len(offers), count / prices.plain
     table = np.zeros((len(offers), most, 3))
     for b, row in enumerate(offers):
-        table[b, : len(row)] = row
+        if row:
+            table[b, : len(row)] = row
     # A row comes after its parent, which is at least as likely.
     order = np.argsort(-table[:, :, 0], axis=None, kind="stable")
     owner, position = order // most, order % most

@@ -27,7 +27,9 @@ CLEAR = 1.25  # times as fast as plain decoding: below, a round without a draft 
 CHECK = 64
 FREE = 0.01  # of a round without a draft: a step that takes less costs nothing
 SAMPLED = 16  # of so many rounds without a draft one is measured, after the first of them
-FADE = 0.95  # a round later, of how promises were kept
+FADE = 0.95  # a round later, of how promises were kept; a text later, of how long texts are
+SEEN = 8  # tokens, at most, with which a drafter that is asked now and then has to catch up
+HOPED = 0.3  # of a round without a draft, for all its sequences: what drafting may save
 
 
 class GoodputLength:
@@ -50,6 +52,9 @@ class GoodputLength:
         self._num_plain = 0
         self._drafting: set[int] = set()  # sequences that the last decision lets draft
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
+        self._new: set[int] = set()  # those of them for which that was the pass over their prompt
+        self._seen: dict[int, int] = {}  # tokens of a sequence that the drafter knew when it was last asked
+        self._written = [0.0, 0.0]  # texts that ended, and their tokens; older ones fade
         self._nodes: dict[int, DraftNodes] = {}  # of the round that runs
         self._steps = 0.0  # that a proposal as decided is expected to take
         self._unclear = False  # does drafting promise little more than plain decoding?
@@ -113,6 +118,10 @@ class GoodputLength:
         """Lengths that promise the most; a sequence for which drafting does not pay may be tried."""
         offers = [self.acceptance.offers(seq.seq_id, self.num_draft_tokens) for seq in seqs]
         lengths, prices = self._best(offers, seqs, rows, budget)
+        starts = [self._start(seq) for seq in seqs]
+        late = self._too_late(seqs, offers, lengths, starts, prices)
+        if late:
+            lengths, prices = self._best([[] if b in late else o for b, o in enumerate(offers)], seqs, rows, budget)
         self.budget.end_trial()
         for seq, k in zip(seqs, lengths, strict=True):
             if (k > 0) != (seq.seq_id in self._drafting) or seq.seq_id == self.budget.tried:
@@ -124,18 +133,42 @@ class GoodputLength:
             for b, k in enumerate(lengths):
                 more = min(k + 2, self.num_draft_tokens - k, left) if k else 0
                 lengths[b], left = k + more, left - more
-        idle = [seq for seq, k in zip(seqs, lengths, strict=True) if not k]
+        hoped = HOPED / len(seqs) * prices.plain  # seconds a round that one more sequence may save
+        idle = [b for b, k in enumerate(lengths) if not k and starts[b] <= hoped * self._left(seqs[b])]
         trial = min(TRIAL_TOKENS, self.num_draft_tokens)
         if idle and trial <= left:
             lost = prices.seconds(trial, trial) / prices.plain - 1.0
             brought = sum(gain for gain, _, _ in self.acceptance.offers(-1, trial)) / len(seqs)
-            tried = self.budget.next(idle, TRIAL_ROUNDS * max(lost - brought, 0.0))
+            start = min(starts[b] for b in idle) / prices.plain
+            tried = self.budget.next([seqs[b] for b in idle], TRIAL_ROUNDS * max(lost - brought, 0.0) + start)
             if tried is not None:
                 lengths[seqs.index(tried)] = trial
                 if not self._drafting:
                     self._next = None  # a trial is to find out, not to pay
         self._steps = max((o[k - 1][2] for o, k in zip(offers, lengths, strict=True) if k), default=0.0)
         return lengths
+
+    def _start(self, seq: Sequence) -> float:
+        """Seconds that the drafter needs to see what it has not seen of a sequence."""
+        assert self.cost is not None
+        unseen = len(seq) - self._seen.get(seq.seq_id, 0)
+        return self.cost.catch_up * unseen if unseen > SEEN else 0.0
+
+    def _left(self, seq: Sequence) -> float:
+        """Tokens that a text will go on for: as many as texts had of late, and no more than it may."""
+        most = seq.params.max_tokens - seq.num_output
+        texts, tokens = self._written
+        return float(most) if texts < 1.0 else min(most, tokens / texts)
+
+    def _too_late(
+        self, seqs: Seq[Sequence], offers: Seq[Offers], lengths: Seq[int], starts: Seq[float], prices: Prices
+    ) -> set[int]:
+        """Sequences for which drafting would pay, but not long enough to win back what beginning with it takes."""
+        drafting = [b for b, k in enumerate(lengths) if k]
+        gains = {b: sum(gain for gain, _, _ in offers[b][: lengths[b]]) for b in drafting}
+        tokens = len(seqs) + sum(gains.values())
+        saved = tokens * (prices.plain / len(seqs) - 1.0 / self._rate) if drafting else 0.0  # seconds a round
+        return {b for b in drafting if starts[b] > saved / len(drafting) * self._left(seqs[b]) / (1.0 + gains[b])}
 
     def _best(
         self, offers: Seq[Offers], seqs: Seq[Sequence], rows: int, budget: int | None
@@ -232,11 +265,15 @@ class GoodputLength:
             self._num_plain += 1
             if self._num_plain > SAMPLED and self._num_plain % SAMPLED:
                 return
-        # A drafter that was not asked in the last round first has to catch up: that is no part of what a step costs.
-        # (One that found nothing was asked all the same.)
+        # A drafter that was not asked in the last round first has to catch up: that is no part of what a step costs. A
+        # head does so a round later after a prompt. (One that found nothing was asked all the same.)
         asked_now = {s.seq_id for s, k in zip(round_.seqs, round_.num_asked, strict=True) if k}
-        catching_up = not asked_now <= self._asked
-        self._asked = asked_now
+        new = asked_now - self._asked
+        catching_up = bool(new or asked_now & self._new)
+        self._asked, self._new = asked_now, set()
+        if new and self.cost is not None and self.cost.catch_up > 0.0:
+            counts = zip(round_.seqs, round_.num_accepted, strict=True)
+            self._new = new & {seq.seq_id for seq, accepted in counts if seq.num_output <= 1 + accepted}
         self._since_plain = self._since_plain + 1 if asked_now else 0
         for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
             if asked:
@@ -261,12 +298,15 @@ class GoodputLength:
                 one = times.draft / deepest
                 self._seconds_a_step = one if self._seconds_a_step is None else FADE * self._seconds_a_step + 0.05 * one
             self.cost.learn(round_, self._steps, catching_up)
+        self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
         self._nodes, self._could_end = {}, False
 
     def release(self, seq: Sequence) -> None:
         """The sequence is gone."""
         self.acceptance.release(seq.seq_id)
         self.budget.release(seq)
+        self._seen.pop(seq.seq_id, None)
+        self._written = [FADE * self._written[0] + 1.0, FADE * self._written[1] + seq.num_output]
         self._nodes.pop(seq.seq_id, None)
         self._asked.discard(seq.seq_id)
         self._drafting.discard(seq.seq_id)

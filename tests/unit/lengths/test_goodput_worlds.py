@@ -41,6 +41,8 @@ class World:
     gap: float = 0.3
     drift: float = 0.0
     noise: float = 0.04
+    prompt: int = 1  # tokens of a text that are there already
+    catch_up: float = 0.0  # milliseconds of the drafter for each token that it has yet to see
     ends: bool = True  # does the drafter ask whether a chain should end? One that writes trees does not
 
     def read(self, now: float) -> float:
@@ -59,6 +61,7 @@ class World:
                 draft = 1e-3 * (self.start + self.step * k) if k else 0.0
                 times = TimeSplit(draft=draft, target=1e-3 * self.target(rows), verify=1e-3 * self.gap)
                 cost.learn(Round(seqs, [k] * size, [k] * size, [0] * size, rows, times), k, False)
+        cost.catch_up = 1e-3 * self.catch_up
         return cost
 
 
@@ -66,13 +69,14 @@ def decode(world: World, policy: LengthPolicy, num_texts: int) -> float:
     """Milliseconds a token, `batch` texts at a time; who is done makes room for the next."""
     rng, now, written = random.Random(1), 0.0, 0
     lengths = [max(8, min(4 * LENGTH, int(rng.expovariate(1 / LENGTH)))) for _ in range(num_texts)]
-    waiting = [Sequence(i, [1], SamplingParams(max_tokens=n), 0) for i, n in enumerate(lengths)]
+    waiting = [Sequence(i, [1] * world.prompt, SamplingParams(max_tokens=n), 0) for i, n in enumerate(lengths)]
     seqs: list[Sequence] = []
+    seen: dict[int, int] = {}
     while waiting or seqs:
         while waiting and len(seqs) < world.batch:
             seqs.append(waiting.pop(0))
         before = sum(map(len, seqs))
-        now += _round(world, policy, seqs, rng, now)
+        now += _round(world, policy, seqs, rng, now, seen)
         written += sum(map(len, seqs)) - before
         for seq in [s for s in seqs if s.num_output >= s.params.max_tokens]:
             policy.release(seq)
@@ -107,9 +111,14 @@ def _propose(
     return true, paths, spent
 
 
-def _round(world: World, policy: LengthPolicy, seqs: list[Sequence], rng: random.Random, now: float) -> float:
+def _round(
+    world: World, policy: LengthPolicy, seqs: list[Sequence], rng: random.Random, now: float, seen: dict[int, int]
+) -> float:
     asked = [min(k, s.draft_depth) for k, s in zip(policy.lengths(seqs, len(seqs), 400), seqs)]
     true, paths, spent = _propose(world, policy, seqs, asked, rng)
+    for seq in (s for s, k in zip(seqs, asked) if k):
+        spent += world.catch_up * (len(seq) - seen.get(seq.seq_id, 0))
+        seen[seq.seq_id] = len(seq)
     telling = world.tells and policy.uses_confidence
     draft = policy.trim(Draft.chains([[0] * len(t) for t in true], paths if telling else None), seqs, len(seqs))
     counts = [draft.count(b) for b in range(len(seqs))]
@@ -146,6 +155,8 @@ WORLDS = {
     "8B model as slow as the target": World(52, 9.2, 1.0, 50.0, (0.8,)),
     "1B head that writes trees, code": World(35, 11.0, 0.5, 7.5, (0.7,), ends=False),
     "free rows, batch of 16": World(30, 0.5, 1.0, 2.0, (0.7, 0.3), 16),
+    "1B head, long prompts, batch of 4": World(24, 3.3, 0.5, 4.5, (0.55,), 4, prompt=600, catch_up=0.33),
+    "1B head, long prompts, code": World(20, 2.6, 0.5, 1.4, (0.8,), prompt=300, catch_up=0.33),
 }
 
 
