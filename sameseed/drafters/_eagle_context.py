@@ -17,6 +17,7 @@ from sameseed.spec.drafter import Span
 
 KEEP = 64  # hidden states kept behind the last cached row: so far tokens can be taken back
 WAIT_BYTES = 64 << 20  # of hidden states, of all sequences, that may wait until something is drafted
+WAIT_ROUNDS = 64  # whose single rows wait to be sorted by sequence
 
 
 class Context:
@@ -115,7 +116,8 @@ class Contexts:
         self.runner = runner
         self.prefill_rows = prefill_rows
         self.limit = limit
-        self._contexts: dict[int, Context] = {}
+        self._sorted: dict[int, Context] = {}
+        self._waiting: list[tuple[Seq[Sequence], Seq[Span], Tensor]] = []  # rounds of one row a sequence
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -123,28 +125,63 @@ class Contexts:
     def __getitem__(self, seq: Sequence) -> Context:
         return self._contexts[seq.seq_id]
 
+    @property
+    def _contexts(self) -> dict[int, Context]:
+        """By sequence, with all that was observed."""
+        if self._waiting:
+            self._sort()
+        return self._sorted
+
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor) -> None:
         """Keep what became certain: hidden float32 [sum of spans, F].
 
         A prompt's wait for the first draft, so that the first token need not wait for them; what does not fit into
         WAIT_BYTES, and later long stretches, become rows at once.
         """
+        if all(
+            span.end == span.start + 1 for span in spans
+        ):  # rounds without a draft cost next to nothing: others' time is not theirs
+            self._waiting.append((list(seqs), list(spans), hidden.clone()))
+            if len(self._waiting) >= WAIT_ROUNDS:
+                self._sort()
+            return
+        self._sort()
         parts = torch.split_with_sizes(hidden, [s.end - s.start for s in spans])
         for seq, span, rows in zip(seqs, spans, parts, strict=True):
-            context = self._contexts.get(seq.seq_id)
-            if context is None:
-                context = self._contexts[seq.seq_id] = Context(seq, span.start)
-            context.add(span, rows)
-            if context.end - context.start > self.limit:  # it will not draft any more
-                context.forget(context.end)
-            while context.can_go_on and context.num_pending >= self.prefill_rows and context.end < len(seq):
-                waiting = 4 * hidden.shape[1] * sum(c.num_hidden for c in self._contexts.values())  # bytes
-                if context.holder.num_cached == 0 and waiting <= WAIT_BYTES:
-                    break
-                if not self._reserve(context, self.prefill_rows):
-                    context.restart(context.end)
-                    break
-                self._extend([(seq, context, self.prefill_rows)], False)
+            self._add(seq, span, rows)
+
+    def _sort(self) -> None:
+        """Give each sequence its rows of the rounds that wait, those that follow on each other together."""
+        rounds, self._waiting = self._waiting, []
+        runs: dict[int, tuple[Sequence, Span, list[Tensor]]] = {}
+        for seqs, spans, hidden in rounds:
+            for i, (seq, span) in enumerate(zip(seqs, spans, strict=True)):
+                run = runs.get(seq.seq_id)
+                if run is not None and run[1].end == span.start:
+                    run[2].append(hidden[i])
+                    runs[seq.seq_id] = seq, Span(run[1].start, span.end), run[2]
+                    continue
+                if run is not None:
+                    self._add(seq, run[1], torch.stack(run[2]))
+                runs[seq.seq_id] = seq, span, [hidden[i]]
+        for seq, span, rows in runs.values():
+            self._add(seq, span, torch.stack(rows))
+
+    def _add(self, seq: Sequence, span: Span, rows: Tensor) -> None:
+        context = self._sorted.get(seq.seq_id)
+        if context is None:
+            context = self._sorted[seq.seq_id] = Context(seq, span.start)
+        context.add(span, rows)
+        if context.end - context.start > self.limit:  # it will not draft any more
+            context.forget(context.end)
+        while context.can_go_on and context.num_pending >= self.prefill_rows and context.end < len(seq):
+            waiting = 4 * rows.shape[1] * sum(c.num_hidden for c in self._sorted.values())  # bytes
+            if context.holder.num_cached == 0 and waiting <= WAIT_BYTES:
+                break
+            if not self._reserve(context, self.prefill_rows):
+                context.restart(context.end)
+                break
+            self._extend([(seq, context, self.prefill_rows)], False)
 
     def _reserve(self, context: Context, num_rows: int) -> bool:
         return self.runner.blocks.reserve(context.holder, context.holder.num_cached + num_rows)

@@ -111,8 +111,10 @@ class RequestPolicies:
         """
         if num_draft:
             return "cost" if seq.seq_id in self._trimmed else "no guess"
-        may = self._forced(seq) is None and (seq.speculation is None or seq.speculation.of(1) > 0)
-        policy = self._of(seq)
+        may, policy = True, self.default
+        if seq.speculation is not None or not self._unbounded:
+            may = self._forced(seq) is None and (seq.speculation is None or seq.speculation.of(1) > 0)
+            policy = self._of(seq)
         return "cost" if may and isinstance(policy, GoodputLength) and policy.num_draft_tokens else "off"
 
     def _forced(self, seq: Sequence) -> int | None:

@@ -442,7 +442,7 @@ def test_beyond_its_context_it_keeps_nothing(folders: Path, easy: Pair, tmp_path
     assert context.num_hidden == 32, "as long as it may draft"
     for start, end in ((32, 33), (33, 40), (40, 58)):
         drafter.observe([seq], [Span(start, end)], hidden[start:end])
-        assert (context.hidden, context.end) == (None, end)
+        assert drafter.followers[seq] is context and (context.hidden, context.end) == (None, end)
     assert drafter.propose([seq], [6]).count(0) == 0
 
 
