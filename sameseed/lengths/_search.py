@@ -17,10 +17,12 @@ def alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]
     """The length of one sequence, in a pass of `count`, and the tokens a second that it promises."""
     tokens, more, best, plain = float(count), 0.0, 0, count / prices.plain
     promised = plain * (1.0 + MARGIN)
+    found = max(offers[0][1], 1e-3) if offers else 1.0  # how often there is a draft at all
     for j, (gain, there, steps) in enumerate(offers):
         tokens += gain
         more += there
-        rate = tokens / prices.seconds(more, steps)
+        seconds = found * prices.seconds(more / found, steps)
+        rate = tokens / (seconds + (1.0 - found) * prices.seconds(0.0, steps) if found < 1.0 else seconds)
         if rate > promised:
             promised, best = rate, j + 1
     return [best], promised if best else plain
@@ -40,13 +42,17 @@ def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) 
     owner, position = order // most, order % most
     gain, there, steps = table[owner, position].T
     plain = count / prices.plain
+    found = max(1.0 - float(np.prod(1.0 - table[:, 0, 1].clip(max=1.0))), 1e-3)  # how often there is a draft at all
     best, promised = [0] * len(offers), plain * (1.0 + MARGIN)
     # A step of drafting serves all sequences: it pays for few likely tokens, or for many less likely ones.
     for depth in {min(d, most) for d in DEPTHS}:
         taken = ((position < depth) & (gain > 0.0)).nonzero()[0][:budget]
         if not len(taken):
             continue
-        seconds = prices.seconds_many(np.cumsum(there[taken]), np.maximum.accumulate(steps[taken]))
+        deep = np.maximum.accumulate(steps[taken])
+        seconds = found * prices.seconds_many(np.cumsum(there[taken]) / found, deep)
+        if found < 1.0:
+            seconds += (1.0 - found) * prices.seconds(0.0, float(deep[0]))
         rate = (count + np.cumsum(gain[taken])) / seconds
         last = int(rate.argmax())
         if rate[last] > promised:

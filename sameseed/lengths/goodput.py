@@ -21,7 +21,9 @@ from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
 
-HOLD = 4  # rounds for which a decision stands while the same sequences run
+HOLD, LONGEST_HOLD = 4, 16  # rounds for which a decision stands while the same sequences run, of short rounds more
+HELD = 0.015  # seconds that they should last then
+LEARNED = 0.005  # seconds between rounds of which what they took is learned
 NAP = 64  # rounds without a draft before it is decided anew, at most
 CLEAR = 1.25  # times as fast as plain decoding: below, a round without a draft is measured in every `CHECK`
 CHECK = 64
@@ -30,6 +32,9 @@ SAMPLED = 16  # of so many rounds without a draft one is measured, after the fir
 FADE = 0.95  # a round later, of how promises were kept; a text later, of how long texts are
 SEEN = 8  # tokens, at most, with which a drafter that is asked now and then has to catch up
 HOPED = 0.3  # of a round without a draft, for all its sequences: what drafting may save
+
+
+NOTHING = DraftNodes((), None, Rates(Acceptance(1).all, None))
 
 
 class GoodputLength:
@@ -56,6 +61,8 @@ class GoodputLength:
         self._seen: dict[int, int] = {}  # tokens of a sequence that the drafter knew when it was last asked
         self._written = [0.0, 0.0]  # texts that ended, and their tokens; older ones fade
         self._nodes: dict[int, DraftNodes] = {}  # of the round that runs
+        self._hold = HOLD
+        self._unlearned = LEARNED  # seconds of rounds since one was learned
         self._steps = 0.0  # that a proposal as decided is expected to take
         self._unclear = False  # does drafting promise little more than plain decoding?
         self._since_plain = 0  # rounds since the last one without a draft
@@ -102,7 +109,7 @@ class GoodputLength:
             if budget is None or sum(lengths) <= budget:
                 self._held = ids, self._held[1] - 1, lengths
                 return list(lengths)
-        lengths, hold = self._decided(seqs, num_rows or len(seqs), budget), HOLD
+        lengths, hold = self._decided(seqs, num_rows or len(seqs), budget), self._hold
         if self.budget.trying is not None:
             hold = 1
         elif not any(lengths):
@@ -128,8 +135,8 @@ class GoodputLength:
                 self.budget.note(seq, k > 0)
         self._drafting = {seq.seq_id for seq, k in zip(seqs, lengths, strict=True) if k}
         left = self.num_draft_tokens * len(seqs) if budget is None else budget - sum(lengths)
-        # Others may be longer where unlikely drafts end early, or steps cost nothing.
-        if self._may_end or prices.step < FREE * prices.plain:
+        # Drafts that tell how likely they are may be longer where unlikely ones end early, or steps cost nothing.
+        if self.acceptance.tells and (self._may_end or prices.step < FREE * prices.plain):
             for b, k in enumerate(lengths):
                 more = min(k + 2, self.num_draft_tokens - k, left) if k else 0
                 lengths[b], left = k + more, left - more
@@ -182,6 +189,7 @@ class GoodputLength:
         else:
             best, promised = shared(offers, budget, len(seqs), prices)
         self._unclear = promised < CLEAR * len(seqs) / prices.plain
+        self._hold = min(max(HOLD, round(HELD / prices.plain)), LONGEST_HOLD)
         self._rate = promised
         self._set_next(rows + sum(best), prices)
         return best, prices
@@ -279,14 +287,17 @@ class GoodputLength:
             if asked:
                 accepted = range(round_.num_accepted[b]) if round_.nodes is None else round_.nodes[b]
                 nodes = self._nodes.get(seq.seq_id)
-                if nodes is None or len(nodes.parents) != round_.num_draft[b]:  # nobody trimmed: a chain
+                if not round_.num_draft[b]:
+                    nodes = NOTHING
+                elif nodes is None or len(nodes.parents) != round_.num_draft[b]:  # nobody trimmed: a chain
                     chain = range(-1, round_.num_draft[b] - 1)
                     nodes = DraftNodes(chain, None, self.acceptance.rates(seq.seq_id))
                 self.acceptance.learn(seq.seq_id, asked, nodes, accepted)
         times = round_.times
         if times is not None and round_.seqs:
+            seconds = times.draft + times.target + times.verify + times.schedule
+            self._unlearned += seconds
             if asked_now and not catching_up:
-                seconds = times.draft + times.target + times.verify + times.schedule
                 tokens = len(round_.seqs) + sum(round_.num_accepted)
                 if round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt's rows among them
                     self._promise[0] = FADE * self._promise[0] + tokens
@@ -297,7 +308,9 @@ class GoodputLength:
             if self._could_end and not catching_up and (deepest := max(round_.num_draft)):
                 one = times.draft / deepest
                 self._seconds_a_step = one if self._seconds_a_step is None else FADE * self._seconds_a_step + 0.05 * one
-            self.cost.learn(round_, self._steps, catching_up)
+            if self._unlearned >= LEARNED:  # to learn takes time too
+                self._unlearned = 0.0
+                self.cost.learn(round_, self._steps, catching_up)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
         self._nodes, self._could_end = {}, False
 
