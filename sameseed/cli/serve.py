@@ -49,7 +49,7 @@ def run(argv: Seq[str], prog: str) -> int:
     args, engine = parsed.args, parsed.engine
     missing = [m for m in ("fastapi", "msgspec", "uvicorn", "prometheus_client") if importlib.util.find_spec(m) is None]
     if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}; install it: pip install 'sameseed[server]'")
+        raise ConfigError(f"the server needs {', '.join(missing)}; install it: pip install '.[server]'")
     from sameseed.export.vllm import Spread
     from sameseed.server.config import Keys, ServerConfig
     from sameseed.server.run import serve

@@ -49,7 +49,7 @@ def _import() -> Any:
         import xgrammar
     except ImportError as error:
         raise RequestError(
-            f"structured output needs xgrammar ({error}); install it: pip install 'sameseed[server]'"
+            f"structured output needs xgrammar ({error}); install it: pip install '.[server]'"
         ) from None
     return xgrammar
 

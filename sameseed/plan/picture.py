@@ -18,7 +18,7 @@ def draw(found: TuneOutcome, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot needs matplotlib; pip install 'sameseed[study]', or leave it out") from None
+        raise ConfigError("--plot needs matplotlib; pip install '.[study]', or leave it out") from None
     several = len(frontier(found)) > 1
     figure = Figure(figsize=(12.4 if several else 6.4, 5.2), layout="constrained")
     FigureCanvasAgg(figure)

@@ -82,7 +82,7 @@ def serve_vllm(
         from sameseed.server.proxy import create_proxy
         from sameseed.server.vllm import VllmClient
     except ImportError as error:
-        raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install 'sameseed[vllm]'") from None
+        raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install '.[vllm]'") from None
 
     def theirs(on_failure: OnFailure) -> Served:
         more: dict[str, Any] = {"load_timeout": config.load_timeout, "on_failure": on_failure}

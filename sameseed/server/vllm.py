@@ -63,7 +63,7 @@ class VllmClient(Supervised):
         """
         if python is None and importlib.util.find_spec("vllm") is None:
             raise ConfigError(
-                "--engine vllm needs vLLM; install it: pip install 'sameseed[vllm]', or name the python of an "
+                "--engine vllm needs vLLM; install it: pip install '.[vllm]', or name the python of an "
                 "environment that has it with --vllm-python"
             )
         program = sys.executable if python is None else shutil.which(python)

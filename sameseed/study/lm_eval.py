@@ -27,7 +27,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ConfigError(f"this needs lm-evaluation-harness ({error}): pip install 'sameseed[eval]'") from None
+    raise ConfigError(f"this needs lm-evaluation-harness ({error}): pip install '.[eval]'") from None
 
 MAX_TOKENS = 256
 # What the harness may say of generation, by SamplingParams' names.

@@ -31,7 +31,7 @@ def plot_paths(path: Path) -> tuple[Path, Path]:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("a plot needs matplotlib; install it with: pip install 'sameseed[study]'") from None
+        raise ConfigError("a plot needs matplotlib; install it with: pip install '.[study]'") from None
     png, svg = (path.with_suffix(suffix) for suffix in SUFFIXES)
     return png, svg
 

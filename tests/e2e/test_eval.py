@@ -51,7 +51,7 @@ def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 
 def test_one_model_all_tasks(cli: Cli, model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lm_eval", reason="GSM8K and MMLU-Pro run through the harness: pip install 'sameseed[eval]'")
+    pytest.importorskip("lm_eval", reason="GSM8K and MMLU-Pro run through the harness: pip install '.[eval]'")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     flags = ["--tasks", "perplexity,humaneval,gsm8k,mmlu_pro,mmlu_pro_likelihood", "--data", data, "--limit", "2"]
     code, out, err = cli(model, *flags, "--window", "64", "--stride", "32", "--max-tokens", "8", "--out", "r.jsonl")

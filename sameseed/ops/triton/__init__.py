@@ -33,7 +33,7 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise
-    _missing = f"Triton is not installed ({error}); `pip install 'sameseed[gpu]'` on Linux"
+    _missing = f"Triton is not installed ({error}); `pip install '.[gpu]'` on Linux"
 
 
 row_invariant = True

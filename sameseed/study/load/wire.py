@@ -61,7 +61,7 @@ def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.Asyn
     try:
         import httpx
     except ImportError:
-        raise ConfigError("bench serve needs httpx; install it: pip install 'sameseed[study]'") from None
+        raise ConfigError("bench serve needs httpx; install it: pip install '.[study]'") from None
     return httpx.AsyncClient(
         headers={"authorization": f"Bearer {key}"} if key else {},
         timeout=httpx.Timeout(timeout, connect=10.0),

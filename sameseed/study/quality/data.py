@@ -130,7 +130,7 @@ def _parquet(path: Path) -> list[tuple[str, Any]]:
         from pyarrow import parquet
     except ImportError:
         raise ConfigError(
-            "the hub's data sets are parquet files, which take pyarrow: pip install 'sameseed[eval]', or give --data"
+            "the hub's data sets are parquet files, which take pyarrow: pip install '.[eval]', or give --data"
         ) from None
     rows: Seq[Any] = parquet.read_table(path).to_pylist()
     return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]

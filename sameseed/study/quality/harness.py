@@ -37,7 +37,7 @@ def read(name: str, settings: TaskSettings) -> tuple[Splits, tuple[str, ...]]:
     Raises ConfigError for missing or odd data, or where the harness is not installed.
     """
     if find_spec("lm_eval") is None:
-        raise ConfigError(f"{name} runs through lm-evaluation-harness: pip install 'sameseed[eval]'")
+        raise ConfigError(f"{name} runs through lm-evaluation-harness: pip install '.[eval]'")
     notes: tuple[str, ...] = ()
     if name == "gsm8k":
         rows = data.rows(GSM8K, settings.data)

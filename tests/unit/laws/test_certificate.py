@@ -395,7 +395,7 @@ def test_efforts() -> None:
         (["--draft", "none"], "nothing to certify"),
         (["--k", "0"], "nothing to certify"),
         (["--num-prompts", "0"], "--num-prompts"),
-        (["--prompts", "{tmp}/missing.jsonl"], "cannot read prompts"),
+        (["--prompts", "{tmp}/missing.jsonl"], "cannot read"),
         (["--prompts", "{tmp}/empty.txt"], "holds no prompts"),
         (["--max-tokens", "2"], "--max-tokens must be at least 8"),
         (["--batch", "0"], "--batch"),

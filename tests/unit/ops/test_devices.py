@@ -131,7 +131,7 @@ def test_the_share_of_a_gpu_that_may_be_taken(one_gpu, monkeypatch):
     with pytest.raises(ConfigError, match="No context fits"):
         blocks(0.5)
     for wrong in (0, 1.5, True, "0.9", float("nan")):
-        with pytest.raises(ConfigError, match="share of the GPU's memory"):
+        with pytest.raises(ConfigError, match="gpu_memory_utilization"):
             EngineConfig(gpu_memory_utilization=wrong)
 
 

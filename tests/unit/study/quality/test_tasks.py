@@ -86,7 +86,7 @@ def test_humaneval_reads_code_blocks_of_a_chat(data_folder: Path, text: str) -> 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The tasks that run through the harness; skipped where it is not installed."""
-    pytest.importorskip("lm_eval", reason="the harness is an extra: pip install 'sameseed[eval]'")
+    pytest.importorskip("lm_eval", reason="the harness is an extra: pip install '.[eval]'")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from sameseed.study.quality import harness
 
