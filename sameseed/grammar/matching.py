@@ -48,9 +48,7 @@ def _import() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        raise RequestError(
-            f"structured output needs xgrammar ({error}); install it: pip install '.[server]'"
-        ) from None
+        raise RequestError(f"structured output needs xgrammar ({error}); install it: pip install '.[server]'") from None
     return xgrammar
 
 

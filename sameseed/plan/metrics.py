@@ -103,9 +103,7 @@ def read_text(text: str, where: str = "the metrics") -> Counted:
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:
-        raise ConfigError(
-            "doctor reads Prometheus' text with prometheus-client: pip install '.[server]'"
-        ) from None
+        raise ConfigError("doctor reads Prometheus' text with prometheus-client: pip install '.[server]'") from None
     sums: dict[str, float] = {}
     labelled: dict[str, dict[str, float]] = {name: {} for name in LABELLED}
     prefixes = set()
