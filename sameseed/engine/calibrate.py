@@ -9,6 +9,7 @@ from statistics import fmean, median
 
 from sameseed.lengths._cost import SHORT, Curve, EngineCost
 from sameseed.models.runner import ModelRunner
+from sameseed.ops.reference import one_thread
 from sameseed.request import SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Round
@@ -21,6 +22,7 @@ PASSES, MOST = 24, 8.0  # passes that measuring may take at least; seconds, howe
 BATCHES, LENGTHS = (1, 4), (4, 2, 0)  # sequences and draft tokens of the rounds that are measured
 
 
+@one_thread()  # as in the engine's steps
 def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = ROWS, longest: int = LONG) -> Curve:
     """Median seconds of passes over so many rows after a short context, and of two after one of `longest` tokens.
 
@@ -53,6 +55,7 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = RO
         runner.blocks.release(seq)
 
 
+@one_thread()
 def measure_rounds(
     runner: ModelRunner, drafter: Drafter, seconds: float = 2.0, known: EngineCost | None = None
 ) -> EngineCost:
@@ -86,8 +89,9 @@ def measure_rounds(
                 if n < 2:  # a head gets the text's hidden states with the first pass, and reads them before the second
                     late += times.draft
                 cost.learn(Round(seqs, [k] * size, counts, accepted, rows, times), k, n < 2)
-            start, step = cost.draft.terms(size, unseen / size)
-            cost.catch_up = max(0.0, late - 2 * (start + LENGTHS[0] * step)) / unseen
+            if n > 2:  # both of them were measured, and others after them
+                start, step = cost.draft.terms(size, unseen / size)
+                cost.catch_up = max(0.0, late - 2 * (start + LENGTHS[0] * step)) / unseen
         finally:
             for seq in seqs:
                 seq.token_ids.clear()  # nothing is to be learned from such a text
