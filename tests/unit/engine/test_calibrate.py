@@ -1,0 +1,39 @@
+"""What an engine measures before it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import pytest
+
+from sameseed.drafters.first import FirstDrafter
+from sameseed.engine.calibrate import measure_rounds
+from sameseed.engine.llm import LLM
+from sameseed.request import Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter
+
+
+def test_a_looping_text_does_not_hide_what_the_model_behind_a_lookup_costs(
+    pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = map(str, pair_folders)
+    engine = LLM(target, draft=f"suffix + {draft}", policy="fixed").engine
+    first = engine.drafter
+    assert isinstance(first, FirstDrafter)
+    asked: dict[Drafter, int] = dict.fromkeys((first, *first.below), 0)
+
+    def watch(drafter: Drafter) -> None:
+        propose = drafter.propose
+
+        def watched(seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+            asked[drafter] += sum(k > 0 for k in num_draft)
+            return propose(seqs, num_draft)
+
+        monkeypatch.setattr(drafter, "propose", watched)
+
+    for drafter in asked:
+        watch(drafter)
+    measure_rounds(engine.runner, first, seconds=60.0)
+    assert list(asked.values()) == [50, 50, 50], "ten rounds with drafts, of one sequence and of four"
