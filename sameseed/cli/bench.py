@@ -71,13 +71,7 @@ def run(argv: Seq[str], prog: str) -> int:
     left_out = (*LEFT_OUT, "prefix_cache", *AXES.values())
     parsed = parse(BenchArgs, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=left_out)
     args = parsed.args
-    if args.repeat < 1:
-        raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
-    for name in ("drafts", "draft_formats", "ks", "temperatures", "batch_sizes", "overlaps", "formats"):
-        if not getattr(args, name):
-            raise ConfigError(f"--{name.replace('_', '-')} is empty; give at least one value")
-    if min(args.batch_sizes) < 1:
-        raise ConfigError(f"--batch-sizes must be at least 1, got {min(args.batch_sizes)}")
+    _check_axes(args)
     # A bad value fails here, before anything is loaded.
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
     from sameseed.cli.console import stderr_console
@@ -238,21 +232,23 @@ def open_bench(
     return Bench(engine.model, arms, settings, load)
 
 
+def _check_axes(args: BenchArgs) -> None:
+    """Refuse a grid without cells. Raises ConfigError."""
+    if args.repeat < 1:
+        raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
+    for name in ("drafts", "draft_formats", "ks", "temperatures", "batch_sizes", "overlaps", "formats"):
+        if not getattr(args, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is empty; give at least one value")
+    if min(args.batch_sizes) < 1:
+        raise ConfigError(f"--batch-sizes must be at least 1, got {min(args.batch_sizes)}")
+
+
 def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
     """Each draft in each format and with each confidence that concern it, and each of --overlaps that it can do.
 
     Raises ConfigError, as LLM.
     """
-    from sameseed.engine.levels import (
-        can_overlap,
-        check_options,
-        check_overlap,
-        check_policies,
-        drafter_class,
-        heeds_confidence,
-        levels,
-        with_heads,
-    )
+    from sameseed.engine.levels import drafter_class, heeds_confidence, levels, with_heads
     from sameseed.engine.settings import make_config
 
     shared = {k: engine.settings[k] for k in SPECULATION}
@@ -266,6 +262,13 @@ def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
     if any(heeds_confidence(spec) for spec in chosen):  # the others are measured without
         heeding = [s if heeds_confidence(s) else dataclasses.replace(s, confidence=None) for s in chosen]
         chosen = [s for i, s in enumerate(heeding) if s not in heeding[:i]]
+    return _with_overlaps(args, chosen)
+
+
+def _with_overlaps(args: BenchArgs, chosen: list[SpecConfig]) -> list[SpecConfig]:
+    """Each of --overlaps that a draft can do; all checked. Raises ConfigError."""
+    from sameseed.engine.levels import can_overlap, check_options, check_overlap, check_policies
+
     able = [can_overlap(spec) for spec in chosen]
     if max(args.overlaps) > 0 and not any(able):
         raise ConfigError(

@@ -80,11 +80,19 @@ def run(argv: Seq[str], prog: str) -> int:
         return 0
     if args.plot is not None:
         raise ConfigError("--plot draws comparisons; give the variants with --compare")
+    engine = EngineChoice(engine.model, engine.settings | {"draft": draft_choice(args.draft, engine.model)})
+    _evaluate(args, engine, settings, text, out)
+    return 0
+
+
+def _evaluate(
+    args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText, out: Path | None
+) -> None:
+    """One model's tasks: measured, shown, written."""
     from sameseed.cli.console import load_llm, show_table, stages, stderr_console
-    from sameseed.study.quality import records, tables
+    from sameseed.study.quality import records, suite, tables
     from sameseed.study.quality.variant import Variant, stored
 
-    engine = EngineChoice(engine.model, engine.settings | {"draft": draft_choice(args.draft, engine.model)})
     tasks = words(args.tasks)
     suite.check(tasks, settings, text)
     llm = load_llm(engine, args.json)
@@ -98,7 +106,6 @@ def run(argv: Seq[str], prog: str) -> int:
         show_table(tables.quality(found))
         for note in tables.notes(found):
             stderr_console().print(f"note: {note}", style="dim")
-    return 0
 
 
 def _comparing(args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText) -> Comparing:

@@ -18,6 +18,22 @@ MAGIC = b"sameseed texts 1\n"
 _HEAD = struct.Struct("<II")  # number of tokens, their sum modulo 2^32
 
 
+def _texts(data: bytes, at: int) -> tuple[list[list[int]], int]:
+    """The whole texts of `data` from byte `at` on, and where they end."""
+    texts: list[list[int]] = []
+    while at + _HEAD.size <= len(data):
+        length, total = _HEAD.unpack_from(data, at)
+        end = at + _HEAD.size + 4 * length
+        if end > len(data):
+            break
+        tokens = np.frombuffer(data, np.int32, length, at + _HEAD.size)
+        if int(tokens.sum(dtype=np.int64)) % 2**32 != total or (length and not 0 <= tokens.min() <= tokens.max()):
+            break
+        texts.append(tokens.tolist())
+        at = end
+    return texts, at
+
+
 class TextStore:
     """A file: MAGIC, the vocabulary's size (uint32), then of each text its length, its sum, and its tokens int32.
 
@@ -58,17 +74,7 @@ class TextStore:
             raise ConfigError(
                 f"{self.path} holds texts of a model with {width} tokens, not {self.vocab_size}; name another file"
             )
-        texts: list[list[int]] = []
-        while at + _HEAD.size <= len(data):
-            length, total = _HEAD.unpack_from(data, at)
-            end = at + _HEAD.size + 4 * length
-            if end > len(data):
-                break
-            tokens = np.frombuffer(data, np.int32, length, at + _HEAD.size)
-            if int(tokens.sum(dtype=np.int64)) % 2**32 != total or (length and not 0 <= tokens.min() <= tokens.max()):
-                break
-            texts.append(tokens.tolist())
-            at = end
+        texts, at = _texts(data, at)
         kept, size = len(texts), 0
         while kept and size + len(texts[kept - 1]) <= self.max_tokens:
             kept -= 1

@@ -104,16 +104,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object = None) -> ModelConfig:
-    """ModelConfig of a parsed config.json. `eos` (of generation_config.json) overrides its end tokens."""
+def _architecture(raw: Mapping[str, Any], where: str) -> str:
+    """Its first name in `architectures`. Raises ModelLoadError for one that is not supported."""
     names = raw.get("architectures") or ["?"]
     architecture = names[0] if isinstance(names, list) else "?"
-    flags = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
-    if flags is None:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ModelLoadError(
             f"{where}: architecture {architecture!r} is not supported; these are: {', '.join(ARCHITECTURES)}"
         )
+    return architecture
 
+
+def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object = None) -> ModelConfig:
+    """ModelConfig of a parsed config.json. `eos` (of generation_config.json) overrides its end tokens."""
+    architecture = _architecture(raw, where)
+    flags = ARCHITECTURES[architecture]
     whole = partial(whole_number, raw, where)
     hidden, heads, vocab_size = whole("hidden_size"), whole("num_attention_heads"), whole("vocab_size")
     kv_heads = whole("num_key_value_heads", heads)

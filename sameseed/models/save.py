@@ -41,6 +41,13 @@ _NAMES = {v: k for k, v in RAW.items() if not k.startswith("F8")} | {
 }
 
 
+def _readme(source: Path, schemes: Mapping[str, QuantScheme], card: str) -> str:
+    title = source.stem if source.suffix == GGUF else source.name
+    formats = ", ".join(sorted({str(s) for s in schemes.values()}))
+    text = f"# {title}, quantized\n\nWritten by sameseed from {source.name}: {len(schemes)} matrices in {formats}.\n"
+    return text + (f"\n{card}\n" if card else "")
+
+
 def save_quantized(
     out: Path,
     source: Path,
@@ -73,12 +80,7 @@ def save_quantized(
             writer.add(name, value)
         writer.finish()
         raw["quantization_config"] = writer.quantization_config()
-        title = source.stem if source.suffix == GGUF else source.name
-        formats = ", ".join(sorted({str(s) for s in schemes.values()}))
-        readme = (
-            f"# {title}, quantized\n\nWritten by sameseed from {source.name}: {len(schemes)} matrices in {formats}.\n"
-        )
-        readme += f"\n{card}\n" if card else ""
+        readme = _readme(source, schemes, card)
         texts = {"config.json": json.dumps(raw, indent=2), "README.md": readme, **(files or {})}
         for name, text in texts.items():
             write_file(partial / name, [text.encode()])

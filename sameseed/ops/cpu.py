@@ -404,17 +404,15 @@ def attention(
     _, block_size, kv_heads, width = layer.k.shape
     depth = _head_dim(_KV[layer.format][0], width)
     if depth != dim or heads % kv_heads or dim > _MAX_DIM:
-        raise ValueError(
-            f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)} (head dim at most {_MAX_DIM})"
-        )
+        shapes = f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)}"
+        raise ValueError(f"{shapes} (head dim at most {_MAX_DIM})")
     positions, offsets, kv_lens, tables, mask = _batch(batch, rows)
-    num_seqs, table_width = tables.shape
     sequences = _native.Sequences(
         row_offsets=offsets.data_ptr(),
         kv_lens=kv_lens.data_ptr(),
         block_tables=tables.data_ptr(),
-        count=num_seqs,
-        table_stride=table_width,
+        count=tables.shape[0],
+        table_stride=tables.shape[1],
         rows=rows,
     )
     out = on.empty(rows, heads, dim)

@@ -20,12 +20,12 @@ from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
 from sameseed.plan.acceptance import Replay
 from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, survivors
-from sameseed.plan.grid import TuneRequest, options_of
+from sameseed.plan.grid import Setting, TuneRequest, options_of
 from sameseed.plan.race import Aim, Contestant, first_rung, race, ratio
 from sameseed.plan.regret import Regret, regrets
 from sameseed.plan.simulate import Interval
 from sameseed.study import record
-from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
+from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedMachine, TunedModel
 
 MEASURE_SHARE, RACE_SHARE = 0.6, 0.9  # of the time: drafts are measured up to here; of what is left then, the race
 
@@ -159,6 +159,13 @@ def _differing(runners: list[Contestant]) -> list[str]:
     return found
 
 
+def _machine(asked: TuneRequest, setting: Setting) -> TunedMachine:
+    """This machine, with the threads of the setting."""
+    machine = machine_here(str(asked.settings.get("device", "cpu")))
+    threads = machine.threads if setting.threads is None or machine.gpu else setting.threads
+    return replace(machine, threads=threads)
+
+
 def as_tuned(found: TuneOutcome) -> Tuned:
     """What `serve --profile` reads."""
     asked, best = found.asked, found.best
@@ -173,11 +180,8 @@ def as_tuned(found: TuneOutcome) -> Tuned:
     measured |= {f"tokens_per_s_batch_{b}": TunedFigure(*(3 * (best.tokens_per_s(b),))) for b in batches}
     replay = found.replays.get(setting.way)
     ratios = found.quality.get((setting.format, setting.kv_format))
-    machine = machine_here(str(asked.settings.get("device", "cpu")))
-    if setting.threads is not None and not machine.gpu:
-        machine = replace(machine, threads=setting.threads)
     return Tuned(
-        machine=machine,
+        machine=_machine(asked, setting),
         model=TunedModel(asked.model, store.weights_key(resolve_model(asked.model))),
         chosen=Chosen(
             format=setting.format,

@@ -47,6 +47,16 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
         return error_response(bad_request("the request's path or query is not what this route takes"))
 
+    _add_writing(app, service)
+    add_state(app, client, service.gate)
+    _add_reading(app, service)
+    describe = app.openapi
+    app.openapi = lambda: fitted(describe(), config.names, client.text, bool(config.keys))  # type: ignore[method-assign]
+    return guarded(app, config, service.metrics.answered), service
+
+
+def _add_writing(app: FastAPI, service: Service) -> None:
+    """Routes that continue texts, and those of tokens."""
     answer = "id:string object:string created:integer model:string choices:array usage:object metrics:object"
     completions = described("Continue a text", answer, protocol.CompletionFields, streams=True)
     app.post("/v1/completions", **completions)(service.completions)
@@ -66,11 +76,6 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
         summary=about,
         responses=errors(503) | gives("bos_token:string|null chat_template:string|null"),
     )(service.tokenizer_info)
-    add_state(app, client, service.gate)
-    _add_reading(app, service)
-    describe = app.openapi
-    app.openapi = lambda: fitted(describe(), config.names, client.text, bool(config.keys))  # type: ignore[method-assign]
-    return guarded(app, config, service.metrics.answered), service
 
 
 def guarded(app: ASGIApp, config: ServerConfig, count: Count) -> ASGIApp:

@@ -136,16 +136,11 @@ class _EngineCounters(Collector):
             ("engine_up", "1 while an engine is loaded", float(self._client.state == "ready")),
         ):
             yield self._one(GaugeMetricFamily, name, text, value)
-        states = GaugeMetricFamily(
-            self._prefix + "engine_sleep_state", "1: it is so", labels=["model_name", "sleep_state"]
-        )
-        for state in ("awake", "weights_offloaded", "discard_all"):  # it never sleeps
-            states.add_metric([*self._labels, state], float(state == "awake"))
-        yield states
-        why = GaugeMetricFamily(self._prefix + "num_requests_waiting_by_reason", "", labels=["model_name", "reason"])
-        for reason in ("capacity", "deferred"):  # nothing but room is waited for
-            why.add_metric([*self._labels, reason], now.get("waiting", 0) * (reason == "capacity"))
-        yield why
+        # It never sleeps, and waits for nothing but room.
+        states = {state: float(state == "awake") for state in ("awake", "weights_offloaded", "discard_all")}
+        yield self._by_label("engine_sleep_state", "1: it is so", "sleep_state", states)
+        reasons = {"capacity": now.get("waiting", 0), "deferred": 0}
+        yield self._by_label("num_requests_waiting_by_reason", "", "reason", reasons)
         restarts, refused = self._client.num_restarts, self._gate.num_refused
         yield self._one(CounterMetricFamily, "engine_restarts", "processes that replaced a dead one", restarts)
         yield self._one(CounterMetricFamily, "admission_rejections", "requests refused by a full queue", refused)
@@ -153,18 +148,26 @@ class _EngineCounters(Collector):
             yield self._one(CounterMetricFamily, name, text, sum(s.get(key, 0) for s in everything))
         yield self._passes(everything)
         text = "seconds of a pass by the tokens that it computes, as the length policy has them now"
-        costs = GaugeMetricFamily(self._prefix + "pass_cost_seconds", text, labels=["model_name", "rows"])
-        for rows, seconds in now.get("pass_costs", {}).items():
-            costs.add_metric([*self._labels, rows], seconds)
-        yield costs
+        yield self._by_label("pass_cost_seconds", text, "rows", now.get("pass_costs", {}))
         for name, text, label, key in _COUNTED_BY:
             sums: Counts[str] = Counts()
             for stats in everything:
                 sums.update(stats.get(key, {}))
-            family = CounterMetricFamily(self._prefix + name, text, labels=["model_name", label])
-            for of, value in sums.items():
-                family.add_metric([*self._labels, of], value)
-            yield family
+            yield self._by_label(name, text, label, sums, CounterMetricFamily)
+
+    def _by_label(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, float],
+        kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+    ) -> Metric:
+        """One metric, a value for each value of `label`."""
+        family = kind(self._prefix + name, text, labels=["model_name", label])
+        for of, value in values.items():
+            family.add_metric([*self._labels, of], value)
+        return family
 
     def _passes(self, everything: list[dict[str, Any]]) -> Metric:
         """Passes of the engine by the tokens that they computed; by the bound above."""

@@ -44,10 +44,8 @@ def run_head(
     if sources.measure is not None:  # read before anything is spent
         context = target_config.max_model_len
         prompts = held_out(sources.measure, load_tokenizer(folder), context, head_measure.NEW_TOKENS)
-    log, layers = Log(out / "log.jsonl"), config.aux_layers or ()
-    target, texts, num_first = write_all(
-        recipe, sources, folder, layers, NAME, log, backend=backend, device=device, quiet=quiet
-    )
+    log, layers, on = Log(out / "log.jsonl"), config.aux_layers or (), {"backend": backend, "device": device}
+    target, texts, num_first = write_all(recipe, sources, folder, layers, NAME, log, **on, quiet=quiet)
     target_ids = frequent_tokens(texts, num_first, config.draft_vocab_size, target_config.vocab_size)
     target_ids = None if target_ids is None else target_ids.to(device)
     head = HeadForTraining(config, recipe.seed)

@@ -136,8 +136,7 @@ def write_all(
     target = load_model(folder, ops.resolve(backend, device), QuantScheme.parse(recipe.format), None, device)
     write_record(begun, checkpoint)
     cache, captures = cache_format(recipe.kv_format, target.weights.dense), tuple(i - 1 for i in layers)
-    paths: list[Path] = []
-    before = parts = 0
+    paths, before, parts = list[Path](), 0, 0
     with progress_bar(quiet) as bar:
         task = bar.add_task("texts", total=sum(map(len, lots)), loss=0.0, rate=0.0)
         for seeds in lots:

@@ -41,8 +41,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
         return parse_config(raw_config(file), where=str(path))
 
 
-def raw_config(file: GGUFFile) -> dict[str, Any]:
-    """config.json for the file's model. Raises ModelLoadError for what this family does not have."""
+def _architecture(file: GGUFFile) -> str:
+    """What llama.cpp calls its kind of model. Raises ModelLoadError for another family's, and for a part of a file."""
     meta, where = file.metadata, file.path
     arch = meta.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
@@ -51,7 +51,12 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         )
     if isinstance(meta.get("split.count"), int) and meta["split.count"] > 1:
         raise ModelLoadError(f"{where} is one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
+    return arch
 
+
+def raw_config(file: GGUFFile) -> dict[str, Any]:
+    """config.json for the file's model. Raises ModelLoadError for what this family does not have."""
+    meta, where, arch = file.metadata, file.path, _architecture(file)
     get = partial(_number, file, arch)
     hidden, heads, dim = _sizes(file, arch)
     qkv_bias, o_bias = ("blk.0.attn_q.bias" in file.tensors), ("blk.0.attn_output.bias" in file.tensors)

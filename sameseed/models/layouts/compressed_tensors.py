@@ -56,10 +56,9 @@ def _group(value: object, config: Mapping[str, Any], config_file: str, group: st
     kind, strategy = str(weights.get("type", "int")), weights.get("strategy")
     bits, size = whole_number(weights, where, "num_bits", 8), whole_number(weights, where, "group_size", -1, -1)
     block = weights.get("block_structure")
-    if strategy is None and block is not None:
-        strategy = "block"
     if strategy is None:
-        strategy = "group" if size > 0 else "channel" if size == -1 and "group_size" in weights else "tensor"
+        one = "channel" if size == -1 and "group_size" in weights else "tensor"
+        strategy = "block" if block is not None else "group" if size > 0 else one
     if strategy in ("group", "tensor_group") and size < 1:
         raise ModelLoadError(f"{where}: groups of {size} values are none")
     sizes = two_sizes(block, f"{where}: block_structure") if strategy == "block" else None
@@ -81,14 +80,19 @@ def _group(value: object, config: Mapping[str, Any], config_file: str, group: st
         )
     targets = tuple(listed(value.get("targets"), f"{where}: targets"))
     symmetric = weights.get("symmetric", True) is not False
-    inputs, activations = value.get("input_activations"), None
-    if isinstance(inputs, dict) and inputs.get("num_bits", 8) == 8 and inputs.get("type", "int") == kind:
-        # What kernels do: 8 bits, dynamic, by token. Others run on float activations.
-        dynamic = inputs.get("dynamic") in (True, "local") and inputs.get("strategy") in ("token", "group", None)
-        activations = {"int": "int8", "float": "fp8"}[kind] if dynamic else None
+    inputs = value.get("input_activations")
+    activations = _activations(inputs, kind)
     if (inputs and activations is None) or value.get("output_activations"):
         float_rows(config_file)
     return Group(targets, layout, bits, kind, symmetric, strategy, size if size > 0 else None, sizes, activations)
+
+
+def _activations(inputs: object, kind: str) -> str | None:
+    """What kernels do: 8 bits of the weights' kind, dynamic, by token; None for others, which run on floats."""
+    if not isinstance(inputs, dict) or inputs.get("num_bits", 8) != 8 or inputs.get("type", "int") != kind:
+        return None
+    dynamic = inputs.get("dynamic") in (True, "local") and inputs.get("strategy") in ("token", "group", None)
+    return {"int": "int8", "float": "fp8"}[kind] if dynamic else None
 
 
 class CompressedTensors(Layout):
