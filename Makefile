@@ -43,13 +43,15 @@ PEERS_HOME  ?= benchmarks/peers/.venvs
 PEERS_WORK  ?= $(HOME)/.cache/sameseed-peers
 PEERS_SHAPE ?= llama-3.2-1b
 
+RAY ?= ray==2.60.0
+
 # Wheels: from 3.12 on one serves every later Python, made by the first of them that is here.
 WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
 WHEEL_BIN     := build/wheel/venv/bin
 WHEEL_TOOLS   := build/wheel/venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve wheel wheel-test test test-bits test-full sanitize check bench bench-gpu peers bench-peers docs clean build format lint types contracts
+.PHONY: help demo serve wheel wheel-test test test-bits test-full test-vllm sanitize check bench bench-gpu peers bench-peers docs clean build format lint types contracts
 
 help: ## this list
 	@printf 'sameseed: make <target>\n\n'
@@ -103,6 +105,12 @@ bench-peers: $(DEV) ## measure sameseed and its peers in turns (after `make peer
 
 docs: $(READY) ## write the tables of README and docs from the records
 	$(BIN)/python docs/make_tables.py
+
+test-vllm: $(DEV) ## set up vLLM's CPU build and Ray apart, then hold what is written for vLLM to vLLM itself (long)
+	$(BIN)/python benchmarks/peers/environments.py --home $(PEERS_HOME) vllm
+	$(PEERS_HOME)/vllm/bin/python -m pip install --quiet '$(RAY)'
+	SAMESEED_VLLM_PYTHON=$(abspath $(PEERS_HOME))/vllm/bin/python \
+	  $(BIN)/python -m pytest -m slow tests/e2e/test_vllm_parses.py tests/e2e/test_serve_vllm.py
 
 build: ## compile csrc/ again and install it (only what changed is compiled)
 	@rm -f $(READY)

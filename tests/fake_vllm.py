@@ -1,5 +1,7 @@
 """Stands in for vLLM's process: `fake_vllm.py START FD ARGUMENT... --uds PATH`. A prompt says what it does.
 
+As `fake_vllm.py .../vllm_look.py MODULE...` it says which vLLM it is: FAKE_VLLM_INSTALLED, or a recent one.
+
 It appends what it saw, a line of JSON each, to the file that FAKE_VLLM_SEEN names.
 """
 
@@ -81,6 +83,10 @@ async def complete(request: Request) -> Response:
 
 
 def main() -> None:
+    if sys.argv[1].endswith("vllm_look.py"):
+        told = {"version": "0.33.0", "cpu": False, "flags": [], "modules": sys.argv[2:]}
+        print(json.dumps({**told, **json.loads(os.environ.get("FAKE_VLLM_INSTALLED", "{}"))}))
+        return
     arguments = sys.argv[3:]
     saw(arguments=arguments, key=os.environ.get("SAMESEED_API_KEY"), group=os.getpgrp() == os.getpid())
     app = Starlette(

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -214,7 +215,7 @@ def parse(
     )
     flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
     params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
-    return Parsed(read.command, _engine(flags), params)
+    return Parsed(read.command, _engine(flags, getattr(read.command, "engine", "")), params)
 
 
 def profile_defaults(argv: Seq[str]) -> dict[str, Any]:
@@ -230,13 +231,21 @@ def profile_defaults(argv: Seq[str]) -> dict[str, Any]:
     return {**chosen, "draft_options": json.dumps(chosen.get("draft_options", {}))}
 
 
-def _engine(flags: dict[str, Any]) -> EngineChoice:
+def _engine(flags: dict[str, Any], engine: str) -> EngineChoice:
     model = flags.pop("model")
     if "draft" in flags:
-        flags["draft"] = draft_choice(flags["draft"], model)
+        choose = parse_draft if engine == "vllm" and _is_vllms(flags["draft"]) else partial(draft_choice, model=model)
+        flags["draft"] = choose(flags["draft"])
     if "draft_options" in flags:
         flags["draft_options"] = parse_options(flags["draft_options"])
     return EngineChoice(model, flags)
+
+
+def _is_vllms(draft: str) -> bool:
+    """Whether only vLLM has such a drafter."""
+    from sameseed.export.vllm_draft import OWN
+
+    return draft.partition(":")[0] in OWN
 
 
 def _params(flags: dict[str, Any]) -> SamplingParams:

@@ -41,6 +41,7 @@ class ServeArgs:
     tensor_parallel_size: int = 1  # vllm: GPUs that share each layer
     pipeline_parallel_size: Annotated[int | None, option("N")] = None  # vllm: groups of layers; unset: one a node
     nodes: int = 1  # vllm: nodes of a Ray cluster, which must run
+    batch_invariant: bool = False  # vllm: what else runs changes no text; slower, and only on GPUs
 
 
 def run(argv: Seq[str], prog: str) -> int:
@@ -56,7 +57,8 @@ def run(argv: Seq[str], prog: str) -> int:
 
     same = ["host", "port", "max_queue", "request_timeout", "drain_timeout", "load_timeout", "metrics_prefix", "cors"]
     same += ["reasoning_parser", "max_draft_tokens"]
-    name, *aliases = args.served_model_name or (engine.model,)
+    folder = Path(engine.model).expanduser()  # its path is nothing for clients
+    name, *aliases = args.served_model_name or ((folder.resolve().name if folder.exists() else engine.model),)
     config = ServerConfig(
         **{name: getattr(args, name) for name in same},
         model_name=name,
@@ -68,9 +70,10 @@ def run(argv: Seq[str], prog: str) -> int:
     spread = Spread(args.tensor_parallel_size, args.pipeline_parallel_size, args.nodes)
     if args.engine == "vllm":
         return _serve_vllm(args, engine, spread, config)
-    if spread != Spread() or args.vllm_python is not None or args.vllm_args:
+    if spread != Spread() or args.vllm_python is not None or args.vllm_args or args.batch_invariant:
         raise ConfigError(
-            "several GPUs or nodes, and --vllm-... flags, are for --engine vllm; give that, or leave them"
+            "several GPUs or nodes, --batch-invariant and --vllm-... flags are for --engine vllm; give that, or leave "
+            "them"
         )
     return serve(engine.model, engine.settings, config, args.log_level)
 
@@ -79,12 +82,25 @@ def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: S
     """The same flags in vLLM's words. Raises ConfigError, ModelLoadError for what vLLM cannot do."""
     from sameseed.export import vllm
     from sameseed.server.run import serve_vllm
+    from sameseed.server.vllm_installed import look
 
     spec = vllm.speculative_config(engine.settings, spread)
+    if vllm.shares_past(spec) and len(config.keys) > 1:
+        raise ConfigError(
+            "vLLM keeps one store of past texts, and there are several API keys: one's texts would be drafted for "
+            "another; leave past and suffix_decoding_max_cached_requests out"
+        )
     facts = {"max_num_seqs": engine.settings["max_num_seqs"], "method": "none" if spec is None else spec["method"]}
     detail, more = args.per_request_spec_decode_metrics, args.vllm_args
-    arguments = vllm.arguments(engine.model, engine.settings, spread, config.model_name, detail, more)
-    environment = vllm.environment(engine.settings)
+    arguments = vllm.arguments(engine.model, engine.settings, spread, config.names, detail, more)
+    installed = look(args.vllm_python)
+    vllm.check(installed, arguments, spec, spread, args.batch_invariant)
     return serve_vllm(
-        arguments, facts, config, python=args.vllm_python, environment=environment, log_level=args.log_level
+        arguments,
+        facts,
+        config,
+        python=args.vllm_python,
+        environment=vllm.environment(engine.settings, spread, args.batch_invariant),
+        notes=vllm.notes(installed, spec, args.batch_invariant),
+        log_level=args.log_level,
     )

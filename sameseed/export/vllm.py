@@ -1,77 +1,84 @@
-"""sameseed's settings as vLLM's command line (read against vLLM 0.32). What vLLM cannot do is refused, with a remedy.
+"""sameseed's settings as vLLM's command line (read against vLLM 0.33). What vLLM cannot do is refused, with a remedy.
 
 No torch and no vLLM in here: the process that asks for this loads neither.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sameseed import habits
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.models.config import ASSETS, EMBEDDED, read_json
-from sameseed.models.eagle_config import HEADS, is_head
+from sameseed.config import CacheConfig, EngineConfig
+from sameseed.errors import ConfigError
+from sameseed.export.vllm_cores import cores_of_workers
+from sameseed.export.vllm_draft import (
+    NGRAM_AHEAD,
+    OLDEST,
+    ON_ONE,
+    OPTIONS,
+    OVER_STAGES,
+    SINCE,
+    WITH_WEIGHTS,
+    Spread,
+    Version,
+    model_path,
+    speculative_config,
+)
+from sameseed.models.config import read_json
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# fp8: one scale a layer, which every kernel of vLLM reads; the others keep one a token and head, as sameseed does.
 KV_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-# Options that vLLM has too, with the drafters' own defaults (loading a drafter would load torch).
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ngram": {"min_ngram": 2, "max_ngram": 4},
-    "suffix": {"max_match": 24, "length_factor": 2.0, "min_probability": 0.1, "past": "tenant"},
-}
+KV_FORMATS |= {"int8": "int8_per_token_head", "int4": "int4_per_token_head"}
+KV_FORMATS |= {name: name for name in ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")}
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
 # What sameseed decides: who may come in, where it listens, what runs.
 RESERVED = (
     *("host", "port", "uds", "api-key", "ssl-keyfile", "ssl-certfile", "grpc-port", "allowed-origins", "root-path"),
-    *("model", "served-model-name", "speculative-config", "sc", "trust-remote-code", "middleware", "headless"),
+    *("model", "served-model-name", "speculative-config", "sc", "spec-method", "spec-model", "spec-tokens"),
+    *("trust-remote-code", "middleware", "headless"),
     # A file of flags; how many may come in; what is told.
     *("config", "max-num-seqs", "per-request-spec-decode-metrics"),
 )
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Over what vLLM spreads a model: GPUs that share each layer, groups of layers, nodes of a Ray cluster."""
+class Installed:
+    """A vLLM that is installed. `cpu`: a build for CPUs; `flags` that it may know; `modules` that are beside it."""
 
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int | None = None  # None: one group of layers a node
-    nodes: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "nodes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    version: str
+    cpu: bool = False
+    flags: frozenset[str] = frozenset()  # none: not known
+    modules: frozenset[str] = frozenset()
 
     @property
-    def stages(self) -> int:
-        return self.pipeline_parallel_size or self.nodes
-
-    def arguments(self) -> list[str]:
-        """Where there are more nodes than one, Ray places the parts; a cluster of them must run."""
-        made = []
-        if self.tensor_parallel_size > 1:
-            made += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
-        if self.stages > 1:
-            made += ["--pipeline-parallel-size", str(self.stages)]
-        return [*made, "--distributed-executor-backend", "ray"] if self.nodes > 1 else made
+    def number(self) -> Version:
+        major, minor, *_ = *self.version.split("."), "0", "0"
+        return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
 def arguments(
-    model: str, settings: Mapping[str, Any], spread: Spread, served_name: str, detail: str = "summary", more: str = ""
+    model: str,
+    settings: Mapping[str, Any],
+    spread: Spread,
+    served_names: Seq[str],
+    detail: str = "summary",
+    more: str = "",
 ) -> list[str]:
     """vLLM's arguments, the model first, for settings as `make_config` takes them.
 
-    `detail`: of each request's speculation, "summary" or "detailed". `more`: vLLM's own flags, as on a command line.
+    `served_names`: what clients call the model; the first stands in answers. `detail`: of each request's speculation,
+    "summary" or "detailed". `more`: vLLM's own flags, as on a command line.
     Raises ConfigError for what vLLM cannot do, ModelLoadError for a model that is not there.
     """
     folder = model_path(model)
-    made = [folder, "--served-model-name", served_name, *_format(folder, settings), *_limits(settings)]
+    made = [folder, "--served-model-name", *served_names, *_format(folder, settings), *_limits(settings)]
     made += spread.arguments()
     spec = speculative_config(settings, spread)
     if spec is not None:
@@ -80,24 +87,104 @@ def arguments(
     return made + _own_flags(more)
 
 
-def model_path(name: str) -> str:
-    """A folder that vLLM finds, or a hub id as it is. Raises ModelLoadError for a file that vLLM does not read."""
-    if name in EMBEDDED:
-        return str(ASSETS / EMBEDDED[name])
-    path = Path(name).expanduser()
-    if path.is_file() or name.endswith(".gguf"):
-        raise ModelLoadError(f"vLLM serves Hugging Face folders, and {name} is a file; give the checkpoint's folder")
-    if not path.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
-        raise ModelLoadError(f"there is no model {name}; give a folder or a hub id like org/name")
-    return str(path.resolve()) if path.is_dir() else name
-
-
-def environment(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Variables that say what flags cannot."""
+def environment(
+    settings: Mapping[str, Any], spread: Spread | None = None, batch_invariant: bool = False
+) -> dict[str, str]:
+    """Variables that say what flags cannot. On CPUs each worker gets cores of its own; GPUs do not look at that."""
+    made = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
     threads = settings.get("threads")
-    if threads is None:
-        return {}
-    return {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if threads is not None:
+        return {**made, "OMP_NUM_THREADS": str(threads), BIND: "nobind"}
+    spread = spread or Spread()
+    cores = cores_of_workers(spread.workers) if spread.nodes == 1 and BIND not in os.environ else None
+    return made if cores is None else {**made, BIND: cores}
+
+
+def check(
+    installed: Installed, words: Seq[str], spec: Mapping[str, Any] | None, spread: Spread, batch_invariant: bool = False
+) -> None:
+    """Refuse, before it is started, what this vLLM lacks for these arguments. Raises ConfigError with the remedy."""
+    spec = spec or {}
+    method, version, cache = spec.get("method"), installed.version, _value(words, "--kv-cache-dtype")
+    if installed.number < OLDEST:
+        raise ConfigError(f"vLLM {version} is too old, {_text(OLDEST)} is the oldest; update it: pip install -U vllm")
+    if method == "suffix" and "arctic_inference" not in installed.modules:
+        raise ConfigError(
+            "vLLM drafts by suffix with a library that is not installed beside it: pip install arctic-inference there, "
+            "or take --draft ngram"
+        )
+    if spread.nodes > 1 and "ray" not in installed.modules:
+        raise ConfigError(
+            "--nodes needs Ray, which is not installed beside vLLM: pip install ray there, and start a cluster with "
+            "`ray start`"
+        )
+    wants = [str(word) for word in (method, cache, *spec) if word in SINCE]
+    wants += [OVER_STAGES] if spread.stages > 1 and method in WITH_WEIGHTS else []
+    alone = method == "draft_model" and spec.get("draft_tensor_parallel_size", 1) < spread.tensor_parallel_size
+    wants += [ON_ONE] if alone else []
+    for word in wants:
+        if installed.number < SINCE[word]:
+            raise ConfigError(
+                f"vLLM {version} has no {word}, {_text(SINCE[word])} is the first; update it, or leave it out"
+            )
+    if installed.cpu:
+        _check_cpu(method, cache, alone, batch_invariant)
+    _check_flags(installed, words)
+
+
+def _check_cpu(method: str | None, cache: str | None, alone: bool, batch_invariant: bool) -> None:
+    """What vLLM's build for CPUs has not."""
+    if batch_invariant:
+        raise ConfigError("--batch-invariant is of vLLM's GPU kernels, and this build is for CPUs; leave it out")
+    if cache is not None and cache.endswith("_per_token_head"):
+        raise ConfigError(f"vLLM keeps no {cache} cache on CPUs; take --kv-format auto, bf16 or fp8")
+    if method in ("dspark", "ngram_gpu") or alone:
+        what = "a draft_tensor_parallel_size of 1" if alone else f"--draft {method}"
+        raise ConfigError(f"{what} is not to be had in vLLM's build for CPUs; leave it out, or take --draft ngram")
+
+
+def _check_flags(installed: Installed, words: Seq[str]) -> None:
+    """Refuse flags that this vLLM has not. It takes the beginning of a flag for it, and --flag.part, --no-flag."""
+    for word in words if installed.flags else ():
+        name = "--" + word.partition("=")[0].partition(".")[0].lstrip("-").replace("_", "-")
+        plain = name.replace("--no-", "--", 1)
+        if word.startswith("--") and not any(flag.startswith((name, plain)) for flag in installed.flags):
+            near = difflib.get_close_matches(name, installed.flags, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see `vllm serve --help=all`"
+            raise ConfigError(f"vLLM {installed.version} does not know the flag {name}; {hint}")
+
+
+def notes(installed: Installed, spec: Mapping[str, Any] | None, batch_invariant: bool = False) -> list[str]:
+    """What an operator should know of these settings, in words."""
+    made, method = [], (spec or {}).get("method")
+    if method == "suffix" or (method == "ngram" and installed.number < SINCE[NGRAM_AHEAD]):
+        made.append(
+            f"vLLM {installed.version} does not schedule ahead with --draft {method}: each step waits for the last"
+            + ("; --draft ngram_gpu does not" if method == "ngram" and not installed.cpu else "")
+        )
+    if shares_past(spec):
+        made.append("vLLM keeps one store of past texts: what one client was told may be drafted for another")
+    if batch_invariant:
+        made.append(
+            "--batch-invariant: slower, and a text still changes with drafts (sampled), other GPUs, another "
+            "--tensor-parallel-size, another vLLM"
+        )
+    return made
+
+
+def shares_past(spec: Mapping[str, Any] | None) -> bool:
+    """Whether texts of one client may be drafted for another."""
+    return (spec or {}).get("method") == "suffix" and (spec or {}).get("suffix_decoding_max_cached_requests") != 0
+
+
+def _value(words: Seq[str], flag: str) -> str | None:
+    """The value of a flag; the last one, as parsers do."""
+    found = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == flag]
+    return found[-1] if found else None
+
+
+def _text(version: Version) -> str:
+    return ".".join(map(str, version))
 
 
 def stored_scheme(config: Mapping[str, Any]) -> str | None:
@@ -157,69 +244,6 @@ def _limits(settings: Mapping[str, Any]) -> list[str]:
     return made if settings.get("prefix_cache", True) else [*made, "--no-enable-prefix-caching"]
 
 
-def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str, Any] | None:
-    """vLLM's --speculative-config for the draft and its settings; None where nothing is drafted. Raises ConfigError."""
-    spec = settings.get("draft") or SpecConfig()
-    given = {
-        name: settings[name]
-        for name in ("num_draft_tokens", "confidence", "policy", "overlap")
-        if settings.get(name) not in (None, "auto")
-    }
-    options = settings.get("draft_options") or spec.options
-    spec = replace(spec, **given, options=options, format=settings.get("draft_format", spec.format))
-    if spec.method == "none" or spec.num_draft_tokens == 0:
-        return None
-    _check(spec, spread)
-    made: dict[str, Any] = {"method": spec.method, "num_speculative_tokens": spec.num_draft_tokens}
-    if spec.method in OPTIONS:
-        chosen = _options(spec)
-        made |= {theirs: chosen[ours] for theirs, ours in habits.OPTIONS[spec.method].items()}
-        return made if chosen.get("past") != "none" else made | {"suffix_decoding_max_cached_requests": 0}
-    if spec.model is None:
-        raise ConfigError(f"--draft {spec.method}: vLLM needs the draft's checkpoint; give its folder or hub id")
-    path = model_path(spec.model)
-    made["model"] = path
-    if Path(path).is_dir() and is_head(Path(path)):  # it says itself what it is
-        raw = read_json(Path(path) / "config.json")
-        name = str((raw.get("architectures") or ["?"])[0])
-        made["method"] = str(raw.get("speculators_model_type") or HEADS.get(name, "eagle"))
-    elif spec.method == "eagle":  # a head on the hub cannot be looked into from here
-        made["method"] = "eagle3" if "eagle3" in path.lower().replace("-", "") else "eagle"
-    else:
-        made["method"] = "draft_model"
-    if spread.tensor_parallel_size > 1:
-        made["draft_tensor_parallel_size"] = spread.tensor_parallel_size  # vLLM takes no other
-    return made
-
-
-def _check(spec: SpecConfig, spread: Spread) -> None:
-    if spec.method not in ("ngram", "suffix", "draft_model", "eagle"):
-        raise ConfigError(
-            f"vLLM has no drafter like {spec.method!r}; give ngram, suffix, a draft model or an EAGLE head, or serve "
-            "with sameseed's own engine"
-        )
-    if spec.policy != "fixed":
-        raise ConfigError(f"--policy {spec.policy} is sameseed's own; vLLM drafts --policy fixed numbers of tokens")
-    if spec.confidence is not None or spec.overlap:
-        raise ConfigError("--confidence and --overlap are sameseed's own; leave them out with --engine vllm")
-    if spec.format != "auto":
-        raise ConfigError("vLLM reads a draft as its checkpoint stores it; leave --draft-format at auto")
-    if spread.stages > 1 and spec.method in ("draft_model", "eagle"):
-        raise ConfigError(
-            "vLLM keeps a draft model on its last group of layers, and speculation over several is not dependable; "
-            "use --tensor-parallel-size alone, or --draft ngram"
-        )
-
-
-def _options(spec: SpecConfig) -> dict[str, Any]:
-    known = OPTIONS[spec.method]
-    if not set(spec.options) <= known.keys():
-        raise ConfigError(
-            f"of {spec.method}'s options vLLM has like ones for {', '.join(known)}; got {', '.join(spec.options)}"
-        )
-    return {**known, **spec.options}
-
-
 def _own_flags(more: str) -> list[str]:
     """vLLM's own flags as they were given. Raises ConfigError for those that are sameseed's to decide.
 
@@ -234,3 +258,18 @@ def _own_flags(more: str) -> list[str]:
                 "(sameseed serve --help)"
             )
     return made
+
+
+__all__ = [
+    "OPTIONS",
+    "Installed",
+    "Spread",
+    "arguments",
+    "check",
+    "environment",
+    "model_path",
+    "notes",
+    "shares_past",
+    "speculative_config",
+    "stored_scheme",
+]

@@ -125,11 +125,11 @@ def _vllm(tuned: Tuned) -> Exported:
     settings |= {"draft_options": dict(chosen.draft_options)} if known and chosen.draft_options else {}
     for name, value in (("format", chosen.format), ("kv_format", chosen.kv_format)):
         try:
-            vllm.arguments(tuned.model.id, {name: value or "auto"}, vllm.Spread(), "m")
+            vllm.arguments(tuned.model.id, {name: value or "auto"}, vllm.Spread(), ("m",))
             settings[name] = value or "auto"
         except ConfigError as error:
             notes.append(f"--{name.replace('_', '-')} {value}: {error}")
-    words = vllm.arguments(tuned.model.id, settings, vllm.Spread(), tuned.model.id)
+    words = vllm.arguments(tuned.model.id, settings, vllm.Spread(), (tuned.model.id,))
     if chosen.by_batch and "--speculative-config" in words:
         at = words.index("--speculative-config") + 1
         if _kind(spec) in ("head", "model"):

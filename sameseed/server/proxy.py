@@ -60,9 +60,14 @@ def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gat
     @app.get("/v1/models")
     async def models() -> JSONResponse:
         # Written here: vLLM's names the folder that it serves from.
-        made: dict[str, Any] = {"id": config.model_name, "object": "model", "created": created, "owned_by": "vllm"}
         limit = client.facts.get("max_model_len")
-        return JSONResponse({"object": "list", "data": [made | ({"max_model_len": limit} if limit else {})]})
+        made = {
+            "object": "model",
+            "created": created,
+            "owned_by": "vllm",
+            **({"max_model_len": limit} if limit else {}),
+        }
+        return JSONResponse({"object": "list", "data": [{"id": name, **made} for name in config.names]})
 
     @app.get("/version")
     async def version() -> JSONResponse:

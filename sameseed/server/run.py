@@ -74,10 +74,16 @@ def serve_vllm(
     *,
     python: str | None = None,
     environment: Mapping[str, str] | None = None,
+    notes: Seq[str] = (),
     log_level: str = "info",
 ) -> int:
-    """Serve by a vLLM with these arguments, as `serve` does; `python` is the one that has vLLM. See `VllmClient`."""
+    """Serve by a vLLM with these arguments, as `serve` does; `python` is the one that has vLLM. See `VllmClient`.
+
+    `notes`: what the operator should know, for the log.
+    """
     logs.set_up(log_level)
+    for note in notes:
+        log.warning(note)
     try:
         from sameseed.server.proxy import create_proxy
         from sameseed.server.vllm import VllmClient

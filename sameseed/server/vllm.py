@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import logging
 import os
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sameseed.errors import ConfigError
 from sameseed.server.errors import ApiError, unavailable
 from sameseed.server.link import Link
 from sameseed.server.process import SECRETS, end
 from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
+from sameseed.server.vllm_installed import interpreter
 
 if TYPE_CHECKING:
     from sameseed.server.relay import Relay
@@ -61,14 +59,7 @@ class VllmClient(Supervised):
         `beat_timeout`: seconds without an answer after which it is ended; `load_timeout`: seconds until it is ready.
         Raises ConfigError where there is no vLLM.
         """
-        if python is None and importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                "--engine vllm needs vLLM; install it: pip install '.[vllm]', or name the python of an "
-                "environment that has it with --vllm-python"
-            )
-        program = sys.executable if python is None else shutil.which(python)
-        if program is None:
-            raise ConfigError(f"--vllm-python {python} is no program; give the python of an environment that has vLLM")
+        program = interpreter(python)
         super().__init__(max_restarts, on_failure, first_delay)
         self.facts: dict[str, Any] = dict(facts)
         self.link: Link | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from fixtures_server import Server, children, events, program, serving, wait_until
-
-from sameseed.export import vllm as words
+from fixtures_vllm import real_pythons
 
 KEY = "a-key-for-the-test"
 FAKE = Path(__file__).parents[1] / "fake_vllm.py"
@@ -137,27 +136,46 @@ def test_sigterm_lets_streams_finish_and_tells_the_rest(fronted: Fronted) -> Non
 
 
 def test_a_first_start_that_fails_ends_the_server(tmp_path: Path) -> None:
-    python = program(tmp_path / "python", "echo no model >&2; exit 3")
+    look = f'case "$1" in *look.py) exec {sys.executable} {FAKE} "$@";; esac'
+    python = program(tmp_path / "python", f"{look}; echo no model >&2; exit 3")
     made = Server("--engine", "vllm", "--vllm-python", str(python))
     assert made.process.wait(60) == 2
     said = " ".join(str(line["message"]) for line in made.log)
     assert "no model" in said and "vLLM ended with code 3" in said
 
 
-def real_python() -> str | None:
-    """A python that has vLLM: SAMESEED_VLLM_PYTHON, or this one."""
-    found = os.environ.get("SAMESEED_VLLM_PYTHON")
-    return found or (sys.executable if importlib.util.find_spec("vllm") else None)
+FLAGS = ["--served-model-name", "--max-num-seqs", "--enforce-eager"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "installed", "says"),
+    [
+        (["--draft", "none", "--vllm-args=--enforce-eagre"], {"flags": FLAGS}, "did you mean --enforce-eager"),
+        ([], {"version": "0.28.1"}, "too old, 0.29 is the oldest"),
+        (["--draft", "suffix"], {"modules": []}, "pip install arctic-inference"),
+        (["--draft", "ngram", "--nodes", "2"], {"modules": []}, "pip install ray"),
+        (["--draft", "none", "--batch-invariant"], {"cpu": True}, "of vLLM's GPU kernels"),
+    ],
+)
+def test_what_this_vllm_lacks_is_said_before_it_starts(
+    flags: list[str], installed: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    python = program(tmp_path / "python", f'exec {sys.executable} {FAKE} "$@"')
+    own = ["serve", "--port", "0", "--engine", "vllm", "--vllm-python", str(python), *flags]
+    env = {**os.environ, "FAKE_VLLM_INSTALLED": json.dumps(installed), "FAKE_VLLM_SEEN": str(tmp_path / "seen")}
+    command = [sys.executable, "-m", "sameseed", *own]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert not (tmp_path / "seen").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(real_python() is None, reason="no vLLM here; SAMESEED_VLLM_PYTHON names a python that has one")
+@pytest.mark.skipif(not real_pythons(), reason="no vLLM here: `make test-vllm` sets one up")
 def test_the_real_vllm_with_the_embedded_pair() -> None:
     import fixtures_server
 
-    fixtures_server.START = 600.0
-    python = real_python()
-    assert python is not None and words.model_path("embedded")
+    fixtures_server.START = 1800.0  # vLLM imports much, in three processes
+    python = real_pythons()[0]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "SAMESEED_API_KEY": ""}
     flags = ["--max-model-len", "1024", "--max-num-seqs", "4", "--per-request-spec-decode-metrics", "detailed"]
     flags += ["--engine", "vllm", "--vllm-python", python, "--vllm-args=--enforce-eager"]

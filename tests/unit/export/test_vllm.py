@@ -13,14 +13,21 @@ import pytest
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.export import vllm
-from sameseed.export.vllm import Spread
+from sameseed.export import vllm, vllm_draft
+from sameseed.export.vllm import Installed, Spread
+from sameseed.export.vllm_cores import cores_of_workers
 
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+SUFFIX = {
+    "suffix_decoding_max_tree_depth": 24,
+    "suffix_decoding_max_spec_factor": 2.0,
+    "suffix_decoding_min_token_prob": 0.1,
+}
 HEAD = ["org/model", "--served-model-name", "m", "--max-num-seqs", "32"]
 
 
 def arguments(model: str = "org/model", spread: Spread | None = None, more: str = "", **settings: Any) -> list[str]:
-    return vllm.arguments(model, settings, spread or Spread(), "m", more=more)
+    return vllm.arguments(model, settings, spread or Spread(), ("m",), more=more)
 
 
 def drafted(draft: SpecConfig, spread: Spread | None = None, **settings: Any) -> dict[str, Any]:
@@ -70,7 +77,7 @@ def test_drafts() -> None:
         "prompt_lookup_max": 4,
     }
     assert drafted(parse_draft("ngram"), draft_options={"max_ngram": 7})["prompt_lookup_max"] == 7
-    assert drafted(parse_draft("suffix"), draft_options={"past": "none"}) == {
+    assert drafted(parse_draft("suffix")) == {  # vLLM's store of past texts is one for all tenants
         "method": "suffix",
         "num_speculative_tokens": 4,
         "suffix_decoding_max_tree_depth": 24,
@@ -118,10 +125,15 @@ def test_options_are_the_drafters_own(name: str) -> None:
         ({"draft": parse_draft("org/m"), "overlap": 1}, "leave them out"),
         ({"draft": parse_draft("org/m"), "draft_format": "w4a8"}, "--draft-format at auto"),
         ({"draft": parse_draft("draft_model")}, "needs the draft's checkpoint"),
-        ({"draft": parse_draft("ngram"), "draft_options": {"store": "x"}}, "min_ngram, max_ngram; got store"),
-        ({"draft": parse_draft("org/m"), "spread": Spread(nodes=2)}, "--tensor-parallel-size alone"),
+        (
+            {"draft": parse_draft("ngram"), "draft_options": {"store": "x"}},
+            "min_ngram, max_ngram; its own .* got store",
+        ),
+        ({"draft": parse_draft("suffix"), "draft_options": {"past": "tenant"}}, "one store of past texts for all"),
+        ({"draft": parse_draft("dflash")}, "needs the draft.s checkpoint"),
+        ({"draft": parse_draft("ngram_gpu:org/m")}, "has no model"),
         ({"backend": "cpu"}, "leave it at auto"),
-        ({"kv_format": "int8"}, "no KV cache in 'int8'"),
+        ({"kv_format": "nf4"}, "no KV cache in 'nf4'"),
         ({"format": "w4a8"}, r"sameseed quantize MODEL --scheme w4a8 --out DIR"),
     ],
 )
@@ -199,8 +211,199 @@ def test_flags_that_are_sameseeds(more: str) -> None:
 def test_no_torch() -> None:
     code = (
         "import sys; from sameseed.config import SpecConfig; from sameseed.export import vllm; "
-        "[vllm.arguments('embedded', {'draft': SpecConfig(m, d)}, vllm.Spread(), 'm') for m, d in "
+        "[vllm.arguments('embedded', {'draft': SpecConfig(m, d)}, vllm.Spread(), ('m',)) for m, d in "
         "(('ngram', None), ('suffix', None), ('draft_model', 'embedded-head'))]; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "made"),
+    [
+        ("mtp", {}, {"method": "mtp"}),
+        ("mtp:org/m", {}, {"method": "mtp", "model": "org/m"}),
+        (
+            "dspark",
+            {"draft_sample_method": "probabilistic"},
+            {"method": "dspark", "draft_sample_method": "probabilistic"},
+        ),
+        ("dflash:org/d", {}, {"method": "dflash", "model": "org/d"}),
+        ("org/qwen-DFlash-b16", {}, {"method": "dflash", "model": "org/qwen-DFlash-b16"}),
+        ("ngram_gpu", {"max_ngram": 5}, {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 5}),
+        (
+            "org/pard",
+            {"parallel_drafting": True},
+            {"method": "draft_model", "model": "org/pard", "parallel_drafting": True},
+        ),
+        ("suffix", {"past": "all"}, {"method": "suffix", **SUFFIX}),
+        (
+            "ngram",
+            {"num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 32, 0]]},
+            {**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 32, 0]]},
+        ),
+    ],
+)
+def test_what_only_vllm_has(draft: str, options: dict[str, Any], made: dict[str, Any]) -> None:
+    assert drafted(parse_draft(draft), draft_options=options) == {"num_speculative_tokens": 4, **made}
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "says"),
+    [
+        ("ngram", {"draft_sample_method": "greedy"}, "is for draft_model, eagle"),
+        ("org/m", {"draft_sample_method": "beam"}, "'greedy' or 'probabilistic'"),
+        ("org/m", {"draft_tensor_parallel_size": 2}, "1 or the target's"),
+        ("org/m", {"parallel_drafting": 1}, "true or false"),
+        ("org/m", {"rejection_sample_method": "fly"}, "its own are .* got rejection_sample_method"),
+        ("suffix", {"suffix_decoding_max_cached_requests": -1}, "0 or more"),
+        *(
+            ("ngram", {"num_speculative_tokens_per_batch_size": table}, r"a list of \[first, last, tokens\]")
+            for table in ([], 3, [[2, 3, 1]], [[1, 2, 9]], [[1, 4, 1], [4, 5, 1]], [[1, 2]], [[1, 2, 1.5]])
+        ),
+    ],
+)
+def test_vllms_own_keys_are_checked(draft: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        drafted(parse_draft(draft), draft_options=options)
+
+
+def test_the_draft_is_spread_as_the_target_or_not_at_all() -> None:
+    assert drafted(parse_draft("org/m"), Spread(4))["draft_tensor_parallel_size"] == 4
+    one = {"draft_tensor_parallel_size": 1}
+    assert drafted(parse_draft("org/m"), Spread(4), draft_options=one)["draft_tensor_parallel_size"] == 1
+    assert "draft_tensor_parallel_size" not in drafted(parse_draft("ngram"), Spread(4))
+    assert drafted(SpecConfig("eagle", "org/head"), Spread(1, 2))["method"] == "eagle"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "speculator", "method"),
+    [
+        ("Eagle3Qwen3ForCausalLM", None, "eagle3"),
+        ("LlamaForCausalLMEagle3", None, "eagle3"),
+        ("PEagleDraftModel", None, "eagle3"),
+        ("EagleLlamaForCausalLM", None, "eagle"),
+        ("EagleDeepSeekMTPModel", None, "eagle"),
+        ("DFlashDraftModel", None, "dflash"),
+        ("Qwen3DSparkModel", None, "dspark"),
+        ("MiMoMTPModel", None, "mtp"),
+        ("Anything", "peagle", "eagle3"),
+        ("Anything", "dflash2", "dflash"),
+        ("LlamaForCausalLM", None, "draft_model"),
+    ],
+)
+def test_folders_are_told_apart(architecture: str, speculator: str | None, method: str, tmp_path: Path) -> None:
+    raw = {"architectures": [architecture]} | ({"speculators_model_type": speculator} if speculator else {})
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert drafted(SpecConfig("draft_model", str(tmp_path)))["method"] == method
+
+
+def system(folder: Path, nodes: list[list[int]], threads: int = 1) -> Path:
+    """A machine's /sys/devices/system: CPUs of each node, `threads` a core."""
+    for n, cpus in enumerate(nodes):
+        for cpu in cpus:
+            (folder / f"node/node{n}/cpu{cpu}").mkdir(parents=True)
+            topology = folder / f"cpu/cpu{cpu}/topology"
+            topology.mkdir(parents=True)
+            (topology / "physical_package_id").write_text(str(n))
+            (topology / "core_id").write_text(str(cpu % (len(cpus) // threads)))
+    return folder
+
+
+def test_workers_get_cores_of_their_own(tmp_path: Path) -> None:
+    one = system(tmp_path / "one", [[0, 1, 2, 3, 4]])
+    assert cores_of_workers(1, {0, 1}, one) is None
+    assert cores_of_workers(2, {0, 1}, one) == "0|1"
+    assert cores_of_workers(2, set(range(5)), one) == "0,1|2,3,4"
+    assert cores_of_workers(3, {2}, one) == "2|2|2"
+    two = system(tmp_path / "two", [[0, 1], [2, 3]])
+    assert cores_of_workers(2, {0, 1, 2, 3}, two) is None  # vLLM gives each a node
+    assert cores_of_workers(2, {0, 1}, two) == "0|1"
+    hyper = system(tmp_path / "hyper", [[0, 1, 2, 3]], threads=2)
+    assert cores_of_workers(2, {0, 1, 2, 3}, hyper) == "2|3" and cores_of_workers(4, {0, 1, 2, 3}, hyper) == "0|1|2|3"
+
+
+def test_the_environment_binds_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(vllm.BIND, raising=False)
+    monkeypatch.setattr(vllm, "cores_of_workers", lambda workers: "|".join("0" * workers))
+    assert vllm.environment({}, Spread(2, 2)) == {vllm.BIND: "0|0|0|0"}
+    assert vllm.environment({"threads": 2}, Spread(2))[vllm.BIND] == "nobind"
+    assert vllm.environment({}, Spread(2, nodes=2), True) == {"VLLM_BATCH_INVARIANT": "1"}
+    monkeypatch.setenv(vllm.BIND, "0-1|2-3")
+    assert vllm.environment({}, Spread(2)) == {}  # said already
+
+
+GPU, CPU = Installed("0.33.0", modules=frozenset({"ray"})), Installed("0.32.0", cpu=True)
+
+
+def verdict(
+    installed: Installed, spread: Spread | None = None, more: str = "", invariant: bool = False, **settings: Any
+) -> None:
+    spread = spread or Spread()
+    words = arguments(spread=spread, more=more, **settings)
+    vllm.check(installed, words, vllm.speculative_config(settings, spread), spread, invariant)
+
+
+def test_what_a_vllm_has_passes() -> None:
+    verdict(GPU, Spread(2, 2), invariant=True, draft=SpecConfig("eagle", "org/eagle3"), kv_format="int4")
+    verdict(GPU, Spread(2, nodes=2), draft=parse_draft("ngram_gpu"))
+    verdict(CPU, Spread(2), draft=parse_draft("org/m"), kv_format="fp8")
+    verdict(Installed("0.30.1rc1"), Spread(1, 2), draft=SpecConfig("eagle", "org/eagle3"))
+    known = Installed(
+        "0.33.0", flags=frozenset(a for a in [*arguments(), "--enforce-eager", "--additional-config"] if a[0] == "-")
+    )
+    for more in (
+        "--enforce-eager",
+        "--enforce-e",
+        "--enforce_eager",
+        "--no-enforce-eager",
+        "--additional-config.a.b=3",
+        "-O3",
+    ):
+        verdict(known, more=more)
+
+
+@pytest.mark.parametrize(
+    ("installed", "settings", "says"),
+    [
+        (Installed("0.28.2"), {}, "0.28.2 is too old, 0.29 is the oldest"),
+        (Installed("unknown"), {}, "too old"),
+        (
+            Installed("0.29.0"),
+            {"spread": Spread(1, 2), "draft": parse_draft("org/m")},
+            "several groups .* 0.30 is the first",
+        ),
+        (
+            Installed("0.30.0"),
+            {"spread": Spread(2), "draft": parse_draft("org/m"), "draft_options": {"draft_tensor_parallel_size": 1}},
+            "0.31 is the first",
+        ),
+        (GPU, {"draft": parse_draft("suffix")}, "pip install arctic-inference"),
+        (CPU, {"spread": Spread(nodes=2)}, "pip install ray"),
+        (CPU, {"invariant": True}, "GPU kernels"),
+        (CPU, {"kv_format": "int8"}, "no int8_per_token_head cache on CPUs"),
+        (CPU, {"draft": parse_draft("ngram_gpu")}, "--draft ngram_gpu is not to be had"),
+        (
+            Installed("0.33.0", flags=frozenset({"--served-model-name", "--max-num-seqs"})),
+            {"more": "--max-num-sqs-x 3"},
+            "0.33.0 does not know the flag --max-num-sqs-x; did you mean --max-num-seqs",
+        ),
+    ],
+)
+def test_what_a_vllm_lacks_is_refused(installed: Installed, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        verdict(installed, **settings)
+
+
+def test_notes() -> None:
+    ngram, suffix = ({"method": name, "suffix_decoding_max_cached_requests": 0} for name in ("ngram", "suffix"))
+    assert vllm.notes(GPU, None) == vllm.notes(GPU, ngram) == []
+    assert "not schedule ahead with --draft suffix" in vllm.notes(GPU, suffix)[0]
+    assert "ngram_gpu does not" in vllm.notes(Installed("0.31.0"), ngram)[0]
+    assert "one store" in vllm.notes(GPU, {"method": "suffix"})[1]
+    assert "slower" in vllm.notes(GPU, None, True)[0]
+    assert vllm.shares_past({"method": "suffix"}) and not vllm.shares_past(suffix) and not vllm.shares_past(None)
+
+
+def test_every_method_and_key_has_a_version() -> None:
+    assert {*vllm_draft.KEYS, *vllm_draft.OWN, *vllm_draft.WITH_WEIGHTS, *vllm.OPTIONS} <= vllm_draft.SINCE.keys()

@@ -15,13 +15,14 @@ import pytest
 from fixtures_server import program, visiting
 
 from sameseed.errors import ConfigError
-from sameseed.server import relay, vllm
+from sameseed.server import relay, vllm, vllm_installed
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.link import Link
 from sameseed.server.passable import REFUSED, check
 from sameseed.server.proxy import PATHS, create_proxy, salt
 from sameseed.server.vllm import VllmClient
+from sameseed.server.vllm_installed import look
 
 KEY = "a-key-for-the-test"
 FACTS = {"max_num_seqs": 2, "method": "none"}
@@ -212,11 +213,26 @@ async def test_no_unused_connection_outlives_vllms_patience() -> None:
 
 
 def test_no_vllm_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(vllm_installed.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"pip install '\.\[vllm\]'"):
         VllmClient([], FACTS)
     with pytest.raises(ConfigError, match="--vllm-python"):
         VllmClient([], FACTS, python="/nowhere/python")
+
+
+def test_an_interpreter_is_asked_what_vllm_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not run Python programs .*no such thing"):
+        look(str(program(tmp_path / "broken", "echo no such thing >&2; exit 1")))
+    python = program(tmp_path / "python", f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"')
+    args = tmp_path / "vllm/engine/arg_utils.py"
+    args.parent.mkdir(parents=True)
+    args.write_text('add("-x", "--written-out")\nclass EngineArgs:\n    a_field: int = 0\n')
+    (tmp_path / "vllm/__init__.py").write_text("raise SystemExit('loaded')")
+    (tmp_path / "vllm/_version.py").write_text("__version__ = version = '0.31.2+cpu'\n")
+    (tmp_path / "ray.py").write_text("")
+    found = look(str(python))
+    assert (found.version, found.number, found.cpu) == ("0.31.2+cpu", (0, 31), True)
+    assert found.flags == {"--written-out", "--a-field"} and found.modules == {"ray"}
 
 
 async def test_the_one_connection_is_to_the_socket(tmp_path: Path) -> None:

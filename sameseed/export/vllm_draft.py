@@ -1,0 +1,259 @@
+"""vLLM's --speculative-config: a draft in vLLM's words, its own methods and keys, and since which version it has them.
+
+Read against vLLM 0.20 to 0.33. What changes the law of the text (its lossy and synthetic ways to accept) has no way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed import habits
+from sameseed.config import SpecConfig
+from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.models.config import ASSETS, EMBEDDED, read_json
+from sameseed.models.eagle_config import is_head
+
+Version = tuple[int, int]
+OLDEST: Version = (0, 29)  # --per-request-spec-decode-metrics, and the server's place in vLLM's package
+OVER_STAGES = "a draft with weights over several groups of layers"
+ON_ONE = "a draft model with a draft_tensor_parallel_size of 1"
+NGRAM_AHEAD = "ngram with asynchronous scheduling"
+# Since when vLLM has what it did not have at first; (0, 20) is the oldest that was looked at.
+SINCE: Mapping[str, Version] = {
+    "ngram": (0, 20),
+    "ngram_gpu": (0, 20),
+    "suffix": (0, 20),
+    "draft_model": (0, 20),
+    "eagle": (0, 20),
+    "eagle3": (0, 20),
+    "mtp": (0, 20),
+    "dflash": (0, 20),
+    "dspark": (0, 25),
+    "draft_tensor_parallel_size": (0, 20),
+    "parallel_drafting": (0, 20),
+    "draft_sample_method": (0, 22),
+    "num_speculative_tokens_per_batch_size": (0, 24),
+    "suffix_decoding_max_cached_requests": (0, 20),
+    "int8_per_token_head": (0, 20),
+    "fp8_per_token_head": (0, 20),
+    "int4_per_token_head": (0, 25),
+    "--per-request-spec-decode-metrics": (0, 29),
+    OVER_STAGES: (0, 30),
+    ON_ONE: (0, 31),
+    NGRAM_AHEAD: (0, 32),
+}
+# Options that vLLM has too, with the drafters' own defaults (loading a drafter would load torch).
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ngram": {"min_ngram": 2, "max_ngram": 4},
+    "suffix": {"max_match": 24, "length_factor": 2.0, "min_probability": 0.1, "past": "tenant"},
+}
+OWN = ("mtp", "dspark", "dflash", "ngram_gpu")  # methods that sameseed has no drafter for
+WITHIN = ("mtp", "dspark")  # of these, the target's checkpoint may hold the weights
+WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
+_DRAFTERS = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft_model", "eagle": "eagle"}
+# Part of an architecture's name, or of a hub id -> method; the first that is found.
+_MARKS = {
+    "eagle3": "eagle3",
+    "peagle": "eagle3",
+    "dspark": "dspark",
+    "dflash": "dflash",
+    "xpress": "dflash",
+    "eagle": "eagle",
+    "mtp": "mtp",
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over what vLLM spreads a model: GPUs that share each layer, groups of layers, nodes of a Ray cluster."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int | None = None  # None: one group of layers a node
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "nodes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline_parallel_size or self.nodes
+
+    @property
+    def workers(self) -> int:
+        return self.tensor_parallel_size * self.stages
+
+    def arguments(self) -> list[str]:
+        """Where there are more nodes than one, Ray places the parts; a cluster of them must run."""
+        made = []
+        if self.tensor_parallel_size > 1:
+            made += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        if self.stages > 1:
+            made += ["--pipeline-parallel-size", str(self.stages)]
+        return [*made, "--distributed-executor-backend", "ray"] if self.nodes > 1 else made
+
+
+def model_path(name: str) -> str:
+    """A folder that vLLM finds, or a hub id as it is. Raises ModelLoadError for a file that vLLM does not read."""
+    if name in EMBEDDED:
+        return str(ASSETS / EMBEDDED[name])
+    path = Path(name).expanduser()
+    if path.is_file() or name.endswith(".gguf"):
+        raise ModelLoadError(f"vLLM serves Hugging Face folders, and {name} is a file; give the checkpoint's folder")
+    if not path.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+        raise ModelLoadError(f"there is no model {name}; give a folder or a hub id like org/name")
+    return str(path.resolve()) if path.is_dir() else name
+
+
+def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str, Any] | None:
+    """vLLM's --speculative-config for the draft and its settings; None where nothing is drafted. Raises ConfigError."""
+    spec = settings.get("draft") or SpecConfig()
+    given = {
+        name: settings[name]
+        for name in ("num_draft_tokens", "confidence", "policy", "overlap")
+        if settings.get(name) not in (None, "auto")
+    }
+    options = settings.get("draft_options") or spec.options
+    spec = replace(spec, **given, options=options, format=settings.get("draft_format", spec.format))
+    if spec.method == "none" or spec.num_draft_tokens == 0:
+        return None
+    method, model = _named(spec)
+    _check(spec)
+    made: dict[str, Any] = {"num_speculative_tokens": spec.num_draft_tokens}
+    if model is not None:
+        made["model"] = model_path(model)
+        method = method or _method_of(made["model"])
+    elif method in ("draft_model", "eagle", "dflash"):
+        raise ConfigError(f"--draft {method}: vLLM needs the draft's checkpoint; give its folder or hub id")
+    assert method is not None
+    made = {"method": method, **made, **_options(method, spec.options)}
+    if method in WITH_WEIGHTS and spread.tensor_parallel_size > 1:
+        made.setdefault("draft_tensor_parallel_size", spread.tensor_parallel_size)
+    return {**made, **_own_keys(method, spec, spread)}
+
+
+def _named(spec: SpecConfig) -> tuple[str | None, str | None]:
+    """The method, None where the model says it, and the model of a draft. Raises ConfigError for what vLLM has not."""
+    name, colon, model = (spec.model or "").partition(":")
+    if spec.method == "draft_model" and name in OWN and not Path(spec.model or "").exists():
+        if name == "ngram_gpu" and colon:
+            raise ConfigError("--draft ngram_gpu looks into the text and has no model; leave it out")
+        return name, model or None
+    if spec.method not in _DRAFTERS:
+        raise ConfigError(
+            f"vLLM has no drafter like {spec.method!r}; give {', '.join((*OPTIONS, *OWN))}, a draft model or an EAGLE "
+            "head, or serve with sameseed's own engine"
+        )
+    if spec.model is None:
+        return spec.method, None
+    if spec.method == "eagle" and not Path(model_path(spec.model)).is_dir():  # on the hub: only its name is known
+        return ("eagle3" if "eagle3" in spec.model.lower().replace("-", "") else "eagle"), spec.model
+    return None, spec.model
+
+
+def _method_of(path: str) -> str:
+    """What a draft's checkpoint is: by its config.json, or, on the hub, by its name (as vLLM does)."""
+    folder = Path(path)
+    if not folder.is_dir():
+        marks = {mark: method for mark, method in _MARKS.items() if mark in ("eagle3", "dflash", "dspark")}
+        return _marked(path.lower(), {**marks, "eagle-": "eagle"}) or "draft_model"
+    raw = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    name = str((raw.get("architectures") or [""])[0])
+    kind = str(raw.get("speculators_model_type") or "") or name
+    return _marked(kind.lower(), _MARKS) or ("eagle" if is_head(folder) else "draft_model")
+
+
+def _marked(text: str, marks: Mapping[str, str]) -> str | None:
+    return next((method for mark, method in marks.items() if mark in text), None)
+
+
+def _check(spec: SpecConfig) -> None:
+    if spec.policy != "fixed":
+        raise ConfigError(f"--policy {spec.policy} is sameseed's own; vLLM drafts --policy fixed numbers of tokens")
+    if spec.confidence is not None or spec.overlap:
+        raise ConfigError("--confidence and --overlap are sameseed's own; leave them out with --engine vllm")
+    if spec.format != "auto":
+        raise ConfigError("vLLM reads a draft as its checkpoint stores it; leave --draft-format at auto")
+
+
+def _options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A drafter's own options in vLLM's words. Past texts: none, for vLLM's store of them is one for all tenants."""
+    drafter = "ngram" if method == "ngram_gpu" else method
+    known = OPTIONS.get(drafter, {})
+    if unknown := [name for name in options if name not in known and name not in KEYS]:
+        ours = f"of {drafter}'s options vLLM has like ones for {', '.join(known)}; " if known else ""
+        raise ConfigError(f"{ours}its own are {', '.join(KEYS)}; got {', '.join(unknown)}")
+    chosen = {**known, **{name: value for name, value in options.items() if name in known}}
+    made = {theirs: chosen[ours] for theirs, ours in habits.OPTIONS.get(drafter, {}).items()}
+    if options.get("past") == "tenant":
+        raise ConfigError(
+            "past 'tenant': vLLM keeps one store of past texts for all tenants; leave it out, and only a request's own "
+            "text is looked into, or give past 'all'"
+        )
+    if drafter == "suffix" and chosen["past"] != "all":
+        made["suffix_decoding_max_cached_requests"] = 0
+    return made
+
+
+def _own_keys(method: str, spec: SpecConfig, spread: Spread) -> dict[str, Any]:
+    """vLLM's own keys among the options, checked. Raises ConfigError."""
+    made = {}
+    for name, value in spec.options.items():
+        if name not in KEYS:
+            continue
+        methods, good, what = KEYS[name]
+        if method not in methods:
+            raise ConfigError(f"{name} is for {', '.join(methods)}, not for {method}; leave it out")
+        if not good(value, spec, spread):
+            raise ConfigError(f"{name} must be {what}, got {value!r}")
+        made[name] = value
+    return made
+
+
+def _is_table(value: Any, spec: SpecConfig, spread: Spread) -> bool:
+    """[first, last, tokens] of each range of batch sizes, from 1 on, without overlap."""
+    last = 0
+    for row in value if isinstance(value, list) and value else [None]:
+        if not (isinstance(row, list) and len(row) == 3 and all(type(v) is int for v in row)):
+            return False
+        if not (last < row[0] <= row[1] and 0 <= row[2] <= spec.num_draft_tokens):
+            return False
+        last = row[1]
+    return bool(value[0][0] == 1)
+
+
+Check = Callable[[Any, SpecConfig, Spread], bool]
+KEYS: Mapping[
+    str, tuple[tuple[str, ...], Check, str]
+] = {  # key: for which methods, whether it is good, what it must be
+    "draft_tensor_parallel_size": (
+        WITH_WEIGHTS,
+        lambda value, spec, spread: type(value) is int and value in (1, spread.tensor_parallel_size),
+        "1 or the target's --tensor-parallel-size",
+    ),
+    "parallel_drafting": (
+        ("draft_model", "eagle", "eagle3"),
+        lambda value, spec, spread: isinstance(value, bool),
+        "true or false (the draft must be trained for it)",
+    ),
+    "draft_sample_method": (
+        WITH_WEIGHTS,
+        lambda value, spec, spread: value in ("greedy", "probabilistic"),
+        "'greedy' or 'probabilistic'",
+    ),
+    "num_speculative_tokens_per_batch_size": (
+        ("ngram", "ngram_gpu", *WITH_WEIGHTS),
+        _is_table,
+        "a list of [first, last, tokens], ranges of batch sizes from 1 on without overlap, tokens up to --k",
+    ),
+    "suffix_decoding_max_cached_requests": (
+        ("suffix",),
+        lambda value, spec, spread: type(value) is int and value >= 0,
+        "a number of requests, 0 or more",
+    ),
+}
