@@ -81,8 +81,8 @@ def run(argv: Seq[str], prog: str) -> int:
 def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: ServerConfig) -> int:
     """The same flags in vLLM's words. Raises ConfigError, ModelLoadError for what vLLM cannot do."""
     from sameseed.export import vllm
+    from sameseed.export.vllm_installed import look
     from sameseed.server.run import serve_vllm
-    from sameseed.server.vllm_installed import look
 
     spec = vllm.speculative_config(engine.settings, spread)
     if vllm.shares_past(spec) and len(config.keys) > 1:

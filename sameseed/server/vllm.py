@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sameseed.export.vllm_installed import interpreter
 from sameseed.server.errors import ApiError, unavailable
 from sameseed.server.link import Link
 from sameseed.server.process import SECRETS, end
 from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
-from sameseed.server.vllm_installed import interpreter
 
 if TYPE_CHECKING:
     from sameseed.server.relay import Relay

@@ -24,7 +24,8 @@ def source_table(sources: Iterable[SourceSettings]) -> str:
     rows = []
     for s in sources:
         stdlib = "standard library of the running Python (no tests, no data)"
-        names = stdlib if s.kind == "stdlib" else ", ".join(f"`{n}`" for n in s.names)
+        made = {"stdlib": stdlib, "sums": "small sums in words, made up by sameseed"}
+        names = made.get(s.kind) or ", ".join(f"`{n}`" for n in s.names)
         kept = f", at most {s.max_mb:g} MB" if s.max_mb < 1e6 else ""
         rows.append((s.domain, names, f"{s.epochs:g}{kept}", s.licence))
     return table("domain | source | times in a pass | licence", 4, rows)
@@ -41,8 +42,16 @@ def write_cards(recipe: Recipe, results: dict[str, Any], out: Path) -> None:
         "count. Embeddings start as the principal components of the target's."
     )
     target = f"Made by `sameseed train recipes/{recipe.name}.toml` (seed {recipe.seed})"
+    against = ""
+    if recipe.unlikelihood:
+        steps, u = results["unlikelihood"]["step"], recipe.unlikelihood
+        against = (
+            f" Then {steps} steps against repetition (sequence-level unlikelihood, Welleck et al., 2020): the target "
+            f"continued {u.prompts} training prompts greedily at each, and what ended an n-gram of {u.ngram} tokens "
+            "that its text had before became less likely."
+        )
     distilled = f"Distilled from the target beside it (same tokenizer, same recipe, seed {recipe.seed})"
-    for name, made, more in (("target", target, ""), ("draft", distilled, loss)):
+    for name, made, more in (("target", target, against), ("draft", distilled, loss)):
         (out / name / "README.md").write_text(card(recipe, results, name, made, more), encoding="utf-8")
 
 
@@ -60,6 +69,9 @@ def card(recipe: Recipe, results: dict[str, Any], name: str, made: str, more: st
         for d, v in results["acceptance"].items()
     ]
     note = f"\n{recipe.note.strip()}\n" if recipe.note else ""
+    right = results["right_sums"]
+    sums = f" Of {right['asked']} held-out sums it answered {right['right']} rightly." if right else ""
+    precision = "float32" if train.precision == "float32" else "float32, with matrix products in bfloat16"
     return f"""{FRONT_MATTER}# sameseed {recipe.name}: {name}
 
 Llama architecture, {results["parameters"][name] / 1e6:.2f} M parameters: {s.num_layers} layers, hidden \
@@ -67,7 +79,7 @@ Llama architecture, {results["parameters"][name] / 1e6:.2f} M parameters: {s.num
 {s.intermediate_size}, {s.vocab_size} tokens (byte-level BPE), tied embeddings, bfloat16. Weights: Apache-2.0.
 
 {made}: {done["step"]} steps of {train.rows} rows of {train.row_tokens} tokens ({done["tokens"] / 1e6:.1f} M tokens) \
-on a CPU in float32; Muon for the matrices, AdamW for the rest.{more}
+on a CPU in {precision}; Muon for the matrices, AdamW for the rest.{more}
 
 ## Data
 
@@ -88,10 +100,15 @@ token is drafted past the text's end), on {results["prompts"]} held-out prompts 
 
 {table("domain | tokens | drafted | accepted | acceptance | agreement a token", 1, chains)}
 
+## Its greedy texts
+
+On the same prompts, {results["repeated"]["all"]:.1%} of the 8-grams of the target's texts repeat one of the same text \
+({", ".join(f"{d} {v:.1%}" for d, v in results["repeated"].items() if d != "all")}).{sums}
+
 ## Limits
 
 This model is a part of sameseed's tests and demonstrations. It writes text in the manner of its domains; it does not
-know facts, its arithmetic is mostly wrong, and it must not be asked for advice. It was trained on rows of \
+know facts, and it must not be asked for advice. It was trained on rows of \
 {train.row_tokens}
 tokens: longer contexts run (up to {context}) but were never seen. English and Python only; any UTF-8 text can be
 encoded.

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.train.recipe import Recipe, SourceSettings
+from sameseed.train.recipe import MADE, Recipe, SourceSettings
+from sameseed.train.sums import sum_texts
 from sameseed.train.tokenizer import ASSISTANT, BEGIN, END, USER, token_id
 
 # Parts of the standard library that are tests, tables or vendored wheels rather than code.
@@ -109,6 +110,19 @@ def stdlib_documents(domain: str, held_out: bool) -> Iterator[Document]:
             yield Document(domain, f"python-stdlib/{name}", path.read_text(encoding="utf-8", errors="replace"))
 
 
+def sum_documents(domain: str, seed: int, *, held_out: bool) -> Iterator[Document]:
+    """Sums in words: either those trained on, without end, or those held out."""
+    for question, answer in sum_texts(seed, held_out=held_out):
+        yield Document(domain, "sums", f"{question}\n{answer}", (("user", question), ("assistant", answer)))
+
+
+def made_documents(source: SourceSettings, seed: int, *, held_out: bool) -> Iterator[Document]:
+    """Documents of a kind that reads no file of the data folder."""
+    if source.kind == "sums":
+        return sum_documents(source.domain, seed, held_out=held_out)
+    return stdlib_documents(source.domain, held_out)
+
+
 def to_document(row: dict[str, object], source: SourceSettings) -> Document | None:
     """A row as a document of its source's kind, or None where it is unfit."""
     text = str(row["text"])
@@ -124,13 +138,18 @@ def to_document(row: dict[str, object], source: SourceSettings) -> Document | No
 
 def source_documents(source: SourceSettings, data: Path, seed: int) -> list[Document]:
     """All documents of one source, shuffled, cut to `max_mb`."""
-    if source.kind == "stdlib":
-        documents = list(stdlib_documents(source.domain, held_out=False))
+    documents: Iterable[Document]
+    if source.kind == "sums":  # without end, and in an order of chance
+        documents = made_documents(source, seed, held_out=False)
     else:
-        documents = matching(read_rows(data / source.file), source)
-    if not documents:
-        raise ConfigError(f"source {source.domain!r}: no row of {source.file} is named {', '.join(source.names)}")
-    random.Random(f"{seed}/{source.domain}/{source.names}").shuffle(documents)
+        made = source.kind in MADE
+        own = list(
+            made_documents(source, seed, held_out=False) if made else matching(read_rows(data / source.file), source)
+        )
+        if not own:
+            raise ConfigError(f"source {source.domain!r}: no row of {source.file} is named {', '.join(source.names)}")
+        random.Random(f"{seed}/{source.domain}/{source.names}").shuffle(own)
+        documents = own
     kept: list[Document] = []
     size = 0.0
     for document in documents:
@@ -146,8 +165,8 @@ def held_out_documents(recipe: Recipe, data: Path) -> list[Document]:
     documents: list[Document] = []
     rows = list(read_rows(data / recipe.valid_file))
     for source in recipe.source:
-        stdlib = source.kind == "stdlib"
-        documents += stdlib_documents(source.domain, held_out=True) if stdlib else matching(rows, source)
+        made = source.kind in MADE
+        documents += made_documents(source, recipe.seed, held_out=True) if made else matching(rows, source)
     return documents
 
 

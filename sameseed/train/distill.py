@@ -104,6 +104,9 @@ def draft_job(
         draft.model.embed_tokens.weight[:, :width] = weight @ basis[:width].T
     draft.to(target.device)  # only now: the first weights are the CPU's on every device
     target.eval()
+    if recipe.draft.train.compile:
+        draft.compile_layers()
+        target.compile_layers()
 
     def loss(batch: Tensor) -> Tensor:
         batch = batch.to(target.device)

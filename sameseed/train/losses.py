@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,15 +20,22 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, part: Part, count: Tensor | float) -> Tensor:
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        total = hidden.new_zeros(())
-        for start in range(0, hidden.shape[0], CHUNK):
-            place = slice(start, start + CHUNK)
-            rows = hidden[place]  # [R, C]
-            loss, grad = part(place, rows @ weight.T)
-            total += loss
-            torch.mm(grad, weight, out=grad_hidden[place])
-            if grad_weight is not None:
-                grad_weight.addmm_(grad.T, rows)
+        total = torch.zeros((), device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        device = hidden.device.type
+        lower = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        low = torch.get_autocast_dtype(device) if lower else hidden.dtype
+        matrix = weight.to(low)
+        # Products in `low`, all else in float32.
+        with torch.autocast(device, enabled=False) if lower else nullcontext():
+            for start in range(0, hidden.shape[0], CHUNK):
+                place = slice(start, start + CHUNK)
+                rows = hidden[place].to(low)  # [R, C]
+                loss, grad = part(place, (rows @ matrix.T).to(total.dtype))
+                total += loss
+                grad = grad.to(low)
+                grad_hidden[place] = grad @ matrix
+                if grad_weight is not None:
+                    grad_weight += grad.T @ rows
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total / count
 
@@ -44,7 +52,7 @@ def fused(hidden: Tensor, weight: Tensor, part: Part, count: Tensor | float = 1.
 
 def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log softmax(hidden @ weight.T)[target] over targets `[R]` >= 0; hidden `[R, C]`, weight `[V, C]`."""
-    count = (targets >= 0).sum().clamp(min=1).to(hidden.dtype)
+    count = (targets >= 0).sum().clamp(min=1).float()
 
     def part(place: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
         known = (targets[place] >= 0).to(logits.dtype)
@@ -57,6 +65,26 @@ def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tens
     return fused(hidden, weight, part, count)
 
 
+def fused_unlikelihood(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean of -log(1 - softmax(hidden @ weight.T)[target]) over targets `[R]` >= 0; hidden `[R, C]`, weight `[V, C]`.
+
+    (Welleck et al., 2020.)
+    """
+    count = (targets >= 0).sum().clamp(min=1).float()
+
+    def part(place: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+        known = (targets[place] >= 0).to(logits.dtype)[:, None] / count
+        index = targets[place].clamp(min=0)[:, None]
+        p = torch.softmax(logits, dim=-1)
+        own = p.gather(1, index)
+        rest = (1 - own).clamp(min=1e-4)
+        loss = -(rest.log() * known).sum()
+        grad = p.neg_().scatter_add_(1, index, torch.ones_like(own))
+        return loss, grad.mul_(own / rest * known)
+
+    return fused(hidden, weight, part)
+
+
 def fused_distillation(
     hidden: Tensor, weight: Tensor, t_hidden: Tensor, t_weight: Tensor, counts: Tensor, argmax_weight: float
 ) -> Tensor:
@@ -65,11 +93,12 @@ def fused_distillation(
     hidden `[R, C]` and weight `[V, C]` are the student's, t_hidden and t_weight the teacher's; counts bool `[R]`.
     (Hinton et al., 2015.) Gradients flow to the student alone.
     """
-    shares = counts.to(hidden.dtype) / counts.sum().clamp(min=1).to(hidden.dtype)
+    shares = counts.float() / counts.sum().clamp(min=1).float()
+    t_weight = t_weight.to(t_hidden.dtype)
 
     def part(place: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
         log_q = torch.log_softmax(logits, dim=-1)
-        log_p = torch.log_softmax(t_hidden[place] @ t_weight.T, dim=-1)
+        log_p = torch.log_softmax((t_hidden[place] @ t_weight.T).to(logits.dtype), dim=-1)
         best = log_p.argmax(-1, keepdim=True)
         p = log_p.exp()
         divergence = (p * (log_p - log_q)).sum(-1)
@@ -103,7 +132,7 @@ def fused_soft_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, sh
         wanted, share = targets[place], shares[place]
         mass = wanted.sum(-1)
         top = logits.amax(-1, keepdim=True)
-        found = torch.einsum("rv,rv->r", wanted, logits)
+        found = (wanted * logits).sum(-1)
         grad = logits.sub_(top).exp_()
         z = grad.sum(-1)
         loss = ((mass * (z.log() + top[:, 0]) - found) * share).sum()

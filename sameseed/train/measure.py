@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -21,11 +22,13 @@ from sameseed.train.model import LlamaForTraining
 from sameseed.train.recipe import Recipe
 from sameseed.train.rollout import Rollout, write
 from sameseed.train.tokenizer import ASSISTANT, token_id
+from sameseed.train.unlikelihood import repeated
 
 NUM_DRAFT_TOKENS = 4  # the chain length that the card speaks of
 PROMPTS_PER_DOMAIN = 12
 DEMO_PROMPTS_PER_DOMAIN = 4
 NEW_TOKENS = 128
+NGRAM = 8  # of a text's tokens, that count as repeated
 TEXT_CHARACTERS = (160, 400)  # of a plain-text prompt, cut at a line or word end
 CHAT_CHARACTERS = 900  # a longer question would leave too little of the trained context for its answer
 
@@ -56,15 +59,18 @@ def measure(
         groups.setdefault(record["domain"], []).append(rollout)
     num_rows = read_tensors(out / "rows.safetensors")[0]["rows"].shape[0]
     models, train = {"target": target, "draft": draft}, recipe.target.train
+    stages = [*models, *(["unlikelihood"] if recipe.unlikelihood else [])]
     results = {
         "recipe": recipe.name,
         "seed": recipe.seed,
         "parameters": {name: model.num_parameters() for name, model in models.items()},
         "passes": round(train.steps * train.rows / num_rows, 3),
-        **{name: json.loads((out / f"{name}.done.json").read_text(encoding="utf-8")) for name in models},
+        **{name: json.loads((out / f"{name}.done.json").read_text(encoding="utf-8")) for name in stages},
         "perplexity": {
             name: perplexity(model, documents, tokenizer, train.row_tokens) for name, model in models.items()
         },
+        "repeated": {d: repetition(g) for d, g in groups.items()},
+        "right_sums": right_sums(recipe, documents, tokenizer, target),
         "acceptance": {d: acceptance(draft, g, NUM_DRAFT_TOKENS) for d, g in groups.items()},
         "num_draft_tokens": NUM_DRAFT_TOKENS,
         "prompts": len(records),
@@ -73,6 +79,27 @@ def measure(
     plot_losses(out / "log.jsonl", out / "loss.png")
     write_cards(recipe, results, out)
     return results
+
+
+def repetition(rollouts: list[Rollout]) -> float:
+    """Share of the texts' n-grams of `NGRAM` tokens that their text had before."""
+    number = sum(max(0, len(r.new) - NGRAM + 1) for r in rollouts)
+    return round(sum(sum(repeated(r.new, NGRAM)) for r in rollouts) / max(1, number), 4)
+
+
+def right_sums(
+    recipe: Recipe, documents: list[Document], tokenizer: Tokenizer, target: LlamaForTraining
+) -> dict[str, int]:
+    """Held-out sums that were asked, and those whose greedy answer ends with the right number."""
+    domains = {s.domain for s in recipe.source if s.kind == "sums"}
+    asked = [d for d in documents if d.domain in domains]
+    if not asked:
+        return {}
+    prompts = [encode_prompt(tokenizer, {"messages": [{"role": "user", "content": d.turns[0][1]}]}) for d in asked]
+    answers = write(target, prompts, tokenizer, 48, 32, [0.0] * len(asked), 0)
+    last = [(tokenizer.decode(a.new), d.turns[1][1]) for a, d in zip(answers, asked, strict=True)]
+    right = sum(re.findall(r"\d+", said)[-1:] == re.findall(r"\d+", known)[-1:] for said, known in last)
+    return {"asked": len(asked), "right": right}
 
 
 def prompt_record(document: Document, number: int, rng: random.Random) -> dict[str, Any] | None:

@@ -46,6 +46,8 @@ class OwnRecipe:
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ConfigError(f"batch must be at least 1, got {self.batch}")
+        if self.train.compile:
+            raise ConfigError("train.compile is for a pair: here the rows of every step are of another length")
 
 
 R = TypeVar("R", bound=OwnRecipe)

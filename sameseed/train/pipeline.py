@@ -13,14 +13,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sameseed.train import data as corpus
-from sameseed.train.checkpoint import export_model, read_tensors, save_tensors
+from sameseed.train.checkpoint import export_model, load_checkpoint, read_tensors, save_tensors
 from sameseed.train.distill import draft_job, rollout_rows, training_prompts
 from sameseed.train.measure import measure
 from sameseed.train.model import LlamaForTraining, ModelShape
 from sameseed.train.recipe import Recipe
 from sameseed.train.resume import digest_of
 from sameseed.train.tokenizer import BEGIN, END, PAD, save_tokenizer, token_id, train_tokenizer
-from sameseed.train.trainer import Log, TrainJob, train
+from sameseed.train.trainer import Log, TrainJob, checkpoint_path, train
+from sameseed.train.unlikelihood import unlikelihood_job
 
 
 def tokenizer_stage(recipe: Recipe, data: Path, out: Path) -> Tokenizer:
@@ -61,6 +62,8 @@ def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str) -
     """The target's training: cross entropy on the corpus."""
     settings = recipe.target.train
     model = LlamaForTraining(recipe.target.shape, recipe.seed).to(device)
+    if settings.compile:
+        model.compile_layers()
 
     def batch(step: int) -> Tensor:
         return corpus.next_rows(rows, step * settings.rows, settings.rows, recipe.seed, stored_passes=1).to(device)
@@ -93,19 +96,29 @@ def run_stages(
     begin, end, pad = (token_id(tokenizer, name) for name in (BEGIN, END, PAD))
     rows = rows_stage(recipe, data, out, tokenizer)
 
-    def stage(name: str, digest: str, shape: ModelShape, new_job: Callable[[], TrainJob]) -> LlamaForTraining:
-        """Train and export a model, unless that is done for the very settings that `digest` stands for."""
+    def stage(
+        name: str, digest: str, shape: ModelShape, new_job: Callable[[], TrainJob], folder: str = ""
+    ) -> LlamaForTraining:
+        """Train a model and export it to `folder` (its name's), unless that is done for the settings of `digest`."""
         done = out / f"{name}.done.json"
         if not done.exists() or json.loads(done.read_text(encoding="utf-8")).get("digest") != digest:
             job = new_job()
             progress = train(job, log, quiet=quiet)
             assert isinstance(job.model, LlamaForTraining)
-            export_model(job.model, out / name, begin, (end,), pad)
+            export_model(job.model, out / (folder or name), begin, (end,), pad)
             done.write_text(json.dumps({"digest": digest, **progress}) + "\n", encoding="utf-8")
-        return load_model(out / name, shape, device)
+        return load_model(out / (folder or name), shape, device)
 
-    digest = digest_of((recipe.seed, recipe.source, recipe.tokenizer, recipe.target))
+    digest = digest_of((recipe.seed, recipe.source, recipe.tokenizer, recipe.target, recipe.unlikelihood))
     target = stage("target", digest, recipe.target.shape, lambda: target_job(recipe, rows, pad, out, device))
+
+    def new_unlikelihood() -> TrainJob:
+        model = LlamaForTraining(recipe.target.shape, recipe.seed).to(device)
+        load_checkpoint(checkpoint_path(out, "target"), model, None)  # float32, and before any such training
+        return unlikelihood_job(recipe, model, rows, training_prompts(recipe, data, tokenizer), end, pad, out)
+
+    if recipe.unlikelihood is not None:
+        target = stage("unlikelihood", digest, recipe.target.shape, new_unlikelihood, "target")
 
     def new_draft() -> TrainJob:
         kept = out / "rollouts" / digest_of((digest, recipe.draft.rollouts))

@@ -18,7 +18,9 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-KINDS = ("chat", "dialog", "text", "stdlib")
+KINDS = ("chat", "dialog", "text", "stdlib", "sums")
+MADE = ("stdlib", "sums")  # kinds that read no file of the data folder
+PRECISIONS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class SourceSettings:
     domain: str
     kind: str  # how a row becomes tokens: one of KINDS
     licence: str
-    file: str = ""  # a .jsonl.gz in the data folder; unused for "stdlib"
+    file: str = ""  # a .jsonl.gz in the data folder; unused for "stdlib" and "sums"
     names: tuple[str, ...] = ()  # values of a row's "source"; a trailing * matches any ending
     epochs: float = 1.0
     max_mb: float = 1e9  # megabytes of text kept, before epochs
@@ -54,6 +56,8 @@ class TrainSettings:
     decay: float = 0.4  # share of all steps; edit `steps` and resume to begin the decay early
     clip: float = 1.0
     checkpoint_minutes: float = 5.0
+    precision: str = "float32"  # of matrix products; "bfloat16" (autocast) is faster where the processor has it
+    compile: bool = False  # layers by torch.compile, which needs a C++ compiler
     optim: OptimSettings = field(default_factory=OptimSettings)
 
     def __post_init__(self) -> None:
@@ -61,6 +65,20 @@ class TrainSettings:
             raise ConfigError("train needs steps >= 1, rows >= 1 and row_tokens >= 8")
         if not 0.0 <= self.decay <= 1.0:
             raise ConfigError(f"train.decay must lie in 0..1, got {self.decay:g}")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"train.precision is one of {', '.join(PRECISIONS)}, not {self.precision!r}")
+
+
+@dataclass(frozen=True)
+class UnlikelihoodSettings:
+    """Training against repetition: the target continues prompts greedily and unlearns what it repeats."""
+
+    train: TrainSettings
+    prompts: int = 16  # continued at each step
+    prompt_tokens: int = 120
+    new_tokens: int = 160
+    ngram: int = 4  # the last token of an n-gram that the text had before is unlearned
+    weight: float = 1.0  # of this loss, beside the cross entropy on the corpus rows of the step
 
 
 @dataclass(frozen=True)
@@ -102,6 +120,7 @@ class Recipe:
     tokenizer: TokenizerSettings
     target: ModelSettings
     draft: DraftSettings
+    unlikelihood: UnlikelihoodSettings | None = None
     threads: int = 0  # 0: torch's default
     valid_file: str = "valid.jsonl.gz"
     note: str = ""  # what the model cards should say besides
@@ -116,7 +135,9 @@ def load_recipe(path: Path) -> Recipe:
         if source.kind not in KINDS:
             hint = nearest(source.kind, KINDS) + f" (there are: {', '.join(KINDS)})"
             raise ConfigError(f"{where}: source kind {source.kind!r} is unknown{hint}")
-        if source.kind != "stdlib" and not (source.file and source.names):
+        if source.kind == "sums" and source.max_mb > 1000:
+            raise ConfigError(f"{where}: source {source.domain!r} needs 'max_mb': sums have no end")
+        if source.kind not in MADE and not (source.file and source.names):
             raise ConfigError(f"{where}: source {source.domain!r} needs 'file' and 'names'")
     for name, settings in (("target", recipe.target), ("draft", recipe.draft)):
         shape = settings.shape

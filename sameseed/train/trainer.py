@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,13 @@ class TrainJob:
 def checkpoint_path(folder: Path, name: str) -> Path:
     """Where the job of this name keeps its progress."""
     return folder / f"{name}.checkpoint.safetensors"
+
+
+def precision(job: TrainJob) -> AbstractContextManager[Any]:
+    """Where a job's forward pass runs: matrix products in its precision, weights and sums in float32."""
+    if job.settings.precision == "float32":
+        return nullcontext()
+    return torch.autocast(next(job.model.parameters()).device.type, torch.bfloat16)
 
 
 class Log:
@@ -98,7 +105,8 @@ def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log:
     """
     started, step, rate = time.monotonic(), progress["step"], schedule(progress["step"], job.settings)
     batch = job.batch(step)
-    loss = job.loss(batch)
+    with precision(job):
+        loss = job.loss(batch)
     value = loss.detach().item()
     if value != value or value == float("inf"):
         raise SameseedError(f"{job.name}: the loss of step {step} is {value}; lower matrix_lr and lr, then resume")

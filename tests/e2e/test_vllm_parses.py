@@ -17,7 +17,7 @@ from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError
 from sameseed.export import vllm
 from sameseed.export.vllm import Spread
-from sameseed.server.vllm_installed import look
+from sameseed.export.vllm_installed import look
 
 PARSE = Path(__file__).parents[1] / "parse_with_vllm.py"
 LLAMA = {

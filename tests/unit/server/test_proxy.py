@@ -15,14 +15,15 @@ import pytest
 from fixtures_server import program, visiting
 
 from sameseed.errors import ConfigError
-from sameseed.server import relay, vllm, vllm_installed
+from sameseed.export import vllm_installed
+from sameseed.export.vllm_installed import look
+from sameseed.server import relay, vllm
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.link import Link
 from sameseed.server.passable import REFUSED, check
 from sameseed.server.proxy import PATHS, create_proxy, salt
 from sameseed.server.vllm import VllmClient
-from sameseed.server.vllm_installed import look
 
 KEY = "a-key-for-the-test"
 FACTS = {"max_num_seqs": 2, "method": "none"}

@@ -42,6 +42,12 @@ file = "prose.jsonl.gz"
 names = ["prose"]
 licence = "made up"
 
+[[source]]
+domain = "small-sums"
+kind = "sums"
+max_mb = 0.002
+licence = "made up"
+
 [target.shape]
 vocab_size = 320
 hidden_size = 32
@@ -57,6 +63,18 @@ steps = 12
 rows = 4
 row_tokens = 64
 warmup = 3
+
+[unlikelihood]
+prompts = 3
+prompt_tokens = 40
+new_tokens = 12
+ngram = 2
+
+[unlikelihood.train]
+steps = 4
+rows = 2
+row_tokens = 64
+warmup = 1
 
 [draft.shape]
 vocab_size = 320

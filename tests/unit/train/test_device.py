@@ -56,7 +56,7 @@ def test_a_pair_is_trained_there(
 
     monkeypatch.setattr(trainer, "one_step", watched)
     there = run(recipe_path, data=data, out=tmp_path / "there", device=away, quiet=True)
-    assert seen == [True] * 5
+    assert seen == [True] * 9
     for a, b in ((here.target, there.target), (here.draft, there.draft)):
         one, other = (read_tensors(f / "model.safetensors")[0] for f in (a, b))
         assert one.keys() == other.keys()

@@ -13,7 +13,7 @@ from sameseed.train.recipe import load_recipe
 
 def test_recipe_reads_every_value(recipe_path: Path) -> None:
     recipe = load_recipe(recipe_path)
-    assert [s.domain for s in recipe.source] == ["sums", "talk", "prose"]
+    assert [s.domain for s in recipe.source] == ["sums", "talk", "prose", "small-sums"]
     assert recipe.source[0].epochs == 1.5
     assert recipe.target.shape.hidden_size == 32
     assert recipe.draft.rollouts.new_tokens == 12

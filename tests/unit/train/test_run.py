@@ -30,13 +30,15 @@ def test_toy_recipe_end_to_end(
             assert (folder / name).stat().st_size > 0
         assert all(t.dtype == torch.bfloat16 for t in read_tensors(folder / "model.safetensors")[0].values())
     assert Path(result["loss_plot"]).stat().st_size > 1000
-    assert set(result["results"]["perplexity"]["target"]) == {"sums", "talk", "prose"}
+    assert set(result["results"]["perplexity"]["target"]) == {"sums", "talk", "prose", "small-sums"}
     assert 0 <= result["results"]["acceptance"]["all"]["rate"] <= 1
+    assert 0 <= result["results"]["repeated"]["all"] <= 1 and result["results"]["right_sums"]["asked"] == 60
     assert json.loads((out / "results.json").read_text(encoding="utf-8")) == result["results"]
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["step"] for row in lines if row["stage"] == "target"] == list(range(12))
     card = (out / "target" / "README.md").read_text(encoding="utf-8")
-    assert "made up" in card and "12 steps" in card
+    assert [row["step"] for row in lines if row["stage"] == "unlikelihood"] == list(range(4))
+    assert "made up" in card and "12 steps" in card and "4 steps against repetition" in card
 
 
 def test_finished_stages_are_skipped(
