@@ -51,7 +51,7 @@ WHEEL_BIN     := build/wheel/venv/bin
 WHEEL_TOOLS   := build/wheel/venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve wheel wheel-test test test-bits test-full test-vllm sanitize check bench bench-gpu peers bench-peers docs clean build format lint types contracts
+.PHONY: help demo serve wheel wheel-test test test-bits test-full test-vllm sanitize check bench bench-gpu peers bench-peers docs docs-site clean build format lint types contracts
 
 help: ## this list
 	@printf 'sameseed: make <target>\n\n'
@@ -105,6 +105,11 @@ bench-peers: $(DEV) ## measure sameseed and its peers in turns (after `make peer
 
 docs: $(READY) ## write the tables of README and docs from the records
 	$(BIN)/python docs/make_tables.py
+
+docs-site: $(DEV) ## the documentation as a site, links and anchors checked, in build/site
+	$(PIP) install --quiet '.[docs]'
+	$(BIN)/python docs/make_site.py build/pages
+	$(BIN)/zensical build --strict
 
 test-vllm: $(DEV) ## set up vLLM's CPU build and Ray apart, then hold what is written for vLLM to vLLM itself (long)
 	$(BIN)/python benchmarks/peers/environments.py --home $(PEERS_HOME) vllm

@@ -15,6 +15,7 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:gpu -->        the newest run of benchmarks/gpu.py on a GPU: aims and what was found, from gpu.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- registry:drafters -->   the entries of a registry and the first sentence of each
+    <!-- models:known -->    what known models need in memory, from their shapes
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
     <!-- end -->
 
@@ -35,9 +36,10 @@ from recorded import ROOT, markdown, table
 
 from sameseed import registry
 from sameseed.cli import options
+from sameseed.plan.paper import sheet
 from sameseed.request import SamplingParams
 
-MARKED = re.compile(r"(<!-- (table|registry|flags):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (table|registry|flags|models):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -73,7 +75,34 @@ def default(field: dataclasses.Field[Any]) -> str:
     return "" if value in (None, (), {}, "{}", "") else f"`{value!r}`"
 
 
-MAKERS: dict[str, Callable[[str], str]] = {"table": table, "registry": entries, "flags": flags}
+READ = 50e9  # bytes a second: the machine for which the table of models gives a ceiling
+HUB = {
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "qwen3-4b": "Qwen/Qwen3-4B",
+    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",
+}
+
+
+def models(_: str) -> str:
+    """Memory of known models by format, the cache of 1,000 tokens, and what reading alone allows at `READ`."""
+    rows = []
+    for shape, hub in HUB.items():
+        plain, eight, four = (sheet(shape, format) for format in ("bf16", "w8a8", "w4a8"))
+        gib = [f"{s.weights / 2**30:.2f}" for s in (plain, eight, four)]
+        rows.append([f"`{hub}`", *gib, f"{1000 * plain.row / 2**30:.3f}", f"{READ / four.read:.0f}"])
+    return markdown(["model", "bf16", "w8a8", "w4a8", "cache of 1,000 tokens", "ceiling in w4a8"], rows)
+
+
+MAKERS: dict[str, Callable[[str], str]] = {"table": table, "registry": entries, "flags": flags, "models": models}
 
 
 def render(text: str) -> str:

@@ -1,0 +1,126 @@
+"""Commands and Python of every page: written as they can be run, and those that end by themselves run at toy size."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sameseed import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# What a page leaves to the reader, and what stands in for it here.
+STANDS_FOR = {
+    r"(path/to|runs|twins)/[\w/-]*head\b.*|org/head": "embedded-head",
+    r"suffix \+ DRAFT": "suffix + embedded-draft",
+    r".*\.gguf|folder-with-one-gguf|org/name[\w/@-]*|path/to/[\w/-]+|twins/\w+|runs/[\w-]+|DIR|M|MODEL": "embedded",
+}
+TOY = {  # commands that end by themselves, and what makes them small
+    "generate": ["--max-tokens", "4"],
+    "info": [],
+    "estimate": ["--machine-read", "40", "--machine-ops", "1", "--memory", "64GB"],
+    "completion": [],
+    "vocabulary": [],
+}
+NOT_HERE = (
+    "Qwen/",
+    "meta-llama/",
+    "HuggingFaceTB/",
+    "--device cuda",
+    "--engine vllm",
+    "--vocabulary",
+    "chats.txt",
+    "ids.json",
+    "tuned.toml",
+    "--run",
+    "--cost",
+)
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every command of ours in a block of code, with its page: name and words."""
+    found = []
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        for block in re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            for line in re.findall(r"(?:^|[ /(])sameseed ([a-z].*)$", block, re.MULTILINE):
+                words = shlex.split(line.split(" | ")[0].rstrip(" &)"), comments=True)
+                if words[0] in cli.COMMANDS:
+                    found.append((str(page.relative_to(ROOT)), words))
+    return found
+
+
+def stood_for(word: str) -> str:
+    """A word with what stands in for it here."""
+    return next((ours for theirs, ours in STANDS_FOR.items() if re.fullmatch(theirs, word)), word)
+
+
+class UnderstoodError(Exception):
+    """The flags were read; the work is not begun."""
+
+
+@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda v: v if isinstance(v, str) else " ".join(v)[:60])
+def test_a_command_is_understood(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "bench_serve" if words[:2] == ["bench", "serve"] else words[0].replace("-", "_")
+    module: Any = importlib.import_module(f"sameseed.cli.{name}")
+    read = module.parse
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        read(*args, **kwargs)
+        raise UnderstoodError
+
+    monkeypatch.setattr(module, "parse", stop)
+    if "--profile" in words:  # it would be read with the flags
+        place = words.index("--profile")
+        words = words[:place] + words[place + 2 :]
+    with pytest.raises(UnderstoodError):
+        cli._run(words[0], [stood_for(word) for word in words[1:]])
+
+
+def runnable() -> list[list[str]]:
+    """Commands to run here, made small."""
+    found: dict[str, list[str]] = {}
+    for _, words in commands():
+        line = " ".join(words)
+        if words[0] in TOY and not any(part in line for part in NOT_HERE):
+            small = [words[0], *map(stood_for, words[1:]), *TOY[words[0]]]
+            found.setdefault(" ".join(small), small)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("words", runnable(), ids=lambda words: " ".join(words)[:80])
+def test_a_command_runs(
+    words: list[str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+    monkeypatch.setenv("SAMESEED_CACHE", str(tmp_path_factory.getbasetemp() / "learned"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Once upon a time")))
+    assert cli.main(words) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda p: p.stem)
+def test_python_of_a_page_is_python_and_its_names_are_ours(page: Path) -> None:
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        compile(code, str(page), "exec")
+        for module, names in re.findall(r"^from (sameseed[\w.]*) import ([\w, ]+)", code, re.MULTILINE):
+            here = importlib.import_module(module)
+            assert not [n for n in names.replace(" ", "").split(",") if not hasattr(here, n)]
+
+
+def test_the_replay_of_the_plan_page_runs() -> None:
+    """README's and the quickstart's Python have a test of their own; the rest needs a server or writes gigabytes."""
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "plan.md").read_text(), re.DOTALL)
+    replay = next(c for c in code if "Replayer" in c)
+    done = subprocess.run([sys.executable, "-c", replay], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 3
