@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from sameseed.cli.options import EMBEDDED, FIXED, EngineChoice, draft_choice, option, parse
 from sameseed.config import EngineConfig, SpecConfig
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sameseed.study.certificate_every import Outcome
 
 LEFT_OUT = ("n", "logprobs")
+EXIT = {"failed": 1, "not shown": 3}  # of a verdict, if not 0
 GREEN, RED, YELLOW = "green", "bold red", "yellow"
 COLOURS = {  # of a check, or of a whole certificate
     "passed": GREEN,
@@ -28,7 +29,7 @@ COLOURS = {  # of a check, or of a whole certificate
     "failed": RED,
     "warning": YELLOW,
     "impossible": YELLOW,
-    "skipped": "dim",
+    "not shown": YELLOW,
 }
 
 
@@ -37,7 +38,7 @@ class VerifyArgs:
     """Certify that texts with speculation are those without: tokens, log-probabilities, the law of sampling, the cache.
 
     The engine's flags are generate's; the sampling flags are those of sampled texts, beside which greedy ones are
-    always checked. Exit code 0: all that ran passed; 1: something failed; 2: bad usage.
+    always checked. Exit code 0: all that ran passed; 1: something failed; 2: bad usage; 3: too little was seen to say.
     """
 
     effort: str = "quick"  # quick, normal, full, or a number: the share of the full sizes (full is 1)
@@ -53,7 +54,7 @@ class VerifyArgs:
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Check the arguments, run, show, write; exit code 1 if anything failed."""
+    """Check the arguments, run, show, write; see EXIT."""
     defaults = {"temperature": 0.8, "top_p": 0.95, "seed": 1, "max_tokens": 32, **FIXED}
     parsed = parse(VerifyArgs, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=LEFT_OUT)
     args = parsed.args
@@ -106,14 +107,14 @@ def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: Verif
     if args.json:
         print(json.dumps(found), flush=True)
     else:
-        _show(certificate)
+        _show(certificate, found)
         for written in (args.out, args.html):
             if written is not None:
                 stderr_console().print(f"written: {written}", style="dim")
-    return 0 if certificate.passed else 1
+    return EXIT.get(certificate.verdict, 0)
 
 
-def _show(certificate: Certificate) -> None:
+def _show(certificate: Certificate, found: dict[str, Any]) -> None:
     """A table of the checks, what is wrong in detail, the verdict last."""
     from rich.table import Table
     from rich.text import Text
@@ -121,6 +122,7 @@ def _show(certificate: Certificate) -> None:
     from sameseed.cli.console import show_table, stdout_console
     from sameseed.laws.statistics import bound_text
     from sameseed.study.certificate_page import sizes_text, statistic_text
+    from sameseed.study.certificate_words import summary
 
     console = stdout_console()
     table = Table("", "check", "looked at", "found", "s", box=None, pad_edge=False)
@@ -129,7 +131,14 @@ def _show(certificate: Certificate) -> None:
         table.add_row(Text(r.status, style=COLOURS[r.status]), *cells, f"{r.seconds:.1f}")
     show_table(table)
     _show_wrong(certificate, console)
-    words = {"passed": ("lossless", "bold green"), "failed": ("NOT lossless, or not provable", RED)}
+    console.print()
+    for line in summary(found):
+        console.print(Text(line))
+    words = {
+        "passed": ("lossless", "bold green"),
+        "failed": ("NOT lossless, or not provable", RED),
+        "not shown": ("not shown: too little was seen to say whether it is lossless", "bold yellow"),
+    }
     verdict, style = words.get(certificate.verdict, (certificate.verdict, "bold yellow"))
     if certificate.left_out:
         console.print(Text(f"\nleft out: {', '.join(certificate.left_out)}", style=YELLOW))
@@ -144,9 +153,9 @@ def _show_wrong(certificate: Certificate, console: Console) -> None:
     from rich.text import Text
 
     for r in certificate.results:
-        if r.status in ("failed", "warning"):
+        if r.status != "passed":
             console.print(Text(f"\n{r.check.id} {r.check.name}: {r.status}", style=COLOURS[r.status]))
-            for note in r.found.notes:
+            for note in [*r.found.lacking, *([r.check.remedy] if r.found.lacking else []), *r.found.notes]:
                 console.print(Text(f"  {note}"))
             for f in r.found.findings:
                 console.print(Text(f"  {f.where}\n    expected {f.expected}\n    found    {f.found}"))
@@ -195,7 +204,7 @@ def _every(engine: EngineChoice, asked: Asked, config: EngineConfig, params: Sam
         _show_every(outcomes, verdict)
     if args.html is not None:
         args.html.write_text(render_every(outcomes, verdict), encoding="utf-8")
-    return 1 if verdict == "failed" else 0
+    return EXIT.get(verdict, 0)
 
 
 def _show_every(outcomes: Seq[Outcome], verdict: str) -> None:

@@ -15,7 +15,6 @@ from sameseed.laws.subject import Subject
 
 LEAST_RATE = 0.01  # of first guesses that are right: below this, drafting is broken or pointless
 DEVIATIONS = 4.0  # above chance, that a draft that knows something reaches
-ENOUGH = 50  # guesses
 CAUSES = (
     "a draft head trained for another target (or for the same one before it was tuned)",
     "a draft model whose tokenizer gives the same tokens other ids",
@@ -28,6 +27,8 @@ CAUSES = (
     "A1",
     "zero-acceptance alarm",
     f"0 mismatches; at least {LEAST_RATE:.0%} of first guesses right, {DEVIATIONS:g} deviations above chance",
+    least={"guesses": 50, "accepted": 5},
+    remedy="take a draft that guesses, or prompts that it knows (n-grams need repetition), or a higher --effort",
 )
 def alarm(subject: Subject, effort: Effort) -> Found:
     """The first guesses that were right are those that were accepted (else a failure), and the draft guesses better
@@ -49,11 +50,7 @@ def alarm(subject: Subject, effort: Effort) -> Found:
         found.add("first guesses that were not the target's token", "none accepted", f"{g.wrong} accepted")
     if found.findings:
         return found
-    if g.num < ENOUGH:
-        found.status = WARNING
-        found.notes.append(f"the draft made {g.num} guesses only: too few to judge it")
-        return found
-    if rate < LEAST_RATE or above < DEVIATIONS:
+    if g.num and (rate < LEAST_RATE or above < DEVIATIONS):
         found.status = WARNING
         found.notes.append(
             f"{g.hits} of {g.num} first guesses were right ({rate:.1%}; {chance:.1%} would be by chance): "
@@ -86,7 +83,7 @@ def weights_digest(subject: Subject) -> str:
     return found.hexdigest()[:16]
 
 
-@check("L10", "the quantized target is the target", "0 changed digests")
+@check("L10", "the quantized target is the target", "0 changed digests", least={"matrices": 1, "tensors": 1})
 def own_target(subject: Subject, effort: Effort) -> Found:
     """Plain and speculative texts come from one set of weights in one format, which speculation did not change."""
     matrices = subject.target.weights.matrices

@@ -12,10 +12,11 @@ from sameseed.errors import ConfigError
 if TYPE_CHECKING:
     from sameseed.laws.subject import Subject
 
-PASSED, FAILED, WARNING, SKIPPED = "passed", "failed", "warning", "skipped"
+PASSED, FAILED, WARNING, NOT_SHOWN = "passed", "failed", "warning", "not shown"
 IN_PART = "these checks passed"  # of a certificate that left some out
 EFFORTS = {"quick": 0.0005, "normal": 0.01, "full": 1.0}
 MOST_FINDINGS = 5  # of a check: the first few say what is wrong
+MORE = "take a higher --effort, more prompts or longer answers (--prompts, --max-tokens)"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Effort:
         """A size of this effort, at least `least`."""
         return max(1, round(least * self.least), round(full * self.share))
 
+    def need(self, least: int) -> int:
+        """The least count of evidence: below it a pass would show nothing."""
+        return max(1, round(least * min(1.0, self.least)))
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -55,7 +60,8 @@ class Finding:
 class Found:
     """What a check saw. `sizes`: what was looked at; `statistic`: what was measured; `notes`: what else to know.
 
-    `false_alarm` bounds the probability that a right engine fails: 0 for comparisons of bits.
+    `false_alarm` bounds the probability that a right engine fails: 0 for comparisons of bits. `lacking`: evidence that
+    did not come about, in words.
     """
 
     sizes: dict[str, int]
@@ -64,7 +70,8 @@ class Found:
     notes: list[str] = field(default_factory=list)
     false_alarm: float = 0.0
     unfinished: bool = False  # the check ended in an exception
-    status: str | None = None  # None: failed if there are findings, else passed
+    status: str | None = None  # of a check without findings; None: passed
+    lacking: list[str] = field(default_factory=list)
 
     def add(self, where: str, expected: object = "", found: object = "") -> None:
         """Keep one of the first findings."""
@@ -73,13 +80,26 @@ class Found:
 
     @property
     def verdict(self) -> str:
-        """passed, failed, warning or skipped."""
-        return self.status or (FAILED if self.findings else PASSED)
+        """passed, failed, warning, or not shown: nothing is wrong, but too little was seen."""
+        if self.findings:
+            return FAILED
+        return NOT_SHOWN if self.lacking else self.status or PASSED
+
+    def weigh(self, least: Mapping[str, int], effort: Effort) -> None:
+        """Say which counts, of sizes or statistics, are below the least."""
+        seen = {**self.sizes, **self.statistic}
+        for name, count in least.items():
+            if seen.get(name, 0) < effort.need(count):
+                words = name.replace("_", " ")
+                self.lacking.append(f"{words}: {seen.get(name, 0):,g}, at least {effort.need(count):,} are needed")
 
 
 @dataclass(frozen=True)
 class Check:
-    """A question: `proves` says what a pass means, `full` the sizes at effort 1, `run` answers."""
+    """A question: `proves` says what a pass means, `full` the sizes at effort 1, `run` answers.
+
+    `least`: counts below which nothing is shown; `remedy`: what to change then.
+    """
 
     id: str
     name: str
@@ -88,15 +108,25 @@ class Check:
     full: Mapping[str, int]
     run: Callable[[Subject, Effort], Found]
     on_host: bool = False  # arithmetic of the CPU alone, wherever models are
+    least: Mapping[str, int] = field(default_factory=dict)
+    remedy: str = MORE
 
 
 def check(
-    id: str, name: str, threshold: str, on_host: bool = False, **full: int
+    id: str,
+    name: str,
+    threshold: str,
+    *,
+    least: Mapping[str, int],
+    on_host: bool = False,
+    remedy: str = MORE,
+    **full: int,
 ) -> Callable[[Callable[[Subject, Effort], Found]], Check]:
     """Make a Check of the function below, whose docstring says what a pass proves."""
 
     def made(run: Callable[[Subject, Effort], Found]) -> Check:
-        return Check(id, name, " ".join((run.__doc__ or "").split()), threshold, full, run, on_host)
+        proves = " ".join((run.__doc__ or "").split())
+        return Check(id, name, proves, threshold, full, run, on_host, least, remedy)
 
     return made
 
@@ -122,6 +152,9 @@ class Result:
             "status": self.status,
             "sizes": f.sizes,
             "full_sizes": dict(c.full),
+            "least": dict(c.least),
+            "lacking": f.lacking,
+            "remedy": c.remedy if f.lacking else "",
             "threshold": c.threshold,
             "statistic": f.statistic,
             "false_alarm": f.false_alarm,
@@ -132,8 +165,11 @@ class Result:
 
 
 def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
-    """Run one check. An engine that breaks down in it has failed it."""
-    start = time.perf_counter()
+    """Run one check. An engine that breaks down in it has failed it; one of which too little is seen shows nothing.
+
+    What the configured draft guessed meanwhile is counted among the sizes: of scripted trees nothing is.
+    """
+    start, before = time.perf_counter(), subject.metrics.copy()
     try:
         found = check.run(subject, effort)
     except Exception as error:  # whatever it is: what breaks down proves nothing
@@ -141,4 +177,12 @@ def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
         found.add(f"the check could not be finished: {type(error).__name__}", "", error)
     if check.on_host:
         found.notes.append("arithmetic of the host: it ran on the CPU, whatever --device says")
+    drafted = subject.metrics.since(before)
+    if drafted.num_draft_tokens:
+        found.sizes |= {
+            "guesses": drafted.num_draft_tokens,
+            "accepted": drafted.num_accepted_tokens,
+            "rejections": drafted.num_rollbacks,
+        }
+    found.weigh(check.least, effort)
     return Result(check, found, time.perf_counter() - start)

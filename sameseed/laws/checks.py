@@ -29,6 +29,14 @@ CHECKS: tuple[Check, ...] = (
     sampled.leaks,
 )
 
+# What no check looks at, whatever its size.
+UNSEEN = (
+    "the server: its parameters, streams over the network, time-outs, restarts",
+    "other models, number formats, machines, numbers of threads and versions than those named here",
+    "whether the weights, the tokenizer and the chat template are the right ones",
+    "texts longer than the longest here, and prompts of other kinds",
+)
+
 
 def chosen(ids: Seq[str]) -> tuple[Check, ...]:
     """The checks of these ids, or all; in the order in which they run. Raises ConfigError for an unknown one."""

@@ -28,6 +28,7 @@ SMALL = 10  # of a norm's, gate's or rotation's values, in the same units as sum
     "B1",
     "the backend is the reference",
     "0 values outside the tolerance, 0 differing values of fused ops",
+    least={"products": 20, "values": 1_000},
     products=2_000,
 )
 def backend_is_reference(subject: Subject, effort: Effort) -> Found:

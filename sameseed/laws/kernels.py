@@ -60,7 +60,13 @@ def threads_kept() -> Iterator[None]:
         torch.set_num_threads(of_torch)
 
 
-@check("L1", "row invariance of products", "0 differing values", products=20_000)
+@check(
+    "L1",
+    "row invariance of products",
+    "0 differing values",
+    least={"products": 400, "row_counts": 10},
+    products=20_000,
+)
 def row_invariance(subject: Subject, effort: Effort) -> Found:
     """The bits of a row's product, norm and activation depend on nothing but the row: not on the rows of the pass
     (1 to 128), its place among them, or the number of threads (1 to 8).
@@ -178,7 +184,7 @@ def _grid(subject: Subject, rng: random.Random) -> Iterator[Product]:
         yield next(_products(f"random {name}", subject.target.ops, w, subject.device))
 
 
-@check("L1a", "row invariance of attention", "0 differing values", passes=4_000)
+@check("L1a", "row invariance of attention", "0 differing values", least={"passes": 60}, passes=4_000)
 def attention(subject: Subject, effort: Effort) -> Found:
     """A query's result is the same alone and in passes of up to 64 rows, beside other sequences, wherever the cache's
     blocks lie, on any number of threads.

@@ -59,7 +59,13 @@ def exact_law(
     return law
 
 
-@check("L5", "the law of whole texts", _LAW, sequences=4_000_000)
+@check(
+    "L5",
+    "the law of whole texts",
+    _LAW,
+    least={"sequences": 2_400, "tests": 28, "all_guesses": 200, "all_rejections": 50},
+    sequences=4_000_000,
+)
 def texts(subject: Subject, effort: Effort) -> Found:
     """Texts of three tokens, drafted and verified by the real engine in batches, follow the target's exact
     distribution: jointly, each place, each pair of places, under temperature, top-k, top-p, min-p, penalties.
@@ -83,6 +89,9 @@ def texts(subject: Subject, effort: Effort) -> Found:
             _judge(found, f"{name}, {draft}, places {places}", marginal(counts, places), marginal(laws[name], places))
         found.sizes["sequences"] += share
     found.false_alarm = 2 * found.sizes["tests"] * ALPHA
+    every = (toy.metrics, toy.scripted)
+    found.sizes["all_guesses"] = sum(m.num_draft_tokens for m in every)
+    found.sizes["all_rejections"] = sum(m.num_rollbacks for m in every)
     subject.leaks += toy.leaks
     subject.num_emptied += toy.num_emptied
     found.notes.append(f"vocabulary {VOCAB}, texts of {LENGTH} tokens; drafts: {', '.join(drafts)}; cache in {kv}")
@@ -120,7 +129,7 @@ def _judge(found: Found, where: str, counts: dict[Cell, float], law: dict[Cell, 
         )
 
 
-@check("L5s", "the law of the sampler", _LAW, on_host=True, draws=4_000_000)
+@check("L5s", "the law of the sampler", _LAW, on_host=True, least={"draws": 24_000, "tests": 30}, draws=4_000_000)
 def sampler(subject: Subject, effort: Effort) -> Found:
     """The sampler's choice over seeds and positions follows the processed distribution."""
     kinds: dict[str, SamplingParams] = {
@@ -159,6 +168,7 @@ def sampler(subject: Subject, effort: Effort) -> Found:
     "independent noise",
     f"|r| < {DEVIATIONS:g} / sqrt(n) at lags 1 to 8; p above {ALPHA:g} of a 16 x 16 G-test of pairs",
     on_host=True,
+    least={"uniforms": 10_000, "tests": 49},
     uniforms=10_000_000,
 )
 def noise(subject: Subject, effort: Effort) -> Found:

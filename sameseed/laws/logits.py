@@ -155,7 +155,14 @@ WAYS: dict[str, Way] = {
 }
 
 
-@check("L2", "logits whichever way", "0 differing values", prompts=200, positions=25_600)
+@check(
+    "L2",
+    "logits whichever way",
+    "0 differing values",
+    least={"prompts": 2, "positions": 20},
+    prompts=200,
+    positions=25_600,
+)
 def logits(subject: Subject, effort: Effort) -> Found:
     """The logits of a position are the same bits computed token by token, in one prefill, in chunks of 2 to 17, as
     drafted chains and trees, among 16 other sequences, after preemption, after another's prefix, in other blocks, on
@@ -187,7 +194,13 @@ def logits(subject: Subject, effort: Effort) -> Found:
     return found
 
 
-@check("C1", "commit equals a fresh prefill", "0 differing bytes", jobs=100)
+@check(
+    "C1",
+    "commit equals a fresh prefill",
+    "0 differing bytes",
+    least={"sequences": 3, "rows": 20, "guesses": 10, "rejections": 2},
+    jobs=100,
+)
 def cache_rows(subject: Subject, effort: Effort) -> Found:
     """After rounds of accepted and rejected guesses the cache holds, byte for byte, what a fresh prefill of the same
     tokens stores: a rejected guess leaves no trace.
@@ -215,6 +228,8 @@ def cache_rows(subject: Subject, effort: Effort) -> Found:
                     if bad:
                         place = int((mine != fresh).any(dim=0).nonzero()[0])
                         found.add(f"{name}: {seq.num_cached} rows", "a fresh prefill's bytes", f"row {place} differs")
+        if name == "draft":
+            subject.metrics.add(engine.metrics)
     return found
 
 

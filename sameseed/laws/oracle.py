@@ -22,6 +22,7 @@ STOPPED = 3  # characters before a stop string begins
     "T1",
     "texts of the textbook",
     "0 tokens further from the textbook's choice than the tolerance, 0 wrong ends",
+    least={"texts": 60, "tokens": 400, "exact": 200, "guesses": 50, "rejections": 10},
     texts=60_000,
 )
 def texts(subject: Subject, effort: Effort) -> Found:
@@ -51,7 +52,8 @@ def judge(subject: Subject, written: Seq[tuple[str, Request, Completion]]) -> Fo
     """
     model, kv, decode = subject.target, subject.kv_format, subject.loaded.tokenizer.decode
     eos, share = model.config.eos_token_ids, textbook.tolerance(model, kv)
-    found = Found({"tokens": 0, "texts": len(written)}, {"near_ties": 0, "differing_tokens": 0, "wrong_ends": 0})
+    sizes = {"tokens": 0, "exact": 0, "texts": len(written)}
+    found = Found(sizes, {"near_ties": 0, "differing_tokens": 0, "wrong_ends": 0})
     found.notes.append(f"up to {share:g} of the largest logit from the textbook's choice is a near tie")
     every = {(*c.prompt_token_ids, *c.token_ids) for _, _, c in written}
     whole = [text for text in every if not any(text != other and other[: len(text)] == text for other in every)]
@@ -64,6 +66,7 @@ def judge(subject: Subject, written: Seq[tuple[str, Request, Completion]]) -> Fo
         for at, token in enumerate(tokens):
             row = rows[len(prompt) + at - 1]
             exact, close = textbook.judge(row, job.params, job.seed, prompt, tokens[:at], token, eos, near)
+            found.sizes["exact"] += exact
             found.statistic["near_ties"] += close and not exact
             found.statistic["differing_tokens"] += not close
             if not close:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from sameseed.laws.check import SKIPPED, WARNING, Effort, Finding, Found, check
+from sameseed.laws.check import Effort, Finding, Found, check
 from sameseed.laws.subject import Subject, Tokens
 from sameseed.laws.texts import SAME_TEXTS, compare
 from sameseed.request import Completion, Delta, Request, SamplingParams
@@ -30,7 +30,14 @@ def sampling_settings(own: SamplingParams) -> dict[str, SamplingParams]:
     }
 
 
-@check("L6", "seeded sampling", SAME_TEXTS + "; pieces of a stream join to the text", requests=16_000, settings=8)
+@check(
+    "L6",
+    "seeded sampling",
+    SAME_TEXTS + "; pieces of a stream join to the text",
+    least={"texts": 64, "preemptions": 1, "guesses": 50, "rejections": 10},
+    requests=16_000,
+    settings=8,
+)
 def seeded(subject: Subject, effort: Effort) -> Found:
     """A seeded request writes the same text as plain decoding does alone: in any batch and order, after preemption,
     in small chunks, streamed or not; seeds of other requests do not matter.
@@ -45,9 +52,6 @@ def seeded(subject: Subject, effort: Effort) -> Found:
         for start in range(0, count, 8):
             jobs = subject.jobs(min(8, count - start), params, start + 7 * turn)
             _seeded(subject, found, name, jobs, start // 8 + turn)
-    if not found.statistic["preemptions"] and not found.findings:
-        found.status = WARNING
-        found.notes.append("no request was preempted: that way was not tried")
     return found
 
 
@@ -81,7 +85,13 @@ def _seeded(subject: Subject, found: Found, name: str, jobs: list[Request], turn
     found.statistic["preemptions"] += tight.scheduler.num_preemptions
 
 
-@check("L9", "log-probabilities", "0 differing texts, log-probabilities included", tokens=10_000)
+@check(
+    "L9",
+    "log-probabilities",
+    "0 differing texts, log-probabilities included",
+    least={"tokens": 150, "guesses": 20, "rejections": 4},
+    tokens=10_000,
+)
 def logprobs(subject: Subject, effort: Effort) -> Found:
     """Reported log-probabilities are the same bits with and without speculation, with penalties too."""
     wanted = effort.of(10_000, 150)
@@ -100,11 +110,18 @@ def logprobs(subject: Subject, effort: Effort) -> Found:
     return found
 
 
-@check("S1", "stops", SAME_TEXTS + "; no token beyond the end", requests=2_000)
+@check(
+    "S1",
+    "stops",
+    SAME_TEXTS + "; no token beyond the end",
+    least={"requests": 12, "stopped": 3, "stopped_at_a_guess": 1, "guesses": 20},
+    requests=2_000,
+)
 def stops(subject: Subject, effort: Effort) -> Found:
     """A stop string, a stop token or the length ends the text at the same place, also inside an accepted path."""
     count = max(6, effort.of(2_000, 12))
-    found = Found({"requests": 0, "stopped": 0}, {"differing_texts": 0, "tokens_beyond_the_end": 0})
+    sizes = {"requests": 0, "stopped": 0, "stopped_at_a_guess": 0}
+    found = Found(sizes, {"differing_texts": 0, "tokens_beyond_the_end": 0})
     rng = random.Random(subject.seed)
     free = replace(subject.params, max_tokens=min(32, subject.max_tokens), ignore_eos=True)
     for start in range(0, count, 6):
@@ -118,6 +135,7 @@ def stops(subject: Subject, effort: Effort) -> Found:
             got = subject.run(engine, jobs)
             compare(subject, found, name, jobs, plain, got)
             for job, c in zip(jobs, got, strict=True):
+                found.sizes["stopped_at_a_guess"] += c.finish_reason.value == "stop" and c.accepted[-1]
                 beyond = max(0, len(c.token_ids) - job.params.max_tokens, len(c.accepted) - len(c.token_ids))
                 found.statistic["tokens_beyond_the_end"] += beyond
                 if beyond:
@@ -138,12 +156,15 @@ def _stopping(job: Request, long: Completion, rng: random.Random, turn: int) -> 
     return replace(job, params=replace(params, max_tokens=rng.randint(1, params.max_tokens), min_tokens=0))
 
 
-@check("C2", "nothing leaks", "0 leaks")
+@check(
+    "C2",
+    "nothing leaks",
+    "0 leaks",
+    least={"times_emptied": 1},
+    remedy="let checks that run engines come first (--only L3 C2, or no --only)",
+)
 def leaks(subject: Subject, effort: Effort) -> Found:
     """When the last request has left, every block of the cache is free."""
     found = Found({"times_emptied": subject.num_emptied}, {"leaks": len(subject.leaks)})
-    if not subject.num_emptied:
-        found.status = SKIPPED
-        found.notes.append("no engine ran a request in the checks before this one: nothing to look at")
     found.findings = [Finding(text, "every block free when the last request has left") for text in subject.leaks]
     return found

@@ -20,7 +20,10 @@ ROOM = 80  # rows of cache beyond prompt and answer: a tree of 64 nodes, and hal
 
 @dataclass
 class Subject:
-    """Models with settings, prompts, and how to sample. `leaks` and `metrics` collect what engines left behind."""
+    """Models with settings, prompts, and how to sample. `leaks` and `metrics` collect what engines left behind.
+
+    `metrics` are those of the configured draft alone; `scripted`: of the trees that the certificate makes itself.
+    """
 
     loaded: Loaded
     prompts: list[Tokens]
@@ -30,6 +33,7 @@ class Subject:
     seed: int = 1
     leaks: list[str] = field(default_factory=list)
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
+    scripted: SpecMetrics = field(default_factory=SpecMetrics)
     guesses: FirstGuesses = field(default_factory=FirstGuesses)
     num_emptied: int = 0  # engines and times that all requests had left
     digest: str = ""  # of the target's weights, before anything ran
@@ -129,8 +133,7 @@ class Subject:
         done = trial.run(engine, jobs, alone, deltas)
         self.leaks += trial.leaks(engine)[: 3 - len(self.leaks)]
         self.num_emptied += 1
-        if not isinstance(engine.drafter, TreeDrafter):  # acceptance is the draft's own, not that of scripted trees
-            self.metrics.add(engine.metrics)
+        (self.scripted if isinstance(engine.drafter, TreeDrafter) else self.metrics).add(engine.metrics)
         engine.metrics = SpecMetrics()
         return done
 

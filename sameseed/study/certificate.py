@@ -13,8 +13,8 @@ from sameseed.config import EngineConfig, draft_text
 from sameseed.engine.build import load_parts
 from sameseed.errors import ConfigError, RequestError
 from sameseed.laws import acceptance
-from sameseed.laws.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
-from sameseed.laws.checks import CHECKS
+from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, Check, Effort, Result, run_check
+from sameseed.laws.checks import CHECKS, UNSEEN
 from sameseed.laws.subject import Subject, storeless
 from sameseed.models.weights import Progress
 from sameseed.request import SamplingParams
@@ -57,17 +57,18 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Did nothing fail? Warnings speak of speed, or of what could not be tried."""
+        """Did nothing fail? Warnings speak of speed."""
         caught = self.mutants is None or self.mutants["caught"] == self.mutants["total"]
         return caught and all(r.status != FAILED for r in self.results)
 
     @property
     def verdict(self) -> str:
-        """passed, failed, or, where a check was left out or skipped, that these ones passed: no proof of the whole."""
+        """passed, failed, not shown (too little was seen), or, where checks were left out, that these ones passed."""
         if not self.passed:
             return FAILED
-        whole = not self.left_out and all(r.status != SKIPPED for r in self.results)
-        return PASSED if whole else IN_PART
+        if any(r.status == NOT_SHOWN for r in self.results):
+            return NOT_SHOWN
+        return IN_PART if self.left_out else PASSED
 
     def as_dict(self) -> dict[str, Any]:
         """The record, schema `sameseed.certificate/1`."""
@@ -86,6 +87,7 @@ class Certificate:
                 {**r.as_dict(), "device": "cpu" if r.check.on_host else self.config["device"]} for r in self.results
             ],
             "left_out": self.left_out,
+            "unseen": list(UNSEEN),
             "mutants": self.mutants,
         }
 
@@ -139,6 +141,7 @@ def certify(
         "num_draft_tokens": m.num_draft_tokens,
         "num_accepted_tokens": m.num_accepted_tokens,
         "num_rollbacks": m.num_rollbacks,
+        "num_scripted_tokens": subject.scripted.num_draft_tokens,
         "first_guesses": subject.guesses.num,
         "first_guesses_right": subject.guesses.hits,
         "first_guesses_accepted": subject.guesses.taken,

@@ -11,7 +11,7 @@ import torch
 
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.errors import SameseedError
-from sameseed.laws.check import FAILED, IN_PART, PASSED, Effort
+from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, Effort
 from sameseed.laws.checks import chosen
 from sameseed.request import SamplingParams
 from sameseed.study import certificate as suite
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """passed (every check), these checks passed, failed, or impossible: it could not be set up."""
+        """passed (every check), these checks passed, not shown, failed, or impossible: it could not be set up."""
         return "impossible" if self.record is None else str(self.record["verdict"])
 
 
@@ -110,7 +110,8 @@ def _outcome(cell: Cell, asked: suite.Asked, config: EngineConfig, params: Sampl
 def verdict(outcomes: Seq[Outcome]) -> str:
     """Of all: passed where nothing failed, no cell was impossible, and all checks ran in every format."""
     found = [o.verdict for o in outcomes]
-    if FAILED in found:
-        return FAILED
+    for worse in (FAILED, NOT_SHOWN):
+        if worse in found:
+            return worse
     whole = all(o.verdict == PASSED for o in outcomes if o.cell.whole)
     return PASSED if whole and "impossible" not in found else IN_PART

@@ -7,15 +7,16 @@ from typing import Any
 
 from jinja2 import DictLoader, Environment
 
-from sameseed.laws.check import IN_PART, PASSED
+from sameseed.laws.check import IN_PART, NOT_SHOWN, PASSED
 from sameseed.laws.statistics import bound_text
 from sameseed.study.certificate_every import Outcome
+from sameseed.study.certificate_words import summary
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5b6472; --line: #d9dee7; --ground: #fbfcfe; --card: #fff;
-  --passed: #12733f; --failed: #b3261e; --warning: #8a5a00; --skipped: #5b6472; }
+  --passed: #12733f; --failed: #b3261e; --warning: #8a5a00; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6eaf1; --soft: #9aa5b5; --line: #323b49; --ground: #12161d;
-  --card: #1a2029; --passed: #5fd08f; --failed: #ff8a80; --warning: #f2c14e; --skipped: #9aa5b5; } }
+  --card: #1a2029; --passed: #5fd08f; --failed: #ff8a80; --warning: #f2c14e; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; background: var(--ground); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
@@ -23,8 +24,7 @@ h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; } h2 { font-size: 1
 p { margin: .4rem 0; } .soft, small { color: var(--soft); }
 .verdict { border: 1px solid var(--line); border-left: .5rem solid var(--tone); background: var(--card);
   border-radius: .4rem; padding: 1rem 1.2rem; margin: 1rem 0; } .verdict h1 { color: var(--tone); }
-.passed { --tone: var(--passed); } .failed { --tone: var(--failed); } .warning { --tone: var(--warning); }
-.skipped { --tone: var(--skipped); }
+.passed { --tone: var(--passed); } .failed { --tone: var(--failed); } .warning, .not-shown { --tone: var(--warning); }
 .mark { color: var(--tone); font-weight: 600; white-space: nowrap; }
 table { border-collapse: collapse; width: 100%; background: var(--card); font-size: .93rem; }
 th, td { text-align: left; vertical-align: top; padding: .5rem .6rem; border-bottom: 1px solid var(--line);
@@ -56,21 +56,20 @@ PAGE = """<!DOCTYPE html>
 </html>
 """
 ONE = """{% extends "page" %}
-{% macro mark(status, text) %}<span class="mark {{ status }}">{{ text }}</span>{% endmacro %}
+{% macro mark(status, text) %}<span class="mark {{ status | replace(" ", "-") }}">{{ text }}</span>{% endmacro %}
 {% macro pairs(values) %}
 <table><tbody>
 {% for name, value in values.items() %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
 {% endfor %}</tbody></table>
 {% endmacro %}
 {% block about %}
-<p><strong>{{ c.label }}</strong> on {{ c.model }}, weights {{ c.format }}, cache {{ c.kv_format }}, backend
+{% for line in summary(r) %}<p>{{ line }}</p>
+{% endfor %}
+<p class=soft><strong>{{ c.label }}</strong> on {{ c.model }}, weights {{ c.format }}, cache {{ c.kv_format }}, backend
 {{- " " ~ c.backend }}, device {{ c.device }}{% if c.device_name %} ({{ c.device_name }}){% endif %}</p>
-<p>{{ counts }}; effort {{ "%g" % r.effort }} of the full sizes, {{ "{:,.0f}".format(r.seconds) }} s. A right engine
+<p class=soft>{{ counts }}; {{ "{:,.0f}".format(r.seconds) }} s. A right engine
 fails this certificate with a probability
 {{ "below " ~ bound(r.false_alarm) if r.false_alarm else "of 0: bits were compared" }}.</p>
-<p class=soft>{{ "{:,} of {:,}".format(r.acceptance.num_accepted_tokens, r.acceptance.num_draft_tokens) }} drafted
-tokens were accepted, {{ "{:,}".format(r.acceptance.num_rollbacks) }} rounds rolled back.</p>
-{% if r.left_out %}<p><strong>Left out: {{ r.left_out | join(", ") }}.</strong></p>{% endif %}
 {% endblock %}
 {% block body %}
 <h2>Checks</h2>
@@ -86,10 +85,12 @@ tokens were accepted, {{ "{:,}".format(r.acceptance.num_rollbacks) }} rounds rol
 </tbody></table>
 <h2>Details</h2>
 {% for check in r.checks %}
-<details{% if check.status in ("failed", "warning") %} open{% endif %}>
+<details{% if check.status != "passed" %} open{% endif %}>
 <summary>{{ mark(check.status, check.status) }} {{ check.id }} {{ check.name }}</summary>
 <dl><dt>a pass means</dt><dd>{{ check.proves }}</dd>
 {% if "device" in check %}<dt>ran on</dt><dd>{{ check.device }}</dd>{% endif %}
+{% if check.lacking %}<dt>too little was seen</dt><dd>{{ check.lacking | join("; ") }}. What to change:
+{{ check.remedy }}</dd>{% endif %}
 {% for note in check.notes %}<dt>note</dt><dd>{{ note }}</dd>{% endfor %}
 {% if check.false_alarm %}<dt>probability of a false alarm</dt><dd>below {{ bound(check.false_alarm) }}</dd>{% endif %}
 {% for f in check.findings %}
@@ -137,10 +138,11 @@ device {{ c.device }}{% if c.device_name %} ({{ c.device_name }}){% endif %}; {{
 </tbody></table>
 {% endblock %}
 """
-TONES = {"passed": "passed", "these checks passed": "passed", "impossible": "warning"}
+TONES = {"passed": "passed", "these checks passed": "passed", "impossible": "warning", NOT_SHOWN: "warning"}
 HEADLINES = {  # of a verdict, with its colour
     PASSED: ("Speculation changed nothing", "passed"),
     IN_PART: ("These checks passed; others were left out", "warning"),
+    NOT_SHOWN: ("Not shown: too little was seen", "warning"),
 }
 
 
@@ -165,6 +167,7 @@ _TEMPLATES = Environment(
     keep_trailing_newline=True,
 )
 _TEMPLATES.globals.update(style=STYLE, tones=TONES, sizes=sizes_text, statistic=statistic_text, bound=bound_text)
+_TEMPLATES.globals.update(summary=summary)
 
 
 def _page(template: str, verdict: str, **values: object) -> str:
@@ -175,7 +178,7 @@ def _page(template: str, verdict: str, **values: object) -> str:
 def render(record: Mapping[str, Any]) -> str:
     """The page of a record (schema `sameseed.certificate/1`)."""
     status = [check["status"] for check in record["checks"]]
-    counts = ", ".join(f"{status.count(s)} {s}" for s in ("passed", "failed", "warning", "skipped") if s in status)
+    counts = ", ".join(f"{status.count(s)} {s}" for s in ("passed", "failed", "warning", NOT_SHOWN) if s in status)
     config = record["config"]
     return _page("one", record["verdict"], title=f"Certificate: {config['label']}", r=record, c=config, counts=counts)
 

@@ -22,8 +22,8 @@ from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded
 from sameseed.errors import ConfigError
 from sameseed.laws import acceptance, kernels, law, mutants, texts
-from sameseed.laws.check import FAILED, IN_PART, PASSED, SKIPPED, WARNING, Check, Effort, Found, run_check
-from sameseed.laws.checks import CHECKS, chosen
+from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, WARNING, Check, Effort, Found, run_check
+from sameseed.laws.checks import CHECKS, UNSEEN, chosen
 from sameseed.laws.subject import Subject
 from sameseed.laws.toy import toy_model
 from sameseed.laws.trees import FirstGuesses, Watched
@@ -34,6 +34,7 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.verify import verify
 from sameseed.study import certificate as suite, record, schemas
 from sameseed.study.certificate_page import render
+from sameseed.study.certificate_words import summary
 from sameseed.tokenizer import Tokenizer
 
 LEAST = Effort(1e-9, 0.2)
@@ -121,7 +122,8 @@ def test_a_mutant_that_only_breaks_down_is_not_rejected(baseline: mutants.Baseli
 def test_a_check_that_warns_anyway_rejects_no_mutant(tokenizer: Tokenizer) -> None:
     baseline = mutants.Baseline(tokenizer)
     useless = Found({}, {}, status=WARNING)
-    baseline.results[("A1", "[]")] = run_check(Check("A1", "", "", "", {}, lambda s, e: useless), None, LEAST)  # type: ignore[arg-type]
+    check = Check("A1", "", "", "", {}, lambda s, e: useless)
+    baseline.results[("A1", "[]")] = run_check(check, mutants.toy_subject(tokenizer), LEAST)
     trial = mutants.try_mutant(next(m for m in mutants.MUTANTS if m.checks == ("A1",)), baseline)
     assert trial.caught_by is None
     assert "does not pass without the mutant" in trial.said
@@ -137,6 +139,49 @@ def test_the_score_tells_of_a_mutant_that_is_not_noticed(tokenizer: Tokenizer, c
 
 
 # --- what was looked at ---
+
+
+def test_every_check_has_a_least_count_of_evidence(pair: Pair) -> None:
+    for check in CHECKS:
+        assert check.least and check.remedy
+        nothing = replace(check, run=lambda subject, effort: Found({}, {}))
+        result = run_check(nothing, subject_of(pair), Effort.parse("quick"))
+        assert result.status == NOT_SHOWN, "a pass without evidence"
+        assert len(result.found.lacking) == len(check.least) and result.as_dict()["remedy"] == check.remedy
+
+
+def test_a_draft_that_never_guesses_shows_nothing(pair: Pair) -> None:
+    nobody = replace(pair_of_ngrams(pair), prompts=[(3, 1, 4), (9, 2, 6)])
+    found = suite.certify(nobody, asked(), chosen(["S1", "A1", "C2"]))
+    assert found.verdict == NOT_SHOWN and found.passed
+    assert found.acceptance["num_draft_tokens"] == 0 < found.acceptance["num_scripted_tokens"], "trees are not its own"
+    lines = summary(found.as_dict())
+    assert "too little was seen to show anything" in lines[0]
+    assert any("made 0 guesses" in line and "trees" in line for line in lines)
+    assert any("A1 (guesses: 0, at least 10 are needed" in line and "n-grams need repetition" in line for line in lines)
+
+
+def pair_of_ngrams(pair: Pair) -> Subject:
+    """With n-grams so long that none is found twice."""
+    return subject_of(pair, SpecConfig("ngram", options={"min_ngram": 32, "max_ngram": 32}))
+
+
+def test_a_failure_outweighs_what_was_not_seen(pair: Pair) -> None:
+    wrong = Found({}, {})
+    wrong.add("somewhere")
+    assert run_check(replace(CHECKS[0], run=lambda s, e: wrong), subject_of(pair), LEAST).status == FAILED
+
+
+def test_the_summary_is_for_readers_who_know_no_check(certificate: suite.Certificate) -> None:
+    lines = summary(certificate.as_dict())
+    assert lines[0].startswith("The texts with the draft were the texts without it")
+    assert any("a textbook decoder of its own code" in line and " 0 wrong" in line for line in lines)
+    assert any("of its full size" in line and "Effort 1e-09" in line for line in lines)
+    assert all(thing in lines[-1] for thing in UNSEEN)
+    text = render(certificate.as_dict())
+    assert text.index(lines[0]) < text.index("<h2>Checks</h2>")
+    part = replace(certificate, results=certificate.results[:3])
+    assert "the checks L2, C1, L3" in summary(part.as_dict())[-1]
 
 
 def few_products(subject: Subject) -> Iterator[kernels.Product]:
@@ -238,9 +283,10 @@ def test_what_the_toy_is_stored_in_is_said(pair: Pair) -> None:
 
 def test_nothing_leaks_where_nothing_ran(pair: Pair) -> None:
     alone = suite.certify(subject_of(pair), asked(), chosen(["L1", "C2"]))
-    assert [r.status for r in alone.results] == [PASSED, SKIPPED]
+    assert [r.status for r in alone.results] == [PASSED, NOT_SHOWN]
     assert alone.passed
-    assert alone.verdict == IN_PART == alone.as_dict()["verdict"]
+    assert alone.verdict == NOT_SHOWN == alone.as_dict()["verdict"]
+    assert "times emptied: 0, at least 1 are needed" in render(alone.as_dict())
 
 
 def test_a_part_is_not_the_whole(certificate: suite.Certificate) -> None:
@@ -278,7 +324,8 @@ def test_the_record_is_a_record(certificate: suite.Certificate, tmp_path: Path) 
     assert found["schema"] == "sameseed.certificate/1"
     record.append(tmp_path / "c.jsonl", found)
     assert record.read(tmp_path / "c.jsonl") == [found]
-    about = {"id", "name", "proves", "status", "sizes", "full_sizes", "threshold", "notes", "findings"}
+    about = {"id", "name", "proves", "status", "sizes", "full_sizes", "least", "lacking", "remedy", "threshold"}
+    about |= {"notes", "findings"}
     assert all(check.keys() == about | {"statistic", "false_alarm", "seconds", "device"} for check in found["checks"])
     assert found["left_out"] == []
     assert {"label", "model", "model_digest", "format", "kv_format", "backend", "seed"} <= found["config"].keys()
@@ -325,11 +372,11 @@ def test_the_page_needs_nothing_else(certificate: suite.Certificate) -> None:
     assert all(r.check.name in text for r in certificate.results)
 
 
-def test_the_page_shows_what_differs_and_no_markup_of_texts(certificate: suite.Certificate) -> None:
+def test_the_page_shows_what_differs_and_no_markup_of_texts(pair: Pair, certificate: suite.Certificate) -> None:
     found = Found({"texts": 1}, {"differing_texts": 1})
     found.add("prompt 0: token 3", "<script>alert(1)</script>", "a & b")
     bad = Check("X", "made up", "nothing", "0", {}, lambda subject, effort: found)
-    result = run_check(bad, None, LEAST)  # type: ignore[arg-type]
+    result = run_check(bad, subject_of(pair), LEAST)
     failed = replace(certificate, results=[*certificate.results, result])
     assert not failed.passed
     text, _ = page_of(failed.as_dict())
@@ -342,17 +389,23 @@ def test_the_page_shows_what_differs_and_no_markup_of_texts(certificate: suite.C
 def alarm_of(pair: Pair, guesses: FirstGuesses) -> Found:
     subject = subject_of(pair)
     subject.guesses = guesses
-    return acceptance.alarm.run(subject, LEAST)
+    return run_check(acceptance.alarm, subject, Effort(1e-9)).found
 
 
 def test_the_alarm(pair: Pair) -> None:
-    useless = alarm_of(pair, FirstGuesses(400, 3, 2.5))
+    useless = alarm_of(pair, FirstGuesses(1000, 6, 5.5, taken=6))
     assert useless.verdict == WARNING
-    assert "3 of 400" in useless.notes[0]
+    assert "6 of 1000" in useless.notes[0]
     assert all(cause in useless.notes[0] for cause in ("another target", "tokenizer", "chat template"))
-    assert alarm_of(pair, FirstGuesses(400, 60, 55.0)).verdict == WARNING, "no better than chance"
-    assert alarm_of(pair, FirstGuesses(400, 60, 8.0)).verdict == PASSED
-    assert "too few" in alarm_of(pair, FirstGuesses(3, 0, 0.1)).notes[0]
+    assert alarm_of(pair, FirstGuesses(400, 60, 55.0, taken=60)).verdict == WARNING, "no better than chance"
+    assert alarm_of(pair, FirstGuesses(400, 60, 8.0, taken=60)).verdict == PASSED
+    for few in (
+        FirstGuesses(),
+        FirstGuesses(3, 0, 0.1),
+        FirstGuesses(400, 0, 3.0),
+        FirstGuesses(49, 20, 1.0, taken=20),
+    ):
+        assert alarm_of(pair, few).verdict == NOT_SHOWN, "who never guessed, or was never right, shows nothing"
 
 
 def test_right_guesses_that_are_not_accepted_are_a_failure(pair: Pair) -> None:
@@ -430,18 +483,19 @@ def test_the_command_writes_record_and_page(
     pair_folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, html = tmp_path / "c.jsonl", tmp_path / "c.html"
-    assert main(command(pair_folders, tmp_path, "--out", str(out), "--html", str(html), "--json")) == 0
+    few = command(pair_folders, tmp_path, "--out", str(out), "--html", str(html), "--json")
+    assert main(few) == 3, "two prompts: the draft guesses too little"
     shown = json.loads(capsys.readouterr().out)
     assert record.read(out) == [shown]
-    assert shown["verdict"] == "these checks passed"
+    assert shown["verdict"] == "not shown"
     assert [c["id"] for c in shown["checks"]] == ["S1", "A1", "C2"]
     assert "L3" in shown["left_out"]
     assert shown["config"]["label"] == "draft_model k=4"
     assert str(tmp_path) not in json.dumps(shown), "paths are nobody's business"
-    assert "These checks passed" in html.read_text()
-    assert main(command(pair_folders, tmp_path)) == 0
+    assert "Not shown: too little was seen" in html.read_text()
+    assert main([*command(pair_folders, tmp_path), "--only", "L1", "S1", "C2"]) == 0
     said = capsys.readouterr().out
-    assert "these checks passed: draft_model k=4" in said
+    assert "these checks passed: draft_model k=4" in said and "this is no proof of the whole" in said
     assert "lossless" not in said
 
 
