@@ -54,7 +54,7 @@ async def metrics(request: Request) -> Response:
 
 async def complete(request: Request) -> Response:
     body = await request.json()
-    saw(body=body, authorization=request.headers.get("authorization"))
+    saw(body=body, authorization=request.headers.get("authorization"), pid=os.getpid())
     prompt = str(body.get("prompt"))
     if prompt == "refuse":
         return JSONResponse({"error": {"message": "at /srv/secret/x.py 0x7fffabcd", "param": "prompt"}}, 422)
@@ -88,7 +88,8 @@ def main() -> None:
         print(json.dumps({**told, **json.loads(os.environ.get("FAKE_VLLM_INSTALLED", "{}"))}))
         return
     arguments = sys.argv[3:]
-    saw(arguments=arguments, key=os.environ.get("SAMESEED_API_KEY"), group=os.getpgrp() == os.getpid())
+    told = {"key": os.environ.get("SAMESEED_API_KEY"), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    saw(arguments=arguments, **told, group=os.getpgrp() == os.getpid(), pid=os.getpid())
     app = Starlette(
         routes=[
             Route("/health", health),

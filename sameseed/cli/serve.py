@@ -40,6 +40,7 @@ class ServeArgs:
     load_timeout: float = 1800.0  # vllm: seconds until it is ready; one that takes longer counts as dead
     tensor_parallel_size: int = 1  # vllm: GPUs that share each layer
     pipeline_parallel_size: Annotated[int | None, option("N")] = None  # vllm: groups of layers; unset: one a node
+    replicas: int = 1  # vllm: several of it on this machine; a request goes where its beginning was computed before
     nodes: int = 1  # vllm: nodes of a Ray cluster, which must run
     batch_invariant: bool = False  # vllm: what else runs changes no text; slower, and only on GPUs
 
@@ -70,10 +71,11 @@ def run(argv: Seq[str], prog: str) -> int:
     spread = Spread(args.tensor_parallel_size, args.pipeline_parallel_size, args.nodes)
     if args.engine == "vllm":
         return _serve_vllm(args, engine, spread, config)
-    if spread != Spread() or args.vllm_python is not None or args.vllm_args or args.batch_invariant:
+    theirs = spread != Spread() or args.replicas != 1
+    if theirs or args.vllm_python is not None or args.vllm_args or args.batch_invariant:
         raise ConfigError(
-            "several GPUs or nodes, --batch-invariant and --vllm-... flags are for --engine vllm; give that, or leave "
-            "them"
+            "several GPUs, nodes or replicas, --batch-invariant and --vllm-... flags are for --engine vllm; give that, "
+            "or leave them"
         )
     return serve(engine.model, engine.settings, config, args.log_level)
 
@@ -82,6 +84,7 @@ def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: S
     """The same flags in vLLM's words. Raises ConfigError, ModelLoadError for what vLLM cannot do."""
     from sameseed.export import vllm
     from sameseed.export.vllm_installed import look
+    from sameseed.export.vllm_replicas import environments
     from sameseed.server.run import serve_vllm
 
     spec = vllm.speculative_config(engine.settings, spread)
@@ -100,7 +103,7 @@ def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: S
         facts,
         config,
         python=args.vllm_python,
-        environment=vllm.environment(engine.settings, spread, args.batch_invariant),
+        environments=environments(engine.settings, spread, installed, args.replicas, args.batch_invariant),
         notes=vllm.notes(installed, spec, args.batch_invariant),
         log_level=args.log_level,
     )

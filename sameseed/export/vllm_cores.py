@@ -14,18 +14,35 @@ def cores_of_workers(workers: int, allowed: set[int] | None = None, system: Path
     `allowed`: CPUs that may be used, by default those of this process. With fewer CPUs than workers, some share one.
     """
     allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
-    if workers <= max(1, _num_nodes(allowed, system)):
+    if workers <= max(1, len(set(_nodes(allowed, system).values()))):
         return None
-    cpus = sorted(_one_a_core(allowed, system).values())
-    cpus = cpus if len(cpus) >= workers else sorted(allowed)
-    shares = [cpus[len(cpus) * i // workers : len(cpus) * (i + 1) // workers] for i in range(workers)]
-    return "|".join(",".join(map(str, share or [cpus[i % len(cpus)]])) for i, share in enumerate(shares))
+    return "|".join(_shares(workers, allowed, system))
 
 
-def _num_nodes(allowed: set[int], system: Path) -> int:
-    """NUMA nodes with a CPU that may be used."""
-    own = [{int(cpu.name[3:]) for cpu in node.glob("cpu[0-9]*")} for node in system.glob("node/node[0-9]*")]
-    return sum(bool(cpus & allowed) for cpus in own)
+def cores_of_replicas(replicas: int, workers: int, allowed: set[int] | None = None, system: Path = SYSTEM) -> list[str]:
+    """The same for each of several vLLMs on one machine; by itself each would take the same cores."""
+    allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
+    shares = _shares(replicas * workers, allowed, system)
+    return ["|".join(shares[workers * i : workers * (i + 1)]) for i in range(replicas)]
+
+
+def _shares(num: int, allowed: set[int], system: Path) -> list[str]:
+    """So many parts of the CPUs, those of a NUMA node together, e.g. "0,1"."""
+    nodes = _nodes(allowed, system)
+
+    def order(cpu: int) -> tuple[int, int]:
+        return nodes.get(cpu, -1), cpu
+
+    cpus = sorted(_one_a_core(allowed, system).values(), key=order)
+    cpus = cpus if len(cpus) >= num else sorted(allowed, key=order)
+    shares = [cpus[len(cpus) * i // num : len(cpus) * (i + 1) // num] for i in range(num)]
+    return [",".join(map(str, share or [cpus[i % len(cpus)]])) for i, share in enumerate(shares)]
+
+
+def _nodes(allowed: set[int], system: Path) -> dict[int, int]:
+    """The NUMA node of each CPU that may be used, where that is told."""
+    found = system.glob("node/node[0-9]*/cpu[0-9]*")
+    return {cpu: int(path.parent.name[4:]) for path in found if (cpu := int(path.name[3:])) in allowed}
 
 
 def _one_a_core(allowed: set[int], system: Path) -> dict[tuple[str, str], int]:

@@ -25,7 +25,7 @@ from sameseed.server.interface import SUMMARY, described, errors, fitted, gives,
 from sameseed.server.service import TOKENIZE, Service
 
 if TYPE_CHECKING:
-    from sameseed.server.vllm import VllmClient
+    from sameseed.server.replicas import Replicas
 
 
 def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Service]:
@@ -88,7 +88,7 @@ def guarded(app: ASGIApp, config: ServerConfig, count: Count) -> ASGIApp:
     return made
 
 
-def add_state(app: FastAPI, client: EngineClient | VllmClient, gate: Gate) -> None:
+def add_state(app: FastAPI, client: EngineClient | Replicas, gate: Gate) -> None:
     """The routes that say whether the engine runs; and how errors are told."""
 
     @app.exception_handler(HTTPException)
@@ -108,7 +108,7 @@ def add_state(app: FastAPI, client: EngineClient | VllmClient, gate: Gate) -> No
     async def health() -> JSONResponse:
         if client.state in ("down", "failed", "closed"):
             raise unavailable("the engine has stopped")
-        return JSONResponse({"status": "ok", "engine": client.state})
+        return JSONResponse({"status": "ok", **client.told})
 
     @app.get("/ready", summary="May requests be sent? Not while loading or draining", responses=state)
     async def ready() -> JSONResponse:

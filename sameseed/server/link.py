@@ -1,4 +1,4 @@
-"""Link: the one connection that this process ever opens, to the unix socket of the vLLM that it started itself.
+"""Link: the only way out of this process, to the unix socket of a vLLM that it started itself.
 
 There is no host and no port in here: what a request says cannot choose where it goes.
 """
@@ -10,11 +10,19 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from sameseed.server.errors import unavailable
+from sameseed.server.errors import ApiError, unavailable
 
 STOPPED = "the engine stopped while this request ran; send it again"
 IDLE = 2.0  # seconds that an unused connection is kept; vLLM closes one after 5, and a request must not meet that
 MAX_PAGE = 16 * 2**20  # bytes of an answer that is read whole
+Response = httpx.Response
+
+
+class NotReachedError(ApiError):
+    """503: there was no connection, so that nothing of the request was seen."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the engine is not there; try again later", code="unavailable", retry_after=5)
 
 
 class Link:
@@ -41,10 +49,10 @@ class Link:
         except httpx.HTTPError:
             return None
 
-    async def get(self, path: str) -> bytes:
-        """A page. Raises ApiError 503 where none comes."""
+    async def get(self, path: str, patience: float = 30.0) -> bytes:
+        """A page, within so many seconds. Raises ApiError 503 where none comes."""
         try:
-            response = await self._client.get(path, timeout=30.0)
+            response = await self._client.get(path, timeout=patience)
         except httpx.HTTPError:
             raise unavailable("the engine does not answer; try again later") from None
         if response.status_code != 200:
@@ -52,20 +60,22 @@ class Link:
         return response.content
 
     @asynccontextmanager
-    async def post(self, path: str, body: bytes) -> AsyncIterator[httpx.Response]:
+    async def post(self, path: str, body: bytes) -> AsyncIterator[Response]:
         """Send a body; the answer is read by whoever asked. Leaving early tells vLLM that its reader is gone.
 
-        Raises ApiError 503 if vLLM goes away meanwhile.
+        Raises NotReachedError where vLLM cannot be asked, ApiError 503 if it goes away meanwhile.
         """
         headers = {"content-type": "application/json"}
         try:
             async with self._client.stream("POST", path, content=body, headers=headers) as response:
                 yield response
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            raise NotReachedError from None
         except httpx.TransportError:
             raise unavailable(STOPPED) from None
 
 
-async def read_some(response: httpx.Response) -> bytes:
+async def read_some(response: Response) -> bytes:
     """The body of an answer, as far as the limit."""
     parts, size = [], 0
     async for part in response.aiter_raw():

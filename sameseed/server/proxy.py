@@ -7,7 +7,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,34 +22,46 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.gate import Gate
 from sameseed.server.guard import visit_of
 from sameseed.server.metrics import CONTENT_TYPE
+from sameseed.server.pages import joined
 from sameseed.server.passable import check, num_prompts
 from sameseed.server.reading import INLINE, Intake
 from sameseed.server.relay import Relay
-from sameseed.server.vllm import VllmClient
+from sameseed.server.replicas import Replica, Replicas
+from sameseed.server.routing import Call, beginnings
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 _PREFIX = re.compile(rb"^(# (?:HELP|TYPE) )?vllm:", re.MULTILINE)
 
 
-def own_metrics(client: VllmClient, gate: Gate) -> tuple[CollectorRegistry, Counter]:
-    """What is counted in front of vLLM, under names of our own: its page comes as it is. And the counter of answers."""
-    registry = CollectorRegistry()
+def own_metrics(replicas: Replicas, gate: Gate) -> tuple[CollectorRegistry, Counter]:
+    """What is counted in front of vLLM, under names of our own: its page comes as it is. And the counter of answers.
+
+    Of several replicas, each has values of its own, by label.
+    """
+    registry, several = CollectorRegistry(), len(replicas.all) > 1
     what = "requests, by route and status (499: the client left)"
     requests = Counter("sameseed:http_requests", what, ("route", "status"), registry=registry)
     for name, text, value in (
-        ("engine_up", "1 while vLLM is loaded", lambda: float(client.state == "ready")),
-        ("engine_restarts", "processes that replaced a dead one", lambda: client.num_restarts),
         ("num_requests_inside", "sequences that run or wait", lambda: gate.num_inside),
         ("num_requests_refused", "requests refused by a full queue", lambda: gate.num_refused),
     ):
         Gauge(f"sameseed:{name}", text, registry=registry).set_function(value)
+    of_each: tuple[tuple[str, str, Callable[[Replica], float]], ...] = (
+        ("engine_up", "1 while vLLM is loaded", lambda replica: float(replica.ready)),
+        ("engine_restarts", "processes that replaced a dead one", lambda replica: replica.num_restarts),
+        ("engine_load", "sequences that were sent there and are not answered", lambda replica: replica.load),
+    )
+    for name, text, of in of_each:
+        gauge = Gauge(f"sameseed:{name}", text, ("replica",) if several else (), registry=registry)
+        for replica in replicas.all:
+            (gauge.labels(replica.number) if several else gauge).set_function(partial(of, replica))
     return registry, requests
 
 
-def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gate]:
+def create_proxy(client: Replicas, config: ServerConfig) -> tuple[ASGIApp, Gate]:
     """The application and its gate. Its lifespan starts and ends vLLM."""
     gate = Gate(config.max_queue, len(config.keys))
-    gate.max_running = client.facts["max_num_seqs"]
+    gate.max_running = client.facts["max_num_seqs"] * len(client.all)
     registry, requests = own_metrics(client, gate)
     created = int(time.time())
     app = FastAPI(lifespan=client.living, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -76,22 +89,22 @@ def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gat
     @app.get("/metrics")
     async def counters() -> PlainTextResponse:
         own = generate_latest(registry)
-        if client.state == "ready":
-            page = await client.check().get("/metrics")
-            prefix = config.metrics_prefix.encode()
-            own = (page if prefix == b"vllm:" else _PREFIX.sub(rb"\g<1>" + prefix, page)) + own
+        pages = await client.pages("/metrics")
+        page = joined(pages) if len(client.all) > 1 else b"".join(page for _, page in pages)
+        prefix = config.metrics_prefix.encode()
+        own = (page if prefix == b"vllm:" else _PREFIX.sub(rb"\g<1>" + prefix, page)) + own
         return PlainTextResponse(own, media_type=CONTENT_TYPE)
 
     return guarded(app, config, lambda visit, route, status: requests.labels(route, str(status)).inc()), gate
 
 
-def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intake, path: str) -> Any:
+def _passing(client: Replicas, config: ServerConfig, gate: Gate, intake: Intake, path: str) -> Any:
     """The route that passes bodies on to vLLM's route of the same path."""
 
     async def route(request: Request) -> Relay:
         visit = visit_of(request)
         async with intake.held(request) as body:
-            client.check()
+            client.check_ready()
             large = visit.size > INLINE
             if large:
                 await asyncio.to_thread(check, body)
@@ -101,8 +114,9 @@ def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intak
                 salt(body, visit.tenant)
             count = int(body.get("n") or 1) * num_prompts(body.get("prompt"))
             with gate.enter(visit.tenant, count, visit.size) as ticket:
-                raw = await asyncio.to_thread(_written, body) if large else _written(body)
-                return Relay(client, path, raw, ticket.pop_all(), config.request_timeout)
+                made = path, body, count, len(client.all) > 1
+                call = await asyncio.to_thread(_call, *made) if large else _call(*made)
+                return Relay(client, call, ticket.pop_all(), config.request_timeout)
 
     return route
 
@@ -114,5 +128,7 @@ def salt(body: dict[str, Any], tenant: str) -> None:
         body["cache_salt"] = hashlib.sha256(json.dumps([tenant, own]).encode()).hexdigest()
 
 
-def _written(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+def _call(path: str, body: Mapping[str, Any], num_seqs: int, several: bool) -> Call:
+    """A body as it is sent. Its beginnings matter where there are several to choose from."""
+    raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return Call(path, raw, beginnings(path, body) if several else (), num_seqs)

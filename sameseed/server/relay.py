@@ -16,8 +16,9 @@ from sameseed.server.answer import Answering
 from sameseed.server.errors import ApiError, clean, internal, unavailable
 from sameseed.server.gate import Ticket
 from sameseed.server.link import read_some
+from sameseed.server.replicas import Replicas
 from sameseed.server.replies import DONE, event
-from sameseed.server.vllm import VllmClient
+from sameseed.server.routing import Call
 
 log = logging.getLogger("sameseed.server")
 MAX_EVENT = 64 * 2**20  # bytes: the log-probabilities of a long prompt are one event
@@ -34,15 +35,14 @@ _PLACES = re.compile(
 class Relay(Answering):
     """Passes a body on and the answer back."""
 
-    def __init__(self, client: VllmClient, path: str, body: bytes, ticket: Ticket, timeout: float) -> None:
+    def __init__(self, replicas: Replicas, call: Call, ticket: Ticket, timeout: float) -> None:
         super().__init__(ticket, timeout)
-        self._client, self._path, self._body = client, path, body
+        self._replicas, self._call = replicas, call
         self._events: Events | None = None
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The answer, as it comes. vLLM stops when the connection is closed."""
-        self._client.open.add(self)
-        async with self._client.check().post(self._path, self._body) as response:
+        async with self._replicas.post(self, self._call) as response:
             if response.status_code != 200:
                 raise told(response.status_code, await read_some(response))
             kind = response.headers.get("content-type", "application/json")
@@ -63,7 +63,7 @@ class Relay(Answering):
         return None if self._events is None else event(error.body()) + DONE
 
     def _free(self) -> None:
-        self._client.open.discard(self)
+        """Nothing is held but the connection, which ends with the work."""
 
 
 def told(status: int, raw: bytes) -> ApiError:

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import shlex
 import signal
 import socket
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,7 +27,7 @@ from sameseed.server.errors import unavailable
 from sameseed.server.gate import Gate
 
 if TYPE_CHECKING:
-    from sameseed.server.vllm import VllmClient
+    from sameseed.server.replicas import Replicas
 
 log = logging.getLogger("sameseed.server")
 KEEP_ALIVE = 75  # seconds that an idle connection stays: pooled clients must not find it closed under them
@@ -35,7 +36,15 @@ AT_ONCE = 32  # of them are accepted before any is looked at; they take descript
 LAST_WORDS = 2.0  # seconds for the error events of a drain that took too long
 EXIT_ENGINE = 1
 OnFailure = Callable[[str], None]
-Served = tuple["EngineClient | VllmClient", ASGIApp, Gate]
+
+
+class Served(NamedTuple):
+    """What a server is made of. `renew`: what SIGHUP asks for, where there is that."""
+
+    client: EngineClient | Replicas
+    app: ASGIApp
+    gate: Gate
+    renew: Callable[[], None] | None = None
 
 
 class _Server(uvicorn.Server):
@@ -62,7 +71,7 @@ def serve(model: str, settings: Mapping[str, Any], config: ServerConfig, log_lev
     def own(on_failure: OnFailure) -> Served:
         client = EngineClient(model, settings, on_failure=on_failure)
         app, service = create_app(client, config)
-        return client, app, service.gate
+        return Served(client, app, service.gate)
 
     return asyncio.run(Runner(own, config).run())
 
@@ -73,27 +82,34 @@ def serve_vllm(
     config: ServerConfig,
     *,
     python: str | None = None,
-    environment: Mapping[str, str] | None = None,
+    environments: Seq[Mapping[str, str]] = ({},),
     notes: Seq[str] = (),
     log_level: str = "info",
 ) -> int:
-    """Serve by a vLLM with these arguments, as `serve` does; `python` is the one that has vLLM. See `VllmClient`.
+    """Serve by vLLM with these arguments, as `serve` does; `python` is the one that has vLLM. See `VllmClient`.
 
-    `notes`: what the operator should know, for the log.
+    `environments`: variables of each replica. `notes`: what the operator should know, for the log.
     """
     logs.set_up(log_level)
     for note in notes:
         log.warning(note)
     try:
         from sameseed.server.proxy import create_proxy
+        from sameseed.server.replicas import Replicas
         from sameseed.server.vllm import VllmClient
     except ImportError as error:
         raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install '.[vllm]'") from None
 
-    def theirs(on_failure: OnFailure) -> Served:
+    several = len(environments) > 1
+
+    def one(number: int, on_failure: OnFailure) -> VllmClient:
         more: dict[str, Any] = {"load_timeout": config.load_timeout, "on_failure": on_failure}
-        client = VllmClient(arguments, facts, python=python, environment=environment, **more)
-        return client, *create_proxy(client, config)
+        more["name"] = f"vLLM (replica {number})" if several else "vLLM"
+        return VllmClient(arguments, facts, python=python, environment=environments[number], **more)
+
+    def theirs(on_failure: OnFailure) -> Served:
+        replicas = Replicas(one, len(environments), on_failure)
+        return Served(replicas, *create_proxy(replicas, config), replicas.renew if several else None)
 
     return asyncio.run(Runner(theirs, config).run())
 
@@ -107,7 +123,8 @@ class Runner:
         self._failure: str | None = None
         self._served = False
         self._drain: asyncio.Task[None] | None = None
-        self._client, app, self._gate = make(self._failed)
+        self._client, app, self._gate, self._renew = make(self._failed)
+        self._in_terminal = os.isatty(0)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -129,14 +146,16 @@ class Runner:
     async def run(self) -> int:
         """Until the end."""
         listener, loop = bind(self._config.host, self._config.port), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+        heeded = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop}
+        heeded |= {} if self._renew is None else {signal.SIGHUP: self._hang_up}
+        for number, heed in heeded.items():
+            loop.add_signal_handler(number, heed)
         watch = loop.create_task(self._announce(listener))
         try:
             await self._server.serve([listener])
         finally:
             watch.cancel()
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in heeded:
                 loop.remove_signal_handler(number)
         if self._failure is not None and not self._served:
             raise ConfigError(self._failure)
@@ -169,6 +188,13 @@ class Runner:
             self._drain = asyncio.get_running_loop().create_task(self._leave())
         else:
             self._server.should_exit = True
+
+    def _hang_up(self) -> None:
+        """A rolling restart; where it was sent because the terminal is gone, the end."""
+        if self._drain is None and self._in_terminal and not os.isatty(0):
+            self._stop()
+        elif self._drain is None and self._renew is not None:
+            self._renew()
 
     async def _leave(self) -> None:
         """Nobody new; those inside may finish, for a while; the rest are told."""

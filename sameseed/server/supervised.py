@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from sameseed.server.errors import unavailable
+from sameseed.server.errors import ApiError, unavailable
 
 log = logging.getLogger("sameseed.server")
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before it is started again, doubled each time
@@ -35,6 +35,12 @@ def starting() -> Iterator[None]:
         raise NotStartedError(error) from error
 
 
+def not_ready(state: str) -> ApiError:
+    """Why nothing serves, by the state of what should."""
+    why = {"loading": "the model is being loaded", "down": "the engine is being started again"}
+    return unavailable(why.get(state, "the engine has stopped") + "; try again later")
+
+
 class Supervised:
     """Base of what keeps one process running. `state`: loading, ready, down (starting anew), failed, closed."""
 
@@ -54,6 +60,11 @@ class Supervised:
         self._closing = asyncio.Event()
         self._message = ""  # why it is no use to start another
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What /health says of it."""
+        return {"engine": self.state}
 
     def start(self) -> None:
         """Start the process and keep one running, from now on."""
@@ -78,8 +89,7 @@ class Supervised:
     def check_ready(self) -> None:
         """Raise ApiError 503 where it does not serve."""
         if self.state != "ready":
-            why = {"loading": "the model is being loaded", "down": "the engine is being started again"}
-            raise unavailable(why.get(self.state, "the engine has stopped") + "; try again later")
+            raise not_ready(self.state)
 
     async def _run_once(self) -> int:
         """Start a process, see it through; returns its exit code. Whatever it raises, there is no process after it.

@@ -39,7 +39,7 @@ CLOSING = 15.0  # seconds for vLLM to leave by itself
 class VllmClient(Supervised):
     """Runs one vLLM."""
 
-    what, remedy = "vLLM", "; what it wrote above says why"
+    remedy = "; what it wrote above says why"
 
     def __init__(
         self,
@@ -53,14 +53,17 @@ class VllmClient(Supervised):
         max_restarts: int = 5,
         on_failure: Callable[[str], None] = lambda message: None,
         first_delay: float = FIRST_DELAY,
+        name: str = "vLLM",
     ) -> None:
         """`arguments` as `export.vllm.arguments` makes them. `facts`: max_num_seqs, method. `python`: whose vLLM.
 
         `beat_timeout`: seconds without an answer after which it is ended; `load_timeout`: seconds until it is ready.
+        `name`: what the log calls it.
         Raises ConfigError where there is no vLLM.
         """
         program = interpreter(python)
         super().__init__(max_restarts, on_failure, first_delay)
+        self.what = name
         self.facts: dict[str, Any] = dict(facts)
         self.link: Link | None = None
         self._command = [program, str(START)]
@@ -138,12 +141,13 @@ class VllmClient(Supervised):
                     if self.state != "closed":
                         self._serves()
                 elif self.state == "ready" and (well is False or now - heard > self._beat_timeout):
-                    log.error("vLLM is not well; it is ended")
+                    log.error("%s is not well; it is ended", self.what)
                     stop_at = now
             elif question is None and now - asked > (READY if self.state == "ready" else LOADING):
                 asked, question = now, asyncio.get_running_loop().create_task(link.healthy(PATIENCE))
             if stop_at is None and self.state in ("loading", "down") and now - started > self._load_timeout:
-                log.error("vLLM was not ready within %g s; it is ended (--load-timeout gives more)", self._load_timeout)
+                late = "%s was not ready within %g s; it is ended (--load-timeout gives more)"
+                log.error(late, self.what, self._load_timeout)
                 stop_at = now
             if stop_at is not None and now >= stop_at:
                 os.killpg(pid, signal.SIGKILL)

@@ -15,30 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fixtures_server import Server, children, events, program, serving, wait_until
-from fixtures_vllm import real_pythons
-
-KEY = "a-key-for-the-test"
-FAKE = Path(__file__).parents[1] / "fake_vllm.py"
-
-
-class Fronted(Server):
-    """A server in front of the stand-in; `seen` is what that one saw."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.file = folder / "seen"
-        python = program(folder / "python", f'exec {sys.executable} {FAKE} "$@"')
-        env = {"FAKE_VLLM_SEEN": str(self.file), "SAMESEED_API_KEY": KEY}
-        own = ["--engine", "vllm", "--vllm-python", str(python), "--draft", "ngram", "--max-num-seqs", "4"]
-        super().__init__(*own, "--served-model-name", "m", *flags, env=env)
-        self.wait_log("ready")
-
-    @property
-    def seen(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.file.read_text().splitlines()]
-
-    def client(self, **more: Any) -> httpx.Client:
-        return super().client(headers={"authorization": f"Bearer {KEY}"}, **more)
+from fixtures_server import Server, children, program, serving, wait_until
+from fixtures_vllm import FAKE, KEY, Fronted, real_pythons, stream
 
 
 @pytest.fixture
@@ -50,13 +28,6 @@ def fronted(tmp_path: Path) -> Iterator[Fronted]:
         if made.process.poll() is None:
             assert made.stop() == 0
         assert not children(made.process.pid)
-
-
-def stream(http: httpx.Client, prompt: str, **more: Any) -> list[dict[str, Any]]:
-    body = {"prompt": prompt, "stream": True, **more}
-    with http.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200
-        return events(response)
 
 
 def test_bodies_streams_errors_and_pages_pass(fronted: Fronted) -> None:

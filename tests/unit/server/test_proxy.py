@@ -23,6 +23,7 @@ from sameseed.server.errors import ApiError
 from sameseed.server.link import Link
 from sameseed.server.passable import REFUSED, check
 from sameseed.server.proxy import PATHS, create_proxy, salt
+from sameseed.server.replicas import Replicas
 from sameseed.server.vllm import VllmClient
 
 KEY = "a-key-for-the-test"
@@ -30,8 +31,8 @@ FACTS = {"max_num_seqs": 2, "method": "none"}
 IMAGE = {"type": "input_image", "image_url": "http://inside", "detail": "auto"}
 
 
-def never_started(**more: Any) -> VllmClient:
-    return VllmClient([], FACTS, python=sys.executable, **more)
+def never_started(num: int = 1) -> Replicas:
+    return Replicas(lambda number, on_failure: VllmClient([], FACTS, python=sys.executable), num)
 
 
 def visitor(config: ServerConfig) -> httpx.AsyncClient:

@@ -20,6 +20,7 @@ from sameseed.server.gate import Gate
 from sameseed.server.guard import Visit
 from sameseed.server.proxy import create_proxy
 from sameseed.server.relay import Relay
+from sameseed.server.routing import Call
 
 EVENT = b'data: {"choices":[]}\n\n'
 STREAM, WHOLE = "text/event-stream; charset=utf-8", "application/json"
@@ -48,24 +49,23 @@ class Answered:
 
 
 class Alone:
-    """A client of vLLM that is its link too, with one answer for everything."""
+    """Replicas, none of which is there, with one answer for everything."""
 
-    state, num_restarts = "ready", 0
+    state, facts = "ready", {"max_num_seqs": 8, "method": "none"}
 
     def __init__(self, answered: Answered) -> None:
         self.answered = answered
-        self.facts = {"max_num_seqs": 8, "method": "none"}
-        self.open: set[Any] = set()
+        self.all = [self]
 
     @asynccontextmanager
     async def living(self, app: Any) -> AsyncIterator[None]:
         yield
 
-    def check(self) -> Alone:
-        return self
+    def check_ready(self) -> None:
+        pass
 
     @asynccontextmanager
-    async def post(self, path: str, body: bytes) -> AsyncIterator[Answered]:
+    async def post(self, request: Any, call: Call) -> AsyncIterator[Answered]:
         yield self.answered
 
 
@@ -105,7 +105,7 @@ async def relayed(answered: Answered, *, reads: bool = True, timeout: float = 10
         told.sent.append(message)
 
     client: Any = Alone(answered)
-    made = Relay(client, "/v1/completions", b"{}", told.gate.enter("", 1, 10), timeout)
+    made = Relay(client, Call("/v1/completions", b"{}"), told.gate.enter("", 1, 10), timeout)
     if stopped:
         asyncio.get_running_loop().call_later(0.02, made.leave, unavailable("the server is shutting down"))
     scope: Any = {"type": "http", "sameseed": told.visit, CUT: count}

@@ -1,0 +1,202 @@
+"""Replicas: one or more vLLMs behind one door. Each is supervised by itself; a request goes to one of them.
+
+A replica that dies is taken out at once and its requests are told; the others do not notice. A rolling restart replaces
+one after another, each when its last request has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from sameseed.server.errors import ApiError
+from sameseed.server.link import NotReachedError, Response
+from sameseed.server.routing import Call, Candidate, Known, best
+from sameseed.server.supervised import not_ready
+from sameseed.server.vllm import VllmClient
+
+if TYPE_CHECKING:
+    from sameseed.server.relay import Relay
+
+log = logging.getLogger("sameseed.server")
+POLL = 0.05  # seconds between looks at what is waited for
+PAGE = 5.0  # seconds for a replica's page: one that hangs must not keep the others' back
+OnFailure = Callable[[str], None]
+Make = Callable[[int, OnFailure], VllmClient]
+
+
+class Replica:
+    """A place for a vLLM. `load`: sequences that it works on; `served`: requests so far; `leaving`: it is replaced."""
+
+    def __init__(self, number: int, client: VllmClient) -> None:
+        self.number, self.client = number, client
+        self.load = self.served = 0
+        self.leaving = False
+        self._past_restarts = 0
+        self._known, self._known_by = Known(), client.pid
+
+    @property
+    def ready(self) -> bool:
+        return self.client.state == "ready"
+
+    @property
+    def num_restarts(self) -> int:
+        """Processes that replaced a dead one."""
+        return self._past_restarts + self.client.num_restarts
+
+    @property
+    def known(self) -> Known:
+        """Beginnings that its process has seen: a new one knows nothing."""
+        if self._known_by != self.client.pid:
+            self._known, self._known_by = Known(), self.client.pid
+        return self._known
+
+    @contextlib.contextmanager
+    def works_on(self, request: Relay, call: Call) -> Iterator[None]:
+        """Meanwhile the request is told when the process goes, and counts."""
+        client = self.client
+        client.open.add(request)
+        self.load += call.num_seqs
+        self.served += 1
+        self.known.add(call.beginnings)
+        try:
+            yield
+        finally:
+            client.open.discard(request)
+            self.load -= call.num_seqs
+
+    async def replace(self, client: VllmClient) -> None:
+        """End the process, then start this client's. Raises ApiError 503 where that one does not get ready."""
+        await asyncio.shield(self.client.close())
+        self._past_restarts = self.num_restarts
+        self.client = client
+        client.start()
+        await client.wait_ready()
+
+
+class Replicas:
+    """Starts them, chooses for each request, replaces them. `state` as of `Supervised`: the best of theirs."""
+
+    def __init__(self, make: Make, num: int = 1, on_failure: OnFailure = lambda message: None) -> None:
+        """`make` makes the client of a place, by its number. `on_failure` is told why the last one is given up."""
+        self._make, self._on_failure = make, on_failure
+        self.all = [Replica(i, make(i, self._given_up)) for i in range(num)]
+        self._renewing: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> str:
+        states = self.states
+        return next(state for state in ("ready", "down", "loading", "failed", "closed") if state in states)
+
+    @property
+    def states(self) -> list[str]:
+        return [replica.client.state for replica in self.all]
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What /health says: the best state, and each."""
+        return {"engine": self.state, **({"replicas": self.states} if len(self.all) > 1 else {})}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the one that has told most: those that are loaded know their model's context and vLLM's version."""
+        return max((replica.client.facts for replica in self.all), key=len)
+
+    @contextlib.asynccontextmanager
+    async def living(self, app: Any) -> AsyncIterator[None]:
+        """The lifespan of an application: the processes live as long."""
+        for replica in self.all:
+            replica.client.start()
+        yield
+        await self.close()
+
+    async def close(self) -> None:
+        """End all; open requests end with an error."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+        await asyncio.gather(*(replica.client.close() for replica in self.all))
+
+    async def wait_ready(self) -> None:
+        """Until one of them serves. Raises ApiError 503 if none ever will."""
+        while self.state in ("loading", "down"):
+            await asyncio.sleep(POLL)
+        self.check_ready()
+
+    def check_ready(self) -> None:
+        """Raise ApiError 503 where none serves."""
+        if self.state != "ready":
+            raise not_ready(self.state)
+
+    def end_all(self, error: ApiError) -> None:
+        """End every request with this error."""
+        for replica in self.all:
+            replica.client.end_all(error)
+
+    @contextlib.asynccontextmanager
+    async def post(self, request: Relay, call: Call) -> AsyncIterator[Response]:
+        """Send a request to one of them; its answer, which is read by whoever asked. Leaving early ends the request.
+
+        One that cannot be reached has seen nothing of it, so another is asked. A request that was sent is never sent
+        again: perhaps it was what the replica died of. Raises ApiError 503 where there is none, or it went away.
+        """
+        passed: set[int] = set()
+        while True:
+            replica = self._choose(call, passed)
+            try:
+                with replica.works_on(request, call):
+                    async with replica.client.check().post(call.path, call.body) as response:
+                        yield response
+                        return
+            except NotReachedError:
+                passed.add(replica.number)
+
+    def _choose(self, call: Call, passed: set[int]) -> Replica:
+        """Raises ApiError 503 where there is none but those passed over."""
+        self.check_ready()
+        ready = [r for r in self.all if r.ready and r.number not in passed]
+        ready = [r for r in ready if not r.leaving] or ready
+        if not ready:
+            raise not_ready("down")
+        found = [Candidate(r.load, r.known.length(call.beginnings), r.served) for r in ready]
+        return ready[best(found, ready[0].client.facts["max_num_seqs"])]
+
+    async def pages(self, path: str) -> list[tuple[int, bytes]]:
+        """A page of each that gives it now, by number."""
+        ready = [replica for replica in self.all if replica.ready]
+        asked = (replica.client.check().get(path, PAGE) for replica in ready)
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        return [(r.number, page) for r, page in zip(ready, told, strict=True) if isinstance(page, bytes)]
+
+    def renew(self) -> None:
+        """Start a rolling restart, unless one is under way."""
+        if self._renewing is not None and not self._renewing.done():
+            log.warning("a rolling restart is under way already; this one is left out")
+            return
+        self._renewing = asyncio.get_running_loop().create_task(self._renew())
+
+    async def _renew(self) -> None:
+        """Those that do not serve come first: nobody waits for them, and then the others may be spared."""
+        log.info("rolling restart", extra={"replicas": len(self.all)})
+        for replica in sorted(self.all, key=lambda r: r.ready):
+            while replica.ready and not any(r.ready for r in self.all if r is not replica):
+                await asyncio.sleep(POLL)
+            replica.leaving = True
+            try:
+                while replica.client.open:
+                    await asyncio.sleep(POLL)
+                await replica.replace(self._make(replica.number, self._given_up))
+            except ApiError:
+                log.error("the rolling restart ends: replica %d does not come back; the others stay", replica.number)
+                return
+            finally:
+                replica.leaving = False
+            log.info("replaced", extra={"replica": replica.number})
+        log.info("rolling restart done", extra={"replicas": len(self.all)})
+
+    def _given_up(self, message: str) -> None:
+        if all(state == "failed" for state in self.states):
+            self._on_failure(message)
