@@ -20,6 +20,9 @@ from sameseed.tuned import Scope
 log = logging.getLogger("sameseed")
 
 
+OWN: dict[str, type[GoodputLength | HistoryLength]] = {"goodput": GoodputLength, "history": HistoryLength}
+
+
 def make_policy(spec: SpecConfig) -> LengthPolicy:
     """The policy that a SpecConfig asks for."""
     if spec.method == "none":
@@ -36,14 +39,15 @@ class RequestPolicies:
         self._scope = scope
         self._unbounded = scope == Scope()
         self._table: LearnedTable | None = None
-        self._own: GoodputLength | None = None  # of requests that want goodput where the engine has another policy
+        self._own: dict[str, LengthPolicy] = {}  # by name: of requests that want another policy than the engine's
         self.default = default
         self._trimmed: set[int] = set()  # sequences whose draft of this round was dropped whole
         self._has_forced = False  # does a request of this round fix its length?
 
     @property
     def _goodput(self) -> GoodputLength | None:
-        return self.default if isinstance(self.default, GoodputLength) else self._own
+        found = self.default if isinstance(self.default, GoodputLength) else self._own.get("goodput")
+        return found if isinstance(found, GoodputLength) else None
 
     def calibrate(self, measure: Callable[[], EngineCost]) -> None:
         """Let the engine's policy learn what rounds cost, before the first one."""
@@ -129,19 +133,19 @@ class RequestPolicies:
         return own.of(0)
 
     def _of(self, seq: Sequence) -> LengthPolicy:
-        asked = seq.speculation is not None and seq.speculation.policy == "goodput"
-        if not asked and (seq.speculation is not None or self._scope.covers(seq.params.temperature)):
+        name = None if seq.speculation is None else seq.speculation.policy
+        if seq.speculation is None and not self._scope.covers(seq.params.temperature):
+            name = "goodput"
+        if name not in OWN or isinstance(self.default, OWN[name]):
             return self.default
-        if isinstance(self.default, GoodputLength):
-            return self.default
-        if self._own is None:
-            if not asked:
+        if name not in self._own:
+            if seq.speculation is None:
                 log.warning("temperature %g lies outside the profile's scope; goodput decides", seq.params.temperature)
-            self._own = GoodputLength(MAX_DRAFT_TOKENS)
-        return self._own
+            self._own[name] = OWN[name].build(MAX_DRAFT_TOKENS)
+        return self._own[name]
 
     def _all(self) -> list[LengthPolicy]:
-        return [self.default, *([self._own] if self._own else [])]
+        return [self.default, *self._own.values()]
 
     def update(self, round_: Round) -> None:
         """Every policy in use learns of the round."""

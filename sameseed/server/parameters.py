@@ -63,13 +63,17 @@ def check_length(max_tokens: int, text: TextCodec) -> None:
 
 
 def speculation(fields: Common, most: int) -> Speculation | None:
-    """The request's own settings of speculation. Raises ApiError 400 for drafts of more than `most` tokens."""
+    """The request's own settings of speculation, `most` tokens where its policy chooses lengths itself.
+
+    Raises ApiError 400 for drafts of more than `most` tokens.
+    """
     asked = fields.speculation
     if isinstance(asked, SpeculationFields) and (asked.num_draft_tokens or 0) > most:
         raise bad_request(f"speculation: num_draft_tokens may be {most} at most on this server", "speculation")
-    if isinstance(asked, SpeculationFields):
-        return Speculation(asked.policy, asked.num_draft_tokens)
-    return None if asked is None else Speculation(asked)
+    if asked is None:
+        return None
+    policy, number = (asked, None) if isinstance(asked, str) else (asked.policy, asked.num_draft_tokens)
+    return Speculation(policy, most if number is None and policy in ("history", "goodput") else number)
 
 
 def tenant(visit: Visit, salt: str | None) -> str:

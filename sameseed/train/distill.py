@@ -60,7 +60,7 @@ def rollout_rows(
     """The target's own text as rows int32 `[num_rows, S+1]`; parts that are in `folder` are not written again."""
     texts: list[list[int]] = []
     with progress_bar(quiet) as bar:
-        task = bar.add_task("rollouts", total=len(prompts), loss=0.0, rate=0.0)
+        task = bar.add_task("rollouts", total=len(prompts), said="")
         for number, start in enumerate(range(0, len(prompts), PART)):
             path = folder / f"{number:03}.safetensors"
             if not path.exists():

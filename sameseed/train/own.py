@@ -140,7 +140,7 @@ def write_all(
     cache, captures = cache_format(recipe.kv_format, target.weights.dense), tuple(i - 1 for i in layers)
     paths, before, parts = list[Path](), 0, 0
     with progress_bar(quiet) as bar:
-        task = bar.add_task("texts", total=sum(map(len, lots)), loss=0.0, rate=0.0)
+        task = bar.add_task("texts", total=sum(map(len, lots)), said="")
         for seeds in lots:
             kept = digest_of((recipe.target, recipe.format, recipe.kv_format, recipe.seed, captures, seeds))
             texts, noise = out / "texts" / kept, recipe.seed + parts

@@ -86,12 +86,12 @@ def deferred_interrupts() -> Iterator[list[int]]:
 
 
 def progress_bar(quiet: bool) -> Progress:
-    """A bar with loss, rate and remaining time, on standard error."""
+    """A bar with what its task says of itself (`said`) and remaining time, on standard error."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:.0f} tokens/s"),
+        TextColumn("{task.fields[said]}"),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         disable=quiet,
@@ -148,10 +148,10 @@ def train(job: TrainJob, log: Log, *, quiet: bool, stop_after: int | None = None
     job.model.train()
     saved = time.monotonic()
     with progress_bar(quiet) as bar, deferred_interrupts() as interrupts:
-        task = bar.add_task(job.name, total=settings.steps, completed=progress["step"], loss=progress["loss"], rate=0.0)
+        task = bar.add_task(job.name, total=settings.steps, completed=progress["step"], said="")
         while progress["step"] < last and not interrupts:
             progress, rate = one_step(job, optimizer, progress, log)
-            bar.update(task, completed=progress["step"], loss=progress["loss"], rate=rate)
+            bar.update(task, completed=progress["step"], said=f"loss {progress['loss']:.3f}  {rate:.0f} tokens/s")
             if time.monotonic() - saved > 60 * settings.checkpoint_minutes:
                 save_checkpoint(job.checkpoint, job.model, optimizer, progress)
                 saved = time.monotonic()

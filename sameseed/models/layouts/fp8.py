@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, listed, two_sizes
+from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, listed, say_once, two_sizes
 from sameseed.models.layouts.patterns import covers
 from sameseed.models.layouts.scaled import float8
 
@@ -22,6 +22,8 @@ class Fp8(Layout):
         lists = [listed(config.get(n), f"{where}: {n}") for n in ("modules_to_not_convert", "ignored_layers")]
         self.skip = [name for names in lists for name in names]
         self.where = where
+        if config.get("activation_scheme") == "dynamic" or config.get("quant_method") == "fbgemm_fp8":
+            say_once(f"{where}: made for rows that are rounded to 8-bit floats as they come; here rows stay float32")
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         weight = f"{name}.weight"

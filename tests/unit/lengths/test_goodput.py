@@ -287,6 +287,18 @@ def test_a_wish_for_goodput_learns_beside_the_engines_policy() -> None:
     policies.release(seq)
 
 
+def test_a_wish_for_history_has_a_length_of_its_own() -> None:
+    policies = RequestPolicies(FixedLength(4))
+    mine, other = sequences(2)
+    mine.speculation = Speculation("history", 6)
+    asked = policies.lengths([mine, other], 2)
+    assert asked == [4, 4]
+    policies.update(Round([mine, other], asked, asked, asked, 10, TimeSplit()))  # all of both drafts was right
+    assert policies.lengths([mine, other], 2) == [6, 4]
+    policies.update(Round([mine], [6], [6], [0], 7, TimeSplit()))
+    assert policies.lengths([mine], 1) == [5]
+
+
 def test_bad_wishes() -> None:
     for bad in ({"policy": "fast"}, {"num_draft_tokens": -1}, {"num_draft_tokens": 65}, {"num_draft_tokens": True}):
         with pytest.raises(RequestError, match="speculation"):
