@@ -1,7 +1,7 @@
 """The weights of a GGUF file as a `Source`: under Hugging Face's names, in codes where a format of ours has them.
 
-Q4_0, Q5_0 and Q8_0 are int4 and int8 in groups of 32 with fp16 scales, code for code. The other types of blocks are
-decoded by the gguf package, exactly, some rows at a time, and rounded to 8 bits in groups of 32.
+Q4_0, Q5_0 and Q8_0 are int4 and int8 in groups of 32 with fp16 scales, code for code; MXFP4 is mxfp4. The other types
+of blocks are decoded by the gguf package, exactly, some rows at a time, and rounded to 8 bits in groups of 32.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sameseed.models.weights import expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-KEPT = {"Q4_0": ("int4", 32), "Q5_0": ("int8", 32), "Q8_0": ("int8", 32)}
+KEPT = {"Q4_0": ("int4", 32), "Q5_0": ("int8", 32), "Q8_0": ("int8", 32), "MXFP4": ("mxfp4", None)}
 DECODED = frozenset(
     {"Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S"}
-    | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"}
+    | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"}
 )
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -124,7 +124,12 @@ class GGUFCheckpoint:
         if info.type in DECODED:
             return rounded(round_scheme(width), height, lambda start, stop: self.rows(name, start, stop))
         data = self._bytes(info, 0, height)
-        scales = data[:, :2].contiguous().view(torch.float16).view(height, -1)
+        if info.type == "MXFP4":  # a byte of e8m0, 255 for NaN
+            exponents = data[:, 0].view(height, -1).int()
+            scales = torch.ldexp(torch.ones(exponents.shape), exponents - 127).to(torch.bfloat16)
+            scales = scales.masked_fill(exponents == 255, torch.nan)
+        else:
+            scales = data[:, :2].contiguous().view(torch.float16).view(height, -1)
         if not scales.isfinite().all():
             raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
         if info.type == "Q8_0":

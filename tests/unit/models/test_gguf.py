@@ -131,7 +131,9 @@ def kinds(kind: str) -> Any:
     return lambda name: kind
 
 
-@pytest.mark.parametrize(("kind", "text_"), [("Q4_0", "w4a16-g32"), ("Q5_0", "w8a16-g32"), ("Q8_0", "w8a16-g32")])
+@pytest.mark.parametrize(
+    ("kind", "text_"), [("Q4_0", "w4a16-g32"), ("Q5_0", "w8a16-g32"), ("Q8_0", "w8a16-g32"), ("MXFP4", "mxfp4")]
+)
 def test_types_that_kernels_have_keep_their_codes(kind, text_, tmp_path, caplog):
     """The codes mean what the package's own reader makes of the bytes, row by row, permuted or not."""
     tensors = random_tensors(parse_config(RAW))
