@@ -104,7 +104,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
 def _draw(toy: Subject, params: SamplingParams, draft: str, count: int, base: int) -> Counter[Cell]:
     """Texts for `count` derived seeds, as the completions of one request with `n` have them."""
     drafter = TreeDrafter(lambda seq: (), VOCAB, base) if draft == "trees" else None
-    engine = toy.engine(drafter=drafter)
+    engine = toy.engine(drafter=drafter, nodes=8)
     asked = replace(params, max_tokens=LENGTH + 2, ignore_eos=True)
     counts: Counter[Cell] = Counter()
     for start in range(0, count, GROUP):

@@ -2,58 +2,142 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from sameseed.engine.engine import Engine
+from sameseed.grammar import Choice, Vocabulary
 from sameseed.laws import textbook
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.sampled import sampling_settings
 from sameseed.laws.subject import Subject
+from sameseed.laws.textbook import HALF
+from sameseed.laws.trees import TreeDrafter
 from sameseed.request import Completion, Request, SamplingParams
 
-COLD = 1e-3  # a temperature at which hardly anything but the best is left
-HALF = "\ufffd"  # a character of which tokens are still missing
+TEMPERATURES = (0.0, 0.05, 0.4, 1.0, 2.5)  # each with every processor on
 STOPPED = 3  # characters before a stop string begins
+LETTERS, CHOICES, SPELLED = 4, 24, 8  # of the grammar: letters, texts, letters of a text
+NUM_NODES = 64  # of a tree
+
+
+class Rule(NamedTuple):
+    """A grammar as the textbook reads it: the texts that may be, what tokens spell, and the engine's own."""
+
+    choices: tuple[str, ...]
+    pieces: dict[int, str]
+    grammar: Choice
+
+
+class Written(NamedTuple):
+    """How a text was made, what was asked for, and what came of it."""
+
+    where: str
+    job: Request
+    completion: Completion
 
 
 @check(
     "T1",
     "texts of the textbook",
     "0 tokens further from the textbook's choice than the tolerance, 0 wrong ends",
-    least={"texts": 60, "tokens": 400, "exact": 200, "guesses": 50, "rejections": 10},
+    least={
+        "texts": 90,
+        "tokens": 600,
+        "exact": 300,
+        "stops_met": 6,
+        "stops_across_tokens": 2,
+        "grammar_tokens": 20,
+        "largest_tree": 40,
+        "guesses": 50,
+        "rejections": 10,
+    },
     texts=60_000,
 )
 def texts(subject: Subject, effort: Effort) -> Found:
-    """Plain and speculative texts, greedy and sampled, are those of a decoder in plain NumPy that has no cache, no
-    batch and no draft, and end where it says; what is too near to call for sums in float32 is counted.
+    """Plain and speculative texts are those of a decoder in plain NumPy that has no cache, no batch and no draft, and
+    end where it says: greedy and sampled, every processor on from temperature 0 to 2.5, under a grammar, with trees of
+    up to 64 nodes. What is too near to call for sums in float32 is counted.
     """
     count, length = max(2, effort.of(2_000, 2)), min(16, subject.max_tokens)
-    bare = SamplingParams(max_tokens=length, ignore_eos=True)
-    chosen = sampling_settings(subject.params) | {"greedy": bare, "cold": replace(bare, temperature=COLD, top_p=0.9)}
-    written: list[tuple[str, Request, Completion]] = []
-    for turn, (name, params) in enumerate(chosen.items()):
+    rule = ruled(subject)
+    written: list[Written] = []
+    trees = 0
+    for turn, (name, params) in enumerate(settings(subject, length).items()):
         jobs = subject.jobs(count, replace(params, max_tokens=length), turn * count)
+        if name.startswith("grammar"):
+            jobs = [replace(job, grammar=rule.grammar) for job in jobs]
         plain = subject.run(subject.plain(), jobs)
         stops = [c.text[STOPPED : STOPPED + 3] for c in plain]
         stops = ["" if HALF in s else s for s in stops]
-        ended = [replace(job, params=replace(job.params, stop=(s,) if s else ())) for job, s in zip(jobs, stops)]
-        written += [(f"{name}, plain", *each) for each in zip(jobs, plain, strict=True)]
-        for way, engine in subject.guessing(jobs, plain, turn, nodes=64):
-            written += [(f"{name}, {way}", *each) for each in zip(ended, subject.run(engine, ended), strict=True)]
-    return judge(subject, written)
+        ended = [
+            replace(job, params=replace(job.params, stop=(s,) if s else ())) for job, s in zip(jobs, stops, strict=True)
+        ]
+        written += [Written(f"{name}, plain", *each) for each in zip(jobs, plain, strict=True)]
+        for way, engine in subject.guessing(jobs, plain, turn, nodes=NUM_NODES):
+            done = subject.run(engine, ended)
+            trees = max(trees, _largest(engine))
+            written += [Written(f"{name}, {way}", *each) for each in zip(ended, done, strict=True)]
+    found = judge(subject, written, rule)
+    found.sizes["largest_tree"] = trees
+    return found
 
 
-def judge(subject: Subject, written: Seq[tuple[str, Request, Completion]]) -> Found:
-    """Count tokens of completions that are not the textbook's choice after those before them, and wrong ends.
+def settings(subject: Subject, length: int) -> dict[str, SamplingParams]:
+    """Ways to sample by name: those of L6, greedy, every processor at once hot and cold, and under a grammar."""
+    bare = SamplingParams(max_tokens=length, ignore_eos=True)
+    every = {f"everything at {t:g}": everything(subject, replace(bare, temperature=t)) for t in TEMPERATURES}
+    under = {f"grammar at {t:g}": replace(bare, temperature=t, ignore_eos=False) for t in (0.0, 0.9)}
+    return sampling_settings(subject.params) | {"greedy": bare} | every | under
 
-    `written`: how each was made, what was asked for, and what came of it.
-    """
-    model, kv, decode = subject.target, subject.kv_format, subject.loaded.tokenizer.decode
+
+def everything(subject: Subject, params: SamplingParams) -> SamplingParams:
+    """With every processor on: truncation, penalties, bias, bans, allowed tokens, a least length."""
+    few = tuple(t for t in range(subject.vocab_size) if t % 7 != 3)
+    stops = tuple(range(2, subject.vocab_size, 29))
+    return replace(
+        params,
+        top_k=20,
+        top_p=0.92,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        logit_bias={5: 1.5, 9: -2.0, few[-1]: 0.7},
+        banned_token_ids=(11, 12),
+        allowed_token_ids=few,
+        stop_token_ids=stops,
+        min_tokens=5,
+    )
+
+
+def ruled(subject: Subject) -> Rule:
+    """A grammar of a few texts that begin alike, of letters that tokens spell one by one or together."""
+    tokenizer, eos = subject.loaded.tokenizer, subject.target.config.eos_token_ids
+    spelled = {t: tokenizer.token(t) or "" for t in range(subject.vocab_size) if t not in eos}
+    letters = [s for t, s in spelled.items() if len(s) == 1 and "!" <= s <= "~" and tokenizer.decode([t]) == s]
+    rng = random.Random(subject.seed)
+    few = rng.sample(letters, min(LETTERS, len(letters)))
+    choices = tuple(sorted({"".join(rng.choices(few, k=SPELLED)) for _ in range(CHOICES)})) if few else ()
+    pieces = {t: s for t, s in spelled.items() if s and set(s) <= set(few)}
+    every = [pieces.get(t, "").encode() for t in range(subject.target.config.vocab_size)]
+    return Rule(choices, pieces, Choice(choices, Vocabulary(every, eos)))
+
+
+def _largest(engine: Engine) -> int:
+    return engine.drafter.largest if isinstance(engine.drafter, TreeDrafter) else 0
+
+
+def judge(subject: Subject, written: Seq[Written], rule: Rule) -> Found:
+    """Count tokens of completions that are not the textbook's choice after those before them, and wrong ends."""
+    model, kv = subject.target, subject.kv_format
     eos, share = model.config.eos_token_ids, textbook.tolerance(model, kv)
-    sizes = {"tokens": 0, "exact": 0, "texts": len(written)}
-    found = Found(sizes, {"near_ties": 0, "differing_tokens": 0, "wrong_ends": 0})
+    sizes = {"tokens": 0, "exact": 0, "texts": len(written), "stops_met": 0, "stops_across_tokens": 0}
+    found = Found(sizes | {"grammar_tokens": 0}, {"near_ties": 0, "differing_tokens": 0, "wrong_ends": 0})
     found.notes.append(f"up to {share:g} of the largest logit from the textbook's choice is a near tie")
     every = {(*c.prompt_token_ids, *c.token_ids) for _, _, c in written}
     whole = [text for text in every if not any(text != other and other[: len(text)] == text for other in every)]
@@ -63,17 +147,40 @@ def judge(subject: Subject, written: Seq[tuple[str, Request, Completion]]) -> Fo
         rows = next(r for text, r in logits.items() if text[: len(prompt) + len(tokens)] == (*prompt, *tokens))
         near = share * float(np.abs(rows).max())
         found.sizes["tokens"] += len(tokens)
+        found.sizes["grammar_tokens"] += len(tokens) if job.grammar is not None else 0
         for at, token in enumerate(tokens):
-            row = rows[len(prompt) + at - 1]
-            exact, close = textbook.judge(row, job.params, job.seed, prompt, tokens[:at], token, eos, near)
+            row, before = rows[len(prompt) + at - 1], tokens[:at]
+            able = None if job.grammar is None else textbook.allowed(rule.choices, rule.pieces, eos, before)
+            exact, close = textbook.judge(row, job.params, job.seed, prompt, before, token, eos, near, able)
             found.sizes["exact"] += exact
             found.statistic["near_ties"] += close and not exact
             found.statistic["differing_tokens"] += not close
             if not close:
                 found.add(f"{where} (seed {job.seed}): token {at}", "the textbook's choice", token)
-        said = [decode(list(tokens[: n + 1])) for n in range(len(tokens))]
-        end = textbook.ends(job.params, prompt, tokens, said, eos, subject.max_len)
-        if end != len(tokens):
-            found.statistic["wrong_ends"] += 1
-            found.add(f"{where} (seed {job.seed}): {len(tokens)} tokens", f"an end after {end}", c.text)
+        _judge_end(subject, found, where, job, c)
     return found
+
+
+def _judge_end(subject: Subject, found: Found, where: str, job: Request, c: Completion) -> None:
+    """Does the text end where the textbook ends it, for its reason, and say what its tokens say?"""
+    decode, eos, tokens = subject.loaded.tokenizer.decode, subject.target.config.eos_token_ids, c.token_ids
+    said = [decode(list(tokens[: n + 1])) for n in range(len(tokens))]
+    end = textbook.ends(job.params, c.prompt_token_ids, tokens, said, eos, subject.max_len)
+    if end != len(tokens):
+        found.statistic["wrong_ends"] += 1
+        found.add(f"{where} (seed {job.seed}): {len(tokens)} tokens", f"an end after {end}", c.text)
+        return
+    last, enough = tokens[-1], len(tokens) >= job.params.min_tokens
+    by_token = last in job.params.stop_token_ids or (last in eos and not job.params.ignore_eos)
+    at = None if by_token or not enough else textbook.stopped(job.params, said)
+    text = said[-2] if by_token and len(said) > 1 else "" if by_token else said[-1][:at]
+    reason = "length" if at is None and not by_token else "stop"
+    if at is not None:
+        found.sizes["stops_met"] += 1
+        found.sizes["stops_across_tokens"] += len(said) > 1 and at < len(said[-2])
+    # Bytes that are no character are written as the decoder goes: only whole ones are compared.
+    if c.finish_reason.value != reason or (HALF not in text and c.text != text):
+        found.statistic["wrong_ends"] += 1
+        found.add(
+            f"{where} (seed {job.seed}): the end", f"{text!r} ({reason})", f"{c.text!r} ({c.finish_reason.value})"
+        )

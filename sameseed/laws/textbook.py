@@ -7,7 +7,7 @@ what their formats mean, and parameters; arithmetic, noise and sampling are writ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 # How far the engine's logits may be from these, as a share of the largest: sums in float32; a cache of 16 bits; rows
 # of activations or of the cache in 8 or 4 bits, where a value at the border of two codes may fall on either side.
 EXACT, HALVES, ROUNDED = 1e-5, 0.003, 0.1
+HALF = "\ufffd"  # a character of which tokens are still missing
 
 
 # --- arithmetic: rows [T, C] in float64 ---
@@ -126,12 +127,20 @@ def tolerance(model: Llama, kv_format: str) -> float:
 
 
 def adjusted(
-    logits: ArrayLike, params: SamplingParams, prompt: Seq[int], output: Seq[int], eos: Seq[int] = ()
+    logits: ArrayLike,
+    params: SamplingParams,
+    prompt: Seq[int],
+    output: Seq[int],
+    eos: Seq[int] = (),
+    grammar: Collection[int] | None = None,
 ) -> Floats:
-    """Logits after restrictions, bias and penalties, given everything written so far."""
+    """Logits after restrictions, bias and penalties, given everything written so far; `grammar`: what it allows."""
     row = np.array(logits, np.float64)
-    if params.allowed_token_ids is not None:
-        row[[t for t in range(len(row)) if t not in set(params.allowed_token_ids)]] = -np.inf
+    for few in (params.allowed_token_ids, grammar):
+        if few is not None:
+            ruled_out = np.ones(len(row), np.bool_)
+            ruled_out[list(few)] = False
+            row[ruled_out] = -np.inf
     row[list(params.banned_token_ids)] = -np.inf
     if len(output) < params.min_tokens:
         row[[*eos, *params.stop_token_ids]] = -np.inf
@@ -205,9 +214,12 @@ def judge(
     token: int,
     eos: Seq[int] = (),
     near: float = 0.0,
+    grammar: Collection[int] | None = None,
 ) -> tuple[bool, bool]:
     """Is `token` the choice after prompt and output? And if not: is it within `near` (in logits) of being it?"""
-    row = adjusted(logits, params, prompt, output, eos)
+    row = adjusted(logits, params, prompt, output, eos, grammar)
+    if not np.isfinite(row[token]):  # ruled out
+        return False, False
     if params.temperature == 0.0:
         return int(row.argmax()) == token, bool(row[token] >= row.max() - 2 * near)
     noise = gumbel(seed, len(prompt) + len(output), len(row))
@@ -225,9 +237,33 @@ def ends(
     for i, token in enumerate(output):
         if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
             return i + 1
-        whole = not texts[i].endswith("\ufffd")  # a character of which tokens are missing is not text yet
-        if whole and i + 1 >= params.min_tokens and any(stop in texts[i] for stop in params.stop):
+        if i + 1 >= params.min_tokens and stopped(params, texts[: i + 1]) is not None:
             return i + 1
         if i + 1 >= params.max_tokens or len(prompt) + i + 1 >= longest:
             return i + 1
     return None
+
+
+def stopped(params: SamplingParams, texts: Seq[str]) -> int | None:
+    """Where in the last of `texts` the first stop string begins that ends in its last token; None: there is none.
+
+    texts[i]: what i + 1 tokens say. A character of which tokens are missing is no text yet.
+    """
+    text, before = texts[-1], texts[-2].rstrip(HALF) if len(texts) > 1 else ""
+    if text.endswith(HALF):
+        return None
+    found = [text.find(stop, max(0, len(before) - len(stop) + 1)) for stop in params.stop]
+    return min((at for at in found if at >= 0), default=None)
+
+
+def allowed(choices: Collection[str], pieces: Mapping[int, str], eos: Collection[int], output: Seq[int]) -> list[int]:
+    """Tokens that may follow where the text is one of `choices` and then ends; pieces[t]: what token t spells.
+
+    None may follow what no choice begins with.
+    """
+    if any(t not in pieces for t in output):
+        return []
+    said = "".join(pieces[t] for t in output)
+    rest = {c[len(said) :] for c in choices if c.startswith(said)}
+    able = [t for t, piece in pieces.items() if any(r.startswith(piece) for r in rest)]
+    return sorted([*able, *(eos if "" in rest else ())])

@@ -23,6 +23,8 @@ class TreeDrafter(Drafter):
     What it guesses depends on its random state, not on the sequence alone: exactness must hold whatever it does.
     """
 
+    branches = True
+
     def __init__(self, answer: Answers, vocab_size: int, seed: int = 0) -> None:
         self.answer = answer
         self.vocab_size = vocab_size

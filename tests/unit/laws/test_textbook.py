@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sameseed.laws import oracle, textbook
+from sameseed.laws import oracle, textbook, trees
 from sameseed.laws.check import PASSED, Effort, run_check
 from sameseed.laws.mutants import MUTANTS, toy_subject
 from sameseed.request import SamplingParams
@@ -22,7 +22,7 @@ SHARED = ("noise ignores the position", "the temperature is applied twice", "one
 def test_texts_are_the_textbooks(pair_folders: tuple[Path, Path], weights: str, kv: str) -> None:
     result = run_check(oracle.texts, toy_subject(Tokenizer.from_folder(pair_folders[0]), weights, kv), Effort(1e-9))
     assert result.status == PASSED, result.found.findings
-    assert result.found.sizes["tokens"] > 300
+    assert result.found.sizes["tokens"] > 300 and result.found.sizes["largest_tree"] > 40
     assert result.found.statistic["near_ties"] <= (0 if kv == "fp32" else 50), "counted, and few"
 
 
@@ -47,3 +47,46 @@ def test_a_near_tie_is_told_from_a_mistake() -> None:
     few = SamplingParams(temperature=1.0, top_k=1)
     assert textbook.judge(row, few, 0, (), (), 2, near=1e-3) == (False, False)
     assert textbook.ends(SamplingParams(max_tokens=9, stop=("b",)), (1,), (5, 6, 7), ["a", "ab", "abc"], (), 99) == 2
+    early = SamplingParams(max_tokens=9, stop=("b",), min_tokens=3)
+    assert textbook.ends(early, (1,), (5, 6, 7, 8), ["a", "ab", "abc", "abcb"], (), 99) == 4, "an older one may stand"
+
+
+def test_where_a_text_is_cut() -> None:
+    params = SamplingParams(stop=("cd", "d"))
+    assert textbook.stopped(params, ["ab", "abcd"]) == 2, "the first of several"
+    assert textbook.stopped(params, ["abc", "abcd"]) == 2, "also one that began in the token before"
+    assert textbook.stopped(params, ["abcd", "abcde"]) is None, "an older one was allowed to stand"
+    assert textbook.stopped(params, ["abc", "abcd\ufffd"]) is None, "half a character"
+
+
+def test_the_textbook_reads_a_grammar_as_the_engine_does(pair_folders: tuple[Path, Path]) -> None:
+    subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
+    rule, eos = oracle.ruled(subject), subject.target.config.eos_token_ids
+    asked = [(), (next(iter(rule.pieces)),), tuple(rule.pieces)]
+    for choice in rule.choices:
+        path = [next(t for t, piece in rule.pieces.items() if piece == letter) for letter in choice]
+        asked += [tuple(path[:n]) for n in range(len(path) + 1)]
+    assert len(asked) > 100
+    for output in asked:
+        engine = np.flatnonzero(rule.grammar.allowed(output, ()))
+        assert textbook.allowed(rule.choices, rule.pieces, eos, output) == engine.tolist(), output
+
+
+def test_a_draft_that_guesses_outside_the_grammar_changes_no_text(
+    pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a text that breaks it is told: here the engine's grammar allows one letter more than the textbook's."""
+    subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
+    rule = oracle.ruled(subject)
+    more = tuple(c[:3] + c[4:] for c in rule.choices)
+    loose = oracle.Rule(rule.choices, rule.pieces, oracle.ruled(subject).grammar)
+    loose.grammar._choices[:] = sorted(c.encode() for c in more)
+    loose.grammar._common[:] = [0] * len(more)
+    monkeypatch.setattr(oracle, "ruled", lambda subject: loose)
+    found = run_check(oracle.texts, subject, Effort(1e-9)).found
+    assert found.findings and "grammar" in found.findings[0].where
+
+
+def test_trees_may_be_as_large_as_they_are_asked_for() -> None:
+    drafter = trees.TreeDrafter(lambda seq: (), 50)
+    assert drafter.branches, "else the engine cuts them to the depth of the text that is left"
