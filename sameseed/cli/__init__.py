@@ -21,6 +21,7 @@ COMMANDS = {
     "bench": "measure speculative against plain decoding; one JSON line a measurement",
     "eval": "measure perplexity and tasks; compare formats in quality, memory, speed and acceptance",
     "verify-lossless": "prove that speculation changes nothing: tokens, sampling, cache; an HTML certificate",
+    "verify-server": "whether a server keeps its texts, under load and later: ours, vLLM, SGLang, llama.cpp, OpenVINO",
     "profile": "measure what a pass over M rows costs in each number format, and this machine's limits",
     "estimate": "memory and speed of a model, plain and with drafts, before its weights are downloaded",
     "tune": "find the draft, formats and lengths that are fastest here, and write them to a file",

@@ -99,7 +99,7 @@ async def _measure(
     widest = max((level.concurrency or 1024) for level in settings.levels)
     made: list[dict[str, Any]] = []
     run_id = record.now()
-    async with wire.open_client(_key(args), widest, settings.timeout) as client:
+    async with wire.open_client(read_key(args.api_key_file, args.api_key_variable), widest, settings.timeout) as client:
         bench = LoadBench(client, arms, settings)
         await bench.prepare()
         for shape in settings.shapes:
@@ -184,14 +184,14 @@ def _list(kind: type[Any], values: Seq[str], flag: str) -> list[Any]:
     return found
 
 
-def _key(args: BenchServeArgs) -> str | None:
+def read_key(file: Path | None, variable: str) -> str | None:
     """The API key: the file's first line, or the first of the variable's. Raises ConfigError."""
-    if args.api_key_file is not None:
+    if file is not None:
         try:
-            lines = args.api_key_file.read_text(encoding="utf-8").split()
+            lines = file.read_text(encoding="utf-8").split()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the API key from {args.api_key_file} ({error})") from None
+            raise ConfigError(f"cannot read the API key from {file} ({error})") from None
         if not lines:
-            raise ConfigError(f"{args.api_key_file} holds no API key; write it on the first line")
+            raise ConfigError(f"{file} holds no API key; write it on the first line")
         return lines[0]
-    return os.environ.get(args.api_key_variable, "").partition(",")[0].strip() or None
+    return os.environ.get(variable, "").partition(",")[0].strip() or None

@@ -12,6 +12,7 @@ EVAL_SCHEMA = "sameseed.eval/1"
 CERTIFICATE_SCHEMA = "sameseed.certificate/1"
 LOAD_SCHEMA = "sameseed.load/1"
 TUNE_SCHEMA = "sameseed.tune/1"
+SERVER_SCHEMA = "sameseed.server/1"
 
 Fields = dict[str, tuple[type, ...]]
 _ORIGIN: Fields = {"schema": (str,), "commit": (str,), "machine": (dict,)}
@@ -92,6 +93,21 @@ TUNE: Fields = {
     "errors": (dict,),
     "settings": (list,),
 }
+SERVER: Fields = {
+    "schema": (str,),
+    "commit": (str,),
+    "time": (str,),
+    "config": (dict,),
+    "verdict": (str,),
+    "ended": (str,),
+    "died": (bool,),
+    "seconds": (float,),
+    "requests": (int,),
+    "failures": (dict,),
+    "promises": (list,),
+    "not_asked": (list,),
+    "texts": (list,),
+}
 FIELDS: dict[str, tuple[str, Fields]] = {  # the command that writes it, and what it holds
     BENCH_SCHEMA: ("bench", BENCH),
     PROFILE_SCHEMA: ("profile", PROFILE),
@@ -99,6 +115,7 @@ FIELDS: dict[str, tuple[str, Fields]] = {  # the command that writes it, and wha
     CERTIFICATE_SCHEMA: ("verify-lossless", CERTIFICATE),
     LOAD_SCHEMA: ("bench serve", LOAD),
     TUNE_SCHEMA: ("tune --exhaustive", TUNE),
+    SERVER_SCHEMA: ("verify-server", SERVER),
 }
 
 

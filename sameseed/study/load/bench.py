@@ -112,24 +112,7 @@ class LoadBench:
 
     async def _known(self, endpoint: Endpoint) -> Endpoint:
         """The endpoint with a model's name. Raises ConfigError where there is no such server."""
-        import httpx
-
-        try:
-            response = await self.client.get(endpoint.url + "/v1/models")
-        except httpx.HTTPError as error:
-            raise ConfigError(
-                f"no server at {endpoint.url} ({error or type(error).__name__}); is it running?"
-            ) from None
-        if response.status_code in (401, 403):
-            raise ConfigError(
-                f"{endpoint.url} wants an API key; give --api-key-file, or set the variable of --api-key-variable"
-            )
-        if response.status_code != 200:
-            if endpoint.model:
-                return endpoint
-            raise ConfigError(f"{endpoint.url}/v1/models answers {response.status_code}; name the model with --model")
-        models = response.json().get("data") or [{}]
-        chosen = next((m for m in models if m.get("id") == endpoint.model), models[0] if not endpoint.model else {})
+        chosen = await wire.introduce(self.client, endpoint)
         limit = chosen.get("max_model_len")
         if isinstance(limit, int):
             self.max_model_len = min(limit, self.max_model_len or limit)

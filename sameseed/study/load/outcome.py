@@ -72,7 +72,7 @@ def read(exchange: Exchange) -> RequestOutcome:
     """What an exchange comes to."""
     made = RequestOutcome(exchange.sent, retries=exchange.retries, error=exchange.error, detail=exchange.detail)
     ended = False
-    for moment, data in _events(exchange.chunks):
+    for moment, data in events(exchange.chunks):
         try:
             ended = data == b"[DONE]" or _take(made, moment, json.loads(data)) or ended
         except (ValueError, TypeError, AttributeError, KeyError, IndexError):
@@ -91,7 +91,7 @@ def read(exchange: Exchange) -> RequestOutcome:
     return made
 
 
-def _events(chunks: Seq[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+def events(chunks: Seq[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """The data of server-sent events, each with the moment of the chunk that completed it."""
     rest = b""
     for moment, chunk in [*chunks, (chunks[-1][0], b"\n")] if chunks else ():

@@ -72,7 +72,7 @@ class PromptSource:
 async def open_source(client: httpx.AsyncClient, endpoint: Endpoint) -> PromptSource:
     """The built-in text, in the server's tokens where it has a route /tokenize."""
     prompts = [p for name in BUILT_IN for p in read_prompts(ASSETS / name)]
-    pieces = tuple(_plain(p) for p in prompts)
+    pieces = tuple(plain(p) for p in prompts)
     tokens = [await tokenize(client, endpoint, piece, special=False) for piece in pieces[:1]]
     if tokens[0] is None:
         return PromptSource(pieces, None)
@@ -84,7 +84,8 @@ async def open_source(client: httpx.AsyncClient, endpoint: Endpoint) -> PromptSo
     return PromptSource(pieces, found, tuple(special), characters)
 
 
-def _plain(prompt: Prompt) -> str:
+def plain(prompt: Prompt) -> str:
+    """A prompt's text; of a conversation, what was said, a line each."""
     return prompt.text if prompt.text is not None else "\n".join(m["content"] for m in prompt.messages)
 
 
@@ -120,7 +121,7 @@ async def make_prompts(
         start = noise.randrange(len(found))
         chosen = [found[(start + i) % len(found)] for i in range(count)]
         return [
-            {"messages": list(p.messages)} if endpoint.chat and p.messages else as_prompt(_plain(p), endpoint.chat)
+            {"messages": list(p.messages)} if endpoint.chat and p.messages else as_prompt(plain(p), endpoint.chat)
             for p in chosen
         ]
     assert shape.num_input is not None

@@ -23,7 +23,10 @@ MAX_DETAIL = 300
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What is measured: a server, or what is asked of it. `url` without /v1; `fields` go into every request."""
+    """What is measured: a server, or what is asked of it. `url` without /v1; `fields` go into every request.
+
+    `version`: of the API's routes, which OpenVINO's server has under /v3.
+    """
 
     label: str
     url: str
@@ -31,10 +34,11 @@ class Endpoint:
     chat: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
     speculation: Mapping[str, Any] | None = None  # what the server says of its drafter, if it says so
+    version: str = "v1"
 
     @property
     def path(self) -> str:
-        return "/v1/chat/completions" if self.chat else "/v1/completions"
+        return f"/{self.version}/chat/completions" if self.chat else f"/{self.version}/completions"
 
 
 @dataclass
@@ -61,13 +65,44 @@ def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.Asyn
     try:
         import httpx
     except ImportError:
-        raise ConfigError("bench serve needs httpx; install it: pip install '.[study]'") from None
+        raise ConfigError("asking a server needs httpx; install it: pip install '.[study]'") from None
     return httpx.AsyncClient(
         headers={"authorization": f"Bearer {key}"} if key else {},
         timeout=httpx.Timeout(timeout, connect=10.0),
         limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
         trust_env=False,
     )
+
+
+async def introduce(client: httpx.AsyncClient, endpoint: Endpoint, flag: str = "--model") -> dict[str, Any]:
+    """What the server says of the model: the endpoint's, or its first. Nothing where it lists none, but one is named.
+
+    `flag`: where the user names a model. Raises ConfigError where there is no such server.
+    """
+    import httpx
+
+    try:
+        response = await client.get(f"{endpoint.url}/{endpoint.version}/models")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(f"no server at {endpoint.url} ({error or type(error).__name__}); is it running?") from None
+    if response.status_code in (401, 403):
+        raise ConfigError(
+            f"{endpoint.url} wants an API key; give --api-key-file, or set the variable of --api-key-variable"
+        )
+    if response.status_code != 200:
+        if endpoint.model:
+            return {}
+        raise ConfigError(
+            f"{endpoint.url}/{endpoint.version}/models answers {response.status_code}; name the model with {flag}"
+        )
+    try:
+        models = [dict(m) for m in response.json().get("data") or [{}]]
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(
+            f"{endpoint.url}/{endpoint.version}/models is not the answer of a server with OpenAI's API; give the "
+            "address of one"
+        ) from None
+    return next((m for m in models if m.get("id") == endpoint.model), models[0] if not endpoint.model else {})
 
 
 async def exchange(

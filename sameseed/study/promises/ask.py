@@ -1,0 +1,112 @@
+"""Asking: one request at a time or several, within a number of requests and seconds, until the server is gone."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sameseed.study.load import drive, wire
+from sameseed.study.load.wire import Endpoint
+from sameseed.study.promises.reading import ServedText, read
+
+if TYPE_CHECKING:
+    import httpx
+
+MAX_RETRIES = 3  # where the server is busy
+NOT_SENT = "not sent"
+
+
+@dataclass
+class RequestBudget:
+    """What may be spent. `ended`: why nothing more is sent; `died`: because the server is gone."""
+
+    requests: int
+    seconds: float
+    spent: int = 0
+    ended: str = ""
+    died: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def passed(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.began
+
+    def take(self) -> bool:
+        """One request more, if there is one."""
+        if not self.ended and self.spent >= self.requests:
+            self.ended = f"the {self.requests} requests of --requests were sent"
+        if not self.ended and self.passed >= self.seconds:
+            self.ended = f"the {self.seconds:g} seconds of --seconds were over"
+        self.spent += not self.ended
+        return not self.ended
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a prompt as fields of a body, how much to write, and what is wanted beside that.
+
+    `salt` None: a prefix cache of this request alone, as far as the server lets requests say so; otherwise requests
+    with an equal one share theirs.
+    """
+
+    prompt: Mapping[str, Any]
+    max_tokens: int
+    stream: bool = True
+    salt: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Asker:
+    """Sends questions. `extras`: may fields beyond OpenAI's be sent? `failures`: requests that failed, by kind."""
+
+    def __init__(self, client: httpx.AsyncClient, endpoint: Endpoint, budget: RequestBudget, timeout: float) -> None:
+        self.client, self.endpoint, self.budget, self.timeout = client, endpoint, budget, timeout
+        self.extras = True
+        self.failures: Counter[str] = Counter()
+        self._number, self._run = itertools.count(), f"verify-server {time.time_ns()}"
+
+    def salt(self) -> str:
+        """A new one: nothing that another question left is found."""
+        return f"{self._run} {next(self._number)}"
+
+    def body(self, question: Question) -> dict[str, Any]:
+        """A question as a request's body; greedy, unless its fields say otherwise."""
+        made: dict[str, Any] = {"model": self.endpoint.model, **question.prompt, "max_tokens": question.max_tokens}
+        made |= {"temperature": 0.0, "stream": question.stream}
+        made |= {"stream_options": {"include_usage": True}} if question.stream else {}
+        if self.extras:
+            shared = question.salt is not None
+            made |= {"return_token_ids": True, "cache_salt": question.salt or self.salt(), "cache_prompt": shared}
+        return {**made, **question.fields}
+
+    async def ask(self, question: Question) -> ServedText:
+        """One answer. Never raises: what went wrong is its `error`."""
+        if not self.budget.take():
+            return ServedText(error=NOT_SENT, detail=self.budget.ended)
+        sent = await wire.exchange(self.client, self.endpoint, self.body(question), self.timeout, MAX_RETRIES)
+        answer = read(sent, question.stream)
+        if answer.error is not None:
+            if answer.refused:
+                return answer
+            self.failures[answer.error] += 1
+            if not self.budget.ended and not await self._alive():
+                self.budget.ended, self.budget.died = f"the server is gone ({answer.error}: {answer.detail})", True
+        return answer
+
+    async def ask_together(self, questions: Seq[Question], concurrency: int) -> list[ServedText]:
+        """Answers in the order of the questions, so many of them under way at once."""
+        return await drive.closed(self.ask, questions, concurrency)
+
+    async def _alive(self) -> bool:
+        import httpx
+
+        try:
+            await self.client.get(f"{self.endpoint.url}/{self.endpoint.version}/models", timeout=10.0)
+        except httpx.HTTPError:
+            return False
+        return True

@@ -1,0 +1,114 @@
+"""What a promise came to: how much was compared, what differed and where first, and why it may not be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sameseed.study.promises.reading import ServedText
+
+if TYPE_CHECKING:
+    from sameseed.study.promises.inquiry import Inquiry
+
+HOLDS, BROKEN, NOT_SHOWN = "holds", "broken", "not shown"
+LEAST_TEXTS, LEAST_TOKENS = 4, 64  # that must be compared for a promise to hold
+MOST_SHOWN = 5  # differences that are kept
+AROUND = 40  # characters shown on each side of a difference
+
+
+@dataclass(frozen=True)
+class TextDifference:
+    """Where two texts part: the first character that differs, with what stands around it."""
+
+    where: str
+    at: int
+    expected: str
+    found: str
+
+
+@dataclass
+class Evidence:
+    """What was seen of one promise. `compared` texts of `tokens` tokens in all; `differing` comparisons failed.
+
+    `missing`: why the promise cannot be shown; `failed`: requests without an answer; `numbers`: counts by name.
+    """
+
+    compared: int = 0
+    tokens: int = 0
+    differing: int = 0
+    failed: int = 0
+    differences: list[TextDifference] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    missing: str = ""
+
+    def compare(self, where: str, expected: ServedText, found: ServedText) -> bool:
+        """Count two answers to one question, which should be equal; False where they are not, or one is missing."""
+        if expected.error is not None or found.error is not None:
+            self.failed += 1
+            return False
+        self.compared += 1
+        self.tokens += max(expected.num_tokens, found.num_tokens)
+        if expected.text == found.text and expected.finish_reason == found.finish_reason:
+            return True
+        at = next((i for i, (a, b) in enumerate(zip(expected.text, found.text)) if a != b), None)
+        at = min(len(expected.text), len(found.text)) if at is None else at
+        self.differ(where, at, _around(expected, at), _around(found, at))
+        return False
+
+    def differ(self, where: str, at: int, expected: str, found: str) -> None:
+        """Count a difference."""
+        self.differing += 1
+        if len(self.differences) < MOST_SHOWN:
+            self.differences.append(TextDifference(where, at, expected, found))
+
+    def count(self, name: str, number: float = 1) -> None:
+        """Add to a named number."""
+        self.numbers[name] = self.numbers.get(name, 0) + number
+
+    def settle(self, ended: str, died: bool) -> tuple[str, str]:
+        """The verdict, and why it is not shown. `ended`: why nothing more was sent, if so; `died`: server gone."""
+        if self.differing:
+            return BROKEN, ""
+        if died and self.failed:
+            return NOT_SHOWN, ended
+        if self.missing:
+            return NOT_SHOWN, self.missing
+        if self.compared >= LEAST_TEXTS and self.tokens >= LEAST_TOKENS:
+            if self.failed:
+                self.notes.append(f"{self.failed} requests had no answer" + (f": {ended}" if ended else ""))
+            return HOLDS, ""
+        few = f"{self.compared} texts of {self.tokens} tokens were compared"
+        least = f"at least {LEAST_TEXTS} of {LEAST_TOKENS} are needed"
+        failed = f"; {self.failed} requests failed" if self.failed and not ended else ""
+        remedy = ended or "give more --requests, --prompts or --max-tokens"
+        return NOT_SHOWN, f"{few}, {least}{failed}; {remedy}"
+
+
+def _around(answer: ServedText, at: int) -> str:
+    text = answer.text[max(0, at - AROUND) : at + AROUND]
+    return text if at < len(answer.text) else f"{text} [ends: {answer.finish_reason}]"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One promise: its name, what it says, and what asks for it."""
+
+    id: str
+    name: str
+    says: str
+    ask: Callable[[Inquiry, Evidence], Awaitable[None]]
+
+
+PROMISES: dict[str, Promise] = {}
+
+
+def promise(id: str, name: str) -> Callable[[Any], Any]:
+    """Enter a function as the one that asks for a promise; its docstring says what it is."""
+
+    def enter(ask: Callable[[Inquiry, Evidence], Awaitable[None]]) -> Callable[[Inquiry, Evidence], Awaitable[None]]:
+        PROMISES[id] = Promise(id, name, " ".join((ask.__doc__ or "").split()), ask)
+        return ask
+
+    return enter

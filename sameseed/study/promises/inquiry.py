@@ -1,0 +1,57 @@
+"""An inquiry: the prompts, what was answered to each alone, and the server that is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sameseed.study.load import prompts
+from sameseed.study.promises.ask import Asker, Question
+from sameseed.study.promises.evidence import Evidence
+from sameseed.study.promises.reading import ServedText
+from sameseed.study.workload import Prompt
+
+if TYPE_CHECKING:
+    from sameseed.study.promises.weights import Weights
+
+
+@dataclass
+class Inquiry:
+    """What all promises share. `alone`: greedy answers to each prompt, one by one; `scored`: with log-probabilities.
+
+    `heard`: greedy answers with the index of their prompt, for the oracle. `earlier`: the report of an earlier run.
+    """
+
+    asker: Asker
+    prompts: Seq[Prompt]
+    max_tokens: int
+    concurrency: int
+    seed: int
+    max_model_len: int | None = None
+    weights: Weights | None = None
+    earlier: Mapping[str, Any] | None = None
+    alone: list[ServedText] = field(default_factory=list)
+    scored: list[ServedText] = field(default_factory=list)
+    heard: list[tuple[int, ServedText]] = field(default_factory=list)
+
+    @property
+    def chat(self) -> bool:
+        return self.asker.endpoint.chat
+
+    def fields(self, index: int) -> dict[str, Any]:
+        """A prompt as fields of a body."""
+        prompt = self.prompts[index]
+        if self.chat and prompt.messages:
+            return {"messages": list(prompt.messages)}
+        return prompts.as_prompt(prompts.plain(prompt), self.chat)
+
+    def question(self, index: int, **more: Any) -> Question:
+        """The greedy question of a prompt; `more` are settings of Question."""
+        return Question(self.fields(index), more.pop("max_tokens", self.max_tokens), **more)
+
+    def compare(self, evidence: Evidence, way: str, index: int, found: ServedText) -> bool:
+        """Hold a greedy answer against that of the prompt alone."""
+        if found.error is None:
+            self.heard.append((index, found))
+        return evidence.compare(f"{self.prompts[index].id}, {way}", self.alone[index], found)

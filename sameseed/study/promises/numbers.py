@@ -1,0 +1,97 @@
+"""The promise of log-probabilities: those of the text, its tokens the likeliest, sums that can be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sameseed.study.promises.ask import Question
+from sameseed.study.promises.evidence import Evidence, promise
+from sameseed.study.promises.inquiry import Inquiry
+from sameseed.study.promises.reading import ScoredToken, ServedText
+
+NUM_TOP = 5
+TIE = 1e-4  # up to here below the likeliest, a token is as likely
+SUM = 1e-3  # by which probabilities may exceed 1
+DRIFT = 0.05  # of a token's log-probability, on the average, between writing a text and scoring it as a prompt
+MOST_SCORED = 4  # texts that are scored as prompts
+UNREADABLE = ("\ufffd", "bytes:", "<0x")  # parts of characters, which tokens' texts cannot show
+
+
+def wanted(chat: bool) -> dict[str, Any]:
+    """The fields that ask for log-probabilities."""
+    return {"logprobs": True, "top_logprobs": NUM_TOP} if chat else {"logprobs": NUM_TOP}
+
+
+@promise("logprobs", "log-probabilities")
+async def logprobs(inquiry: Inquiry, evidence: Evidence) -> None:
+    """Log-probabilities are those of the text: its tokens the likeliest, sums at most 1, the same when it is scored."""
+    for i, prompt in enumerate(inquiry.prompts):
+        answer = await inquiry.asker.ask(inquiry.question(i, stream=False, fields=wanted(inquiry.chat)))
+        if i == 0 and (answer.refused or (answer.error is None and not answer.scored)):
+            why = f" ({answer.detail})" if answer.refused else ": its answers have none"
+            evidence.missing = f"the server gives no log-probabilities{why}"
+            return
+        inquiry.scored.append(answer)
+        if answer.error is None:
+            inquiry.compare(evidence, "with log-probabilities", i, answer)
+            spelled(evidence, prompt.id, answer)
+            at = 0
+            for number, token in enumerate(answer.scored):
+                likeliest(evidence, f"{prompt.id}, token {number}", at, token)
+                at += len(token.token)
+        else:
+            evidence.failed += 1
+    if not any(len(token.top) > 1 for answer in inquiry.scored for token in answer.scored):
+        evidence.missing = "the server names no other likely tokens (top_logprobs)"
+    await _score(inquiry, evidence)
+
+
+def spelled(evidence: Evidence, where: str, answer: ServedText) -> None:
+    """The tokens' texts are the text; a token that ended it may stand behind, and space before it is no matter."""
+    pieces = [token.token for token in answer.scored]
+    if any(mark in piece for piece in pieces for mark in UNREADABLE):
+        return
+    said = {"".join(pieces).strip()}
+    if answer.finish_reason == "stop":
+        said.add("".join(pieces[:-1]).strip())
+    if answer.text.strip() not in said:
+        evidence.differ(f"{where}: tokens that have log-probabilities", 0, answer.text, "".join(pieces))
+
+
+def likeliest(evidence: Evidence, where: str, at: int, token: ScoredToken) -> None:
+    """The chosen token is the likeliest, and probabilities sum to 1 at most."""
+    if token.logprob is None:
+        return
+    values = dict(token.top) | {token.token: token.logprob}
+    best, best_value = max(token.top, key=lambda t: t[1], default=(token.token, token.logprob))
+    evidence.count("log_probabilities")
+    if token.logprob < best_value - TIE:
+        evidence.differ(
+            f"{where}: not the likeliest", at, f"{best!r} {best_value:g}", f"{token.token!r} {token.logprob:g}"
+        )
+    elif token.logprob < best_value:
+        evidence.count("ties")
+    whole = sum(math.exp(min(v, 1.0)) for v in values.values())
+    if not whole <= 1 + SUM:
+        evidence.differ(f"{where}: probabilities of {len(values)} tokens", at, "a sum of at most 1", f"{whole:g}")
+
+
+async def _score(inquiry: Inquiry, evidence: Evidence) -> None:
+    """Texts scored as prompts (`echo`) have the log-probabilities that they were written with, nearly."""
+    known = [a for a in inquiry.scored if a.error is None and a.token_ids and a.prompt_token_ids][:MOST_SCORED]
+    for number, written in enumerate(known):
+        ids, count = [*written.prompt_token_ids, *written.token_ids], len(written.token_ids)
+        asked = {"echo": True, "logprobs": 1}
+        answer = await inquiry.asker.ask(Question({"prompt": ids}, 1, stream=False, fields=asked))
+        mine = [t.logprob for t in written.scored[:count]]
+        told = [t.logprob for t in answer.scored[len(written.prompt_token_ids) : len(ids)]]
+        if answer.error is not None or len(told) < count or None in told or None in mine:
+            evidence.notes.append("texts could not be scored as prompts (echo)")
+            return
+        drift = sum(a - b for a, b in zip(mine, told, strict=True) if a is not None and b is not None) / count
+        evidence.numbers["largest_drift"] = max(evidence.numbers.get("largest_drift", 0.0), abs(drift))
+        evidence.count("texts_scored")
+        if not abs(drift) <= DRIFT:
+            says = f"{sum(m or 0 for m in mine):.3f}", f"{sum(t or 0 for t in told):.3f}"
+            evidence.differ(f"text {number + 1} scored as a prompt: sum of {count} log-probabilities", 0, *says)

@@ -1,0 +1,109 @@
+"""A report as an HTML page that needs nothing else, in the style of the certificate's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import DictLoader, Environment
+
+from sameseed.study.certificate_page import PAGE, STYLE
+from sameseed.study.promises.evidence import BROKEN, HOLDS, NOT_SHOWN
+
+HEADLINES = {  # of a verdict, with its colour
+    HOLDS: ("The server keeps its promises", "passed"),
+    BROKEN: ("The server breaks a promise", "failed"),
+    NOT_SHOWN: ("Not shown: something could not be asked, or too little was", "warning"),
+}
+TONES = {HOLDS: "passed", BROKEN: "failed", NOT_SHOWN: "warning"}
+BODY = """{% extends "page" %}
+{% macro mark(status) %}<span class="mark {{ tones[status] }}">{{ status }}</span>{% endmacro %}
+{% block about %}
+<p><strong>{{ c.model }}</strong> on {{ c.engine if c.engine != "unknown" else "a server that does not say which" }},
+asked {{ "as a conversation" if c.chat else "for completions" }}.</p>
+<p>{{ r.requests }} requests in {{ "{:,.0f}".format(r.seconds) }} s: {{ c.num_prompts }} prompts of
+{{ c.prompts }}, at most {{ c.max_tokens }} tokens each, {{ c.concurrency }} at once under load. Of
+{{ r.promises | length }} promises {{ counts }}.</p>
+{% if r.died %}<p><strong>The server died on the way: {{ r.ended }}. What was found until then is below.</strong></p>
+{% elif r.ended %}<p class=soft>Ended early: {{ r.ended }}.</p>{% endif %}
+{% if r.failures %}<p class=soft>Requests that failed: {% for kind, n in r.failures.items() %}{{ n }} {{ kind }}
+{{- ", " if not loop.last }}{% endfor %}.</p>{% endif %}
+<p class=soft>Texts were compared from outside. Equal texts show that these requests came out equal, no more: with n
+equal texts the true rate of differences is below 3 / n (95 %).</p>
+{% endblock %}
+{% block body %}
+<h2>Promises</h2>
+<table class="checks"><thead><tr><th></th><th>promise</th><th>compared</th><th>changed</th><th>first where</th></tr>
+</thead>
+<tbody>
+{% for p in r.promises %}
+<tr><td>{{ mark(p.status) }}</td><td>{{ p.name }}: {{ p.says }}</td>
+<td class=n data-head="compared">{{ compared(p) }}</td>
+<td class=n data-head="changed">{{ p.differing }}</td>
+<td data-head="first where">{{ first(p) or p.why }}</td></tr>
+{% endfor %}
+</tbody></table>
+<h2>Details</h2>
+{% for p in r.promises %}
+<details{% if p.status != "holds" %} open{% endif %}>
+<summary>{{ mark(p.status) }} {{ p.name }}</summary>
+<dl>{% if p.why %}<dt>not shown</dt><dd>{{ p.why }}</dd>{% endif %}
+{% if p.numbers %}<dt>counted</dt><dd>{{ numbers(p.numbers) }}</dd>{% endif %}
+{% for note in p.notes %}<dt>note</dt><dd>{{ note }}</dd>{% endfor %}
+{% for d in p.differences %}
+<dt>{{ d.where }}, character {{ d.at }}</dt><dd>expected<pre>{{ d.expected }}</pre>found<pre>{{ d.found }}</pre></dd>
+{% endfor %}
+{% if p.differing > p.differences | length %}<dt>and {{ p.differing - p.differences | length }} more</dt>{% endif %}
+{% if p.advice %}<dt>what an operator can set</dt><dd>{{ p.advice }}</dd>{% endif %}
+</dl></details>
+{% endfor %}
+<h2>Settings</h2>
+<table><tbody>
+{% for name, value in dict(c, time=r.time, commit=r.commit, not_asked=r.not_asked | join(", ")).items() %}
+<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
+{% endfor %}
+</tbody></table>
+{% endblock %}
+"""
+
+
+def compared_text(entry: Mapping[str, Any]) -> str:
+    """How much was compared: "10 texts, 480 tokens"."""
+    return f"{entry['compared']:,} texts, {entry['tokens']:,} tokens" if entry["compared"] else ""
+
+
+def first_text(entry: Mapping[str, Any]) -> str:
+    """Where a text changed that is known to have changed first: the earliest character."""
+    found = min(entry["differences"], key=lambda d: d["at"], default=None)
+    return "" if found is None else f"character {found['at']}: {found['where']}"
+
+
+def numbers_text(values: Mapping[str, float]) -> str:
+    """Names with their numbers: "near ties: 3"."""
+    return ", ".join(f"{name.replace('_', ' ')}: {value:,.6g}" for name, value in values.items())
+
+
+def counts_text(report: Mapping[str, Any]) -> str:
+    """How many promises have which verdict."""
+    statuses = [p["status"] for p in report["promises"]]
+    said = [(statuses.count(s), s) for s in (HOLDS, BROKEN, NOT_SHOWN) if s in statuses]
+    words = {
+        HOLDS: ("holds", "hold"),
+        BROKEN: ("is broken", "are broken"),
+        NOT_SHOWN: ("is not shown", "are not shown"),
+    }
+    return ", ".join(f"{n} {words[s][n != 1]}" for n, s in said)
+
+
+_TEMPLATES = Environment(
+    loader=DictLoader({"page": PAGE, "server": BODY}), autoescape=True, trim_blocks=True, keep_trailing_newline=True
+)
+_TEMPLATES.globals.update(style=STYLE, tones=TONES, compared=compared_text, first=first_text, numbers=numbers_text)
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The page of a report (schema `sameseed.server/1`)."""
+    head, tone = HEADLINES[report["verdict"]]
+    title = f"Promises of a server: {report['config']['model']}"
+    values = {"r": report, "c": report["config"], "counts": counts_text(report)}
+    return _TEMPLATES.get_template("server").render(head=head, tone=tone, title=title, **values)

@@ -1,0 +1,112 @@
+"""Promises of greedy texts: asked again, under load, whole instead of streamed, from the prefix cache, later."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+
+from sameseed.study.load import prompts
+from sameseed.study.promises.ask import Question
+from sameseed.study.promises.evidence import Evidence, promise
+from sameseed.study.promises.inquiry import Inquiry
+from sameseed.study.promises.reading import ServedText
+
+LONG = 1200  # characters of prompts for the prefix cache: many of its blocks
+MOST_LONG = 4  # such prompts
+
+
+@promise("repeat", "asked again")
+async def repeat(inquiry: Inquiry, evidence: Evidence) -> None:
+    """A greedy text asked for again, alone, is the same."""
+    for i in range(len(inquiry.prompts)):
+        inquiry.compare(evidence, "again", i, await inquiry.asker.ask(inquiry.question(i)))
+
+
+@promise("stream", "streamed and whole")
+async def stream(inquiry: Inquiry, evidence: Evidence) -> None:
+    """A streamed text, put together, is the one that comes as a whole."""
+    for i in range(len(inquiry.prompts)):
+        inquiry.compare(evidence, "whole", i, await inquiry.asker.ask(inquiry.question(i, stream=False)))
+
+
+@promise("later", "later")
+async def later(inquiry: Inquiry, evidence: Evidence) -> None:
+    """The same greedy text comes at the end of all questions."""
+    evidence.numbers["seconds_later"] = round(inquiry.asker.budget.passed, 1)
+    for i in range(len(inquiry.prompts)):
+        inquiry.compare(evidence, "later", i, await inquiry.asker.ask(inquiry.question(i)))
+
+
+@promise("again", "an earlier run")
+async def again(inquiry: Inquiry, evidence: Evidence) -> None:
+    """Greedy texts are those of the earlier report."""
+    assert inquiry.earlier is not None
+    evidence.notes.append(f"the earlier report is of {inquiry.earlier['time']}")
+    known = {text["prompt"]: text for text in inquiry.earlier["texts"]}
+    for prompt, found in zip(inquiry.prompts, inquiry.alone, strict=True):
+        told = known.get(prompt.id)
+        if told is not None and told["error"] is None and told["asked"] == prompts.plain(prompt):
+            before = ServedText(told["text"], told["finish_reason"], told["num_tokens"])
+            evidence.compare(f"{prompt.id}, {inquiry.earlier['time']}", before, found)
+    if not evidence.compared:
+        evidence.missing = "the earlier report has none of these prompts; give the same --prompts and --requests"
+
+
+@promise("load", "under load")
+async def load(inquiry: Inquiry, evidence: Evidence) -> None:
+    """A greedy text is the same whatever else the server is doing."""
+    noise = random.Random(f"load {inquiry.seed}")
+    own = [(i, inquiry.question(i)) for i in range(len(inquiry.prompts))]
+    beside = [(-1, companion(inquiry, noise)) for _ in range(max(2, len(own) // 2))]
+    first = [*own, *beside]
+    noise.shuffle(first)
+    most = 0
+    for jobs in (first, own[::-1]):
+        answers = await inquiry.asker.ask_together([q for _, q in jobs], inquiry.concurrency)
+        most = max(most, overlap(answers))
+        for (i, _), answer in zip(jobs, answers, strict=False):
+            if i >= 0:
+                inquiry.compare(evidence, f"{inquiry.concurrency} at once", i, answer)
+    evidence.numbers["written_at_once"] = most
+    if most < 2:
+        evidence.missing = "no two answers were written at the same time: the server takes one request after the other"
+
+
+def companion(inquiry: Inquiry, noise: random.Random) -> Question:
+    """A sampled request of another length, which keeps the others company."""
+    text = "\n".join(prompts.plain(noise.choice(inquiry.prompts)) for _ in range(noise.randrange(1, 3)))
+    sampled = {"temperature": 0.9}
+    prompt = prompts.as_prompt(text[-LONG:], inquiry.chat)
+    return Question(prompt, noise.randrange(4, inquiry.max_tokens + 1), fields=sampled)
+
+
+def overlap(answers: Seq[ServedText]) -> int:
+    """How many answers were being written at one moment, at most."""
+    spans = [(a.moments[0], a.moments[-1]) for a in answers if a.moments]
+    return max((sum(first <= at <= last for first, last in spans) for at, _ in spans), default=0)
+
+
+@promise("prefix", "prefix cache")
+async def prefix(inquiry: Inquiry, evidence: Evidence) -> None:
+    """A greedy text is the same whether its prompt was in the prefix cache or not."""
+    told = hits = 0
+    room = LONG if inquiry.max_model_len is None else min(LONG, 2 * (inquiry.max_model_len - inquiry.max_tokens))
+    whole = "\n\n".join(prompts.plain(p) for p in inquiry.prompts)
+    for n in range(min(MOST_LONG, len(inquiry.prompts))):
+        start = prompts.plain(inquiry.prompts[n])
+        text = f"{inquiry.asker.salt()}\n{start}\n\n{whole}"[: max(room, 100)]  # new: nobody has asked it before
+        salts = inquiry.asker.salt(), inquiry.asker.salt()
+        asked = Question(prompts.as_prompt(text, inquiry.chat), inquiry.max_tokens, salt=salts[0])
+        cold, hit = await inquiry.asker.ask(asked), await inquiry.asker.ask(asked)
+        half = Question(prompts.as_prompt(text[: len(text) // 2], inquiry.chat), 1, salt=salts[1])
+        await inquiry.asker.ask(half)
+        partly = await inquiry.asker.ask(Question(asked.prompt, inquiry.max_tokens, salt=salts[1]))
+        for way, answer in (("found", hit), ("found in part", partly)):
+            evidence.compare(f"long prompt {n + 1}, {way}", cold, answer)
+            told += answer.num_cached is not None
+            hits += bool(answer.num_cached)
+    evidence.numbers["cache_hits"] = hits
+    if not told:
+        evidence.missing = "the server does not tell what it found in a prefix cache (cached_tokens)"
+    elif hits < MOST_LONG:
+        evidence.missing = f"{hits} requests found something in the prefix cache, at least {MOST_LONG} are needed"

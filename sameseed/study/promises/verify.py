@@ -1,0 +1,220 @@
+"""The whole inquiry: meet the server, ask for each promise, and put what was found into one report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sameseed.errors import ConfigError
+from sameseed.study import record
+from sameseed.study.load import prompts as load_prompts, wire
+from sameseed.study.load.wire import Endpoint
+from sameseed.study.promises import numbers, sampled, texts, ties, weights as oracle  # each enters its promises
+from sameseed.study.promises.advice import advice, engine_of
+from sameseed.study.promises.ask import Asker, Question, RequestBudget
+from sameseed.study.promises.evidence import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, PROMISES, Evidence
+from sameseed.study.promises.inquiry import Inquiry
+from sameseed.study.promises.reading import ServedText
+from sameseed.study.promises.weights import Weights
+from sameseed.study.schemas import SERVER_SCHEMA
+from sameseed.study.workload import Prompt, read_prompts
+
+if TYPE_CHECKING:
+    import httpx
+
+ORDER = ("logprobs", "ties", "repeat", "load", "stream", "prefix", "speculation", "seeds", "later", "again", "oracle")
+ON_DEMAND = {"again": "--again FILE", "oracle": "--model FOLDER"}  # asked for only where the user gave that
+COST = 20  # requests a prompt, for all promises
+LEAST_REQUESTS = COST * LEAST_TEXTS
+SHARE = 0.7  # of the seconds that is planned for
+EXIT_CODES = {HOLDS: 0, BROKEN: 1, NOT_SHOWN: 3}
+Tick = Callable[[str, int, int], None]  # a promise's name, how many are done, how many there are
+assert numbers and sampled and texts and ties
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How much is asked, and what. `requests` and `seconds` are bounds; `concurrency` is the load."""
+
+    prompts: Path
+    num_prompts: int | None = None
+    max_tokens: int = 48
+    requests: int = 200
+    seconds: float = 300.0
+    concurrency: int = 4
+    timeout: float = 120.0
+    seed: int = 1
+    only: Seq[str] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.requests < LEAST_REQUESTS:
+            raise ConfigError(f"--requests must be at least {LEAST_REQUESTS}: fewer show nothing, got {self.requests}")
+        for name, least in (("max_tokens", 16), ("concurrency", 2)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        for name in ("seconds", "timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"--{name} must be above 0, got {getattr(self, name):g}")
+        if unknown := [name for name in self.only if name not in PROMISES]:
+            raise ConfigError(f"--only knows no promise {unknown[0]!r} (there are: {', '.join(ORDER)})")
+
+
+async def verify(
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    settings: ServerSettings,
+    weights: Weights | None = None,
+    earlier: Mapping[str, Any] | None = None,
+    tick: Tick = lambda name, done, total: None,
+) -> dict[str, Any]:
+    """Ask for all promises; returns the report. Raises ConfigError where there is no such server or it cannot be asked.
+
+    A server that goes away later is no error: the report has what was found until then.
+    """
+    if missing := [name for name in settings.only if not _given(name, weights, earlier)]:
+        raise ConfigError(f"--only {missing[0]} needs {ON_DEMAND[missing[0]]}")
+    chosen = [n for n in ORDER if n in (settings.only or ORDER) and _given(n, weights, earlier)]
+    asker, about = await meet(client, endpoint, settings)
+    limit = about.get("max_model_len")
+    inquiry = Inquiry(asker, [], settings.max_tokens, settings.concurrency, settings.seed)
+    inquiry.max_model_len, inquiry.weights, inquiry.earlier = (
+        limit if isinstance(limit, int) else None,
+        weights,
+        earlier,
+    )
+    if earlier is not None:
+        _comparable(earlier, asker.endpoint, settings)
+    tick("each prompt alone", 0, len(chosen))
+    await ask_alone(inquiry, settings)
+    if weights is not None:
+        oracle.acquaint(inquiry)
+    found: dict[str, Evidence] = {}
+    if "ties" in chosen and "logprobs" not in chosen:  # they are found by log-probabilities
+        await PROMISES["logprobs"].ask(inquiry, Evidence())
+    for done, name in enumerate(chosen):
+        tick(PROMISES[name].name, done, len(chosen))
+        evidence = found[name] = Evidence()
+        if not asker.budget.died or name in ON_DEMAND:
+            await PROMISES[name].ask(inquiry, evidence)
+    return report(inquiry, settings, engine_of(about.get("owned_by")), found)
+
+
+def _given(name: str, weights: Weights | None, earlier: Mapping[str, Any] | None) -> bool:
+    return {"again": earlier, "oracle": weights}.get(name, True) is not None
+
+
+async def meet(
+    client: httpx.AsyncClient, endpoint: Endpoint, settings: ServerSettings
+) -> tuple[Asker, Mapping[str, Any]]:
+    """Find out what may be asked, and how: the model's name, completions or chat, fields beyond OpenAI's.
+
+    Returns who asks, and what the server says of its model. Raises ConfigError.
+    """
+    about = await wire.introduce(client, endpoint, "--name")
+    endpoint = replace(endpoint, model=endpoint.model or str(about.get("id", "")))
+    budget = RequestBudget(settings.requests, settings.seconds)
+    first = ServedText()
+    for chat in (False, True) if not endpoint.chat else (True,):
+        for extras in (True, False):
+            asker = Asker(client, replace(endpoint, chat=chat), budget, settings.timeout)
+            asker.extras = extras
+            first = await asker.ask(Question(load_prompts.as_prompt("one two three four", chat), 16))
+            if first.error is None:
+                return asker, about
+            if not first.refused or first.error in ("HTTP 404", "HTTP 405"):
+                break  # it is not for the fields
+        if first.error not in ("HTTP 404", "HTTP 405"):
+            break
+    raise ConfigError(
+        f"{endpoint.url} does not answer as a server with OpenAI's API ({first.error}: {first.detail}); give the "
+        "address of one, and the model's --name"
+    )
+
+
+async def ask_alone(inquiry: Inquiry, settings: ServerSettings) -> None:
+    """Ask each prompt alone, as many as requests and seconds allow. Raises ConfigError if the first is refused."""
+    every = read_prompts(settings.prompts, settings.num_prompts)
+    count = min(len(every), settings.requests // COST)
+    inquiry.prompts = chosen = read_prompts(settings.prompts, count)
+    start = time.monotonic()
+    for i in range(len(chosen)):
+        answer = await inquiry.asker.ask(inquiry.question(i))
+        if i == 0 and answer.refused:
+            raise ConfigError(f"the server refuses prompt {chosen[0].id} ({answer.error}: {answer.detail})")
+        inquiry.alone.append(answer)
+        needed = COST * (time.monotonic() - start) / (i + 1)
+        if i + 1 >= LEAST_TEXTS and (i + 1) * needed > SHARE * settings.seconds:
+            break
+    inquiry.prompts = chosen[: len(inquiry.alone)]
+
+
+def _comparable(earlier: Mapping[str, Any], endpoint: Endpoint, settings: ServerSettings) -> None:
+    """Raise ConfigError where an earlier report asked something else."""
+    mine = {"model": record.model_name(endpoint.model), "chat": endpoint.chat, "max_tokens": settings.max_tokens}
+    for name, value in mine.items():
+        if (told := earlier["config"].get(name)) != value:
+            raise ConfigError(
+                f"the report of --again has {name} {told!r}, this run {value!r}: give a report of the same"
+            )
+
+
+def report(inquiry: Inquiry, settings: ServerSettings, engine: str, found: Mapping[str, Evidence]) -> dict[str, Any]:
+    """The report, schema `sameseed.server/1`."""
+    budget, entries = inquiry.asker.budget, []
+    for name, evidence in found.items():
+        status, why = evidence.settle(budget.ended, budget.died)
+        entries.append(
+            {
+                "id": name,
+                "name": PROMISES[name].name,
+                "says": PROMISES[name].says,
+                "status": status,
+                "why": why,
+                **{key: value for key, value in asdict(evidence).items() if key != "missing"},
+                "advice": "" if status == HOLDS else advice(engine, name, status == BROKEN),
+            }
+        )
+    return {
+        "schema": SERVER_SCHEMA,
+        "time": record.now(),
+        "commit": record.commit(),
+        "config": _config(inquiry, settings, engine),
+        "verdict": overall([e["status"] for e in entries], budget.died),
+        "ended": budget.ended,
+        "died": budget.died,
+        "seconds": round(budget.passed, 1),
+        "requests": budget.spent,
+        "failures": dict(inquiry.asker.failures),
+        "promises": entries,
+        "not_asked": [name for name in ORDER if name not in found],
+        "texts": [_text(prompt, answer) for prompt, answer in zip(inquiry.prompts, inquiry.alone, strict=True)],
+    }
+
+
+def overall(statuses: Seq[str], died: bool) -> str:
+    """Broken if one is; holds if all do, and the server lived to the end."""
+    if BROKEN in statuses:
+        return BROKEN
+    return HOLDS if statuses and not died and all(s == HOLDS for s in statuses) else NOT_SHOWN
+
+
+def _config(inquiry: Inquiry, settings: ServerSettings, engine: str) -> dict[str, Any]:
+    weights = inquiry.weights
+    return {
+        "engine": engine or "unknown",
+        "model": record.model_name(inquiry.asker.endpoint.model),
+        "chat": inquiry.chat,
+        "extra_fields": inquiry.asker.extras,
+        "prompts": settings.prompts.name,
+        "num_prompts": len(inquiry.prompts),
+        **{name: getattr(settings, name) for name in ("max_tokens", "requests", "seconds", "concurrency", "seed")},
+        "tolerance": None if weights is None else weights.share,
+    }
+
+
+def _text(prompt: Prompt, answer: ServedText) -> dict[str, Any]:
+    told = {name: getattr(answer, name) for name in ("text", "finish_reason", "num_tokens", "error")}
+    return {"prompt": prompt.id, "asked": load_prompts.plain(prompt), **told}
