@@ -38,7 +38,7 @@ class VerifyServerArgs:
     tolerance: Annotated[float | None, option("X")] = (
         None  # near ties: this share of the largest logit; unset: by format
     )
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: built-in
     num_prompts: Annotated[int | None, option("N")] = None  # at most; unset: what --requests allow
     max_tokens: int = 48  # of an answer
     requests: int = 200  # at most
@@ -60,10 +60,9 @@ def run(argv: Seq[str], prog: str) -> int:
     args = parse(VerifyServerArgs, argv, prog).args
     from sameseed.study import record
     from sameseed.study.promises.verify import EXIT_CODES, ServerSettings
-    from sameseed.study.workload import DEFAULT_PROMPTS
 
     names = ("num_prompts", "max_tokens", "requests", "seconds", "concurrency", "timeout", "seed", "only")
-    settings = ServerSettings(args.prompts or DEFAULT_PROMPTS, **{name: getattr(args, name) for name in names})
+    settings = ServerSettings(args.prompts, **{name: getattr(args, name) for name in names})
     endpoint = _endpoint(args)
     earlier = None if args.again is None else _earlier(args.again)
     for path, flag in ((args.out, "--out"), (args.html, "--html")):

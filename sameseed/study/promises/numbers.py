@@ -84,9 +84,9 @@ async def _score(inquiry: Inquiry, evidence: Evidence) -> None:
         ids, count = [*written.prompt_token_ids, *written.token_ids], len(written.token_ids)
         asked = {"echo": True, "logprobs": 1}
         answer = await inquiry.asker.ask(Question({"prompt": ids}, 1, stream=False, fields=asked))
-        mine = [t.logprob for t in written.scored[:count]]
+        mine = [t.logprob for t in written.scored]
         told = [t.logprob for t in answer.scored[len(written.prompt_token_ids) : len(ids)]]
-        if answer.error is not None or len(told) < count or None in told or None in mine:
+        if answer.error is not None or not len(told) == len(mine) == count or None in told or None in mine:
             evidence.notes.append("texts could not be scored as prompts (echo)")
             return
         drift = sum(a - b for a, b in zip(mine, told, strict=True) if a is not None and b is not None) / count

@@ -33,14 +33,14 @@ equal texts the true rate of differences is below 3 / n (95 %).</p>
 {% endblock %}
 {% block body %}
 <h2>Promises</h2>
-<table class="checks"><thead><tr><th></th><th>promise</th><th>compared</th><th>changed</th><th>first where</th></tr>
+<table class="checks"><thead><tr><th></th><th>promise</th><th>first where, or why</th><th>compared</th><th>changed</th></tr>
 </thead>
 <tbody>
 {% for p in r.promises %}
 <tr><td>{{ mark(p.status) }}</td><td>{{ p.name }}: {{ p.says }}</td>
+<td data-head="first where, or why">{{ first(p) or p.why }}</td>
 <td class=n data-head="compared">{{ compared(p) }}</td>
-<td class=n data-head="changed">{{ p.differing }}</td>
-<td data-head="first where">{{ first(p) or p.why }}</td></tr>
+<td class=n data-head="changed">{{ p.differing }}</td></tr>
 {% endfor %}
 </tbody></table>
 <h2>Details</h2>

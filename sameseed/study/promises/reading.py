@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class ServedText:
 
 def read(exchange: Exchange, streamed: bool) -> ServedText:
     """What an exchange comes to."""
-    made = ServedText(error=exchange.error, detail=exchange.detail)
+    made = ServedText(error=exchange.error, detail=_message(exchange.detail))
     if made.error is not None:
         return made
     num_chunks = 0
@@ -115,10 +115,25 @@ def scored_tokens(told: Any) -> list[ScoredToken]:
     if told.get("content") is not None:
         return [
             ScoredToken(
-                e["token"], e["logprob"], tuple((t["token"], t["logprob"]) for t in e.get("top_logprobs") or ())
+                e["token"], float(e["logprob"]), _top((t["token"], t["logprob"]) for t in e.get("top_logprobs") or ())
             )
             for e in told["content"]
         ]
     tokens, values = told.get("tokens") or (), told.get("token_logprobs") or ()
     tops = told.get("top_logprobs") or [None] * len(tokens)
-    return [ScoredToken(t, v, tuple((top or {}).items())) for t, v, top in zip(tokens, values, tops, strict=True)]
+    return [
+        ScoredToken(t, None if v is None else float(v), _top((top or {}).items()))
+        for t, v, top in zip(tokens, values, tops, strict=True)
+    ]
+
+
+def _top(pairs: Iterable[tuple[str, Any]]) -> tuple[tuple[str, float], ...]:
+    return tuple((token, float(value)) for token, value in pairs)
+
+
+def _message(detail: str) -> str:
+    """What an error says, out of its body."""
+    try:
+        return str(json.loads(detail)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return detail

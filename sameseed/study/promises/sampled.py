@@ -21,7 +21,8 @@ SWITCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 @promise("seeds", "seeds")
 async def seeds(inquiry: Inquiry, evidence: Evidence) -> None:
     """A sampled text with its seed comes again, alone and under load."""
-    indices = range(min(MOST_SEEDED, len(inquiry.prompts)))
+    lengths = [answer.num_tokens for answer in inquiry.alone]  # an answer that ends at once shows nothing
+    indices = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:MOST_SEEDED]
     ask = inquiry.asker.ask
     same = [inquiry.question(i, fields={**SAMPLING, "seed": inquiry.seed + i}) for i in indices]
     others = [inquiry.question(i, fields={**SAMPLING, "seed": inquiry.seed + 1000 + i}) for i in indices]

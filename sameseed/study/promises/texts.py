@@ -42,10 +42,10 @@ async def again(inquiry: Inquiry, evidence: Evidence) -> None:
     """Greedy texts are those of the earlier report."""
     assert inquiry.earlier is not None
     evidence.notes.append(f"the earlier report is of {inquiry.earlier['time']}")
-    known = {text["prompt"]: text for text in inquiry.earlier["texts"]}
+    known = {text["asked"]: text for text in inquiry.earlier["texts"]}
     for prompt, found in zip(inquiry.prompts, inquiry.alone, strict=True):
-        told = known.get(prompt.id)
-        if told is not None and told["error"] is None and told["asked"] == prompts.plain(prompt):
+        told = known.get(prompts.plain(prompt))
+        if told is not None and told["error"] is None:
             before = ServedText(told["text"], told["finish_reason"], told["num_tokens"])
             evidence.compare(f"{prompt.id}, {inquiry.earlier['time']}", before, found)
     if not evidence.compared:

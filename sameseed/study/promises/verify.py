@@ -14,13 +14,13 @@ from sameseed.study.load import prompts as load_prompts, wire
 from sameseed.study.load.wire import Endpoint
 from sameseed.study.promises import numbers, sampled, texts, ties, weights as oracle  # each enters its promises
 from sameseed.study.promises.advice import advice, engine_of
-from sameseed.study.promises.ask import Asker, Question, RequestBudget
+from sameseed.study.promises.ask import NOT_SENT, Asker, Question, RequestBudget
 from sameseed.study.promises.evidence import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, PROMISES, Evidence
 from sameseed.study.promises.inquiry import Inquiry
 from sameseed.study.promises.reading import ServedText
 from sameseed.study.promises.weights import Weights
 from sameseed.study.schemas import SERVER_SCHEMA
-from sameseed.study.workload import Prompt, read_prompts
+from sameseed.study.workload import ASSETS, Prompt, read_prompts
 
 if TYPE_CHECKING:
     import httpx
@@ -37,9 +37,12 @@ assert numbers and sampled and texts and ties
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How much is asked, and what. `requests` and `seconds` are bounds; `concurrency` is the load."""
+    """How much is asked, and what. `requests` and `seconds` are bounds; `concurrency` is the load.
 
-    prompts: Path
+    `prompts` None: the package's own, texts for completions and conversations for chat.
+    """
+
+    prompts: Path | None = None
     num_prompts: int | None = None
     max_tokens: int = 48
     requests: int = 200
@@ -55,6 +58,8 @@ class ServerSettings:
         for name, least in (("max_tokens", 16), ("concurrency", 2)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        if self.num_prompts is not None and self.num_prompts < 1:
+            raise ConfigError(f"--num-prompts must be at least 1, got {self.num_prompts}")
         for name in ("seconds", "timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name} must be above 0, got {getattr(self, name):g}")
@@ -124,6 +129,8 @@ async def meet(
             first = await asker.ask(Question(load_prompts.as_prompt("one two three four", chat), 16))
             if first.error is None:
                 return asker, about
+            if first.error == NOT_SENT:
+                raise ConfigError(f"{budget.ended} before anything could be asked; give more")
             if not first.refused or first.error in ("HTTP 404", "HTTP 405"):
                 break  # it is not for the fields
         if first.error not in ("HTTP 404", "HTTP 405"):
@@ -134,12 +141,21 @@ async def meet(
     )
 
 
+def choose_prompts(settings: ServerSettings, chat: bool) -> list[Prompt]:
+    """As many prompts as the requests allow, spread over the file."""
+    if settings.prompts is not None:
+        every = read_prompts(settings.prompts)
+    else:
+        own = [p for name in load_prompts.BUILT_IN for p in read_prompts(ASSETS / name)]
+        every = [p for p in own if bool(p.messages) == chat]  # a conversation without its template may end at once
+    count = min(len(every), settings.requests // COST, settings.num_prompts or len(every))
+    return [every[i * len(every) // count] for i in range(count)]
+
+
 async def ask_alone(inquiry: Inquiry, settings: ServerSettings) -> None:
     """Ask each prompt alone, as many as requests and seconds allow. Raises ConfigError if the first is refused."""
-    every = read_prompts(settings.prompts, settings.num_prompts)
-    count = min(len(every), settings.requests // COST)
-    inquiry.prompts = chosen = read_prompts(settings.prompts, count)
-    start = time.monotonic()
+    chosen = choose_prompts(settings, inquiry.chat)
+    inquiry.prompts, start = chosen, time.monotonic()
     for i in range(len(chosen)):
         answer = await inquiry.asker.ask(inquiry.question(i))
         if i == 0 and answer.refused:
@@ -208,7 +224,7 @@ def _config(inquiry: Inquiry, settings: ServerSettings, engine: str) -> dict[str
         "model": record.model_name(inquiry.asker.endpoint.model),
         "chat": inquiry.chat,
         "extra_fields": inquiry.asker.extras,
-        "prompts": settings.prompts.name,
+        "prompts": "built-in" if settings.prompts is None else settings.prompts.name,
         "num_prompts": len(inquiry.prompts),
         **{name: getattr(settings, name) for name in ("max_tokens", "requests", "seconds", "concurrency", "seed")},
         "tolerance": None if weights is None else weights.share,

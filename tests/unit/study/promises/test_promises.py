@@ -1,0 +1,217 @@
+"""Each promise against a made-up server: one that keeps them all, and ones that break them in turn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fixtures_promises import PromiseServer
+
+from sameseed.errors import ConfigError
+from sameseed.study import schemas
+from sameseed.study.load.wire import Endpoint
+from sameseed.study.promises.page import render
+from sameseed.study.promises.verify import EXIT_CODES, ORDER, ServerSettings, verify
+
+SETTINGS = ServerSettings(seconds=1e6)
+ASKED = [name for name in ORDER if name not in ("again", "oracle")]
+
+
+async def inquire(
+    server: Any, settings: ServerSettings = SETTINGS, chat: bool = False, earlier: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The report on a made-up server, which is a record and has a page."""
+    async with httpx.AsyncClient(transport=httpx.MockTransport(server)) as client:
+        made = await verify(client, Endpoint("server", "http://fake", chat=chat), settings, earlier=earlier)
+    schemas.check(made)
+    assert json.loads(json.dumps(made)) == made
+    page = render(made)
+    assert "<script" not in page and all(p["name"] in page for p in made["promises"])
+    return made
+
+
+def statuses(made: dict[str, Any]) -> dict[str, str]:
+    return {p["id"]: p["status"] for p in made["promises"]}
+
+
+def entry(made: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(p for p in made["promises"] if p["id"] == name)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_server_that_keeps_its_promises(chat: bool) -> None:
+    server = PromiseServer()
+    made = await inquire(server, chat=chat)
+    assert statuses(made) == dict.fromkeys(ASKED, "holds"), [p["why"] for p in made["promises"]]
+    assert made["verdict"] == "holds" and EXIT_CODES[made["verdict"]] == 0 and not made["failures"]
+    assert made["requests"] == len(server.seen) <= SETTINGS.requests and not made["ended"]
+    assert made["config"]["engine"] == "vllm" and made["config"]["model"] == "org/letters"
+    assert made["not_asked"] == ["again", "oracle"]
+    assert entry(made, "load")["numbers"]["written_at_once"] >= 2
+    assert entry(made, "speculation")["numbers"]["rejected"] > 0
+    assert entry(made, "prefix")["numbers"]["cache_hits"] == 8
+    assert chat or entry(made, "logprobs")["numbers"]["texts_scored"] == 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("repeat", "repeat"),
+        ("load", "load"),
+        ("stream", "stream"),
+        ("prefix", "prefix"),
+        ("speculation", "speculation"),
+        ("seed ignored", "seeds"),
+        ("seed under load", "seeds"),
+        ("ties", "ties"),
+        ("text with log-probabilities", "logprobs"),
+        ("not the likeliest", "logprobs"),
+        ("sums above 1", "logprobs"),
+        ("tokens of another text", "logprobs"),
+        ("scored otherwise", "logprobs"),
+    ],
+)
+async def test_each_broken_promise_is_found(fault: str, name: str) -> None:
+    made = await inquire(PromiseServer(fault))
+    found = entry(made, name)
+    assert found["status"] == "broken" and found["differing"] > 0 and found["differences"]
+    assert made["verdict"] == "broken" and EXIT_CODES[made["verdict"]] == 1
+    first = found["differences"][0]
+    assert first["expected"] != first["found"] and first["at"] >= 0
+    if fault in ("prefix", "speculation", "seed ignored", "seed under load", "scored otherwise", "sums above 1"):
+        assert [n for n, status in statuses(made).items() if status == "broken"] == [name], "and no other"
+    if fault in ("load", "stream", "prefix", "speculation"):
+        assert first["at"] == 5 and first["found"][5] == "z"
+    if fault == "seed ignored":
+        assert "not to read it" in " ".join(found["notes"])
+
+
+async def test_a_server_that_changes_with_time() -> None:
+    quiet = PromiseServer()
+    await inquire(quiet)
+    made = await inquire(PromiseServer("later", changes_after=len(quiet.seen) - 10))
+    assert [n for n, status in statuses(made).items() if status == "broken"] == ["later"]
+
+
+async def test_what_a_server_lacks_is_said() -> None:
+    made = await inquire(PromiseServer(lacks=("seeds", "logprobs", "speculation", "hits")))
+    for name, says in (
+        ("seeds", "refuses seeds (seed is not supported)"),
+        ("logprobs", "no log-probabilities (log-probabilities are off)"),
+        ("ties", "without log-probabilities"),
+        ("speculation", "no request could switch"),
+        ("prefix", "does not tell"),
+    ):
+        found = entry(made, name)
+        assert found["status"] == "not shown" and says in found["why"], found["why"]
+    assert all(entry(made, name)["status"] == "holds" for name in ("repeat", "load", "stream", "later"))
+    assert made["verdict"] == "not shown" and EXIT_CODES[made["verdict"]] == 3
+    assert "--enable-prompt-tokens-details" in entry(made, "prefix")["advice"] and "--enable-prompt" in render(made)
+    some = await inquire(PromiseServer(lacks=("seeds",)), replace(SETTINGS, only=("repeat", "load")))
+    assert some["verdict"] == "holds" and "seeds" in some["not_asked"]
+
+
+async def test_a_server_of_openais_fields_alone_and_one_of_conversations() -> None:
+    strict = PromiseServer(lacks=("extras",))
+    made = await inquire(strict)
+    assert not made["config"]["extra_fields"] and all("cache_salt" not in body for body in strict.seen[1:])
+    assert "fields beyond OpenAI's" in entry(made, "speculation")["why"]
+    assert entry(made, "repeat")["status"] == entry(made, "ties")["status"] == "holds"
+    made = await inquire(PromiseServer(lacks=("completions",)))
+    assert made["config"]["chat"] and made["verdict"] == "holds"
+
+
+@pytest.mark.parametrize("dies_after", [3, 40, 70, 100])
+async def test_a_server_that_dies_leaves_what_was_found(dies_after: int) -> None:
+    made = await inquire(PromiseServer(dies_after=dies_after))
+    assert made["died"] and made["verdict"] == "not shown" and "is gone" in made["ended"]
+    assert made["failures"] and "died on the way" in render(made)
+    found = statuses(made)
+    assert list(found) == ASKED and "broken" not in found.values()
+    assert ("holds" in found.values()) == (dies_after >= 40)
+    assert found["later"] == "not shown" and entry(made, "later")["why"]
+
+
+async def test_what_was_broken_before_a_server_died_stays_so() -> None:
+    made = await inquire(PromiseServer("load", dies_after=100))
+    assert made["verdict"] == "broken" and made["died"]
+
+
+async def test_requests_and_seconds_are_bounds() -> None:
+    server = PromiseServer()
+    made = await inquire(server, replace(SETTINGS, requests=80, max_tokens=32))
+    assert len(server.seen) == made["requests"] <= 80 and made["config"]["num_prompts"] == 4
+    server = PromiseServer()
+    with pytest.raises(ConfigError, match="were over before"):
+        await inquire(server, replace(SETTINGS, seconds=1e-9))
+    assert not server.seen
+
+
+async def test_too_little_shows_nothing(tmp_path: Path) -> None:
+    one = tmp_path / "one.txt"
+    one.write_text("only one prompt\n")
+    made = await inquire(PromiseServer(), replace(SETTINGS, prompts=one, only=("repeat",)))
+    assert "1 texts of 48 tokens were compared" in entry(made, "repeat")["why"] and made["verdict"] == "not shown"
+    made = await inquire(PromiseServer("no sampling"), replace(SETTINGS, only=("seeds",)))
+    assert "no other seed gave another text" in entry(made, "seeds")["why"]
+    assert made["config"]["prompts"] == "built-in"
+
+
+async def test_an_earlier_report_is_compared() -> None:
+    before = await inquire(PromiseServer())
+    made = await inquire(PromiseServer(), earlier=before)
+    assert statuses(made) == dict.fromkeys([*ASKED, "again"], "holds")
+    before["texts"][2]["text"] = "another"
+    made = await inquire(PromiseServer(), earlier=before)
+    assert entry(made, "again")["differing"] == 1 and made["verdict"] == "broken"
+    for text in before["texts"]:
+        text["asked"] = "something else"
+    made = await inquire(PromiseServer(), earlier=before)
+    assert "none of these prompts" in entry(made, "again")["why"]
+    before["config"]["model"] = "other"
+    with pytest.raises(ConfigError, match="model 'other'"):
+        await inquire(PromiseServer(), earlier=before)
+
+
+async def test_what_is_no_such_server_is_said() -> None:
+    def nobody(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    def page(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, text="<html>")
+
+    def half(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"data": [{"id": "m"}]} if request.method == "GET" else {"hello": 1})
+
+    for server, says in (
+        (nobody, "is it running"),
+        (page, "not the answer of a server with OpenAI's API"),
+        (half, "does not answer as a server with OpenAI's API"),
+        (lambda r: httpx.Response(404), "name the model with --name"),
+        (lambda r: httpx.Response(401), "API key"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            await inquire(server)
+
+
+def test_bad_settings_are_refused() -> None:
+    for bad, says in (
+        ({"requests": 20}, "--requests must be at least 80"),
+        ({"max_tokens": 2}, "--max-tokens"),
+        ({"concurrency": 1}, "--concurrency"),
+        ({"seconds": 0.0}, "--seconds"),
+        ({"num_prompts": 0}, "--num-prompts"),
+        ({"only": ("lode",)}, "no promise 'lode'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ServerSettings(**bad)
+
+
+async def test_promises_that_need_something_say_so() -> None:
+    for name, flag in (("again", "--again FILE"), ("oracle", "--model FOLDER")):
+        with pytest.raises(ConfigError, match=flag):
+            await inquire(PromiseServer(), replace(SETTINGS, only=(name,)))
