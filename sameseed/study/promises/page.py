@@ -33,8 +33,8 @@ equal texts the true rate of differences is below 3 / n (95 %).</p>
 {% endblock %}
 {% block body %}
 <h2>Promises</h2>
-<table class="checks"><thead><tr><th></th><th>promise</th><th>first where, or why</th><th>compared</th><th>changed</th></tr>
-</thead>
+<table class="checks"><thead><tr><th></th><th>promise</th><th>first where, or why</th><th>compared</th>
+<th>changed</th></tr></thead>
 <tbody>
 {% for p in r.promises %}
 <tr><td>{{ mark(p.status) }}</td><td>{{ p.name }}: {{ p.says }}</td>
