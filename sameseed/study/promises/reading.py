@@ -10,6 +10,8 @@ from typing import Any
 from sameseed.study.load import outcome
 from sameseed.study.load.wire import Exchange
 
+BUSY = ("HTTP 408", "HTTP 429")  # what is no answer to the question
+
 
 @dataclass(frozen=True)
 class ScoredToken:
@@ -41,7 +43,8 @@ class ServedText:
     @property
     def refused(self) -> bool:
         """Did the server say that it does not do what was asked?"""
-        return self.error is not None and self.error.startswith("HTTP 4")
+        said = self.error or ""
+        return said.startswith("HTTP 4") and not said.startswith(BUSY)
 
 
 def read(exchange: Exchange, streamed: bool) -> ServedText:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
@@ -27,12 +28,21 @@ if TYPE_CHECKING:
 
 ORDER = ("logprobs", "ties", "repeat", "load", "stream", "prefix", "speculation", "seeds", "later", "again", "oracle")
 ON_DEMAND = {"again": "--again FILE", "oracle": "--model FOLDER"}  # asked for only where the user gave that
-COST = 20  # requests a prompt, for all promises
-LEAST_REQUESTS = COST * LEAST_TEXTS
+# Requests of all promises: some however many the prompts, 4 for each seeded one, and for each prompt those of `alone`,
+# `logprobs`, `repeat`, `load` (2.5), `stream`, `speculation` (2) and `later`.
+FIXED = 3 + 3 * ties.MOST_TIES + 4 * texts.MOST_LONG + numbers.MOST_SCORED
+EACH = 9.5
 SHARE = 0.7  # of the seconds that is planned for
+
+
+def needed(count: int) -> int:
+    """Requests for so many prompts."""
+    return FIXED + 4 * min(count, sampled.MOST_SEEDED) + math.ceil(EACH * count)
+
+
+LEAST_REQUESTS = needed(LEAST_TEXTS)
 EXIT_CODES = {HOLDS: 0, BROKEN: 1, NOT_SHOWN: 3}
 Tick = Callable[[str, int, int], None]  # a promise's name, how many are done, how many there are
-assert numbers and sampled and texts and ties
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,8 @@ def choose_prompts(settings: ServerSettings, chat: bool) -> list[Prompt]:
     else:
         own = [p for name in load_prompts.BUILT_IN for p in read_prompts(ASSETS / name)]
         every = [p for p in own if bool(p.messages) == chat]  # a conversation without its template may end at once
-    count = min(len(every), settings.requests // COST, settings.num_prompts or len(every))
+    allowed = [n for n in range(1, len(every) + 1) if needed(n) <= settings.requests]
+    count = min(len(allowed), settings.num_prompts or len(every))
     return [every[i * len(every) // count] for i in range(count)]
 
 
@@ -161,8 +172,8 @@ async def ask_alone(inquiry: Inquiry, settings: ServerSettings) -> None:
         if i == 0 and answer.refused:
             raise ConfigError(f"the server refuses prompt {chosen[0].id} ({answer.error}: {answer.detail})")
         inquiry.alone.append(answer)
-        needed = COST * (time.monotonic() - start) / (i + 1)
-        if i + 1 >= LEAST_TEXTS and (i + 1) * needed > SHARE * settings.seconds:
+        each = (time.monotonic() - start) / (i + 1)
+        if i + 1 >= LEAST_TEXTS and each * needed(i + 2) > SHARE * settings.seconds:
             break
     inquiry.prompts = chosen[: len(inquiry.alone)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,9 +21,11 @@ from sameseed.study.promises.reading import ServedText
 from sameseed.study.workload import Prompt
 from sameseed.tokenizer import Tokenizer
 
-STRANGER = 0.8  # of the tokens are the textbook's choice, or near it; below, the weights are another model's
+STRANGER = 0.9  # of the tokens are the textbook's choice, or near it; below, the weights are another model's
 AT_ONCE = 4  # texts that the textbook reads together
 FOLDER, ANOTHER = "the folder of --model", "it holds another model; give the one that is served"
+Read = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of a prompt, and of what was written after it
+Verdict = tuple[int, bool, bool]  # a token: is it the textbook's choice, or near it?
 GREEDY = SamplingParams(ignore_eos=True)
 
 
@@ -35,6 +37,7 @@ class Weights:
     tokenizer: Tokenizer
     kv_format: str
     share: float
+    judged: dict[Read, list[Verdict]] = field(default_factory=dict)  # texts that were judged before
 
     def encode(self, prompt: Prompt, chat: bool) -> tuple[int, ...]:
         """A prompt's tokens as the server should make them."""
@@ -44,7 +47,7 @@ class Weights:
             return prompt.encode(self.tokenizer)
         return tuple(self.tokenizer.encode(plain(prompt)))
 
-    def tokens(self, prompt: Prompt, chat: bool, answer: ServedText) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def tokens(self, prompt: Prompt, chat: bool, answer: ServedText) -> Read | None:
         """A prompt's and an answer's tokens; None where the text alone does not tell which they were."""
         own = answer.prompt_token_ids or self.encode(prompt, chat)
         if answer.token_ids:
@@ -68,22 +71,30 @@ def judge(inquiry: Inquiry, heard: list[tuple[int, ServedText]]) -> Iterator[tup
     """For each token of each different text: where, its place, the token, is it the textbook's choice, or near it."""
     weights = inquiry.weights
     assert weights is not None
-    texts: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    texts: dict[Read, int] = {}
     for index, answer in heard:
         if (both := weights.tokens(inquiry.prompts[index], inquiry.chat, answer)) is not None:
             texts.setdefault(both, index)
-    size, every = weights.model.config.vocab_size, list(texts)
-    if (largest := max((t for text in every for part in text for t in part), default=0)) >= size:
+    new = [both for both in texts if both not in weights.judged]
+    for start in range(0, len(new), AT_ONCE):
+        _read(weights, new[start : start + AT_ONCE])
+    for both, index in texts.items():
+        for at, verdict in enumerate(weights.judged[both]):
+            yield inquiry.prompts[index].id, at, *verdict
+
+
+def _read(weights: Weights, some: list[Read]) -> None:
+    """Judge texts. Raises ConfigError for tokens that the weights have not."""
+    size = weights.model.config.vocab_size
+    if (largest := max(t for both in some for part in both for t in part)) >= size:
         raise ConfigError(f"the server has a token {largest}, and {FOLDER} {size} tokens: {ANOTHER}")
-    for start in range(0, len(every), AT_ONCE):
-        some = every[start : start + AT_ONCE]
-        logits = textbook.forward(weights.model, [(*prompt, *tokens) for prompt, tokens in some], weights.kv_format)
-        for (prompt, tokens), rows in zip(some, logits, strict=True):
-            near = weights.share * float(np.abs(rows).max())
-            for at, token in enumerate(tokens):
-                row = rows[len(prompt) + at - 1]
-                exact, close = textbook.judge(row, GREEDY, 0, prompt, tokens[:at], token, (), near)
-                yield inquiry.prompts[texts[prompt, tokens]].id, at, token, exact, close
+    logits = textbook.forward(weights.model, [(*prompt, *tokens) for prompt, tokens in some], weights.kv_format)
+    for (prompt, tokens), rows in zip(some, logits, strict=True):
+        near, found = weights.share * float(np.abs(rows).max()), list[Verdict]()
+        for at, token in enumerate(tokens):
+            row = rows[len(prompt) + at - 1]
+            found.append((token, *textbook.judge(row, GREEDY, 0, prompt, tokens[:at], token, (), near)))
+        weights.judged[prompt, tokens] = found
 
 
 def acquaint(inquiry: Inquiry) -> None:
@@ -97,7 +108,7 @@ def acquaint(inquiry: Inquiry) -> None:
         if answer.num_prompt not in (None, len(own)):
             told = f"{len(own)} tokens of prompt {prompt.id}, the server {answer.num_prompt}"
             raise ConfigError(f"{FOLDER} makes {told}: {ANOTHER}")
-    some = [(i, a) for i, a in enumerate(inquiry.alone) if a.error is None][:4]
+    some = [(i, a) for i, a in enumerate(inquiry.alone) if a.error is None]
     close = [is_close for *_, is_close in judge(inquiry, some)]
     if close and sum(close) < STRANGER * len(close):
         raise ConfigError(

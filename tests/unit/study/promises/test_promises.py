@@ -15,7 +15,7 @@ from sameseed.errors import ConfigError
 from sameseed.study import schemas
 from sameseed.study.load.wire import Endpoint
 from sameseed.study.promises.page import render
-from sameseed.study.promises.verify import EXIT_CODES, ORDER, ServerSettings, verify
+from sameseed.study.promises.verify import EXIT_CODES, LEAST_REQUESTS, ORDER, ServerSettings, verify
 
 SETTINGS = ServerSettings(seconds=1e6)
 ASKED = [name for name in ORDER if name not in ("again", "oracle")]
@@ -143,8 +143,9 @@ async def test_what_was_broken_before_a_server_died_stays_so() -> None:
 
 async def test_requests_and_seconds_are_bounds() -> None:
     server = PromiseServer()
-    made = await inquire(server, replace(SETTINGS, requests=80, max_tokens=32))
-    assert len(server.seen) == made["requests"] <= 80 and made["config"]["num_prompts"] == 4
+    made = await inquire(server, replace(SETTINGS, requests=LEAST_REQUESTS, max_tokens=32))
+    assert len(server.seen) == made["requests"] <= LEAST_REQUESTS and made["config"]["num_prompts"] == 4
+    assert made["verdict"] == "holds", "the fewest requests are enough"
     server = PromiseServer()
     with pytest.raises(ConfigError, match="were over before"):
         await inquire(server, replace(SETTINGS, seconds=1e-9))
@@ -200,7 +201,7 @@ async def test_what_is_no_such_server_is_said() -> None:
 
 def test_bad_settings_are_refused() -> None:
     for bad, says in (
-        ({"requests": 20}, "--requests must be at least 80"),
+        ({"requests": 20}, "--requests must be at least 101"),
         ({"max_tokens": 2}, "--max-tokens"),
         ({"concurrency": 1}, "--concurrency"),
         ({"seconds": 0.0}, "--seconds"),
