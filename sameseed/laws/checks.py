@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from sameseed.errors import ConfigError
-from sameseed.laws import acceptance, closeness, kernels, law, logits, oracle, sampled, texts
+from sameseed.laws import acceptance, busy, closeness, kernels, law, logits, oracle, sampled, texts, ties
 from sameseed.laws.check import Check
 
 # Acceptance is counted while texts are compared; leaks of all engines come last.
@@ -17,10 +17,14 @@ CHECKS: tuple[Check, ...] = (
     logits.cache_rows,
     texts.greedy,
     texts.near_ties,
+    ties.equal_logits,
     oracle.texts,
     sampled.seeded,
     sampled.logprobs,
     sampled.stops,
+    busy.coming_and_going,
+    busy.beginnings,
+    busy.scores,
     law.texts,
     law.sampler,
     law.noise,
@@ -31,6 +35,7 @@ CHECKS: tuple[Check, ...] = (
 
 # What no check looks at, whatever its size.
 UNSEEN = (
+    "grammars other than choices of texts; what a draft remembers of other requests, beyond its effect on texts",
     "the server: its parameters, streams over the network, time-outs, restarts",
     "other models, number formats, machines, numbers of threads and versions than those named here",
     "whether the weights, the tokenizer and the chat template are the right ones",

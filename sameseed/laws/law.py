@@ -16,15 +16,17 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.statistics import ALPHA, Cell, Fit, g_test, marginal, normal_tail, target_law
 from sameseed.laws.subject import Subject, Tokens
-from sameseed.laws.textbook import adjusted, probabilities
+from sameseed.laws.textbook import adjusted, gumbel, probabilities
 from sameseed.laws.toy import needs_head, toy_loaded
 from sameseed.laws.trees import TreeDrafter
 from sameseed.models.llama import Llama
-from sameseed.request import Request, SamplingParams, Sequence
+from sameseed.request import Request, SamplingParams, Sequence, SpecMetrics
 from sameseed.spec import sampling
 
 VOCAB, LENGTH = 16, 3
 PROMPT: Tokens = (3, 1, 4, 1)
+POLICIES = ("confidence", "history", "goodput")
+SURE = 0.3  # where confidence ends a draft
 GROUP = 2048  # sequences that one call of the engine is given
 LAWS = {
     "temperature 1": SamplingParams(temperature=1.0),
@@ -68,7 +70,8 @@ def exact_law(
 )
 def texts(subject: Subject, effort: Effort) -> Found:
     """Texts of three tokens, drafted and verified by the real engine in batches, follow the target's exact
-    distribution: jointly, each place, each pair of places, under temperature, top-k, top-p, min-p, penalties.
+    distribution: jointly, each place, each pair of places, under temperature, top-k, top-p, min-p,
+    penalties, and every length policy.
     """
     wanted = effort.of(4_000_000, 2_400)
     spec = subject.config.spec
@@ -79,26 +82,45 @@ def texts(subject: Subject, effort: Effort) -> Found:
     toy = Subject(loaded, [PROMPT], SamplingParams(), max_tokens=LENGTH + 2, batch=64)
     kv = toy.kv_format
     drafts = ("trees",) if headed else ("the draft", "trees")
-    arms = list(itertools.product(LAWS.items(), drafts))
+    arms = [(name, params, draft, toy) for (name, params), draft in itertools.product(LAWS.items(), drafts)]
+    if not headed:
+        chosen = next(iter(LAWS.items()))
+        arms += [(*chosen, f"the draft, {policy}", _with_policy(toy, policy)) for policy in POLICIES]
     share = -(-wanted // len(arms))
     found = Found({"sequences": 0, "tests": 0}, {"least_p_value": 1.0, "most_variation_of_limit": 0.0, "impossible": 0})
     laws = {name: exact_law(loaded.target, kv, params) for name, params in LAWS.items()}
-    for n, ((name, params), draft) in enumerate(arms):
-        counts = _draw(toy, params, draft, share, subject.seed * 100 + n)
+    for n, (name, params, draft, drawn) in enumerate(arms):
+        counts = _draw(drawn, params, draft, share, subject.seed * 100 + n)
         for places in PLACES:
             _judge(found, f"{name}, {draft}, places {places}", marginal(counts, places), marginal(laws[name], places))
         found.sizes["sequences"] += share
     found.false_alarm = 2 * found.sizes["tests"] * ALPHA
-    every = (toy.metrics, toy.scripted)
+    toys = {id(drawn): drawn for *_, drawn in arms}.values()
+    every = [m for drawn in toys for m in (drawn.metrics, drawn.scripted)]
     found.sizes["all_guesses"] = sum(m.num_draft_tokens for m in every)
     found.sizes["all_rejections"] = sum(m.num_rollbacks for m in every)
-    subject.leaks += toy.leaks
-    subject.num_emptied += toy.num_emptied
+    for drawn in toys:
+        subject.leaks += drawn.leaks
+        subject.num_emptied += drawn.num_emptied
     found.notes.append(f"vocabulary {VOCAB}, texts of {LENGTH} tokens; drafts: {', '.join(drafts)}; cache in {kv}")
+    if not headed:
+        found.notes.append(f"policies of the draft: fixed, {', '.join(POLICIES)}")
     found.notes += other
     if headed:
         found.notes.append("there is no toy of a draft head: only trees were tried here")
     return found
+
+
+def _with_policy(toy: Subject, policy: str) -> Subject:
+    """The toy under another length policy."""
+    spec = replace(toy.config.spec, policy=policy, confidence=SURE if policy == "confidence" else None)
+    return replace(
+        toy,
+        loaded=replace(toy.loaded, config=replace(toy.config, spec=spec)),
+        leaks=[],
+        metrics=SpecMetrics(),
+        scripted=SpecMetrics(),
+    )
 
 
 def _draw(toy: Subject, params: SamplingParams, draft: str, count: int, base: int) -> Counter[Cell]:
@@ -168,11 +190,13 @@ def sampler(subject: Subject, effort: Effort) -> Found:
     "independent noise",
     f"|r| < {DEVIATIONS:g} / sqrt(n) at lags 1 to 8; p above {ALPHA:g} of a 16 x 16 G-test of pairs",
     on_host=True,
-    least={"uniforms": 10_000, "tests": 49},
+    least={"uniforms": 10_000, "tests": 49, "choices": 200},
     uniforms=10_000_000,
 )
 def noise(subject: Subject, effort: Effort) -> Found:
-    """The noise of different tokens, positions and requests is uncorrelated and pairwise independent."""
+    """The noise of different tokens, positions and requests is uncorrelated and pairwise independent, and the engine's
+    own sampler, native where it is built, chooses by it.
+    """
     wanted = effort.of(10_000_000, 60_000)
     tokens = np.arange(64)
     seeds = 24
@@ -197,9 +221,24 @@ def noise(subject: Subject, effort: Effort) -> Found:
             if not deviations < DEVIATIONS:
                 found.add(f"correlation along {name}, lag {lag}", f"below {DEVIATIONS:g} / sqrt(n)", f"r = {r:.4f}")
             _judge_pairs(found, f"pairs along {name}, lag {lag}", here.ravel(), there.ravel())
+    _choices(found, subject.seed, max(200, wanted // 5_000))
     found.false_alarm = 25 * ALPHA + 24 * normal_tail(DEVIATIONS)
     found.notes.append("one draw serves a draft and its check (coupled sampling): there is no separate residual draw")
     return found
+
+
+def _choices(found: Found, seed: int, count: int) -> None:
+    """Where all tokens are as likely, the engine's own sampler takes that of the largest noise, by the textbook."""
+    found.sizes["choices"], found.statistic["wrong_choices"] = count, 0
+    level = np.zeros(64, np.float32)
+    for i in range(count):
+        own, position = sampling.derive_seed(seed, i // 8), 1 + i * 37 % 5_000
+        seq = Sequence(0, [0] * position, SamplingParams(temperature=1.0), own)
+        got, wanted = sampling.choose(level, seq, (), ()), int(gumbel(own, position, len(level)).argmax())
+        if got != wanted:
+            found.statistic["wrong_choices"] += 1
+            found.add(f"seed {own}, position {position}", f"token {wanted}", got)
+    found.notes.append(f"choices were made by the sampler {'in C++' if sampling.HAS_NATIVE else 'in NumPy'}")
 
 
 def _judge_pairs(found: Found, name: str, a: NDArray[np.float64], b: NDArray[np.float64] | None) -> None:

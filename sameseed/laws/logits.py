@@ -12,9 +12,11 @@ from torch import Tensor
 from sameseed import ops as backends
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
+from sameseed.laws import trial
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.kernels import differing, threads_kept
 from sameseed.laws.subject import Subject, Tokens
+from sameseed.models.llama import Llama
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
@@ -22,10 +24,10 @@ from sameseed.spec.draft import Draft
 Way = Callable[["_Paths", random.Random], Tensor]
 
 
-def _fresh_runner(subject: Subject, num_blocks: int, block_size: int) -> ModelRunner:
-    c, kv, device = subject.target.config, subject.kv_format, subject.device
-    cache = KVCache(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv, device)
-    return ModelRunner(subject.target, cache)
+def _fresh_runner(model: Llama, kv: str, num_blocks: int, block_size: int) -> ModelRunner:
+    c = model.config
+    cache = KVCache(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv, str(model.device))
+    return ModelRunner(model, cache)
 
 
 class _Paths:
@@ -37,7 +39,8 @@ class _Paths:
     def runner(self, block: int = 16, seqs: int = 1) -> tuple[ModelRunner, Sequence]:
         """A fresh cache with room for `seqs` such sequences, and the sequence with nothing cached."""
         count = -(-(len(self.tokens) + 66) // block) * seqs + 1
-        return _fresh_runner(self.subject, count, block), Sequence(0, self.tokens, SamplingParams(), 0)
+        runner = _fresh_runner(self.subject.target, self.subject.kv_format, count, block)
+        return runner, Sequence(0, self.tokens, SamplingParams(), 0)
 
     def chunks(self, sizes: Seq[int], runner: ModelRunner, seq: Sequence, mates: Seq[Tokens] = ()) -> Tensor:
         """Pending tokens in chunks of these sizes, the last one repeated; `mates` are prefilled in the same passes."""
@@ -147,6 +150,7 @@ WAYS: dict[str, Way] = {
     "chunks": lambda p, rng: p.chunks([rng.randint(2, 17)], *p.runner()),
     "chain of drafted tokens": lambda p, rng: p.nodes([rng.randint(1, 8)], rng, 0),
     "tree of drafted tokens": lambda p, rng: p.nodes([rng.randint(1, 9)], rng, 4),
+    "tree of up to 64 nodes": lambda p, rng: p.nodes([12], rng, 4),
     "among 16 others": _batched,
     "after preemption": _recomputed,
     "after another's prefix": _shared,
@@ -203,10 +207,10 @@ def logits(subject: Subject, effort: Effort) -> Found:
 )
 def cache_rows(subject: Subject, effort: Effort) -> Found:
     """After rounds of accepted and rejected guesses the cache holds, byte for byte, what a fresh prefill of the same
-    tokens stores: a rejected guess leaves no trace.
+    tokens stores: a rejected guess leaves no trace. So does the cache that a draft model has of its own.
     """
     count = effort.of(100, 3)
-    found = Found({"sequences": 0, "rows": 0}, {"differing_bytes": 0})
+    found = Found({"sequences": 0, "rows": 0, "draft_rows": 0}, {"differing_bytes": 0})
     params = replace(subject.params, max_tokens=min(24, subject.max_tokens), ignore_eos=True)
     jobs = subject.jobs(count, params)
     plain = subject.run(subject.plain(), jobs)
@@ -220,17 +224,27 @@ def cache_rows(subject: Subject, effort: Effort) -> Found:
             steps += 1
             for seq in engine.scheduler.running if steps % 4 == 3 else ():
                 if seq.num_output > 1 and seq.num_cached:
-                    mine, fresh = _rows(engine.runner, seq), _prefilled(subject, engine.runner, seq)
-                    bad = int((mine != fresh).sum())
                     found.sizes["sequences"] += 1
                     found.sizes["rows"] += seq.num_cached
-                    found.statistic["differing_bytes"] += bad
-                    if bad:
-                        place = int((mine != fresh).any(dim=0).nonzero()[0])
-                        found.add(f"{name}: {seq.num_cached} rows", "a fresh prefill's bytes", f"row {place} differs")
+                    _same_rows(found, name, engine.runner, seq)
+                for level, shadow in trial.shadows(engine.drafter, seq):
+                    found.sizes["draft_rows"] += shadow.num_cached
+                    _same_rows(found, f"{name}, the cache of {type(level).__name__}", level.runner, shadow)
         if name == "draft":
             subject.metrics.add(engine.metrics)
     return found
+
+
+def _same_rows(found: Found, name: str, runner: ModelRunner, seq: Sequence) -> None:
+    """Count bytes of a sequence's cached rows that are not those of a fresh prefill."""
+    if not seq.num_cached:
+        return
+    mine, fresh = _rows(runner, seq), _prefilled(runner, seq)
+    bad = int((mine != fresh).sum())
+    found.statistic["differing_bytes"] += bad
+    if bad:
+        place = int((mine != fresh).any(dim=0).nonzero()[0])
+        found.add(f"{name}: {seq.num_cached} rows", "a fresh prefill's bytes", f"row {place} differs")
 
 
 def _rows(runner: ModelRunner, seq: Sequence) -> Tensor:
@@ -248,9 +262,9 @@ def _rows(runner: ModelRunner, seq: Sequence) -> Tensor:
     return torch.cat(parts, dim=1).T
 
 
-def _prefilled(subject: Subject, like: ModelRunner, seq: Sequence) -> Tensor:
+def _prefilled(like: ModelRunner, seq: Sequence) -> Tensor:
     size = like.cache.block_size
-    runner = _fresh_runner(subject, -(-seq.num_cached // size), size)
+    runner = _fresh_runner(like.model, like.cache.format, -(-seq.num_cached // size), size)
     fresh = Sequence(0, seq.token_ids[: seq.num_cached], seq.params, 0)
     runner.blocks.reserve(fresh, len(fresh))
     out = runner.forward([fresh], Draft.empty(1), [len(fresh)])

@@ -23,6 +23,7 @@ TEMPERATURES = (0.0, 0.05, 0.4, 1.0, 2.5)  # each with every processor on
 STOPPED = 3  # characters before a stop string begins
 LETTERS, CHOICES, SPELLED = 4, 24, 8  # of the grammar: letters, texts, letters of a text
 NUM_NODES = 64  # of a tree
+WAIT = 4  # tokens: as many as one character may take
 
 
 class Rule(NamedTuple):
@@ -162,9 +163,16 @@ def judge(subject: Subject, written: Seq[Written], rule: Rule) -> Found:
 
 
 def _judge_end(subject: Subject, found: Found, where: str, job: Request, c: Completion) -> None:
-    """Does the text end where the textbook ends it, for its reason, and say what its tokens say?"""
+    """Does the text end where the textbook ends it, for its reason, and say what its tokens say?
+
+    Bytes that are no text for WAIT tokens are the decoder's to show: such texts are counted and not judged.
+    """
     decode, eos, tokens = subject.loaded.tokenizer.decode, subject.target.config.eos_token_ids, c.token_ids
     said = [decode(list(tokens[: n + 1])) for n in range(len(tokens))]
+    halves = "".join("h" if text.endswith(HALF) else " " for text in said)
+    if "h" * WAIT in halves:
+        found.sizes["texts_of_bytes"] = found.sizes.get("texts_of_bytes", 0) + 1
+        return
     end = textbook.ends(job.params, c.prompt_token_ids, tokens, said, eos, subject.max_len)
     if end != len(tokens):
         found.statistic["wrong_ends"] += 1

@@ -129,8 +129,11 @@ class Subject:
     def run(
         self, engine: Engine, jobs: Seq[Request], alone: bool = False, deltas: list[Delta] | None = None
     ) -> list[Completion]:
-        """Run jobs to their end, together or one after the other; note what the engine keeps though all have left."""
-        done = trial.run(engine, jobs, alone, deltas)
+        """Run jobs to their end, together or one after the other; see `over`."""
+        return self.over(engine, trial.run(engine, jobs, alone, deltas))
+
+    def over(self, engine: Engine, done: list[Completion]) -> list[Completion]:
+        """Note what an engine keeps of requests that have all left, and what was guessed; gives `done` back."""
         self.leaks += trial.leaks(engine)[: 3 - len(self.leaks)]
         self.num_emptied += 1
         (self.scripted if isinstance(engine.drafter, TreeDrafter) else self.metrics).add(engine.metrics)

@@ -247,9 +247,9 @@ def ends(
 def stopped(params: SamplingParams, texts: Seq[str]) -> int | None:
     """Where in the last of `texts` the first stop string begins that ends in its last token; None: there is none.
 
-    texts[i]: what i + 1 tokens say. A character of which tokens are missing is no text yet.
+    texts[i]: what i + 1 tokens say. Tokens that leave half a character wait for the next: they are its last token too.
     """
-    text, before = texts[-1], texts[-2].rstrip(HALF) if len(texts) > 1 else ""
+    text, before = texts[-1], next((t for t in texts[-2::-1] if not t.endswith(HALF)), "")
     if text.endswith(HALF):
         return None
     found = [text.find(stop, max(0, len(before) - len(stop) + 1)) for stop in params.stop]

@@ -23,14 +23,23 @@ DRAFT_NOISE = 0.5  # share of other weights in the toy draft: it is right often,
 
 
 class ToyCheckpoint(RandomCheckpoint):
-    """Random weights with some of another set mixed in; the head is larger, so that texts have favourites."""
+    """Random weights with some of another set mixed in; the head is larger, so that texts have favourites.
 
-    def __init__(self, config: ModelConfig, noise: float = 0.0) -> None:
+    `twins`: tokens 2 i and 2 i + 1 have equal logits everywhere.
+    """
+
+    def __init__(self, config: ModelConfig, noise: float = 0.0, twins: bool = False) -> None:
         super().__init__(config, 0, torch.float32)
+        self._twins = twins
         self._other = RandomCheckpoint(config, 1000, torch.float32)
         self._noise_share = noise
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
+        if self._twins and name == "lm_head.weight":
+            return torch.cat([self._mixed(name, i // 2 * 2, i // 2 * 2 + 1) for i in range(start, stop)])
+        return self._mixed(name, start, stop)
+
+    def _mixed(self, name: str, start: int, stop: int) -> Tensor:
         own, other = super().rows(name, start, stop), self._other.rows(name, start, stop)
         mixed: Tensor = (own + self._noise_share * other) / (1 + self._noise_share**2) ** 0.5
         return mixed * 2.0 if name == "lm_head.weight" else mixed
@@ -43,6 +52,7 @@ def toy_model(
     noise: float = 0.0,
     notes: list[str] | None = None,
     device: str = "cpu",
+    twins: bool = False,
 ) -> Llama:
     """A Llama of two narrow layers stored in a format; in fp32, as `notes` then say, where that takes none so small."""
     config = parse_config(
@@ -60,7 +70,7 @@ def toy_model(
             "eos_token_id": 0,
         }
     )
-    source = ToyCheckpoint(config, noise)
+    source = ToyCheckpoint(config, noise, twins)
     try:
         weights = read_weights(config, source, QuantScheme.parse(quant), ops, device)
     except SameseedError:
@@ -77,10 +87,12 @@ def toy_loaded(
     ops: Ops | None = None,
     noise: float = DRAFT_NOISE,
     notes: list[str] | None = None,
+    twins: bool = False,
 ) -> Loaded:
     """Toy models for the same speculation as `config` has: target, and whatever its levels need.
 
-    `noise`: share of other weights in a draft model. `notes` get what could not be had in the format asked for.
+    `noise`: share of other weights in a draft model; `twins`: of the target's tokens. `notes` get what could
+    not be had in the format asked for.
     """
     ops = ops or backends.resolve(config.backend, config.device)
 
@@ -95,7 +107,7 @@ def toy_loaded(
         return own + [m for level in spec.below for m in drafts(level)]
 
     spec, cache = toy_spec(config.spec), CacheConfig(config.cache.block_size, None, config.cache.format)
-    target = toy_model(ops, vocab_size, config.format, 0.0, notes, config.device)
+    target = toy_model(ops, vocab_size, config.format, 0.0, notes, config.device, twins)
     toy = replace(config, spec=spec, cache=cache, max_model_len=None)
     return Loaded(toy, tokenizer, 0, target, tuple(drafts(spec)))
 

@@ -9,7 +9,7 @@ from sameseed.engine.engine import Engine
 from sameseed.errors import SameseedError
 from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
-from sameseed.request import Completion, Delta, Request
+from sameseed.request import Completion, Delta, Request, Sequence
 from sameseed.spec.drafter import Drafter
 
 
@@ -71,6 +71,16 @@ def leaks(engine: Engine) -> list[str]:
         if free != list(range(blocks.num_blocks)):
             found.append(f"{blocks.num_blocks - len(set(free))} of {blocks.num_blocks} blocks of {name} stayed taken")
     return found
+
+
+def shadows(drafter: Any, seq: Sequence) -> list[tuple[Any, Sequence]]:
+    """Levels of drafting with a cache of their own that follow `seq`, each with its sequence there."""
+    followers, levels = getattr(drafter, "followers", None), getattr(drafter, "below", ())
+    mine = [(drafter, followers[seq])] if followers is not None and seq.seq_id in followers._shadows else []
+    if followers is not None:  # those below it follow the shadow
+        seq = mine[0][1] if mine else seq
+    every = [levels] if isinstance(levels, Drafter) else levels
+    return mine + [found for level in every for found in shadows(level, seq)]
 
 
 def draft_with(engine: Engine, drafter: Drafter, num_draft_tokens: int) -> Engine:

@@ -31,7 +31,7 @@ FORMATS = ("bf16", "w8a16", "w8a8", "w4a16", "w4a8", "fp8", "fp8-a8", "w4a8-qoq"
 KV_FORMATS = ("bf16", "int8", "fp8_e4m3")
 BATCHES = (1, 4, 16)
 # What a draft can do wrong. The other checks do not look at it: once for each format is enough.
-OF_DRAFTS = ("C1", "L3", "L6", "L9", "S1", "L5", "L10", "A1", "C2")
+OF_DRAFTS = ("C1", "L3", "L6", "L9", "S1", "W1", "P1", "L5", "L10", "A1", "C2")
 LEAST = 0.25  # share of the least sizes, where many cells are looked at
 
 

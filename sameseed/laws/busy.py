@@ -1,0 +1,237 @@
+"""W1, P1 and P2: engines that are full, requests that leave early, texts that begin alike, prompts that are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+
+from sameseed.engine.engine import Engine
+from sameseed.engine.scheduler import Plan
+from sameseed.laws import textbook
+from sameseed.laws.check import Effort, Found, check
+from sameseed.laws.sampled import sampling_settings
+from sameseed.laws.subject import Subject, Tokens
+from sameseed.laws.texts import SAME_TEXTS, compare
+from sameseed.request import Completion, Delta, Request, SamplingParams, Sequence
+
+SEQS, ROWS, BLOCK = 10, 14, 4  # of a crowded engine: sequences, rows of a pass, rows of a block
+STAGES = ("waiting", "in_its_prompt", "writing", "preempted")  # in which requests are aborted
+PROMPT = 24  # tokens of a prompt, at least: six blocks
+CHANGED = 9  # the token of a beginning that is another's
+
+
+def _long(subject: Subject, i: int) -> Tokens:
+    """Prompt i, as long as PROMPT tokens by those behind it."""
+    made: Tokens = ()
+    while len(made) < PROMPT:
+        made += subject.prompts[i % len(subject.prompts)]
+        i += 1
+    return made[: max(PROMPT, min(len(made), 64))][-max(1, subject.max_len - subject.max_tokens - 1) :]
+
+
+def _jobs(subject: Subject, count: int, start: int) -> list[Request]:
+    """Long prompts, each sampled in another way, more than an engine takes at once."""
+    ways = list(sampling_settings(subject.params).values())
+    jobs = []
+    for i in range(start, start + count):
+        params = replace(ways[i % len(ways)], max_tokens=min(16, subject.max_tokens), ignore_eos=True)
+        seed = subject.seed * 1_000_003 + i
+        jobs.append(Request(f"w{i}", _long(subject, i), replace(params, seed=seed), seed, owner=f"o{i % 3}"))
+    return jobs
+
+
+@check(
+    "W1",
+    "coming and going",
+    SAME_TEXTS + "; texts of aborted requests are beginnings of theirs",
+    least={
+        "texts": 16,
+        "preemptions": 2,
+        "crowded_chunks": 2,
+        **{f"aborted_{stage}": 1 for stage in STAGES},
+        "guesses": 20,
+        "rejections": 4,
+    },
+    requests=2_000,
+)
+def coming_and_going(subject: Subject, effort: Effort) -> Found:
+    """Requests that come one after another, aborted while they wait, in their prompts, while they write and after
+    preemption, in passes of few rows that more than five sequences share: those that stay write what they write alone.
+    """
+    count = effort.of(2_000, 24)
+    sizes = {"requests": 0, "texts": 0, "crowded_chunks": 0, **{f"aborted_{stage}": 0 for stage in STAGES}}
+    found = Found(sizes, {"differing_texts": 0, "preemptions": 0})
+    for turn, start in enumerate(range(0, count, 12)):
+        jobs = _jobs(subject, 12, start)
+        plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
+        longest = max(len(j.prompt_token_ids) for j in jobs) + jobs[0].params.max_tokens
+        for name, room in (("the draft", 3), ("trees", 3), ("the draft, room for all", SEQS)):
+            drafter = subject.trees(jobs, plain, turn) if name == "trees" else None
+            engine = subject.engine(drafter=drafter, block=BLOCK, rows=ROWS, seqs=SEQS, tokens=room * longest)
+            done = _Crowd(subject, found, engine, jobs).run()
+            stayed = [i for i, c in enumerate(done) if c.finish_reason.value != "abort"]
+            left = [i for i in range(len(jobs)) if i not in stayed]
+            mine, truth, got = [jobs[i] for i in stayed], [plain[i] for i in stayed], [done[i] for i in stayed]
+            compare(subject, found, name, mine, truth, got)
+            for i in left:
+                written = done[i].token_ids
+                if written != plain[i].token_ids[: len(written)]:
+                    found.statistic["differing_texts"] += 1
+                    found.add(f"{name}, aborted, prompt {i}", plain[i].token_ids, written)
+            found.sizes["requests"] += len(jobs)
+            found.sizes["texts"] += len(stayed)
+            found.statistic["preemptions"] += engine.scheduler.num_preemptions
+    return found
+
+
+class _Crowd:
+    """Runs jobs that come four a step; at each of STAGES the first request that is there is aborted."""
+
+    def __init__(self, subject: Subject, found: Found, engine: Engine, jobs: Seq[Request]) -> None:
+        self.subject, self.found, self.engine, self.jobs = subject, found, engine, jobs
+        self.wanted = list(STAGES)
+        self._schedule, engine.scheduler.schedule = engine.scheduler.schedule, self._watched  # type: ignore[method-assign]
+
+    def _watched(self, draft_lengths: object) -> Plan:
+        """The scheduler's plan; passes are counted in which a part of a prompt meets more than five other sequences."""
+        plan = self._schedule(draft_lengths)  # type: ignore[arg-type]
+        parts = [n < seq.num_pending for seq, n in zip(plan.seqs, plan.num_pending, strict=True)]
+        self.found.sizes["crowded_chunks"] += any(parts) and len(parts) > 5
+        return plan
+
+    def run(self) -> list[Completion]:
+        """Completions of all jobs, in their order."""
+        engine, done, coming = self.engine, dict[str, Completion](), list(self.jobs)
+        steps = 400 + 60 * len(self.jobs)
+        while (coming or engine.has_work) and steps:
+            steps -= 1
+            for job in coming[:4]:
+                engine.add(job)
+            del coming[:4]
+            deltas = self._abort() or engine.step()
+            done |= {d.request_id: d.completion for d in deltas if d.completion is not None}
+        return self.subject.over(engine, [done[job.request_id] for job in self.jobs])
+
+    def _abort(self) -> list[Delta]:
+        """What becomes of a request that is where one is to be aborted."""
+        for live in self.engine._live.values():
+            for stage in self.wanted:
+                if _is_in(stage, live.seq, live.seq in self.engine.scheduler.running):
+                    self.wanted.remove(stage)
+                    self.found.sizes[f"aborted_{stage}"] += 1
+                    return self.engine.abort(live.request.request_id)
+        return []
+
+
+def _is_in(stage: str, seq: Sequence, runs: bool) -> bool:
+    if stage == "waiting":
+        return not runs and not seq.num_preemptions
+    if stage == "preempted":
+        return not runs and seq.num_preemptions > 0
+    if stage == "in_its_prompt":
+        return runs and not seq.num_output and seq.num_cached > 0
+    return runs and seq.num_output > 2
+
+
+@check(
+    "P1",
+    "texts that begin alike",
+    SAME_TEXTS + "; 0 rows from another tenant, or without a prefix cache",
+    least={"texts": 24, "reused_tokens": 100, "refused_tenants": 2, "guesses": 20, "rejections": 4},
+    remedy="leave --no-prefix-cache out, or take a higher --effort",
+    requests=2_000,
+)
+def beginnings(subject: Subject, effort: Effort) -> Found:
+    """Texts that begin with the rows of earlier ones are those without a prefix cache. Of another tenant's rows none
+    are taken, nor of a beginning from where it differs, nor any where the cache is off.
+    """
+    found = Found({"texts": 0, "reused_tokens": 0, "refused_tenants": 0}, {"differing_texts": 0, "rows_of_others": 0})
+    for turn in range(max(1, effort.of(2_000, 8) // 8)):
+        jobs = _alike(subject, turn)
+        plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
+        longest = max(len(j.prompt_token_ids) for j in jobs) + jobs[0].params.max_tokens
+        shares = subject.config.cache.prefix_cache
+        for name, on, alone, tokens in (
+            ("one by one", shares, True, 8 * longest),
+            ("one by one, trees", shares, True, 8 * longest),
+            ("one by one, few blocks", shares, True, longest + longest // 2),
+            ("together", shares, False, 8 * longest),
+            ("one by one, no prefix cache", False, True, 8 * longest),
+        ):
+            drafter = subject.trees(jobs, plain, turn) if "trees" in name else None
+            engine = subject.engine(drafter=drafter, block=BLOCK, seqs=3, tokens=tokens)
+            engine.runner.blocks.shares = on
+            got = subject.run(engine, jobs, alone)
+            found.sizes["texts"] += len(jobs)
+            compare(subject, found, name, jobs, plain, got)
+            if alone:
+                _judge_reuse(found, name, jobs, got, on)
+    return found
+
+
+def _alike(subject: Subject, turn: int) -> list[Request]:
+    """A tenant's text twice, another's the same text twice, the first one's again, and with one token changed."""
+    ways = list(sampling_settings(subject.params).values())
+    begin, jobs = _long(subject, turn), []
+    at = CHANGED % len(begin)
+    other = (*begin[:at], (begin[at] + 1) % subject.vocab_size, *begin[at + 1 :])
+    for i, tenant in enumerate("aabbaaaa"):
+        prompt = (*(begin if i < 6 else other), *_long(subject, turn + 1 + i % 2)[:5])
+        params = replace(ways[(turn + i) % len(ways)], max_tokens=min(8, subject.max_tokens), ignore_eos=True)
+        seed = subject.seed * 7_919 + turn * 8 + i
+        jobs.append(Request(f"p{i}", prompt, replace(params, seed=seed), seed, tenant=tenant))
+    return jobs
+
+
+def _judge_reuse(found: Found, name: str, jobs: Seq[Request], got: Seq[Completion], on: bool) -> None:
+    """Count tokens whose rows were there already, and requests that took more than were theirs to take."""
+    for i, (job, c) in enumerate(zip(jobs, got, strict=True)):
+        reused = c.metrics.num_cached_tokens
+        most = {0: 0, 2: 0, 6: CHANGED}.get(i, len(job.prompt_token_ids)) if on else 0
+        found.sizes["reused_tokens"] += reused
+        found.sizes["refused_tenants"] += on and i == 2 and not reused
+        if reused > most:
+            found.statistic["rows_of_others"] += reused
+            found.add(f"{name}, prompt {i}: rows taken over", f"at most {most}", reused)
+
+
+@check(
+    "P2",
+    "scored prompts",
+    "0 differing bits; 0 scores further from the textbook's than the tolerance",
+    least={"scores": 60, "other_texts": 2},
+    requests=500,
+)
+def scores(subject: Subject, effort: Effort) -> Found:
+    """Log-probabilities of a prompt's tokens are the same bits in small chunks beside other requests as alone, and
+    within the tolerance the textbook's; the texts beside them are as ever.
+    """
+    found = Found({"scores": 0, "other_texts": 0}, {"differing_scores": 0, "too_far": 0, "differing_texts": 0})
+    params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)
+    share = textbook.tolerance(subject.target, subject.kv_format)
+    for start in range(0, effort.of(500, 4), 4):
+        texts = [_long(subject, start + i) for i in range(4)]
+        jobs = [
+            Request(f"s{i}", t, replace(params, seed=start + i), start + i, score_prompt=i < 3)
+            for i, t in enumerate(texts)
+        ]
+        plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
+        got = subject.run(subject.engine(block=BLOCK, rows=ROWS, seqs=4), jobs)
+        compare(subject, found, "beside scored prompts", jobs, plain, got)
+        found.sizes["other_texts"] += len(jobs)
+        for i, logits in enumerate(textbook.forward(subject.target, texts[:3], subject.kv_format)):
+            mine, alone = got[i].prompt_logprobs, plain[i].prompt_logprobs
+            if mine != alone:
+                found.statistic["differing_scores"] += 1
+                found.add(f"scores of prompt {start + i}", alone, mine)
+            largest = logits.max(-1, keepdims=True)
+            exact = logits - largest - np.log(np.exp(logits - largest).sum(-1, keepdims=True))
+            for at, one in enumerate(mine or ()):
+                found.sizes["scores"] += 1
+                wrong = one.token_id != texts[i][at + 1]
+                if wrong or abs(one.logprob - exact[at, one.token_id]) > 2 * share * float(np.abs(logits).max()):
+                    found.statistic["too_far"] += 1
+                    found.add(f"prompt {start + i}, token {at + 1}", f"{exact[at, texts[i][at + 1]]:.5f}", one)
+    return found

@@ -1,0 +1,95 @@
+"""Busy engines: what the checks of crowds, of beginnings, of scores and of ties see, and what they notice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import pytest
+import torch
+
+from sameseed.kvcache.prefix import Prefixes
+from sameseed.laws import busy, ties, trial
+from sameseed.laws.check import FAILED, NOT_SHOWN, PASSED, Check, Effort, Result, run_check
+from sameseed.laws.logits import cache_rows
+from sameseed.laws.mutants import toy_subject
+from sameseed.laws.subject import Subject
+from sameseed.request import Sequence
+from sameseed.spec import verify
+from sameseed.tokenizer import Tokenizer
+
+QUICK = Effort(1e-9)
+
+
+@pytest.fixture
+def subject(pair_folders: tuple[Path, Path]) -> Subject:
+    return toy_subject(Tokenizer.from_folder(pair_folders[0]))
+
+
+def looked(check: Check, subject: Subject) -> Result:
+    return run_check(check, subject, QUICK)
+
+
+def test_requests_are_aborted_at_every_stage(subject: Subject) -> None:
+    result = looked(busy.coming_and_going, subject)
+    assert result.status == PASSED, (result.found.findings, result.found.lacking)
+    assert all(result.found.sizes[f"aborted_{stage}"] for stage in busy.STAGES)
+    assert result.found.sizes["crowded_chunks"] > 1 and result.found.statistic["preemptions"] > 1
+    assert not subject.leaks and subject.metrics.num_draft_tokens
+
+
+def test_rows_of_another_tenant_are_told(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked(busy.beginnings, subject).status == PASSED
+    own = Prefixes._digests
+
+    def shared(self: Prefixes, seq: Sequence, count: int) -> list[bytes]:
+        seq.tenant = ""
+        return own(self, seq, count)
+
+    monkeypatch.setattr(Prefixes, "_digests", shared)
+    result = looked(busy.beginnings, subject)
+    assert result.status == FAILED and "rows taken over" in result.found.findings[0].where
+
+
+def test_without_a_prefix_cache_nothing_is_shown_of_it(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Prefixes, "find", lambda self, seq, first: [])
+    result = looked(busy.beginnings, subject)
+    assert result.status == NOT_SHOWN and "reused tokens: 0" in result.found.lacking[0]
+
+
+def test_scores_of_another_row_are_told(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked(busy.scores, subject).status == PASSED
+    right = verify.token_logprob
+    monkeypatch.setattr(
+        verify, "token_logprob", lambda row, *more: right(row + torch.arange(len(row)).numpy() / 9, *more)
+    )
+    result = looked(busy.scores, subject)
+    assert result.status == FAILED and result.found.statistic["too_far"] > 10, "though all engines agree"
+
+
+def test_the_second_of_equals_is_told(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked(ties.equal_logits, subject).status == PASSED
+    right = verify._argmax
+
+    def last(table):  # type: ignore[no-untyped-def]
+        best, finite = right(table)
+        return ([b + 1 for b in best], finite) if len(table) > 3 else (best, finite)
+
+    monkeypatch.setattr(verify, "_argmax", last)
+    assert looked(ties.equal_logits, subject).status == FAILED
+
+
+def test_the_cache_of_a_draft_is_looked_at(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = looked(cache_rows, subject)
+    assert result.status == PASSED and result.found.sizes["draft_rows"] > 10
+    shadows = trial.shadows
+
+    def spoilt(drafter: object, seq: Sequence) -> Seq[tuple[object, Sequence]]:
+        found = shadows(drafter, seq)
+        for level, shadow in found:
+            level.runner.cache.layers[0].k[shadow.blocks[0], 0] += 1
+        return found
+
+    monkeypatch.setattr(trial, "shadows", spoilt)
+    result = looked(cache_rows, subject)
+    assert result.status == FAILED and "the cache of DraftModelDrafter" in result.found.findings[0].where
