@@ -91,12 +91,16 @@ class PromiseServer:
         tokens: list[tuple[str, dict[str, float]]] = []
         for _ in range(body["max_tokens"]):
             values = logprobs_after(prompt + "".join(t for t, _ in tokens))
+            values |= {t: v + values[t] for t, v in self._bias(body).items()}
             tokens.append((self._choose(values, body, noise, len(tokens)), values))
         text = "".join(t for t, _ in tokens)
         if self._wrong(body, hit):
             tokens[5] = ("z" if tokens[5][0] != "z" else "y", tokens[5][1]) if len(tokens) > 5 else tokens[-1]
             text = text[:5] + "z" + text[6:]
         return self._parts(body, prompt, text, tokens, hit)
+
+    def _bias(self, body: dict[str, Any]) -> dict[str, float]:
+        return {chr(int(token)): value for token, value in body.get("logit_bias", {}).items()}
 
     def _noise(self, body: dict[str, Any]) -> random.Random:
         ignored = self.fault == "seed ignored" or (self.fault == "seed under load" and self.inside > 1)
@@ -107,6 +111,8 @@ class PromiseServer:
         if body["temperature"] > 0:
             return best[0] if self.fault == "no sampling" else noise.choice(best[:4])
         if self.fault == "ties" and self.inside > 1 and values[best[0]] - values[best[1]] < 0.05 and at == 0:
+            return best[1]
+        if self.fault == "equal tokens" and self.inside > 1 and self._bias(body) and at == 0:
             return best[1]
         return best[1] if self.fault == "not the likeliest" and at == 3 else best[0]
 
@@ -172,6 +178,8 @@ class PromiseServer:
             rows = [(t, v.get(t, -9.0), self._top(v)) for t, v in tokens]
         if self.fault == "tokens of another text":
             rows = rows[1:]
+        if body.get("return_tokens_as_token_ids"):
+            rows = [(_named(t), v, {_named(t): v for t, v in top.items()}) for t, v, top in rows]
         if "messages" in body:
             content = [{"token": t, "logprob": v, "top_logprobs": _entries(top)} for t, v, top in rows]
             return {"content": content}
@@ -185,3 +193,7 @@ class PromiseServer:
 
 def _entries(top: dict[str, float]) -> list[dict[str, Any]]:
     return [{"token": t, "logprob": v} for t, v in top.items()]
+
+
+def _named(token: str) -> str:
+    return f"token_id:{ord(token)}"

@@ -13,7 +13,7 @@ from fixtures_server import Server
 from sameseed.cli import main
 
 KEY = "a-key-for-the-test"
-BOUNDS = ["--requests", "120", "--seconds", "100000"]
+BOUNDS = ["--requests", "140", "--seconds", "100000"]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,7 @@ def test_our_own_server_keeps_its_promises_now_and_later(
     assert json.loads(out.read_text()) == found and server.url not in out.read_text() and KEY not in out.read_text()
     assert "The server keeps its promises" in page.read_text()
     numbers = {p["id"]: p["numbers"] for p in found["promises"]}
+    assert numbers["ties"]["made_equal"] == 4
     assert numbers["logprobs"]["largest_drift"] == 0 and numbers["load"]["written_at_once"] >= 2
     assert main([*ask, "--only", "again", "stream", "--again", str(out)]) == 0
     said = capsys.readouterr().out
@@ -64,7 +65,7 @@ def test_what_is_wrong_is_said(
         (["http://127.0.0.1:9"], "is it running"),
         (["nonsense"], "give a server's address"),
         ([server.url + "/v7"], "name the model with --name"),
-        ([server.url, "--requests", "9"], "--requests must be at least 101"),
+        ([server.url, "--requests", "9"], "--requests must be at least 117"),
         ([server.url, "--again", str(tmp_path / "none.jsonl")], "cannot read the earlier report"),
         ([server.url, "--again", str(tmp_path / "empty.jsonl")], "holds no report"),
         ([server.url, "--only", "oracle"], "needs --model FOLDER"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sameseed.study.load import prompts
 from sameseed.study.promises.ask import Question
 from sameseed.study.promises.evidence import LEAST_TEXTS, Evidence, promise
 from sameseed.study.promises.inquiry import Inquiry
+from sameseed.study.promises.numbers import wanted
 
 MOST_TIES = 8
+MOST_BIASED = 4  # of them are also asked with a bias that makes both tokens equal
 NEAR = 0.1  # of log-probability, between the likeliest and the next
 AFTER = 8  # tokens written from a tie on
 
@@ -49,6 +51,21 @@ def at_tie(inquiry: Inquiry, tie: NearTie) -> Question:
     return Question({"prompt": prompts.plain(inquiry.prompts[tie.index]) + written}, AFTER)
 
 
+async def sharpened(inquiry: Inquiry, question: Question) -> Question | None:
+    """A question with a bias that makes its two likeliest first tokens equal, nearly; None where no ids are told."""
+    if inquiry.chat or not inquiry.asker.extras:
+        return None
+    asked = {**wanted(chat=False), "return_tokens_as_token_ids": True}
+    answer = await inquiry.asker.ask(replace(question, max_tokens=1, stream=False, fields=asked))
+    if answer.error is not None or not answer.scored or len(answer.scored[0].top) < 2:
+        return None
+    (_, best), (name, second) = sorted(answer.scored[0].top, key=lambda t: -t[1])[:2]
+    prefix, _, token = name.partition(":")
+    if prefix != "token_id" or not token.isdigit():
+        return None
+    return replace(question, fields={"logit_bias": {token: best - second}})
+
+
 @promise("ties", "near ties")
 async def ties(inquiry: Inquiry, evidence: Evidence) -> None:
     """Where two tokens are nearly as likely, the same one is chosen, alone and under load."""
@@ -56,18 +73,23 @@ async def ties(inquiry: Inquiry, evidence: Evidence) -> None:
         evidence.missing = "without log-probabilities no near tie can be found"
         return
     found = near_ties(inquiry)
-    questions = [at_tie(inquiry, tie) for tie in found]
+    asked = [(f"gap {tie.gap:.2g}", tie, at_tie(inquiry, tie)) for tie in found]
+    for _, tie, question in asked[:MOST_BIASED]:
+        if (biased := await sharpened(inquiry, question)) is not None:
+            asked.append(("made equal by a bias", tie, biased))
+    wheres = [f"{inquiry.prompts[tie.index].id}, token {tie.at}, {how}" for how, tie, _ in asked]
+    questions = [question for *_, question in asked]
     alone = [await inquiry.asker.ask(q) for q in questions]
-    wheres = [f"{inquiry.prompts[tie.index].id}, token {tie.at}, gap {tie.gap:.2g}" for tie in found]
     for where, question, first in zip(wheres, questions, alone, strict=True):
         evidence.compare(f"{where}, again", first, await inquiry.asker.ask(question))
-    together = await inquiry.asker.ask_together(questions, max(2, inquiry.concurrency)) if questions else []
+    together = await inquiry.asker.ask_together(questions, inquiry.concurrency) if questions else []
     for where, first, answer in zip(wheres, alone, together, strict=False):
         evidence.compare(f"{where}, under load", first, answer)
-    near = [tie.gap for tie in found if tie.gap <= NEAR]
-    evidence.numbers |= {"near_ties": len(near)} | ({"nearest_gap": found[0].gap} if found else {})
-    if len(near) < LEAST_TEXTS:
+    near = sum(tie.gap <= NEAR for tie in found)
+    numbers = {"near_ties": near, "made_equal": len(asked) - len(found)}
+    evidence.numbers |= numbers | ({"nearest_gap": found[0].gap} if found else {})
+    if sum(numbers.values()) < LEAST_TEXTS:
         evidence.missing = (
-            f"{len(near)} places have two tokens within {NEAR:g} of each other, at least {LEAST_TEXTS} are needed; "
+            f"{near} places have two tokens within {NEAR:g} of each other, at least {LEAST_TEXTS} are needed; "
             "give more --requests or --max-tokens"
         )

@@ -30,7 +30,7 @@ ORDER = ("logprobs", "ties", "repeat", "load", "stream", "prefix", "speculation"
 ON_DEMAND = {"again": "--again FILE", "oracle": "--model FOLDER"}  # asked for only where the user gave that
 # Requests of all promises: some however many the prompts, 4 for each seeded one, and for each prompt those of `alone`,
 # `logprobs`, `repeat`, `load` (2.5), `stream`, `speculation` (2) and `later`.
-FIXED = 3 + 3 * ties.MOST_TIES + 4 * texts.MOST_LONG + numbers.MOST_SCORED
+FIXED = 3 + 3 * ties.MOST_TIES + 4 * ties.MOST_BIASED + 4 * texts.MOST_LONG + numbers.MOST_SCORED
 EACH = 9.5
 SHARE = 0.7  # of the seconds that is planned for
 

@@ -54,6 +54,7 @@ async def test_a_server_that_keeps_its_promises(chat: bool) -> None:
     assert entry(made, "load")["numbers"]["written_at_once"] >= 2
     assert entry(made, "speculation")["numbers"]["rejected"] > 0
     assert entry(made, "prefix")["numbers"]["cache_hits"] == 8
+    assert entry(made, "ties")["numbers"]["made_equal"] == (0 if chat else 4)
     assert chat or entry(made, "logprobs")["numbers"]["texts_scored"] == 4
 
 
@@ -68,6 +69,7 @@ async def test_a_server_that_keeps_its_promises(chat: bool) -> None:
         ("seed ignored", "seeds"),
         ("seed under load", "seeds"),
         ("ties", "ties"),
+        ("equal tokens", "ties"),
         ("text with log-probabilities", "logprobs"),
         ("not the likeliest", "logprobs"),
         ("sums above 1", "logprobs"),
@@ -82,7 +84,15 @@ async def test_each_broken_promise_is_found(fault: str, name: str) -> None:
     assert made["verdict"] == "broken" and EXIT_CODES[made["verdict"]] == 1
     first = found["differences"][0]
     assert first["expected"] != first["found"] and first["at"] >= 0
-    if fault in ("prefix", "speculation", "seed ignored", "seed under load", "scored otherwise", "sums above 1"):
+    if fault in (
+        "prefix",
+        "speculation",
+        "seed ignored",
+        "seed under load",
+        "scored otherwise",
+        "sums above 1",
+        "equal tokens",
+    ):
         assert [n for n, status in statuses(made).items() if status == "broken"] == [name], "and no other"
     if fault in ("load", "stream", "prefix", "speculation"):
         assert first["at"] == 5 and first["found"][5] == "z"
@@ -201,7 +211,7 @@ async def test_what_is_no_such_server_is_said() -> None:
 
 def test_bad_settings_are_refused() -> None:
     for bad, says in (
-        ({"requests": 20}, "--requests must be at least 101"),
+        ({"requests": 20}, "--requests must be at least 117"),
         ({"max_tokens": 2}, "--max-tokens"),
         ({"concurrency": 1}, "--concurrency"),
         ({"seconds": 0.0}, "--seconds"),
