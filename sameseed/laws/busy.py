@@ -121,7 +121,10 @@ class _Crowd:
                 if _is_in(stage, live.seq, live.seq in self.engine.scheduler.running):
                     self.wanted.remove(stage)
                     self.found.sizes[f"aborted_{stage}"] += 1
-                    return self.engine.abort(live.request.request_id)
+                    left = self.engine.abort(live.request.request_id)
+                    if not left:
+                        self.found.add(f"aborted {stage.replace('_', ' ')}", "an end", "none")
+                    return left
         return []
 
 
@@ -161,7 +164,7 @@ def beginnings(subject: Subject, effort: Effort) -> Found:
             ("one by one, no prefix cache", False, True, 8 * longest),
         ):
             drafter = subject.trees(jobs, plain, turn) if "trees" in name else None
-            engine = subject.engine(drafter=drafter, block=BLOCK, seqs=3, tokens=tokens)
+            engine = subject.engine(drafter=drafter, block=BLOCK, rows=ROWS, seqs=3, tokens=tokens)
             engine.runner.blocks.shares = on
             got = subject.run(engine, jobs, alone)
             found.sizes["texts"] += len(jobs)

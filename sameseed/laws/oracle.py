@@ -20,7 +20,7 @@ from sameseed.laws.trees import TreeDrafter
 from sameseed.request import Completion, Request, SamplingParams
 
 TEMPERATURES = (0.0, 0.05, 0.4, 1.0, 2.5)  # each with every processor on
-STOPPED = 3  # characters before a stop string begins
+STOPPED = (3, 1)  # characters before a stop string begins, in turn: some come before the least length
 LETTERS, CHOICES, SPELLED = 4, 24, 8  # of the grammar: letters, texts, letters of a text
 NUM_NODES = 64  # of a tree
 WAIT = 4  # tokens: as many as one character may take
@@ -73,7 +73,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
         if name.startswith("grammar"):
             jobs = [replace(job, grammar=rule.grammar) for job in jobs]
         plain = subject.run(subject.plain(), jobs)
-        stops = [c.text[STOPPED : STOPPED + 3] for c in plain]
+        stops = [c.text[STOPPED[i % 2] : STOPPED[i % 2] + 3] for i, c in enumerate(plain)]
         stops = ["" if HALF in s else s for s in stops]
         ended = [
             replace(job, params=replace(job.params, stop=(s,) if s else ())) for job, s in zip(jobs, stops, strict=True)
@@ -93,13 +93,14 @@ def settings(subject: Subject, length: int) -> dict[str, SamplingParams]:
     bare = SamplingParams(max_tokens=length, ignore_eos=True)
     every = {f"everything at {t:g}": everything(subject, replace(bare, temperature=t)) for t in TEMPERATURES}
     under = {f"grammar at {t:g}": replace(bare, temperature=t, ignore_eos=False) for t in (0.0, 0.9)}
-    return sampling_settings(subject.params) | {"greedy": bare} | every | under
+    often = {"greedy": bare, "frequency": replace(bare, frequency_penalty=0.3)}
+    return sampling_settings(subject.params) | often | every | under
 
 
 def everything(subject: Subject, params: SamplingParams) -> SamplingParams:
     """With every processor on: truncation, penalties, bias, bans, allowed tokens, a least length."""
     few = tuple(t for t in range(subject.vocab_size) if t % 7 != 3)
-    stops = tuple(range(2, subject.vocab_size, 29))
+    stops = tuple(range(2, subject.vocab_size, 9))
     return replace(
         params,
         top_k=20,
@@ -109,7 +110,7 @@ def everything(subject: Subject, params: SamplingParams) -> SamplingParams:
         presence_penalty=0.3,
         frequency_penalty=0.4,
         logit_bias={5: 1.5, 9: -2.0, few[-1]: 0.7},
-        banned_token_ids=(11, 12),
+        banned_token_ids=tuple(range(11, subject.vocab_size, 5)),
         allowed_token_ids=few,
         stop_token_ids=stops,
         min_tokens=5,

@@ -30,6 +30,7 @@ from sameseed.laws.trees import FirstGuesses, Watched
 from sameseed.models.layers import LayerWeights
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
+from sameseed.spec import sampling
 from sameseed.spec.draft import Draft
 from sameseed.spec.verify import verify
 from sameseed.study import certificate as suite, record, schemas
@@ -94,6 +95,17 @@ def test_every_mutant_is_rejected(baseline: mutants.Baseline, mutant: mutants.Mu
     assert inspect.unwrap(mutant.function).__code__ is code, "the code is right again"
 
 
+def test_every_mutant_still_fits_the_code() -> None:
+    """Cheap: none is run. There are many, in all areas, each with a name of its own and a check that should notice."""
+    assert len({m.name for m in mutants.MUTANTS}) == len(mutants.MUTANTS) >= 80
+    known = {c.id for c in CHECKS}
+    for mutant in mutants.MUTANTS:
+        assert mutant.code() is not None and mutant.checks and set(mutant.checks) <= known
+    places = {inspect.unwrap(m.function).__module__.split(".")[1] for m in mutants.MUTANTS}
+    assert places == {"batch", "drafters", "engine", "grammar", "kvcache", "models", "ops", "scheme", "spec"}
+    assert any(m.native for m in mutants.MUTANTS) == sampling.HAS_NATIVE
+
+
 @pytest.mark.parametrize(("old", "times"), [("not there", 0), ("greedy", 4)])
 def test_a_mutant_that_no_longer_fits_the_code_says_so(old: str, times: int) -> None:
     stale = replace(HARMLESS, old=old)
@@ -129,7 +141,6 @@ def test_a_check_that_warns_anyway_rejects_no_mutant(tokenizer: Tokenizer) -> No
 
 
 def test_the_score_tells_of_a_mutant_that_is_not_noticed(tokenizer: Tokenizer, certificate: suite.Certificate) -> None:
-    assert len({m.name for m in mutants.MUTANTS}) == len(mutants.MUTANTS) == 42
     score = mutants.try_all(tokenizer, [HARMLESS])
     assert (score["caught"], score["total"]) == (0, 1)
     with_score = replace(certificate, mutants=score)
