@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1024  # rows whose logits live at once
+LEAST_REST = 0.05  # chance of all other tokens, from which on unlikelihood grows no steeper
 Part = Callable[[slice, Tensor], tuple[Tensor, Tensor]]  # rows of a chunk, logits [R, V] -> sum of losses, its gradient
 
 
@@ -66,9 +67,11 @@ def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tens
 
 
 def fused_unlikelihood(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean of -log(1 - softmax(hidden @ weight.T)[target]) over targets `[R]` >= 0; hidden `[R, C]`, weight `[V, C]`.
+    """Mean of -log(1 - p) over targets `[R]` >= 0, where p = softmax(hidden @ weight.T)[target].
 
-    (Welleck et al., 2020.)
+    hidden `[R, C]`, weight `[V, C]`.
+    (Welleck et al., 2020.) Where 1 - p is below `LEAST_REST` it goes on as a straight line: a token that the model is
+    sure of would else outweigh all others.
     """
     count = (targets >= 0).sum().clamp(min=1).float()
 
@@ -77,8 +80,9 @@ def fused_unlikelihood(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tenso
         index = targets[place].clamp(min=0)[:, None]
         p = torch.softmax(logits, dim=-1)
         own = p.gather(1, index)
-        rest = (1 - own).clamp(min=1e-4)
-        loss = -(rest.log() * known).sum()
+        rest = (1 - own).clamp(min=LEAST_REST)
+        beyond = (LEAST_REST - (1 - own)).clamp(min=0) / LEAST_REST
+        loss = ((beyond - rest.log()) * known).sum()
         grad = p.neg_().scatter_add_(1, index, torch.ones_like(own))
         return loss, grad.mul_(own / rest * known)
 

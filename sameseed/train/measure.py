@@ -26,7 +26,7 @@ from sameseed.train.unlikelihood import repeated
 
 NUM_DRAFT_TOKENS = 4  # the chain length that the card speaks of
 PROMPTS_PER_DOMAIN = 12
-DEMO_PROMPTS_PER_DOMAIN = 4
+DEMO_PROMPTS_PER_DOMAIN = 8
 NEW_TOKENS = 128
 NGRAM = 8  # of a text's tokens, that count as repeated
 TEXT_CHARACTERS = (160, 400)  # of a plain-text prompt, cut at a line or word end
@@ -48,7 +48,8 @@ def measure(
     shown = [d for own in by_domain for d in own[::3]]
     measured = [d for own in by_domain for i, d in enumerate(own) if i % 3]
     records = held_out_prompts(measured, domains, PROMPTS_PER_DOMAIN, recipe.seed)
-    demos = held_out_prompts(shown, domains, DEMO_PROMPTS_PER_DOMAIN, recipe.seed)
+    shown_domains = list(dict.fromkeys(s.domain for s in recipe.source if s.shown))
+    demos = held_out_prompts(shown, shown_domains, DEMO_PROMPTS_PER_DOMAIN, recipe.seed)
     for name, own in (("prompts_heldout.jsonl", records), ("prompts.jsonl", demos)):
         lines = (json.dumps(r, ensure_ascii=False) + "\n" for r in own)
         (out / name).write_text("".join(lines), encoding="utf-8")

@@ -35,6 +35,7 @@ class SourceSettings:
     epochs: float = 1.0
     max_mb: float = 1e9  # megabytes of text kept, before epochs
     ascii_only: bool = False
+    shown: bool = True  # do prompts for demonstrations come from it? (those for measuring always do)
 
 
 @dataclass(frozen=True)

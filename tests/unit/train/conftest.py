@@ -38,6 +38,7 @@ licence = "made up"
 [[source]]
 domain = "prose"
 kind = "text"
+shown = false
 file = "prose.jsonl.gz"
 names = ["prose"]
 licence = "made up"

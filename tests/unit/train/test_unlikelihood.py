@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sameseed.errors import ConfigError
-from sameseed.train.losses import fused_unlikelihood
+from sameseed.train.losses import LEAST_REST, fused_unlikelihood
 from sameseed.train.model import LlamaForTraining, ModelShape
 from sameseed.train.recipe import TrainSettings, UnlikelihoodSettings, load_recipe
 from sameseed.train.sums import sum_texts, sums, value
@@ -35,7 +35,9 @@ def test_fused_unlikelihood_equals_the_plain_one(num_rows: int) -> None:
     targets = torch.randint(-1, 30, (num_rows,), generator=g)
     targets[0] = 3
     p = (h @ w.T).softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    plain = -(1 - p).clamp(min=1e-4).log()[targets >= 0].mean()
+    rest = 1 - p
+    steep = -rest.clamp(min=LEAST_REST).log()
+    plain = torch.where(rest < LEAST_REST, steep + (LEAST_REST - rest) / LEAST_REST, steep)[targets >= 0].mean()
     fused = fused_unlikelihood(h, w, targets)
     assert torch.allclose(plain, fused)
     for x in (h, w):
