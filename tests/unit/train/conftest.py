@@ -31,6 +31,7 @@ licence = "made up"
 [[source]]
 domain = "talk"
 kind = "dialog"
+shown = false
 file = "talk.jsonl.gz"
 names = ["talk"]
 licence = "made up"
@@ -38,7 +39,6 @@ licence = "made up"
 [[source]]
 domain = "prose"
 kind = "text"
-shown = false
 file = "prose.jsonl.gz"
 names = ["prose"]
 licence = "made up"

@@ -37,7 +37,7 @@ def test_toy_recipe_end_to_end(
         {json.loads(line)["domain"] for line in (out / name).read_text(encoding="utf-8").splitlines()}
         for name in ("prompts.jsonl", "prompts_heldout.jsonl")
     ]
-    assert "prose" not in domains[0] and "prose" in domains[1]
+    assert "talk" not in domains[0] and "talk" in domains[1]
     assert json.loads((out / "results.json").read_text(encoding="utf-8")) == result["results"]
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["step"] for row in lines if row["stage"] == "target"] == list(range(12))
