@@ -19,8 +19,9 @@ def test_recipe_reads_every_value(recipe_path: Path) -> None:
     assert recipe.draft.rollouts.new_tokens == 12
 
 
-def test_the_projects_own_recipe_is_valid() -> None:
-    recipe = load_recipe(Path(__file__).parents[3] / "recipes" / "embedded.toml")
+@pytest.mark.parametrize("name", ["embedded", "embedded-longer"])
+def test_the_projects_own_recipes_are_valid(name: str) -> None:
+    recipe = load_recipe(Path(__file__).parents[3] / "recipes" / f"{name}.toml")
     names = {name for source in recipe.source for name in source.names}
     assert names and not any(name.startswith(("sgd", "topical-chat")) for name in names), "share-alike sources stay out"
     assert all(source.licence for source in recipe.source)
