@@ -69,10 +69,11 @@ def _share(record: Mapping[str, Any]) -> str:
     shares = []
     for c in record["checks"]:
         sizes = {**c["sizes"], **c["statistic"]}
-        shares += [sizes[k] / full for k, full in c["full_sizes"].items() if k in sizes]
+        own = [sizes[k] / full for k, full in c["full_sizes"].items() if k in sizes]
+        shares += [min(own)] if own else []
     if not shares:
         return f"Effort {record['effort']:g}."
-    low, high = (f"{100 * min(share, 1.0):.2g} %" for share in (min(shares), max(shares)))
+    low, high = (f"{100 * min(share, 1.0):.3g} %" for share in (min(shares), max(shares)))
     return (
         f"Effort {record['effort']:g} (quick is 0.0005, full is 1): each check looked at {low} to {high} of its full "
         "size. What is rarer than that may be missed."
