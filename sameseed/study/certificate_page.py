@@ -30,7 +30,7 @@ table { border-collapse: collapse; width: 100%; background: var(--card); font-si
 th, td { text-align: left; vertical-align: top; padding: .5rem .6rem; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; }
 table.checks td:last-child { white-space: nowrap; overflow-wrap: normal; }
-th { color: var(--soft); font-weight: 600; } td.n { font-variant-numeric: tabular-nums; }
+th { color: var(--soft); font-weight: 600; overflow-wrap: normal; } td.n { font-variant-numeric: tabular-nums; }
 details { border-bottom: 1px solid var(--line); padding: .5rem 0; } summary { cursor: pointer; }
 dl { margin: .6rem 0; } dt { color: var(--soft); margin-top: .5rem; } dd { margin: 0 0 0 1rem; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; padding: .5rem; font-size: .85rem;

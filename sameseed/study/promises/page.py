@@ -21,8 +21,8 @@ BODY = """{% extends "page" %}
 {% block about %}
 <p><strong>{{ c.model }}</strong> on {{ c.engine if c.engine != "unknown" else "a server that does not say which" }},
 asked {{ "as a conversation" if c.chat else "for completions" }}.</p>
-<p>{{ r.requests }} requests in {{ "{:,.0f}".format(r.seconds) }} s: {{ c.num_prompts }} prompts of
-{{ c.prompts }}, at most {{ c.max_tokens }} tokens each, {{ c.concurrency }} at once under load. Of
+<p>{{ r.requests }} requests in {{ "{:,.0f}".format(r.seconds) }} s: {{ c.num_prompts }} prompts
+({{ c.prompts }}), at most {{ c.max_tokens }} tokens each, {{ c.concurrency }} at once under load. Of
 {{ r.promises | length }} promises {{ counts }}.</p>
 {% if r.died %}<p><strong>The server died on the way: {{ r.ended }}. What was found until then is below.</strong></p>
 {% elif r.ended %}<p class=soft>Ended early: {{ r.ended }}.</p>{% endif %}
@@ -38,7 +38,7 @@ equal texts the true rate of differences is below 3 / n (95 %).</p>
 <tbody>
 {% for p in r.promises %}
 <tr><td>{{ mark(p.status) }}</td><td>{{ p.name }}: {{ p.says }}</td>
-<td data-head="first where, or why">{{ first(p) or p.why }}</td>
+{% set why = first(p) or p.why %}<td{% if why %} data-head="first where, or why"{% endif %}>{{ why }}</td>
 <td class=n data-head="compared">{{ compared(p) }}</td>
 <td class=n data-head="changed">{{ p.differing }}</td></tr>
 {% endfor %}
