@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[3] / "sameseed"
 EVERYWHERE = sorted(PACKAGE.rglob("*.py"))
 SERVER = sorted((PACKAGE / "server").rglob("*.py"))
-MAY = {"laws/mutants.py": {"compile"}}  # the package's own source, with one mistake in it
+MAY = {"laws/mutant.py": {"compile"}}  # the package's own source, with one mistake in it
 LINK = "link.py"  # the one connection: to the unix socket of the vLLM that the server started
 FROM_DATA = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PROGRAMS = {"subprocess", "multiprocessing", "pty", "ctypes", "code", "codeop", "runpy"}
