@@ -165,16 +165,16 @@ def policies(found: list[Record]) -> str:
     ):
         cells = list(group)
         rows = []
-        for draft in dict.fromkeys(r["draft"] for r in cells):
+        for draft in dict.fromkeys(_way(r) for r in cells):
             row = [draft]
             for batch in (1, 2, 4, 8, 16, 32):
-                good = [r["goodput"][0] for r in cells if r["draft"] == draft and r["batch"] == batch]
+                good = [r["goodput"][0] for r in cells if _way(r) == draft and r["batch"] == batch]
                 row.append(f"{median(good):.2f}x ({min(good):.2f})" if good else "")
             rows.append(row)
         table = markdown(["draft", *(f"batch {b}" for b in (1, 2, 4, 8, 16, 32))], rows, range(1, 7))
         lost = sorted((r for r in cells if r["goodput"][0] < LOST), key=lambda r: float(r["goodput"][0]))
         names = [
-            f"{r['draft']}, T {r['temperature']:g}, batch {r['batch']}, {r['texts']}: {r['goodput'][0]:.3f} "
+            f"{_way(r)}, T {r['temperature']:g}, batch {r['batch']}, {r['texts']}: {r['goodput'][0]:.3f} "
             f"({r['goodput'][1]:.3f} to {r['goodput'][2]:.3f})"
             for r in lost
         ]
@@ -198,6 +198,11 @@ def policies(found: list[Record]) -> str:
 
 
 LOST = 0.98
+
+
+def _way(r: Record) -> str:
+    """The draft, with the format of its weights where it has any."""
+    return str(r["draft"]) if r["draft"] in ("ngram", "suffix") else f"{r['draft']} ({r['draft_format']})"
 
 
 def _cell(r: Record) -> tuple[object, ...]:
