@@ -27,7 +27,7 @@ from sameseed.server.passable import check, num_prompts
 from sameseed.server.reading import INLINE, Intake
 from sameseed.server.relay import Relay
 from sameseed.server.replicas import Replica, Replicas
-from sameseed.server.routing import Call, beginnings
+from sameseed.server.routing import RoutedCall, beginnings
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 _PREFIX = re.compile(rb"^(# (?:HELP|TYPE) )?vllm:", re.MULTILINE)
@@ -128,7 +128,7 @@ def salt(body: dict[str, Any], tenant: str) -> None:
         body["cache_salt"] = hashlib.sha256(json.dumps([tenant, own]).encode()).hexdigest()
 
 
-def _call(path: str, body: Mapping[str, Any], num_seqs: int, several: bool) -> Call:
+def _call(path: str, body: Mapping[str, Any], num_seqs: int, several: bool) -> RoutedCall:
     """A body as it is sent. Its beginnings matter where there are several to choose from."""
     raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    return Call(path, raw, beginnings(path, body) if several else (), num_seqs)
+    return RoutedCall(path, raw, beginnings(path, body) if several else (), num_seqs)

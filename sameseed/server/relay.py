@@ -18,7 +18,7 @@ from sameseed.server.gate import Ticket
 from sameseed.server.link import read_some
 from sameseed.server.replicas import Replicas
 from sameseed.server.replies import DONE, event
-from sameseed.server.routing import Call
+from sameseed.server.routing import RoutedCall
 
 log = logging.getLogger("sameseed.server")
 MAX_EVENT = 64 * 2**20  # bytes: the log-probabilities of a long prompt are one event
@@ -35,7 +35,7 @@ _PLACES = re.compile(
 class Relay(Answering):
     """Passes a body on and the answer back."""
 
-    def __init__(self, replicas: Replicas, call: Call, ticket: Ticket, timeout: float) -> None:
+    def __init__(self, replicas: Replicas, call: RoutedCall, ticket: Ticket, timeout: float) -> None:
         super().__init__(ticket, timeout)
         self._replicas, self._call = replicas, call
         self._events: Events | None = None

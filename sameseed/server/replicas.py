@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sameseed.server.errors import ApiError
 from sameseed.server.link import NotReachedError, Response
-from sameseed.server.routing import Call, Candidate, Known, best
+from sameseed.server.routing import Known, RoutedCall, Standing, best
 from sameseed.server.supervised import not_ready
 from sameseed.server.vllm import VllmClient
 
@@ -55,7 +55,7 @@ class Replica:
         return self._known
 
     @contextlib.contextmanager
-    def works_on(self, request: Relay, call: Call) -> Iterator[None]:
+    def works_on(self, request: Relay, call: RoutedCall) -> Iterator[None]:
         """Meanwhile the request is told when the process goes, and counts."""
         client = self.client
         client.open.add(request)
@@ -137,7 +137,7 @@ class Replicas:
             replica.client.end_all(error)
 
     @contextlib.asynccontextmanager
-    async def post(self, request: Relay, call: Call) -> AsyncIterator[Response]:
+    async def post(self, request: Relay, call: RoutedCall) -> AsyncIterator[Response]:
         """Send a request to one of them; its answer, which is read by whoever asked. Leaving early ends the request.
 
         One that cannot be reached has seen nothing of it, so another is asked. A request that was sent is never sent
@@ -154,14 +154,14 @@ class Replicas:
             except NotReachedError:
                 passed.add(replica.number)
 
-    def _choose(self, call: Call, passed: set[int]) -> Replica:
+    def _choose(self, call: RoutedCall, passed: set[int]) -> Replica:
         """Raises ApiError 503 where there is none but those passed over."""
         self.check_ready()
         ready = [r for r in self.all if r.ready and r.number not in passed]
         ready = [r for r in ready if not r.leaving] or ready
         if not ready:
             raise not_ready("down")
-        found = [Candidate(r.load, r.known.length(call.beginnings), r.served) for r in ready]
+        found = [Standing(r.load, r.known.length(call.beginnings), r.served) for r in ready]
         return ready[best(found, ready[0].client.facts["max_num_seqs"])]
 
     async def pages(self, path: str) -> list[tuple[int, bytes]]:

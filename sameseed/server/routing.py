@@ -34,7 +34,7 @@ CUTS = _cuts()
 
 
 @dataclass(frozen=True)
-class Call:
+class RoutedCall:
     """One request for vLLM. `beginnings`: digests, the shortest first; `num_seqs`: texts that it asks for."""
 
     path: str
@@ -88,7 +88,7 @@ class Known:
             self._kept.popitem(last=False)
 
 
-class Candidate(NamedTuple):
+class Standing(NamedTuple):
     """A replica that could take a request: sequences it works on, how much it knows of the text, requests so far."""
 
     load: int
@@ -96,7 +96,7 @@ class Candidate(NamedTuple):
     served: int
 
 
-def best(candidates: Seq[Candidate], room: int) -> int:
+def best(candidates: Seq[Standing], room: int) -> int:
     """The place of the one that takes the request. `room`: sequences that each runs at once.
 
     The longest known beginning wins, then the fewest sequences, then the fewest requests so far. Passed over is who is

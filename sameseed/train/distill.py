@@ -5,6 +5,7 @@ On-policy text is what acceptance is made of: while speculating, the draft only 
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 
@@ -104,16 +105,18 @@ def draft_job(
         draft.model.embed_tokens.weight[:, :width] = weight @ basis[:width].T
     draft.to(target.device)  # only now: the first weights are the CPU's on every device
     target.eval()
+    teacher = target
     if recipe.draft.train.compile:
         draft.compile_layers()
-        target.compile_layers()
+        teacher = copy.copy(target)  # the same weights; what measures the target reads rows of every length
+        teacher.compile_layers()
 
     def loss(batch: Tensor) -> Tensor:
         batch = batch.to(target.device)
         ids = batch & ~PROMPT_BIT
         counts = (batch[:, 1:] < PROMPT_BIT) & (ids[:, 1:] != pad)  # [B, S]
         with torch.no_grad():
-            t_hidden = target.hidden(ids[:, :-1]).flatten(0, 1)  # [B*S, C]
+            t_hidden = teacher.hidden(ids[:, :-1]).flatten(0, 1)  # [B*S, C]
         return fused_distillation(
             draft.hidden(ids[:, :-1]).flatten(0, 1),
             draft.model.embed_tokens.weight,

@@ -47,7 +47,7 @@ class RequestBudget:
 
 
 @dataclass(frozen=True)
-class Question:
+class ServerQuestion:
     """What is asked: a prompt as fields of a body, how much to write, and what is wanted beside that.
 
     `salt` None: a prefix cache of this request alone, as far as the server lets requests say so; otherwise requests
@@ -74,7 +74,7 @@ class Asker:
         """A new one: nothing that another question left is found."""
         return f"{self._run} {next(self._number)}"
 
-    def body(self, question: Question) -> dict[str, Any]:
+    def body(self, question: ServerQuestion) -> dict[str, Any]:
         """A question as a request's body; greedy, unless its fields say otherwise."""
         made: dict[str, Any] = {"model": self.endpoint.model, **question.prompt, "max_tokens": question.max_tokens}
         made |= {"temperature": 0.0, "stream": question.stream}
@@ -84,7 +84,7 @@ class Asker:
             made |= {"return_token_ids": True, "cache_salt": question.salt or self.salt(), "cache_prompt": shared}
         return {**made, **question.fields}
 
-    async def ask(self, question: Question) -> ServedText:
+    async def ask(self, question: ServerQuestion) -> ServedText:
         """One answer. Never raises: what went wrong is its `error`."""
         if not self.budget.take():
             return ServedText(error=NOT_SENT, detail=self.budget.ended)
@@ -98,7 +98,7 @@ class Asker:
                 self.budget.ended, self.budget.died = f"the server is gone ({answer.error}: {answer.detail})", True
         return answer
 
-    async def ask_together(self, questions: Seq[Question], concurrency: int) -> list[ServedText]:
+    async def ask_together(self, questions: Seq[ServerQuestion], concurrency: int) -> list[ServedText]:
         """Answers in the order of the questions, so many of them under way at once."""
         return await drive.closed(self.ask, questions, concurrency)
 

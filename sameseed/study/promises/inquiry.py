@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sameseed.study.load import prompts
-from sameseed.study.promises.ask import Asker, Question
+from sameseed.study.promises.ask import Asker, ServerQuestion
 from sameseed.study.promises.evidence import Evidence
 from sameseed.study.promises.reading import ServedText
 from sameseed.study.workload import Prompt
@@ -46,9 +46,9 @@ class Inquiry:
             return {"messages": list(prompt.messages)}
         return prompts.as_prompt(prompts.plain(prompt), self.chat)
 
-    def question(self, index: int, **more: Any) -> Question:
-        """The greedy question of a prompt; `more` are settings of Question."""
-        return Question(self.fields(index), more.pop("max_tokens", self.max_tokens), **more)
+    def question(self, index: int, **more: Any) -> ServerQuestion:
+        """The greedy question of a prompt; `more` are settings of ServerQuestion."""
+        return ServerQuestion(self.fields(index), more.pop("max_tokens", self.max_tokens), **more)
 
     def compare(self, evidence: Evidence, way: str, index: int, found: ServedText) -> bool:
         """Hold a greedy answer against that of the prompt alone."""

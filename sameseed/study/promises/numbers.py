@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sameseed.study.promises.ask import Question
+from sameseed.study.promises.ask import ServerQuestion
 from sameseed.study.promises.evidence import Evidence, promise
 from sameseed.study.promises.inquiry import Inquiry
 from sameseed.study.promises.reading import ScoredToken, ServedText
@@ -83,7 +83,7 @@ async def _score(inquiry: Inquiry, evidence: Evidence) -> None:
     for number, written in enumerate(known):
         ids, count = [*written.prompt_token_ids, *written.token_ids], len(written.token_ids)
         asked = {"echo": True, "logprobs": 1}
-        answer = await inquiry.asker.ask(Question({"prompt": ids}, 1, stream=False, fields=asked))
+        answer = await inquiry.asker.ask(ServerQuestion({"prompt": ids}, 1, stream=False, fields=asked))
         mine = [t.logprob for t in written.scored]
         told = [t.logprob for t in answer.scored[len(written.prompt_token_ids) : len(ids)]]
         if answer.error is not None or not len(told) == len(mine) == count or None in told or None in mine:

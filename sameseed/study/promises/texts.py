@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence as Seq
 
 from sameseed.study.load import prompts
-from sameseed.study.promises.ask import Question
+from sameseed.study.promises.ask import ServerQuestion
 from sameseed.study.promises.evidence import Evidence, promise
 from sameseed.study.promises.inquiry import Inquiry
 from sameseed.study.promises.reading import ServedText
@@ -72,12 +72,12 @@ async def load(inquiry: Inquiry, evidence: Evidence) -> None:
         evidence.missing = "no two answers were written at the same time: the server takes one request after the other"
 
 
-def companion(inquiry: Inquiry, noise: random.Random) -> Question:
+def companion(inquiry: Inquiry, noise: random.Random) -> ServerQuestion:
     """A sampled request of another length, which keeps the others company."""
     text = "\n".join(prompts.plain(noise.choice(inquiry.prompts)) for _ in range(noise.randrange(1, 3)))
     sampled = {"temperature": 0.9}
     prompt = prompts.as_prompt(text[-LONG:], inquiry.chat)
-    return Question(prompt, noise.randrange(4, inquiry.max_tokens + 1), fields=sampled)
+    return ServerQuestion(prompt, noise.randrange(4, inquiry.max_tokens + 1), fields=sampled)
 
 
 def overlap(answers: Seq[ServedText]) -> int:
@@ -96,11 +96,11 @@ async def prefix(inquiry: Inquiry, evidence: Evidence) -> None:
         start = prompts.plain(inquiry.prompts[n])
         text = f"{inquiry.asker.salt()}\n{start}\n\n{whole}"[: max(room, 100)]  # new: nobody has asked it before
         salts = inquiry.asker.salt(), inquiry.asker.salt()
-        asked = Question(prompts.as_prompt(text, inquiry.chat), inquiry.max_tokens, salt=salts[0])
+        asked = ServerQuestion(prompts.as_prompt(text, inquiry.chat), inquiry.max_tokens, salt=salts[0])
         cold, hit = await inquiry.asker.ask(asked), await inquiry.asker.ask(asked)
-        half = Question(prompts.as_prompt(text[: len(text) // 2], inquiry.chat), 1, salt=salts[1])
+        half = ServerQuestion(prompts.as_prompt(text[: len(text) // 2], inquiry.chat), 1, salt=salts[1])
         await inquiry.asker.ask(half)
-        partly = await inquiry.asker.ask(Question(asked.prompt, inquiry.max_tokens, salt=salts[1]))
+        partly = await inquiry.asker.ask(ServerQuestion(asked.prompt, inquiry.max_tokens, salt=salts[1]))
         for way, answer in (("found", hit), ("found in part", partly)):
             evidence.compare(f"long prompt {n + 1}, {way}", cold, answer)
             told += answer.num_cached is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sameseed.study.load import prompts
-from sameseed.study.promises.ask import Question
+from sameseed.study.promises.ask import ServerQuestion
 from sameseed.study.promises.evidence import LEAST_TEXTS, Evidence, promise
 from sameseed.study.promises.inquiry import Inquiry
 from sameseed.study.promises.numbers import wanted
@@ -40,18 +40,18 @@ def near_ties(inquiry: Inquiry) -> list[NearTie]:
     return found[:MOST_TIES]
 
 
-def at_tie(inquiry: Inquiry, tie: NearTie) -> Question:
+def at_tie(inquiry: Inquiry, tie: NearTie) -> ServerQuestion:
     """A question whose first token is a near tie; in a conversation, one whose answer comes to it."""
     if inquiry.chat:
         return inquiry.question(tie.index)
     answer = inquiry.scored[tie.index]
     if answer.prompt_token_ids and answer.token_ids:
-        return Question({"prompt": [*answer.prompt_token_ids, *answer.token_ids[: tie.at]]}, AFTER)
+        return ServerQuestion({"prompt": [*answer.prompt_token_ids, *answer.token_ids[: tie.at]]}, AFTER)
     written = "".join(token.token for token in answer.scored[: tie.at])
-    return Question({"prompt": prompts.plain(inquiry.prompts[tie.index]) + written}, AFTER)
+    return ServerQuestion({"prompt": prompts.plain(inquiry.prompts[tie.index]) + written}, AFTER)
 
 
-async def sharpened(inquiry: Inquiry, question: Question) -> Question | None:
+async def sharpened(inquiry: Inquiry, question: ServerQuestion) -> ServerQuestion | None:
     """A question with a bias that makes its two likeliest first tokens equal, nearly; None where no ids are told."""
     if inquiry.chat or not inquiry.asker.extras:
         return None

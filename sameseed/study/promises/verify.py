@@ -15,7 +15,7 @@ from sameseed.study.load import prompts as load_prompts, wire
 from sameseed.study.load.wire import Endpoint
 from sameseed.study.promises import numbers, sampled, texts, ties, weights as oracle  # each enters its promises
 from sameseed.study.promises.advice import advice, engine_of
-from sameseed.study.promises.ask import NOT_SENT, Asker, Question, RequestBudget
+from sameseed.study.promises.ask import NOT_SENT, Asker, RequestBudget, ServerQuestion
 from sameseed.study.promises.evidence import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, PROMISES, Evidence
 from sameseed.study.promises.inquiry import Inquiry
 from sameseed.study.promises.reading import ServedText
@@ -136,7 +136,7 @@ async def meet(
         for extras in (True, False):
             asker = Asker(client, replace(endpoint, chat=chat), budget, settings.timeout)
             asker.extras = extras
-            first = await asker.ask(Question(load_prompts.as_prompt("one two three four", chat), 16))
+            first = await asker.ask(ServerQuestion(load_prompts.as_prompt("one two three four", chat), 16))
             if first.error is None:
                 return asker, about
             if first.error == NOT_SENT:

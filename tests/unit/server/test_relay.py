@@ -20,7 +20,7 @@ from sameseed.server.gate import Gate
 from sameseed.server.guard import Visit
 from sameseed.server.proxy import create_proxy
 from sameseed.server.relay import Relay
-from sameseed.server.routing import Call
+from sameseed.server.routing import RoutedCall
 
 EVENT = b'data: {"choices":[]}\n\n'
 STREAM, WHOLE = "text/event-stream; charset=utf-8", "application/json"
@@ -65,7 +65,7 @@ class Alone:
         pass
 
     @asynccontextmanager
-    async def post(self, request: Any, call: Call) -> AsyncIterator[Answered]:
+    async def post(self, request: Any, call: RoutedCall) -> AsyncIterator[Answered]:
         yield self.answered
 
 
@@ -105,7 +105,7 @@ async def relayed(answered: Answered, *, reads: bool = True, timeout: float = 10
         told.sent.append(message)
 
     client: Any = Alone(answered)
-    made = Relay(client, Call("/v1/completions", b"{}"), told.gate.enter("", 1, 10), timeout)
+    made = Relay(client, RoutedCall("/v1/completions", b"{}"), told.gate.enter("", 1, 10), timeout)
     if stopped:
         asyncio.get_running_loop().call_later(0.02, made.leave, unavailable("the server is shutting down"))
     scope: Any = {"type": "http", "sameseed": told.visit, CUT: count}

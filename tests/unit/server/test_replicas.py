@@ -26,7 +26,7 @@ from sameseed.server.link import Link, NotReachedError
 from sameseed.server.pages import joined
 from sameseed.server.proxy import create_proxy
 from sameseed.server.replicas import Replicas
-from sameseed.server.routing import CUTS, LONGEST, Call, Candidate, Known, beginnings, best
+from sameseed.server.routing import CUTS, LONGEST, Known, RoutedCall, Standing, beginnings, best
 
 CHAT = "/v1/chat/completions"
 FACTS = {"max_num_seqs": 4, "method": "none"}
@@ -80,7 +80,7 @@ def test_what_is_known_is_bounded() -> None:
     ],
 )
 def test_which_one_takes_a_request(candidates: list[tuple[int, int, int]], chosen: int) -> None:
-    assert best([Candidate(*candidate) for candidate in candidates], room=8) == chosen
+    assert best([Standing(*candidate) for candidate in candidates], room=8) == chosen
 
 
 class Stub:
@@ -93,7 +93,7 @@ class Stub:
         self.open: set[Any] = set()
         self.fails: ApiError | None = None
         self.comes_back = True
-        self.calls: list[Call | str] = []
+        self.calls: list[RoutedCall | str] = []
 
     def start(self) -> None:
         self.state = "ready" if self.comes_back else "failed"
@@ -145,7 +145,7 @@ class Made(Replicas):
 
     async def ask(self, text: str = TEXT) -> int:
         """The number of the one that took it."""
-        made = Call(CHAT, b"{}", chat(text))
+        made = RoutedCall(CHAT, b"{}", chat(text))
         async with self.post(object(), made) as number:  # type: ignore[arg-type]
             return number  # type: ignore[return-value]
 
@@ -185,7 +185,7 @@ async def test_a_new_process_knows_no_beginning() -> None:
 async def test_a_rolling_restart_spares_the_last_that_serves() -> None:
     replicas = Made(2)
     replicas.made[1].state = "down"
-    async with replicas.post(object(), Call(CHAT, b"")) as number:  # type: ignore[arg-type]
+    async with replicas.post(object(), RoutedCall(CHAT, b"")) as number:  # type: ignore[arg-type]
         assert number == 0  # type: ignore[comparison-overlap]
         replicas.renew()
         replicas.renew()  # while one is under way: left out
