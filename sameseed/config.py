@@ -51,7 +51,7 @@ class SpecConfig:
 
     method: str = "none"
     model: str | None = None
-    format: str = "auto"  # weights of the draft model
+    format: str = "auto"  # weights of the draft model; auto: as the target's, see models.draft_format
     num_draft_tokens: int = 4
     confidence: float | None = None
     policy: str = "fixed"

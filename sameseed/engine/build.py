@@ -31,13 +31,14 @@ from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.lengths._capped import CappedLength
 from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.draft_format import draft_scheme, is_smaller
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_config import is_head
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model, load_tokenizer, resolve_model
-from sameseed.models.nested import is_nested, is_smaller, nested_view
+from sameseed.models.nested import is_nested, nested_view
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress
 from sameseed.scheme import QuantScheme, cache_format
@@ -238,8 +239,7 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
                 f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
             )
         is_view = _drafts_with_view(spec, cls, folder, quant)
-        text = SELF_FORMAT if cls.owns == "target" and spec.format == "auto" else spec.format
-        own_quant = quant if is_view else QuantScheme.parse(text)
+        own_quant = quant if is_view else _draft_scheme(spec, cls, own, folder, quant)
         if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant, quant):
             raise ConfigError(
                 f"{name or 'the target'} would draft for itself in as many bits ({own_quant}; the target: {quant}); "
@@ -249,6 +249,13 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in spec.below:
         _add_models(found, below, folder, quant, owner)
+
+
+def _draft_scheme(spec: SpecConfig, cls: type[Drafter], own: Path, folder: Path, quant: QuantScheme) -> QuantScheme:
+    """The scheme of a level's model `own`, which drafts for the one in `folder`: as named, else as fits its target."""
+    if spec.format != "auto":
+        return QuantScheme.parse(spec.format)
+    return QuantScheme.parse(SELF_FORMAT) if cls.owns == "target" else draft_scheme(own, folder, quant)
 
 
 def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:

@@ -10,7 +10,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.config import read_config
 from sameseed.models.llama import Llama
 from sameseed.models.loader import open_checkpoint
-from sameseed.models.weights import check_rules, expected_shapes, matrix_bits, resolve_scheme
+from sameseed.models.weights import expected_shapes, resolve_scheme
 from sameseed.scheme import QuantScheme, QuantTensor
 
 
@@ -24,21 +24,6 @@ def is_nested(folder: Path, quant: QuantScheme) -> bool:
         # "auto" is left where the checkpoint's own numbers stay: dense ones, which hold no others
         nesting = ((scheme.get(s.weights).nests, s.activations) for s in found if s.weights != "auto")
         return any(rows is not None and rows == activations for rows, activations in nesting)
-
-
-def is_smaller(folder: Path, quant: QuantScheme, than: QuantScheme) -> bool:
-    """Whether the model in `folder`, stored by `quant`, has a matrix of fewer bits a weight than stored by `than`.
-
-    However the two are spelled: what counts is what the checkpoint makes of them. Reads headers. Raises ConfigError.
-    """
-    config = read_config(folder)
-    with open_checkpoint(folder) as checkpoint:
-        checkpoint.check(config)
-        for each in (quant, than):
-            check_rules(config, each)
-        shapes = [(name, shape) for name, shape in expected_shapes(config).items() if len(shape) == 2]
-        bits = ([matrix_bits(config, checkpoint, s, *matrix) for s in (quant, than)] for matrix in shapes)
-        return any(mine < its for mine, its in bits)
 
 
 def nested_view(model: Llama) -> Llama:

@@ -259,7 +259,7 @@ def _plan(
         if path is not None and path.is_dir() and is_head(path):
             own = head_sheet(path, asked.draft_format, asked.kv_format, target)
         else:
-            own = sheet(spec.model, asked.draft_format, asked.kv_format)
+            own = sheet(spec.model, asked.draft_format, asked.kv_format, target)
         sizes = sorted((own.config.vocab_size, target.config.vocab_size))
         if own.config.num_layers > 1 and path is not None and sizes[1] > PADDED * sizes[0]:
             raise VocabularyError(

@@ -17,6 +17,7 @@ from sameseed import scheme
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import EMBEDDED, ModelConfig, read_config, read_json
+from sameseed.models.draft_format import USUAL, few_bits, following
 from sameseed.models.eagle_config import HeadConfig, expected_tensors, is_head, read_head_config
 from sameseed.models.loader import open_checkpoint, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint
@@ -67,15 +68,16 @@ class Sheet:
         return math.hypot(reading, matrices + work.attention_ops / limits.fp32 / ATTENTION)
 
 
-def sheet(model: str, format: str = "auto", kv_format: str = "auto") -> Sheet:
+def sheet(model: str, format: str = "auto", kv_format: str = "auto", target: Sheet | None = None) -> Sheet:
     """A model by a shape's name, a folder, a GGUF file or a hub id, of which config.json alone is fetched.
 
-    Raises ConfigError, ModelLoadError or RegistryError.
+    `target`: what it drafts for, whose format it takes where none is named. Raises ConfigError, ModelLoadError or
+    RegistryError.
     """
     quant = QuantScheme.parse(format)
     if model.lower() in SHAPES:
         config = get_shape(model)
-        return _sheet(config, RandomCheckpoint(config), quant, kv_format)
+        return _sheet(config, RandomCheckpoint(config), quant, kv_format, target)
     path = find(model)
     if path.is_dir() and is_head(path):
         raise ConfigError(f"{model} is a draft head, no model by itself; give it with --draft")
@@ -83,8 +85,9 @@ def sheet(model: str, format: str = "auto", kv_format: str = "auto") -> Sheet:
     if path.is_file() or any(path.glob("*.safetensors")):
         with open_checkpoint(path) as checkpoint:
             checkpoint.check(config)
-            return _sheet(config, checkpoint, quant, kv_format)
-    return _sheet(config, RandomCheckpoint(config, dtype=_dtype(path, quant, model)), quant, kv_format)
+            return _sheet(config, checkpoint, quant, kv_format, target)
+    source = RandomCheckpoint(config, dtype=_dtype(path, quant, model))
+    return _sheet(config, source, quant, kv_format, target)
 
 
 def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
@@ -94,6 +97,7 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
     shapes = _own_tensors(head, path)
     layer = replace(head.layer, vocab_size=head.draft_vocab_size)
     source = RandomCheckpoint(layer, shapes=shapes)
+    quant = _beside(target, quant, layer, source, shapes)
     size = weight_bytes(layer, source, quant, shapes)
     read = float(size) - _matrix(layer, source, quant, shapes, "embed_tokens.weight")
     if "lm_head.weight" not in shapes:
@@ -139,13 +143,25 @@ def find(model: str) -> Path:
         ) from None
 
 
-def _sheet(config: ModelConfig, source: TensorSource, quant: QuantScheme, kv_format: str) -> Sheet:
+def _beside(
+    target: Sheet | None, quant: QuantScheme, config: ModelConfig, source: TensorSource, shapes: Shapes | None = None
+) -> QuantScheme:
+    """The scheme of a draft for `target`: `quant` where that is named, else as the engine chooses it."""
+    if target is None or quant.weights != "auto":
+        return quant
+    return following(few_bits(QuantScheme.parse(target.name)), config, source, shapes)
+
+
+def _sheet(
+    config: ModelConfig, source: TensorSource, quant: QuantScheme, kv_format: str, target: Sheet | None = None
+) -> Sheet:
+    quant = _beside(target, quant, config, source)
     embedding = "model.embed_tokens.weight"
     dtype = source.dtype(embedding)
     size = weight_bytes(config, source, quant)
     # Of the embedding a pass reads its own rows only, unless it is the head too.
     unread = 0.0 if config.tied_embeddings else _matrix(config, source, quant, None, embedding)
-    chosen = resolve_scheme(config, source, quant, "model.layers.0.mlp.down_proj")
+    chosen = resolve_scheme(config, source, quant, USUAL)
     kv = scheme.cache_format(kv_format, quant.dense_for(dtype))
     name = str(chosen) if quant.weights == "auto" and chosen.weights != "auto" else str(quant)
     name = quant.format_for(dtype) if name == "auto" else name

@@ -1,0 +1,83 @@
+"""The number format of a draft: that of its target, unless somebody says otherwise."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from sameseed.errors import ConfigError
+from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.eagle_config import is_head
+from sameseed.models.eagle_loader import open_head
+from sameseed.models.loader import open_checkpoint
+from sameseed.models.weights import (
+    Shapes,
+    TensorSource,
+    check_rules,
+    expected_shapes,
+    matrix_bits,
+    resolve_scheme,
+    weight_bytes,
+)
+from sameseed.scheme import DENSE, QuantScheme
+
+USUAL = "model.layers.0.mlp.down_proj"  # the matrix whose scheme counts as the model's
+
+
+def draft_scheme(draft: Path, target: Path, quant: QuantScheme) -> QuantScheme:
+    """The scheme of a draft model or head for which none is named: its target's. Reads headers.
+
+    A draft in 16 bits beside a target in 4 costs half a pass a step. Its format cannot change the text. Weights that
+    the checkpoint stores in few bits stay so ("auto"), and so do all beside a target in 16 bits or more.
+    Raises ConfigError or ModelLoadError for folders that hold no such model.
+    """
+    config = read_config(target)
+    with open_checkpoint(target) as checkpoint:
+        checkpoint.check(config)
+        usual = few_bits(resolve_scheme(config, checkpoint, quant, USUAL))
+    if usual.weights == "auto":
+        return usual
+    if is_head(draft):
+        with open_head(draft) as (head, files, shapes, _):
+            return following(usual, head.layer, files, shapes)
+    config = read_config(draft)
+    with open_checkpoint(draft) as checkpoint:
+        checkpoint.check(config)
+        return following(usual, config, checkpoint)
+
+
+def few_bits(quant: QuantScheme) -> QuantScheme:
+    """The scheme without its rules; "auto" where it takes 16 bits or more."""
+    return QuantScheme() if quant.weights in ("auto", *DENSE.values()) else replace(quant, rules=())
+
+
+def following(
+    usual: QuantScheme, config: ModelConfig, source: TensorSource, shapes: Shapes | None = None
+) -> QuantScheme:
+    """The scheme `usual` where the source's matrices are dense and can be stored so (its group may go), else "auto".
+
+    `shapes`: of a head's tensors.
+    """
+    names = [name for name, shape in (shapes or expected_shapes(config)).items() if len(shape) == 2]
+    if usual.weights != "auto" and all(source.scheme(name) is None for name in names):
+        for wanted in (usual, replace(usual, group=None)):
+            with suppress(ConfigError):
+                weight_bytes(config, source, wanted, shapes)
+                return wanted
+    return QuantScheme()
+
+
+def is_smaller(folder: Path, quant: QuantScheme, than: QuantScheme) -> bool:
+    """Whether the model in `folder`, stored by `quant`, has a matrix of fewer bits a weight than stored by `than`.
+
+    However the two are spelled: what counts is what the checkpoint makes of them. Reads headers. Raises ConfigError.
+    """
+    config = read_config(folder)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(config)
+        for each in (quant, than):
+            check_rules(config, each)
+        shapes = [(name, shape) for name, shape in expected_shapes(config).items() if len(shape) == 2]
+        bits = ([matrix_bits(config, checkpoint, s, *matrix) for s in (quant, than)] for matrix in shapes)
+        return any(mine < its for mine, its in bits)
