@@ -29,6 +29,7 @@ COMMANDS = {
     "export": "a tuned profile as the command line of vLLM, SGLang or llama.cpp",
     "quantize": "store a model's weights in fewer bits, by a method, as a checkpoint",
     "train": "make a pair by a recipe, or a draft head (train head) or a draft (train draft) for any target",
+    "study": "a published study by one command: its grid measured here, their figures beside ours",
     "twin": "a checkpoint of a real model's shape that computes a small model's function",
     "vocabulary": "a list of frequent tokens, for drafts that guess only these",
     "info": "this machine, its backends, formats, drafters and the embedded models",

@@ -21,6 +21,7 @@ from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from sameseed.spec.drafter import LengthPolicy, level_metrics
 from sameseed.study.estimate import Prediction, RunCounts, draft_curve, predict
+from sameseed.study.usage import Meter, Usage
 from sameseed.study.workload import Arm, Prompt, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
@@ -39,6 +40,7 @@ class Run:
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     levels: dict[str, SpecMetrics] = field(default_factory=dict)  # of the drafters below, where they are counted apart
     completions: list[Completion] = field(default_factory=list)
+    usage: Usage = field(default_factory=Usage)  # of the machine
 
     @property
     def num_tokens(self) -> int:
@@ -130,13 +132,17 @@ class Bench:
         if arm.plain:
             return None
         engine = self.install(arm)
-        key = _key(arm)
-        if self._target is None:
-            self._target = measure_curve(engine.runner)
+        key, target = _key(arm), self.target_curve()
         if key not in self._curves:
             self._curves[key] = draft_curve(engine.drafter, measure_curve)
         done, before = run.counted(batch_size), plain.counted(batch_size)
-        return predict(done, before, self._target, self._curves[key])
+        return predict(done, before, target, self._curves[key])
+
+    def target_curve(self) -> Curve:
+        """What the target's passes cost by rows, measured once."""
+        if self._target is None:
+            self._target = measure_curve(self.llm.engine.runner)
+        return self._target
 
     def check(self, workload: Workload) -> None:
         """Raise RequestError if a prompt does not fit; before any time is spent."""
@@ -184,6 +190,7 @@ def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None
     before = replace(engine.times)
     levels = [(name, metrics, metrics.copy()) for name, metrics in level_metrics(engine.drafter)]
     done: dict[str, Completion] = {}
+    meter = Meter()
     start = time.perf_counter()
     for i, (prompt, params) in enumerate(batch):
         engine.add(Request(f"bench{i}", prompt, params, params.seed or 0))
@@ -194,6 +201,7 @@ def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None
                 done[delta.request_id] = delta.completion
                 tick()
     run.seconds += time.perf_counter() - start
+    run.usage.add(meter.read())
     run.times.add(engine.times)
     run.times.add(before, -1.0)
     for name, metrics, earlier in levels:

@@ -25,6 +25,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.study.measure import Bench, Run
 from sameseed.study.schemas import BENCH_SCHEMA, check
+from sameseed.study.usage import Usage
 from sameseed.study.workload import Arm, Workload, spec_as_dict
 
 RESULTS = Path("benchmarks/results")
@@ -180,6 +181,7 @@ def make_record(
         "equals_plain": all(equal),
         "time_split": {name: median(_split(run)[name] for run in runs) for name in _split(runs[0])},
         "overhead_ms_per_round": median(run.overhead / run.num_steps for run in runs) * 1e3,
+        "usage": _usage(runs),
         **_remarks(str(config.get("draft", "none")), runs[0]),
     }
 
@@ -204,6 +206,14 @@ def _remarks(draft: str, run: Run) -> dict[str, object]:
     if draft != "none" and registry.load("drafters", draft).DRAFTER.owns and is_useless(run.metrics):
         found["useless_draft"] = True
     return found
+
+
+def _usage(runs: Seq[Run]) -> dict[str, float | None]:
+    """Of all runs together."""
+    whole = Usage()
+    for run in runs:
+        whole.add(run.usage)
+    return whole.as_dict(sum(run.num_tokens for run in runs))
 
 
 def _split(run: Run) -> dict[str, float]:

@@ -1,0 +1,93 @@
+"""`sameseed study`: a published system's study by one command: its grid measured here, theirs beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional
+
+from sameseed.cli.options import option, parse
+
+if TYPE_CHECKING:
+    from sameseed.studies._runner import Planned
+
+
+@dataclass(frozen=True)
+class StudyArgs:
+    """Measure a published study's grid here, cell by cell; records, plots and one page with their figures beside ours.
+
+    `study list` names them. What is measured already is skipped: a study that was interrupted goes on. Delete its
+    records to measure anew. Exit code 1 if a text differed from plain decoding's.
+    """
+
+    name: Annotated[str, Positional]  # of the study, or list
+    size: str = "small"  # small: the embedded family, minutes; true: twins at true shapes, hours (26 GB of disk)
+    out: Annotated[Path | None, option("DIR")] = None  # records, plots, page; unset: studies/NAME
+    only: Annotated[
+        tuple[str, ...], option("PATTERN")
+    ] = ()  # these cells alone, e.g. 'lengths'; as --dry-run names them
+    dry_run: Annotated[bool, option()] = False  # print the grid, and what cannot run and why
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the packaged
+    num_prompts: Annotated[int, option("N")] = 12  # take N of them, spread over the file
+    max_tokens: int = 64  # of a text
+    repeat: int = 3  # runs of each setting, in turns
+    threads: Annotated[int | None, option("N")] = None  # of the CPU; unset: all cores
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse, plan, measure, draw."""
+    args = parse(StudyArgs, argv, prog).args
+    from sameseed import registry
+    from sameseed.cli.console import progress, stderr_console, stdout_console, warn_if_busy
+    from sameseed.studies import _runner
+    from sameseed.studies._setup import Setup
+
+    console = stdout_console()
+    if args.name == "list":
+        for name in registry.names("studies"):
+            console.print(f"{name:<12} {_runner.load(name).title}", markup=False)
+        return 0
+    with progress(args.name) as bar:
+        setup = Setup(
+            args.size,
+            args.out or Path("studies") / args.name,
+            args.prompts,
+            args.num_prompts,
+            args.max_tokens,
+            args.repeat,
+            args.threads,
+            lambda title, done, total: bar.update(bar.tasks[0].id, description=title, completed=done, total=total),
+        )
+        planned = _runner.plan(args.name, setup, args.only)
+        if not args.dry_run:
+            warn_if_busy()
+            for p in planned:
+                if p.wrong:
+                    bar.console.print(f"left out: {p.cell.name}: {p.wrong}", style="yellow", markup=False)
+            _runner.run(args.name, setup, planned, lambda text: bar.console.print(text, markup=False, highlight=False))
+            written = _runner.write(args.name, setup, planned)
+    if args.dry_run:
+        _show(planned)
+        return 0
+    for path in written:
+        stderr_console().print(f"written: {path}", style="dim", markup=False)
+    return 0 if _runner.same_texts(args.name, setup) else 1
+
+
+def _show(planned: Seq[Planned]) -> None:
+    """The grid as a table."""
+    from rich.text import Text
+
+    from sameseed.cli.console import show_table
+    from sameseed.study.report import blank
+
+    table = blank(f"{len(planned)} cells")
+    for name in ("cell", "ways", "state"):
+        table.add_column(name)
+    for p in planned:
+        state = Text("measured", "green") if p.done else Text(p.wrong, "yellow") if p.wrong else Text("to measure")
+        table.add_row(p.cell.name, f"{p.cell.weight:g}", state)
+    show_table(table)

@@ -1,0 +1,102 @@
+"""The runner of all studies: a grid cell by cell, each appended when it is whole; what is there already is skipped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from sameseed import ops, registry
+from sameseed.errors import ConfigError, SameseedError
+from sameseed.studies import _page, _picture
+from sameseed.studies._setup import Setup
+from sameseed.studies._study import Cell, Study
+from sameseed.study import record
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell: its digest, whether it is measured already, and why it cannot run, where it cannot."""
+
+    cell: Cell
+    digest: str
+    done: bool
+    wrong: str = ""
+
+
+def load(name: str) -> Study:
+    """A study by its name. Raises RegistryError that suggests the nearest."""
+    found: Study = registry.load("studies", name).STUDY
+    return found
+
+
+def records_file(name: str, setup: Setup) -> Path:
+    """Where a study's records are."""
+    return setup.out / f"{name}.jsonl"
+
+
+def plan(name: str, setup: Setup, only: Seq[str] = ()) -> list[Planned]:
+    """The grid; nothing is loaded. `only`: patterns of cells' names. Raises ConfigError where no cell is left."""
+    study = load(name)
+    try:
+        setup.read()
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {study.data}") from None
+    chosen = [c for c in study.cells(setup.size) if not only or any(fnmatch(c.name, f"*{p}*") for p in only)]
+    if not chosen:
+        names = ", ".join(c.name for c in study.cells(setup.size))
+        raise ConfigError(f"--only {' '.join(only)} leaves no cell of {name} (there are: {names})")
+    file = records_file(name, setup)
+    known = {r.get("digest") for r in record.read(file)} if file.exists() else set()
+    planned = []
+    for cell in chosen:
+        digest, wrong = setup.digest(cell), ""
+        try:
+            cell.check(setup)
+        except SameseedError as error:
+            wrong = str(error)
+        planned.append(Planned(cell, digest, digest in known, wrong))
+    return planned
+
+
+def run(name: str, setup: Setup, planned: Seq[Planned], tell: Callable[[str], None]) -> None:
+    """Measure what is to be measured; records of a cell are appended together when it has ended."""
+    file = records_file(name, setup)
+    record.prepare(file)
+    if setup.threads is not None:
+        ops.set_num_threads(setup.threads)
+    todo = [p for p in planned if not p.done and not p.wrong]
+    spent = weight = 0.0
+    for number, p in enumerate(todo, 1):
+        rest = sum(q.cell.weight for q in todo[number - 1 :])
+        ahead = f", about {spent / weight * rest / 60:.0f} min to go" if weight else ""
+        tell(f"{number} of {len(todo)}{ahead}: {p.cell.name}")
+        start = time.monotonic()
+        for made in p.cell.measure(setup, tell):
+            record.append(file, {**made, "study": name, "size": setup.size, "cell": p.cell.name, "digest": p.digest})
+        spent, weight = spent + time.monotonic() - start, weight + p.cell.weight
+
+
+def write(name: str, setup: Setup, planned: Seq[Planned]) -> list[Path]:
+    """Plots and the page, of the newest records of these cells; the files written."""
+    study, wanted = load(name), {p.digest for p in planned}
+    found: list[dict[str, Any]] = [r for r in record.read(records_file(name, setup)) if r.get("digest") in wanted]
+    if not found:
+        raise ConfigError(f"nothing of {name} is measured; `sameseed study {name} --dry-run` says what cannot run")
+    report = study.report(found)
+    pictures = {plot.name: _picture.draw(plot, setup.out / f"{name}-{plot.name}") for plot in report.plots}
+    page = setup.out / f"{name}.html"
+    left_out = [
+        (p.cell.name, p.wrong or "not measured yet") for p in planned if p.digest not in {r["digest"] for r in found}
+    ]
+    svgs = {plot: svg.read_bytes() for plot, (_, svg) in pictures.items()}
+    page.write_text(_page.render(name, study, report, found, left_out, svgs), encoding="utf-8")
+    return [page, *(path for pair in pictures.values() for path in pair)]
+
+
+def same_texts(name: str, setup: Setup) -> bool:
+    """Did speculation write plain decoding's texts in all records?"""
+    return all(r.get("equals_plain", True) for r in record.read(records_file(name, setup)))

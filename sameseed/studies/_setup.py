@@ -1,0 +1,106 @@
+"""In what a study runs: models of a size, prompts, lengths, threads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sameseed import ops
+from sameseed.engine.memory import available_memory
+from sameseed.errors import ConfigError
+from sameseed.models.eagle_config import is_head
+from sameseed.models.loader import resolve_model
+from sameseed.plan.paper import sheet
+from sameseed.study.twin import find_shape, make_head_twin, make_twin
+from sameseed.study.workload import DEFAULT_PROMPTS, Prompt, read_prompts
+
+GIB = 2**30
+Progress = Callable[[str, int, int], None]
+SIZES = ("small", "true")
+TARGET, HEAD = "embedded-target", "embedded-head"
+SMALL: Mapping[str, str] = {"target": TARGET, "1b": "embedded-draft", "head": HEAD}
+TRUE: Mapping[str, tuple[str, str]] = {  # shape, and the small model that it computes
+    "target": ("llama-3.1-8b", TARGET),
+    "1b": ("llama-3.2-1b", "embedded-draft"),
+    "3b": ("llama-3.2-3b", "embedded-draft"),
+    "head": ("llama-3.1-8b", HEAD),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`size`: "small" is the embedded family, "true" its twins at true shapes, which are written once to OUT/twins.
+
+    Raises ConfigError for a size that there is not, or counts below 1.
+    """
+
+    size: str
+    out: Path
+    prompts: Path | None = None
+    num_prompts: int = 12
+    max_tokens: int = 64
+    repeat: int = 3
+    threads: int | None = None
+    progress: Progress = field(default=lambda title, done, total: None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise ConfigError(f"--size is {' or '.join(SIZES)}, got {self.size!r}")
+        for name in ("num_prompts", "max_tokens", "repeat", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+    def read(self) -> list[Prompt]:
+        """The prompts. Raises ConfigError."""
+        return read_prompts(self.prompts or DEFAULT_PROMPTS, self.num_prompts)
+
+    @property
+    def cores(self) -> int:
+        return self.threads or ops.available_cores()
+
+    def source(self, role: str) -> str:
+        """The small model of a role. Raises ConfigError where this size has none."""
+        if self.size == "small":
+            if role not in SMALL:
+                raise ConfigError(f"the embedded family has no {role!r}; --size true has one")
+            return SMALL[role]
+        return TRUE[role][1]
+
+    def model(self, role: str) -> str:
+        """A model that can be loaded: a twin is made where it is not there yet. Raises what `make_twin` raises."""
+        of = self.source(role)
+        if self.size == "small":
+            return of
+        shape = TRUE[role][0]
+        folder = self.out / "twins" / f"{role}-{shape}"
+        if not folder.exists():
+
+            def report(done: int, total: int) -> None:
+                self.progress(f"twin {shape} (million weights)", done // 10**6, total // 10**6)
+
+            if is_head(resolve_model(of)):
+                make_head_twin(find_shape(shape), of, TARGET, folder, name=shape, progress=report)
+            else:
+                make_twin(find_shape(shape), of, folder, name=shape, progress=report)
+        return str(folder)
+
+    def check_memory(self, formats: Mapping[str, str]) -> None:
+        """Raise ConfigError where models of these roles, each in its format, are more than the memory that is free."""
+        if self.size == "small":
+            return
+        models = {role: sheet(TRUE[role][0], form).weights for role, form in formats.items() if role != "head"}
+        need, free = sum(models.values()) + GIB, available_memory()
+        if need > free:
+            parts = ", ".join(f"{TRUE[r][0]} {formats[r]} {n / GIB:.1f}" for r, n in models.items())
+            raise ConfigError(f"{need / GIB:.1f} GiB are needed ({parts}, caches 1) and {free / GIB:.1f} are free")
+
+    def digest(self, cell: Any) -> str:
+        """What decides a cell's figures besides the code and the machine, as a key."""
+        texts = [(p.id, p.text, p.messages) for p in self.read()]
+        facts = [type(cell).__name__, asdict(cell), self.size, self.max_tokens, self.repeat, self.cores, texts]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,83 @@
+"""The price of exactness: what coupled sampling accepts, beside what min(1, p/q) would on the same positions.
+
+The usual rule accepts a token drawn from q with probability sum(min(p, q)) (Leviathan et al., 2023, theorem 3.5). It
+gives another text with every drafter; coupled sampling does not (docs/concepts.md), and accepts somewhat less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sameseed.batch import MAX_NODES
+from sameseed.models.runner import ModelRunner
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.sampling import Floats, choose, survivors
+
+
+@dataclass(frozen=True)
+class Price:
+    """Over `positions` of texts: how often both models choose alike under one noise, and the mean of sum(min(p, q))."""
+
+    positions: int
+    coupled: float
+    min_pq: float
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def price(
+    target: ModelRunner, draft: ModelRunner, texts: Iterable[tuple[Seq[int], Seq[int], SamplingParams]]
+) -> Price | None:
+    """Of (prompt, its text by the target, how it was chosen): the draft is asked after every prefix of the text.
+
+    Both runners must be idle; their blocks are free again after it. None where there is no text.
+    """
+    alike, overlap = list[bool](), list[float]()
+    for prompt, text, params in texts:
+        rows = zip(_logits(target, prompt, text, params), _logits(draft, prompt, text, params), strict=True)
+        seq = Sequence(-1, list(prompt), params, params.seed or 0)
+        for place, (its, mine) in enumerate(rows):
+            path = text[:place]
+            alike.append(choose(its, seq, path, ()) == choose(mine, seq, path, ()))
+            overlap.append(_shared(its, mine, params))
+    return Price(len(alike), float(np.mean(alike)), float(np.mean(overlap))) if alike else None
+
+
+def _logits(runner: ModelRunner, prompt: Seq[int], text: Seq[int], params: SamplingParams) -> list[NDArray[np.float32]]:
+    """The logits before each token of the text."""
+    seq, rows = Sequence(-1, list(prompt), params, 0), list[NDArray[np.float32]]()
+    try:
+        for start in range(0, len(text), MAX_NODES):
+            nodes = list(text[start : start + MAX_NODES])
+            pending = [seq.num_pending]
+            if not runner.blocks.reserve(seq, len(seq) + len(nodes)):
+                break
+            out = runner.forward([seq], Draft.chains([nodes]), pending)
+            rows += list(out.logits.cpu().numpy()[: len(nodes)])
+            runner.commit([seq], pending, [range(len(nodes) - 1)], out)  # the last one stays pending
+            seq.token_ids += nodes
+    finally:
+        runner.blocks.release(seq)
+    return rows
+
+
+def _shared(its: NDArray[np.float32], mine: NDArray[np.float32], params: SamplingParams) -> float:
+    """sum(min(p, q)) of the processed distributions."""
+    if params.greedy:
+        return float(its.argmax() == mine.argmax())
+    p, q = np.zeros(len(its)), np.zeros(max(len(its), len(mine)))
+    for into, row in ((p, its), (q, mine)):
+        ids, kept = survivors(_float64(row), params)
+        weights = np.exp(kept - kept.max())
+        into[ids] = weights / weights.sum()
+    return float(np.minimum(p, q[: len(p)]).sum())
+
+
+def _float64(row: NDArray[np.float32]) -> Floats:
+    return row.astype(np.float64)

@@ -1,0 +1,139 @@
+"""What a measured stretch takes of the machine: share of its cores, energy, share of its GPU; None where unreadable.
+
+Energy of the CPU is that of its packages (RAPL, in Linux's powercap), with all that runs on them. A GPU's figures are
+NVML's, where the package `pynvml` is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sameseed.ops import available_cores
+
+POWERCAP = Path("/sys/class/powercap")
+PROC = Path("/proc")
+
+
+@dataclass
+class Usage:
+    """`cpu_s`: seconds of all threads together; `gpu_share`: in the last moment before the end. Joules, seconds."""
+
+    seconds: float = 0.0
+    cpu_s: float | None = 0.0
+    cpu_j: float | None = 0.0
+    gpu_j: float | None = 0.0
+    gpu_share: float | None = 0.0
+
+    def add(self, other: Usage) -> None:
+        """Make it that of both stretches; the GPU's share is their mean by time."""
+        whole = self.seconds + other.seconds
+        if self.gpu_share is not None and other.gpu_share is not None and whole:
+            mixed = self.gpu_share * self.seconds + other.gpu_share * other.seconds
+            self.gpu_share = mixed / whole
+        else:
+            self.gpu_share = None
+        for name in ("cpu_s", "cpu_j", "gpu_j"):
+            mine, its = getattr(self, name), getattr(other, name)
+            setattr(self, name, None if mine is None or its is None else mine + its)
+        self.seconds = whole
+
+    def as_dict(self, num_tokens: int) -> dict[str, float | None]:
+        """For a record: shares of all cores and of the GPU, joules a token of `num_tokens`."""
+        cores, tokens = available_cores() * self.seconds, max(1, num_tokens)
+        return {
+            "cpu_share": None if self.cpu_s is None or not cores else self.cpu_s / cores,
+            "gpu_share": self.gpu_share,
+            "cpu_j_per_token": None if self.cpu_j is None else self.cpu_j / tokens,
+            "gpu_j_per_token": None if self.gpu_j is None else self.gpu_j / tokens,
+        }
+
+
+class Meter:
+    """Counts from the moment it is made: this process, or the process `pid` with its children."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid = pid
+        self._joules, self._gpu = packages_j(), _gpu_j()
+        self._cpu, self._start = self._cpu_s(), time.perf_counter()
+
+    def read(self) -> Usage:
+        """What was taken since."""
+        seconds, cpu = time.perf_counter() - self._start, self._cpu_s()
+        joules, gpu = packages_j(), _gpu_j()
+        return Usage(
+            seconds,
+            None if cpu is None or self._cpu is None else cpu - self._cpu,
+            None if joules is None or self._joules is None or joules < self._joules else joules - self._joules,
+            None if gpu is None or self._gpu is None else gpu - self._gpu,
+            _gpu_share(),
+        )
+
+    def _cpu_s(self) -> float | None:
+        return time.process_time() if self._pid is None else tree_s(self._pid)
+
+
+def tree_s(pid: int) -> float | None:
+    """CPU seconds of a process and of those that it started; None where there is no /proc, or no such process."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for stat in PROC.glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            words = stat.read_text().rpartition(")")[2].split()  # the name before it may hold anything
+            child = int(stat.parent.name)
+            parents[child], ticks[child] = int(words[1]), int(words[11]) + int(words[12])
+    if pid not in ticks:
+        return None
+    found = {pid}
+    while more := {p for p, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sum(ticks[p] for p in found) / os.sysconf("SC_CLK_TCK")
+
+
+def packages_j() -> float | None:
+    """Joules that the CPU's packages have counted; None where that cannot be read (often: by root alone)."""
+    try:
+        counted = [int((zone / "energy_uj").read_text()) for zone in _zones()]
+    except (OSError, ValueError):
+        return None
+    return sum(counted) / 1e6 if counted else None
+
+
+@cache
+def _zones() -> tuple[Path, ...]:
+    return tuple(z for z in POWERCAP.glob("intel-rapl:*") if z.name.count(":") == 1)
+
+
+@cache
+def _nvml() -> tuple[Any, Any] | None:
+    """The library and the first GPU."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+    except Exception:  # not installed, no driver, no GPU: NVML has a class for each
+        return None
+
+
+def _gpu_j() -> float | None:
+    if (found := _nvml()) is None:
+        return None
+    try:
+        return float(found[0].nvmlDeviceGetTotalEnergyConsumption(found[1])) / 1e3
+    except Exception:  # an older GPU does not count
+        return None
+
+
+def _gpu_share() -> float | None:
+    if (found := _nvml()) is None:
+        return None
+    try:
+        return float(found[0].nvmlDeviceGetUtilizationRates(found[1]).gpu) / 100
+    except Exception:
+        return None

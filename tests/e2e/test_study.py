@@ -1,0 +1,91 @@
+"""`sameseed study` at toy size: every study measures, goes on where it was, draws and writes its page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sameseed import registry
+from sameseed.cli import main
+from sameseed.studies import _runner
+from sameseed.studies._setup import SIZES, Setup
+from sameseed.studies._study import Study
+from sameseed.study import record
+
+TOY = ("--num-prompts", "2", "--max-tokens", "6", "--repeat", "1")
+CELLS = {"assisted": ("lengths sampled", "mixes of w4a8")}  # enough of each to draw everything
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_study(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    flags = ["study", name, *TOY, "--out", str(tmp_path)]
+    first, *rest = CELLS[name]
+    assert main([*flags, "--only", first, "--dry-run"]) == 0
+    assert "to measure" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+    assert main([*flags, "--only", first]) == 0
+    found = record.read(tmp_path / f"{name}.jsonl")
+    assert found and all(r["study"] == name and r["size"] == "small" for r in found)
+    assert main([*flags, "--only", first, *rest]) == 0
+    again = record.read(tmp_path / f"{name}.jsonl")
+    assert again[: len(found)] == found and len(again) > len(found), "what was there is not measured again"
+    assert main([*flags, "--only", first, *rest]) == 0
+    assert len(record.read(tmp_path / f"{name}.jsonl")) == len(again)
+    assert all("usage" in r or "usage" in r["repetitions"][0] for r in again)
+    page = (tmp_path / f"{name}.html").read_text()
+    assert _runner.load(name).source.split(",")[0] in page
+    assert page.count("data:image/svg+xml") == len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.png")))
+    assert not re.search(r"<(script|link)|src=.http", page), "the page needs nothing else"
+
+
+def test_every_study_is_tested() -> None:
+    assert set(CELLS) == set(registry.names("studies"))
+
+
+@pytest.mark.parametrize("name", registry.names("studies"))
+@pytest.mark.parametrize("size", SIZES)
+def test_the_grid_of_a_size(name: str, size: str, tmp_path: Path) -> None:
+    study = _runner.load(name)
+    assert isinstance(study, Study) and study.source and study.data and study.differs
+    names = [cell.name for cell in study.cells(size)]
+    assert names and len(set(names)) == len(names)
+    planned = _runner.plan(name, Setup(size, tmp_path))
+    assert not any(p.done for p in planned) and len({p.digest for p in planned}) == len(planned)
+    if size == "small":
+        assert not any(p.wrong for p in planned)
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_decide_what_is_there(tmp_path: Path) -> None:
+    keys = {
+        _runner.plan("assisted", Setup("small", tmp_path, **more))[0].digest
+        for more in ({}, {"repeat": 2}, {"max_tokens": 9}, {"num_prompts": 3}, {"threads": 1})
+    }
+    assert len(keys) in (4, 5)  # one thread is all that a machine with one core has
+
+
+def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, says in (
+        (["asisted"], "did you mean 'assisted'"),
+        (["assisted", "--size", "huge"], "--size is small or true"),
+        (["assisted", "--repeat", "0"], "--repeat must be at least 1"),
+        (["assisted", "--only", "nothing"], "there are: 1b lengths greedy"),
+        (["assisted", "--prompts", str(tmp_path / "wikitext.txt")], "Fetch it"),
+    ):
+        assert main(["study", *flags, "--out", str(tmp_path)]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["study", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in registry.names("studies"))
+
+
+def test_a_true_size_that_memory_does_not_hold_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sameseed.studies import _setup
+
+    monkeypatch.setattr(_setup, "available_memory", lambda: 8 * 2**30)
+    wrong = {p.cell.name: p.wrong for p in _runner.plan("assisted", Setup("true", tmp_path))}
+    assert "llama-3.1-8b bf16 15.0" in wrong["1b lengths greedy"] and "8.0 are free" in wrong["1b lengths greedy"]
+    assert not wrong["1b mixes of w4a8"]
