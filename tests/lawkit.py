@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,7 @@ def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "
     big, small = (load_model(folder, chosen, quant, device=device) for folder in (target, draft))
     folder = target.parent / "head"
     head = load_head(folder, big, chosen, device=device) if folder.exists() else None
+    small.config = replace(small.config, mask_token=MODEL_VOCAB - 1)  # so that it can guess in parallel too
     return Pair(big, small, Tokenizer.from_folder(target), low, head)
 
 

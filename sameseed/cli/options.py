@@ -56,7 +56,8 @@ ENGINE_HELP = {
     "(pays only where cores would idle)",
     "num_draft_tokens": "the most tokens that a round may guess, 0..64; unset: 12 with goodput, else 4",
     "confidence": "end a draft once the drafter's probability of its last token is below this, 0..1",
-    "draft_format": "number format of the draft model's weights, as --format; auto: the target's; self_quant: nested, see the guide",
+    "draft_format": "number format of the draft model's weights, as --format; auto: the target's; self_quant: nested, "
+    "see the guide",
     "format": "number format of the target's weights: auto (the checkpoint's), bf16, w8a8, w4a8, w4a16-g64, ... "
     "(see `sameseed info`)",
     "kv_format": "number format of the KV cache; auto follows the weights",

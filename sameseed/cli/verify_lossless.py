@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -177,7 +177,11 @@ def drafts_of(engine: EngineChoice) -> dict[str, SpecConfig]:
     own: SpecConfig | None = engine.settings["draft"]
     embedded = engine.model in EMBEDDED
     specs = {name: draft_choice(name, engine.model) for name in (every.EMBEDDED if embedded else every.MODELLESS)}
-    found = {name: spec for name, spec in specs.items() if spec is not None}
+    found = {
+        name: replace(spec, options=every.OPTIONS.get(name, spec.options))
+        for name, spec in specs.items()
+        if spec is not None
+    }
     return found if embedded or own is None or own in found.values() else {"--draft": own, **found}
 
 

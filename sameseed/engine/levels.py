@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from sameseed import ops, registry
 from sameseed.config import SpecConfig, written_as
 from sameseed.errors import ConfigError
+from sameseed.models.config import is_parallel
 from sameseed.models.eagle_config import is_head
 from sameseed.models.loader import resolve_model
 from sameseed.scheme import QuantScheme
@@ -100,14 +101,15 @@ def drafter_class(spec: SpecConfig) -> type[Drafter]:
 
 
 def with_heads(spec: SpecConfig) -> SpecConfig:
-    """The same levels, where a model that turns out to be a draft head is drafted with as one.
+    """The same levels, where a model that turns out to be a draft head, or a parallel draft, is drafted with as one.
 
     Raises ModelLoadError for a model that is not there.
     """
     below = tuple(with_heads(b) for b in spec.below)
-    bare = spec.model is not None and drafter_class(spec).text == "MODEL"
-    if bare and is_head(resolve_model(str(spec.model))):
-        return replace(spec, method=written_as("HEAD"), below=below)
+    if spec.model is not None and drafter_class(spec).text == "MODEL":
+        folder = resolve_model(str(spec.model))
+        kind = "HEAD" if is_head(folder) else "PARALLEL" if is_parallel(folder) else "MODEL"
+        return replace(spec, method=spec.method if kind == "MODEL" else written_as(kind), below=below)
     return replace(spec, below=below)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from sameseed import habits
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.models.config import ASSETS, EMBEDDED, read_json
+from sameseed.models.config import ASSETS, EMBEDDED, is_parallel, read_json
 from sameseed.models.eagle_config import is_head
 
 Version = tuple[int, int]
@@ -53,7 +53,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 OWN = ("mtp", "dspark", "dflash", "ngram_gpu")  # methods that sameseed has no drafter for
 WITHIN = ("mtp", "dspark")  # of these, the target's checkpoint may hold the weights
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
-_DRAFTERS = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft_model", "eagle": "eagle"}
+_DRAFTERS = {
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "draft_model": "draft_model",
+    "parallel": "draft_model",
+    "eagle": "eagle",
+}
 # Part of an architecture's name, or of a hub id -> method; the first that is found.
 _MARKS = {
     "eagle3": "eagle3",
@@ -128,10 +134,13 @@ def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str,
     if model is not None:
         made["model"] = model_path(model)
         method = method or _method_of(made["model"])
-    elif method in ("draft_model", "eagle", "dflash"):
+    elif method in ("draft_model", "parallel", "eagle", "dflash"):
         raise ConfigError(f"--draft {method}: vLLM needs the draft's checkpoint; give its folder or hub id")
     assert method is not None
-    made = {"method": method, **made, **_options(method, spec.options)}
+    made = {"method": method, **made}
+    if spec.method == "parallel" or (model is not None and is_parallel(Path(made["model"]))):
+        made["parallel_drafting"] = True
+    made |= _options(method, spec.options)
     if method in WITH_WEIGHTS and spread.tensor_parallel_size > 1:
         made.setdefault("draft_tensor_parallel_size", spread.tensor_parallel_size)
     return {**made, **_own_keys(method, spec, spread)}

@@ -6,6 +6,7 @@ from typing import Any
 
 from sameseed import batch
 from sameseed.drafters._followers import Followers
+from sameseed.drafters.parallel import ParallelDrafter
 from sameseed.engine.engine import Engine
 from sameseed.engine.output import OutputText
 from sameseed.engine.running import Running
@@ -171,6 +172,17 @@ _DRAFTS = (
         "self._shadows.pop(seq.seq_id, None)",
         "self._shadows.get(seq.seq_id)",
         "C2",
+    ),
+    Mutant(
+        "a parallel draft keeps the rows of its masks",
+        ParallelDrafter._logits,
+        "[[] for _ in shadows], out)",
+        "[list(range(n - 1)) for n in counts], out)\n"
+        "    guesses = iter(out.logits.argmax(-1).tolist())\n"
+        "    for shadow, n in zip(shadows, counts):\n"
+        "        shadow.token_ids += [next(guesses) for _ in range(n)]",
+        ("C1",),
+        {"draft": "parallel"},
     ),
 )
 _OPS = (

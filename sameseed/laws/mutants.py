@@ -38,10 +38,15 @@ class Trial:
 
 
 def toy_subject(
-    tokenizer: Tokenizer, format: str = "auto", kv: str = "auto", backend: str = "auto", device: str = "cpu"
+    tokenizer: Tokenizer,
+    format: str = "auto",
+    kv: str = "auto",
+    backend: str = "auto",
+    device: str = "cpu",
+    draft: str = "draft_model",
 ) -> Subject:
     """A random pair, and four short prompts."""
-    spec = SpecConfig("draft_model", "toy", num_draft_tokens=4)
+    spec = SpecConfig(draft, "toy", num_draft_tokens=4)
     config = EngineConfig(backend=backend, device=device, format=format, cache=CacheConfig(format=kv), spec=spec)
     rng = random.Random(5)
     prompts = [tuple(rng.randrange(3, VOCAB) for _ in range(n)) for n in (3, 5, 8, 6)]

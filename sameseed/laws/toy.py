@@ -68,6 +68,7 @@ def toy_model(
             "max_position_embeddings": 512,
             "rms_norm_eps": 1e-5,
             "eos_token_id": 0,
+            "pard_token": vocab_size - 1,  # any token: guesses behind it need not be good
         }
     )
     source = ToyCheckpoint(config, noise, twins)

@@ -26,6 +26,8 @@ ARCHITECTURES = {
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft", "embedded-head": "head"}
 GGUF = ".gguf"  # suffix of a model that is one file
+MASK_TOKENS = ("pard_token", "ptd_token_id")  # AMD's name of the mask token, and vLLM's; -1: none
+PARALLEL = ("pard", "pard2")  # spd_type of models that guess several tokens in one pass
 MAX_LAYERS = 10_000  # names and shapes of all layers are listed before any file is read
 
 
@@ -47,7 +49,11 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and flags of a model. `windows[i]` is layer i's sliding window in tokens, None for full attention."""
+    """Shape and flags of a model. `windows[i]` is layer i's sliding window in tokens, None for full attention.
+
+    `mask_token`: of a model that guesses several tokens in one pass, the id that stands for a token not known yet
+    (PARD: An et al., 2025); `num_parallel`: so many it was trained to guess, where its config.json says so, else 0.
+    """
 
     architecture: str
     vocab_size: int
@@ -68,6 +74,8 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    mask_token: int | None = None
+    num_parallel: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -153,7 +161,32 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
         eos_token_ids=_token_ids(eos, "generation_config.json: eos_token_id", vocab_size)
         or _token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id", vocab_size),
         bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id", vocab_size)), None),
+        mask_token=_mask_token(raw, where, vocab_size),
+        num_parallel=whole("para_num", 0, least=0),
     )
+
+
+def is_parallel(folder: Path) -> bool:
+    """Whether a folder holds a model that guesses several tokens in one pass: its config.json names a mask token."""
+    if folder.suffix == GGUF or not (folder / "config.json").exists():
+        return False
+    raw = read_json(folder / "config.json")
+    return raw.get("spd_type") in PARALLEL or any(raw.get(name) not in (None, -1) for name in MASK_TOKENS)
+
+
+def _mask_token(raw: Mapping[str, Any], where: str, vocab_size: int) -> int | None:
+    """The id under either name, None for none. Raises ModelLoadError where parallel drafting would lack something."""
+    if raw.get("spd_type") == "pard2":
+        raise ModelLoadError(f"{where}: spd_type 'pard2' reads the target's states; take a draft of spd_type 'pard'")
+    name = next((n for n in MASK_TOKENS if raw.get(n) not in (None, -1)), None)
+    if name is not None:
+        return whole_number(raw, where, name, least=0, most=vocab_size - 1)
+    if raw.get("spd_type") in PARALLEL:
+        raise ModelLoadError(
+            f"{where}: spd_type 'pard' without a mask token; name it, as \"pard_token\": the id of a token that no "
+            "text has, or take spd_type out: then it drafts a token a pass"
+        )
+    return None
 
 
 def whole_number(

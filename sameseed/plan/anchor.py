@@ -118,7 +118,7 @@ def anchor(
     for plan, costs in zip(drafts, turns[1:], strict=True):
         seen = [RoundCost.of(c) for c in costs if c.draft.seen]
         start = max(0.0, median(t.levels[0].start + t.drafted_gap - t.plain_gap for t in seen)) if seen else 0.0
-        made.append(replace(plan, times=AnchoredSteps(seen), start_s=start) if seen else plan)
+        made.append(replace(plan, times=AnchoredSteps(seen), start_s=start, at_once=False) if seen else plan)
     times = AnchoredTimes([RoundCost.of(c) for costs in turns for c in costs], first, prompt_tokens)
     return Anchor(times, tuple(made), median(t.plain_gap + t.gap_per_seq for t in map(RoundCost.of, turns[0])))
 

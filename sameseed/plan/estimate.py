@@ -16,6 +16,7 @@ from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.engine.memory import available_memory
 from sameseed.errors import ConfigError, VocabularyError
+from sameseed.models.config import is_parallel
 from sameseed.models.eagle_config import is_head
 from sameseed.plan.anchor import AnchoredTimes, anchor
 from sameseed.plan.memory import Memory, memory, too_small
@@ -253,6 +254,7 @@ def _plan(
     """A draft on paper, or as profiled beside the target. Of several models the dearest counts as its step."""
     times: list[Times] = []
     sheets = []
+    at_once = False
     for spec in _owning(parse_draft(text)):
         assert spec.model is not None
         path = None if spec.model.lower() in SHAPES else find(spec.model)
@@ -260,6 +262,7 @@ def _plan(
             own = head_sheet(path, asked.draft_format, asked.kv_format, target)
         else:
             own = sheet(spec.model, asked.draft_format, asked.kv_format, target)
+            at_once = registry.load("drafters", spec.method).DRAFTER.at_once or (path is not None and is_parallel(path))
         sizes = sorted((own.config.vocab_size, target.config.vocab_size))
         if own.config.num_layers > 1 and path is not None and sizes[1] > PADDED * sizes[0]:
             raise VocabularyError(
@@ -269,7 +272,8 @@ def _plan(
         sheets.append(own)
         times.append(_draft_times(own, limits, profile))
     step = max(times, key=lambda t: t.seconds(1, 1, CONTEXT), default=None)
-    return DraftPlan(text, step, chance, sum(s.weights for s in sheets), sum(s.row for s in sheets))
+    weights, row = sum(s.weights for s in sheets), sum(s.row for s in sheets)
+    return DraftPlan(text, step, chance, weights, row, at_once=at_once)
 
 
 def _draft_times(own: Sheet, limits: Limits, profile: Profile | None) -> Times:

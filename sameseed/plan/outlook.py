@@ -93,7 +93,7 @@ def _from_file(path: Path) -> AcceptChances:
 class DraftPlan:
     """A way to guess: what a step of it costs (None: a search in the text), and what it takes in memory.
 
-    `start_s`: seconds of a sequence's proposal beside its steps.
+    `start_s`: seconds of a sequence's proposal beside its steps; `at_once`: a draft of any length is one pass.
     """
 
     text: str
@@ -102,6 +102,7 @@ class DraftPlan:
     weights: int = 0
     row: int = 0
     start_s: float = 0.0
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,24 +139,30 @@ class Rounds:
         found: Floats = seconds * np.exp(level * self.z[:, 0] + shape * self.z[:, 1] * math.log(rows) / math.log(USUAL))
         return found
 
-    def steps(self, draft: DraftPlan, batch: int) -> Floats:
-        """Seconds of one step of a draft [n]; its model goes with the machine as the target does."""
+    def steps(self, draft: DraftPlan, batch: int, new_tokens: int = 1) -> Floats:
+        """Seconds of one pass of a draft [n]; its model goes with the machine as the target does."""
         if draft.times is None:
             return np.zeros(len(self.z))
         level, shape = draft.times.spread
         shared = self.z[:, 0] if draft.times.grade == self.target.grade else self.z[:, 2]
         off = level * (shared + self.z[:, 2]) / math.hypot(1.0, 1.0)
         off += shape * self.z[:, 3] * math.log(batch) / math.log(USUAL)
-        found: Floats = draft.times.seconds(batch, 1, self.context) * np.exp(off)
+        found: Floats = draft.times.seconds(batch, new_tokens, self.context) * np.exp(off)
         return found
+
+    def _drafting(self, draft: DraftPlan, batch: int, length: int, decided: float) -> Floats:
+        """Seconds of the passes for a draft of this length [n]; `decided`: tokens of a round, which it reads first."""
+        if length and draft.at_once:
+            return self.steps(draft, batch, round(decided) + length - 1)
+        return length * self.steps(draft, batch)
 
     def speedups(self, draft: DraftPlan, batch: int) -> tuple[Floats, Floats, Floats]:
         """Tokens of a round, speed-up, and a draft's share of the time, all [n, LONGEST + 1], by its length."""
         tokens = draft.acceptance.tokens(self.at)
         plain = self.passes(batch, 1) + self.gap
-        step = self.steps(draft, batch)
+        steps = np.stack([self._drafting(draft, batch, k, tokens[0, k]) for k in range(LONGEST + 1)], axis=1)
         start = batch * (SEARCH if draft.times is None else draft.start_s)
-        drafting = np.stack([k * step + (start if k else 0.0) for k in range(LONGEST + 1)], axis=1)
+        drafting = steps + start * (np.arange(LONGEST + 1) > 0)
         whole = np.stack([self.passes(batch, 1 + k) for k in range(LONGEST + 1)], axis=1) + drafting
         whole += self.gap[:, None]
         return tokens, tokens * plain[:, None] / whole, drafting / whole

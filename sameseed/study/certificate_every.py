@@ -25,7 +25,10 @@ EMBEDDED = (
     "self_quant",
     "ngram > embedded-draft",
     "suffix + embedded-draft",
+    "parallel:embedded-draft",
 )
+# No text has the padding token: a mask that this draft was not trained for, so that guesses go right and wrong.
+OPTIONS: Mapping[str, Mapping[str, object]] = {"parallel:embedded-draft": {"mask_token": 0}}
 MODELLESS = ("ngram", "suffix", "self_quant")
 FORMATS = ("bf16", "w8a16", "w8a8", "w4a16", "w4a8", "fp8", "fp8-a8", "w4a8-qoq")
 KV_FORMATS = ("bf16", "int8", "fp8_e4m3")

@@ -55,10 +55,11 @@ class RunCounts:
     context: float
 
 
-def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None) -> Prediction:
+def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None, at_once: bool = False) -> Prediction:
     """The speed-up that costs and acceptance promise for a run, of which only its counts are used.
 
-    `draft`: passes of the draft model; None: its time is taken from the run. Time outside the models: as in `plain`.
+    `draft`: passes of the draft model; None: its time is taken from the run; `at_once`: it guesses a
+    draft in one. Time outside the models: as in `plain`.
     """
     overhead = plain.outside / plain.num_steps
 
@@ -71,7 +72,7 @@ def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None
 
     rows, checking = seconds(run)
     _, alone = seconds(plain)
-    drafting, source = _drafting(run, draft)
+    drafting, source = _drafting(run, draft, at_once)
     whole = plain.prefill + run.num_steps * (checking + drafting)
     before = plain.prefill + plain.num_steps * alone
     found, measured = before / whole, plain.seconds / run.seconds
@@ -87,8 +88,11 @@ def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None
     )
 
 
-def _drafting(run: RunCounts, draft: Curve | None) -> tuple[float, str]:
-    """Seconds of drafting in a mean round: passes of the draft model, the first over what was decided since."""
+def _drafting(run: RunCounts, draft: Curve | None, at_once: bool) -> tuple[float, str]:
+    """Seconds of drafting in a mean round: passes of the draft model, the first over what was decided since.
+
+    `at_once`: that is the only one, over a row more for each token but one.
+    """
     if draft is None:
         return run.draft / run.num_steps, "run"
     m = run.metrics
@@ -96,9 +100,12 @@ def _drafting(run: RunCounts, draft: Curve | None) -> tuple[float, str]:
         return 0.0, "curve"
     together = run.num_rounds / run.num_steps
     steps = m.num_draft_tokens / m.num_drafts
-    first = draft.at(together * min(2.0, 1.0 + m.num_accepted_tokens / m.num_drafts))
+    read = 1.0 + m.num_accepted_tokens / m.num_drafts
+    first = draft.at(together * (read + steps - 1.0 if at_once else min(2.0, read)))
     extra = draft.extra([round(run.context)] * max(1, round(together)), [1.0] * max(1, round(together)))
     drafted = min(1.0, m.num_drafts / run.num_rounds * max(1.0, together))  # rounds in which anyone is drafted for
+    if at_once:
+        return drafted * (first + extra), "curve"
     return drafted * (first + (steps - 1.0) * draft.at(together) + steps * extra), "curve"
 
 

@@ -136,7 +136,7 @@ class Bench:
         if key not in self._curves:
             self._curves[key] = draft_curve(engine.drafter, measure_curve)
         done, before = run.counted(batch_size), plain.counted(batch_size)
-        return predict(done, before, target, self._curves[key])
+        return predict(done, before, target, self._curves[key], type(engine.drafter).at_once)
 
     def target_curve(self) -> Curve:
         """What the target's passes cost by rows, measured once."""

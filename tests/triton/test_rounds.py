@@ -25,6 +25,8 @@ MOST: dict[str, Counter[tuple[str, str]]] = {
     "none": Counter({ROWS: 1, CHECK: 1}),
     # A pass of the target, two of the draft model.
     "draft_model": Counter({ROWS: 3, TREE: 1, CHECK: 1, (OUT, "drafters._chains._next"): 2}),
+    # A pass of the target, one of the draft, each with a tree's mask.
+    "parallel": Counter({ROWS: 2, TREE: 2, CHECK: 1, (OUT, "drafters.parallel._logits"): 1}),
     # A pass of the target, one of the head for what became certain and one a level; accepted rows that are moved.
     "eagle": Counter(
         {
@@ -43,7 +45,7 @@ MOST: dict[str, Counter[tuple[str, str]]] = {
 def test_a_round_waits_for_little(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_default_device(None)
     for folder, noise in (("target", 0.0), ("draft", 0.1)):
-        write_model(tmp_path / folder, noise=noise, num_hidden_layers=1)
+        write_model(tmp_path / folder, noise=noise, num_hidden_layers=1, pard_token=9)
     backend, quant, place = ops.resolve("triton"), QuantScheme.parse("w4a16"), str(DEVICE)
     if method == "eagle":
         fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))

@@ -11,8 +11,8 @@ from typing import Any
 from sameseed.config import SpecConfig
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, RequestError, VocabularyError
-from sameseed.models.loader import resolve_model
 from sameseed.models.draft_format import is_smaller
+from sameseed.models.loader import resolve_model
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantScheme
 from sameseed.study.measure import Bench, Run, fitted, run_batch

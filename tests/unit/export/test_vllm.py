@@ -91,6 +91,12 @@ def test_drafts() -> None:
         "model": "org/small",
     }
     assert drafted(parse_draft("org/small"), Spread(4))["draft_tensor_parallel_size"] == 4
+    assert drafted(parse_draft("parallel:org/small")) == {
+        "method": "draft_model",
+        "num_speculative_tokens": 4,
+        "model": "org/small",
+        "parallel_drafting": True,
+    }
     head = SpecConfig("eagle", "org/Some-EAGLE3-head")
     assert drafted(head, Spread(4)) == {
         "method": "eagle3",
@@ -296,6 +302,14 @@ def test_folders_are_told_apart(architecture: str, speculator: str | None, metho
     raw = {"architectures": [architecture]} | ({"speculators_model_type": speculator} if speculator else {})
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert drafted(SpecConfig("draft_model", str(tmp_path)))["method"] == method
+
+
+def test_a_folder_that_names_a_mask_token_drafts_in_parallel(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "pard_token": 9}))
+    made = drafted(SpecConfig("draft_model", str(tmp_path)))
+    assert made["method"] == "draft_model" and made["parallel_drafting"] is True
+    off = drafted(SpecConfig("draft_model", str(tmp_path)), draft_options={"parallel_drafting": False})
+    assert off["parallel_drafting"] is False
 
 
 def system(folder: Path, nodes: list[list[int]], threads: int = 1) -> Path:

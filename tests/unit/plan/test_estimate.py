@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,11 @@ def test_speedup_is_tokens_over_time() -> None:
     assert speed[3] == pytest.approx(tokens[3] * (times.seconds(2, 1, 256) + 0.001) / whole)
     assert share[3] == pytest.approx(3 * step / whole)
     assert times.prompt(1000) > times.prompt(512) > 0
+    assert draft.times is not None
+    together, _, shared = (values[0] for values in rounds.speedups(replace(draft, at_once=True), 2))
+    once = draft.times.seconds(2, round(together[3]) + 2, 256)  # what it reads anew, and two masks: one pass
+    assert shared[3] == pytest.approx(once / (times.seconds(2, 4, 256) + once + 0.001))
+    assert shared[0] == 0 and shared[3] < share[3]
 
 
 def test_intervals_hold_the_value_and_an_assumption_widens_them() -> None:

@@ -11,23 +11,27 @@ from sameseed.request import SpecMetrics
 from sameseed.study.estimate import RunCounts, predict
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("known", [True, False])
-def test_a_machine_whose_costs_are_known(batch: int, known: bool) -> None:
+def test_a_machine_whose_costs_are_known(batch: int, known: bool, at_once: bool) -> None:
     """Rounds of a machine that takes exactly what the curves say: the prediction comes out."""
     target = Curve([(1, 0.010), (32, 0.041)], 64, per_token=1e-6)
-    draft = Curve([(1, 0.001), (8, 0.001)])
+    draft = Curve([(1, 0.001), (8, 0.001)]) if not at_once else Curve([(1, 0.001), (64, 0.00352)])
     rng, k, context = random.Random(0), 4, 200.0
     metrics, plain = SpecMetrics(), SpecMetrics()
     seconds = drafting = 0.0
     steps = 200
     extra = batch * 136 * 1e-6
     for _ in range(steps):
+        decided = 0
         for _ in range(batch):
             right = next((i for i in range(k) if rng.random() > 0.8), k)
             metrics.update(k, right)
-        drafting += k * draft.at(1)
-        seconds += target.at(batch * (k + 1)) + extra + 0.0005 + k * draft.at(1)
+            decided += right + 1
+        took = draft.at(decided + batch * (k - 1)) if at_once else k * draft.at(1)
+        drafting += took
+        seconds += target.at(batch * (k + 1)) + extra + 0.0005 + took
     tokens = metrics.num_rounds + metrics.num_accepted_tokens
     plain_steps = tokens // batch
     for _ in range(plain_steps * batch):
@@ -35,7 +39,7 @@ def test_a_machine_whose_costs_are_known(batch: int, known: bool) -> None:
     alone = plain_steps * (target.at(batch) + extra + 0.0005)
     before = RunCounts(plain, plain_steps, plain_steps * batch, alone + 0.1, 0.1, 0.0, plain_steps * 0.0005, context)
     after = RunCounts(metrics, steps, steps * batch, seconds + 0.1, 0.1, drafting, 9.0, context)
-    found = predict(after, before, target, draft if known else None)
+    found = predict(after, before, target, draft if known else None, at_once)
     assert found.speedup == pytest.approx((alone + 0.1) / (seconds + 0.1), rel=0.01)
     assert abs(found.error) < 0.01
     assert found.draft_cost == ("curve" if known else "run")

@@ -1,0 +1,140 @@
+"""parallel drafter (PARD: An et al., 2025): a small model guesses a whole chain in one pass, over mask tokens.
+
+Its pass reads what became certain since the last one, then a mask token for each guess but the first. Rows of masks
+are dropped after it; tokens that the target took are read again as themselves, so that the cache is a fresh prefill's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from sameseed.batch import MAX_NODES
+from sameseed.drafters._chains import Chain
+from sameseed.drafters._followers import Followers
+from sameseed.drafters._vocabulary import with_vocabulary
+from sameseed.errors import ConfigError
+from sameseed.models.runner import ModelRunner
+from sameseed.request import Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
+from sameseed.spec.sampling import FAILED, choose, plain_greedy, probability
+
+log = logging.getLogger("sameseed")
+
+
+class ParallelDrafter(Drafter):
+    """A model trained to guess behind mask tokens, with its own format and cache; a Shadow follows each sequence.
+
+    A draft of k tokens takes one pass over k rows beside those not read yet, and any length up to k comes of it.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`mask_token`: the id that stands for a token not known yet (-1: as the model's config.json says).
+        `prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
+        tokens that it may guess, where not all: a number (the first ones), or a file with their ids (JSON or lines),
+        as `sameseed vocabulary` makes; fewer cost less.
+        """
+
+        mask_token: int = -1
+        prefill_rows: int = 512
+        vocabulary: str = ""
+
+        def __post_init__(self) -> None:
+            if self.prefill_rows < 1:
+                raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
+
+    owns = "model"
+    text = "PARALLEL"
+    cuttable = True
+    at_once = True
+    judges = True
+
+    def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
+        """Raises ConfigError for a model without a mask token."""
+        config = runner.model.config
+        mask = config.mask_token if options.mask_token < 0 else options.mask_token
+        if mask is None or mask >= config.vocab_size:
+            said = "names no mask token" if mask is None else f"has {config.vocab_size} tokens, no mask_token {mask}"
+            raise ConfigError(
+                f"drafter 'parallel': the model {said}; take one trained for parallel drafting (sameseed train draft "
+                "--parallel 8), or name the id that it was trained with: --draft-options '{\"mask_token\": ID}'"
+            )
+        self.options = options
+        self.runner = runner
+        self.policy = policy
+        self.mask = mask
+        self.most = min(config.num_parallel or MAX_NODES, MAX_NODES)
+        self.followers = Followers(runner, options.prefill_rows, vocab_size)
+        self._said = False
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> ParallelDrafter:
+        assert isinstance(options, cls.Options) and parts.runner is not None
+        runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
+        return cls(options, runner, parts.vocab_size, parts.policy)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        """Chains for all sequences together, by one pass."""
+        counts = [self._able(seq, k) for seq, k in zip(seqs, num_draft, strict=True)]
+        chains = [Chain() for _ in seqs]
+        active = self.followers.follow(seqs, counts)
+        if active:
+            shadows = [self.followers[seqs[b]] for b in active]
+            self.followers.catch_up(shadows)
+            table = self._logits(shadows, [counts[b] for b in active])
+            row = 0
+            for b, shadow in zip(active, shadows, strict=True):
+                self._read(chains[b], table[row : row + counts[b]], shadow)
+                row += counts[b]
+        sure = [c.sure for c in chains] if self.policy.uses_confidence else None
+        return Draft.chains([c.tokens for c in chains], sure)
+
+    def _able(self, seq: Sequence, num_draft: int) -> int:
+        """So many of these tokens can be guessed: what it was trained for, and what its context has room for."""
+        if num_draft > self.most and not self._said:
+            self._said = True
+            log.warning(
+                "drafter 'parallel': trained for %d tokens at once, not %d; it guesses so many", self.most, num_draft
+            )
+        return max(0, min(num_draft, self.most, self.limit - len(seq)))
+
+    def _logits(self, shadows: Seq[Sequence], counts: Seq[int]) -> Any:
+        """Rows float32 [sum of counts, V]: after each sequence's last token, then after each of its masks."""
+        num_pending = [s.num_pending for s in shadows]
+        masks = Draft.chains([[self.mask] * (n - 1) for n in counts])
+        out = self.runner.forward(shadows, masks, num_pending)
+        self.runner.commit(shadows, num_pending, [[] for _ in shadows], out)  # no mask's row stays
+        return out.logits.numpy() if out.logits.device.type == "cpu" else out.logits.cpu().numpy()
+
+    def _read(self, chain: Chain, table: Any, seq: Sequence) -> None:
+        """The model's choice at each place, under the target's own noise there (coupled sampling), into `chain`.
+
+        It ends early where the policy says so, and before a token that the target does not have.
+        """
+        eos, greedy = self.runner.model.config.eos_token_ids, plain_greedy(seq)
+        for row in table:
+            token = int(row.argmax()) if greedy else choose(row, seq, chain.tokens, eos)
+            if token == FAILED or token >= self.followers.vocab_limit:
+                return
+            sure = probability(row, seq, token) if self.policy.uses_confidence else 1.0
+            chain.tokens.append(token)
+            chain.sure.append(sure * (chain.sure[-1] if chain.sure else 1.0))
+            if self.policy.stop(sure):
+                return
+
+    @property
+    def limit(self) -> int:
+        return self.followers.limit
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        self.followers.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        self.followers.release(seq)
+
+
+DRAFTER = ParallelDrafter

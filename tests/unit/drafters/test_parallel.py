@@ -1,0 +1,264 @@
+"""The parallel drafter: guesses behind mask tokens in one pass, a cache without their rows, chosen by its config."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts, write_model
+
+from sameseed import ops
+from sameseed.config import EngineConfig, SpecConfig, parse_draft
+from sameseed.drafters.parallel import ParallelDrafter
+from sameseed.engine.build import build_engine
+from sameseed.engine.engine import Engine
+from sameseed.engine.levels import with_heads
+from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.kvcache.cache import KVCache
+from sameseed.laws.logits import _prefilled, _rows
+from sameseed.laws.mutant import Mutant
+from sameseed.models.config import ModelConfig, is_parallel, read_config
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model
+from sameseed.models.runner import ModelRunner
+from sameseed.request import Request, SamplingParams, Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.sampling import choose
+
+PROMPTS = random_prompts(5, seed=4)
+ASKED = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, **SAMPLED)
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+MASK = MODEL_VOCAB - 1
+
+
+def drafter_of(engine: Engine) -> ParallelDrafter:
+    assert isinstance(engine.drafter, ParallelDrafter)
+    return engine.drafter
+
+
+def remade(model: Llama, **changes: Any) -> Llama:
+    """The same weights with other flags."""
+    return Llama(replace(model.config, **changes), model.weights, model.ops)
+
+
+def with_draft(pair: Pair, **changes: Any) -> Pair:
+    return Pair(pair.target, remade(pair.draft, **changes), pair.tokenizer)
+
+
+def by_hand(model: Llama, seq: Sequence, count: int) -> list[int]:
+    """The chain, each token from a pass of its own over the whole text and the masks before it."""
+    chain: list[int] = []
+    c = model.config
+    for i in range(count):
+        runner = ModelRunner(model, KVCache(c.num_layers, 16, 16, c.num_kv_heads, c.head_dim, "fp32"))
+        text = Sequence(0, [*seq.token_ids, *[MASK] * i], SamplingParams(), 0)
+        assert runner.blocks.reserve(text, len(text))
+        logits = runner.forward([text], Draft.empty(1), [len(text)]).logits
+        chain.append(choose(logits[0].numpy(), seq, chain, c.eos_token_ids))
+    return chain
+
+
+def guesses_right(pair: Pair) -> bool:
+    """Are its drafts, over rounds with right and wrong guesses, greedy and sampled, those made by hand?"""
+    engine = make_engine(pair, "parallel", k=5, block=4)
+    seqs = [Sequence(i, p, params, 7 + i) for i, (p, params) in enumerate(zip(PROMPTS, [ASKED, GREEDY] * 3))]
+    for taken in (0, 2, 5, 1):
+        draft = engine.drafter.propose(seqs, [5] * len(seqs))
+        if any(draft.nodes(b)[0] != by_hand(pair.draft, seq, 5) for b, seq in enumerate(seqs)):
+            return False
+        for b, seq in enumerate(seqs):
+            seq.token_ids += [*draft.nodes(b)[0][:taken], 9]
+    return True
+
+
+def test_guesses_are_the_models_own_behind_masks(pair: Pair) -> None:
+    assert guesses_right(pair)
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new"),
+    [
+        (ParallelDrafter.propose, "table[row : row + counts[b]]", "table[row:].take(range(-1, counts[b] - 1), 0)"),
+        (
+            ParallelDrafter._logits,
+            "[self.mask] * (n - 1)",
+            "[shadows[0].token_ids[-1]] * (n > 1) + [self.mask] * (n - 2)",
+        ),
+        (ParallelDrafter._read, "choose(row, seq, chain.tokens, eos)", "choose(row, seq, [], eos)"),
+        (Draft.chains.__func__, "range(-1, len(c) - 1)", "[-1] * len(c)"),
+    ],
+    ids=["rows", "masks", "noise", "places"],
+)
+def test_positions_shifted_by_one_are_noticed(pair: Pair, function: Any, old: str, new: str) -> None:
+    """The mistake that costs acceptance and no text: the laws do not see it, so this test must."""
+    with Mutant("shifted", function, old, new, native=True).alive():
+        assert not guesses_right(pair)
+    assert guesses_right(pair)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8"])
+def test_the_cache_after_every_round_is_a_fresh_prefills(pair: Pair, kv: str) -> None:
+    """Bit for bit: no row of a mask stays, and tokens that were right are read again as themselves."""
+    engine = make_engine(pair, "parallel", k=5, block=4, kv=kv)
+    drafter, compared = drafter_of(engine), 0
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(Request(f"r{i}", tuple(prompt), [ASKED, GREEDY][i % 2], i, 0))
+    while engine.has_work:
+        engine.step()
+        for seq in engine.scheduler.running:
+            if seq.seq_id in drafter.followers._shadows:
+                shadow = drafter.followers[seq]
+                assert shadow.token_ids == seq.token_ids[: len(shadow)]
+                assert _rows(drafter.runner, shadow).equal(_prefilled(drafter.runner, shadow))
+                compared += shadow.num_cached
+    assert compared > 500
+    assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
+    assert_nothing_left(engine)
+
+
+def test_a_draft_of_any_length_is_one_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(pair, "parallel", k=7)
+    runner, rows = drafter_of(engine).runner, []
+    forward = runner.forward
+
+    def counted(seqs: Any, draft: Draft, num_pending: Any) -> Any:
+        rows.append((sum(num_pending), len(draft.tokens)))
+        return forward(seqs, draft, num_pending)
+
+    monkeypatch.setattr(runner, "forward", counted)
+    seqs = [Sequence(i, p, GREEDY, 0) for i, p in enumerate(PROMPTS)]
+    draft = engine.drafter.propose(seqs, [7, 1, 0, 3, 7])
+    assert [draft.count(b) for b in range(5)] == [7, 1, 0, 3, 7]
+    assert rows == [(sum(len(p) for i, p in enumerate(PROMPTS) if i != 2), 6 + 0 + 2 + 6)]
+
+
+@pytest.mark.parametrize("prefill_rows", [1, 7, 512])
+def test_catching_up_in_passes_of_bounded_size(pair: Pair, prefill_rows: int) -> None:
+    engine = make_engine(pair, "parallel", options={"prefill_rows": prefill_rows})
+    assert texts(run(engine, PROMPTS, ASKED)) == texts(run(make_engine(pair), PROMPTS, ASKED))
+    rate = engine.metrics.acceptance_rate
+    assert rate is not None and rate == run_rate(pair), "how it catches up changes no guess"
+
+
+def run_rate(pair: Pair) -> float | None:
+    engine = make_engine(pair, "parallel")
+    run(engine, PROMPTS, ASKED)
+    return engine.metrics.acceptance_rate
+
+
+@pytest.mark.parametrize("asked", [ASKED, GREEDY], ids=["sampled", "greedy"])
+def test_the_targets_own_first_guess_is_always_right(pair: Pair, asked: SamplingParams) -> None:
+    """Coupled sampling: with the same model and noise the token behind no mask is the target's."""
+    twin = Pair(pair.target, remade(pair.target, mask_token=MASK), pair.tokenizer)
+    engine = make_engine(twin, "parallel", k=1)
+    run(engine, PROMPTS, asked)
+    assert engine.metrics.acceptance_rate == 1.0
+    longer = make_engine(twin, "parallel", k=4)
+    run(longer, PROMPTS, asked)
+    assert longer.metrics.num_accepted_tokens_per_pos[0] == longer.metrics.num_drafts
+
+
+def test_more_than_it_was_trained_for_is_capped_and_said_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(with_draft(pair, num_parallel=3), "parallel", k=6)
+    with caplog.at_level(logging.WARNING, "sameseed"):
+        done = run(engine, PROMPTS, ASKED)
+    assert texts(done) == texts(run(make_engine(pair), PROMPTS, ASKED))
+    assert len(engine.metrics.num_accepted_tokens_per_pos) <= 6
+    assert engine.metrics.num_draft_tokens <= 3 * engine.metrics.num_drafts
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1 and "trained for 3 tokens at once, not 6" in said[0], said
+
+
+def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
+    """To the end of the draft's context, and nothing beyond it."""
+    write_model(tmp_path / "short", noise=0.04, max_position_embeddings=32, pard_token=MASK)
+    short = Pair(pair.target, load_model(tmp_path / "short", ops.resolve()), pair.tokenizer)
+    engine = make_engine(short, "parallel", k=6)
+    for length, count in ((20, 6), (28, 4), (31, 1), (32, 0), (40, 0)):
+        seq = Sequence(length, [3] * length, GREEDY, 0)
+        assert engine.drafter.propose([seq], [6]).count(0) == count
+        engine.drafter.release(seq)
+    prompts = [*PROMPTS[:2], list(range(1, 32))]
+    assert texts(run(engine, prompts, ASKED)) == texts(run(make_engine(pair), prompts, ASKED))
+
+
+def test_goodput_takes_a_prefix_and_the_text_stays(pair: Pair) -> None:
+    engine = make_engine(pair, "parallel", k=8, policy="goodput")
+    assert texts(run(engine, PROMPTS, ASKED)) == texts(run(make_engine(pair), PROMPTS, ASKED))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        (
+            {"mask_token": None},
+            {},
+            r"names no mask token; take one trained .* --draft-options '\{\"mask_token\": ID\}'",
+        ),
+        ({}, {"mask_token": MODEL_VOCAB}, f"has {MODEL_VOCAB} tokens, no mask_token {MODEL_VOCAB}"),
+    ],
+)
+def test_a_draft_without_a_mask_token(pair: Pair, changes: Any, options: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_engine(with_draft(pair, **changes), "parallel", options=options)
+    make_engine(with_draft(pair, **changes), "parallel", options={"mask_token": 5})
+
+
+# --- which drafter a folder is for ---
+
+
+def config_of(folder: Path, **changes: Any) -> ModelConfig:
+    write_model(folder, noise=0.04, **changes)
+    return read_config(folder)
+
+
+def test_published_fields(tmp_path: Path) -> None:
+    """AMD's (pard_token, spd_type) and vLLM's (ptd_token_id); -1 is none. `para_num` is what training writes."""
+    pard = config_of(tmp_path / "a", pard_token=MASK, spd_type="pard")
+    assert (pard.mask_token, pard.num_parallel) == (MASK, 0) and is_parallel(tmp_path / "a")
+    assert config_of(tmp_path / "b", ptd_token_id=7, para_num=8).mask_token == 7 and is_parallel(tmp_path / "b")
+    assert read_config(tmp_path / "b").num_parallel == 8
+    plain = config_of(tmp_path / "c", pard_token=-1)
+    assert plain.mask_token is None and not is_parallel(tmp_path / "c")
+    assert not is_parallel(tmp_path / "nothing.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"spd_type": "pard"}, 'without a mask token; name it, as "pard_token"'),
+        ({"spd_type": "pard", "pard_token": -1}, "take spd_type out"),
+        ({"pard_token": MODEL_VOCAB}, f"pard_token must be a whole number in 0..{MODEL_VOCAB - 1}"),
+        ({"pard_token": "mask"}, "pard_token must be a whole number"),
+        ({"pard_token": 3, "para_num": -2}, "para_num must be a whole number"),
+        ({"spd_type": "pard2", "pard_token": 3}, "reads the target's states; take a draft of spd_type 'pard'"),
+    ],
+)
+def test_what_cannot_draft_in_parallel(
+    pair_folders: tuple[Path, Path], tmp_path: Path, changes: Any, said: str
+) -> None:
+    write_model(tmp_path / "draft")
+    raw = json.loads((tmp_path / "draft" / "config.json").read_text())
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**raw, **changes}))
+    config = EngineConfig(spec=parse_draft(str(tmp_path / "draft")))
+    with pytest.raises(ModelLoadError, match=said):
+        build_engine(str(pair_folders[0]), config)
+
+
+def test_a_folder_with_a_mask_token_is_drafted_with_in_parallel(
+    pair_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    write_model(tmp_path / "draft", noise=0.04, pard_token=MASK, spd_type="pard", para_num=4)
+    name = str(tmp_path / "draft")
+    assert with_heads(parse_draft(name)).method == "parallel"
+    assert with_heads(parse_draft(str(pair_folders[1]))).method == "draft_model"
+    assert with_heads(parse_draft(f"ngram + {name}")).below[1].method == "parallel"
+    engine = build_engine(str(pair_folders[0]), EngineConfig(max_num_seqs=2, spec=parse_draft(name)))
+    assert drafter_of(engine).mask == MASK and drafter_of(engine).most == 4
+    spec = SpecConfig("parallel", str(pair_folders[1]))
+    with pytest.raises(ConfigError, match="names no mask token"):
+        build_engine(str(pair_folders[0]), EngineConfig(max_num_seqs=2, spec=spec))
