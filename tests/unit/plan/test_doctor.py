@@ -93,6 +93,12 @@ def test_a_staged_fault_of_our_server_is_named(name: str) -> None:
     assert diagnosis.faults[0].says and diagnosis.verdict
 
 
+def test_vllm_behind_our_server_is_advised_in_its_own_words() -> None:
+    door = page("sameseed", {"http_requests_total": 5, "engine_restarts": 0, "engine_up": 1})
+    diagnosis = found(drafted("vllm", [4, 0, 0]) + door)
+    assert diagnosis.engine == "vllm" and "leave --speculative-config out" in " ".join(diagnosis.faults[0].flags)
+
+
 @pytest.mark.parametrize(
     ("text", "plain", "name", "flag"),
     [
