@@ -18,7 +18,8 @@ from sameseed import registry
 from sameseed.errors import ConfigError, RegistryError, nearest
 
 DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-GROUPS = (32, 64, 128)  # values of a row that may share a scale, besides the whole row
+GROUPS = (32, 64, 128)  # values of a row that may share a scale, besides the whole row,
+CHANNEL = -1  # which is a scale per output (per channel)
 SMALLEST = 2.0**-100  # rows whose absmax is below are zeros: 127 / absmax would near the end of float32
 
 
@@ -234,7 +235,9 @@ PRESETS: dict[str, tuple[str, str | None]] = {
     "auto-a8": ("auto", "int8"),
 }
 OPTIONS = frozenset({"group", "asymmetric", "activations", "activations-fp8"})  # the others are names of variants
-_SUFFIXES = re.compile(r"(?P<a8>-a8)?(-(?P<variant>(?!g\d|asym|a8)[a-z]\w*))?(-g(?P<group>\d+))?(?P<asymmetric>-asym)?")
+_SUFFIXES = re.compile(
+    r"(?P<a8>-a8)?(-(?P<variant>(?!g\d|asym|a8|channel)[a-z]\w*))?(-(g(?P<group>\d+)|(?P<channel>channel)))?(?P<asymmetric>-asym)?"
+)
 
 
 @dataclass(frozen=True)
@@ -242,8 +245,8 @@ class QuantScheme:
     """How a model's matrices are stored and multiplied; norms and biases stay float32.
 
     `weights` is a format's name, or "auto": what the checkpoint stores. `group`: values along K that share a scale
-    (None: the format's choice for each K). `activations`: "int8", "fp8" or None (see QuantTensor); of "auto": for what
-    can take them. `variant`: see QuantArgs. `rules`: schemes of their own for modules whose names fit a glob
+    (None: the format's choice for each K; CHANNEL: all of a row). `activations`: "int8", "fp8" or None (see
+    QuantTensor); of "auto": for what can take them. `variant`: see QuantArgs. `rules`: schemes of their own for modules whose names fit a glob
     (`lm_head`, `model.layers.0.*`); the first that fits counts (`at`). Raises ConfigError for what the format has not,
     RegistryError for an unknown one.
     """
@@ -257,9 +260,12 @@ class QuantScheme:
 
     def __post_init__(self) -> None:
         options = frozenset({"activations"}) if self.weights == "auto" else weight_format(self.weights).options
-        if self.group is not None and ("group" not in options or self.group not in GROUPS):
+        if self.group is not None and ("group" not in options or self.group not in (CHANNEL, *GROUPS)):
             allowed = f"of {', '.join(map(str, GROUPS))}" if "group" in options else "at all"
-            raise ConfigError(f"format {self.weights!r} has no groups {allowed} like {self.group}; leave out the group")
+            asked = (
+                f"groups {allowed} like {self.group}" if self.group != CHANNEL else "scales per output alone (-channel)"
+            )
+            raise ConfigError(f"format {self.weights!r} has no {asked}; leave that out")
         if not self.symmetric and "asymmetric" not in options:
             raise ConfigError(f"format {self.weights!r} has no zero points; leave out -asym, or take w4a8 or w4a16")
         if self.variant is not None and self.variant not in options:
@@ -274,7 +280,7 @@ class QuantScheme:
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
-        """The scheme of that name: a format's or one of PRESETS, then -a8, a variant, -g32|-g64|-g128 and -asym.
+        """The scheme of that name: a format's or one of PRESETS, then -a8, a variant, -g32|-g64|-g128|-channel and -asym.
 
         Rules follow, by commas: `w4a8,lm_head=bf16,model.layers.0.*=w8a8`. Raises RegistryError with the nearest name,
         ConfigError for what the format has not.
@@ -299,13 +305,13 @@ class QuantScheme:
             own = [f"{n}-{v}" for n in registry.names("formats") for v in sorted(get(n).options - OPTIONS)]
             raise RegistryError(
                 f"no format {text!r}{nearest(text.split('-g')[0], known)} (there are: {', '.join(known)}; some of them "
-                "with int8 activations: -a8, in groups: -g32, -g64, -g128, with zero points: -asym, and with variants "
+                "with int8 activations: -a8, in groups: -g32, -g64, -g128, with a scale per output: -channel, with zero points: -asym, and with variants "
                 f"of their own: {', '.join(own)})"
             )
         weights, activations = PRESETS.get(base, (base, None))
         if found["a8"]:
             activations = "fp8" if "activations-fp8" in weight_format(weights).options else "int8"
-        group = None if found["group"] is None else int(found["group"])
+        group = CHANNEL if found["channel"] else None if found["group"] is None else int(found["group"])
         return cls(weights, group, found["asymmetric"] is None, activations, variant=found["variant"])
 
     def __str__(self) -> str:
@@ -317,7 +323,7 @@ class QuantScheme:
         names = {value: name for name, value in PRESETS.items() if name != "fp8"}
         base = names.get((self.weights, self.activations), self.weights + ("-a8" if self.activations else ""))
         own = [f"-{self.variant}"] if self.variant else []
-        own += [f"-g{self.group}"] if self.group else []
+        own += [] if self.group is None else ["-channel"] if self.group == CHANNEL else [f"-g{self.group}"]
         return "".join([base, *own, *([] if self.symmetric else ["-asym"])])
 
     def at(self, *names: str) -> QuantScheme:
@@ -340,6 +346,8 @@ class QuantScheme:
         """How rows of `width` values are stored. Raises ConfigError where the group does not divide them."""
         if self.weights == "auto":
             return QuantArgs()
+        if self.group == CHANNEL:
+            return QuantArgs(None, self.symmetric, self.variant)
         if self.group is not None and width % self.group:
             fitting = [str(g) for g in GROUPS if width % g == 0]
             other = f"take -g{fitting[-1]}, or leave the group out" if fitting else "leave the group out"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import whole_number
-from sameseed.scheme import GROUPS, QuantScheme, QuantTensor, get
+from sameseed.scheme import CHANNEL, GROUPS, QuantScheme, QuantTensor, get
 
 log = logging.getLogger("sameseed.models")
 FLOATS = ("F32", "BF16", "F16")
@@ -129,19 +129,15 @@ def keep(
     Kernels have groups of 32, 64 and 128 and rows: a larger group keeps its codes, and its scale is repeated. None
     where neither fits.
     """
-    group = None if group == width else group
+    group = None if group == width and group not in GROUPS else group
     if group is not None and (width % group or (group not in GROUPS and group % GROUPS[-1])):
         return None
     kept = None if group is None else min(group, GROUPS[-1])
+    own = CHANNEL if group is None and get(name).groups else kept  # where the format would choose a group
     try:
-        scheme = QuantScheme(name, kept, symmetric, activations)
-        kept = scheme.args(width).group  # a format may have no rows where a group divides them
+        return QuantScheme(name, own, symmetric, activations), (group or width) // (kept or width)
     except ConfigError:
         return None
-    if kept is not None and group is None:
-        grouped = kept in GROUPS and "group" in get(name).options
-        scheme = QuantScheme(name, kept if grouped else None, symmetric, activations)
-    return scheme, (group or width) // (kept or width)
 
 
 Parts = Callable[[], tuple[Tensor, Tensor, "Tensor | float"]]

@@ -32,7 +32,18 @@ def test_packed_codes_are_read_as_the_same_values(symmetric):
     assert values.flatten(1).equal(int4.decode(q))
 
 
-WRITTEN = ["w4a16", "w4a8-g32-asym", "w8a8", "w8a8-g64", "w8a16", "w8a16-g64", "fp8", "fp8-a8", "fp8-b128"]
+WRITTEN = [
+    "w4a16",
+    "w4a16-channel",
+    "w4a8-g32-asym",
+    "w8a8",
+    "w8a8-g64",
+    "w8a16",
+    "w8a16-g64",
+    "fp8",
+    "fp8-a8",
+    "fp8-b128",
+]
 WRITTEN += ["fp8-a8-b128", "mxfp4", "mxfp4-mse"]
 every_written = pytest.mark.parametrize("name", WRITTEN)
 

@@ -116,11 +116,19 @@ def test_nonsense(text):
         QuantScheme.parse(text)
 
 
+@pytest.mark.parametrize("text", ["w4a8-channel", "w4a16-channel-asym", "w8a8n-channel", "w4a8-qoq-mse-channel"])
+def test_a_scale_per_output_is_spelled_channel(text):
+    assert str(QuantScheme.parse(text)) == text
+    with pytest.raises(ConfigError, match=r"'nf4' has no scales per output alone \(-channel\)"):
+        QuantScheme.parse("nf4-channel")
+
+
 def test_groups_are_chosen_by_width():
     scheme = QuantScheme.parse("w4a8")
     assert [scheme.args(k).group for k in (4096, 14336, 192, 32, 100)] == [128, 128, 64, 32, None]
     assert QuantScheme.parse("w8a8").args(4096) == QuantArgs(None)
     assert QuantScheme.parse("w4a8-g32-asym").args(4096) == QuantArgs(32, False)
+    assert QuantScheme.parse("w4a8-channel").args(4096) == QuantArgs(None)
     with pytest.raises(ConfigError, match=r"groups of 128 do not divide its rows of 192 values; take -g64"):
         QuantScheme.parse("w4a8-g128").args(192)
     with pytest.raises(ConfigError, match=r"groups of 32 do not divide its rows of 72 values; leave the group out"):

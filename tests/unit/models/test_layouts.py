@@ -52,7 +52,7 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any], str]] = {
         GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
         "w4a16-g128-asym",
     ),
-    "gptq-channel": (gptq(group=-1), GPTQ | {"group_size": -1}, "w4a16-g128"),  # scales repeated
+    "gptq-channel": (gptq(group=-1), GPTQ | {"group_size": -1}, "w4a16-channel"),
     "gptq-8": (gptq(8), GPTQ | {"bits": 8}, "w8a16-g128"),
     "gptq-8-asym": (gptq(8, symmetric=False), GPTQ | {"bits": 8, "sym": False}, "rounded"),
     "gptq-8-channel": (gptq(8, -1), GPTQ | {"bits": 8, "group_size": -1}, "w8a16"),
@@ -66,14 +66,14 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any], str]] = {
     "gptq-g16": (gptq(group=16), GPTQ | {"group_size": 16}, "rounded"),
     "awq": (awq(), AWQ, "w4a16-g128-asym"),
     "awq-g64": (awq(64), AWQ | {"group_size": 64}, "w4a16-g64-asym"),
-    "awq-channel": (awq(-1), AWQ | {"group_size": -1}, "w4a16-g128-asym"),
+    "awq-channel": (awq(-1), AWQ | {"group_size": -1}, "w4a16-channel-asym"),
     "ct-w4a16": (ct_integers(4, 128), ct_config(4, "int", "group", "pack-quantized", 128), "w4a16-g128"),
     "ct-w4a16-asym": (
         ct_integers(4, 64, False),
         ct_config(4, "int", "group", "pack-quantized", 64, False),
         "w4a16-g64-asym",
     ),
-    "ct-w4a16-channel": (ct_integers(4, None), ct_config(4, "int", "channel", "pack-quantized"), "w4a16-g128"),
+    "ct-w4a16-channel": (ct_integers(4, None), ct_config(4, "int", "channel", "pack-quantized"), "w4a16-channel"),
     "ct-w8a16-packed": (ct_integers(8, 128), ct_config(8, "int", "group", "pack-quantized", 128), "w8a16-g128"),
     "ct-w8a16": (
         ct_integers(8, None, layout="int-quantized"),
