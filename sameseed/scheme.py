@@ -246,9 +246,9 @@ class QuantScheme:
 
     `weights` is a format's name, or "auto": what the checkpoint stores. `group`: values along K that share a scale
     (None: the format's choice for each K; CHANNEL: all of a row). `activations`: "int8", "fp8" or None (see
-    QuantTensor); of "auto": for what can take them. `variant`: see QuantArgs. `rules`: schemes of their own for modules whose names fit a glob
-    (`lm_head`, `model.layers.0.*`); the first that fits counts (`at`). Raises ConfigError for what the format has not,
-    RegistryError for an unknown one.
+    QuantTensor); of "auto": for what can take them. `variant`: see QuantArgs. `rules`: schemes of their own for modules
+    whose names fit a glob (`lm_head`, `model.layers.0.*`); the first that fits counts (`at`). Raises ConfigError for
+    what the format has not, RegistryError for an unknown one.
     """
 
     weights: str = "auto"
@@ -280,7 +280,7 @@ class QuantScheme:
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
-        """The scheme of that name: a format's or one of PRESETS, then -a8, a variant, -g32|-g64|-g128|-channel and -asym.
+        """The scheme of that name: a format's or one of PRESETS, then -a8, a variant, -gN|-channel and -asym.
 
         Rules follow, by commas: `w4a8,lm_head=bf16,model.layers.0.*=w8a8`. Raises RegistryError with the nearest name,
         ConfigError for what the format has not.
@@ -305,8 +305,8 @@ class QuantScheme:
             own = [f"{n}-{v}" for n in registry.names("formats") for v in sorted(get(n).options - OPTIONS)]
             raise RegistryError(
                 f"no format {text!r}{nearest(text.split('-g')[0], known)} (there are: {', '.join(known)}; some of them "
-                "with int8 activations: -a8, in groups: -g32, -g64, -g128, with a scale per output: -channel, with zero points: -asym, and with variants "
-                f"of their own: {', '.join(own)})"
+                "with int8 activations: -a8, in groups: -g32, -g64, -g128, or -channel, with zero points: -asym, and "
+                f"with variants of their own: {', '.join(own)})"
             )
         weights, activations = PRESETS.get(base, (base, None))
         if found["a8"]:

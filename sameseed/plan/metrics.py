@@ -136,7 +136,7 @@ def read_text(text: str, where: str = "the metrics") -> Counted:
 
 def _engine(prefixes: set[str], sums: Mapping[str, float]) -> str | None:
     """Whose words these are; sameseed's engine speaks vLLM's. Both prefixes, but no stages: vLLM behind our server."""
-    if "vllm" not in prefixes and "sameseed" in prefixes or "engine_time_seconds" in sums:
+    if ("vllm" not in prefixes and "sameseed" in prefixes) or "engine_time_seconds" in sums:
         return "sameseed"
     return next((name for prefix, name in PREFIXES.items() if prefix in prefixes), None)
 
