@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import DictLoader, Environment
 
-from sameseed.studies._study import Records, Report, Study
+from sameseed.studies._study import Records, Report, Study, same_text
 from sameseed.study.certificate_page import PAGE, STYLE
 
 BODY = """{% extends "page" %}
@@ -24,8 +24,8 @@ token.</p>{% endif %}
 {% block body %}
 {% for plot in report.plots %}
 <h2>{{ plot.title }}</h2>
-<p><img src="data:image/svg+xml;base64,{{ pictures[plot.name] }}" alt="{{ plot.title }}" width="100%"
-style="background: #fff"></p>
+<p><img src="data:image/svg+xml;base64,{{ pictures[plot.name] }}" alt="{{ plot.title }}"
+width="{{ [100, 34 * plot.panels | length] | min }}%" style="background: #fff"></p>
 {% endfor %}
 {% if report.published %}
 <h2>Theirs beside ours</h2>
@@ -52,7 +52,8 @@ style="background: #fff"></p>
 {% for head in table.heads %}<th>{{ head }}</th>{% endfor %}
 </tr></thead><tbody>
 {% for row in table.rows %}
-<tr>{% for cell in row %}<td{% if not loop.first %} class=n data-head="{{ table.heads[loop.index0] }}"{% endif %}>
+<tr>{% for cell in row %}
+<td{% if not loop.first %} class=n style="white-space: nowrap" data-head="{{ table.heads[loop.index0] }}"{% endif %}>
 {{- cell }}</td>{% endfor %}</tr>
 {% endfor %}
 </tbody></table></div>
@@ -87,7 +88,7 @@ def render(
 ) -> str:
     """The page. `left_out`: cells and why; `pictures`: SVGs by plot."""
     last = records[-1]
-    drafted = [r for r in records if r.get("equals_plain") is not None and r["config"].get("draft") != "none"]
+    drafted = [same for r in records if (same := same_text(r)) is not None]
     machine: dict[str, Any] = {**last["machine"], "commit": last["commit"], "time": last["time"], "size": last["size"]}
     machine["load in the minute before each cell"] = _range([r["machine"]["load_1min"] for r in records])
     return _TEMPLATES.get_template("study").render(
@@ -97,7 +98,7 @@ def render(
         report=report,
         ours=_ours(last),
         compared=len(drafted),
-        unequal=sum(not r["equals_plain"] for r in drafted),
+        unequal=drafted.count(False),
         left_out=left_out,
         pictures={plot: base64.b64encode(svg).decode() for plot, svg in pictures.items()},
         machine=machine,
@@ -107,11 +108,11 @@ def render(
 def _ours(last: Mapping[str, Any]) -> str:
     """The machine and the workload in a line."""
     c = last["config"]
-    count = c.get("num_prompts") or c.get("num_requests")
+    count = f"{c['num_prompts']} prompts" if "num_prompts" in c else f"{c['num_requests']} requests at the most clients"
     kind = "the embedded family" if last["size"] == "small" else "twins of the embedded family at true shapes"
     return (
-        f"{kind} on {last['machine']['cpu']}, {last['machine']['threads']} threads; {count} prompts, at most "
-        f"{c['max_tokens']} tokens each, {len(last['repetitions'])} runs in turns, medians"
+        f"{kind} on {last['machine']['cpu']}, {last['machine']['threads']} threads; {count}, at most "
+        f"{c['max_tokens']} tokens each, {len(last['repetitions'])} x in turns, medians"
     )
 
 

@@ -13,7 +13,7 @@ from sameseed import ops, registry
 from sameseed.errors import ConfigError, SameseedError
 from sameseed.studies import _page, _picture
 from sameseed.studies._setup import Setup
-from sameseed.studies._study import Cell, Study
+from sameseed.studies._study import Cell, Study, same_text
 from sameseed.study import record
 
 
@@ -99,4 +99,4 @@ def write(name: str, setup: Setup, planned: Seq[Planned]) -> list[Path]:
 
 def same_texts(name: str, setup: Setup) -> bool:
     """Did speculation write plain decoding's texts in all records?"""
-    return all(r.get("equals_plain", True) for r in record.read(records_file(name, setup)))
+    return all(same_text(r) is not False for r in record.read(records_file(name, setup)))

@@ -111,6 +111,13 @@ def only(records: Records, **wanted: object) -> Mapping[str, Any] | None:
     return found[-1] if found else None
 
 
+def same_text(record: Mapping[str, Any]) -> bool | None:
+    """Did speculation write plain decoding's texts? None for a record of plain decoding."""
+    if (pair := record.get("same_texts")) is not None:
+        return bool(pair[0] == pair[1])
+    return record.get("equals_plain") if record.get("way") else None
+
+
 def figure(value: object, form: str = ".2f") -> str:
     """A number as text; nothing for None."""
     return "" if value is None else format(value, form)

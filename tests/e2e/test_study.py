@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 
@@ -9,18 +10,24 @@ import pytest
 
 from sameseed import registry
 from sameseed.cli import main
-from sameseed.studies import _runner
+from sameseed.studies import _runner, concurrency
 from sameseed.studies._setup import SIZES, Setup
 from sameseed.studies._study import Study
 from sameseed.study import record
 
 TOY = ("--num-prompts", "2", "--max-tokens", "6", "--repeat", "1")
-CELLS = {"assisted": ("lengths sampled", "mixes of w4a8")}  # enough of each to draw everything
+CELLS = {  # enough of each to draw everything
+    "assisted": ("lengths sampled", "mixes of w4a8"),
+    "concurrency": ("k=4", "head"),
+}
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_a_study(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(concurrency, "CLIENTS", (1, 3))
     flags = ["study", name, *TOY, "--out", str(tmp_path)]
     first, *rest = CELLS[name]
     assert main([*flags, "--only", first, "--dry-run"]) == 0
@@ -34,8 +41,8 @@ def test_a_study(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert again[: len(found)] == found and len(again) > len(found), "what was there is not measured again"
     assert main([*flags, "--only", first, *rest]) == 0
     assert len(record.read(tmp_path / f"{name}.jsonl")) == len(again)
-    assert all("usage" in r or "usage" in r["repetitions"][0] for r in again)
-    page = (tmp_path / f"{name}.html").read_text()
+    assert all(r["usage"]["cpu_share"] is not None for r in again)
+    page = html.unescape((tmp_path / f"{name}.html").read_text())
     assert _runner.load(name).source.split(",")[0] in page
     assert page.count("data:image/svg+xml") == len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.png")))
     assert not re.search(r"<(script|link)|src=.http", page), "the page needs nothing else"

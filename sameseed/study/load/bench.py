@@ -15,6 +15,7 @@ from sameseed.study.load.figures import Bounds
 from sameseed.study.load.outcome import RequestOutcome
 from sameseed.study.load.prompts import PromptSource, Shape
 from sameseed.study.load.wire import Endpoint
+from sameseed.study.usage import Meter
 
 if TYPE_CHECKING:
     import httpx
@@ -71,6 +72,7 @@ class LoadBench:
     def __init__(self, client: httpx.AsyncClient, arms: Seq[Endpoint], settings: LoadSettings) -> None:
         self.client, self.arms, self.settings = client, list(arms), settings
         self.max_model_len: int | None = None
+        self.pids: Mapping[str, int] = {}  # of servers of ours, by arm: what they take is counted
         self._source: PromptSource | None = None
         self._salt = f"bench {time.time_ns()}"
 
@@ -161,6 +163,8 @@ class LoadBench:
         salt = f"{self._salt} {arm.label} {seed}"
         bodies = [self._body(arm, shape, prompt, s.seed + i, f"{salt} {i}") for i, prompt in enumerate(made)]
         send = partial(self._send, arm)
+        pid = self.pids.get(arm.label)
+        meter = None if pid is None else Meter(pid)
         before, cpu, start = await self._counters(arm), time.process_time(), time.perf_counter()
         late: float | None = None
         if level.concurrency is not None:
@@ -168,6 +172,7 @@ class LoadBench:
         else:
             sent, late = await drive.opened(send, bodies, drive.arrivals(level, count, s.seed, s.max_seconds))
         busy = (time.process_time() - cpu) / (time.perf_counter() - start)
+        taken = None if meter is None else meter.read()
         outcomes = [outcome.read(e) for e in sent]
         told = figures.acceptance((o.speculation for o in outcomes if o.speculation), figures.ANSWERED, "answers")
         if told is None and not any("speculative_decoding" in o.metrics for o in outcomes):
@@ -177,6 +182,8 @@ class LoadBench:
                 told = figures.acceptance([gained], figures.COUNTERS, "/metrics")
         summary = figures.summarize(outcomes, s.bounds)
         summary |= {"acceptance": told, "generator_cpu": busy, "late_ms": None if late is None else late * 1e3}
+        if taken is not None:
+            summary["usage"] = taken.as_dict(summary["num_output_tokens"])
         return Repetition(outcomes, summary)
 
     async def _counters(self, endpoint: Endpoint) -> Mapping[str, float]:
