@@ -25,6 +25,7 @@ LimitLoops limits_portable();
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512vnni();
+const Kernels* kernels_avx512bf16();
 const SamplingLoops* sampling_avx2();
 const SamplingLoops* sampling_avx512();
 LimitLoops limits_avx2();
@@ -58,10 +59,12 @@ struct Processor {
 bool has_avx2() { return processor.avx2; }
 bool has_avx512() { return processor.avx512; }
 bool has_vnni() { return processor.vnni; }
+bool has_bf16() { return processor.vnni && processor.bf16; }
 #endif
 
 const InstructionSet sets[] = {
 #if defined(__x86_64__)
+    {"avx512bf16", has_bf16, kernels_avx512bf16, sampling_avx512, limits_avx512vnni},
     {"avx512vnni", has_vnni, kernels_avx512vnni, sampling_avx512, limits_avx512vnni},
     {"avx512", has_avx512, kernels_avx512, sampling_avx512, limits_avx512},
     {"avx2", has_avx2, kernels_avx2, sampling_avx2, limits_avx2},

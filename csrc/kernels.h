@@ -11,6 +11,10 @@
 // zero, takes the columns in ascending order with a fused multiply-add. At a group's end, if the weight has zero points,
 // sum = fma(middle - zero, sum of the group's x (16 lanes), sum); then total = fma(sum, scale, total), from zero. Formats
 // without scales have one group and total = sum.
+//
+// Products of packed bf16 weights with rows rounded to bf16 have a lane for each output too. A sum takes the pairs of columns
+// in ascending order, of a pair the odd column first; each term is a fused multiply-add whose operands and result are
+// flushed: subnormals count as zero. That is what vdpbf16ps computes.
 
 #pragma once
 
@@ -105,6 +109,16 @@ struct FloatArgs {
     int64_t rows, outputs, depth, group, groups, tile;  // depth = group * groups, padded
 };
 
+// The same for packed bf16 weights, and rows rounded to bf16.
+struct PairArgs {
+    const void* x;  // in tiles of `tile` rows (the last may have fewer), each [depth / 2][rows of the tile] pairs of columns
+    const uint8_t* weight;  // as pack.h says
+    const float* bias;
+    const float* residual;
+    float* out;
+    int64_t rows, outputs, depth, tile;  // depth padded to a multiple of 8
+};
+
 // out[T, O] = x[T, K] * w[O, K]^T + bias[O] + residual[T, O], w packed as pack.h says, x as codes int8. In tile i, of M <=
 // `tile` rows, x lies as [K/32][M][32] (zero-padded), its scales as [K/G][M], and the integers that sums start from,
 // -zero * (sum of the group's codes), as [K/G][M]; where the weight has zero points, `starts` leaves them out.
@@ -178,6 +192,14 @@ struct Kernels {
     void (*interleave)(const float* x, int64_t stride, int64_t rows, int64_t depth, int64_t begin, int64_t end, float* out);
     void (*group_sums)(const float* x, int64_t depth, int64_t group, float* out, int64_t out_stride);
 
+    int64_t pair_tile;  // the most rows of a tile of `linear_pairs`
+    // A row of x as pairs of bf16 columns (of 8 bytes at most), zero-padded to a multiple of 8 columns: pair i is number
+    // at + i * stride of `out`.
+    void (*pair_row)(const float* x, int64_t depth, void* out, int64_t at, int64_t stride);
+    // Outputs of the blocks [begin, end), rows [t_begin, t_end); t_begin is a multiple of the tile. `scratch` holds
+    // pair_scratch(blocks, rows) floats, aligned to 64 bytes.
+    void (*linear_pairs)(const PairArgs&, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end, float* scratch);
+
     int64_t integer_tile;  // the most rows of a tile of `integer`
     // Quantize a row of x by groups of `group` columns; piece i of 32 codes goes to codes + i * piece_stride. For each group a
     // scale and -sum * middle, `stride` apart.
@@ -209,6 +231,9 @@ constexpr int64_t attention_partial(int64_t dim) { return max_queries * (2 + rou
 
 constexpr int64_t float_chunk = 128;  // columns of a strip of decoded weights: 16 KB
 constexpr int64_t float_scratch(int64_t blocks, int64_t rows) { return 32 * (float_chunk + 2 * blocks * rows); }
+
+constexpr int64_t pair_chunk = 128;  // columns that all tiles of a panel share before the next ones
+constexpr int64_t pair_scratch(int64_t blocks, int64_t rows) { return 32 * blocks * rows; }
 
 constexpr int64_t integer_scratch(int64_t rows, int64_t group) {  // sums of all rows; bytes of one span of weights
     return rows * block_outputs + (group > integer_span ? group : integer_span) * block_outputs / 4;

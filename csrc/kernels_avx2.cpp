@@ -17,6 +17,7 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "vec_avx2.h"
 #include "codes_avx2.h"
 #include "int_avx2.h"
+#include "pairs_avx2.h"
 
 #include "rows_body.h"
 #include "linear_body.h"
@@ -24,6 +25,7 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "kv4_body.h"
 #include "scores_body.h"
 #include "float_body.h"
+#include "pairs_body.h"
 #include "quantize_body.h"
 #include "integer_body.h"
 #include "attention_body.h"

@@ -11,6 +11,7 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "vec_portable.h"
 #include "codes_portable.h"
 #include "int_portable.h"
+#include "pairs_portable.h"
 
 #include "rows_body.h"
 #include "linear_body.h"
@@ -18,6 +19,7 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "kv4_body.h"
 #include "scores_body.h"
 #include "float_body.h"
+#include "pairs_body.h"
 #include "quantize_body.h"
 #include "integer_body.h"
 #include "attention_body.h"

@@ -34,7 +34,9 @@ void linear(const Product& product) {
         case Format::fp32:
         case Format::bf16:
         case Format::fp16:
-            return product.weight->stride == 0 ? linear_float(product) : linear_dense(product);
+            if (product.weight->stride != 0 && !product.weight->bf16_rows) return linear_dense(product);
+            if (product.weight->stride != 0) throw std::invalid_argument("a weight whose rows are rounded must be packed");
+            return product.weight->bf16_rows ? linear_pairs(product) : linear_float(product);
         case Format::int8:
         case Format::int4:
             return product.weight->integer_rows ? linear_integer(product) : linear_float(product);

@@ -14,6 +14,7 @@ namespace sameseed {
 struct Weight {
     Format format;
     bool integer_rows;  // quantize the rows of x to int8 before the product
+    bool bf16_rows;     // round them to bf16, the weight's own format
     int64_t outputs, depth;
     int64_t group;   // columns that share a scale; `depth` where a row has one
     int64_t stride;  // of dense rows, in elements; 0 where the weight is packed
@@ -68,6 +69,7 @@ RowView prepare_rows(const RowSource& source, int64_t depth, int64_t begin, int6
 // The families of kernels; each in a file of its own.
 void linear_dense(const Product& product);
 void linear_float(const Product& product);    // packed, rows as float32
+void linear_pairs(const Product& product);    // packed bf16, rows rounded to bf16
 void linear_integer(const Product& product);  // packed int4 or int8, rows quantized
 
 }  // namespace sameseed

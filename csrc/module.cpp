@@ -93,7 +93,7 @@ void record(nb::class_<Plan>& plan, const char* name) {
 
 void bind_structs(nb::module_& m) {
     bind_struct(m, "Weight", "A weight [O, K] by address: dense (rows of `stride` elements) or packed.",
-                field("format", &Weight::format), field("integer_rows", &Weight::integer_rows),
+                field("format", &Weight::format), field("integer_rows", &Weight::integer_rows), field("bf16_rows", &Weight::bf16_rows),
                 field("outputs", &Weight::outputs), field("depth", &Weight::depth), field("group", &Weight::group),
                 field("stride", &Weight::stride), field("codes", &Weight::codes), field("scales", &Weight::scales),
                 field("scale_format", &Weight::scale_format), field("zeros", &Weight::zeros), field("low", &Weight::low));

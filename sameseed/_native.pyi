@@ -9,7 +9,7 @@ class Weight:
     A weight [O, K] by address: dense (rows of `stride` elements) or packed.
     """
 
-    def __init__(self, *, format: int, integer_rows: bool, outputs: int, depth: int, group: int, stride: int, codes: int, scales: int, scale_format: int, zeros: int, low: int) -> None: ...
+    def __init__(self, *, format: int, integer_rows: bool, bf16_rows: bool, outputs: int, depth: int, group: int, stride: int, codes: int, scales: int, scale_format: int, zeros: int, low: int) -> None: ...
 
 class RowSource:
     """

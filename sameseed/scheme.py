@@ -40,9 +40,9 @@ class QuantTensor:
     """A weight [O, K] as one format stores it; `parts` are its tensors by name (dense formats: one, "weight").
 
     `activations` "int8": rows of x are quantized before the product (`quantize_rows`, in the weight's groups); "fp8":
-    rounded to e4m3 (`round_rows`); None: x stays float32. `layout` "plain" is the format's own, any other one a
-    backend's (`ops.pack`, `ops.unpack`). `order` int64 [K]: column i of codes and scales is column order[i] of the
-    weight (GPTQ's act-order); products gather x by it (`Ops.product`), `decode` puts columns back.
+    rounded to e4m3 (`round_rows`); "bf16": to bfloat16; None: x stays float32. `layout` "plain" is the format's own,
+    any other one a backend's (`ops.pack`, `ops.unpack`). `order` int64 [K]: column i of codes and scales is column
+    order[i] of the weight (GPTQ's act-order); products gather x by it (`Ops.product`), `decode` puts columns back.
     """
 
     format: str
@@ -83,9 +83,9 @@ class Format:
 
     `bits`: of a code, without scales: the precision to expect; codes uint8 of 1, 2 or 4 bits are packed in files.
     `weights`: whether it serves weights. `kv_dtype`: storage type of cached rows. `options`: what a scheme may ask of
-    it: "group", "asymmetric", "activations", "activations-fp8", names of variants. `groups`: tried in turn where a
-    scheme asks for none; where none divides K, a row has one scale. `nests`: the activations for which a backend keeps
-    a weight of fewer bits apart inside one of these. What a format does not serve raises ConfigError.
+    it: "group", "asymmetric", "activations", "activations-fp8", "activations-bf16", names of variants. `groups`: tried
+    in turn where a scheme asks for none; where none divides K, a row has one scale. `nests`: the activations for which
+    a backend keeps a weight of fewer bits apart inside one of these. What a format does not serve raises ConfigError.
     """
 
     name: str
@@ -221,6 +221,16 @@ def round_rows(x: Tensor, group: int | None = None) -> Tensor:
     return (codes.float() * scales).reshape(x.shape)
 
 
+def float_rows(x: Tensor, q: QuantTensor) -> Tensor:
+    """Rows x [..., K] as a product with `q` reads them, float32, where its activations are floats.
+
+    "fp8": `round_rows` in the weight's groups; "bf16": rounded to nearest even; None: as they are.
+    """
+    if q.activations == "bf16":
+        return x.bfloat16().float()
+    return x if q.activations is None else round_rows(x, q.group)
+
+
 # Names for what is asked for most: bits of weights and activations (16: activations stay float32).
 PRESETS: dict[str, tuple[str, str | None]] = {
     "w8a8": ("int8", "int8"),
@@ -232,9 +242,11 @@ PRESETS: dict[str, tuple[str, str | None]] = {
     "fp8": ("fp8_e4m3", None),
     "fp8-a8": ("fp8_e4m3", "fp8"),
     "fp8_e5m2-a8": ("fp8_e5m2", "fp8"),
+    "bf16-a16": ("bf16", "bf16"),
     "auto-a8": ("auto", "int8"),
 }
-OPTIONS = frozenset({"group", "asymmetric", "activations", "activations-fp8"})  # the others are names of variants
+# Those that are no names of variants.
+OPTIONS = frozenset({"group", "asymmetric", "activations", "activations-fp8", "activations-bf16"})
 _SUFFIXES = re.compile(
     r"(?P<a8>-a8)?(-(?P<variant>(?!g\d|asym|a8|channel)[a-z]\w*))?(-(g(?P<group>\d+)|(?P<channel>channel)))?(?P<asymmetric>-asym)?"
 )
@@ -245,7 +257,7 @@ class QuantScheme:
     """How a model's matrices are stored and multiplied; norms and biases stay float32.
 
     `weights` is a format's name, or "auto": what the checkpoint stores. `group`: values along K that share a scale
-    (None: the format's choice for each K; CHANNEL: all of a row). `activations`: "int8", "fp8" or None (see
+    (None: the format's choice for each K; CHANNEL: all of a row). `activations`: "int8", "fp8", "bf16" or None (see
     QuantTensor); of "auto": for what can take them. `variant`: see QuantArgs. `rules`: schemes of their own for modules
     whose names fit a glob (`lm_head`, `model.layers.0.*`); the first that fits counts (`at`). Raises ConfigError for
     what the format has not, RegistryError for an unknown one.
@@ -271,11 +283,12 @@ class QuantScheme:
         if self.variant is not None and self.variant not in options:
             own = ", ".join(f"-{v}" for v in sorted(options - OPTIONS)) or "none"
             raise ConfigError(f"format {self.weights!r} has no variant -{self.variant}; it has {own}")
-        needed = {None: None, "int8": "activations", "fp8": "activations-fp8"}.get(self.activations, "")
+        needed = {None: None, "int8": "activations"}.get(self.activations, f"activations-{self.activations}")
         if needed is not None and needed not in options:
             raise ConfigError(
                 f"weights in {self.weights!r} take no activations in {self.activations!r}: only integer weights take "
-                "int8 activations (w8a8, w8a8n, w4a8, w4a8-qoq), only fp8 weights fp8 ones (fp8-a8)"
+                "int8 activations (w8a8, w8a8n, w4a8, w4a8-qoq), only fp8 weights fp8 ones (fp8-a8), only bf16 weights "
+                "bf16 ones (bf16-a16)"
             )
 
     @classmethod

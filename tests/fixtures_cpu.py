@@ -35,5 +35,5 @@ def here(name: str) -> bool:
         return False
 
 
-ISAS = [name for name in ("portable", "avx2", "avx512", "avx512vnni") if here(name)]
+ISAS = [name for name in ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16") if here(name)]
 every_isa = pytest.mark.parametrize("isa", ISAS)

@@ -12,8 +12,8 @@ from sameseed.scheme import Format, QuantArgs, QuantTensor, plain
 class Dense(Format):
     """A format whose codes are floats of `dtype`."""
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name, self.bits = name, dtype.itemsize * 8
+    def __init__(self, name: str, dtype: torch.dtype, *options: str) -> None:
+        self.name, self.bits, self.options = name, dtype.itemsize * 8, frozenset(options)
         self.dtype = self.kv_dtype = dtype
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:

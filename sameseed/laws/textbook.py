@@ -42,8 +42,8 @@ def product(x: Floats, w: QuantTensor) -> Floats:
         factor = np.float32(127) / np.maximum(largest, np.float32(scheme.SMALLEST))
         codes = np.where(largest >= scheme.SMALLEST, np.rint(parts * factor), 0.0)
         x = (codes.astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
-    elif w.activations == "fp8":
-        x = array(scheme.round_rows(torch.from_numpy(x).float(), w.group))
+    elif w.activations is not None:
+        x = array(scheme.float_rows(torch.from_numpy(x).float(), w))
     return x @ array(scheme.get(w.format).decode(w)).T
 
 

@@ -19,6 +19,7 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("int8", "int8"): 3,
     ("int4", "int8"): 4,
     ("bf16", None): 1,
+    ("bf16", "bf16"): 1,
     ("int8", None): 3,
     ("int4", None): 4,
     ("nf4", None): 5,
@@ -256,6 +257,7 @@ def native_weight(
     return _native.Weight(
         format=code,
         integer_rows=w.activations == "int8",
+        bf16_rows=w.activations == "bf16",
         outputs=w.shape[0],
         depth=w.shape[1],
         group=w.group,

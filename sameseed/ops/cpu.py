@@ -1,7 +1,7 @@
 """The native CPU backend: C++ kernels for AVX-512, AVX2 and any other processor, chosen when the first one runs.
 
 All instruction sets and all numbers of threads give the same bits (csrc/kernels.h says in which order sums run). The
-environment variable SAMESEED_ISA forces `avx512vnni`, `avx512`, `avx2` or `portable`.
+environment variable SAMESEED_ISA forces `avx512bf16`, `avx512vnni`, `avx512`, `avx2` or `portable`.
 
 This layer checks shapes and types and passes addresses: a call costs a few microseconds, which small models feel.
 """
@@ -69,7 +69,7 @@ def unavailable() -> str | None:
 
 
 def isa() -> str:
-    """The instruction set in use: avx512vnni, avx512, avx2 or portable."""
+    """The instruction set in use: avx512bf16, avx512vnni, avx512, avx2 or portable."""
     return _native.isa()
 
 
@@ -166,7 +166,9 @@ def _vector(what: str, x: Tensor | None, length: int) -> Tensor | None:
 
 def serves(w: QuantTensor) -> bool:
     """Whether a kernel takes this weight as it is stored."""
-    return w.format in _DTYPES if w.layout == "plain" else (w.format, w.activations) in _packed.SERVED
+    if w.layout == "plain":
+        return w.format in _DTYPES and w.activations is None
+    return (w.format, w.activations) in _packed.SERVED
 
 
 def _dense_weight(w: QuantTensor) -> _native.Weight:

@@ -59,14 +59,15 @@ def product(rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residua
     """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
     Where the weight asks for int8 activations, the rows are quantized first (`scheme.quantize_rows`); for fp8,
-    they are rounded (`scheme.round_rows`): either by row and group of the weight, so that company changes nothing.
+    they are rounded (`scheme.round_rows`): either by row and group of the weight, so that company changes nothing. For
+    bf16, each number is rounded by itself.
     Where the weight has an `order`, so have the columns of x already.
     """
     x, w = rows.prepared(rms_norm, silu_mul), replace(w, order=None)
     if w.activations == "int8":
         out = _integer_product(x, w)
     else:
-        x = x if w.activations is None else scheme.round_rows(x, w.group)
+        x = scheme.float_rows(x, w)
         weight = scheme.get(w.format).decode(w)
         out = _by_row(lambda row: torch.mv(weight, row), x, w.shape[0])
     if bias is not None:

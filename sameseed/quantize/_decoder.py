@@ -55,11 +55,9 @@ def moved(q: QuantTensor, device: torch.device) -> QuantTensor:
 
 
 def as_read(x: Tensor, q: QuantTensor) -> Tensor:
-    """x [..., K] as a product with `q` sees it: rounded to int8 or fp8 by row where the weight asks for that."""
-    if q.activations is None:
-        return x
-    if q.activations == "fp8":
-        return formats.round_rows(x)
+    """x [..., K] as a product with `q` sees it: rounded to int8, fp8 or bf16 where the weight asks for that."""
+    if q.activations != "int8":
+        return formats.float_rows(x, q)
     codes, scales = formats.quantize_rows(x, q.group)
     return (codes.float().view(*scales.shape, q.group) * scales[..., None]).flatten(-2)
 

@@ -355,7 +355,7 @@ FLOATS = [
     "int8n",
     "ternary",
 ]
-SCHEMES = [*INTEGERS, *FLOATS, "fp8-a8", "fp8_e5m2-a8", "fp8-a8-b128"]
+SCHEMES = [*INTEGERS, *FLOATS, "fp8-a8", "fp8_e5m2-a8", "fp8-a8-b128", "bf16-a16"]
 INVARIANT = [b for b in backends() if ops.resolve(b).row_invariant]
 
 

@@ -22,6 +22,7 @@ from sameseed.request import SamplingParams
 from sameseed.spec.drafter import goes_ahead
 
 FORMATS = [("cpu", "auto", weights, kv) for weights in ("bf16", "w8a8", "w4a8") for kv in ("bf16", "int8")]
+ROUNDED = [("cpu", "auto", "bf16-a16", "bf16")]
 ON_GPU = [
     *(("cuda", "triton", weights, kv) for _, _, weights, kv in FORMATS),
     *(
@@ -45,7 +46,7 @@ def test_the_laws_wait_for_a_gpu() -> None:
     pytest.skip(NO_GPU)
 
 
-@pytest.fixture(scope="module", params=FORMATS + (ON_GPU if "cuda" in DEVICES else []), ids="-".join)
+@pytest.fixture(scope="module", params=FORMATS + ROUNDED + (ON_GPU if "cuda" in DEVICES else []), ids="-".join)
 def stored(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> tuple[Pair, str, list[tuple[int, ...]]]:
     """The tiny pair in a format, the cache's format, and plain texts, one prompt after the other."""
     device, backend, weights, kv = request.param

@@ -39,6 +39,7 @@ from sameseed.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
         ("fp8-a8", QuantScheme("fp8_e4m3", activations="fp8")),
         ("fp8-a8-b128", QuantScheme("fp8_e4m3", activations="fp8", variant="b128")),
         ("fp8_e5m2-a8", QuantScheme("fp8_e5m2", activations="fp8")),
+        ("bf16-a16", QuantScheme("bf16", activations="bf16")),
         ("int4-a8-g32", QuantScheme("int4", 32, activations="int8")),
     ],
 )

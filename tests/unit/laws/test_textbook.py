@@ -18,7 +18,9 @@ from sameseed.tokenizer import Tokenizer
 SHARED = ("noise ignores the position", "the temperature is applied twice", "one token more than asked for")
 
 
-@pytest.mark.parametrize(("weights", "kv"), [("auto", "fp32"), ("auto", "bf16"), ("w8a8", "int8"), ("fp8-a8", "auto")])
+@pytest.mark.parametrize(
+    ("weights", "kv"), [("auto", "fp32"), ("auto", "bf16"), ("w8a8", "int8"), ("fp8-a8", "auto"), ("bf16-a16", "auto")]
+)
 def test_texts_are_the_textbooks(pair_folders: tuple[Path, Path], weights: str, kv: str) -> None:
     result = run_check(oracle.texts, toy_subject(Tokenizer.from_folder(pair_folders[0]), weights, kv), Effort(1e-9))
     assert result.status == PASSED, result.found.findings

@@ -1,0 +1,42 @@
+// Products of bf16 pairs for x86 with AVX512_BF16; the rest is that of AVX-512 with VNNI.
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+// rows_body.h has more than this unit needs.
+#pragma GCC diagnostic ignored "-Wunused-function"
+
+#define HAS_BF16
+
+namespace sameseed {
+namespace {  // this unit's own copy of every body: other units compile them with other instructions
+
+#include "unroll.h"
+#include "vec_avx512.h"
+#include "pairs_avx512.h"
+
+#include "rows_body.h"
+#include "pairs_body.h"
+
+}  // namespace
+
+const Kernels* kernels_avx512vnni();
+
+const Kernels* kernels_avx512bf16() {
+    static const Kernels table = [] {
+        Kernels made = *kernels_avx512vnni();
+        made.name = "avx512bf16";
+        made.pair_tile = pair_rows_most;
+        made.pair_row = pair_row;
+        made.linear_pairs = linear_pairs;
+        return made;
+    }();
+    return &table;
+}
+
+}  // namespace sameseed

@@ -1,0 +1,43 @@
+// Pairs of bf16 columns in plain C++: what an instruction set must define for pairs_body.h. Included after vec_portable.h.
+
+constexpr int pair_rows_most = 2;  // rows of x in a tile
+constexpr int pair_blocks[3] = {0, 1, 1};  // blocks side by side for each number of rows
+constexpr int pair_group = 1;  // blocks that the tiles of a panel share at once
+
+struct Pair {  // of columns of a row
+    float even, odd;
+};
+inline float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
+inline Pair make_pair(bf16 even, bf16 odd) { return {flushed(widen(even)), flushed(widen(odd))}; }
+
+struct RowPairs {  // one for all 16 outputs
+    Pair x;
+    explicit RowPairs(const Pair& pair) : x(pair) {}
+};
+struct WeightPairs {  // a pair of columns of 16 outputs
+    V even, odd;
+    WeightPairs() = default;
+    explicit WeightPairs(const uint8_t* p) {
+        auto column = [p](int i, int j) {
+            const uint8_t* at = p + 4 * i + 2 * j;
+            return flushed(from_bits(static_cast<uint32_t>(at[0]) << 16 | static_cast<uint32_t>(at[1]) << 24));
+        };
+        even = each([&](int i) { return column(i, 0); });
+        odd = each([&](int i) { return column(i, 1); });
+    }
+};
+// Where a processor has a mode for flushing, it is on while this lives.
+struct FlushSubnormals {
+    FlushSubnormals() {}
+};
+// a * b + sum, rounded once, as if exponents had no end; then below 2^-126 it counts as zero.
+inline float flushed_fma(float a, float b, float sum) {
+    const float y = __builtin_fmaf(a, b, sum);
+    if (y == 0.0f || !(__builtin_fabsf(y) <= 0x1p-126f)) return y;
+    // Then a * b and sum are below 2^-100, for they have 24 bits: times 2^96 nothing overflows and nothing is subnormal.
+    const float exact = __builtin_fmaf(a * 0x1p48f, b * 0x1p48f, sum * 0x1p96f);
+    return __builtin_fabsf(exact) < 0x1p-30f ? __builtin_copysignf(0.0f, exact) : y;
+}
+inline void add_pairs(V& sum, const WeightPairs& w, const RowPairs& x) {
+    sum = each([&](int i) { return flushed_fma(w.even.r[i], x.x.even, flushed_fma(w.odd.r[i], x.x.odd, sum.r[i])); });
+}
