@@ -73,6 +73,9 @@ class HeadArgs(OwnArgs):
 class DraftArgs(OwnArgs):
     """Train a small Llama draft for a target, on the texts that it writes itself. Use: --draft OUT/draft"""
 
+    begin: Annotated[str | None, option("MODEL")] = None  # a draft that it begins with, in place of new weights
+    parallel: Annotated[int | None, option("K")] = None  # it learns to guess K tokens in one pass, over mask tokens
+    mask_token: Annotated[int | None, option("ID")] = None  # the mask's id; unset: one that no text has
     num_layers: Annotated[int | None, option("N")] = None  # sizes as config.json has them
     hidden_size: Annotated[int | None, option("N")] = None
     num_heads: Annotated[int | None, option("N")] = None

@@ -71,12 +71,20 @@ def write_model(folder: Path, weights: Mapping[str, torch.Tensor], tables: Mappi
 
 
 def export_model(
-    model: LlamaForTraining, folder: Path, begin: int | None, ends: Seq[int], pad: int | None = None
+    model: LlamaForTraining,
+    folder: Path,
+    begin: int | None,
+    ends: Seq[int],
+    pad: int | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model in Hugging Face layout, weights in bfloat16; `ends`: the tokens that end a text."""
+    """Write the model in Hugging Face layout, weights in bfloat16; `ends`: the tokens that end a text.
+
+    `more`: further keys of its config.json.
+    """
     shape = model.shape
     ids = {"bos_token_id": begin, "eos_token_id": ends[0] if ends else None, "pad_token_id": pad}
-    config = llama_config(shape, shape.max_positions, shape.rope_theta) | ids
+    config = llama_config(shape, shape.max_positions, shape.rope_theta) | ids | dict(more or {})
     generation = {**ids, "eos_token_id": list(ends), "do_sample": False}
     weights = {n: p.to(torch.bfloat16) for n, p in model.named_parameters()}
     write_model(folder, weights, {"config.json": config, "generation_config.json": generation})

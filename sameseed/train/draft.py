@@ -1,4 +1,7 @@
-"""`sameseed train draft`: a small Llama learns a target's distribution on the texts that the target writes."""
+"""`sameseed train draft`: a small Llama learns a target's distribution on the texts that the target writes.
+
+With `parallel` it learns to guess so many tokens in one pass (`train/parallel.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig
+from sameseed.models.config import ModelConfig, read_config
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_tokenizer
+from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
 from sameseed.train.checkpoint import export_model
 from sameseed.train.head_job import dense, teacher
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed.train.model import LlamaForTraining, ModelShape
 from sameseed.train.own import OwnRecipe, Sources, Trained, check_run, write_all, write_results
 from sameseed.train.own_card import write_draft_card
+from sameseed.train.parallel import MaskedRows, MaskSettings, mask_of, masked_rows
 from sameseed.train.recipe import TrainSettings
 from sameseed.train.states import StoredTexts, TextStates
 from sameseed.train.trainer import Log, TrainJob, train
@@ -40,12 +45,31 @@ class DraftSize:
 
 @dataclass(frozen=True)
 class DraftRecipe(OwnRecipe):
-    """Everything that decides a draft's weights, but for the data and the machine's arithmetic."""
+    """Everything that decides a draft's weights, but for the data and the machine's arithmetic.
+
+    `begin`: a draft whose weights and sizes it begins with. `parallel`: tokens that it learns to guess in one pass,
+    over mask tokens (0: a token a pass); `mask_token`: their id (-1: one that no text has). `keep`, `least_kept`: of
+    guesses behind i masks a share max(keep^i, least_kept) is learned from.
+    """
 
     name: str = "draft"
+    begin: str = ""
+    parallel: int = 0
+    mask_token: int = -1
+    keep: float = 0.7
+    least_kept: float = 0.2
     size: DraftSize = field(default_factory=DraftSize)
     argmax_weight: float = 0.5
     train: TrainSettings = field(default_factory=lambda: TrainSettings(600, rows=12, warmup=30, decay=0.5))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel != 0 and not 2 <= self.parallel <= MAX_NODES:
+            raise ConfigError(f"parallel must be 2..{MAX_NODES} tokens, or 0 for a token a pass, got {self.parallel}")
+        if not 0.0 <= self.least_kept <= self.keep <= 1.0:
+            raise ConfigError(
+                f"0 <= least_kept <= keep <= 1 must hold, got keep {self.keep:g} and least_kept {self.least_kept:g}"
+            )
 
 
 def draft_shape(recipe: DraftRecipe, target: ModelConfig) -> ModelShape:
@@ -92,18 +116,26 @@ def run_draft(
     if sources.measure is not None:
         raise ConfigError("a draft is not measured in training; leave --measure out, and use sameseed bench --prompts")
     folder, config = check_run(recipe, sources, out, resume)
-    shape, log = draft_shape(recipe, config), Log(out / "log.jsonl")
+    draft, mask = begin_draft(recipe, config)
+    masks = None
+    if recipe.parallel:
+        masks = MaskSettings(recipe.parallel, mask_of(mask, folder, config), recipe.keep, recipe.least_kept)
+    log = Log(out / "log.jsonl")
     target, texts, _ = write_all(recipe, sources, folder, (), NAME, log, backend=backend, device=device, quiet=quiet)
-    draft = LlamaForTraining(shape, recipe.seed)
-    with torch.no_grad():
-        components(draft.model.embed_tokens.weight, dense(target.ops, target.weights.lm_head).cpu())
+    if not recipe.begin:
+        with torch.no_grad():
+            components(draft.model.embed_tokens.weight, dense(target.ops, target.weights.lm_head).cpu())
     draft.to(device)
-    progress = train(draft_job(draft, target, texts, recipe, out), log, quiet=quiet)
-    export_model(draft, out / "draft", None, config.eos_token_ids)
+    job, said = draft_job(draft, target, texts, recipe, out), dict[str, object]()
+    if masks is not None:
+        job = parallel_job(draft, target, texts, recipe, out, masks)
+        said = {"pard_token": masks.mask, "spd_type": "pard", "para_num": masks.tokens}
+    progress = train(job, log, quiet=quiet)
+    export_model(draft, out / "draft", None, config.eos_token_ids, more=said)
     for name, content in load_tokenizer(folder).as_files().items():
         (out / "draft" / name).write_text(content, encoding="utf-8")
     results = write_results(out, recipe, texts, draft.num_parameters(), progress)
-    write_draft_card(recipe, shape, results, out / "draft")
+    write_draft_card(recipe, draft.shape, results, out / "draft")
     return Trained(out / "draft", results)
 
 
@@ -112,6 +144,38 @@ def components(embedding: Tensor, weight: Tensor) -> None:
     width = min(embedding.shape[1], weight.shape[1])
     _, basis = torch.linalg.eigh((weight.T @ weight).double())  # their shares rise
     embedding[:, :width] = weight @ basis.flip(1)[:, :width].to(weight.dtype)
+
+
+def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTraining, int]:
+    """A new draft, or the one that `recipe.begin` names, and the mask's id that is asked for, or its own; -1: none.
+
+    Raises ConfigError for one that cannot be trained here.
+    """
+    if not recipe.begin:
+        return LlamaForTraining(draft_shape(recipe, target), recipe.seed), recipe.mask_token
+    if recipe.size != DraftSize():
+        raise ConfigError(f"--begin {recipe.begin} has sizes of its own; leave out those of the recipe, or --begin")
+    folder = resolve_model(recipe.begin)
+    c = read_config(folder)
+    plain = c.architecture == "LlamaForCausalLM" and c.tied_embeddings and c.rope.kind == "default"
+    if not plain or c.qkv_bias or c.o_bias or c.mlp_bias:
+        raise ConfigError(
+            f"--begin {recipe.begin}: only a Llama with tied embeddings, plain rope and no biases is trained here; "
+            "leave it out, and a new draft is made"
+        )
+    if c.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"--begin {recipe.begin} has {c.vocab_size} tokens, the target {target.vocab_size}; take a draft of its own"
+        )
+    sizes = (c.hidden_size, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size)
+    longest = min(c.max_model_len, target.max_model_len)
+    draft = LlamaForTraining(ModelShape(c.vocab_size, *sizes, c.rms_eps, c.rope.theta, longest), recipe.seed)
+    with torch.no_grad(), open_checkpoint(folder) as source:
+        source.check(c)
+        for name, weight in draft.named_parameters():
+            weight.copy_(source.tensor(name))
+    own = -1 if c.mask_token is None else c.mask_token
+    return draft, own if recipe.mask_token < 0 else recipe.mask_token
 
 
 DraftBatch = tuple[Tensor, Tensor, Tensor]
@@ -152,3 +216,23 @@ def draft_job(
 
     count: Callable[[DraftBatch], int] = lambda rows: int(rows[1].sum())  # noqa: E731
     return TrainJob(NAME, draft, settings, batch, loss, folder, count)
+
+
+def parallel_job(
+    draft: LlamaForTraining, target: Llama, texts: StoredTexts, recipe: DraftRecipe, folder: Path, masks: MaskSettings
+) -> TrainJob:
+    """The same with masks behind the texts' tokens: every place of a draft learns the target's distribution there."""
+    settings, device, width = recipe.train, str(target.device), target.config.hidden_size
+
+    def batch(step: int) -> MaskedRows:
+        own = texts.batch(step, settings.rows, recipe.seed)
+        return masked_rows(own, width, settings.row_tokens, masks, recipe.seed + step, device)
+
+    def loss(rows: MaskedRows) -> Tensor:
+        targets, entropy = soft_targets(teacher(target, rows.last, None), recipe.argmax_weight)
+        shares = torch.full_like(rows.places, 1.0 / max(1, len(rows.places)), dtype=entropy.dtype)
+        hidden = draft.hidden_where(rows.ids, rows.positions, rows.seen)[rows.counts]  # [R, C]
+        cross = fused_soft_cross_entropy(hidden, draft.model.embed_tokens.weight, targets, shares, rows.places)
+        return cross - (shares * entropy[rows.places]).sum()
+
+    return TrainJob(NAME, draft, settings, batch, loss, folder, lambda rows: len(rows.places))

@@ -126,14 +126,17 @@ def soft_targets(logits: Tensor, argmax_weight: float) -> tuple[Tensor, Tensor]:
     return p.scatter_add_(1, best, p.new_full(best.shape, argmax_weight)), entropy
 
 
-def fused_soft_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
+def fused_soft_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, shares: Tensor, places: Tensor | None = None
+) -> Tensor:
     """Sum over rows of shares[r] * CE(targets[r], softmax(hidden[r] @ weight.T)); targets [R, V], shares [R].
 
+    `places` int64 [R]: row r has the targets [P, V] of its place, where several rows have the same.
     hidden `[R, C]`, weight `[V, C]`. Gradients flow to hidden, and to weight where it asks for them.
     """
 
     def part(place: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-        wanted, share = targets[place], shares[place]
+        wanted, share = targets[place if places is None else places[place]], shares[place]
         mass = wanted.sum(-1)
         top = logits.amax(-1, keepdim=True)
         found = (wanted * logits).sum(-1)

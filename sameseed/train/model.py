@@ -75,9 +75,9 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions `[S]`, each `[S, D/2]` (Su et al., 2021)."""
+    """Cosines and sines of positions `[..., S]`, each `[..., S, D/2]` (Su et al., 2021)."""
     inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)  # [D/2]
-    angles = positions.float()[:, None] * inverse  # [S, D/2]
+    angles = positions.float()[..., None] * inverse  # [..., S, D/2]
     return angles.cos(), angles.sin()
 
 
@@ -130,10 +130,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_heads, bias=False)
         self.o_proj = nn.Linear(heads, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int, seen: Tensor | None = None
+    ) -> Tensor:
         b, s, _ = x.shape
         d, repeats = self.shape.head_dim, self.shape.num_heads // self.shape.num_kv_heads
-        cos, sin = cos[:, None], sin[:, None]  # [S, 1, D/2]: all heads turn alike
+        cos, sin = cos[..., None, :], sin[..., None, :]  # [..., S, 1, D/2]: all heads turn alike
         q = rotate(self.q_proj(x).view(b, s, -1, d), cos, sin).transpose(1, 2)  # [B, H, S, D]
         k = rotate(self.k_proj(x).view(b, s, -1, d), cos, sin).transpose(1, 2)  # [B, Hk, S, D]
         v = self.v_proj(x).view(b, s, -1, d).transpose(1, 2)
@@ -144,6 +146,9 @@ class Attention(nn.Module):
             k, v = cache.k[layer][:, :, :end], cache.v[layer][:, :, :end]
         if s == 1:  # the queries of a KV head stand side by side: nothing is masked, and no key is copied
             out = F.scaled_dot_product_attention(q.reshape(b, -1, repeats, d), k, v).reshape(b, -1, 1, d)
+        elif seen is not None:
+            k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
         else:  # rows of several tokens meet an empty cache, so that the causal mask is the plain one
             out = causal_attention(q, k, v)
         return self.o_proj(out.transpose(1, 2).reshape(b, s, -1))  # type: ignore[no-any-return]
@@ -172,8 +177,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
         self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, layer)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int, seen: Tensor | None = None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, layer, seen)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -226,6 +233,14 @@ class LlamaForTraining(nn.Module):
             x = self.read_rows(layer, x, cos, sin) if cache is None else layer(x, cos, sin, cache, index)
         if cache is not None:
             cache.length += ids.shape[1]
+        return self.model.norm(x)  # type: ignore[no-any-return]
+
+    def hidden_where(self, ids: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+        """Normed hidden states `[B, S, C]` of ids at positions, both `[B, S]`; seen bool `[B, S, S]`: by row, whom."""
+        cos, sin = rope_table(positions, self.shape.head_dim, self.shape.rope_theta)
+        x = self.model.embed_tokens(ids)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, None, 0, seen)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def forward(self, ids: Tensor, cache: KVState | None = None) -> Tensor:

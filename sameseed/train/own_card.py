@@ -35,12 +35,19 @@ def write_head_card(recipe: HeadRecipe, config: HeadConfig, results: dict[str, A
 
 def write_draft_card(recipe: OwnRecipe, shape: ModelShape, results: dict[str, Any], folder: Path) -> None:
     """README.md of a draft."""
+    own = results["recipe"]
+    parallel = f" It began with the weights of `{own['begin']}`." if own["begin"] else ""
+    if own["parallel"]:
+        parallel += (
+            f" It guesses up to {own['parallel']} tokens in one pass, over mask tokens (PARD: An et al., 2025); of "
+            f"guesses behind i masks a share max({own['keep']:g}^i, {own['least_kept']:g}) was learned from."
+        )
     text = (
         f"Llama draft for `{recipe.target}`, {results['parameters'] / 1e6:.2f} M parameters: {shape.num_layers} "
         f"layers, hidden {shape.hidden_size}, {shape.num_heads} heads and {shape.num_kv_heads} KV heads of "
         f"{shape.head_dim}, feed-forward {shape.intermediate_size}, the target's tokenizer, tied embeddings, bfloat16."
         "\n\n"
-        f"{training(recipe, results)}\n\n"
+        f"{training(recipe, results)}{parallel}\n\n"
     )
     write_card(recipe, results, text, "", folder)
 
