@@ -63,6 +63,42 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
     dot(sums[0].hi, w[0].hi);
 }
 
+// Super-blocks. Products are added in 16 bits, as many as fit them; then pairs of these are multiplied by steps.
+constexpr int super_tile = 2;
+constexpr int fold_quads(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : 2; }
+template <int shift, int mask>
+inline Codes with_bits(Codes low, Codes high) {
+    auto merge = [](__m256i a, __m256i b) {
+        const __m256i moved = shift < 0 ? _mm256_slli_epi16(b, shift < 0 ? -shift : 0) : _mm256_srli_epi16(b, shift < 0 ? 0 : shift);
+        return _mm256_or_si256(a, _mm256_and_si256(moved, _mm256_set1_epi8(mask)));
+    };
+    return {merge(low.lo, high.lo), merge(low.hi, high.hi)};
+}
+inline I add_quad(I dots, Codes w, const int8_t* x) {
+    const __m256i q = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
+    return {_mm256_add_epi16(dots.lo, _mm256_maddubs_epi16(w.lo, q)), _mm256_add_epi16(dots.hi, _mm256_maddubs_epi16(w.hi, q))};
+}
+inline I widen_pairs(const int8_t* p) {
+    return {_mm256_cvtepi8_epi16(half_at(p)), _mm256_cvtepi8_epi16(half_at(p + 16))};
+}
+inline __m256i twice_first(__m256i p) {
+    return _mm256_or_si256(_mm256_and_si256(p, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32(p, 16));
+}
+inline __m256i twice_second(__m256i p) {
+    return _mm256_or_si256(_mm256_andnot_si256(_mm256_set1_epi32(0xffff), p), _mm256_srli_epi32(p, 16));
+}
+inline I first_step(I pair) { return {twice_first(pair.lo), twice_first(pair.hi)}; }
+inline I second_step(I pair) { return {twice_second(pair.lo), twice_second(pair.hi)}; }
+inline I add_steps(I sum, I dots, I step) {
+    return add_ints(sum, {_mm256_madd_epi16(dots.lo, step.lo), _mm256_madd_epi16(dots.hi, step.hi)});
+}
+inline I add_pairs(I sum, I pair, const int16_t* x) {
+    int32_t both;
+    __builtin_memcpy(&both, x, sizeof both);
+    const __m256i q = _mm256_set1_epi32(both);
+    return add_steps(sum, pair, {q, q});
+}
+
 // The largest magnitude, by bits: so NaN counts as more than infinity.
 inline V max_magnitude(V a, V x) {
     auto larger = [](__m256 m, __m256 v) {

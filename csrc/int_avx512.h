@@ -70,6 +70,46 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
 #endif
 }
 
+// Super-blocks. Without VNNI products are added in 16 bits, as many as fit them; then pairs of these are multiplied by steps.
+#ifdef HAS_VNNI
+constexpr int super_tile = 12;
+constexpr int fold_quads(int) { return 8; }
+#else
+constexpr int super_tile = 8;
+constexpr int fold_quads(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : 2; }
+#endif
+template <int shift, int mask>
+inline Codes with_bits(Codes low, Codes high) {
+    const __m512i moved = shift < 0 ? _mm512_slli_epi16(high.r, shift < 0 ? -shift : 0) : _mm512_srli_epi16(high.r, shift < 0 ? 0 : shift);
+    return {_mm512_ternarylogic_epi32(low.r, moved, _mm512_set1_epi8(mask), 0xf8)};
+}
+inline I widen_pairs(const int8_t* p) {
+    return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline I add_pairs(I sum, I pair, const int16_t* x) {
+    int32_t both;
+    __builtin_memcpy(&both, x, sizeof both);
+    return {_mm512_add_epi32(sum.r, _mm512_madd_epi16(pair.r, _mm512_set1_epi32(both)))};
+}
+#ifdef HAS_VNNI
+INLINE I add_quad(I dots, Codes w, const int8_t* x) {
+    const int32_t& quad = *reinterpret_cast<const int32_t*>(x);
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(dots.r) : "v"(w.r), "m"(quad));
+    return dots;
+}
+inline I first_step(I pair) { return {_mm512_srai_epi32(_mm512_slli_epi32(pair.r, 16), 16)}; }
+inline I second_step(I pair) { return {_mm512_srai_epi32(pair.r, 16)}; }
+inline I add_steps(I sum, I dots, I step) { return add_ints(sum, mul_ints(dots, step)); }
+#else
+INLINE I add_quad(I dots, Codes w, const int8_t* x) {
+    const __m512i q = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(x));
+    return {_mm512_add_epi16(dots.r, _mm512_maddubs_epi16(w.r, q))};
+}
+inline I first_step(I pair) { return {_mm512_mask_blend_epi16(0xaaaaaaaa, pair.r, _mm512_slli_epi32(pair.r, 16))}; }
+inline I second_step(I pair) { return {_mm512_mask_blend_epi16(0x55555555, pair.r, _mm512_srli_epi32(pair.r, 16))}; }
+inline I add_steps(I sum, I dots, I step) { return {_mm512_add_epi32(sum.r, _mm512_madd_epi16(dots.r, step.r))}; }
+#endif
+
 // The largest magnitude, by bits: so NaN counts as more than infinity.
 inline V max_magnitude(V a, V x) {
     const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x.r), _mm512_set1_epi32(0x7fffffff));

@@ -72,6 +72,37 @@ inline void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
     }
 }
 
+// Super-blocks: four more products for each output; sub-blocks' sums times steps; minima times sums of x.
+constexpr int super_tile = 2;
+constexpr int fold_quads(int) { return 8; }
+template <int shift, int mask>
+inline Codes with_bits(const Codes& low, const Codes& high) {
+    return each_code([&](int i) { return low.r[i] | ((shift < 0 ? high.r[i] << -shift : high.r[i] >> shift) & mask); });
+}
+inline I add_quad(I dots, const Codes& w, const int8_t* x) {
+    I sums[1] = {dots};
+    const Codes codes[1] = {w};
+    add_dots<false, false>(sums, codes, x);
+    return sums[0];
+}
+inline I widen_pairs(const int8_t* p) {
+    return each_int([=](int i) { return (static_cast<uint32_t>(p[2 * i]) & 0xffffu) | static_cast<uint32_t>(p[2 * i + 1]) << 16; });
+}
+inline uint32_t first_of(uint32_t pair) { return static_cast<uint32_t>(static_cast<int16_t>(pair & 0xffffu)); }
+inline uint32_t second_of(uint32_t pair) { return first_of(pair >> 16); }
+inline I first_step(const I& pair) {
+    return each_int([&](int i) { return first_of(pair.r[i]); });
+}
+inline I second_step(const I& pair) {
+    return each_int([&](int i) { return second_of(pair.r[i]); });
+}
+inline I add_steps(const I& sum, const I& dots, const I& step) { return add_ints(sum, mul_ints(dots, step)); }
+inline I add_pairs(const I& sum, const I& pair, const int16_t* x) {
+    return each_int([&](int i) {
+        return sum.r[i] + first_of(pair.r[i]) * static_cast<uint32_t>(x[0]) + second_of(pair.r[i]) * static_cast<uint32_t>(x[1]);
+    });
+}
+
 // The largest magnitude, by bits: so NaN counts as more than infinity.
 inline V max_magnitude(const V& a, const V& x) {
     return each([&](int i) {

@@ -184,7 +184,8 @@ inline TileKernel choose(const IntegerArgs& a, int64_t M, bool alone, bool unpac
 }
 
 // Rows of the result lie far apart: each is another page, whose address takes time to find.
-inline void prefetch_outputs(const IntegerArgs& a, int64_t block, int64_t t) {
+template <class Args>
+inline void prefetch_outputs(const Args& a, int64_t block, int64_t t) {
     const int64_t first = t * a.outputs + block * block_outputs;
     for (int64_t i = 0; i < block_outputs; i += lanes) {
         prefetch(a.out + first + i);
@@ -192,7 +193,8 @@ inline void prefetch_outputs(const IntegerArgs& a, int64_t block, int64_t t) {
     }
 }
 
-inline void write_outputs(const IntegerArgs& a, int64_t block, int64_t t, const float* sums) {
+template <class Args>
+inline void write_outputs(const Args& a, int64_t block, int64_t t, const float* sums) {
     const int64_t o = block * block_outputs;
     const int64_t count = a.outputs - o < block_outputs ? a.outputs - o : block_outputs;
     const float* residual = a.residual ? a.residual + t * a.outputs + o : nullptr;

@@ -33,9 +33,12 @@ enum class Format : int {
     fp8_e4m3 = 6,
     fp8_e5m2 = 7,
     mxfp4 = 8,
-    int8n = 9
+    int8n = 9,
+    q4_k = 10,
+    q5_k = 11,
+    q6_k = 12
 };
-constexpr int num_formats = 10;
+constexpr int num_formats = 13;
 
 constexpr int64_t bytes_of(Format format) {  // of one number of a dense format
     return format == Format::fp32 ? 4 : 2;
@@ -138,6 +141,25 @@ struct IntegerArgs {
     int64_t rows, outputs, depth, group, tile;  // depth and group rounded up to 8
 };
 
+// The same for weights in super-blocks of 256 columns, packed as pack.h says. Rows of x as above, in groups of 256; with the
+// sums of their codes over each sub-block, by tile [K/2P][M][2] for sub-blocks of P = `part` columns.
+struct SuperArgs {
+    const uint8_t* codes;  // nibbles
+    const uint8_t* high;   // the bits above them, or null
+    const int8_t* steps;
+    const int8_t* minima;  // or null
+    const void* scales;    // [O/32][K/256][32]
+    const void* least;     // the same; null without minima
+    Format scale_format;
+    const int8_t* x;
+    const float* x_scales;
+    const int16_t* x_sums;
+    const float* bias;      // [O] or null
+    const float* residual;  // [T, O], contiguous, or null; may be `out`
+    float* out;             // [T, O], contiguous
+    int64_t rows, outputs, depth, part, tile;
+};
+
 struct AttentionArgs {
     const float* q;  // [T, H, D] with a row stride
     const void* k;  // [num_blocks, block_size, Hk] rows of kv_row_bytes, contiguous
@@ -164,6 +186,7 @@ struct AttentionTile {
 constexpr int64_t lanes = 16;
 constexpr int64_t depth_step = 16;  // `linear` takes K in steps of 2 x 8 lanes, because bf16 comes in pairs
 constexpr int64_t block_outputs = 32;  // packed weights come in blocks of 32 outputs
+constexpr int64_t super_columns = 256;  // of a super-block
 constexpr int64_t code_step = 32;  // codes of x come in pieces of 32 along K
 constexpr int64_t integer_span = 512;  // columns that many tiles of rows share before the next ones (groups stay whole)
 constexpr int64_t integer_cache = 256 * 1024;  // bytes of x codes, or of weights, that should stay in a second-level cache
@@ -207,6 +230,9 @@ struct Kernels {
                      float* scales, int32_t* starts, int64_t stride);
     // Outputs of the blocks [begin, end), all rows. `scratch` holds integer_scratch(rows, group) floats.
     void (*integer)(const IntegerArgs&, int64_t begin, int64_t end, float* scratch);
+    int64_t super_tile;  // the most rows of a tile of `super`
+    // Outputs of the blocks [begin, end), all rows. `scratch` holds 32 floats for each row.
+    void (*super)(const SuperArgs&, int64_t begin, int64_t end, float* scratch);
 
     void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t rows, int64_t width, float* out);
     void (*rope)(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,

@@ -18,6 +18,7 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "int_avx512.h"
 
 #include "integer_body.h"
+#include "super_body.h"
 
 }  // namespace
 
@@ -29,6 +30,8 @@ const Kernels* kernels_avx512vnni() {
         made.name = "avx512vnni";
         made.integer_tile = integer_tile;
         made.integer = integer;
+        made.super_tile = super_tile;
+        made.super = super;
         return made;
     }();
     return &table;

@@ -43,6 +43,11 @@ void linear(const Product& product) {
         case Format::int8n:
             if (product.weight->integer_rows) return linear_integer(product);
             throw std::invalid_argument("no native kernel for this weight");
+        case Format::q4_k:
+        case Format::q5_k:
+        case Format::q6_k:
+            if (product.weight->integer_rows) return linear_super(product);
+            throw std::invalid_argument("no native kernel for this weight");
         case Format::nf4:
         case Format::mxfp4:
         case Format::fp8_e4m3:
@@ -76,6 +81,12 @@ void embedding(const Embedding& e) {
         case Format::int8n:
             return by_rows(rows, w.depth, [&](int64_t begin, int64_t end) {
                 for (int64_t t = begin; t < end; t++) decode_packed_row(w, token_ids[t], out + t * w.depth);
+            });
+        case Format::q4_k:
+        case Format::q5_k:
+        case Format::q6_k:
+            return by_rows(rows, w.depth, [&](int64_t begin, int64_t end) {
+                for (int64_t t = begin; t < end; t++) decode_super_row(w, token_ids[t], out + t * w.depth);
             });
         case Format::nf4:
         case Format::mxfp4:

@@ -5,11 +5,8 @@
 #include "tasks.h"
 
 namespace sameseed {
-namespace {
 
-// Ends of the tasks that `blocks` blocks make: long runs first, because a stream of weights costs a start; then ever
-// shorter ones, so that all threads end together.
-const std::vector<int64_t>& cut(int64_t blocks, int64_t most) {
+const std::vector<int64_t>& cut_blocks(int64_t blocks, int64_t most) {
     thread_local std::vector<int64_t> ends;
     ends.clear();
     const int64_t parts = 2 * num_threads();
@@ -19,8 +16,6 @@ const std::vector<int64_t>& cut(int64_t blocks, int64_t most) {
     }
     return ends;
 }
-
-}  // namespace
 
 void linear_integer(const Product& p) {
     const Kernels& table = kernels();
@@ -68,7 +63,7 @@ void linear_integer(const Product& p) {
                   block_bytes = padded * block_outputs / (whole ? 1 : 2);
     // When the rows take several turns, the weights of a task should still be in the second-level cache at the next one.
     const int64_t most = rows * padded > integer_cache ? std::max<int64_t>(1, integer_cache / block_bytes) : blocks;
-    const std::vector<int64_t>& ends = cut(blocks, most);
+    const std::vector<int64_t>& ends = cut_blocks(blocks, most);
     run_tasks(static_cast<int64_t>(ends.size()), w.outputs * depth * (2 + rows) > 16 * serial_cost, [&](int64_t i) {
         table.integer(args, i == 0 ? 0 : ends[i - 1], ends[i], scratch(integer_area, integer_scratch(rows, args.group)));
     });

@@ -96,7 +96,9 @@ void bind_structs(nb::module_& m) {
                 field("format", &Weight::format), field("integer_rows", &Weight::integer_rows), field("bf16_rows", &Weight::bf16_rows),
                 field("outputs", &Weight::outputs), field("depth", &Weight::depth), field("group", &Weight::group),
                 field("stride", &Weight::stride), field("codes", &Weight::codes), field("scales", &Weight::scales),
-                field("scale_format", &Weight::scale_format), field("zeros", &Weight::zeros), field("low", &Weight::low));
+                field("scale_format", &Weight::scale_format), field("zeros", &Weight::zeros), field("low", &Weight::low),
+                field("high", &Weight::high), field("steps", &Weight::steps), field("minima", &Weight::minima),
+                field("least", &Weight::least));
     bind_struct(m, "RowSource", "Where the rows of a product come from; kind 0: plain, 1: normed, 2: gated.",
                 field("kind", &RowSource::kind), field("x", &RowSource::x), field("stride", &RowSource::stride),
                 field("norm_weight", &RowSource::norm_weight), field("eps", &RowSource::eps), field("index", &RowSource::index),
@@ -185,6 +187,14 @@ void py_unpack_codes(uintptr_t packed, uintptr_t plain, int64_t outputs, int64_t
     unpack_codes({nullptr, at<uint8_t>(packed), nullptr, outputs, depth, 1, depth, nibbles}, at<uint8_t>(plain));
 }
 
+void py_pack_high(uintptr_t plain, uintptr_t high, int64_t outputs, int64_t depth, int64_t bits) {
+    pack_high(at<const uint8_t>(plain), at<uint8_t>(high), outputs, depth, bits);
+}
+
+void py_unpack_high(uintptr_t high, uintptr_t plain, int64_t outputs, int64_t depth, int64_t bits) {
+    unpack_high(at<const uint8_t>(high), at<uint8_t>(plain), outputs, depth, bits);
+}
+
 void py_pack_pairs(uintptr_t plain, uintptr_t packed, int64_t outputs, int64_t depth, int64_t stride, int64_t element) {
     pack_pairs(at<const void>(plain), at<void>(packed), outputs, depth, stride, element);
 }
@@ -219,6 +229,8 @@ NB_MODULE(_native, m) {
     m.def("move_kv", &py_move_kv, unlocked);
     m.def("pack_codes", &pack_codes, unlocked);
     m.def("unpack_codes", &py_unpack_codes, unlocked);
+    m.def("pack_high", &py_pack_high, unlocked);
+    m.def("unpack_high", &py_unpack_high, unlocked);
     m.def("encode_packed", &encode_packed, unlocked);
     m.def("pack_pairs", &py_pack_pairs, unlocked);
     m.def("unpack_pairs", &py_unpack_pairs, unlocked);

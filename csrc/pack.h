@@ -3,6 +3,9 @@
 //   nibbles  [O/32][K/8][2][16 outputs][4]  byte j: the code of column j of the step in the low half, of j + 4 in the high one
 //   bytes    [O/32][K/4][2][16 outputs][4]  int8 code + 128
 //   planes   twice as nibbles, of int8n: the high and the low halves of code + 136
+//   high     [O/32][K/P][2][16 outputs][4]  bits of codes above four, P = 32 columns for one bit, 16 for two: byte j has
+//            those of columns j, j + 4, j + 8 .. from its lowest bits on
+//   steps    int8 [O/32][K/2P][2][16 outputs][2]: of two sub-blocks side by side; minima the same
 //   pairs    [O/32][K/2][32 outputs][2]     fp8 codes, or bf16 numbers
 //   scales   [O/32][K/G][32], zeros uint8 [O/32][K/G][32]
 //
@@ -44,6 +47,13 @@ void encode_packed(const EncodeArgs& args);
 
 // Row `o` of a packed int4, int8 or int8n weight as floats [K]: (code - zero) * scale.
 void decode_packed_row(const Weight& weight, int64_t o, float* out);
+
+// The bits above four of codes [O, K] of `bits` bits, contiguous, to their plane; and back, added to the nibbles in `plain`.
+void pack_high(const uint8_t* plain, uint8_t* high, int64_t outputs, int64_t depth, int64_t bits);
+void unpack_high(const uint8_t* high, uint8_t* plain, int64_t outputs, int64_t depth, int64_t bits);
+
+// Row `o` of a packed q4_k, q5_k or q6_k weight as floats [K]: scale * step * (code - zero) - least * minimum.
+void decode_super_row(const Weight& weight, int64_t o, float* out);
 
 // Elements [O, K] of 1 or 2 bytes (rows of `stride` elements) to pairs and back.
 void pack_pairs(const void* plain, void* packed, int64_t outputs, int64_t depth, int64_t stride, int64_t element);

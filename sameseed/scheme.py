@@ -85,7 +85,8 @@ class Format:
     `weights`: whether it serves weights. `kv_dtype`: storage type of cached rows. `options`: what a scheme may ask of
     it: "group", "asymmetric", "activations", "activations-fp8", "activations-bf16", names of variants. `groups`: tried
     in turn where a scheme asks for none; where none divides K, a row has one scale. `nests`: the activations for which
-    a backend keeps a weight of fewer bits apart inside one of these. What a format does not serve raises ConfigError.
+    a backend keeps a weight of fewer bits apart inside one of these. `scale_parts`: those that multiply integers, in
+    the order of a product. What a format does not serve raises ConfigError.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Format:
     options: frozenset[str] = frozenset()
     groups: tuple[int, ...] = ()
     nests: str | None = None
+    scale_parts: tuple[str, ...] = ("scales",)
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
         """Bits that a weight takes, scales and zero points included, in rows of `width`; a kernel's packing pads."""

@@ -14,7 +14,9 @@ import torch
 from tokenizers import Regex, Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from sameseed.models.gguf.kquants import KQUANTS
 from sameseed.models.gguf.source import gguf_name
+from sameseed.scheme import get
 
 Kinds = Callable[[str], str]  # GGUF's name of a matrix -> type
 
@@ -24,8 +26,33 @@ def for_rope(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
+def kquant_bytes(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
+    """Rows [O, K / 256 * bytes] of a weight in Q4_K, Q5_K or Q6_K, which the package cannot write; ours to nearest."""
+    q = get(kind.lower()).encode(weight)
+    n = q.shape[0] * q.shape[1] // 256
+    half = {p: q.parts[p].half().reshape(n, 1).numpy().view(np.uint8) for p in get(q.format).scale_parts}
+    part = {p: t.reshape(n, -1).numpy() for p, t in q.parts.items() if p not in half}
+    codes = part["codes"]
+    if kind == "Q6_K":
+        by = codes.reshape(n, 2, 4, 32)  # halves, quarters
+        low = by[:, :, :2] & 15 | (by[:, :, 2:] & 15) << 4
+        high = sum((by[:, :, i] >> 4) << 2 * i for i in range(4))
+        blocks = [low.reshape(n, 128), high.reshape(n, 64), part["steps"].view(np.uint8), half["scales"]]
+    else:
+        steps, minima = part["steps"].view(np.uint8), part["minima"].view(np.uint8)
+        first, second = steps[:, :4] | steps[:, 4:] >> 4 << 6, minima[:, :4] | minima[:, 4:] >> 4 << 6
+        by = codes.reshape(n, 4, 2, 32)
+        fifth = [sum((codes.reshape(n, 8, 32)[:, i] >> 4) << i for i in range(8))] if kind == "Q5_K" else []
+        low = (by[:, :, 0] & 15 | (by[:, :, 1] & 15) << 4).reshape(n, 128)
+        third = steps[:, 4:] & 15 | (minima[:, 4:] & 15) << 4
+        blocks = [half["scales"], half["least"], first, second, third, *fifth, low]
+    return np.concatenate(blocks, axis=1).reshape(q.shape[0], -1)
+
+
 def as_type(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
-    """The bytes of a weight in a type that the package can write."""
+    """The bytes of a weight in a type that the package, or `kquant_bytes`, can write."""
+    if kind in KQUANTS:
+        return kquant_bytes(weight, kind)
     if kind == "BF16":
         return weight.bfloat16().view(torch.uint8).numpy()
     return gguf.quants.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])

@@ -20,13 +20,14 @@ from sameseed.errors import ConfigError
 from sameseed.formats._memory import roomy
 from sameseed.models.config import ModelConfig, layer_shapes
 from sameseed.models.layers import LayerWeights, ModelWeights
-from sameseed.models.layouts.base import say_once
+from sameseed.models.layouts.base import round_scheme, say_once
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
 
 Progress = Callable[[int, int], None]
 CHUNK = 1 << 20  # values of a matrix that are floats at one time: few, so that they stay in the processor's cache
 WIDER = 16  # times as many on a GPU, where each call costs more than the values of a chunk
+KQUANTS = frozenset({"q4_k", "q5_k", "q6_k"})  # what is rounded rather than left to the reference
 ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of as many rows
 
 
@@ -152,7 +153,7 @@ class WeightReader:
         shapes: Shapes | None = None,
     ) -> None:
         self.config, self.source, self.quant, self.device = config, source, quant, device
-        self.encode, self.pack = ops.encode, ops.pack
+        self.encode, self.pack, self.has_kernel = ops.encode, ops.pack, ops.has_kernel
         self.shapes = expected_shapes(config) if shapes is None else shapes
         self.progress = progress
         self.total = sum(torch.Size(s).numel() for s in self.shapes.values())
@@ -213,6 +214,12 @@ class WeightReader:
         if own is None:
             return chosen, False
         as_stored = replace(chosen, activations=None) == replace(own, activations=None)
+        if as_stored and chosen.weights in KQUANTS and not self.has_kernel(chosen):
+            to = round_scheme(self.shapes[f"{module}.weight"][1])
+            say_once(
+                f"no kernel here has weights in {chosen}; they are rounded once to {to} (--format fp32: not at all)"
+            )
+            return to, False
         if not as_stored:
             say_once(f"weights are decoded and stored as {chosen}; --format auto keeps them as {own}")
         return chosen, as_stored

@@ -113,6 +113,13 @@ class Ops:
 
     # --- weights ---
 
+    def has_kernel(self, quant: QuantScheme) -> bool:
+        """Whether some kernel takes weights of this format with its activations; the groups are not looked at."""
+        known: Callable[[str, str | None], bool] | None = getattr(self.backend, "has_kernel", None)
+        return (
+            quant.weights in self.backend.LINEAR_FORMATS if known is None else known(quant.weights, quant.activations)
+        )
+
     def encode(self, weight: Tensor, quant: QuantScheme) -> QuantTensor:
         """A dense weight [O, K] stored by `quant` and packed; a backend may do both in one pass, with the same bits."""
         done = self._encode(weight, quant)

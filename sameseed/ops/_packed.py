@@ -32,7 +32,11 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("qoq", "int8"): 4,
     ("int8n", "int8"): 9,  # in two planes
     ("int8n", None): 3,  # in whole bytes, as int8
+    ("q4_k", "int8"): 10,
+    ("q5_k", "int8"): 11,
+    ("q6_k", "int8"): 12,
 }  # (format, activations) that kernels take packed: enum Format
+SUPER = frozenset({"q4_k", "q5_k", "q6_k"})  # in super-blocks: _super.py packs them
 ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
 _NIBBLES = frozenset({"int4", "mxfp4", "nf4", "qoq"})
 _NESTED = ("int8n", "int8")  # nibbles too: a plane of upper halves, a plane of lower ones
@@ -40,7 +44,7 @@ _PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed by pairs of colum
 _ZEROS = frozenset({"int4", "int8", "qoq"})  # may have zero points
 _ENCODED = ("int4", "int8", "int8n")  # rounded and packed at once, for int8 activations
 _MAX_DEPTH = 1 << 17  # sums of a group's codes stay exact in 32 bits
-_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
+SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
 
 
 def _sizes(w: QuantTensor) -> tuple[int, int, int, int]:
@@ -66,10 +70,10 @@ def _pack_pairs(w: QuantTensor) -> QuantTensor:
     _native.pack_pairs(codes.data_ptr(), packed.data_ptr(), *w.shape, codes.stride(0), codes.element_size())
     parts = {name: packed}
     if name == "codes":
-        parts["scales"] = _by_block(w.parts["scales"].reshape(w.shape[0], -1), blocks, 0)
+        parts["scales"] = by_block(w.parts["scales"].reshape(w.shape[0], -1), blocks, 0)
         nans = (codes.view(torch.int8).bitwise_and(127) == 127).any(1) if w.format == "fp8_e4m3" else codes.new_zeros(0)
         if nans.any():
-            parts["nans"] = _by_block(nans.to(torch.uint8)[:, None].expand(-1, _sizes(w)[2]), blocks, 0)
+            parts["nans"] = by_block(nans.to(torch.uint8)[:, None].expand(-1, _sizes(w)[2]), blocks, 0)
     return replace(w, parts=parts, layout="cpu")
 
 
@@ -84,7 +88,7 @@ def _pack_planes(w: QuantTensor) -> QuantTensor:
     name, codes = _codes(w)
     both = codes.contiguous().view(torch.uint8) + 136  # modulo 256
     parts = {"high": _plane(both >> 4, w)} | ({"low": _plane(both, w)} if name == "codes" else {})
-    scales = _by_block(w.parts["scales"].reshape(w.shape[0], -1), _sizes(w)[0], 0)
+    scales = by_block(w.parts["scales"].reshape(w.shape[0], -1), _sizes(w)[0], 0)
     return replace(w, parts={**parts, "scales": scales}, layout="cpu")
 
 
@@ -111,7 +115,7 @@ def _plane(codes: Tensor, w: QuantTensor) -> Tensor:
     return packed
 
 
-def _by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
+def by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
     """x [O, K/G] as [O/32, K/G, 32], filled up with `fill`."""
     padded = roomy((blocks, x.shape[1], ROWS_PER_PACK), x.dtype).fill_(fill)
     whole = x.shape[0] // ROWS_PER_PACK
@@ -146,11 +150,11 @@ def pack(w: QuantTensor) -> QuantTensor:
     zeros = None if zeros is None else zeros.to(torch.uint8).reshape(-1, groups).contiguous()
     packed = roomy(_codes_shape(w), torch.uint8)
     _pack_codes(codes, packed, zeros, w, columns == 8)
-    parts = {"codes": packed, "scales": _by_block(w.parts["scales"].reshape(-1, groups), blocks, 0)}
+    parts = {"codes": packed, "scales": by_block(w.parts["scales"].reshape(-1, groups), blocks, 0)}
     if zeros is not None:
-        parts["zeros"] = _by_block(zeros, blocks, 0)
+        parts["zeros"] = by_block(zeros, blocks, 0)
     if "channel" in w.parts:  # no kernel reads it, but it tells the levels of scales apart
-        parts["channel"] = _by_block(w.parts["channel"], blocks, 0)
+        parts["channel"] = by_block(w.parts["channel"], blocks, 0)
     return replace(w, parts=parts, layout="cpu")
 
 
@@ -161,7 +165,7 @@ def encode(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
     group has float32 scales, all else bfloat16 ones.
     """
     name, (outputs, depth) = quant.format_for(weight.dtype), weight.shape
-    if quant.activations != "int8" or name not in _ENCODED or weight.dtype not in _SCALES:
+    if quant.activations != "int8" or name not in _ENCODED or weight.dtype not in SCALES:
         return None
     if not weight.is_cpu or weight.stride(1) != 1 or 0 in weight.shape or depth > _MAX_DEPTH:
         return None
@@ -182,7 +186,7 @@ def encode(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
     _native.encode_packed(
         _native.EncodeArgs(
             weight=weight.data_ptr(),
-            source=_SCALES[weight.dtype],
+            source=SCALES[weight.dtype],
             stride=weight.stride(0),
             outputs=outputs,
             depth=depth,
@@ -233,7 +237,7 @@ def describe(w: QuantTensor) -> _native.Weight:
     if "low" in w.parts:
         wanted["low"] = wanted[name]
     if name != "weight":
-        wanted["scales"] = (blocks, groups, ROWS_PER_PACK), tuple(_SCALES)
+        wanted["scales"] = (blocks, groups, ROWS_PER_PACK), tuple(SCALES)
     marks = "nans" if w.format == "fp8_e4m3" else "zeros"
     if marks in w.parts:
         wanted[marks] = (blocks, groups, ROWS_PER_PACK), (torch.uint8,)
@@ -253,7 +257,12 @@ def native_weight(
     w: QuantTensor, code: int, codes: Tensor, stride: int = 0, zeros: Tensor | None = None
 ) -> _native.Weight:
     """A weight by the addresses of its tensors; `stride`: elements of a row of a dense one."""
-    scales, low = w.parts.get("scales"), w.parts.get("low")
+    scales = w.parts.get("scales")
+
+    def at(name: str) -> int:
+        part = w.parts.get(name)
+        return 0 if part is None else part.data_ptr()
+
     return _native.Weight(
         format=code,
         integer_rows=w.activations == "int8",
@@ -263,8 +272,12 @@ def native_weight(
         group=w.group,
         stride=stride,
         codes=codes.data_ptr(),
-        scales=0 if scales is None else scales.data_ptr(),
-        scale_format=0 if scales is None else _SCALES[scales.dtype],
+        scales=at("scales"),
+        scale_format=0 if scales is None else SCALES[scales.dtype],
         zeros=0 if zeros is None else zeros.data_ptr(),
-        low=0 if low is None else low.data_ptr(),
+        low=at("low"),
+        high=at("high") if w.format in SUPER else 0,
+        steps=at("steps"),
+        minima=at("minima"),
+        least=at("least"),
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.errors import ConfigError
-from sameseed.ops import _packed
+from sameseed.ops import _packed, _super
 from sameseed.ops._rows import RowSource, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor, round_rows
 
@@ -49,7 +49,7 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
 }
 _SCALED = frozenset(_KV) - _CODES.keys()
 KV_FORMATS = frozenset(_KV)
-pack, unpack, encode = _packed.pack, _packed.unpack, _packed.encode
+encode = _packed.encode
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
 _caches: dict[int, _native.Cache] = {}  # likewise, of the KVLayer
@@ -152,7 +152,7 @@ def _described(known: dict[int, T], x: Any, describe: Callable[[Any], T]) -> T:
 
 
 def _weight(w: QuantTensor) -> _native.Weight:
-    return _described(_weights, w, _dense_weight if w.layout == "plain" else _packed.describe)
+    return _described(_weights, w, _dense_weight if w.layout == "plain" else _packer(w).describe)
 
 
 def _vector(what: str, x: Tensor | None, length: int) -> Tensor | None:
@@ -169,6 +169,27 @@ def serves(w: QuantTensor) -> bool:
     if w.layout == "plain":
         return w.format in _DTYPES and w.activations is None
     return (w.format, w.activations) in _packed.SERVED
+
+
+def _packer(w: QuantTensor) -> Any:
+    return _super if w.format in _packed.SUPER else _packed
+
+
+def pack(w: QuantTensor) -> QuantTensor:
+    """`w` in blocks of 32 outputs as the kernels read it; itself where they take it as it is, or not at all."""
+    packed: QuantTensor = _packer(w).pack(w)
+    return packed
+
+
+def unpack(w: QuantTensor) -> QuantTensor:
+    """The inverse of pack."""
+    plain: QuantTensor = _packer(w).unpack(w)
+    return plain
+
+
+def has_kernel(name: str, activations: str | None) -> bool:
+    """Whether there is a kernel for weights in format `name` and rows of these activations."""
+    return name in _DTYPES or (name, activations) in _packed.SERVED
 
 
 def _dense_weight(w: QuantTensor) -> _native.Weight:

@@ -18,7 +18,7 @@ from torch import Tensor
 from sameseed import registry, scheme
 from sameseed.batch import MAX_NODES, Batch
 from sameseed.ops._rows import RowSource
-from sameseed.scheme import KVLayer, QuantTensor
+from sameseed.scheme import Format, KVLayer, QuantTensor
 
 row_invariant = True
 LINEAR_FORMATS = frozenset(name for name in registry.names("formats") if scheme.get(name).weights)
@@ -78,27 +78,33 @@ def product(rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residua
 def _integer_product(x: Tensor, w: QuantTensor) -> Tensor:
     """x [T, K], quantized by row and group, times w [O, K] transposed.
 
-    f = 0; for each group, ascending: f = fma(float(sum of integer products), scale of w * scale of x, f). The sums are
-    exact (float64 holds them) and all else is element by element, so that a row's company cannot change its bits.
+    f = 0; for each group, ascending: f = fma(float(sum of integer products), scale of w * scale of x, f), in turn for
+    each of the format's `scale_parts`. The sums are exact (float64 holds them) and all else is element by element, so
+    that a row's company cannot change its bits.
     """
     assert w.activations == "int8", w.activations
-    num_groups = w.shape[1] // w.group
-    scales = w.parts["scales"].float().T.contiguous()  # [K / G, O]
-    # Under scales of one, the values are the integers themselves.
-    unscaled = replace(w, parts={**w.parts, "scales": torch.ones_like(w.parts["scales"])})
+    fmt, num_groups = scheme.get(w.format), w.shape[1] // w.group
+    scales = {p: w.parts[p].float().T.contiguous() for p in fmt.scale_parts}  # [K / G, O]
     codes, row_scales = scheme.quantize_rows(x, w.group)
     rows = codes.double().view(-1, num_groups, w.group, 1)  # [T, K / G, G, 1]
     out = torch.zeros(x.shape[0], w.shape[0], device=x.device)
     for start in range(0, w.shape[0], 4096):  # of the outputs, to bound the memory
         part = slice(start, min(start + 4096, w.shape[0]))
         index = torch.arange(part.start, part.stop, device=x.device)
-        integers = scheme.get(w.format).decode_rows(unscaled, index).double().view(-1, num_groups, w.group)
-        integers = integers.transpose(0, 1).contiguous()  # [K / G, O, G]
+        integers = {p: _integers(w, fmt, p, index) for p in scales}
         for t in range(x.shape[0]):
-            sums = torch.bmm(integers, rows[t]).squeeze(-1).float()  # [K / G, O]
+            sums = {p: torch.bmm(n, rows[t]).squeeze(-1).float() for p, n in integers.items()}  # [K / G, O]
             for g in range(num_groups):
-                out[t, part] = _fma(sums[g], scales[g, part] * row_scales[t, g], out[t, part])
+                for p, scale in scales.items():
+                    out[t, part] = _fma(sums[p][g], scale[g, part] * row_scales[t, g], out[t, part])
     return out
+
+
+def _integers(w: QuantTensor, fmt: Format, part: str, index: Tensor) -> Tensor:
+    """What rows `index` of w have under scale `part`, float64 [K / G, O, G]: their values where it is 1, others 0."""
+    units = {p: torch.full_like(w.parts[p], float(p == part)) for p in fmt.scale_parts}
+    values = fmt.decode_rows(replace(w, parts={**w.parts, **units}), index)
+    return values.double().view(len(index), -1, w.group).transpose(0, 1).contiguous()
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

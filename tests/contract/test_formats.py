@@ -337,6 +337,7 @@ INTEGERS = [
     "w8a8n-channel",
     "w4a8-qoq",
     "w4a8-qoq-mse-g32",
+    "q6_k-a8",
     "ternary-a8",
     "ternary-a8-g32",
 ]
@@ -355,7 +356,7 @@ FLOATS = [
     "int8n",
     "ternary",
 ]
-SCHEMES = [*INTEGERS, *FLOATS, "fp8-a8", "fp8_e5m2-a8", "fp8-a8-b128", "bf16-a16"]
+SCHEMES = [*INTEGERS, *FLOATS, "q4_k-a8", "q5_k-a8", "fp8-a8", "fp8_e5m2-a8", "fp8-a8-b128", "bf16-a16"]
 INVARIANT = [b for b in backends() if ops.resolve(b).row_invariant]
 
 

@@ -1,7 +1,8 @@
 """The weights of a GGUF file as a `Source`: under Hugging Face's names, in codes where a format of ours has them.
 
-Q4_0, Q5_0 and Q8_0 are int4 and int8 in groups of 32 with fp16 scales, code for code; MXFP4 is mxfp4. The other types
-of blocks are decoded by the gguf package, exactly, some rows at a time, and rounded to 8 bits in groups of 32.
+Q4_0, Q5_0 and Q8_0 are int4 and int8 in groups of 32 with fp16 scales, code for code; MXFP4 is mxfp4; Q4_K, Q5_K and
+Q6_K are formats of their own names. The other types of blocks are decoded by the gguf package, exactly, some rows at a
+time, and rounded to 8 bits in groups of 32.
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ from torch import Tensor
 from sameseed.errors import ModelLoadError
 from sameseed.models.checkpoint import notice_rounded
 from sameseed.models.config import ModelConfig
+from sameseed.models.gguf import kquants
 from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
-from sameseed.models.layouts.base import finite, round_scheme, rounded
+from sameseed.models.layouts.base import ROWS, finite, round_scheme, rounded
 from sameseed.models.weights import expected_shapes
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import QuantScheme, QuantTensor, get
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-KEPT = {"Q4_0": ("int4", 32), "Q5_0": ("int8", 32), "Q8_0": ("int8", 32), "MXFP4": ("mxfp4", None)}
+KEPT = {
+    "Q4_0": QuantScheme("int4", 32),
+    "Q5_0": QuantScheme("int8", 32),
+    "Q8_0": QuantScheme("int8", 32),
+    "MXFP4": QuantScheme("mxfp4"),
+    **kquants.KQUANTS,
+}
 DECODED = frozenset(
-    {"Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S"}
+    {"Q4_1", "Q5_1", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S"}
     | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"}
 )
 NAMES = {
@@ -116,13 +124,33 @@ class GGUFCheckpoint:
         info = self._info(name)
         if info.type in DECODED:
             return round_scheme(info.shape[1])
-        return QuantScheme(*KEPT[info.type]) if info.type in KEPT else None
+        return KEPT.get(info.type)
 
     def stored(self, name: str) -> QuantTensor:
         info = self._info(name)
         height, width = info.shape
         if info.type in DECODED:
             return rounded(round_scheme(width), height, lambda start, stop: self.rows(name, start, stop))
+        scheme = KEPT[info.type]
+        parts = self._kquant(info) if info.type in kquants.KQUANTS else self._block32(info)
+        if not all(parts[p].isfinite().all() for p in get(scheme.weights).scale_parts):
+            raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
+        if (heads := self._heads.get(name)) is not None:
+            order = rotated(torch.arange(height), heads)
+            parts = {p: t.index_select(0, order) for p, t in parts.items()}
+        return QuantTensor(scheme.weights, (height, width), parts, scheme.activations)
+
+    def _kquant(self, info: TensorInfo) -> dict[str, Tensor]:
+        """Parts of a K-quant, some rows at a time: unpacking takes several times their room."""
+        pieces: list[dict[str, Tensor]] = []
+        for start in range(0, info.shape[0], ROWS):
+            stop = min(start + ROWS, info.shape[0])
+            pieces.append(kquants.parts(info.type, self._bytes(info, start, stop), stop - start))
+        return {p: torch.cat([piece[p] for piece in pieces]) for p in pieces[0]}
+
+    def _block32(self, info: TensorInfo) -> dict[str, Tensor]:
+        """Codes and scales of blocks of 32."""
+        height, width = info.shape
         data = self._bytes(info, 0, height)
         if info.type == "MXFP4":  # a byte of e8m0, 255 for NaN
             exponents = data[:, 0].view(height, -1).int()
@@ -130,8 +158,6 @@ class GGUFCheckpoint:
             scales = scales.masked_fill(exponents == 255, torch.nan)
         else:
             scales = data[:, :2].contiguous().view(torch.float16).view(height, -1)
-        if not scales.isfinite().all():
-            raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
         if info.type == "Q8_0":
             codes = data[:, 2:].contiguous().view(torch.int8)
         else:  # the first 16 codes of a block in the low halves
@@ -140,11 +166,7 @@ class GGUFCheckpoint:
             if info.type == "Q5_0":  # fifth bits of all 32 in an int32
                 bits = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
                 codes = (codes | bits.flatten(1) << 4).view(torch.int8) - 16
-        parts = {"codes": codes.reshape(height, width), "scales": scales}
-        if (heads := self._heads.get(name)) is not None:
-            order = rotated(torch.arange(height), heads)
-            parts = {p: t.index_select(0, order) for p, t in parts.items()}
-        return QuantTensor(KEPT[info.type][0], (height, width), parts)
+        return {"codes": codes.reshape(height, width), "scales": scales}
 
     def tensor(self, name: str) -> Tensor:
         info = self._info(name)

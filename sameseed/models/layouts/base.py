@@ -20,6 +20,7 @@ FLOATS = ("F32", "BF16", "F16")
 # Codes of 8-bit floats, less their sign, from which on they are NaN or infinity (Micikevicius et al., 2022, table 1).
 ENDS = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7C}
 LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "mxfp4": 6.0, "nf4": 1.0}  # of a code; integers have up to 256
+LARGEST |= dict.fromkeys(("q4_k", "q5_k", "q6_k"), 2.0**14)  # steps of up to 128, and as much again for the minima
 ROWS = 1024  # looked at together, so that copies are small
 ROUNDED = "int8", 32  # format and group of what no kernel has: errors of about 0.5 % of the weights
 
@@ -229,8 +230,11 @@ def finite(value: QuantTensor | Tensor) -> bool:
     if isinstance(value, Tensor):
         # The sum is the fast check; it may also overflow.
         return bool(value.sum().isfinite()) or bool(value.isfinite().all())
-    scales, end = value.parts.get("scales"), ENDS.get(value.format)
-    if scales is not None and scales.is_floating_point():
+    end = ENDS.get(value.format)
+    for part in get(value.format).scale_parts:
+        scales = value.parts.get(part)
+        if scales is None or not scales.is_floating_point():
+            continue
         bound = scales.abs().amax().double() * LARGEST.get(value.format, 256.0)  # NaN, where any scale is
         if not bound <= torch.finfo(torch.float32).max:
             return False

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from fixtures_gguf import gguf_bytes, info, key, text, write_gguf
+from fixtures_gguf import as_type, gguf_bytes, info, key, text, write_gguf
 from fixtures_models import LLAMA3_ROPE, VARIANTS, all_logits, backends, load, prompt, random_tensors, write_checkpoint
 from torch import Tensor
 
@@ -217,26 +217,105 @@ def q6_k(block: bytes) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize(("kind", "size", "meaning"), [("Q4_K", 144, q4_k), ("Q6_K", 210, q6_k)])
+def q5_k(block: bytes) -> list[float]:
+    """Q4_K with a fifth bit: those of sub-block j are bit j of 32 bytes behind the scales."""
+    whole = q4_k(block[:16] + block[48:])
+    d, fifth = struct.unpack("<e", block[:2])[0], block[16:48]
+    out = []
+    for k, value in enumerate(whole):
+        j, i = divmod(k, 32)
+        scale = block[4 + j] & 63 if j < 4 else block[8 + j] & 15 | (block[j] >> 6) << 4
+        code = (block[48 + 32 * (j // 2) + i] >> 4 * (j % 2) & 15) + 16 * (fifth[i] >> j & 1)
+        unit = np.float32(np.float32(d) * np.float32(scale))
+        least = np.float32(unit * np.float32(code % 16)) - np.float32(value)
+        out.append(float(unit * np.float32(code) - least))
+    return out
+
+
+@pytest.mark.parametrize(("kind", "size", "meaning"), [("Q4_K", 144, q4_k), ("Q5_K", 176, q5_k), ("Q6_K", 210, q6_k)])
 def test_k_quants_mean_what_ggml_says(kind, size, meaning, tmp_path):
     tensors = random_tensors(parse_config(RAW))
     rng = np.random.default_rng(1)
     name = "model.layers.0.self_attn.k_proj.weight"  # its heads are in another order, too
     blocks = rng.integers(0, 256, (128, size), dtype=np.uint8)
-    halves = [(0, 0.01), (2, 0.02)] if kind == "Q4_K" else [(208, 0.005)]
+    halves = [(208, 0.005)] if kind == "Q6_K" else [(0, 0.01), (2, 0.02)]
     for at, scale in halves:
         blocks[:, at : at + 2] = (rng.random(128).astype(np.float16) * np.float16(scale))[:, None].view(np.uint8)
     path = write_gguf(tmp_path / "model.gguf", RAW, tensors, blobs={gguf_name(name): (blocks, kind)})
     with GGUFCheckpoint(path) as source:
         source.check(read_config(path))
         q, got = source.stored(name), source.tensor(name)
-        assert str(source.scheme(name)) == "w8a16-g32" and source.dtype(name) == torch.float32
-        assert (get(q.format).decode(q) - got).norm() < 0.007 * got.norm()
+        assert str(source.scheme(name)) == f"{kind.lower()}-a8" and source.dtype(name) == torch.float32
+        assert get(q.format).decode(q).equal(got) and q.activations == "int8"
         chunks = torch.cat([source.rows(name, a, b) for a, b in ((0, 5), (5, 70), (70, 128))])
     file_order = torch.tensor([meaning(b.tobytes()) for b in blocks])
     want = file_order.view(2, 32, 2, 256).transpose(1, 2).reshape(128, 256)
     assert torch.allclose(got, want, rtol=1e-6, atol=1e-7)  # exactly, but for the order of two products
     assert got.equal(chunks)
+
+
+def mixed(name: str) -> str:
+    """As Q4_K_M mixes types: more bits where they count."""
+    return "Q6_K" if "attn_v" in name or "ffn_down" in name or "token_embd" in name else "Q4_K"
+
+
+@pytest.mark.parametrize("kind", [mixed, kinds("Q4_K"), kinds("Q5_K"), kinds("Q6_K")])
+def test_k_quants_stay_in_their_codes(kind, tmp_path, caplog):
+    """Exactly the file's values, in about the file's room, multiplied with rows in int8, on every backend."""
+    tensors = random_tensors(parse_config(RAW))
+    path = write_gguf(tmp_path / "model.gguf", RAW, tensors, kind)
+    type_ = gguf.GGMLQuantizationType
+    with caplog.at_level(logging.WARNING), GGUFCheckpoint(path) as source:
+        source.check(read_config(path))
+        for name, weight in tensors.items():
+            if weight.ndim == 1:
+                continue
+            chosen = kind(gguf_name(name))
+            q = source.stored(name)
+            values = torch.from_numpy(gguf.quants.dequantize(as_type(weight, chosen), type_[chosen]))
+            assert q.format == chosen.lower() and get(q.format).decode(q).equal(values), name
+    want = all_logits(load(path, weights="fp32"), prompt(12))
+    for backend in backends():
+        model = load(path, backend)
+        assert {m.format for m in model.weights.matrices} == {
+            kind(gguf_name(n)).lower() for n in tensors if "norm" not in n
+        }
+        got = all_logits(model, prompt(12))
+        assert 0 < (got - want).norm() < 0.05 * want.norm()  # rows in int8
+        if backend == "cpu":
+            assert all(m.layout == "cpu" for m in model.weights.matrices)
+            assert sum(m.nbytes for m in model.weights.matrices) < 1.1 * path.stat().st_size
+    assert not any("rounded" in r.getMessage() for r in caplog.records)
+
+
+def test_k_quants_without_a_kernel_are_rounded_with_a_notice(tmp_path, caplog):
+    path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)), kinds("Q4_K"))
+    with caplog.at_level(logging.WARNING):
+        model = load(path, "cpu", weights="q4_k")  # with float rows
+    assert {m.format for m in model.weights.matrices} == {"int8"}
+    assert [r.getMessage() for r in caplog.records] == [
+        "no kernel here has weights in q4_k; they are rounded once to w8a16-g32 (--format fp32: not at all)"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants_cut_short_or_impossible(kind, tmp_path):
+    type_ = gguf.GGMLQuantizationType[kind]
+    size = gguf.GGML_QUANT_SIZES[type_][1]
+    path = tmp_path / "model.gguf"
+    for width, data in ((128, size), (384, 2 * size), (512, size), (512, 2 * size - 1)):
+        path.write_bytes(gguf_bytes(KEYS[:1], [info("a", [width], type_, 0)], bytes(data)))
+        with pytest.raises(ModelLoadError, match=r"'a'.*(does not fit the|ends behind the) file"):
+            GGUFFile(path)
+    tensors = random_tensors(parse_config(RAW))
+    whole = write_gguf(tmp_path / "whole.gguf", RAW, tensors, kinds(kind)).read_bytes()
+    path.write_bytes(whole[: -size - 32])
+    refused(path, "ends behind the file", "download it again")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for at in (208,) if kind == "Q6_K" else (0, 2):
+        data = as_type(tensors[name], kind)
+        data[3, at : at + 2] = [0, 0x7C]  # infinity
+        refused(write_gguf(path, RAW, tensors, blobs={gguf_name(name): (data, kind)}), "ffn_up", "NaN or infinity")
 
 
 def test_every_decoded_type_is_one_that_the_package_decodes():

@@ -1,0 +1,158 @@
+// Super-blocks of 256 columns (q4_k, q5_k, q6_k) times integer rows: exact sums of each, scaled and added in one order.
+// Included after int_*.h and integer_body.h.
+//
+// For an output and a row, super-block by super-block: of formats with minima f = fma(-(sum of minimum * sum of x over a
+// sub-block), least * scale of x, f); then f = fma(sum of step * (sum of code * x over a sub-block), scale * scale of x, f).
+
+template <int code_bits, int columns, int code_zero, bool has_minima>
+struct SuperCodes {
+    static constexpr int bits = code_bits, part = columns, zero = code_zero;
+    static constexpr bool minima = has_minima;
+    static constexpr int pairs = super_columns / (2 * part), quads = part / 4;  // pairs of sub-blocks; steps of one
+};
+using Super4 = SuperCodes<4, 32, 0, true>;
+using Super5 = SuperCodes<5, 32, 0, true>;
+using Super6 = SuperCodes<6, 16, 32, false>;
+
+// What one call of a tile computes: M rows against a block of 32 outputs.
+struct SuperTile {
+    const uint8_t *codes, *high;
+    const int8_t *steps, *minima;
+    const char *scales, *least;
+    Format scale_format;
+    const int8_t* x;
+    const float* x_scales;
+    const int16_t* x_sums;
+    float* state;  // [M][32]: sums so far
+    int64_t groups;
+};
+
+// Four columns of 16 outputs: the nibbles of `line`, under the bits that `high` has for step `quad` of a sub-block.
+template <class W, int quad>
+INLINE Codes super_codes(const Codes& line, const Codes& high) {
+    const Codes low = quad % 2 ? high_nibbles(line) : low_nibbles(line);
+    if constexpr (W::bits == 4) return low;
+    constexpr int extra = W::bits - 4;
+    return with_bits<extra * quad - 4, ((1 << extra) - 1) << 4>(low, high);
+}
+
+// sums[m] = what the sub-blocks' sums of x make with `weights`, their minima or steps.
+template <int M, class W>
+INLINE void sum_offsets(const int8_t* weights, const int16_t* x_sums, I (&sums)[M]) {
+    unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = set1_int(0); });
+    unroll<W::pairs>([&](auto p) INLINE_LAMBDA {
+        const I pair = widen_pairs(weights + p * 2 * block_outputs);
+        unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = add_pairs(sums[m], pair, x_sums + (p * M + m) * 2); });
+    });
+}
+
+// sums[m] += step * (dot products of a sub-block), for sub-block `second` of a pair.
+template <int M, class W, int second>
+INLINE void sum_part(const uint8_t* codes, const uint8_t* high, I pair, const int8_t* x, I (&sums)[M]) {
+    const I step = second ? second_step(pair) : first_step(pair);
+    const Codes top = load_codes(W::bits > 4 ? high : codes);
+    I dots[M];
+    unroll<M>([&](auto m) INLINE_LAMBDA { dots[m] = set1_int(0); });
+    unroll<W::quads / 2>([&](auto j) INLINE_LAMBDA {
+        const Codes line = load_codes(codes + j * 128);
+        prefetch(codes + j * 128 + integer_prefetch);
+        unroll<2>([&](auto q) INLINE_LAMBDA {
+            const Codes four = super_codes<W, 2 * j + q>(line, top);
+            unroll<M>([&](auto m) INLINE_LAMBDA { dots[m] = add_quad(dots[m], four, x + m * code_step + (2 * j + q) * 4); });
+        });
+        if constexpr ((2 * j + 2) % fold_quads(W::bits) == 0 || 2 * j + 2 == W::quads)
+            unroll<M>([&](auto m) INLINE_LAMBDA {
+                sums[m] = add_steps(sums[m], dots[m], step);
+                dots[m] = set1_int(0);
+            });
+    });
+}
+
+// Outputs 16 half .. of super-block g.
+template <int M, class W>
+INLINE void super_half(const SuperTile& t, int64_t g, int64_t half) {
+    const int64_t pair = (g * W::pairs * 2 + half) * block_outputs, column = g * block_outputs + half * lanes;
+    const int16_t* x_sums = t.x_sums + g * W::pairs * M * 2;
+    float* state = t.state + half * lanes;
+    auto add_scaled = [&](const char* scales, const I(&sums)[M], bool negative) INLINE_LAMBDA {
+        const V scale = load_scales(scales, t.scale_format, column);
+        unroll<M>([&](auto m) INLINE_LAMBDA {
+            const V sum = to_floats(sums[m]);
+            float* at = state + m * block_outputs;
+            store(at, fma(negative ? sub(zero(), sum) : sum, mul(scale, set1(t.x_scales[g * M + m])), load(at)));
+        });
+    };
+    I sums[M];
+    sum_offsets<M, W>((W::minima ? t.minima : t.steps) + pair, x_sums, sums);
+    if constexpr (W::minima) add_scaled(t.least, sums, true);
+    unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = W::minima ? set1_int(0) : mul_ints(sums[m], set1_int(-W::zero)); });
+    constexpr int64_t part_bytes = W::quads / 2 * 128;
+    const uint8_t* codes = t.codes + g * super_columns / 8 * 128 + half * 64;
+    const uint8_t* high = W::bits > 4 ? t.high + g * super_columns / W::part * 128 + half * 64 : nullptr;
+    const int8_t* x = t.x + g * super_columns * M;
+    for (int64_t p = 0; p < W::pairs; p++) {
+        const I steps = widen_pairs(t.steps + pair + p * 2 * block_outputs);
+        constexpr int64_t next = W::part < code_step ? W::part : code_step * M;  // where x of the second sub-block lies
+        sum_part<M, W, 0>(codes, high, steps, x, sums);
+        sum_part<M, W, 1>(codes + part_bytes, high + (W::bits > 4 ? 128 : 0), steps, x + next, sums);
+        codes += 2 * part_bytes;
+        if constexpr (W::bits > 4) high += 256;
+        x += 2 * W::part * M;
+    }
+    add_scaled(t.scales, sums, false);
+}
+
+template <int M, class W>
+void super_rows(const SuperTile& t) {
+    for (int64_t g = 0; g < t.groups; g++)
+        for (int64_t half = 0; half < 2; half++) super_half<M, W>(t, g, half);
+}
+
+using SuperKernel = void (*)(const SuperTile&);
+
+template <class W, int M = super_tile>
+inline SuperKernel super_kernel(int64_t rows) {
+    if constexpr (M == 1)
+        return super_rows<1, W>;
+    else
+        return rows == M ? super_rows<M, W> : super_kernel<W, M - 1>(rows);
+}
+
+// One block of outputs for the tiles [begin, end), whose sums `sums` holds.
+inline void super_block(const SuperArgs& a, int64_t block, int64_t begin, int64_t end, float* sums) {
+    const int64_t groups = a.depth / super_columns, pairs = a.depth / (2 * a.part), row = begin * a.tile;
+    const int64_t rows = (end * a.tile < a.rows ? end * a.tile : a.rows) - row, first_scale = block * groups * block_outputs;
+    __builtin_memset(sums, 0, static_cast<uint64_t>(rows * block_outputs) * sizeof(float));
+    SuperTile t{};
+    t.codes = a.codes + block * a.depth / 8 * 128;
+    if (a.high) t.high = a.high + block * a.depth / a.part * 128;
+    t.steps = a.steps + block * pairs * 2 * block_outputs;
+    if (a.minima) t.minima = a.minima + block * pairs * 2 * block_outputs;
+    t.scale_format = a.scale_format;
+    t.scales = static_cast<const char*>(a.scales) + first_scale * bytes_of(a.scale_format);
+    if (a.least) t.least = static_cast<const char*>(a.least) + first_scale * bytes_of(a.scale_format);
+    t.groups = groups;
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t first = i * a.tile, M = a.tile < a.rows - first ? a.tile : a.rows - first;
+        t.x = a.x + first * a.depth;
+        t.x_scales = a.x_scales + first * groups;
+        t.x_sums = a.x_sums + first * pairs * 2;
+        t.state = sums + (first - row) * block_outputs;
+        const SuperKernel kernel = a.high == nullptr ? super_kernel<Super4>(M)
+                                   : a.minima        ? super_kernel<Super5>(M)
+                                                     : super_kernel<Super6>(M);
+        kernel(t);
+    }
+    for (int64_t t_row = 0; t_row < rows; t_row++) {
+        if (t_row + write_ahead < rows) prefetch_outputs(a, block, row + t_row + write_ahead);
+        write_outputs(a, block, row + t_row, sums + t_row * block_outputs);
+    }
+}
+
+void super(const SuperArgs& a, int64_t begin, int64_t end, float* scratch) {
+    const int64_t tiles = (a.rows + a.tile - 1) / a.tile;
+    const int64_t fitting = integer_cache / (a.depth * a.tile), batch = fitting > 4 ? fitting : 4;
+    for (int64_t i = 0; i < tiles; i += batch)
+        for (int64_t block = begin; block < end; block++)
+            super_block(a, block, i, i + batch < tiles ? i + batch : tiles, scratch);
+}

@@ -1,0 +1,51 @@
+"""K-quants of a GGUF file as parts of our formats q4_k, q5_k and q6_k: code for code, scale for scale.
+
+Blocks as ggml lays them out (block_q4_K, block_q5_K, block_q6_K in ggml-common.h), 256 values each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sameseed.scheme import QuantScheme
+
+# Rows are rounded to int8 by super-block, as llama.cpp itself rounds them (Q8_K).
+KQUANTS = {name: QuantScheme(name.lower(), activations="int8") for name in ("Q4_K", "Q5_K", "Q6_K")}
+
+
+def parts(kind: str, blocks: Tensor, height: int) -> dict[str, Tensor]:
+    """The parts of a weight of `height` rows from its blocks uint8 [height * K / 256, bytes]."""
+    found = _q6(blocks) if kind == "Q6_K" else _q45(blocks, kind == "Q5_K")
+    return {name: t.reshape(height, -1) for name, t in found.items()}
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _bits(packed: Tensor, count: int, step: int) -> Tensor:
+    """uint8 [n, W] as [n, count, W]: `step` bits each, the lowest first."""
+    shifts = torch.arange(0, count * step, step, dtype=torch.uint8)[:, None]
+    return (packed[:, None] >> shifts) & ((1 << step) - 1)
+
+
+def _q45(blocks: Tensor, fifth: bool) -> dict[str, Tensor]:
+    """fp16 scale and least; eight 6-bit steps and minima in 12 bytes; perhaps fifth bits by 32; four times 32 pairs."""
+    packed, count = blocks[:, 4:16], len(blocks)
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    steps = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=1)
+    minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1)
+    codes = _bits(blocks[:, -128:].reshape(count * 4, 32), 2, 4).view(count, 8, 32)
+    if fifth:
+        codes = codes | _bits(blocks[:, 16:48], 8, 1) << 4
+    found = {"scales": _half(blocks, 0), "least": _half(blocks, 2)}
+    return {"codes": codes, "steps": steps.view(torch.int8), "minima": minima.view(torch.int8), **found}
+
+
+def _q6(blocks: Tensor) -> dict[str, Tensor]:
+    """In halves of 128: 64 bytes of low fours, 32 bytes of high twos; 16 steps; an fp16 scale."""
+    low = _bits(blocks[:, :128].reshape(-1, 64), 2, 4).view(-1, 128)
+    high = _bits(blocks[:, 128:192].reshape(-1, 32), 4, 2).view(-1, 128)
+    steps = blocks[:, 192:208].contiguous().view(torch.int8)
+    return {"codes": low | high << 4, "steps": steps, "scales": _half(blocks, 208)}

@@ -1,0 +1,97 @@
+"""Weights in super-blocks (q4_k, q5_k, q6_k) packed for the native kernels, as csrc/pack.h says."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sameseed.formats._memory import roomy
+from sameseed.ops._packed import ROWS_PER_PACK, SCALES, SERVED, by_block, native_weight
+from sameseed.scheme import QuantTensor
+
+with suppress(ImportError):  # cpu.py then says that the module is missing
+    from sameseed import _native
+
+_BITS = {"q4_k": 4, "q5_k": 5, "q6_k": 6}
+_SUPER = 256  # super_columns
+_SCALES = ("scales", "least")
+_MULTIPLES = ("steps", "minima")
+
+
+def _shapes(w: QuantTensor) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+    """Shape and possible types of each packed part."""
+    blocks, depth, bits = -(-w.shape[0] // ROWS_PER_PACK), w.shape[1], _BITS[w.format]
+    part = 16 if w.format == "q6_k" else 32
+    found: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        "codes": ((blocks, depth // 8, 2, 16, 4), (torch.uint8,)),
+        "steps": ((blocks, depth // part // 2, 2, 16, 2), (torch.int8,)),
+        "scales": ((blocks, depth // _SUPER, ROWS_PER_PACK), tuple(SCALES)),
+    }
+    if bits > 4:
+        found["high"] = (blocks, depth * (bits - 4) // 32, 2, 16, 4), (torch.uint8,)
+    if w.format != "q6_k":
+        found["minima"], found["least"] = found["steps"], found["scales"]
+    return found
+
+
+def pack(w: QuantTensor) -> QuantTensor:
+    """`w` in blocks of 32 outputs as the kernels read it; itself where no kernel takes it."""
+    outputs, depth = w.shape
+    if w.layout != "plain" or w.activations != "int8" or 0 in w.shape or depth % _SUPER or w.group != _SUPER:
+        return w
+    shapes, codes = _shapes(w), w.parts["codes"].contiguous()
+    if tuple(codes.shape) != w.shape or codes.dtype is not torch.uint8 or not codes.is_cpu:
+        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
+    parts = {"codes": roomy(shapes["codes"][0], torch.uint8)}
+    at, to = codes.data_ptr(), parts["codes"].data_ptr()
+    _native.pack_codes(
+        _native.PackArgs(
+            plain=at, packed=to, zeros=0, outputs=outputs, depth=depth, groups=1, stride=depth, nibbles=True
+        )
+    )
+    if "high" in shapes:
+        parts["high"] = roomy(shapes["high"][0], torch.uint8)
+        _native.pack_high(codes.data_ptr(), parts["high"].data_ptr(), outputs, depth, _BITS[w.format])
+    for name in shapes.keys() & {*_SCALES, *_MULTIPLES}:
+        part = by_block(w.parts[name], len(parts["codes"]), 0)  # [O / 32, n, 32]
+        if name in _MULTIPLES:
+            pairs = part.view(len(part), -1, 2, 2, 16)  # pair, which of it, half, output
+            part = roomy(shapes[name][0], torch.int8).copy_(pairs.permute(0, 1, 3, 4, 2))
+        parts[name] = part
+    return replace(w, parts=parts, layout="cpu")
+
+
+def unpack(w: QuantTensor) -> QuantTensor:
+    """The inverse of pack."""
+    describe(w)  # for its checks
+    outputs, depth = w.shape
+    codes = torch.empty(w.shape, dtype=torch.uint8)
+    _native.unpack_codes(w.parts["codes"].data_ptr(), codes.data_ptr(), outputs, depth, True)
+    if "high" in w.parts:
+        _native.unpack_high(w.parts["high"].data_ptr(), codes.data_ptr(), outputs, depth, _BITS[w.format])
+    parts: dict[str, Tensor] = {"codes": codes}
+    for name in w.parts.keys() - {"codes", "high"}:
+        part = w.parts[name]
+        if name in _MULTIPLES:
+            part = part.permute(0, 1, 4, 2, 3).reshape(len(part), -1, ROWS_PER_PACK)
+        parts[name] = part.transpose(1, 2).flatten(0, 1)[:outputs].contiguous()
+    return replace(w, parts=parts, layout="plain")
+
+
+def describe(w: QuantTensor) -> _native.Weight:
+    """Raises ValueError or TypeError where the tensors are not those that pack makes: a kernel would read outside."""
+    if w.activations != "int8" or w.shape[1] % _SUPER or 0 in w.shape:
+        raise ValueError(f"no kernel takes a packed weight {w.shape} in {w.format}, {w.activations}; pack it again")
+    for name, (shape, dtypes) in _shapes(w).items():
+        t = w.parts.get(name)
+        if t is None or tuple(t.shape) != shape or not t.is_contiguous() or not t.is_cpu:
+            got = None if t is None else tuple(t.shape)
+            raise ValueError(f"{name} {got} of a packed weight {w.shape} in {w.format} must be {shape}; pack it again")
+        if t.dtype not in dtypes:
+            raise TypeError(f"{name} of a packed weight in {w.format} cannot be {t.dtype}; pack it again")
+    if "least" in w.parts and w.parts["least"].dtype is not w.parts["scales"].dtype:
+        raise TypeError(f"least and scales of a packed weight in {w.format} differ in type; pack it again")
+    return native_weight(w, SERVED[w.format, "int8"], w.parts["codes"])
