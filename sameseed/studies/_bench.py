@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from sameseed.config import SpecConfig
@@ -20,18 +21,22 @@ from sameseed.study.measure import Bench, Run, fitted
 from sameseed.study.price import price
 from sameseed.study.workload import Arm, Workload, arms
 
-PRICED = 8  # texts of which the price of exactness is taken
+PRICED, WARM = 8, 0.7  # texts of which the price of exactness is taken, at this temperature where they are greedy
+
+
+Runs = Mapping[Arm, list[Run]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to guess: `draft` as --draft takes it, with roles in braces ("{head} > {1b}")."""
+    """A way to guess: `draft` as --draft takes it, with roles in braces ("{head} > {1b}"); `name`: in tables."""
 
     draft: str
     ks: tuple[int, ...]
     format: str = "auto"
     confidence: float | None = None
     options: tuple[tuple[str, object], ...] = ()
+    name: str = ""
 
     def spec(self, models: Mapping[str, str]) -> SpecConfig:
         """Its speculation with these models. Raises ConfigError."""
@@ -95,22 +100,33 @@ class BenchCell:
 
         runs = bench.measure(workload, setup.repeat, tick)
         made = record.make_records(bench, model, workload, runs, record.now(), record.machine())
-        return [self._more(bench, arm, ways.get(arm), r, workload, runs[plain][0]) for arm, r in zip(bench.arms, made)]
+        return [self._more(bench, arm, ways.get(arm), r, workload, runs) for arm, r in zip(bench.arms, made)]
 
     def _more(
-        self, bench: Bench, arm: Arm, way: Way | None, made: dict[str, Any], workload: Workload, plain: Run
+        self, bench: Bench, arm: Arm, way: Way | None, made: dict[str, Any], workload: Workload, runs: Runs
     ) -> dict[str, Any]:
-        """The record with the way's own words, T_v(n) / T_t, and the price of exactness where a model drafts."""
-        made["way"] = None if way is None else way.draft
+        """The record with the way's own words, what a round costs, and the price of exactness where a model drafts."""
+        made["way"] = None if way is None else way.name or way.draft
         made["prompt_tokens"] = [len(prompt) for prompt in workload.prompts]
         if way is None:
             return made
-        rows, curve = made["prediction"]["rows_per_round"], bench.target_curve()
-        made["verify_cost"] = curve.at(rows) / curve.at(1)
+        pairs = list(zip(runs[arm], runs[bench.arms[0]], strict=True))
+        checked, drafted = zip(*(_costs(mine, plain, self.batch) for mine, plain in pairs), strict=True)
+        made |= {"verify_cost": median(checked), "draft_cost": median(drafted)}
         runner = getattr(bench.install(arm).drafter, "runner", None)
         if runner is not None and arm.spec.method == "draft_model":
             jobs = [job for batch in workload.batches() for job in batch][:PRICED]
-            texts = [(prompt, text, params) for (prompt, params), text in zip(jobs, plain.texts)]
-            found = price(bench.llm.engine.runner, runner, texts)
-            made["price"] = None if found is None else found.as_dict()
+            warm = self.temperature or WARM
+            texts = [
+                (p, text, replace(params, temperature=warm)) for (p, params), text in zip(jobs, runs[arm][0].texts)
+            ]
+            if found := price(bench.llm.engine.runner, runner, texts):
+                made["price"] = {**found.as_dict(), "temperature": warm}
         return made
+
+
+def _costs(mine: Run, plain: Run, batch: int) -> tuple[float, float]:
+    """Of a round after the prefill: checking and drafting, each over a step of plain decoding in the same turns."""
+    done, before = mine.counted(batch), plain.counted(batch)
+    one = max(1e-9, plain.times.target - before.prefill) / before.num_steps
+    return max(0.0, mine.times.target - done.prefill) / done.num_steps / one, mine.times.draft / done.num_steps / one

@@ -132,17 +132,13 @@ class Bench:
         if arm.plain:
             return None
         engine = self.install(arm)
-        key, target = _key(arm), self.target_curve()
+        key = _key(arm)
+        if self._target is None:
+            self._target = measure_curve(engine.runner)
         if key not in self._curves:
             self._curves[key] = draft_curve(engine.drafter, measure_curve)
         done, before = run.counted(batch_size), plain.counted(batch_size)
-        return predict(done, before, target, self._curves[key], type(engine.drafter).at_once)
-
-    def target_curve(self) -> Curve:
-        """What the target's passes cost by rows, measured once."""
-        if self._target is None:
-            self._target = measure_curve(self.llm.engine.runner)
-        return self._target
+        return predict(done, before, self._target, self._curves[key], type(engine.drafter).at_once)
 
     def check(self, workload: Workload) -> None:
         """Raise RequestError if a prompt does not fit; before any time is spent."""

@@ -19,6 +19,7 @@ TOY = ("--num-prompts", "2", "--max-tokens", "6", "--repeat", "1")
 CELLS = {  # enough of each to draw everything
     "assisted": ("lengths sampled", "mixes of w4a8"),
     "concurrency": ("k=4", "head"),
+    "formats": ("w8a8", "w4a8-qoq"),
 }
 
 
