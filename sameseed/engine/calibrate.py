@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence as Seq
 from statistics import fmean, median
 
-from sameseed.lengths._cost import SHORT, Curve, EngineCost
+from sameseed.lengths._cost import SHORT, Curve, DraftCost, EngineCost
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread
 from sameseed.request import SamplingParams, Sequence, TimeSplit
@@ -67,7 +67,7 @@ def measure_rounds(
     if known is not None:
         known.scale(_slowdown(runner, known.target))
         return known
-    cost = EngineCost(measure_curve(runner, seconds))
+    cost = EngineCost(measure_curve(runner, seconds), DraftCost(type(drafter).at_once))
     counted = [(metrics, vars(metrics.copy())) for _, metrics in drafter.counted()]
     rng, vocab_size, longest = random.Random(0), runner.model.config.vocab_size, runner.model.max_model_len
     end = time.perf_counter() + max(seconds, min(PASSES * cost.target.at(MANY), MOST))

@@ -163,10 +163,12 @@ class DraftCost(FadingFit):
     """Seconds of a proposal for B sequences by its steps: passes of the drafter's model, of a tree its levels.
 
     (start + per sequence * B) + (step + B * (per sequence + per 1024 cached tokens * context / 1024)) * steps.
+    Where lengths hardly vary, a proposal's time is its steps'; of a drafter that guesses all `at_once`, its start's.
     """
 
-    def __init__(self) -> None:
-        super().__init__((1.0, 1.0, 1e-6, 0.1, 1.0))
+    def __init__(self, at_once: bool = False) -> None:
+        super().__init__((1e-6, 0.1, 1.0, 1.0, 1.0) if at_once else (1.0, 1.0, 1e-6, 0.1, 1.0))
+        self.at_once = at_once
 
     def terms(self, num_seqs: float, context: float = 0.0) -> tuple[float, float]:
         """Seconds before the first step, and of each step; `context`: mean cached tokens of a sequence."""
@@ -199,6 +201,7 @@ class EngineCost:
             "contexts": np.array([target.context, target.per_token, target.per_row]),
             "catch_up": np.array([self.catch_up]),
             "draft": self.draft.as_array(),
+            "at_once": np.array([float(self.draft.at_once)]),
             "gap": self.gap.as_array(),
             "ratios": np.array([(*key, ratio) for key, ratio in self.ratios.items()], dtype=float).reshape(-1, 3),
         }
@@ -208,7 +211,8 @@ class EngineCost:
         """What `as_arrays` gave. Raises KeyError or ValueError for anything else."""
         rows, seconds = arrays["target"].tolist()
         context, per_token, per_row = arrays["contexts"].tolist()
-        cost = cls(Curve(list(zip(rows, seconds, strict=True)), int(context), per_token, per_row))
+        curve = Curve(list(zip(rows, seconds, strict=True)), int(context), per_token, per_row)
+        cost = cls(curve, DraftCost(bool(arrays["at_once"][0])))
         cost.draft.restore(arrays["draft"])
         cost.gap.restore(arrays["gap"])
         cost.catch_up = float(arrays["catch_up"][0])

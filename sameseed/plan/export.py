@@ -15,6 +15,7 @@ from typing import Any
 from sameseed.config import SpecConfig, parse_draft, written_as
 from sameseed.errors import ConfigError
 from sameseed.export import vllm
+from sameseed.models.config import GGUF, is_parallel
 from sameseed.models.eagle_config import is_head
 from sameseed.tuned import TABLE_END, Chosen, Tuned
 
@@ -95,6 +96,13 @@ def _kind(spec: SpecConfig) -> str:
         return ""
     path = Path(vllm.model_path(spec.model)) if not spec.model.endswith(".gguf") else Path(spec.model)
     return "head" if spec.method == "eagle" or (path.is_dir() and is_head(path)) else "model"
+
+
+def _parallel_note(spec: SpecConfig, engine: str, notes: list[str]) -> None:
+    """Where a draft that guesses in one pass is run as any other."""
+    assert spec.model is not None
+    if spec.method == "parallel" or (not spec.model.endswith(GGUF) and is_parallel(Path(vllm.model_path(spec.model)))):
+        notes.append(f"{engine} has no parallel drafting: the draft writes a token a pass; measure again")
 
 
 def _options_note(chosen: Chosen, known: bool, notes: list[str]) -> None:
@@ -179,6 +187,7 @@ def _sglang(tuned: Tuned) -> Exported:
         words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", path]
         words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
         words += ["--speculative-num-draft-tokens", str(k + 1)]
+        _parallel_note(spec, "SGLang", notes)
     if spec.method != "none":
         _table_note(chosen, notes)
     _options_note(chosen, False, notes)
@@ -204,6 +213,7 @@ def _llama_cpp(tuned: Tuned) -> Exported:
         words += ["--spec-type", {"ngram": "ngram-simple", "head": "draft-eagle3"}.get(kind, "draft-simple")]
         if spec.model is not None:
             words += ["-md", _gguf(spec.model, chosen.draft_format, notes)]
+            _parallel_note(spec, "llama.cpp", notes)
         words += ["--spec-draft-n-max", str(_most(chosen)), "--spec-draft-p-min", "0"]
         _table_note(chosen, notes)
     _options_note(chosen, False, notes)

@@ -21,13 +21,17 @@ from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws.logits import _prefilled, _rows
 from sameseed.laws.mutant import Mutant
+from sameseed.lengths._cost import Curve, DraftCost, EngineCost
+from sameseed.lengths.goodput import GoodputLength
 from sameseed.models.config import ModelConfig, is_parallel, read_config
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
-from sameseed.request import Request, SamplingParams, Sequence
+from sameseed.request import Request, SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import NoDrafter, Round
 from sameseed.spec.sampling import choose
+from sameseed.spec.step import decode_step
 
 PROMPTS = random_prompts(5, seed=4)
 ASKED = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, **SAMPLED)
@@ -189,6 +193,32 @@ def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
 def test_goodput_takes_a_prefix_and_the_text_stays(pair: Pair) -> None:
     engine = make_engine(pair, "parallel", k=8, policy="goodput")
     assert texts(run(engine, PROMPTS, ASKED)) == texts(run(make_engine(pair), PROMPTS, ASKED))
+
+
+def test_goodput_prices_a_prefix_as_the_same_pass(pair: Pair) -> None:
+    """Where rows of the target are dear, fewer tokens are checked than were guessed, and one pass guessed them all."""
+    engine = make_engine(pair, "parallel", k=8)
+    drafter = drafter_of(engine)
+    drafter.policy = policy = GoodputLength(8, Curve([(1, 1.0), (2, 1.02), (16, 4.0)]))
+    assert policy.cost is not None
+    policy.cost.draft = DraftCost(at_once=True)
+    seq = Sequence(0, PROMPTS[3], GREEDY, 0)
+    engine.runner.blocks.reserve(seq, 200)
+    cut = 0
+    for _ in range(12):
+        (asked,) = policy.lengths([seq])
+        draft = drafter.propose([seq], [asked])
+        kept = policy.trim(draft, [seq], 1)
+        assert draft.count(0) == asked and kept.nodes(0)[0] == draft.nodes(0)[0][: kept.count(0)]
+        cut += kept.count(0) < asked
+        _, found = decode_step(engine.runner, NoDrafter(), [seq], [seq.num_pending], [0])
+        right = int(kept.nodes(0)[0][:1] == found.tokens[0])
+        times = TimeSplit(draft=0.3, target=1.0)  # whatever its length
+        policy.update(Round([seq], [asked], [kept.count(0)], [right], 1 + kept.count(0), times))
+    assert cut > 0
+    assert EngineCost.from_arrays(policy.cost.as_arrays()).draft.at_once
+    start, step = policy.cost.draft.terms(1)
+    assert start + 8 * step == pytest.approx(0.3, abs=0.02), "one pass, whatever its length"
 
 
 @pytest.mark.parametrize(

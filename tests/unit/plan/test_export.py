@@ -75,6 +75,13 @@ def test_sglang_says_the_same() -> None:
     assert "STANDALONE" in export(with_(draft="embedded-draft"), "sglang").command
 
 
+@pytest.mark.parametrize("engine", ["sglang", "llama.cpp"])
+def test_a_parallel_draft_writes_a_token_a_pass_elsewhere(engine: str) -> None:
+    made = export(with_(draft="parallel:embedded-draft"), engine)
+    assert any("has no parallel drafting" in note for note in made.notes)
+    assert not any("parallel" in note for note in export(with_(draft="embedded-draft"), engine).notes)
+
+
 def test_llama_cpp_says_the_same() -> None:
     made = export(with_(kv_format="int8", format="w8a8"), "llama.cpp")
     text = " ".join(made.command)
