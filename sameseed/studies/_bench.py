@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,10 +37,11 @@ class Way:
     confidence: float | None = None
     options: tuple[tuple[str, object], ...] = ()
     name: str = ""
+    policy: str = "fixed"
 
     def spec(self, models: Mapping[str, str]) -> SpecConfig:
         """Its speculation with these models. Raises ConfigError."""
-        given: dict[str, Any] = {"policy": "fixed", "draft_options": dict(self.options) or None}
+        given: dict[str, Any] = {"policy": self.policy, "draft_options": dict(self.options) or None}
         spec = make_config(self.draft.format(**models), draft_format=self.format, **given).spec
         return replace(spec, confidence=self.confidence) if heeds_confidence(spec) else spec
 
@@ -107,6 +108,7 @@ class BenchCell:
     ) -> dict[str, Any]:
         """The record with the way's own words, what a round costs, and the price of exactness where a model drafts."""
         made["way"] = None if way is None else way.name or way.draft
+        made["first_steps"] = [asdict(step) for step in runs[arm][0].first_steps]
         made["prompt_tokens"] = [len(prompt) for prompt in workload.prompts]
         if way is None:
             return made

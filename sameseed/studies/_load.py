@@ -113,7 +113,7 @@ class LoadCell:
     def _more(self, made: dict[str, Any]) -> dict[str, Any]:
         """The record with the server's settings, and what it took of the machine."""
         label = made["config"]["label"]
-        form, kv = next((f, v) for f, v in self.formats if label.startswith(self.name_of(f, v)))
+        form, kv = next((f, v) for f, v in self.formats if label.removeprefix(self.name_of(f, v)) in ("on", "off"))
         made["config"] |= {"format": form, "kv_format": kv, "draft": self.draft, "k": self.k}
         taken = [r["usage"] for r in made["repetitions"]]
         made["usage"] = {name: _median([u[name] for u in taken]) for name in taken[0]}

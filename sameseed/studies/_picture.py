@@ -76,13 +76,18 @@ def _lines(axes: Any, panel: Panel, labels: Seq[str]) -> None:
 
 def _bars(axes: Any, panel: Panel, labels: Seq[str]) -> None:
     names = list(dict.fromkeys(x for s in panel.series for x, _ in s.points))
-    width = 0.8 / max(1, len(panel.series))
+    beside = 1 if panel.stacked else max(1, len(panel.series))
+    width, below = 0.8 / beside, dict.fromkeys(names, 0.0)
     for n, s in enumerate(panel.series):
-        place = [names.index(x) + (n - (len(panel.series) - 1) / 2) * width for x, _ in s.points]
+        shift = 0.0 if panel.stacked else (n - (beside - 1) / 2) * width
+        place = [names.index(x) + shift for x, _ in s.points]
         colour = COLOURS[labels.index(s.label) % len(COLOURS)]
         look: dict[str, Any] = {"color": colour}
         if s.published:
             look = {"color": "none", "edgecolor": colour, "hatch": "///", "linewidth": 0.8}
+        if panel.stacked:
+            look["bottom"] = [below[x] for x, _ in s.points]
+            below |= {x: below[x] + y for x, y in s.points}
         axes.bar(place, [y for _, y in s.points], width, label=_name(s.label, s.published), **look)
     turned = max((len(str(n)) for n in names), default=0) * len(names) > 36
     axes.set_xticks(range(len(names)), [str(n) for n in names], rotation=35 if turned else 0, fontsize=8)

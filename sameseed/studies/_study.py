@@ -51,13 +51,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram; `level`: a line across it, as at 1 for no gain."""
+    """One diagram; `level`: a line across it, as at 1 for no gain; `stacked`: bars one on the other."""
 
     title: str
     x: str
     series: Seq[Series]
     bars: bool = False
     level: float | None = None
+    stacked: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ from sameseed.study.workload import Arm, Prompt, Workload, spec_as_dict
 Job = tuple[tuple[int, ...], SamplingParams]
 WARMUP_TOKENS = 16
 GRAM = 8  # tokens
+FIRST_STEPS = 24
 SPARE = 64  # tokens of a context beyond prompt and text, for drafts
 
 
@@ -41,6 +43,7 @@ class Run:
     levels: dict[str, SpecMetrics] = field(default_factory=dict)  # of the drafters below, where they are counted apart
     completions: list[Completion] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)  # of the machine
+    first_steps: list[TimeSplit] = field(default_factory=list)  # what each of them took
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +72,14 @@ class Run:
         grams = [[text[i : i + GRAM] for i in range(len(text) - GRAM + 1)] for text in self.texts]
         whole = sum(map(len, grams))
         return 1 - sum(len(set(g)) for g in grams) / whole if whole else None
+
+    @property
+    def draft_lengths(self) -> list[int]:
+        """How many rounds drafted 0, 1, 2, ... tokens."""
+        told = [c.metrics.spec for c in self.completions]
+        counts = Counter(drafted for spec in told for drafted, _ in spec.rounds or ())
+        counts[0] = sum(spec.num_rounds - spec.num_drafts for spec in told)
+        return [counts[n] for n in range(max(counts) + 1)]
 
     @property
     def texts(self) -> list[tuple[int, ...]]:
@@ -189,13 +200,17 @@ def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None
     meter = Meter()
     start = time.perf_counter()
     for i, (prompt, params) in enumerate(batch):
-        engine.add(Request(f"bench{i}", prompt, params, params.seed or 0))
+        engine.add(Request(f"bench{i}", prompt, params, params.seed or 0, detailed=True))
     while engine.has_work:
         run.num_steps += 1
+        start_of_step = replace(engine.times)
         for delta in engine.step():
             if delta.completion is not None:
                 done[delta.request_id] = delta.completion
                 tick()
+        if len(run.first_steps) < FIRST_STEPS:
+            run.first_steps.append(replace(engine.times))
+            run.first_steps[-1].add(start_of_step, -1.0)
     run.seconds += time.perf_counter() - start
     run.usage.add(meter.read())
     run.times.add(engine.times)

@@ -182,6 +182,7 @@ def make_record(
         "time_split": {name: median(_split(run)[name] for run in runs) for name in _split(runs[0])},
         "overhead_ms_per_round": median(run.overhead / run.num_steps for run in runs) * 1e3,
         "usage": _usage(runs),
+        "draft_lengths": runs[0].draft_lengths,
         **_remarks(str(config.get("draft", "none")), runs[0]),
     }
 

@@ -10,7 +10,7 @@ import pytest
 
 from sameseed import registry
 from sameseed.cli import main
-from sameseed.studies import _runner, concurrency
+from sameseed.studies import _runner, concurrency, serving
 from sameseed.studies._setup import SIZES, Setup
 from sameseed.studies._study import Study
 from sameseed.study import record
@@ -20,6 +20,7 @@ CELLS = {  # enough of each to draw everything
     "assisted": ("lengths sampled", "mixes of w4a8"),
     "concurrency": ("k=4", "head"),
     "formats": ("w8a8", "w4a8-qoq"),
+    "serving": ("rounds", "200-20"),
 }
 
 
@@ -28,7 +29,8 @@ def test_a_study(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(concurrency, "CLIENTS", (1, 3))
+    for study in (concurrency, serving):
+        monkeypatch.setattr(study, "CLIENTS", (1, 3))
     flags = ["study", name, *TOY, "--out", str(tmp_path)]
     first, *rest = CELLS[name]
     assert main([*flags, "--only", first, "--dry-run"]) == 0
