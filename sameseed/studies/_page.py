@@ -108,6 +108,8 @@ def render(
 def _ours(last: Mapping[str, Any]) -> str:
     """The machine and the workload in a line."""
     c = last["config"]
+    if "workload" in c:
+        return f"{c['workload']}; {last['machine']['cpu']}"
     count = f"{c['num_prompts']} prompts" if "num_prompts" in c else f"{c['num_requests']} requests at the most clients"
     kind = "the embedded family" if last["size"] == "small" else "twins of the embedded family at true shapes"
     return (

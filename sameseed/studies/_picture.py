@@ -54,6 +54,10 @@ def _name(label: str, published: bool) -> str:
     return f"{label} (published)" if published else label
 
 
+def _colour(index: int) -> str:
+    return (*COLOURS, "0.6")[index % (len(COLOURS) + 1)]
+
+
 def _lines(axes: Any, panel: Panel, labels: Seq[str]) -> None:
     ticks = sorted({x for s in panel.series for x, _ in s.points})
     for s in panel.series:
@@ -81,7 +85,7 @@ def _bars(axes: Any, panel: Panel, labels: Seq[str]) -> None:
     for n, s in enumerate(panel.series):
         shift = 0.0 if panel.stacked else (n - (beside - 1) / 2) * width
         place = [names.index(x) + shift for x, _ in s.points]
-        colour = COLOURS[labels.index(s.label) % len(COLOURS)]
+        colour = _colour(labels.index(s.label))
         look: dict[str, Any] = {"color": colour}
         if s.published:
             look = {"color": "none", "edgecolor": colour, "hatch": "///", "linewidth": 0.8}

@@ -38,6 +38,11 @@ def records_file(name: str, setup: Setup) -> Path:
     return setup.out / f"{name}.jsonl"
 
 
+def _read(name: str, setup: Setup) -> list[dict[str, Any]]:
+    file = records_file(name, setup)
+    return record.read(file) if file.exists() else []
+
+
 def plan(name: str, setup: Setup, only: Seq[str] = ()) -> list[Planned]:
     """The grid; nothing is loaded. `only`: patterns of cells' names. Raises ConfigError where no cell is left."""
     study = load(name)
@@ -49,8 +54,7 @@ def plan(name: str, setup: Setup, only: Seq[str] = ()) -> list[Planned]:
     if not chosen:
         names = ", ".join(c.name for c in study.cells(setup.size))
         raise ConfigError(f"--only {' '.join(only)} leaves no cell of {name} (there are: {names})")
-    file = records_file(name, setup)
-    known = {r.get("digest") for r in record.read(file)} if file.exists() else set()
+    known = {r.get("digest") for r in _read(name, setup)}
     planned = []
     for cell in chosen:
         digest, wrong = setup.digest(cell), ""
@@ -83,7 +87,7 @@ def run(name: str, setup: Setup, planned: Seq[Planned], tell: Callable[[str], No
 def write(name: str, setup: Setup, planned: Seq[Planned]) -> list[Path]:
     """Plots and the page, of the newest records of these cells; the files written."""
     study, wanted = load(name), {p.digest for p in planned}
-    found: list[dict[str, Any]] = [r for r in record.read(records_file(name, setup)) if r.get("digest") in wanted]
+    found = [r for r in _read(name, setup) if r.get("digest") in wanted]
     if not found:
         raise ConfigError(f"nothing of {name} is measured; `sameseed study {name} --dry-run` says what cannot run")
     report = study.report(found)
@@ -99,4 +103,4 @@ def write(name: str, setup: Setup, planned: Seq[Planned]) -> list[Path]:
 
 def same_texts(name: str, setup: Setup) -> bool:
     """Did speculation write plain decoding's texts in all records?"""
-    return all(same_text(r) is not False for r in record.read(records_file(name, setup)))
+    return all(same_text(r) is not False for r in _read(name, setup))

@@ -13,6 +13,7 @@ CERTIFICATE_SCHEMA = "sameseed.certificate/1"
 LOAD_SCHEMA = "sameseed.load/1"
 TUNE_SCHEMA = "sameseed.tune/1"
 SERVER_SCHEMA = "sameseed.server/1"
+PEER_SCHEMA = "sameseed.peer/1"
 
 Fields = dict[str, tuple[type, ...]]
 _ORIGIN: Fields = {"schema": (str,), "commit": (str,), "machine": (dict,)}
@@ -108,6 +109,7 @@ SERVER: Fields = {
     "not_asked": (list,),
     "texts": (list,),
 }
+PEER: Fields = {**_RUN, "engine": (str,), "rows": (list,), "missing": (dict,)}
 FIELDS: dict[str, tuple[str, Fields]] = {  # the command that writes it, and what it holds
     BENCH_SCHEMA: ("bench", BENCH),
     PROFILE_SCHEMA: ("profile", PROFILE),
@@ -116,6 +118,7 @@ FIELDS: dict[str, tuple[str, Fields]] = {  # the command that writes it, and wha
     LOAD_SCHEMA: ("bench serve", LOAD),
     TUNE_SCHEMA: ("tune --exhaustive", TUNE),
     SERVER_SCHEMA: ("verify-server", SERVER),
+    PEER_SCHEMA: ("study rivals", PEER),
 }
 
 
