@@ -72,7 +72,7 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
 
 // Super-blocks. Without VNNI products are added in 16 bits, as many as fit them; then pairs of these are multiplied by steps.
 #ifdef HAS_VNNI
-constexpr int super_tile = 12;
+constexpr int super_tile = 8;
 constexpr int fold_quads(int) { return 8; }
 #else
 constexpr int super_tile = 8;

@@ -14,6 +14,9 @@ using Super4 = SuperCodes<4, 32, 0, true>;
 using Super5 = SuperCodes<5, 32, 0, true>;
 using Super6 = SuperCodes<6, 16, 32, false>;
 
+// Keeps compilers from working on two sub-blocks at once, for which registers do not suffice.
+#define BARRIER asm volatile("" ::: "memory")
+
 // What one call of a tile computes: M rows against a block of 32 outputs.
 struct SuperTile {
     const uint8_t *codes, *high;
@@ -40,10 +43,12 @@ INLINE Codes super_codes(const Codes& line, const Codes& high) {
 template <int M, class W>
 INLINE void sum_offsets(const int8_t* weights, const int16_t* x_sums, I (&sums)[M]) {
     unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = set1_int(0); });
-    unroll<W::pairs>([&](auto p) INLINE_LAMBDA {
+    int64_t pairs = W::pairs;
+    asm("" : "+r"(pairs));  // or compilers unroll the loop, make a tree of its sums, and run out of registers
+    for (int64_t p = 0; p < pairs; p++) {
         const I pair = widen_pairs(weights + p * 2 * block_outputs);
         unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = add_pairs(sums[m], pair, x_sums + (p * M + m) * 2); });
-    });
+    }
 }
 
 // sums[m] += step * (dot products of a sub-block), for sub-block `second` of a pair.
@@ -94,10 +99,12 @@ INLINE void super_half(const SuperTile& t, int64_t g, int64_t half) {
         const I steps = widen_pairs(t.steps + pair + p * 2 * block_outputs);
         constexpr int64_t next = W::part < code_step ? W::part : code_step * M;  // where x of the second sub-block lies
         sum_part<M, W, 0>(codes, high, steps, x, sums);
+        BARRIER;
         sum_part<M, W, 1>(codes + part_bytes, high + (W::bits > 4 ? 128 : 0), steps, x + next, sums);
         codes += 2 * part_bytes;
         if constexpr (W::bits > 4) high += 256;
         x += 2 * W::part * M;
+        BARRIER;
     }
     add_scaled(t.scales, sums, false);
 }

@@ -142,11 +142,14 @@ class GGUFCheckpoint:
 
     def _kquant(self, info: TensorInfo) -> dict[str, Tensor]:
         """Parts of a K-quant, some rows at a time: unpacking takes several times their room."""
-        pieces: list[dict[str, Tensor]] = []
-        for start in range(0, info.shape[0], ROWS):
-            stop = min(start + ROWS, info.shape[0])
-            pieces.append(kquants.parts(info.type, self._bytes(info, start, stop), stop - start))
-        return {p: torch.cat([piece[p] for piece in pieces]) for p in pieces[0]}
+        height, whole = info.shape[0], dict[str, Tensor]()
+        for start in range(0, height, ROWS):
+            stop = min(start + ROWS, height)
+            for name, piece in kquants.parts(info.type, self._bytes(info, start, stop), stop - start).items():
+                if name not in whole:
+                    whole[name] = piece.new_empty(height, piece.shape[1])
+                whole[name][start:stop] = piece
+        return whole
 
     def _block32(self, info: TensorInfo) -> dict[str, Tensor]:
         """Codes and scales of blocks of 32."""
