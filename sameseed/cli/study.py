@@ -20,7 +20,7 @@ class StudyArgs:
     """Measure a published study's grid here, cell by cell; records, plots and one page with their figures beside ours.
 
     `study list` names them. What is measured already is skipped: a study that was interrupted goes on. Delete its
-    records to measure anew. Exit code 1 if a text differed from plain decoding's.
+    records to measure anew. Exit code 1 if a cell failed, or a text differed from plain decoding's.
     """
 
     name: Annotated[str, Positional]  # of the study, or list
@@ -67,14 +67,17 @@ def run(argv: Seq[str], prog: str) -> int:
             for p in planned:
                 if p.wrong:
                     bar.console.print(f"left out: {p.cell.name}: {p.wrong}", style="yellow", markup=False)
-            _runner.run(args.name, setup, planned, lambda text: bar.console.print(text, markup=False, highlight=False))
-            written = _runner.write(args.name, setup, planned)
+            tried = _runner.run(
+                args.name, setup, planned, lambda text: bar.console.print(text, markup=False, highlight=False)
+            )
+            written = _runner.write(args.name, setup, tried)
     if args.dry_run:
         _show(planned)
         return 0
     for path in written:
         stderr_console().print(f"written: {path}", style="dim", markup=False)
-    return 0 if _runner.same_texts(args.name, setup) else 1
+    failed = any(after.wrong and not before.wrong for before, after in zip(planned, tried))
+    return 0 if _runner.same_texts(args.name, setup) and not failed else 1
 
 
 def _show(planned: Seq[Planned]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -66,22 +66,32 @@ def plan(name: str, setup: Setup, only: Seq[str] = ()) -> list[Planned]:
     return planned
 
 
-def run(name: str, setup: Setup, planned: Seq[Planned], tell: Callable[[str], None]) -> None:
-    """Measure what is to be measured; records of a cell are appended together when it has ended."""
+def run(name: str, setup: Setup, planned: Seq[Planned], tell: Callable[[str], None]) -> list[Planned]:
+    """Measure what is to be measured; records of a cell are appended together when it has ended.
+
+    Returns the cells with what went wrong on the way: one that fails does not end the others.
+    """
     file = records_file(name, setup)
     record.prepare(file)
     if setup.threads is not None:
         ops.set_num_threads(setup.threads)
-    todo = [p for p in planned if not p.done and not p.wrong]
+    todo, failed = [p for p in planned if not p.done and not p.wrong], dict[str, str]()
     spent = weight = 0.0
     for number, p in enumerate(todo, 1):
         rest = sum(q.cell.weight for q in todo[number - 1 :])
         ahead = f", about {spent / weight * rest / 60:.0f} min to go" if weight else ""
         tell(f"{number} of {len(todo)}{ahead}: {p.cell.name}")
         start = time.monotonic()
-        for made in p.cell.measure(setup, tell):
+        try:
+            found = p.cell.measure(setup, tell)
+        except SameseedError as error:
+            tell(f"{p.cell.name}: {error}")
+            failed[p.digest] = str(error)
+            continue
+        for made in found:
             record.append(file, {**made, "study": name, "size": setup.size, "cell": p.cell.name, "digest": p.digest})
         spent, weight = spent + time.monotonic() - start, weight + p.cell.weight
+    return [replace(p, wrong=failed.get(p.digest, p.wrong)) for p in planned]
 
 
 def write(name: str, setup: Setup, planned: Seq[Planned]) -> list[Path]:

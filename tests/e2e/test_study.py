@@ -6,14 +6,18 @@ import html
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fixtures_models import llama_shape
 
 from sameseed import registry
 from sameseed.cli import main
-from sameseed.studies import _runner, concurrency, rivals, serving
+from sameseed.errors import ConfigError
+from sameseed.studies import _runner, _setup, concurrency, rivals, serving
+from sameseed.studies._bench import BenchCell
 from sameseed.studies._setup import SIZES, Setup
-from sameseed.studies._study import Study
+from sameseed.studies._study import Study, Tell
 from sameseed.study import record
 
 TOY = ("--num-prompts", "2", "--max-tokens", "6", "--repeat", "1")
@@ -121,9 +125,47 @@ def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_true_size_that_memory_does_not_hold_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sameseed.studies import _setup
-
     monkeypatch.setattr(_setup, "available_memory", lambda: 8 * 2**30)
     wrong = {p.cell.name: p.wrong for p in _runner.plan("assisted", Setup("true", tmp_path))}
     assert "llama-3.1-8b bf16 15.0" in wrong["1b lengths greedy"] and "8.0 are free" in wrong["1b lengths greedy"]
     assert not wrong["1b mixes of w4a8"]
+
+
+def test_twins_are_made_once_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    shapes = {
+        "llama-3.1-8b": llama_shape(512, (16, 4, 32), vocab=4200, inner=800, layers=10),
+        "llama-3.2-1b": llama_shape(400, (12, 4, 32), vocab=4200, inner=600, layers=3),
+    }
+    monkeypatch.setattr(_setup, "find_shape", shapes.__getitem__)
+    flags = ["study", "assisted", "--size", "true", "--only", "1b mixes of w4a8", *TOY, "--out", str(tmp_path)]
+    assert main(flags) == 0
+    made = {folder.name: folder.stat().st_mtime_ns for folder in (tmp_path / "twins").iterdir()}
+    assert set(made) == {"target-llama-3.1-8b", "1b-llama-3.2-1b"}
+    found = record.read(tmp_path / "assisted.jsonl")
+    assert {r["config"]["model"] for r in found} == {"target-llama-3.1-8b"} and {r["size"] for r in found} == {"true"}
+    assert all(r["equals_plain"] for r in found)
+    (tmp_path / "assisted.jsonl").unlink()
+    assert main(flags) == 0
+    assert made == {folder.name: folder.stat().st_mtime_ns for folder in (tmp_path / "twins").iterdir()}
+
+
+def test_a_cell_that_fails_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    measure = BenchCell.measure
+
+    def failing(cell: BenchCell, setup: Setup, tell: Tell) -> list[dict[str, Any]]:
+        if cell.format == "nf4":
+            raise ConfigError("no luck with nf4")
+        return measure(cell, setup, tell)
+
+    monkeypatch.setattr(BenchCell, "measure", failing)
+    flags = ["study", "assisted", "--only", "of nf4", "of w4a8", *TOY, "--out", str(tmp_path)]
+    assert main(flags) == 1
+    assert "1b mixes of nf4: no luck" in capsys.readouterr().err
+    assert {r["config"]["format"] for r in record.read(tmp_path / "assisted.jsonl")} == {"w4a8"}
+    assert "no luck with nf4" in (tmp_path / "assisted.html").read_text()
+    monkeypatch.setattr(BenchCell, "measure", measure)
+    assert main(flags) == 0 and "no luck" not in (tmp_path / "assisted.html").read_text()
