@@ -144,7 +144,7 @@ void soften(Walk& w, int64_t c, int64_t begin, int64_t end) {
         V s = load(scores + j);
         if constexpr (scaled<T>) s = mul(s, load(w.key_scales + j));
         if (j < begin || j + lanes > end) s = keep(s, begin - j, end - j, set1(-__builtin_inff()));
-        store(scores + j, s);
+        if (scaled<T> || j < begin || j + lanes > end) store(scores + j, s);
         top = max(top, s);
     }
     w.block_max[c] = reduce_max(top);
@@ -275,6 +275,15 @@ inline void finish(const Walk& w) {
     }
 }
 
+// A block's results: merged, or written down for those who share the blocks.
+inline void keep_block(Walk& w, int64_t block_index) {
+    if (w.tile.partial == nullptr) return merge(w, w.block_max, w.block_sum, w.block);
+    float* partial = w.tile.partial + (block_index - w.tile.first_block) * attention_partial(w.a.dim);
+    __builtin_memcpy(partial, w.block_max, sizeof w.block_max);
+    __builtin_memcpy(partial + max_queries, w.block_sum, sizeof w.block_sum);
+    __builtin_memcpy(partial + 2 * max_queries, w.block, static_cast<uint64_t>(w.queries * w.padded) * sizeof(float));
+}
+
 template <class T>
 void attention(const AttentionArgs& a, const AttentionTile& tile, int64_t block_begin, int64_t block_end, float* scratch) {
     Walk w(a, tile, scratch);
@@ -283,14 +292,7 @@ void attention(const AttentionArgs& a, const AttentionTile& tile, int64_t block_
     load_queries<T>(w);
     for (int64_t b = block_begin; b < block_end; b++) {
         walk_block<T>(w, b);
-        if (tile.partial == nullptr) {
-            merge(w, w.block_max, w.block_sum, w.block);
-            continue;
-        }
-        float* partial = tile.partial + (b - tile.first_block) * attention_partial(a.dim);
-        __builtin_memcpy(partial, w.block_max, sizeof w.block_max);
-        __builtin_memcpy(partial + max_queries, w.block_sum, sizeof w.block_sum);
-        __builtin_memcpy(partial + 2 * max_queries, w.block, static_cast<uint64_t>(w.queries * w.padded) * sizeof(float));
+        keep_block(w, b);
     }
     if (tile.partial == nullptr) finish(w);
 }

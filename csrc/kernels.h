@@ -51,9 +51,20 @@ struct fp16 {
     uint16_t bits;
 };
 
-// Formats of the cache: the dense ones, and codes with a float32 scale for each token and head.
-enum class KvFormat : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, fp8_e4m3 = 4, fp8_e5m2 = 5, int4 = 6, int4_sparse = 7 };
-constexpr int kv_formats = 8;
+// Formats of the cache: the dense ones, codes with a float32 scale for each token and head, and bf16 whose products are
+// those of pairs (attention_pairs_body.h).
+enum class KvFormat : int {
+    fp32 = 0,
+    bf16 = 1,
+    fp16 = 2,
+    int8 = 3,
+    fp8_e4m3 = 4,
+    fp8_e5m2 = 5,
+    int4 = 6,
+    int4_sparse = 7,
+    bf16_a16 = 8
+};
+constexpr int kv_formats = 9;
 
 constexpr int64_t kv_outliers(int64_t dim) { return dim < 64 ? 1 : dim / 32; }  // of a row of int4_sparse
 
@@ -64,6 +75,7 @@ constexpr int64_t kv_row_bytes(KvFormat format, int64_t dim) {
             return 4 * dim;
         case KvFormat::bf16:
         case KvFormat::fp16:
+        case KvFormat::bf16_a16:
             return 2 * dim;
         case KvFormat::int4:
             return dim / 2 + 2;
@@ -250,8 +262,13 @@ struct Kernels {
     void (*attention_merge)(const AttentionArgs&, const AttentionTile&, float* scratch);
 };
 
+constexpr int64_t query_apart = max_dim / 2 + 8;    // pairs of columns from one query's to the next one's
+constexpr int64_t weight_apart = key_block / 2 + 8;  // pairs of keys likewise
+constexpr int64_t attention_pairs_scratch(int64_t dim) {  // more of it, where keys and values are taken by pairs
+    return max_queries * 2 * (query_apart + weight_apart) + (key_block + 2 * max_queries + 32) * round_up(dim, 32);
+}
 constexpr int64_t attention_scratch(int64_t dim) {
-    return (3 * max_queries + panel_keys + 2 * key_block) * round_up(dim, lanes) + max_queries * score_stride + 2 * score_stride;
+    return attention_pairs_scratch(dim) + (3 * max_queries + panel_keys + 2 * key_block) * round_up(dim, lanes) + max_queries * score_stride + 2 * score_stride;
 }
 constexpr int64_t attention_partial(int64_t dim) { return max_queries * (2 + round_up(dim, lanes)); }
 

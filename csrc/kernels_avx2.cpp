@@ -30,6 +30,7 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "integer_body.h"
 #include "super_body.h"
 #include "attention_body.h"
+#include "attention_pairs_body.h"
 #include "table_body.h"
 
 }  // namespace

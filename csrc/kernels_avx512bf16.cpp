@@ -2,13 +2,15 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "kernels.h"
 
 // GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-// rows_body.h has more than this unit needs.
+// The bodies have more than this unit needs.
 #pragma GCC diagnostic ignored "-Wunused-function"
 
 #define HAS_BF16
@@ -21,7 +23,13 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "pairs_avx512.h"
 
 #include "rows_body.h"
+#include "linear_body.h"
+#include "codes_body.h"
+#include "kv4_body.h"
+#include "scores_body.h"
 #include "pairs_body.h"
+#include "attention_body.h"
+#include "attention_pairs_body.h"
 
 }  // namespace
 
@@ -34,6 +42,7 @@ const Kernels* kernels_avx512bf16() {
         made.pair_tile = pair_rows_most;
         made.pair_row = pair_row;
         made.linear_pairs = linear_pairs;
+        made.attention[static_cast<int>(KvFormat::bf16_a16)] = attention_pairs;
         return made;
     }();
     return &table;

@@ -3,6 +3,44 @@
 constexpr int pair_rows_most = 12;  // rows of x in a tile
 constexpr int pair_group = 2;  // blocks that the tiles of a panel share at once
 
+// out[i][j] = rows[j][i] for 16 rows of 16 pairs of bf16; rows of `out` are `pair_bytes` apart.
+inline void transpose_pairs(const bf16* const* rows, int64_t d, uint8_t* out, int64_t stride) {
+    __m512i a[16], b[16];
+    unroll<16>([&](auto i) INLINE_LAMBDA { a[i] = _mm512_loadu_si512(rows[i] + d); });
+    unroll<8>([&](auto i) INLINE_LAMBDA {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    });
+    unroll<4>([&](auto i) INLINE_LAMBDA {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    });
+    // a[4 i + j]: in its quarter q, pair 4 q + j of rows 4 i .. 4 i + 3.
+    unroll<4>([&](auto j) INLINE_LAMBDA {
+        const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), low_odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        const __m512i high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        const __m512i high_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        _mm512_storeu_si512(out + j * stride, _mm512_shuffle_i32x4(low, high, 0x88));
+        _mm512_storeu_si512(out + (4 + j) * stride, _mm512_shuffle_i32x4(low_odd, high_odd, 0x88));
+        _mm512_storeu_si512(out + (8 + j) * stride, _mm512_shuffle_i32x4(low, high, 0xdd));
+        _mm512_storeu_si512(out + (12 + j) * stride, _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd));
+    });
+}
+// out[i] = (even[i], odd[i]) for 32 numbers.
+inline void interleave_pairs(const bf16* even, const bf16* odd, uint8_t* out) {
+    const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
+    const __m512i mask = _mm512_set1_epi32(0xffff);
+    // Pairs i and i + 1 of a zipped lane: the lower half of each word from a, the upper from b.
+    const __m512i evens = _mm512_or_si512(_mm512_and_si512(a, mask), _mm512_slli_epi32(b, 16));       // 0, 2, 4, ...
+    const __m512i odds = _mm512_or_si512(_mm512_srli_epi32(a, 16), _mm512_andnot_si512(mask, b));     // 1, 3, 5, ...
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i second = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi32(evens, first, odds));
+    _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi32(evens, second, odds));
+}
+
 #ifdef HAS_BF16
 
 // Blocks side by side for each number of rows: sums, weights and one x fill the registers.
@@ -28,7 +66,16 @@ inline void add_pairs(V& sum, const WeightPairs& w, const RowPairs& x) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum.r) : "v"(w.raw), "v"(x.raw));
 }
 
+inline void store_pairs(Pair* p, V a) {
+    const __m256i rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.r));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), rounded);
+}
+
 #else
+
+inline V without_subnormals(V a) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(a.r), _mm512_set1_ps(0x1p-126f), _CMP_NLT_UQ), a.r)};
+}
 
 constexpr int pair_blocks[13] = {0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1};
 

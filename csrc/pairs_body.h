@@ -18,9 +18,10 @@ void pair_row(const float* x, int64_t depth, void* out, int64_t at, int64_t stri
     }
 }
 
-// sums [M][N * 32] += M rows of x against `steps` pairs of columns of N blocks, `bytes` apart. Not inlined: what is
-// computed inside must not move out of reach of FlushSubnormals.
-template <int M, int N>
+// sums [M][N * 32] += M rows of x against `steps` pairs of columns of N blocks, `bytes` apart. Rows of x lie side by side
+// (Apart 1: a pair of each, then the next pair of each), or `Apart` pairs apart. Not inlined: what is computed inside must
+// not move out of reach of FlushSubnormals.
+template <int M, int N, int64_t Apart>
 __attribute__((noinline)) void pair_piece(const Pair* x, const uint8_t* weight, int64_t bytes, int64_t steps, float* sums,
                                           int64_t stride) {
     constexpr int C = 2 * N;  // vectors of outputs
@@ -28,17 +29,16 @@ __attribute__((noinline)) void pair_piece(const Pair* x, const uint8_t* weight, 
     unroll<M>([&](auto m) INLINE_LAMBDA {
         unroll<C>([&](auto c) INLINE_LAMBDA { sum[m * C + c] = load(sums + m * stride + c * lanes); });
     });
-    for (int64_t k = 0; k < steps; k++, x += M, weight += pair_bytes) {
+    for (int64_t k = 0; k < steps; k++, x += Apart == 1 ? M : 1, weight += pair_bytes) {
         WeightPairs w[C];
         unroll<N>([&](auto n) INLINE_LAMBDA {
             const uint8_t* p = weight + n * bytes;
-            prefetch(p + pair_prefetch);
-            prefetch(p + pair_prefetch + 64);
+            if constexpr (Apart == 1) prefetch(p + pair_prefetch), prefetch(p + pair_prefetch + 64);
             w[2 * n] = WeightPairs(p);
             w[2 * n + 1] = WeightPairs(p + 64);
         });
         unroll<M>([&](auto m) INLINE_LAMBDA {
-            const RowPairs xm(x[m]);
+            const RowPairs xm(x[m * Apart]);
             unroll<C>([&](auto c) INLINE_LAMBDA { add_pairs(sum[m * C + c], w[c], xm); });
         });
     }
@@ -48,24 +48,24 @@ __attribute__((noinline)) void pair_piece(const Pair* x, const uint8_t* weight, 
 }
 
 // M rows of a tile against blocks [begin, end), whose sums lie side by side: [M][stride].
-template <int M>
+template <int M, int64_t Apart>
 void pair_run(const Pair* x, const uint8_t* weight, int64_t bytes, int64_t steps, int64_t blocks, float* sums, int64_t stride) {
     constexpr int N = pair_blocks[M];
     for (; blocks >= N; blocks -= N, weight += N * bytes, sums += N * block_outputs)
-        pair_piece<M, N>(x, weight, bytes, steps, sums, stride);
+        pair_piece<M, N, Apart>(x, weight, bytes, steps, sums, stride);
     if constexpr (N > 1)
         for (; blocks > 0; blocks--, weight += bytes, sums += block_outputs)
-            pair_piece<M, 1>(x, weight, bytes, steps, sums, stride);
+            pair_piece<M, 1, Apart>(x, weight, bytes, steps, sums, stride);
 }
 
-template <int M>
+template <int M, int64_t Apart>
 void pair_rows(int64_t rows, const Pair* x, const uint8_t* weight, int64_t bytes, int64_t steps, int64_t blocks, float* sums,
                int64_t stride) {
     if constexpr (M > 0) {
         if (rows == M)
-            pair_run<M>(x, weight, bytes, steps, blocks, sums, stride);
+            pair_run<M, Apart>(x, weight, bytes, steps, blocks, sums, stride);
         else
-            pair_rows<M - 1>(rows, x, weight, bytes, steps, blocks, sums, stride);
+            pair_rows<M - 1, Apart>(rows, x, weight, bytes, steps, blocks, sums, stride);
     }
 }
 
@@ -84,7 +84,7 @@ void linear_pairs(const PairArgs& a, int64_t begin, int64_t end, int64_t t_begin
                 for (int64_t t = t_begin; t < t_end; t += a.tile) {
                     const int64_t count = t + a.tile < t_end ? a.tile : t_end - t;
                     float* sums = scratch + (t - t_begin) * stride + (block - begin) * block_outputs;
-                    pair_rows<pair_rows_most>(count, x + t * (a.depth / 2) + k / 2 * count, weight + (block - begin) * bytes,
+                    pair_rows<pair_rows_most, 1>(count, x + t * (a.depth / 2) + k / 2 * count, weight + (block - begin) * bytes,
                                               bytes, steps, blocks, sums, stride);
                 }
             }

@@ -11,6 +11,12 @@ inline float to_float(bf16 x) {
 }
 inline Pair make_pair(bf16 even, bf16 odd) { return {to_float(even), to_float(odd)}; }
 
+inline void store_pairs(Pair* p, V a) {  // 16 numbers as 8 pairs
+    bf16 rounded[16];
+    store(rounded, without_subnormals(a));
+    store(&p->even, load(rounded));
+}
+
 struct RowPairs {
     V even, odd;
     explicit RowPairs(const Pair& x) : even(set1(x.even)), odd(set1(x.odd)) {}

@@ -9,6 +9,11 @@ struct Pair {  // of columns of a row
 };
 inline float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
 inline Pair make_pair(bf16 even, bf16 odd) { return {flushed(widen(even)), flushed(widen(odd))}; }
+inline void store_pairs(Pair* p, const V& a) {  // 16 numbers as 8 pairs
+    bf16 rounded[16];
+    store(rounded, each([&](int i) { return flushed(a.r[i]); }));
+    for (int i = 0; i < 8; i++) p[i] = make_pair(rounded[2 * i], rounded[2 * i + 1]);
+}
 
 struct RowPairs {  // one for all 16 outputs
     Pair x;
@@ -40,4 +45,16 @@ inline float flushed_fma(float a, float b, float sum) {
 }
 inline void add_pairs(V& sum, const WeightPairs& w, const RowPairs& x) {
     sum = each([&](int i) { return flushed_fma(w.even.r[i], x.x.even, flushed_fma(w.odd.r[i], x.x.odd, sum.r[i])); });
+}
+// out[i][j] = rows[j][i] for 16 rows of 16 pairs of bf16 from column d on; rows of `out` are `stride` bytes apart.
+inline void transpose_pairs(const bf16* const* rows, int64_t d, uint8_t* out, int64_t stride) {
+    for (int j = 0; j < 16; j++)
+        for (int i = 0; i < 16; i++) __builtin_memcpy(out + i * stride + 4 * j, rows[j] + d + 2 * i, 4);
+}
+// out[i] = (even[i], odd[i]) for 32 numbers.
+inline void interleave_pairs(const bf16* even, const bf16* odd, uint8_t* out) {
+    for (int i = 0; i < 32; i++) {
+        __builtin_memcpy(out + 4 * i, even + i, 2);
+        __builtin_memcpy(out + 4 * i + 2, odd + i, 2);
+    }
 }

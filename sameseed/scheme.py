@@ -82,17 +82,19 @@ class Format:
     """A number format, for weights and, where `kv_dtype` is not None, for the cache. Parts of a weight lead with O.
 
     `bits`: of a code, without scales: the precision to expect; codes uint8 of 1, 2 or 4 bits are packed in files.
-    `weights`: whether it serves weights. `kv_dtype`: storage type of cached rows. `options`: what a scheme may ask of
-    it: "group", "asymmetric", "activations", "activations-fp8", "activations-bf16", names of variants. `groups`: tried
-    in turn where a scheme asks for none; where none divides K, a row has one scale. `nests`: the activations for which
-    a backend keeps a weight of fewer bits apart inside one of these. `scale_parts`: those that multiply integers, in
-    the order of a product. What a format does not serve raises ConfigError.
+    `weights`: whether it serves weights. `kv_dtype`: storage type of cached rows; `query_dtype`: to which scaled
+    queries are rounded. `options`: what a scheme may ask of it: "group", "asymmetric", "activations",
+    "activations-fp8", "activations-bf16", names of variants. `groups`: tried in turn where a scheme asks for none;
+    where none divides K, a row has one scale. `nests`: the activations for which a backend keeps a weight of fewer bits
+    apart inside one of these. `scale_parts`: those that multiply integers, in the order of a product. What a format
+    does not serve raises ConfigError.
     """
 
     name: str
     bits: int
     weights: bool = True
     kv_dtype: torch.dtype | None = None
+    query_dtype: torch.dtype = torch.float32
     options: frozenset[str] = frozenset()
     groups: tuple[int, ...] = ()
     nests: str | None = None

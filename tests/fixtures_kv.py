@@ -69,7 +69,8 @@ class Itself:
     def __init__(self, name: str) -> None:
         self.format = scheme.kv_format(name)
         assert self.format.kv_dtype is not None
-        self.name, self.kv_dtype, self.scaled = name, self.format.kv_dtype, True
+        self.name, self.kv_dtype = name, self.format.kv_dtype
+        self.scaled = self.format.encode_kv(torch.zeros(1, 1, 2))[1] is not None
         self.encode_kv, self.decode_kv = self.format.encode_kv, self.format.decode_kv
 
     def width(self, dim: int) -> int:

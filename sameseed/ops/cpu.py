@@ -46,8 +46,9 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
     "fp8_e5m2": (5, torch.uint8),
     "int4": (6, torch.uint8),
     "int4_sparse": (7, torch.uint8),
+    "bf16_a16": (8, torch.bfloat16),
 }
-_SCALED = frozenset(_KV) - _CODES.keys()
+_SCALED = frozenset(_KV) - _CODES.keys() - {"bf16_a16"}
 KV_FORMATS = frozenset(_KV)
 encode = _packed.encode
 _F32, _I32 = torch.float32, torch.int32
@@ -304,7 +305,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 @cache
 def _head_dim(code: int, width: int) -> int:
     """Head dimension of rows of `width` elements in a cache of that format code. Raises ValueError where none fits."""
-    if code < _KV["int4"][0]:
+    if code not in (_KV["int4"][0], _KV["int4_sparse"][0]):
         return width
     for dim in range(2, _MAX_DIM + 1, 2):
         if _native.kv_row_bytes(code, dim) == width:
@@ -413,6 +414,11 @@ def _batch(batch: Batch, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
         raise ValueError("tree_mask must be contiguous int64 [T]")
     return positions, offsets, kv_lens, tables, mask
+
+
+def attention_rounding(name: str) -> float:
+    """What is lost of softmax weights that are rounded to bf16, over the largest value: see `Ops.kv_rounding`."""
+    return 2.0**-8 if name == "bf16_a16" else 0.0
 
 
 def attention(

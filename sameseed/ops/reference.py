@@ -218,6 +218,9 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
             k = fmt.decode_kv(rows[0][slots], None if k_scales is None else k_scales[slots])  # [S, Hk, D]
             v = fmt.decode_kv(rows[1][slots], None if v_scales is None else v_scales[slots])
             grouped = q[t].clone().view(k.shape[1], -1, q.shape[2])  # query head h reads KV head h // (H / Hk)
-            scores = torch.bmm(grouped, k.permute(1, 2, 0)) * scale  # [Hk, H / Hk, S]
+            if fmt.query_dtype is torch.float32:
+                scores = torch.bmm(grouped, k.permute(1, 2, 0)) * scale  # [Hk, H / Hk, S]
+            else:
+                scores = torch.bmm((grouped * scale).to(fmt.query_dtype).float(), k.permute(1, 2, 0))
             out[t] = torch.bmm(scores.softmax(-1), v.transpose(0, 1)).view_as(out[t])
     return out

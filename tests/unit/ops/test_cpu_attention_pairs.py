@@ -1,0 +1,101 @@
+"""Attention over a cache in bf16_a16: queries and softmax weights rounded to bf16, products by pairs.
+
+The values are held to float64 with the same rounded queries; the rounding of softmax weights stays within what
+`attention_rounding` says. Bits belong to the row, on every instruction set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fixtures_cpu import every_isa, instructions
+from fixtures_ops import Part, Pass, alone, exact_attention, flat, make_pass, threads
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from sameseed.ops import cpu, reference
+
+NAME = "bf16_a16"
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> tuple[Pass, int | None]:
+    """A random pass: chains, trees, chunks, odd head dims, any block size; and a window."""
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        pending = draw(st.integers(1, 20))
+        nodes = draw(st.integers(0, 12) | st.just(64)) if pending < 3 else 0
+        parents = [draw(st.integers(-1, i - 1)) if nodes < 64 else i - 1 - i % 3 for i in range(nodes)]
+        parts.append(Part(draw(st.integers(0, 140) | st.integers(240, 560)), pending, [max(-1, p) for p in parents]))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 17]))
+    dim, block_size = draw(st.sampled_from([2, 10, 32, 33, 64, 80, 128])), draw(st.sampled_from([1, 5, 16, 64]))
+    made = make_pass(parts, NAME, kv_heads * group, kv_heads, dim, block_size, draw(st.integers(0, 99)))
+    return made, draw(st.none() | st.integers(1, 400))
+
+
+def near(got: Tensor, p: Pass, scale: float, window: int | None = None) -> bool:
+    """Whether it is the result for rounded queries, as far as rounded softmax weights leave it."""
+    rounded = replace(p, q=(p.q * scale).bfloat16().float())
+    largest = float(flat(p.layer)[1].float().nan_to_num(0.0).abs().max())
+    error = (got.double() - exact_attention(rounded, 1.0, window)).abs().max()
+    return float(error) <= (cpu.attention_rounding(NAME) + 1e-5) * largest
+
+
+@every_isa
+@given(drawn=passes())
+@settings(max_examples=50, deadline=None)
+def test_attention_is_right_and_its_bits_belong_to_the_row(isa, drawn):
+    p, window = drawn
+    scale = p.q.shape[2] ** -0.5
+    with instructions(isa):
+        got = cpu.attention(p.q, p.layer, p.batch, scale, window)
+        assert near(got, p, scale, window)
+        for b, part in enumerate(p.parts):
+            count = part.pending + len(part.parents)
+            for row in {(7 * b + 3) % count, count - 1}:
+                single = alone(p, b, row, 3)
+                lonely = cpu.attention(single.q, single.layer, single.batch, scale, window)
+                assert lonely[0].equal(got[int(p.batch.row_offsets[b]) + row])
+        with threads(2):
+            assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+    with instructions("portable"):
+        assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+
+
+@every_isa
+def test_one_row_over_a_long_context(isa):
+    p = make_pass([Part(8191, 1)], NAME, heads=3, kv_heads=1, dim=16, block_size=16)
+    with instructions(isa):
+        walked = cpu.attention(p.q, p.layer, p.batch, 0.4)
+        with threads(3):
+            assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
+    assert near(walked, p, 0.4)
+    with instructions("portable"):
+        assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
+
+
+@every_isa
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("parents", [[], [-1, 0, 0, 2]])
+@pytest.mark.parametrize("slot", [9, 14])
+def test_what_a_row_does_not_see_cannot_touch_it(isa, broken, parents, slot):
+    """Rows of a chunk share tiles and pairs of places; a value that is no number stays out of the rows before it."""
+    p = make_pass([Part(3, 12 if not parents else 1, parents)], NAME, heads=8, block_size=16)
+    at = int(p.batch.slots[min(slot - 3, len(p.batch.slots) - 1)])
+    first = min(slot - 3, len(p.batch.slots) - 1)
+    with instructions(isa):
+        clean = cpu.attention(p.q, p.layer, p.batch, 0.3)
+        for rows in flat(p.layer)[:2]:
+            rows[at] = broken
+        got = cpu.attention(p.q, p.layer, p.batch, 0.3)
+    assert got[:first].equal(clean[:first]) and not got[first].isfinite().any()
+
+
+def test_the_reference_rounds_queries():
+    p = make_pass([Part(40, 3)], NAME, heads=4, kv_heads=2, dim=32)
+    assert near(reference.attention(p.q, p.layer, p.batch, 0.2), p, 0.2)
+    error = (reference.attention(p.q, p.layer, p.batch, 0.2) - cpu.attention(p.q, p.layer, p.batch, 0.2)).abs().max()
+    assert (
+        0 < float(error) <= cpu.attention_rounding(NAME) * float(flat(p.layer)[1].float().nan_to_num(0.0).abs().max())
+    )
