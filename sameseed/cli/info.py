@@ -115,12 +115,14 @@ def registries() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"backends": {}, "formats": {}, "presets": {}, "drafters": {}}
     for name in registry.names("ops"):
         module = registry.load("ops", name)
+        known = getattr(module, "has_kernel", lambda *_: False)  # K-quants have kernels for rows in int8 alone
+        integer = {n for n in registry.names("formats") if known(n, "int8")}
         found["backends"][name] = {
             "runs_here": module.unavailable() is None,
             "reason": module.unavailable(),
             "devices": sorted(getattr(module, "DEVICES", ("cpu", "cuda"))),
             "row_invariant": module.row_invariant,
-            "weights": sorted(module.LINEAR_FORMATS),
+            "weights": sorted(module.LINEAR_FORMATS | integer),
             "kv_cache": sorted(module.KV_FORMATS),
         }
     for name in registry.names("formats"):
