@@ -17,6 +17,8 @@ BODY = """{% extends "page" %}
 {% endfor %}
 <p class=soft>Published: {{ study.source }}.</p>
 <p class=soft>Ours: {{ ours }}.</p>
+{% if busy %}<p><strong>Other work ran beside it: read no speeds here, and ratios with care.</strong></p>{% endif %}
+
 {% if unequal %}<p><strong>{{ unequal }} records have another text than plain decoding.</strong></p>
 {% elif compared %}<p class=soft>All texts of {{ compared }} speculative records are plain decoding's, token for
 token.</p>{% endif %}
@@ -97,6 +99,7 @@ def render(
         study=study,
         report=report,
         ours=_ours(last),
+        busy=any(r["machine"]["load_1min"] > r["machine"]["cores"] + 1 for r in records),
         compared=len(drafted),
         unequal=drafted.count(False),
         left_out=left_out,
