@@ -56,6 +56,7 @@ template <int M, class W, int second>
 INLINE void sum_part(const uint8_t* codes, const uint8_t* high, I pair, const int8_t* x, I (&sums)[M]) {
     const I step = second ? second_step(pair) : first_step(pair);
     const Codes top = load_codes(W::bits > 4 ? high : codes);
+    if constexpr (W::bits > 4) prefetch(high + integer_prefetch / 2);
     I dots[M];
     unroll<M>([&](auto m) INLINE_LAMBDA { dots[m] = set1_int(0); });
     unroll<W::quads / 2>([&](auto j) INLINE_LAMBDA {
