@@ -92,29 +92,68 @@ double kth_largest(const Row<X>& row, int64_t k) {
     return row.scaled(best[k - 1]);
 }
 
-// Looks for the largest scaled logit plus Gumbel noise; of equals the first token wins.
+// The largest scores, at most `count`, falling; of equals the first tokens.
+class Best {
+   public:
+    explicit Best(int64_t count) : count_(count) {}
+
+    void add(int64_t token, double score) {
+        const auto after = [](const Scored& a, const Scored& b) { return a.score != b.score ? a.score > b.score : a.token < b.token; };
+        const Scored made{token, score};
+        if (static_cast<int64_t>(kept_.size()) == count_) {
+            if (!after(made, kept_.back())) return;
+            kept_.pop_back();
+        }
+        kept_.insert(std::upper_bound(kept_.begin(), kept_.end(), made, after), made);
+        if (static_cast<int64_t>(kept_.size()) == count_) least_ = kept_.back().score;
+    }
+
+    double least() const { return least_; }  // a score below it is none of them
+    int64_t first() const { return kept_.empty() ? -1 : kept_.front().token; }
+
+    // Shares of the exponentials of the scores, of `total` at the largest score's scale; 0: of those that are kept.
+    std::vector<Choice> shares(int64_t count, double total = 0.0) const {
+        std::vector<Choice> found;
+        for (const Scored& s : kept_) found.push_back({s.token, std::exp(s.score - kept_.front().score)});
+        if (total == 0.0)
+            for (const Choice& c : found) total += c.share;
+        for (Choice& c : found) c.share /= total;
+        if (static_cast<int64_t>(found.size()) > count) found.resize(count);
+        return found;
+    }
+
+   private:
+    struct Scored {
+        int64_t token;
+        double score;
+    };
+
+    int64_t count_;
+    std::vector<Scored> kept_;
+    double least_ = -infinity;
+};
+
+// Looks for the largest scaled logits plus Gumbel noise.
 class NoisySearch {
    public:
-    explicit NoisySearch(uint64_t key) : key_(key) {}
+    NoisySearch(uint64_t key, int64_t count) : best(count), key_(key) {}
+
+    Best best;
 
     void consider(int64_t token, double value) {
         const uint64_t z = splitmix(key_, token);
         const int zeros = ~z == 0 ? 64 : __builtin_clzll(~z);
-        if (value + bound(zeros) < score_) return;
-        const double score = value + gumbel(z);
-        if (score > score_ || (score == score_ && token < token_)) score_ = score, token_ = token;
+        if (value + bound(zeros) >= best.least()) best.add(token, value + gumbel(z));
     }
 
     // May a token of these, none with a larger value, still win? `loops` look at their noise together.
     bool may_hold_winner(double value, int64_t first, int64_t count) const {
-        const double missing = (score_ - value) / log_2 - 2.0;
+        const double least = best.least(), missing = (least - value) / log_2 - 2.0;
         int zeros = missing > most_zeros ? most_zeros : missing > 0.0 ? static_cast<int>(missing) : 0;
-        while (zeros <= most_zeros && value + bound(zeros) < score_) ++zeros;
+        while (zeros <= most_zeros && value + bound(zeros) < least) ++zeros;
         if (zeros > most_zeros) return false;
         return zeros == 0 || loops_.rarest(key_, first, count) < uint64_t{1} << (64 - zeros);
     }
-
-    int64_t token() const { return token_; }
 
    private:
     static constexpr double log_2 = 0.6931471805599453;
@@ -133,13 +172,11 @@ class NoisySearch {
 
     const SamplingLoops& loops_ = loops();
     uint64_t key_;
-    int64_t token_ = -1;
-    double score_ = -infinity;
 };
 
 template <class X>
-int64_t draw(const Row<X>& row, double floor, uint64_t key, int64_t best) {
-    NoisySearch search(key);
+Best draw(const Row<X>& row, double floor, uint64_t key, int64_t best, int64_t count) {
+    NoisySearch search(key, count);
     search.consider(best, 0.0);  // a good score at the start rules most others out
     for (size_t c = 0; c < row.maxima.size(); ++c) {
         const double most = row.scaled(row.maxima[c]);
@@ -147,10 +184,10 @@ int64_t draw(const Row<X>& row, double floor, uint64_t key, int64_t best) {
         if (!row.keeps(most, floor) || !search.may_hold_winner(most, first, row.end_of(c) - first)) continue;
         for (int64_t t = first; t < row.end_of(c); ++t) {
             const double value = row.scaled(row.logits[t]);
-            if (row.keeps(value, floor)) search.consider(t, value);
+            if (t != best && row.keeps(value, floor)) search.consider(t, value);
         }
     }
-    return search.token();
+    return search.best;
 }
 
 // Where the nucleus ends: tokens above the border are in, and of those at the border the first `num_equal`.
@@ -191,7 +228,7 @@ Border nucleus(const ForEach& for_each, double bound, double target) {
 }
 
 template <class X>
-int64_t draw_from_nucleus(const Row<X>& row, const SamplingArgs& args, double floor) {
+Best draw_from_nucleus(const Row<X>& row, const SamplingArgs& args, double floor, int64_t count) {
     thread_local std::vector<double> kept;  // fresh pages would cost more than the exponentials
     if (static_cast<int64_t>(kept.size()) < row.vocab) kept.resize(row.vocab);
     const double* weights = kept.data();
@@ -209,22 +246,39 @@ int64_t draw_from_nucleus(const Row<X>& row, const SamplingArgs& args, double fl
     Border border = nucleus(for_each, bound, args.top_p * total);
     bound = border.weight;
     least = std::max(least, std::log(bound) - 1e-9);
-    NoisySearch search(args.key);
+    NoisySearch search(args.key, count);
     for_each([&](int64_t token, double weight) {
         if (weight > border.weight || border.num_equal-- > 0) search.consider(token, row.scaled(row.logits[token]));
     });
-    return search.token();
+    return search.best;
+}
+
+template <class X>
+Best drawn(const Row<X>& row, const SamplingArgs& args, int64_t count) {
+    double floor = args.floor;
+    if (args.top_k > 0 && args.top_k < args.vocab) floor = std::max(floor, kth_largest(row, args.top_k));
+    return args.top_p < 1.0 ? draw_from_nucleus(row, args, floor, count) : draw(row, floor, args.key, row.first_best(), count);
 }
 
 template <class X>
 int64_t choose_from(const SamplingArgs& args, bool greedy) {
     const Row<X> row(args);
     if (!row.is_finite()) return -1;
-    const int64_t best = row.first_best();
-    if (greedy) return best;
-    double floor = args.floor;
-    if (args.top_k > 0 && args.top_k < args.vocab) floor = std::max(floor, kth_largest(row, args.top_k));
-    return args.top_p < 1.0 ? draw_from_nucleus(row, args, floor) : draw(row, floor, args.key, best);
+    return greedy ? row.first_best() : drawn(row, args, 1).first();
+}
+
+template <class X>
+std::vector<Choice> choices_from(const SamplingArgs& args, bool greedy, int64_t count) {
+    const Row<X> row(args);
+    if (!row.is_finite()) return {};
+    if (!greedy) return drawn(row, args, std::max(count, share_among)).shares(count);
+    Best best(count);
+    for (size_t c = 0; c < row.maxima.size(); ++c) {
+        if (row.scaled(row.maxima[c]) < best.least()) continue;
+        for (int64_t t = c * sampling_chunk; t < row.end_of(c); ++t)
+            if (row.logits[t] > -infinity) best.add(t, row.scaled(row.logits[t]));
+    }
+    return best.shares(count, row.weigh(-infinity, nullptr));
 }
 
 template <class X>
@@ -239,6 +293,11 @@ double probability_in(const SamplingArgs& args, int64_t token) {
 int64_t choose(const SamplingArgs& args, bool greedy) {
     if (args.vocab < 1) throw std::invalid_argument("a row of logits must hold at least one token");
     return args.wide ? choose_from<double>(args, greedy) : choose_from<float>(args, greedy);
+}
+
+std::vector<Choice> choices(const SamplingArgs& args, bool greedy, int64_t count) {
+    if (args.vocab < 1 || count < 1) throw std::invalid_argument("a row of logits and a count must be at least one token");
+    return args.wide ? choices_from<double>(args, greedy, count) : choices_from<float>(args, greedy, count);
 }
 
 double probability(const SamplingArgs& args, int64_t token) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace sameseed {
 
@@ -19,6 +20,17 @@ struct SamplingArgs {
 
 // The chosen token, or -1 if the largest logit is no finite number, or one is NaN.
 int64_t choose(const SamplingArgs& args, bool greedy);
+
+struct Choice {
+    int64_t token;
+    double share;
+};
+
+// The tokens that come first, at most `count`, the chosen one before all others; none where `choose` says -1. Shares of the
+// exponentials: greedy of all logits, sampled of the logits plus noise of those that come first (at least `share_among`).
+std::vector<Choice> choices(const SamplingArgs& args, bool greedy, int64_t count);
+
+constexpr int64_t share_among = 4;
 
 // Probability of `token` at the temperature; floor, top-k, top-p and noise play no part.
 double probability(const SamplingArgs& args, int64_t token);

@@ -5,25 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
+from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
+from sameseed.spec.choices import choices
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import LengthPolicy
 from sameseed.spec.sampling import FAILED, choose, plain_greedy, probability
 
+MOST_SIBLINGS = 8  # leaves beside a token
+
+
+def check_siblings(count: int) -> None:
+    """Raise ConfigError for a number of leaves that no tree has."""
+    if not 0 <= count <= MOST_SIBLINGS:
+        raise ConfigError(f"siblings must lie in 0..{MOST_SIBLINGS}, got {count}")
+
 
 @dataclass
 class Chain:
-    """Tokens guessed after a sequence, the probabilities of the paths to them, and whether there is no more to say."""
+    """Tokens guessed after a sequence, the probabilities of the paths to them, and whether there is no more to say.
+
+    `beside`: at each place other tokens, likely in its stead, with the probabilities of the paths to them.
+    """
 
     tokens: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)
     ended: bool = False
+    beside: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def cut(self, length: int) -> None:
         if length < len(self.tokens):
-            del self.tokens[length:], self.sure[length:]
+            del self.tokens[length:], self.sure[length:], self.beside[length:]
             self.ended = False
+
+    def nodes(self, most: int) -> tuple[list[int], list[int], list[float]]:
+        """A tree of at most so many nodes: tokens, parents, probabilities of paths. The likeliest leaves are taken."""
+        end = len(self.tokens)
+        leaves = sorted((-p, i - 1, t) for i, others in enumerate(self.beside) for t, p in others)[: max(0, most - end)]
+        parents = [*range(-1, end - 1), *(i for _, i, _ in leaves)]
+        return [*self.tokens, *(t for *_, t in leaves)], parents, [*self.sure, *(-p for p, *_ in leaves)]
 
 
 def write_chains(
@@ -40,6 +61,19 @@ def write_chains(
     return [c.tokens for c in chains], [c.sure for c in chains]
 
 
+def chain_lengths(seqs: Seq[Sequence], num_draft: Seq[int], siblings: int) -> list[int]:
+    """The tokens of each sequence's chain for a draft of num_draft[b] nodes: each brings its leaves."""
+    return [min(-(-k // (1 + siblings)), seq.draft_depth) for seq, k in zip(seqs, num_draft, strict=True)]
+
+
+def draft_of(chains: Seq[Chain], num_nodes: Seq[int], with_confidence: bool, siblings: int = 0) -> Draft:
+    """The chains as a Draft; with siblings as trees of at most num_nodes[b] nodes."""
+    if not siblings:
+        return Draft.chains([c.tokens for c in chains], [c.sure for c in chains] if with_confidence else None)
+    trees = [c.nodes(n) for c, n in zip(chains, num_nodes, strict=True)]
+    return Draft.trees([(tokens, parents) for tokens, parents, _ in trees], [sure for *_, sure in trees])
+
+
 def extend_chains(
     runner: ModelRunner,
     shadows: Seq[Sequence],
@@ -49,13 +83,15 @@ def extend_chains(
     vocab_limit: int,
     prepare: Callable[[Seq[Sequence]], None] | None = None,
     going: Callable[[], bool] = lambda: True,
+    siblings: int = 0,
 ) -> None:
     """Let the model write on at each of `chains`, which its shadow ends with, up to lengths[b] tokens in all.
 
     Confidence is of whole paths: the product of the tokens' probabilities up to each.
 
     A chain ends early where `policy` says so, at the model's context, and before a token from `vocab_limit` on. The
-    noise is the target's own (coupled sampling). `prepare(shadows)` runs before each pass. No pass begins once
+    noise is the target's own (coupled sampling). With `siblings` each place gets others beside its token.
+    `prepare(shadows)` runs before each pass. No pass begins once
     `going()` is false.
     """
 
@@ -67,13 +103,15 @@ def extend_chains(
         running = [shadows[b] for b in active]
         if prepare is not None:
             prepare(running)
-        for b, (token, sure) in zip(active, _next(runner, running, policy.uses_confidence), strict=True):
-            chain = chains[b]
+        for b, found in zip(active, _next(runner, running, policy.uses_confidence, siblings), strict=True):
+            chain, ((token, sure), *others) = chains[b], found
             if token == FAILED or token >= vocab_limit:
                 chain.ended = True
                 continue
+            before = chain.sure[-1] if chain.sure else 1.0
             chain.tokens.append(token)
-            chain.sure.append(sure * (chain.sure[-1] if chain.sure else 1.0))
+            chain.sure.append(sure * before)
+            chain.beside.append([(t, p * before) for t, p in others if t < vocab_limit and not policy.stop(p)])
             shadows[b].token_ids.append(token)
             chain.ended = policy.stop(sure)
         active = [b for b in active if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
@@ -81,17 +119,21 @@ def extend_chains(
             break
 
 
-def _next(runner: ModelRunner, seqs: list[Sequence], with_probability: bool) -> list[tuple[int, float]]:
-    """One pass: the model's choice after each sequence's last token, and its probability where it is asked for."""
+def _next(
+    runner: ModelRunner, seqs: list[Sequence], with_probability: bool, siblings: int
+) -> list[list[tuple[int, float]]]:
+    """One pass: the model's choices after each sequence's last token, and their probabilities where asked for."""
     num_pending = [s.num_pending for s in seqs]
     out = runner.forward(seqs, Draft.empty(len(seqs)), num_pending)
     runner.commit(seqs, num_pending, [[] for _ in seqs], out)
     table = out.logits.numpy() if out.logits.device.type == "cpu" else out.logits.cpu().numpy()
-    best: list[int] = table.argmax(axis=-1).tolist() if any(plain_greedy(s) for s in seqs) else []
     eos = runner.model.config.eos_token_ids
-    guesses: list[tuple[int, float]] = []
+    if siblings:
+        return [choices(row, s, [], eos, 1 + siblings) or [(FAILED, 0.0)] for row, s in zip(table, seqs, strict=True)]
+    best: list[int] = table.argmax(axis=-1).tolist() if any(plain_greedy(s) for s in seqs) else []
+    guesses: list[list[tuple[int, float]]] = []
     for b, seq in enumerate(seqs):
         token = best[b] if plain_greedy(seq) else choose(table[b], seq, [], eos)
         sure = probability(table[b], seq, token) if with_probability and token != FAILED else 1.0
-        guesses.append((token, sure))
+        guesses.append([(token, sure)])
     return guesses

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._chains import Chain, extend_chains
+from sameseed.drafters._chains import Chain, chain_lengths, check_siblings, draft_of, extend_chains
 from sameseed.drafters._followers import Followers
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
@@ -25,15 +25,18 @@ class DraftModelDrafter(Drafter):
     class Options(Drafter.Options):
         """`prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
         tokens that it may guess, where not all: a number (the first ones), or a file with their ids (JSON or lines),
-        as `sameseed vocabulary` makes; fewer cost less.
+        as `sameseed vocabulary` makes; fewer cost less. `siblings`: at each place so many other likely tokens may join
+        the chain, as leaves of a tree that no further pass is needed for; `--k` then counts nodes.
         """
 
         prefill_rows: int = 512
         vocabulary: str = ""
+        siblings: int = 0
 
         def __post_init__(self) -> None:
             if self.prefill_rows < 1:
                 raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
+            check_siblings(self.siblings)
 
     owns = "model"
     text = "MODEL"
@@ -45,6 +48,7 @@ class DraftModelDrafter(Drafter):
         self.runner = runner
         self.policy = policy
         self.followers = Followers(runner, options.prefill_rows, vocab_size)
+        self.branches, self.cuttable = options.siblings > 0, options.siblings == 0
         # What was guessed ahead, by sequence: from which length of the text on, and the chain, which the shadow holds.
         self._ready: dict[int, tuple[int, Chain]] = {}
 
@@ -55,8 +59,9 @@ class DraftModelDrafter(Drafter):
         return cls(options, runner, parts.vocab_size, parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Chains for all sequences together: one pass of the draft model a token."""
+        """Chains for all sequences together, one pass of the draft model a token; leaves beside them."""
         followers, chains = self.followers, []
+        num_nodes, num_draft = num_draft, chain_lengths(seqs, num_draft, self.options.siblings)
         for seq, num in zip(seqs, num_draft, strict=True):
             start, chain = self._ready.pop(seq.seq_id, (0, Chain()))
             chain.cut(num if start == len(seq) else 0)  # to none where the text did not come as supposed
@@ -66,8 +71,7 @@ class DraftModelDrafter(Drafter):
             chains[b].cut(len(followers[seqs[b]]) - len(seqs[b]))  # to none where the shadow had to be taken back
         self._extend(seqs, active, [chains[b] for b in active], num_draft)
         drafted = [c if b in active else Chain() for b, c in enumerate(chains)]
-        sure = [c.sure for c in drafted] if self.policy.uses_confidence else None
-        return Draft.chains([c.tokens for c in drafted], sure)
+        return draft_of(drafted, num_nodes, self.policy.uses_confidence, self.options.siblings)
 
     def _extend(
         self,
@@ -79,13 +83,15 @@ class DraftModelDrafter(Drafter):
     ) -> None:
         shadows, lengths = [self.followers[seqs[b]] for b in active], [num_draft[b] for b in active]
         limit, catch_up = self.followers.vocab_limit, self.followers.catch_up
-        extend_chains(self.runner, shadows, chains, lengths, self.policy, limit, catch_up, going)
+        extend_chains(self.runner, shadows, chains, lengths, self.policy, limit, catch_up, going, self.options.siblings)
 
     def ahead(
         self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]
     ) -> list[list[int]]:
         """After a whole draft: the next token, which the target will choose if all is right, and a chain after it."""
         blocks, guesses = self.runner.blocks, [Chain() for _ in seqs]
+        if self.options.siblings:  # which path of a tree is right is not known beforehand
+            return [[] for _ in seqs]
         # A draft that ended before its time will hardly be right to its end. Blocks are taken only where many are free.
         whole = [b for b, k in enumerate(num_draft) if 0 < k == draft.count(b)]
         shadows = {b: self.followers[seqs[b]] for b in whole}

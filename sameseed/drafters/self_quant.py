@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._chains import write_chains
+from sameseed.drafters._chains import Chain, chain_lengths, check_siblings, draft_of, extend_chains
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
@@ -31,17 +31,21 @@ class SelfQuantDrafter(Drafter):
         """`kv_window`: a draft attends to so many of the context's last tokens (0: all) and to the first `kv_sink`,
         both rounded up to blocks of the cache; the text is the same, guesses may be worse, and at long contexts a
         draft's pass is shorter. `vocabulary`: the tokens that may be guessed, where not all: a number (the first
-        ones), or a file with their ids (JSON or lines), as `sameseed vocabulary` makes; fewer cost less.
+        ones), or a file with their ids (JSON or lines), as `sameseed vocabulary` makes; fewer cost less. `siblings`: at
+        each place so many other likely tokens may join the chain, as leaves of a tree that no further pass is needed
+        for; `--k` then counts nodes.
         """
 
         kv_window: int = 0
         kv_sink: int = 16
         vocabulary: str = ""
+        siblings: int = 0
 
         def __post_init__(self) -> None:
             for name in ("kv_window", "kv_sink"):
                 if getattr(self, name) < 0:
                     raise ConfigError(f"{name} must be a number of tokens, 0 or more, got {getattr(self, name)}")
+            check_siblings(self.siblings)
 
     owns = "target"
     cuttable = True
@@ -51,6 +55,7 @@ class SelfQuantDrafter(Drafter):
         self.options = options
         self.runner = runner.beside(unseen=self._unseen)
         self.policy = policy
+        self.branches, self.cuttable = options.siblings > 0, options.siblings == 0
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> SelfQuantDrafter:
@@ -58,18 +63,20 @@ class SelfQuantDrafter(Drafter):
         return cls(options, with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size), parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Chains for all sequences together: one pass of the copy a token."""
+        """Chains for all sequences together, one pass of the copy a token; leaves beside them."""
         # The rows of all guesses but the last are stored, in blocks that the target's pass has reserved.
         size = self.runner.cache.block_size
-        counts = [min(k, len(s.blocks) * size - len(s) + 1) for s, k in zip(seqs, num_draft, strict=True)]
+        lengths = chain_lengths(seqs, num_draft, self.options.siblings)
+        counts = [min(k, len(s.blocks) * size - len(s) + 1) for s, k in zip(seqs, lengths, strict=True)]
         copies = list(seqs)
         for b, seq in enumerate(seqs):
             if counts[b] > 0:
                 copies[b] = copy = Sequence(seq.seq_id, seq.token_ids, seq.params, seq.seed, seq.tenant)
                 copy.num_prompt, copy.num_cached, copy.blocks = seq.num_prompt, seq.num_cached, seq.blocks
         vocab_size = self.runner.model.config.vocab_size
-        chains, confidence = write_chains(self.runner, copies, counts, self.policy, vocab_size)
-        return Draft.chains(chains, confidence if self.policy.uses_confidence else None)
+        chains = [Chain() for _ in seqs]
+        extend_chains(self.runner, copies, chains, counts, self.policy, vocab_size, siblings=self.options.siblings)
+        return draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings)
 
     def _unseen(self, seq: Sequence) -> tuple[int, int]:
         """Blocks between the first tokens and the latest: drafts do not attend to them."""

@@ -181,7 +181,8 @@ def options_of(spec: SpecConfig) -> dict[str, Any]:
 def branches(spec: SpecConfig) -> bool:
     """May its drafts be trees? Those of drafters asked in turn, where one's may."""
     asked = () if drafter_class(spec).owns else spec.below
-    return (drafter_class(spec).branches and spec.options.get("top_k") != 1) or any(map(branches, asked))
+    tree = drafter_class(spec).branches and spec.options.get("top_k") != 1
+    return tree or bool(spec.options.get("siblings")) or any(map(branches, asked))
 
 
 def chained(spec: SpecConfig) -> SpecConfig:

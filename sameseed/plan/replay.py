@@ -83,7 +83,7 @@ class _Reader:
         self.engine = engine
         self.drafter = engine.drafter
         self.sizes = sizes
-        self.cuttable = drafter_class(every[0]).cuttable
+        self.cuttable = self.drafter.cuttable
         self.num_levels = max(1, len(engine.level_names))
         below = getattr(self.drafter, "below", ())
         self.below = below if isinstance(below, tuple) and not self.cuttable else ()

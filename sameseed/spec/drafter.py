@@ -123,7 +123,7 @@ class Drafter:
     owns: ClassVar[Owned] = ""  # the model of its own that `build` gets; "target": the target in another format
     num_below: ClassVar[tuple[int, int]] = (0, 0)  # the fewest and the most drafters that it works with
     text: ClassVar[str] = ""  # what also means it in --draft: "MODEL", "HEAD", "PARALLEL", "A > MODEL", "A + B"
-    cuttable: ClassVar[bool] = False  # is a draft of k tokens the k first (of a tree: likeliest) of a longer one?
+    cuttable = False  # is a draft of k tokens the k first (of a tree: likeliest) of a longer one?
     at_once: ClassVar[bool] = False  # does its model guess a whole draft in one pass?
     judges: ClassVar[bool] = False  # does it know how likely its tokens are, so that `confidence` can end its drafts?
     branches = False  # may its drafts be trees? Then num_draft counts nodes, and only their depth is a text's concern

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,14 +234,21 @@ def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
 
 def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> int:
     """The token after the sequence's known tokens and `path`, from logits float32 [V] there; FAILED if none."""
-    row: NDArray[np.floating] = logits
-    if _is_limited(seq, len(path)):
-        row = adjust(logits, seq, path, eos_token_ids)
-    elif seq.grammar is not None and seq.num_output >= 0:  # as `adjust` does it, in half the memory
-        row = logits.copy()
-        _allow(row, seq.grammar.allowed(seq.output_token_ids, path))
     chosen = native_choice if HAS_NATIVE else numpy_choice
-    return chosen(row, seq.params, seq.seed, len(seq) + len(path))
+    return chosen(adjusted(logits, seq, path, eos_token_ids), seq.params, seq.seed, len(seq) + len(path))
+
+
+def adjusted(
+    logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]
+) -> NDArray[np.floating]:
+    """Logits float32 or float64 [V] as `adjust` gives them; themselves where it changes nothing."""
+    if _is_limited(seq, len(path)):
+        return adjust(logits, seq, path, eos_token_ids)
+    if seq.grammar is None or seq.num_output < 0:
+        return logits
+    row = logits.copy()  # as `adjust` does it, in half the memory
+    _allow(row, seq.grammar.allowed(seq.output_token_ids, path))
+    return row
 
 
 def numpy_choice(logits: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
@@ -259,19 +267,15 @@ def numpy_choice(logits: NDArray[np.floating], params: SamplingParams, seed: int
 def native_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
     """numpy_choice in C++ (csrc/sampling.cpp), for a row float32 or float64 [V]."""
     row = np.ascontiguousarray(row)
+    return _native.choose(*native_args(row, params, seed, position))
+
+
+def native_args(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> Any:
+    """The native sampler's arguments for a contiguous row."""
+    where = row.ctypes.data, row.dtype == np.float64, len(row), params.greedy
     if params.greedy:
-        return _native.choose(row.ctypes.data, row.dtype == np.float64, len(row), True, 1.0, -np.inf, 0, 1.0, 0)
-    return _native.choose(
-        row.ctypes.data,
-        row.dtype == np.float64,
-        len(row),
-        False,
-        _divisor(params),
-        _floor(params),
-        params.top_k,
-        params.top_p,
-        noise_key(seed, position),
-    )
+        return *where, 1.0, -np.inf, 0, 1.0, 0
+    return *where, _divisor(params), _floor(params), params.top_k, params.top_p, noise_key(seed, position)
 
 
 def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float:

@@ -21,6 +21,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "k": 5},
     **{f"draft_model k={k}": {"method": "draft_model", "k": k} for k in range(1, 9)},
     "confidence": {"method": "draft_model", "k": 8, "confidence": 0.4},
+    "siblings": {"method": "draft_model", "k": 12, "options": {"siblings": 2}},
 }
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED}
 # alone or in a batch, rows of a pass (chunks of a prompt), block size, sampling

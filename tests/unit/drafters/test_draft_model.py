@@ -48,6 +48,38 @@ def test_a_draft_equal_to_the_target_is_always_right(pair: Pair) -> None:
         assert engine.metrics.num_rollbacks == 0
 
 
+def test_siblings_join_the_chain_as_leaves(pair: Pair) -> None:
+    """The same chain, its tokens and the likeliest others of each place; the first tree needs no more passes."""
+    draft = [
+        drafter_of(make_engine(pair, "draft_model", k=9, options={"siblings": s})).propose(
+            [Sequence(0, PROMPTS[0], ASKED, 6)], [3 * (1 + s)]
+        )
+        for s in (0, 2)
+    ]
+    (chain, _), (tokens, parents) = (d.nodes(0) for d in draft)
+    assert tokens[: len(chain)] == chain and parents[: len(chain)] == [-1, 0, 1]
+    leaves = list(zip(parents, tokens, strict=True))[len(chain) :]
+    assert leaves and len(set(leaves)) == len(leaves) <= 6
+    assert all(token != chain[parent + 1] for parent, token in leaves)
+    assert draft[1].confidence is not None and (draft[1].confidence > 0).all()
+
+
+def test_siblings_are_right_now_and_then_where_the_chain_is_not(pair: Pair) -> None:
+    plain, chain, tree = (
+        make_engine(pair, m, k=k, options=o)
+        for m, k, o in (("none", 0, {}), ("draft_model", 4, {}), ("draft_model", 12, {"siblings": 2}))
+    )
+    prompts = random_prompts(12, seed=9)
+    expected = texts(run(plain, prompts, ASKED))
+    assert texts(run(chain, prompts, ASKED)) == texts(run(tree, prompts, ASKED)) == expected
+    assert tree.metrics.num_rounds < chain.metrics.num_rounds
+
+
+def test_no_tree_has_so_many_siblings(pair: Pair) -> None:
+    with pytest.raises(ConfigError, match=r"siblings must lie in 0\.\.8, got 9"):
+        make_engine(pair, "draft_model", options={"siblings": 9})
+
+
 @pytest.mark.parametrize("prefill_rows", [1, 7, 512])
 def test_catching_up_in_passes_of_bounded_size(pair: Pair, monkeypatch: Any, prefill_rows: int) -> None:
     plain = texts(run(make_engine(pair), PROMPTS, ASKED))

@@ -1,0 +1,64 @@
+"""The tokens that come first under the noise: the first is the sampler's own, native and NumPy agree."""
+
+import numpy as np
+import pytest
+
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec import sampling
+from sameseed.spec.choices import choices, native_choices, numpy_choices
+
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.5, top_k=40, min_p=0.01),
+    SamplingParams(temperature=0.3, top_p=0.5, top_k=3),
+]
+FINDERS = [numpy_choices, *([native_choices] if sampling.HAS_NATIVE else [])]
+
+
+def rows(count: int, size: int = 1000) -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    made = [(4.0 * rng.standard_normal(size)).astype(np.float32) for _ in range(count)]
+    made[0][7:] = -np.inf  # fewer tokens than are asked for
+    made[1][:] = 1.0  # all alike
+    return made
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("find", FINDERS)
+def test_the_first_is_what_the_sampler_chooses(find, params):
+    for at, row in enumerate(rows(40)):
+        found = find(row, params, 11, at, 5)
+        assert found[0][0] == sampling.numpy_choice(row, params, 11, at)
+        tokens, shares = zip(*found, strict=True)
+        assert len(set(tokens)) == len(tokens) <= 5
+        assert list(shares) == sorted(shares, reverse=True) and 0.0 < sum(shares) <= 1.0 + 1e-9
+
+
+@pytest.mark.skipif(not sampling.HAS_NATIVE, reason="the native module is not built")
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_native_choices_are_the_specification_s(params, count):
+    for at, row in enumerate(rows(40, 4097)):
+        for values in (row, row.astype(np.float64)):
+            expected = numpy_choices(values, params, 3, at, count)
+            found = native_choices(values, params, 3, at, count)
+            assert [t for t, _ in found] == [t for t, _ in expected]
+            np.testing.assert_allclose([s for _, s in found], [s for _, s in expected], rtol=1e-9)
+
+
+@pytest.mark.parametrize("find", FINDERS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_give_none(find, bad):
+    row = rows(3)[2]
+    row[500] = bad
+    assert find(row, PARAMS[1], 1, 1, 3) == []
+    assert find(np.full(10, -np.inf, np.float32), PARAMS[0], 1, 1, 3) == []
+
+
+def test_banned_tokens_are_none_of_them():
+    row = rows(3)[2]
+    best = int(row.argmax())
+    seq = Sequence(1, (1, 2), SamplingParams(banned_token_ids=(best,)), 0)
+    assert best not in [t for t, _ in choices(row, seq, [], (), 4)]
