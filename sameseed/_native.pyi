@@ -98,6 +98,9 @@ class Plan:
 def choose(arg0: int, arg1: bool, arg2: int, arg3: bool, arg4: float, arg5: float, arg6: int, arg7: float, arg8: int, /) -> int:
     """The token chosen from a row of logits, or -1."""
 
+def choices(arg0: int, arg1: bool, arg2: int, arg3: bool, arg4: float, arg5: float, arg6: int, arg7: float, arg8: int, arg9: int, /) -> list[tuple[int, float]]:
+    """The tokens that come first in a row of logits, with their shares."""
+
 def probability(arg0: int, arg1: bool, arg2: int, arg3: float, arg4: int, /) -> float:
     """Probability of a token at a temperature."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
@@ -38,6 +41,19 @@ class Chain:
         if length < len(self.tokens):
             del self.tokens[length:], self.sure[length:], self.beside[length:]
             self.ended = False
+
+    def grow(self, found: Seq[tuple[int, float]], policy: LengthPolicy, vocab_limit: int) -> bool:
+        """Take over what the model found at the next place; False where the chain has ended before it."""
+        (token, sure), *others = found
+        if token == FAILED or token >= vocab_limit:
+            self.ended = True
+            return False
+        before = self.sure[-1] if self.sure else 1.0
+        self.tokens.append(token)
+        self.sure.append(sure * before)
+        self.beside.append([(t, p * before) for t, p in others if t < vocab_limit and not policy.stop(p)])
+        self.ended = policy.stop(sure)
+        return True
 
     def nodes(self, most: int) -> tuple[list[int], list[int], list[float]]:
         """A tree of at most so many nodes: tokens, parents, probabilities of paths. The likeliest leaves are taken."""
@@ -104,16 +120,8 @@ def extend_chains(
         if prepare is not None:
             prepare(running)
         for b, found in zip(active, _next(runner, running, policy.uses_confidence, siblings), strict=True):
-            chain, ((token, sure), *others) = chains[b], found
-            if token == FAILED or token >= vocab_limit:
-                chain.ended = True
-                continue
-            before = chain.sure[-1] if chain.sure else 1.0
-            chain.tokens.append(token)
-            chain.sure.append(sure * before)
-            chain.beside.append([(t, p * before) for t, p in others if t < vocab_limit and not policy.stop(p)])
-            shadows[b].token_ids.append(token)
-            chain.ended = policy.stop(sure)
+            if chains[b].grow(found, policy, vocab_limit):
+                shadows[b].token_ids.append(chains[b].tokens[-1])
         active = [b for b in active if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
         if active and policy.ends([chains[b].sure for b in active]):
             break
@@ -122,18 +130,25 @@ def extend_chains(
 def _next(
     runner: ModelRunner, seqs: list[Sequence], with_probability: bool, siblings: int
 ) -> list[list[tuple[int, float]]]:
-    """One pass: the model's choices after each sequence's last token, and their probabilities where asked for."""
+    """One pass: the model's choices after each sequence's last token."""
     num_pending = [s.num_pending for s in seqs]
     out = runner.forward(seqs, Draft.empty(len(seqs)), num_pending)
     runner.commit(seqs, num_pending, [[] for _ in seqs], out)
     table = out.logits.numpy() if out.logits.device.type == "cpu" else out.logits.cpu().numpy()
     eos = runner.model.config.eos_token_ids
+    return [likely_after(row, s, [], eos, siblings, with_probability) for row, s in zip(table, seqs, strict=True)]
+
+
+def likely_after(
+    row: NDArray[np.float32],
+    seq: Sequence,
+    path: Seq[int],
+    eos_token_ids: Seq[int],
+    siblings: int,
+    with_probability: bool,
+) -> list[tuple[int, float]]:
+    """The choice after `path` by logits [V] there, and `siblings` others, with probabilities (1: nobody asks)."""
     if siblings:
-        return [choices(row, s, [], eos, 1 + siblings) or [(FAILED, 0.0)] for row, s in zip(table, seqs, strict=True)]
-    best: list[int] = table.argmax(axis=-1).tolist() if any(plain_greedy(s) for s in seqs) else []
-    guesses: list[list[tuple[int, float]]] = []
-    for b, seq in enumerate(seqs):
-        token = best[b] if plain_greedy(seq) else choose(table[b], seq, [], eos)
-        sure = probability(table[b], seq, token) if with_probability and token != FAILED else 1.0
-        guesses.append([(token, sure)])
-    return guesses
+        return choices(row, seq, path, eos_token_ids, 1 + siblings) or [(FAILED, 0.0)]
+    token = int(row.argmax()) if plain_greedy(seq) else choose(row, seq, path, eos_token_ids)
+    return [(token, probability(row, seq, token) if with_probability and token != FAILED else 1.0)]

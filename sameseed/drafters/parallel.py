@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sameseed.batch import MAX_NODES
-from sameseed.drafters._chains import Chain
+from sameseed.drafters._chains import Chain, chain_lengths, check_siblings, draft_of, likely_after
 from sameseed.drafters._followers import Followers
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
@@ -20,7 +20,6 @@ from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
-from sameseed.spec.sampling import FAILED, choose, plain_greedy, probability
 
 log = logging.getLogger("sameseed")
 
@@ -36,16 +35,19 @@ class ParallelDrafter(Drafter):
         """`mask_token`: the id that stands for a token not known yet (-1: as the model's config.json says).
         `prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
         tokens that it may guess, where not all: a number (the first ones), or a file with their ids (JSON or lines),
-        as `sameseed vocabulary` makes; fewer cost less.
+        as `sameseed vocabulary` makes; fewer cost less. `siblings`: at each place so many other likely tokens may join
+        the chain, as leaves of a tree; `--k` then counts nodes.
         """
 
         mask_token: int = -1
         prefill_rows: int = 512
         vocabulary: str = ""
+        siblings: int = 0
 
         def __post_init__(self) -> None:
             if self.prefill_rows < 1:
                 raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
+            check_siblings(self.siblings)
 
     owns = "model"
     text = "PARALLEL"
@@ -70,6 +72,7 @@ class ParallelDrafter(Drafter):
         self.most = min(config.num_parallel or MAX_NODES, MAX_NODES)
         self.followers = Followers(runner, options.prefill_rows, vocab_size)
         self._said = False
+        self.branches, self.cuttable = options.siblings > 0, options.siblings == 0
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> ParallelDrafter:
@@ -78,8 +81,9 @@ class ParallelDrafter(Drafter):
         return cls(options, runner, parts.vocab_size, parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Chains for all sequences together, by one pass."""
-        counts = [self._able(seq, k) for seq, k in zip(seqs, num_draft, strict=True)]
+        """Chains for all sequences together, by one pass; leaves beside them."""
+        lengths = chain_lengths(seqs, num_draft, self.options.siblings)
+        counts = [self._able(seq, k) for seq, k in zip(seqs, lengths, strict=True)]
         chains = [Chain() for _ in seqs]
         active = self.followers.follow(seqs, counts)
         if active:
@@ -90,8 +94,7 @@ class ParallelDrafter(Drafter):
             for b, shadow in zip(active, shadows, strict=True):
                 self._read(chains[b], table[row : row + counts[b]], shadow)
                 row += counts[b]
-        sure = [c.sure for c in chains] if self.policy.uses_confidence else None
-        return Draft.chains([c.tokens for c in chains], sure)
+        return draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings)
 
     def _able(self, seq: Sequence, num_draft: int) -> int:
         """So many of these tokens can be guessed: what it was trained for, and what its context has room for."""
@@ -115,15 +118,11 @@ class ParallelDrafter(Drafter):
 
         It ends early where the policy says so, and before a token that the target does not have.
         """
-        eos, greedy = self.runner.model.config.eos_token_ids, plain_greedy(seq)
+        eos, options, policy = self.runner.model.config.eos_token_ids, self.options, self.policy
         for row in table:
-            token = int(row.argmax()) if greedy else choose(row, seq, chain.tokens, eos)
-            if token == FAILED or token >= self.followers.vocab_limit:
-                return
-            sure = probability(row, seq, token) if self.policy.uses_confidence else 1.0
-            chain.tokens.append(token)
-            chain.sure.append(sure * (chain.sure[-1] if chain.sure else 1.0))
-            if self.policy.stop(sure):
+            found = likely_after(row, seq, chain.tokens, eos, options.siblings, policy.uses_confidence)
+            chain.grow(found, policy, self.followers.vocab_limit)
+            if chain.ended:
                 return
 
     @property

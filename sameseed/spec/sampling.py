@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +29,7 @@ else:
     HAS_NATIVE = True
 
 Floats = NDArray[np.float64]
+NativeArgs = tuple[int, bool, int, bool, float, float, int, float, int]
 FAILED = -1  # no token can be chosen: logits are not finite, or every token is ruled out
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -270,12 +270,12 @@ def native_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, 
     return _native.choose(*native_args(row, params, seed, position))
 
 
-def native_args(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> Any:
+def native_args(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> NativeArgs:
     """The native sampler's arguments for a contiguous row."""
-    where = row.ctypes.data, row.dtype == np.float64, len(row), params.greedy
+    where = row.ctypes.data, row.dtype == np.float64, len(row)
     if params.greedy:
-        return *where, 1.0, -np.inf, 0, 1.0, 0
-    return *where, _divisor(params), _floor(params), params.top_k, params.top_p, noise_key(seed, position)
+        return *where, True, 1.0, -np.inf, 0, 1.0, 0
+    return *where, False, _divisor(params), _floor(params), params.top_k, params.top_p, noise_key(seed, position)
 
 
 def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float:

@@ -92,7 +92,7 @@ def test_guesses_are_the_models_own_behind_masks(pair: Pair) -> None:
             "[self.mask] * (n - 1)",
             "[shadows[0].token_ids[-1]] * (n > 1) + [self.mask] * (n - 2)",
         ),
-        (ParallelDrafter._read, "choose(row, seq, chain.tokens, eos)", "choose(row, seq, [], eos)"),
+        (ParallelDrafter._read, "likely_after(row, seq, chain.tokens, eos,", "likely_after(row, seq, [], eos,"),
         (Draft.chains.__func__, "range(-1, len(c) - 1)", "[-1] * len(c)"),
     ],
     ids=["rows", "masks", "noise", "places"],
