@@ -31,24 +31,30 @@ def possible_codes(q: QuantTensor) -> Tensor:
     return torch.tensor(range(2**bits) if own is None else own, device=codes.device).to(codes.dtype)
 
 
+def unit(q: QuantTensor) -> int:
+    """Values of a row whose codes mean the same: those of a group, or of a K-quant's sub-block."""
+    steps = q.parts.get("steps")
+    return q.group if steps is None else q.shape[1] // steps.shape[1]
+
+
 class CodeGrid:
-    """The values that codes can take in each row and group of a stored weight; scales stay as they are."""
+    """The values that codes can take in each row and unit of a stored weight; scales stay as they are."""
 
     def __init__(self, q: QuantTensor) -> None:
-        every, group, (height, width) = possible_codes(q), q.group, q.shape
+        every, group, (height, width) = possible_codes(q), unit(q), q.shape
         decode = formats.get(q.format).decode
         found = []
         for start in range(0, len(every), group):
             cycle = every[(start + torch.arange(group, device=every.device)) % len(every)]
             codes = cycle.repeat(width // group).expand(height, width).contiguous()
             found.append(decode(replace(q, parts={**q.parts, "codes": codes})).view(height, -1, group))
-        levels = torch.cat(found, dim=-1)[..., : len(every)]  # [O, K / G, n]
+        levels = torch.cat(found, dim=-1)[..., : len(every)]  # [O, K / U, n]
         usable = levels.isfinite().flatten(0, 1).all(0)
         self.levels, order = levels[..., usable].sort(dim=-1, stable=True)
-        self.codes = every[usable][order]  # [O, K / G, n]
+        self.codes = every[usable][order]  # [O, K / U, n]
 
     def nearest(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """Codes and values [O] nearest to x [O], a column of that group (of two as near, the lower)."""
+        """Codes and values [O] nearest to x [O], a column of that unit (of two as near, the lower)."""
         levels = self.levels[:, group].contiguous()
         above = torch.searchsorted(levels, x[:, None].contiguous()).clamp_(1, levels.shape[1] - 1)
         low, high = levels.gather(1, above - 1), levels.gather(1, above)

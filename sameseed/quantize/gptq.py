@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.quantize import DOUBLE, Quantizer, Stats, decoded, is_dense
-from sameseed.quantize._grid import CodeGrid, Encode, clip, independent
+from sameseed.quantize._grid import CodeGrid, Encode, clip, independent, unit
 from sameseed.scheme import QuantScheme, QuantTensor
 
 
@@ -88,7 +88,7 @@ def _round_columns(
     hessian: Tensor | None,
 ) -> QuantTensor:
     """Round every column of weight [O, K], which come in this order; `encode` where groups get scales on the way."""
-    work, width, group, grid = weight.clone(), weight.shape[1], q.group, CodeGrid(q)
+    work, width, group, grid = weight.clone(), weight.shape[1], unit(q), CodeGrid(q)
     columns: list[int] = order.tolist()  # at once: on a GPU each number asked for is a wait
     parts = {name: part.clone() for name, part in q.parts.items()}
     for begin in range(0, width, block):

@@ -16,7 +16,7 @@ from sameseed import ops, registry, scheme as formats
 from sameseed.models.llama import Llama
 from sameseed.models.weights import read_weights
 from sameseed.quantize import Stats, decoded, parse_method
-from sameseed.quantize._grid import CodeGrid
+from sameseed.quantize._grid import CodeGrid, unit
 from sameseed.scheme import DENSE, QuantScheme
 
 pytestmark = pytest.mark.bits
@@ -87,7 +87,7 @@ def test_every_code_is_among_the_values_of_its_grid(scheme: str) -> None:
     weight = randn(8, K)
     q = QuantScheme.parse(scheme).encode(weight)
     grid = CodeGrid(q)
-    values = decoded(q).view(8, -1, q.group)
+    values = decoded(q).view(8, -1, unit(q))
     for g in range(values.shape[1]):
         for column in values[:, g].T:
             codes, found = grid.nearest(column, g)
