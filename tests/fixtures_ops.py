@@ -11,7 +11,7 @@ import torch
 from fixtures_kv import kv_oracle
 from torch import Tensor
 
-from sameseed import ops
+from sameseed import ops, scheme
 from sameseed.batch import Batch, Rows, ancestor_masks, build_batch
 from sameseed.scheme import KVLayer
 
@@ -146,8 +146,10 @@ def exact_attention(p: Pass, scale: float, window: int | None = None) -> Tensor:
             if window is not None:
                 mask[r] &= place > position - window
         group = p.q.shape[1] // k.shape[1]
-        q = p.q[row : row + count].double()  # [T, H, D]
-        scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(group, 1)) * scale
+        q = p.q[row : row + count]  # [T, H, D]
+        rounded = scheme.kv_format(p.layer.format).query_dtype
+        q = q.double() * scale if rounded is torch.float32 else (q * scale).to(rounded).double()
+        scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(group, 1))
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         out.append(torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, 1)))
         row += count

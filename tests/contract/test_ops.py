@@ -121,9 +121,11 @@ def test_rope_turns_pairs(T, H, D, backend):
 @every_kv_format
 @pytest.mark.parametrize("window", [None, 1, 3, 64, 65, 1000])
 def test_attention(window, kv_format, backend):
-    p = make_pass(MIXED, kv_format)
-    got = ops.resolve(backend).attention(p.q, p.layer, p.batch, 12**-0.5, window)
-    close(got, exact_attention(p, 12**-0.5, window), 10.0)
+    p, chosen = make_pass(MIXED, kv_format), ops.resolve(backend)
+    got = chosen.attention(p.q, p.layer, p.batch, 12**-0.5, window)
+    lost = max(0.0, chosen.kv_rounding(kv_format) - chosen.kv_rounding("fp32"))  # of softmax weights: bf16_a16's
+    largest = float(p.layer.v.float().nan_to_num(0.0).abs().max()) if lost else 0.0
+    close(got, exact_attention(p, 12**-0.5, window), 10.0 + lost * largest / TOLERANCE)
 
 
 @every_backend
