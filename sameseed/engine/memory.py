@@ -48,7 +48,8 @@ def demand_of(
     """The same of weights that need no file; `shapes`: of a head's tensors."""
     dense = quant.dense_for(source.dtype("model.embed_tokens.weight" if shapes is None else "fc.weight"))
     block = block_bytes(shape, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
-    return Demand(quant, weight_bytes(shape, source, quant, shapes), block, pass_bytes(shape, config.max_num_rows))
+    weights = weight_bytes(shape, source, quant, shapes, config.device)
+    return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows))
 
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:

@@ -12,6 +12,7 @@ from sameseed.models.eagle_config import is_head
 from sameseed.models.eagle_loader import open_head
 from sameseed.models.loader import open_checkpoint
 from sameseed.models.weights import (
+    KQUANTS,
     Shapes,
     TensorSource,
     check_rules,
@@ -20,7 +21,7 @@ from sameseed.models.weights import (
     resolve_scheme,
     weight_bytes,
 )
-from sameseed.scheme import DENSE, QuantScheme
+from sameseed.scheme import DENSE, QuantScheme, get
 
 USUAL = "model.layers.0.mlp.down_proj"  # the matrix whose scheme counts as the model's
 
@@ -48,7 +49,12 @@ def draft_scheme(draft: Path, target: Path, quant: QuantScheme) -> QuantScheme:
 
 
 def few_bits(quant: QuantScheme) -> QuantScheme:
-    """The scheme without its rules; "auto" where it takes 16 bits or more."""
+    """The scheme without its rules; "auto" where it takes 16 bits or more.
+
+    A K-quant's is w4a8 or w8a8: of rows that 256 does not divide, and on GPUs, no kernel has K-quants.
+    """
+    if quant.weights in KQUANTS:
+        return QuantScheme.parse("w4a8" if get(quant.weights).bits == 4 else "w8a8")
     return QuantScheme() if quant.weights in ("auto", *DENSE.values()) else replace(quant, rules=())
 
 

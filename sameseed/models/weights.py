@@ -92,7 +92,9 @@ def check_rules(config: ModelConfig, quant: QuantScheme, shapes: Shapes | None =
             )
 
 
-def weight_bytes(config: ModelConfig, source: TensorSource, quant: QuantScheme, shapes: Shapes | None = None) -> int:
+def weight_bytes(
+    config: ModelConfig, source: TensorSource, quant: QuantScheme, shapes: Shapes | None = None, device: str = "cpu"
+) -> int:
     """Bytes that all weights will take, padded as kernels pad them (a little more than what plain codes take).
 
     `shapes`: of the tensors, where they are not a whole model's (a draft head's). Raises ConfigError naming the first
@@ -104,14 +106,23 @@ def weight_bytes(config: ModelConfig, source: TensorSource, quant: QuantScheme, 
         if len(shape) == 1:
             total += shape[0] * 4
             continue
-        bits = matrix_bits(config, source, quant, name, shape)
+        bits = matrix_bits(config, source, quant, name, shape, device)
         total += int(-(-shape[0] // ROWS) * ROWS * shape[1] * bits / 8)
     return total
 
 
-def matrix_bits(config: ModelConfig, source: TensorSource, quant: QuantScheme, name: str, shape: Seq[int]) -> float:
+def matrix_bits(
+    config: ModelConfig,
+    source: TensorSource,
+    quant: QuantScheme,
+    name: str,
+    shape: Seq[int],
+    device: str = "cpu",
+) -> float:
     """Bits that a weight of one matrix will take. Raises ConfigError where its rows cannot be stored so."""
-    chosen = resolve_scheme(config, source, quant, name.removesuffix(".weight"))
+    chosen, own = resolve_scheme(config, source, quant, name.removesuffix(".weight")), source.scheme(name)
+    if own is not None and own.weights == chosen.weights in KQUANTS and (device, chosen.activations) != ("cpu", "int8"):
+        chosen = round_scheme(shape[1])  # no kernel has them: see WeightReader
     try:
         return chosen.bits_per_weight(shape[1], source.dtype(name))
     except ConfigError as error:

@@ -85,7 +85,7 @@ class Profiler:
         with nullcontext(RandomCheckpoint(config)) if folder is None else open_checkpoint(folder) as source:
             if not isinstance(source, RandomCheckpoint):
                 source.check(config)
-            size = weight_bytes(config, source, quant)
+            size = weight_bytes(config, source, quant, device=self.grid.device)
             dense = quant.dense_for(source.dtype("model.embed_tokens.weight"))
         size += cache_bytes(config, cache_format(self.grid.kv_format, dense), chains + others)
         return Candidate(role, config, folder, format, chains, others, size)

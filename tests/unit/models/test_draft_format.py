@@ -33,6 +33,8 @@ def formats(draft: str, target_format: str, **settings: object) -> list[str]:
         ("w4a8-qoq", "w4a8-qoq"),
         ("nf4-dq", "nf4-dq"),
         ("w4a8,lm_head=bf16", "w4a8"),
+        ("q4_k-a8", "w4a8"),
+        ("q6_k-a8", "w8a8"),
     ],
 )
 def test_a_draft_takes_the_format_of_its_target(draft, target_format, expected):
@@ -74,5 +76,6 @@ def test_the_estimate_knows_it():
     target = sheet("embedded-target", "w4a8")
     assert sheet("embedded-draft", target=target).name == "w4a8"
     assert sheet("embedded-draft", "w8a8", target=target).name == "w8a8"
+    assert sheet("embedded-draft", target=sheet("embedded-target", "q4_k-a8")).name == "w4a8"
     head = resolve_model("embedded-head")
     assert head_sheet(head, "auto", "auto", target).weights < head_sheet(head, "bf16", "auto", target).weights / 2

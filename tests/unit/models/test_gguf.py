@@ -22,7 +22,8 @@ from sameseed.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
 from sameseed.models.layers import inverse_frequencies
 from sameseed.models.layouts import base
 from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
-from sameseed.scheme import get
+from sameseed.models.weights import weight_bytes
+from sameseed.scheme import QuantScheme, get
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64, "vocab_size": 96}
 RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, **WIDE, "num_key_value_heads": 2}
@@ -296,6 +297,17 @@ def test_k_quants_without_a_kernel_are_rounded_with_a_notice(tmp_path, caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "no kernel here has weights in q4_k; they are rounded once to w8a16-g32 (--format fp32: not at all)"
     ]
+
+
+def test_memory_is_planned_for_what_k_quants_become(tmp_path):
+    """Four bits and a half where kernels have them; else eight and a half."""
+    path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)), kinds("Q4_K"))
+    config = read_config(path)
+    with GGUFCheckpoint(path) as source:
+        kept = weight_bytes(config, source, QuantScheme())
+        rounded = weight_bytes(config, source, QuantScheme(), device="cuda")
+        assert rounded == weight_bytes(config, source, QuantScheme.parse("w8a16-g32")) > 1.8 * kept
+        assert weight_bytes(config, source, QuantScheme.parse("q4_k")) == rounded  # with float rows
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
