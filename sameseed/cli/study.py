@@ -40,16 +40,12 @@ class StudyArgs:
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, plan, measure, draw."""
     args = parse(StudyArgs, argv, prog).args
-    from sameseed import registry
-    from sameseed.cli.console import progress, stderr_console, stdout_console, warn_if_busy
+    if args.name == "list":
+        return _list()
+    from sameseed.cli.console import progress, stderr_console, warn_if_busy
     from sameseed.studies import _runner
     from sameseed.studies._setup import Setup
 
-    console = stdout_console()
-    if args.name == "list":
-        for name in registry.names("studies"):
-            console.print(f"{name:<12} {_runner.load(name).title}", markup=False)
-        return 0
     with progress(args.name) as bar:
         setup = Setup(
             args.size,
@@ -78,6 +74,17 @@ def run(argv: Seq[str], prog: str) -> int:
         stderr_console().print(f"written: {path}", style="dim", markup=False)
     failed = any(after.wrong and not before.wrong for before, after in zip(planned, tried))
     return 0 if _runner.same_texts(args.name, setup) and not failed else 1
+
+
+def _list() -> int:
+    """The studies' names and titles."""
+    from sameseed import registry
+    from sameseed.cli.console import stdout_console
+    from sameseed.studies import _runner
+
+    for name in registry.names("studies"):
+        stdout_console().print(f"{name:<12} {_runner.load(name).title}", markup=False)
+    return 0
 
 
 def _show(planned: Seq[Planned]) -> None:

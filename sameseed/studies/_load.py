@@ -62,7 +62,7 @@ class LoadCell:
             check_parts(resolve_model(setup.source("target")), config)
         if setup.size == "true" and len(self.formats) > 1:
             raise ConfigError("servers of several formats at once are for --size small")
-        setup.check_memory({"target": self.formats[0][0], self.draft: "bf16"})
+        setup.check_memory(dict.fromkeys(("target", self.draft), self.formats[0][0]))  # the draft takes the target's
 
     def measure(self, setup: Setup, tell: Tell) -> list[dict[str, Any]]:
         """A record an arm and number of clients; speculation off comes first."""

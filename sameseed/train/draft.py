@@ -108,10 +108,9 @@ def run_draft(
 ) -> Trained:
     """Train a draft for `recipe.target` into `out/draft`, a Hugging Face folder with the target's tokenizer.
 
-    `backend` computes the target.
-
-    With `resume`, texts that are written stay and training goes on from its last checkpoint; of the recipe only what
-    `resume.EDITABLE` names may be another then. Raises ConfigError or ModelLoadError with the remedy.
+    `backend` computes the target. With `resume`, texts that are written stay and training goes on from its last
+    checkpoint; of the recipe only what `resume.EDITABLE` names may be another then. Raises ConfigError or
+    ModelLoadError with the remedy.
     """
     if sources.measure is not None:
         raise ConfigError("a draft is not measured in training; leave --measure out, and use sameseed bench --prompts")
@@ -126,10 +125,9 @@ def run_draft(
         with torch.no_grad():
             components(draft.model.embed_tokens.weight, dense(target.ops, target.weights.lm_head).cpu())
     draft.to(device)
-    job, said = draft_job(draft, target, texts, recipe, out), dict[str, object]()
-    if masks is not None:
-        job = parallel_job(draft, target, texts, recipe, out, masks)
-        said = {"pard_token": masks.mask, "spd_type": "pard", "para_num": masks.tokens}
+    parts = draft, target, texts, recipe, out
+    job = draft_job(*parts) if masks is None else parallel_job(*parts, masks)
+    said = None if masks is None else {"pard_token": masks.mask, "spd_type": "pard", "para_num": masks.tokens}
     progress = train(job, log, quiet=quiet)
     export_model(draft, out / "draft", None, config.eos_token_ids, more=said)
     for name, content in load_tokenizer(folder).as_files().items():
@@ -173,7 +171,7 @@ def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTrain
     with torch.no_grad(), open_checkpoint(folder) as source:
         source.check(c)
         for name, weight in draft.named_parameters():
-            weight.copy_(source.tensor(name))
+            weight.copy_(source.rows(name, 0, len(weight)) if weight.dim() == 2 else source.tensor(name))
     own = -1 if c.mask_token is None else c.mask_token
     return draft, own if recipe.mask_token < 0 else recipe.mask_token
 

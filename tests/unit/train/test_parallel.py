@@ -19,10 +19,11 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import read_config
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.train.checkpoint import export_model
-from sameseed.train.draft import DraftRecipe, DraftSize, run_draft
+from sameseed.train.draft import DraftRecipe, DraftSize, begin_draft, run_draft
 from sameseed.train.losses import fused_soft_cross_entropy
 from sameseed.train.model import LlamaForTraining, ModelShape
 from sameseed.train.own import Sources
@@ -190,6 +191,15 @@ def test_what_cannot_be_begun_with(folder: Path, tmp_path: Path, config: dict[st
     recipe = replace(recipe_for(folder), begin=str(tmp_path / "other"))
     with pytest.raises(ConfigError, match=said):
         run_draft(recipe, Sources(folder / "prompts.jsonl"), tmp_path / "out", quiet=True)
+
+
+def test_it_may_begin_with_a_draft_that_is_stored_in_codes(folder: Path, tmp_path: Path) -> None:
+    recipe, config = recipe_for(folder), read_config(folder / "target")
+    quantize(QuantizePlan(recipe.begin, tmp_path / "w8", "w8a16"))
+    codes, _ = begin_draft(replace(recipe, begin=str(tmp_path / "w8")), config)
+    whole, _ = begin_draft(recipe, config)
+    for name, weight in whole.named_parameters():
+        assert torch.allclose(codes.get_parameter(name), weight, atol=0.01 * float(weight.detach().abs().max())), name
 
 
 def test_the_mask_is_a_token_that_no_text_has(folder: Path) -> None:
