@@ -131,7 +131,7 @@ def main() -> None:
         "--drafts", nargs="+", default=["ngram", "embedded-draft", "embedded-head", "suffix + embedded-head"]
     )
     parser.add_argument("--format", default="auto")
-    parser.add_argument("--draft-format", default="auto")
+    parser.add_argument("--draft-format", help="unset: as --format")
     parser.add_argument("--texts", nargs="+", default=TEXTS, choices=TEXTS)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    args.draft_format = args.draft_format or args.format
     ways = {}
     for text in args.drafts:
         spec = formatted(without_past(parse_draft(text)), args.draft_format)
