@@ -55,7 +55,7 @@ def pack(w: QuantTensor) -> QuantTensor:
     if "high" in shapes:
         parts["high"] = roomy(shapes["high"][0], torch.uint8)
         _native.pack_high(codes.data_ptr(), parts["high"].data_ptr(), outputs, depth, _BITS[w.format])
-    for name in shapes.keys() & {*_SCALES, *_MULTIPLES}:
+    for name in (n for n in shapes if n in (*_SCALES, *_MULTIPLES)):
         part = by_block(w.parts[name], len(parts["codes"]), 0)  # [O / 32, n, 32]
         if name in _MULTIPLES:
             pairs = part.view(len(part), -1, 2, 2, 16)  # pair, which of it, half, output

@@ -8,19 +8,23 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sameseed.config import SpecConfig, parse_draft, written_as
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, SameseedError
 from sameseed.export import vllm
 from sameseed.models.config import GGUF, is_parallel
+from sameseed.models.draft_format import draft_scheme
 from sameseed.models.eagle_config import is_head
+from sameseed.scheme import QuantScheme
 from sameseed.tuned import TABLE_END, Chosen, Tuned
 
 STALLS = "a 0 in vLLM's table was reported to stall batches at its edge (vllm-project/vllm issue 49548): measure it"
 GGUF_TYPES = {"w8a8": "Q8_0", "w4a8": "Q4_0", "w4a16": "Q4_0", "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+GGUF_TYPES |= {"q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q6_k": "Q6_K"}
 GGUF_KV = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "int8": "q8_0", "int4": "q4_0"}
 FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -67,8 +71,21 @@ def _model_opt(tuned: Tuned) -> dict[str, Any]:
     }
 
 
-def _one_drafter(chosen: Chosen, able: Mapping[str, str], notes: list[str]) -> SpecConfig:
+def _draft_format(tuned: Tuned, model: str) -> str:
+    """The format in which a draft was measured: as named, else as it follows its target's, where both are here."""
+    chosen = tuned.chosen
+    if chosen.draft_format not in (None, "auto"):
+        return str(chosen.draft_format)
+    draft, target = (Path(m if m.endswith(GGUF) else vllm.model_path(m)) for m in (model, tuned.model.id))
+    if draft.exists() and target.exists():
+        with suppress(SameseedError):
+            return str(draft_scheme(draft, target, QuantScheme.parse(chosen.format or "auto")))
+    return "auto"
+
+
+def _one_drafter(tuned: Tuned, able: Mapping[str, str], notes: list[str]) -> SpecConfig:
     """The one drafter of a choice that another engine has: the last, which is its model, of several. Notes the rest."""
+    chosen = tuned.chosen
     spec = parse_draft(chosen.draft) if chosen.draft and chosen.draft != "none" else SpecConfig()
     if spec.method == "none" or chosen.num_draft_tokens == 0:
         return SpecConfig()
@@ -80,10 +97,10 @@ def _one_drafter(chosen: Chosen, able: Mapping[str, str], notes: list[str]) -> S
             f"--draft {chosen.draft!r} has no counterpart"
             + (": plain decoding" if kept.method == "none" else f": {what} alone; measure again, for k was for all")
         )
-    if chosen.draft_format not in (None, "auto") and kept.model:
+    if kept.model and (form := _draft_format(tuned, kept.model)) != "auto":
         notes.append(
-            f"--draft-format {chosen.draft_format}: a draft is read as stored; write it first: sameseed quantize "
-            f"{kept.model} --scheme {chosen.draft_format} --out DIR"
+            f"--draft-format {form}: a draft is read as stored; write it first: sameseed quantize "
+            f"{kept.model} --scheme {form} --out DIR"
         )
     return SpecConfig(written_as("MODEL"), kept.model) if kept.below else kept
 
@@ -124,7 +141,7 @@ def _vllm(tuned: Tuned) -> Exported:
     chosen = tuned.chosen
     notes: list[str] = []
     able = {"ngram": "ngram", "suffix": "suffix", "head": "eagle3", "model": "draft_model"}
-    spec = _one_drafter(chosen, able, notes)
+    spec = _one_drafter(tuned, able, notes)
     settings: dict[str, Any] = {"draft": spec, "num_draft_tokens": _most(chosen), "threads": chosen.threads}
     if chosen.max_num_seqs:
         settings["max_num_seqs"] = chosen.max_num_seqs
@@ -177,7 +194,7 @@ def _sglang(tuned: Tuned) -> Exported:
         words += ["--kv-cache-dtype", vllm.KV_FORMATS[chosen.kv_format]]
     elif chosen.kv_format not in (None, "auto"):
         notes.append(f"--kv-format {chosen.kv_format} has no counterpart: SGLang keeps fp8_e4m3, fp8_e5m2 or bf16")
-    spec, k = _one_drafter(chosen, {"ngram": "NGRAM", "head": "EAGLE3", "model": "STANDALONE"}, notes), _most(chosen)
+    spec, k = _one_drafter(tuned, {"ngram": "NGRAM", "head": "EAGLE3", "model": "STANDALONE"}, notes), _most(chosen)
     if spec.method == "ngram":
         words += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(k)]
     elif spec.model is not None:
@@ -207,12 +224,12 @@ def _llama_cpp(tuned: Tuned) -> Exported:
             notes.append(
                 f"--kv-format {chosen.kv_format} has no counterpart: llama.cpp keeps {', '.join(GGUF_KV.values())}"
             )
-    spec = _one_drafter(chosen, {"ngram": "ngram-simple", "head": "draft-eagle3", "model": "draft-simple"}, notes)
+    spec = _one_drafter(tuned, {"ngram": "ngram-simple", "head": "draft-eagle3", "model": "draft-simple"}, notes)
     if spec.method != "none":
         kind = _kind(spec)
         words += ["--spec-type", {"ngram": "ngram-simple", "head": "draft-eagle3"}.get(kind, "draft-simple")]
         if spec.model is not None:
-            words += ["-md", _gguf(spec.model, chosen.draft_format, notes)]
+            words += ["-md", _gguf(spec.model, _draft_format(tuned, spec.model), notes)]
             _parallel_note(spec, "llama.cpp", notes)
         words += ["--spec-draft-n-max", str(_most(chosen)), "--spec-draft-p-min", "0"]
         _table_note(chosen, notes)

@@ -65,6 +65,18 @@ def test_what_has_no_counterpart_is_said(engine: str, changes: dict[str, object]
     assert any(word in note for note in export(with_(**changes), engine).notes)
 
 
+@pytest.mark.parametrize(("format", "told"), [("w4a8", "w4a8"), ("q6_k-a8", "w8a8"), ("bf16", None), ("auto", None)])
+def test_a_draft_is_exported_in_the_format_that_it_took(format: str, told: str | None) -> None:
+    notes = " ".join(export(with_(format=format), "sglang").notes)
+    assert f"--draft-format {told}: a draft is read as stored" in notes if told else "draft-format" not in notes
+
+
+def test_llama_cpp_has_k_quants() -> None:
+    words = export(with_(format="q4_k-a8"), "llama.cpp").command
+    assert words[words.index("-m") + 1].endswith("-Q4_K_M.gguf")
+    assert words[words.index("-md") + 1].endswith("-Q4_0.gguf"), "in four bits, as its target"
+
+
 def test_sglang_says_the_same() -> None:
     words = export(with_(kv_format="fp8", format="bf16"), "sglang").command
     flags = dict(zip(words[3:-1:2], words[4::2], strict=False))
@@ -85,7 +97,7 @@ def test_a_parallel_draft_writes_a_token_a_pass_elsewhere(engine: str) -> None:
 def test_llama_cpp_says_the_same() -> None:
     made = export(with_(kv_format="int8", format="w8a8"), "llama.cpp")
     text = " ".join(made.command)
-    assert "-m target-Q8_0.gguf" in text and "--spec-type draft-eagle3 -md head-BF16.gguf --spec-draft-n-max 5" in text
+    assert "-m target-Q8_0.gguf" in text and "--spec-type draft-eagle3 -md head-Q8_0.gguf --spec-draft-n-max 5" in text
     assert "-ctk q8_0 -ctv q8_0" in text and "-np 16 -c 8192 -t 3" in text
     assert any("convert_hf_to_gguf.py" in note for note in made.notes)
     assert "draft-simple" in export(with_(draft="embedded-draft"), "llama.cpp").command
