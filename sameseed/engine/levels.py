@@ -31,6 +31,11 @@ def check_overlap(spec: SpecConfig) -> None:
     if not spec.overlap and not any(level.overlap for level in levels(spec)):
         return
     cls, cores = drafter_class(spec), ops.available_cores()
+    if spec.options.get("siblings"):
+        raise ConfigError(
+            f"--overlap {spec.overlap}: which path of a tree is right is not known beforehand; leave out overlap, or "
+            "the option siblings"
+        )
     if not goes_ahead(cls) or any(b.overlap for level in spec.below for b in levels(level)):
         able = [n for n in registry.names("drafters") if goes_ahead(registry.load("drafters", n).DRAFTER)]
         raise ConfigError(
@@ -66,7 +71,7 @@ def heeds_confidence(spec: SpecConfig) -> bool:
 
 def can_overlap(spec: SpecConfig) -> bool:
     """Can this draft guess on while the target checks (`overlap`)? Raises as `with_heads`."""
-    return goes_ahead(drafter_class(with_heads(spec)))
+    return goes_ahead(drafter_class(with_heads(spec))) and not spec.options.get("siblings")
 
 
 def check_below(cls: type[Drafter], spec: SpecConfig) -> None:

@@ -149,7 +149,7 @@ def _beside(
     """The scheme of a draft for `target`: `quant` where that is named, else as the engine chooses it."""
     if target is None or quant.weights != "auto":
         return quant
-    return following(few_bits(QuantScheme.parse(target.name)), config, source, shapes)
+    return following(few_bits(QuantScheme.parse(target.name).at(USUAL)), config, source, shapes)
 
 
 def _sheet(

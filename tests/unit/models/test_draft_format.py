@@ -77,5 +77,6 @@ def test_the_estimate_knows_it():
     assert sheet("embedded-draft", target=target).name == "w4a8"
     assert sheet("embedded-draft", "w8a8", target=target).name == "w8a8"
     assert sheet("embedded-draft", target=sheet("embedded-target", "q4_k-a8")).name == "w4a8"
+    assert sheet("embedded-draft", target=sheet("embedded-target", "bf16,model.layers.*=w4a8")).name == "w4a8"
     head = resolve_model("embedded-head")
     assert head_sheet(head, "auto", "auto", target).weights < head_sheet(head, "bf16", "auto", target).weights / 2
