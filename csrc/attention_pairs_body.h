@@ -62,8 +62,8 @@ inline void score_pairs(PairWalk& p, int64_t c, int64_t count, int64_t from, int
             n = count - m < pair_rows_most ? count - m : pair_rows_most;
             for (int64_t i = 0; i < n; i++)
                 for (int64_t j = 0; j < keys_at_once; j += lanes) store(scores + (m + i) * stride + j, zero());
-            pair_rows<pair_rows_most, query_apart>(n, p.q + (c + m) * query_apart, p.keys, bytes, p.depth / 2,
-                                                   keys_at_once / 32, scores + m * stride, stride);
+            pair_rows<pair_rows_most, query_apart>(n, p.q + (c + m) * query_apart, p.keys, bytes, p.depth / 2, keys_at_once / 32,
+                                                   scores + m * stride, stride);
         }
     }
 }
@@ -128,7 +128,8 @@ inline void clear(PairWalk& p, int64_t from, int64_t to) {
 inline void weigh(PairWalk& p, int64_t start, int64_t low, int64_t high, int64_t highest, int64_t known) {
     Walk& w = p.w;
     if (low < high)
-        score_pairs(p, 0, w.queries, low / keys_at_once * keys_at_once, high, w.scores + low / keys_at_once * keys_at_once, score_stride);
+        score_pairs(p, 0, w.queries, low / keys_at_once * keys_at_once, high, w.scores + low / keys_at_once * keys_at_once,
+                    score_stride);
     for (int64_t i = 0; i < w.tile.row_count; i++) {
         if (w.sees(i) && w.end[i] > known) {
             const int64_t from = w.begin[i] > known ? w.begin[i] : known, base = from / keys_at_once * keys_at_once;
@@ -199,7 +200,8 @@ inline void walk_pairs(PairWalk& p, int64_t block_index) {
         clear(p, own, w.end[i]);
     }
     for (int64_t c = 0; c < w.queries; c++)
-        for (int64_t d = 0; d < w.padded; d += lanes) store(w.block + c * w.padded + d, add(load(p.sums + c * p.depth + d), zero()));
+        for (int64_t d = 0; d < w.padded; d += lanes)
+            store(w.block + c * w.padded + d, add(load(p.sums + c * p.depth + d), zero()));
 }
 
 void attention_pairs(const AttentionArgs& a, const AttentionTile& tile, int64_t block_begin, int64_t block_end, float* scratch) {

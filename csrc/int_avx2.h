@@ -69,7 +69,8 @@ constexpr int fold_quads(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : 2; }
 template <int shift, int mask>
 inline Codes with_bits(Codes low, Codes high) {
     auto merge = [](__m256i a, __m256i b) {
-        const __m256i moved = shift < 0 ? _mm256_slli_epi16(b, shift < 0 ? -shift : 0) : _mm256_srli_epi16(b, shift < 0 ? 0 : shift);
+        const __m256i moved =
+            shift < 0 ? _mm256_slli_epi16(b, shift < 0 ? -shift : 0) : _mm256_srli_epi16(b, shift < 0 ? 0 : shift);
         return _mm256_or_si256(a, _mm256_and_si256(moved, _mm256_set1_epi8(mask)));
     };
     return {merge(low.lo, high.lo), merge(low.hi, high.hi)};
@@ -78,9 +79,7 @@ inline I add_quad(I dots, Codes w, const int8_t* x) {
     const __m256i q = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
     return {_mm256_add_epi16(dots.lo, _mm256_maddubs_epi16(w.lo, q)), _mm256_add_epi16(dots.hi, _mm256_maddubs_epi16(w.hi, q))};
 }
-inline I widen_pairs(const int8_t* p) {
-    return {_mm256_cvtepi8_epi16(half_at(p)), _mm256_cvtepi8_epi16(half_at(p + 16))};
-}
+inline I widen_pairs(const int8_t* p) { return {_mm256_cvtepi8_epi16(half_at(p)), _mm256_cvtepi8_epi16(half_at(p + 16))}; }
 inline __m256i twice_first(__m256i p) {
     return _mm256_or_si256(_mm256_and_si256(p, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32(p, 16));
 }

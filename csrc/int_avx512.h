@@ -80,12 +80,11 @@ constexpr int fold_quads(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : 2; }
 #endif
 template <int shift, int mask>
 inline Codes with_bits(Codes low, Codes high) {
-    const __m512i moved = shift < 0 ? _mm512_slli_epi16(high.r, shift < 0 ? -shift : 0) : _mm512_srli_epi16(high.r, shift < 0 ? 0 : shift);
+    const __m512i moved =
+        shift < 0 ? _mm512_slli_epi16(high.r, shift < 0 ? -shift : 0) : _mm512_srli_epi16(high.r, shift < 0 ? 0 : shift);
     return {_mm512_ternarylogic_epi32(low.r, moved, _mm512_set1_epi8(mask), 0xf8)};
 }
-inline I widen_pairs(const int8_t* p) {
-    return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-}
+inline I widen_pairs(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline I add_pairs(I sum, I pair, const int16_t* x) {
     int32_t both;
     __builtin_memcpy(&both, x, sizeof both);

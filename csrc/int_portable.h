@@ -86,7 +86,8 @@ inline I add_quad(I dots, const Codes& w, const int8_t* x) {
     return sums[0];
 }
 inline I widen_pairs(const int8_t* p) {
-    return each_int([=](int i) { return (static_cast<uint32_t>(p[2 * i]) & 0xffffu) | static_cast<uint32_t>(p[2 * i + 1]) << 16; });
+    return each_int(
+        [=](int i) { return (static_cast<uint32_t>(p[2 * i]) & 0xffffu) | static_cast<uint32_t>(p[2 * i + 1]) << 16; });
 }
 inline uint32_t first_of(uint32_t pair) { return static_cast<uint32_t>(static_cast<int16_t>(pair & 0xffffu)); }
 inline uint32_t second_of(uint32_t pair) { return first_of(pair >> 16); }

@@ -157,18 +157,18 @@ struct IntegerArgs {
 // sums of their codes over each sub-block, by tile [K/2P][M][2] for sub-blocks of P = `part` columns.
 struct SuperArgs {
     const uint8_t* codes;  // nibbles
-    const uint8_t* high;   // the bits above them, or null
+    const uint8_t* high;  // the bits above them, or null
     const int8_t* steps;
     const int8_t* minima;  // or null
-    const void* scales;    // [O/32][K/256][32]
-    const void* least;     // the same; null without minima
+    const void* scales;  // [O/32][K/256][32]
+    const void* least;  // the same; null without minima
     Format scale_format;
     const int8_t* x;
     const float* x_scales;
     const int16_t* x_sums;
-    const float* bias;      // [O] or null
+    const float* bias;  // [O] or null
     const float* residual;  // [T, O], contiguous, or null; may be `out`
-    float* out;             // [T, O], contiguous
+    float* out;  // [T, O], contiguous
     int64_t rows, outputs, depth, part, tile;
 };
 
@@ -262,13 +262,14 @@ struct Kernels {
     void (*attention_merge)(const AttentionArgs&, const AttentionTile&, float* scratch);
 };
 
-constexpr int64_t query_apart = max_dim / 2 + 8;    // pairs of columns from one query's to the next one's
+constexpr int64_t query_apart = max_dim / 2 + 8;  // pairs of columns from one query's to the next one's
 constexpr int64_t weight_apart = key_block / 2 + 8;  // pairs of keys likewise
 constexpr int64_t attention_pairs_scratch(int64_t dim) {  // more of it, where keys and values are taken by pairs
     return max_queries * 2 * (query_apart + weight_apart) + (key_block + 2 * max_queries + 32) * round_up(dim, 32);
 }
 constexpr int64_t attention_scratch(int64_t dim) {
-    return attention_pairs_scratch(dim) + (3 * max_queries + panel_keys + 2 * key_block) * round_up(dim, lanes) + max_queries * score_stride + 2 * score_stride;
+    return attention_pairs_scratch(dim) + (3 * max_queries + panel_keys + 2 * key_block) * round_up(dim, lanes) +
+           max_queries * score_stride + 2 * score_stride;
 }
 constexpr int64_t attention_partial(int64_t dim) { return max_queries * (2 + round_up(dim, lanes)); }
 

@@ -93,12 +93,12 @@ void record(nb::class_<Plan>& plan, const char* name) {
 
 void bind_structs(nb::module_& m) {
     bind_struct(m, "Weight", "A weight [O, K] by address: dense (rows of `stride` elements) or packed.",
-                field("format", &Weight::format), field("integer_rows", &Weight::integer_rows), field("bf16_rows", &Weight::bf16_rows),
-                field("outputs", &Weight::outputs), field("depth", &Weight::depth), field("group", &Weight::group),
-                field("stride", &Weight::stride), field("codes", &Weight::codes), field("scales", &Weight::scales),
-                field("scale_format", &Weight::scale_format), field("zeros", &Weight::zeros), field("low", &Weight::low),
-                field("high", &Weight::high), field("steps", &Weight::steps), field("minima", &Weight::minima),
-                field("least", &Weight::least));
+                field("format", &Weight::format), field("integer_rows", &Weight::integer_rows),
+                field("bf16_rows", &Weight::bf16_rows), field("outputs", &Weight::outputs), field("depth", &Weight::depth),
+                field("group", &Weight::group), field("stride", &Weight::stride), field("codes", &Weight::codes),
+                field("scales", &Weight::scales), field("scale_format", &Weight::scale_format), field("zeros", &Weight::zeros),
+                field("low", &Weight::low), field("high", &Weight::high), field("steps", &Weight::steps),
+                field("minima", &Weight::minima), field("least", &Weight::least));
     bind_struct(m, "RowSource", "Where the rows of a product come from; kind 0: plain, 1: normed, 2: gated.",
                 field("kind", &RowSource::kind), field("x", &RowSource::x), field("stride", &RowSource::stride),
                 field("norm_weight", &RowSource::norm_weight), field("eps", &RowSource::eps), field("index", &RowSource::index),

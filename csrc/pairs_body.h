@@ -85,7 +85,7 @@ void linear_pairs(const PairArgs& a, int64_t begin, int64_t end, int64_t t_begin
                     const int64_t count = t + a.tile < t_end ? a.tile : t_end - t;
                     float* sums = scratch + (t - t_begin) * stride + (block - begin) * block_outputs;
                     pair_rows<pair_rows_most, 1>(count, x + t * (a.depth / 2) + k / 2 * count, weight + (block - begin) * bytes,
-                                              bytes, steps, blocks, sums, stride);
+                                                 bytes, steps, blocks, sums, stride);
                 }
             }
         }

@@ -98,7 +98,9 @@ class Best {
     explicit Best(int64_t count) : count_(count) {}
 
     void add(int64_t token, double score) {
-        const auto after = [](const Scored& a, const Scored& b) { return a.score != b.score ? a.score > b.score : a.token < b.token; };
+        const auto after = [](const Scored& a, const Scored& b) {
+            return a.score != b.score ? a.score > b.score : a.token < b.token;
+        };
         const Scored made{token, score};
         if (static_cast<int64_t>(kept_.size()) == count_) {
             if (!after(made, kept_.back())) return;
