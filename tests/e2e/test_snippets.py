@@ -34,6 +34,8 @@ NOT_HERE = (
     "Qwen/",
     "meta-llama/",
     "HuggingFaceTB/",
+    "amd/",
+    "mask_token",
     "--device cuda",
     "--engine vllm",
     "--vocabulary",
