@@ -29,7 +29,7 @@ def _text(name: str, function: Any, old: str, new: str, *checks: str) -> Mutant:
 
 
 def _native(name: str, old: str, new: str, *checks: str) -> Mutant:
-    return Mutant(f"native sampler: {name}", sampling.native_choice, old, new, checks or ("L5s", "T1"), native=True)
+    return Mutant(f"native sampler: {name}", sampling.native_args, old, new, checks or ("L5s", "T1"), native=True)
 
 
 def _op(name: str, function: Any, old: str, new: str, *checks: str, **settings: str) -> Mutant:
@@ -68,7 +68,7 @@ _PROCESSORS = (
 )
 _GRAMMARS = (
     _text("a grammar rules nothing out", sampling._allow, "row.fill(-np.inf)", "pass"),
-    _text("a grammar forgets the draft", sampling.choose, _GRAMMAR, "seq.grammar.allowed(seq.output_token_ids, [])"),
+    _text("a grammar forgets the draft", sampling.adjusted, _GRAMMAR, "seq.grammar.allowed(seq.output_token_ids, [])"),
     _text("a grammar forgets the first token", Choice.allowed, "[*output, *path]", "[*output, *path][1:]"),
     _text("a text may end before its grammar", Choice._tokens, "if len(self._choices[begin]) == size", "if True"),
     _text("a grammar mixes its places up", Choice.allowed, "(begin, len(written))", "(begin, 0)"),
