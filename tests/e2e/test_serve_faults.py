@@ -32,10 +32,10 @@ LONG = {**FIELDS, "max_tokens": 230, "n": 4}
 
 
 @contextmanager
-def started(model: Path, folder: Path) -> Iterator[Server]:
+def started(model: Path, folder: Path, *more: str) -> Iterator[Server]:
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
-    flags = ["--model", str(model), "--served-model-name", "tiny", "--draft", "ngram", "--policy", "fixed"]
+    flags = ["--model", str(model), "--served-model-name", "tiny", "--draft", "ngram", "--policy", "fixed", *more]
     made = Server(*flags, "--api-key-file", str(keys), "--drain-timeout", "3", "--max-num-seqs", "4", env=ENVIRONMENT)
     try:
         made.wait_log("ready")
@@ -227,10 +227,10 @@ def test_a_stopped_engine_that_goes_on_is_no_dead_one(server: Server, http: http
 
 def test_sigterm_drains(pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Running streams end well or with a word, new requests are refused at once, nothing is left behind."""
-    with started(pair_folders[0], tmp_path) as server, visitor(server) as http:
+    with started(pair_folders[0], tmp_path, "--max-queue", "1000") as server, visitor(server) as http:
         alone = complete(http)
         quick = Reader(http, **FIELDS)
-        slow = [Reader(http, **{**LONG, "prompt": ["the sum of"] * 2, "n": 16}) for _ in range(7)]
+        slow = [Reader(http, **{**LONG, "prompt": ["the sum of"] * 4, "n": 16}) for _ in range(7)]
         quick.wait_begun()
         slow[0].wait_begun()
         engine = server.engine_pid
