@@ -14,7 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from sameseed.models.gguf.kquants import KQUANTS
+from sameseed.models.gguf.kquants import TYPES
 from sameseed.models.gguf.source import gguf_name
 from sameseed.scheme import get
 
@@ -51,7 +51,7 @@ def kquant_bytes(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
 
 def as_type(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
     """The bytes of a weight in a type that the package, or `kquant_bytes`, can write."""
-    if kind in KQUANTS:
+    if kind in TYPES:
         return kquant_bytes(weight, kind)
     if kind == "BF16":
         return weight.bfloat16().view(torch.uint8).numpy()

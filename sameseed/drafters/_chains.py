@@ -107,8 +107,7 @@ def extend_chains(
 
     A chain ends early where `policy` says so, at the model's context, and before a token from `vocab_limit` on. The
     noise is the target's own (coupled sampling). With `siblings` each place gets others beside its token.
-    `prepare(shadows)` runs before each pass. No pass begins once
-    `going()` is false.
+    `prepare(shadows)` runs before each pass. No pass begins once `going()` is false.
     """
 
     def wanted(b: int) -> bool:

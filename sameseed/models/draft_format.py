@@ -12,7 +12,6 @@ from sameseed.models.eagle_config import is_head
 from sameseed.models.eagle_loader import open_head
 from sameseed.models.loader import open_checkpoint
 from sameseed.models.weights import (
-    KQUANTS,
     Shapes,
     TensorSource,
     check_rules,
@@ -21,7 +20,7 @@ from sameseed.models.weights import (
     resolve_scheme,
     weight_bytes,
 )
-from sameseed.scheme import DENSE, QuantScheme, get
+from sameseed.scheme import DENSE, KQUANTS, QuantScheme, get
 
 USUAL = "model.layers.0.mlp.down_proj"  # the matrix whose scheme counts as the model's
 

@@ -22,12 +22,11 @@ from sameseed.models.config import ModelConfig, layer_shapes
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.models.layouts.base import round_scheme, say_once
 from sameseed.ops import Ops
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import KQUANTS, QuantScheme, QuantTensor
 
 Progress = Callable[[int, int], None]
 CHUNK = 1 << 20  # values of a matrix that are floats at one time: few, so that they stay in the processor's cache
 WIDER = 16  # times as many on a GPU, where each call costs more than the values of a chunk
-KQUANTS = frozenset({"q4_k", "q5_k", "q6_k"})  # what is rounded rather than left to the reference
 ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of as many rows
 
 

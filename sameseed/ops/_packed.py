@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sameseed.formats._memory import roomy
 from sameseed.formats.nf4 import single
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import KQUANTS, QuantScheme, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
     from sameseed import _native
@@ -36,7 +36,6 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("q5_k", "int8"): 11,
     ("q6_k", "int8"): 12,
 }  # (format, activations) that kernels take packed: enum Format
-SUPER = frozenset({"q4_k", "q5_k", "q6_k"})  # in super-blocks: _super.py packs them
 ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
 _NIBBLES = frozenset({"int4", "mxfp4", "nf4", "qoq"})
 _NESTED = ("int8n", "int8")  # nibbles too: a plane of upper halves, a plane of lower ones
@@ -276,7 +275,7 @@ def native_weight(
         scale_format=0 if scales is None else SCALES[scales.dtype],
         zeros=0 if zeros is None else zeros.data_ptr(),
         low=at("low"),
-        high=at("high") if w.format in SUPER else 0,
+        high=at("high") if w.format in KQUANTS else 0,
         steps=at("steps"),
         minima=at("minima"),
         least=at("least"),

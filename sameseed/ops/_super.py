@@ -10,12 +10,11 @@ from torch import Tensor
 
 from sameseed.formats._memory import roomy
 from sameseed.ops._packed import ROWS_PER_PACK, SCALES, SERVED, by_block, native_weight
-from sameseed.scheme import QuantTensor
+from sameseed.scheme import KQUANTS, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
     from sameseed import _native
 
-_BITS = {"q4_k": 4, "q5_k": 5, "q6_k": 6}
 _SUPER = 256  # super_columns
 _SCALES = ("scales", "least")
 _MULTIPLES = ("steps", "minima")
@@ -23,7 +22,7 @@ _MULTIPLES = ("steps", "minima")
 
 def _shapes(w: QuantTensor) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
     """Shape and possible types of each packed part."""
-    blocks, depth, bits = -(-w.shape[0] // ROWS_PER_PACK), w.shape[1], _BITS[w.format]
+    blocks, depth, bits = -(-w.shape[0] // ROWS_PER_PACK), w.shape[1], KQUANTS[w.format]
     part = 16 if w.format == "q6_k" else 32
     found: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
         "codes": ((blocks, depth // 8, 2, 16, 4), (torch.uint8,)),
@@ -54,7 +53,7 @@ def pack(w: QuantTensor) -> QuantTensor:
     )
     if "high" in shapes:
         parts["high"] = roomy(shapes["high"][0], torch.uint8)
-        _native.pack_high(codes.data_ptr(), parts["high"].data_ptr(), outputs, depth, _BITS[w.format])
+        _native.pack_high(codes.data_ptr(), parts["high"].data_ptr(), outputs, depth, KQUANTS[w.format])
     for name in (n for n in shapes if n in (*_SCALES, *_MULTIPLES)):
         part = by_block(w.parts[name], len(parts["codes"]), 0)  # [O / 32, n, 32]
         if name in _MULTIPLES:
@@ -71,7 +70,7 @@ def unpack(w: QuantTensor) -> QuantTensor:
     codes = torch.empty(w.shape, dtype=torch.uint8)
     _native.unpack_codes(w.parts["codes"].data_ptr(), codes.data_ptr(), outputs, depth, True)
     if "high" in w.parts:
-        _native.unpack_high(w.parts["high"].data_ptr(), codes.data_ptr(), outputs, depth, _BITS[w.format])
+        _native.unpack_high(w.parts["high"].data_ptr(), codes.data_ptr(), outputs, depth, KQUANTS[w.format])
     parts: dict[str, Tensor] = {"codes": codes}
     for name in w.parts.keys() - {"codes", "high"}:
         part = w.parts[name]

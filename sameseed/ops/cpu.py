@@ -20,7 +20,7 @@ from sameseed.batch import Batch
 from sameseed.errors import ConfigError
 from sameseed.ops import _packed, _super
 from sameseed.ops._rows import RowSource, plain_rows
-from sameseed.scheme import KVLayer, QuantTensor, round_rows
+from sameseed.scheme import KQUANTS, KVLayer, QuantTensor, round_rows
 
 try:
     from sameseed import _native
@@ -173,7 +173,7 @@ def serves(w: QuantTensor) -> bool:
 
 
 def _packer(w: QuantTensor) -> Any:
-    return _super if w.format in _packed.SUPER else _packed
+    return _super if w.format in KQUANTS else _packed
 
 
 def pack(w: QuantTensor) -> QuantTensor:

@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
 
-try:
+if sampling.HAS_NATIVE:
     from sameseed import _native
-except ImportError:
-    _native = None  # type: ignore[assignment]
 
 SHARE_AMONG = 4  # sampled tokens, at least, whose exponentials a share is of: csrc/sampling.h has the same
 Choices = list[tuple[int, float]]
@@ -30,7 +28,7 @@ def choices(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_toke
     often the target chooses that token: greedy its probability, sampled its part of exp(log p + noise) of the first.
     """
     row = sampling.adjusted(logits, seq, path, eos_token_ids)
-    found = numpy_choices if _native is None else native_choices
+    found = native_choices if sampling.HAS_NATIVE else numpy_choices
     return found(row, seq.params, seq.seed, len(seq) + len(path), count)
 
 

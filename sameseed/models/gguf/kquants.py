@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sameseed.scheme import QuantScheme
+from sameseed.scheme import KQUANTS, QuantScheme
 
 # Rows are rounded to int8 by super-block, as llama.cpp itself rounds them (Q8_K).
-KQUANTS = {name: QuantScheme(name.lower(), activations="int8") for name in ("Q4_K", "Q5_K", "Q6_K")}
+TYPES = {name.upper(): QuantScheme(name, activations="int8") for name in KQUANTS}
 
 
 def parts(kind: str, blocks: Tensor, height: int) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ KEPT = {
     "Q5_0": QuantScheme("int8", 32),
     "Q8_0": QuantScheme("int8", 32),
     "MXFP4": QuantScheme("mxfp4"),
-    **kquants.KQUANTS,
+    **kquants.TYPES,
 }
 DECODED = frozenset(
     {"Q4_1", "Q5_1", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S"}
@@ -132,7 +132,7 @@ class GGUFCheckpoint:
         if info.type in DECODED:
             return rounded(round_scheme(width), height, lambda start, stop: self.rows(name, start, stop))
         scheme = KEPT[info.type]
-        parts = self._kquant(info) if info.type in kquants.KQUANTS else self._block32(info)
+        parts = self._kquant(info) if info.type in kquants.TYPES else self._block32(info)
         if not all(parts[p].isfinite().all() for p in get(scheme.weights).scale_parts):
             raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
         if (heads := self._heads.get(name)) is not None:
