@@ -26,7 +26,10 @@ class NotReachedError(ApiError):
 
 
 class Link:
-    """HTTP over one unix socket, with the key that only both ends know."""
+    """HTTP over one unix socket, with the key that only both ends know.
+
+    `doubted`: a connection broke, and nothing has said since that vLLM is well.
+    """
 
     def __init__(self, path: str, key: str) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE)
@@ -37,6 +40,7 @@ class Link:
             timeout=httpx.Timeout(None, connect=5.0),
             trust_env=False,
         )
+        self.doubted = False
 
     async def close(self) -> None:
         """Every stream that is still open ends."""
@@ -45,9 +49,11 @@ class Link:
     async def healthy(self, patience: float) -> bool | None:
         """Does it answer that it is well? None: no answer within `patience` seconds."""
         try:
-            return (await self._client.get("/health", timeout=patience)).status_code == 200
+            well = (await self._client.get("/health", timeout=patience)).status_code == 200
         except httpx.HTTPError:
             return None
+        self.doubted = self.doubted and not well
+        return well
 
     async def get(self, path: str, patience: float = 30.0) -> bytes:
         """A page, within so many seconds. Raises ApiError 503 where none comes."""
@@ -69,10 +75,10 @@ class Link:
         try:
             async with self._client.stream("POST", path, content=body, headers=headers) as response:
                 yield response
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            raise NotReachedError from None
-        except httpx.TransportError:
-            raise unavailable(STOPPED) from None
+        except httpx.TransportError as error:
+            self.doubted = True
+            reached = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            raise (unavailable(STOPPED) if reached else NotReachedError()) from None
 
 
 async def read_some(response: Response) -> bytes:

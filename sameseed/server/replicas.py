@@ -1,7 +1,7 @@
 """Replicas: one or more vLLMs behind one door. Each is supervised by itself; a request goes to one of them.
 
-A replica that dies is taken out at once and its requests are told; the others do not notice. A rolling restart replaces
-one after another, each when its last request has left.
+One whose connection broke gets nothing more until it says that it is well. One that dies is taken out and its requests
+are told; the others do not notice. A rolling restart replaces one after another, each when its last request has left.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class Replica:
     @property
     def ready(self) -> bool:
         return self.client.state == "ready"
+
+    @property
+    def doubted(self) -> bool:
+        """A connection to it broke lately: it may be dying."""
+        return self.client.link is not None and self.client.link.doubted
 
     @property
     def num_restarts(self) -> int:
@@ -158,9 +163,10 @@ class Replicas:
         """Raises ApiError 503 where there is none but those passed over."""
         self.check_ready()
         ready = [r for r in self.all if r.ready and r.number not in passed]
-        ready = [r for r in ready if not r.leaving] or ready
         if not ready:
             raise not_ready("down")
+        best_kind = min((r.doubted, r.leaving) for r in ready)
+        ready = [r for r in ready if (r.doubted, r.leaving) == best_kind]
         found = [Standing(r.load, r.known.length(call.beginnings), r.served) for r in ready]
         return ready[best(found, ready[0].client.facts["max_num_seqs"])]
 

@@ -143,7 +143,7 @@ class VllmClient(Supervised):
                 elif self.state == "ready" and (well is False or now - heard > self._beat_timeout):
                     log.error("%s is not well; it is ended", self.what)
                     stop_at = now
-            elif question is None and now - asked > (READY if self.state == "ready" else LOADING):
+            elif question is None and now - asked > (READY if self.state == "ready" and not link.doubted else LOADING):
                 asked, question = now, asyncio.get_running_loop().create_task(link.healthy(PATIENCE))
             if stop_at is None and self.state in ("loading", "down") and now - started > self._load_timeout:
                 late = "%s was not ready within %g s; it is ended (--load-timeout gives more)"

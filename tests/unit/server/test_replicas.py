@@ -94,6 +94,7 @@ class Stub:
         self.fails: ApiError | None = None
         self.comes_back = True
         self.calls: list[RoutedCall | str] = []
+        self.link, self.doubted = self, False
 
     def start(self) -> None:
         self.state = "ready" if self.comes_back else "failed"
@@ -172,6 +173,18 @@ async def test_what_was_sent_is_not_sent_again() -> None:
     with pytest.raises(ApiError, match="it died"):
         await replicas.ask()
     assert [len(stub.calls) for stub in replicas.made] == [1, 0]
+
+
+async def test_one_whose_connection_broke_gets_nothing_until_it_is_well() -> None:
+    """A process that is killed closes its connections one after another: what is sent meanwhile would be lost."""
+    replicas = Made(2)
+    assert await replicas.ask() == 0
+    replicas.made[0].doubted = True
+    assert [await replicas.ask() for _ in range(3)] == [1, 1, 1], "though the other knows the beginning"
+    replicas.made[1].doubted = True
+    assert await replicas.ask() in (0, 1), "better than nobody"
+    replicas.made[0].doubted = False
+    assert await replicas.ask() == 0
 
 
 async def test_a_new_process_knows_no_beginning() -> None:
@@ -264,6 +277,19 @@ async def test_nobody_there_is_told_apart_from_a_death(tmp_path: Path) -> None:
         async with link.post("/v1/completions", json.dumps({}).encode()):
             pass
     assert not isinstance(caught.value, NotReachedError)
+    assert link.doubted
+    server.close()
+    assert await link.healthy(1.0) is None and link.doubted
+
+    async def be_well(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    (tmp_path / "s").unlink(missing_ok=True)
+    server = await asyncio.start_unix_server(be_well, str(tmp_path / "s"))
+    assert await link.healthy(5.0) and not link.doubted
     await link.close()
     server.close()
 
