@@ -26,7 +26,6 @@ import gpu_checkout  # noqa: F401  # finds the package
 import gpu_summary
 import torch
 from gpu_crew import Crew
-from gpu_models import shape_of
 from gpu_plan import (
     DRY,
     FULL,
@@ -50,6 +49,7 @@ from sameseed.errors import ConfigError, SameseedError
 from sameseed.models.config import ModelConfig
 from sameseed.scheme import QuantScheme
 from sameseed.study import record
+from sameseed.study.shapes import get_shape
 
 SCHEMA = "sameseed.gpu/1"
 HERE = Path(__file__).resolve().parent
@@ -116,9 +116,9 @@ def plan(args: argparse.Namespace, sizes: Sizes, config: ModelConfig) -> dict[st
     found: dict[str, Any] = {"free": free, "unfit": {}}
     for format in sizes.formats if "costs" in args.parts else ():
         found[format] = check_memory(sizes, config, format, "bf16", free)
-    draft = shape_of(sizes.draft_shape)
+    draft = get_shape(sizes.draft_shape)
     for part, shape, format in (("speculation", sizes.shape, "bf16"), ("large", sizes.large_shape, sizes.large_format)):
-        found[part] = twin_bytes(shape_of(shape), draft, format, sizes.workspace)
+        found[part] = twin_bytes(get_shape(shape), draft, format, sizes.workspace)
         if part in args.parts and found[part] > free:
             found["unfit"][part] = f"{shape} in {format} needs {found[part] / GIB:.1f} GiB, {free / GIB:.1f} are free"
             args.parts.remove(part)
@@ -191,7 +191,7 @@ def main() -> int:
         devices.check(args.device)
         record.prepare(args.out)
         backend = ops.resolve(args.backend, args.device)
-        config = shape_of(sizes.shape)
+        config = get_shape(sizes.shape)
         sizes = replace(
             sizes,
             contexts=at_most(sizes.contexts, config.max_model_len - max(sizes.rows)),

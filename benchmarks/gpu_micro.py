@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from gpu_clock import busy, device_time, is_fault
-from gpu_models import Made, copied, forget, shape_of
+from gpu_models import Made, copied, forget
 from gpu_parts import Tell, attempted, one_layer
 from gpu_plan import Sizes
 
@@ -25,6 +25,7 @@ from sameseed.models.weights import WeightReader
 from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study.passes import fill
+from sameseed.study.shapes import get_shape
 
 CACHES = 256 << 20  # bytes that calls walk through before they come back to the first: above any level-2 cache
 MOST = 16  # copies of a weight
@@ -36,7 +37,7 @@ KEYS = ((1, 1), (8, 1), (32, 1), (1, 16))  # rows of a sequence, sequences
 
 def measure_micro(sizes: Sizes, ops: Ops, device: str, tell: Tell, limits: Mapping[str, Any] | None = None) -> None:
     """One record an op, format and number of rows: microseconds on the device, share of the copy bandwidth."""
-    config = shape_of(sizes.shape)
+    config = get_shape(sizes.shape)
     read = None if limits is None else float(limits["read_bytes_per_s"])
     for kv_format, format in zip_longest(sizes.kv_formats, sizes.formats):  # in turns: time may end both early
         forget(device)

@@ -35,11 +35,6 @@ LONGEST = 512  # tokens of a text of twins: their rope tables
 TARGET, DRAFT, HEAD = "embedded-target", "embedded-draft", "embedded-head"
 
 
-def peak_bytes(device: str) -> int:
-    """The most that this process has held since `forget`: on the GPU, or resident on the CPU."""
-    return memory.peak(device)
-
-
 def forget(device: str) -> None:
     """Give memory back, and count its peak anew."""
     gc.collect()
@@ -128,11 +123,6 @@ def assembled(
 def random_model(config: ModelConfig, ops: Ops, quant: QuantScheme, longest: int, device: str) -> Llama:
     """A random model of that shape."""
     return assembled(config, Made(RandomCheckpoint(config), device), quant, ops, device, longest)
-
-
-def shape_of(name: str) -> ModelConfig:
-    """A shape by its name. Raises ConfigError."""
-    return get_shape(name)
 
 
 def twin(of: str, shape: str, quant: QuantScheme, ops: Ops, device: str, longest: int = LONGEST) -> Llama:

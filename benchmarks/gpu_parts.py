@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from gpu_clock import STAND_IN, busy, device_time, is_fault
-from gpu_models import forget, peak_bytes, random_model, shape_of
+from gpu_models import forget, random_model
 from gpu_plan import Sizes, passes
 
 from sameseed import ops as backends
@@ -21,9 +21,10 @@ from sameseed.engine.calibrate import measure_curve
 from sameseed.models.config import ModelConfig
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme
-from sameseed.study import limits as machine
+from sameseed.study import limits as machine, memory
 from sameseed.study.limits import Limits
 from sameseed.study.passes import Pass, TimedModel
+from sameseed.study.shapes import get_shape
 
 Tell = Callable[[Mapping[str, Any]], None]  # writes one record
 REPEATS, FEWEST = 7, 3
@@ -85,7 +86,7 @@ def one_layer(config: ModelConfig) -> ModelConfig:
 def warm_up(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, shape: str | None = None) -> None:
     """Every pass of a format once, through one layer: so that kernels are compiled before anything is timed."""
     start, jobs = time.perf_counter(), passes(sizes)
-    subject = subject_of(sizes, one_layer(shape_of(shape or sizes.shape)), format, ops, device)
+    subject = subject_of(sizes, one_layer(get_shape(shape or sizes.shape)), format, ops, device)
     for job in jobs:
         subject.seconds(job)
     tell({"part": "compiling", "shape": shape or sizes.shape, "format": format, "seconds": time.perf_counter() - start})
@@ -114,7 +115,7 @@ def measure_costs(
     """
     forget(device)
     begin = time.perf_counter()
-    subject = subject_of(sizes, shape_of(sizes.shape), format, ops, device)
+    subject = subject_of(sizes, get_shape(sizes.shape), format, ops, device)
     loaded = time.perf_counter() - begin
     known = None
     with attempted("shares of the limits", tell):  # where the part that measures them was cut short, once more
@@ -135,7 +136,7 @@ def measure_costs(
                     "part": "costs", **shared, "kind": job.kind, "context": job.context, "rows": job.rows,
                     "ms": taken, "median_ms": ms, "c": None if of_one is None else ms / of_one,
                     "tokens_per_s": 1e3 * job.rows / ms, **shares(subject, job, known, ms),
-                    "weight_bytes": subject.weight_bytes, "peak_bytes": peak_bytes(device), "load_s": loaded,
+                    "weight_bytes": subject.weight_bytes, "peak_bytes": memory.peak(device), "load_s": loaded,
                 }
             )  # fmt: skip
     with attempted("the costs that goodput decides by", tell):

@@ -15,6 +15,7 @@ from sameseed.scheme import QuantScheme
 from sameseed.study.passes import Pass, cache_bytes
 
 GIB = 2**30
+KINDS = ("compiling", "limits", "costs", "speculation", "large", "transformers", "micro")  # in the order of their worth
 WARM_BYTES = 8 * GIB  # of a process that compiles: one layer, embedding and head, a context of CUDA
 
 
@@ -66,15 +67,7 @@ FULL = Sizes(
     num_prompts=2,
     workspace=2 * GIB,
     minutes=8.5,
-    seconds={
-        "compiling": 100,
-        "limits": 10,
-        "costs": 22,
-        "speculation": 40,
-        "large": 60,
-        "transformers": 40,
-        "micro": 35,
-    },
+    seconds=dict(zip(KINDS, (100, 10, 22, 40, 60, 40, 35))),
 )
 DRY = Sizes(
     shape="embedded",
@@ -92,17 +85,8 @@ DRY = Sizes(
     num_prompts=2,
     workspace=0,
     minutes=4.0,
-    seconds={
-        "compiling": 5,
-        "limits": 20,
-        "costs": 15,
-        "speculation": 25,
-        "large": 25,
-        "transformers": 40,
-        "micro": 10,
-    },
+    seconds=dict(zip(KINDS, (5, 20, 15, 25, 25, 40, 10))),
 )
-KINDS = tuple(FULL.seconds)  # in the order of their worth
 
 
 @dataclass(frozen=True)

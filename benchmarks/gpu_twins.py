@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpu_clock import STAND_IN, Busy, busy, is_fault, wall
-from gpu_models import DRAFT, HEAD, TARGET, forget, head_twin, peak_bytes, twin
+from gpu_models import DRAFT, HEAD, TARGET, forget, head_twin, twin
 from gpu_parts import Tell, attempted
 from gpu_plan import Sizes
 
@@ -19,6 +19,7 @@ from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.ops import Ops
 from sameseed.request import FinishReason, SamplingParams
 from sameseed.scheme import QuantScheme
+from sameseed.study import memory
 from sameseed.study.measure import Job, Run, run_batch
 from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
@@ -70,7 +71,7 @@ class Stage:
         engine, run = self.engine(arm, batch, jobs), Run()
         short = [(prompt, replace(params, max_tokens=SHORT)) for prompt, params in jobs[:batch]]
         run_batch(engine, short, Run())  # warms up
-        forget_peak = peak_bytes(self.device)
+        forget_peak = memory.peak(self.device)
         for start in range(0, len(jobs) // batch * batch, batch):
             run_batch(engine, jobs[start : start + batch], run)
         failed = unfinished(run, self.sizes.max_tokens)
@@ -89,7 +90,7 @@ class Stage:
                 "tokens_per_round": run.num_tokens / max(run.num_steps, 1), "rounds": run.num_steps,
                 "split_s": {"draft": run.times.draft, "target": run.times.target, "rest": run.overhead},
                 "ttft_s": [c.metrics.time_to_first_token for c in run.completions],
-                "peak_bytes": max(forget_peak, peak_bytes(self.device)), **self.host(engine, short),
+                "peak_bytes": max(forget_peak, memory.peak(self.device)), **self.host(engine, short),
             }
         )  # fmt: skip
 

@@ -326,7 +326,7 @@ OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # what makes a ta
     "policies": (policies, "`benchmarks/policies.py` writes one"),
     "headline": (headline, "its script is in the history"),
     "load": (load, "`sameseed bench serve --compare-speculation` writes one"),
-    "server": (server, "`benchmarks/overhead.py` writes some"),
+    "server": (server, "its scripts are in the history"),
     "summary": (summary, "`make bench` writes some"),
 }
 COMBINED = {"server", "summary"}  # of several files

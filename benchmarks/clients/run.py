@@ -65,11 +65,11 @@ def version(python: str, package: str) -> str:
     return run([python, "-c", f"import importlib.metadata as m; print(m.version('{package}'))"]).strip()
 
 
-def texts(script: str) -> Callable[[str, str], dict[str, Any]]:
-    """Runs one of the scripts beside this one; every text must be the engine's own."""
+def texts(client: str) -> Callable[[str, str], dict[str, Any]]:
+    """Asks by a client (ask.py); every text must be the engine's own."""
 
     def check(python: str, url: str) -> dict[str, Any]:
-        made = json.loads(run([python, str(HERE / script), url]).splitlines()[-1])
+        made = json.loads(run([python, str(HERE / "ask.py"), client, url]).splitlines()[-1])
         llm, params = LLM("embedded"), SamplingParams(max_tokens=24)
         own = {"chat": llm.chat(MESSAGES, params).text, "completion": llm.generate("def add(a, b):", params)[0].text}
         own["responses"] = own["chat"]
@@ -156,9 +156,9 @@ def largest(a: Any, b: Any) -> float:
 
 
 CLIENTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
-    "openai": texts("with_openai.py"),
-    "langchain-openai": texts("with_langchain.py"),
-    "litellm": texts("with_litellm.py"),
+    "openai": texts("openai"),
+    "langchain-openai": texts("langchain_openai"),
+    "litellm": texts("litellm"),
     "lm-eval": lm_eval,
 }
 

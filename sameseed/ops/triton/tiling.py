@@ -1,6 +1,6 @@
 """How a product is cut into programs: a function of the weight's kind and shape, never of the number of rows.
 
-Chosen by arithmetic on paper and by what compilers make of the kernels (benchmarks/gpu_static.py), not by a clock: an
+Chosen by arithmetic on paper and by what compilers make of the kernels (docs/guides/gpu.md), not by a clock: an
 H200's bandwidth and latency, and a program that keeps its stages full, are all that `_time` knows.
 """
 

@@ -14,11 +14,11 @@ import gpu_twins
 import pytest
 import torch
 from fixtures_device import pretended_device
-from gpu_models import shape_of
 
 from sameseed import ops
 from sameseed.config import SpecConfig
 from sameseed.request import FinishReason
+from sameseed.study.shapes import get_shape
 
 SIZES = replace(
     gpu_plan.DRY, formats=("w8a8",), large_format="w8a8", kv_formats=("int8",), rows=(1,), contexts=(4,), batches=(1,),
@@ -38,9 +38,9 @@ def told(monkeypatch):
     monkeypatch.setattr(gpu_micro, "MOST", 2)
     for module, name in ((gpu_parts, "REPEATS"), (gpu_parts, "FEWEST")):
         monkeypatch.setattr(module, name, 1)
-    small = replace(shape_of("embedded"), num_layers=1, windows=(None,), vocab_size=256)
+    small = replace(get_shape("embedded"), num_layers=1, windows=(None,), vocab_size=256)
     for module in (gpu_parts, gpu_micro):
-        monkeypatch.setattr(module, "shape_of", lambda name: small)
+        monkeypatch.setattr(module, "get_shape", lambda name: small)
     for module in (gpu_parts, gpu_micro, gpu_twins):
         monkeypatch.setattr(module, "busy", busy)
     lines = []
