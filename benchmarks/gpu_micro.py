@@ -7,6 +7,7 @@ and a profile says which of an op's kernels takes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -89,7 +90,7 @@ def measure_linear(
         seconds, how = device_time(job, device)
         found = {"part": "micro", "op": name, "format": format, "weight": list(weight.shape), "rows": num_rows}
         tell({**found, **_share(seconds / count, weight.nbytes, read), "timed_by": how,
-              **kernels(lambda call=call: call(weight), device, num_rows in PROFILED)})  # fmt: skip
+              **kernels(partial(call, weight), device, num_rows in PROFILED)})  # fmt: skip
 
 
 def measure_attention(
@@ -121,9 +122,7 @@ def measure_attention(
             seconds, how = device_time(job, device)
             num_bytes = cache.nbytes / count * (context + rows) / (blocks * PAGE)
             found = {"part": "micro", "op": "attention", "format": format, "context": context, "rows": rows}
-            once = kernels(
-                lambda cache=cache, batch=batch, q=q: ops.attention(q, cache.layers[0], batch, dim**-0.5), device, True
-            )
+            once = kernels(partial(ops.attention, q, cache.layers[0], batch, dim**-0.5), device, True)
             tell({**found, "batch": seqs, **_share(seconds / count, num_bytes, read), "timed_by": how, **once})
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed.models.config import ModelConfig, read_json
+from sameseed.models.config import ModelConfig, read_config, read_json
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head, open_head, read_head, target_ids
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.models.llama import Llama
-from sameseed.models.loader import open_checkpoint, read_config, resolve_model
+from sameseed.models.loader import open_checkpoint, resolve_model
 from sameseed.models.save import source_config
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import TensorSource, WeightReader
@@ -55,13 +55,13 @@ class There:
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
         with torch.device("cpu"):  # files are read there, whatever device is the default
-            found = self.source.tensor(name)
+            found: Tensor = self.source.tensor(name)
         return found.to(self.device)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of a matrix."""
         with torch.device("cpu"):
-            found = self.source.rows(name, start, stop)
+            found: Tensor = self.source.rows(name, start, stop)
         return found.to(self.device)
 
 
@@ -74,11 +74,13 @@ class Made(There):
 
     def tensor(self, name: str) -> Tensor:
         with torch.device(self.device):
-            return self.source.tensor(name)
+            found: Tensor = self.source.tensor(name)
+        return found
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         with torch.device(self.device):
-            return self.source.rows(name, start, stop)
+            found: Tensor = self.source.rows(name, start, stop)
+        return found
 
 
 def copied(x: Any) -> Any:

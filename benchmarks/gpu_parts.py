@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,13 +65,13 @@ def more_products(device: str) -> dict[str, Any]:
         "fp8": (a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()),
         "int8": (a.mul(30).to(torch.int8), b.mul(30).to(torch.int8).t()),
     }
-    multiply = {
+    multiply: dict[str, Callable[..., torch.Tensor]] = {
         "fp8": lambda x, y: torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
         "int8": torch._int_mm,
     }
     for kind, (x, y) in coded.items():
         try:
-            seconds, _ = device_time(lambda x=x, y=y, kind=kind: multiply[kind](x, y), device, 3)
+            seconds, _ = device_time(partial(multiply[kind], x, y), device, 3)
             found[f"{kind}_product_ops_per_s"] = 2.0 * SIDE**3 / seconds
         except Exception as error:
             found[f"{kind}_product_ops_per_s"] = None

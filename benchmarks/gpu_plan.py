@@ -47,7 +47,8 @@ class Sizes:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sizes:
         """The inverse of as_dict, also after JSON."""
-        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in data.items()})
+        given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in data.items()}
+        return cls(**given)
 
 
 # The parts end before `minutes`. The first of the formats are worth most.

@@ -127,9 +127,8 @@ def main() -> None:
     """Measure all, append the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
-    parser.add_argument(
-        "--drafts", nargs="+", default=["ngram", "embedded-draft", "embedded-head", "suffix + embedded-head"]
-    )
+    usual = ["ngram", "embedded-draft", "embedded-head", "suffix + embedded-head"]
+    parser.add_argument("--drafts", nargs="+", default=usual)
     parser.add_argument("--format", default="auto")
     parser.add_argument("--draft-format", help="unset: as --format")
     parser.add_argument("--texts", nargs="+", default=TEXTS, choices=TEXTS)
@@ -164,25 +163,11 @@ def main() -> None:
         prompts = tuple(itertools.islice(itertools.cycle(given[texts]), count))
         params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=1)
         workload = Workload(texts, prompts, params, batch)
-        here = record.machine()
-        line = {
-            "schema": SCHEMA,
-            "run": run_id,
-            "time": record.now(),
-            "commit": record.commit(),
-            "machine": here,
-            "model": record.model_name(args.model),
-            "format": args.format,
-            "draft": " ".join(Path(word).name for word in draft.split()),
-            "draft_format": args.draft_format,
-            "most": args.most,
-            "max_tokens": args.max_tokens,
-            "temperature": temperature,
-            "batch": batch,
-            "texts": texts,
-            "num_prompts": count,
-            **measured(bench, ways[draft], workload, args.seconds),
-        }
+        line: dict[str, Any] = {"schema": SCHEMA, "run": run_id, "time": record.now(), "commit": record.commit()}
+        line |= {"machine": record.machine(), "model": record.model_name(args.model), "format": args.format}
+        line |= {"draft": " ".join(Path(word).name for word in draft.split()), "draft_format": args.draft_format}
+        line |= {"most": args.most, "max_tokens": args.max_tokens, "temperature": temperature, "batch": batch}
+        line |= {"texts": texts, "num_prompts": count, **measured(bench, ways[draft], workload, args.seconds)}
         with args.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         good, same = line["goodput"], "" if line["equals_plain"] else "  OTHER TEXT"

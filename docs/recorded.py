@@ -57,7 +57,7 @@ def last_run(found: list[Record]) -> list[Record]:
 def measured_on(found: Record) -> str:
     """Where and when a record was made."""
     machine = found["machine"]
-    day = found.get("time", found.get("date"))
+    day = found["time"] if "time" in found else found["date"]
     return f"{machine['cpu']}, {machine['cores']} cores; {day[:10]}, commit {found['commit']}"
 
 

@@ -2,17 +2,17 @@
 
 import json
 import sys
+from importlib import import_module
+from typing import Any
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Tell a story"}]
 PROMPT, MODEL = "def add(a, b):", "embedded"
-SETTINGS = {"temperature": 0, "max_tokens": 24}
+SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 
 
-def openai(url):
+def openai(url: str) -> dict[str, Any]:
     """The official client."""
-    import openai
-
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    client = import_module("openai").OpenAI(base_url=url, api_key="none", max_retries=0)
     chat, plain = ({"model": MODEL, **SETTINGS, **asked} for asked in ({"messages": MESSAGES}, {"prompt": PROMPT}))
     whole = client.chat.completions.create(**chat)
     pieces = client.chat.completions.create(stream=True, **chat)
@@ -27,13 +27,12 @@ def openai(url):
     return {"texts": texts, "tokens": whole.usage.completion_tokens, "models": [m.id for m in client.models.list()]}
 
 
-def langchain_openai(url):
+def langchain_openai(url: str) -> dict[str, Any]:
     """langchain's, by chat, by responses, in a batch."""
-    import langchain_openai
-
+    package = import_module("langchain_openai")
     settings = {"base_url": url, "api_key": "none", "model": MODEL, **SETTINGS}
-    chat, plain = langchain_openai.ChatOpenAI(**settings), langchain_openai.OpenAI(**settings)
-    responses = langchain_openai.ChatOpenAI(use_responses_api=True, **settings)
+    chat, plain = package.ChatOpenAI(**settings), package.OpenAI(**settings)
+    responses = package.ChatOpenAI(use_responses_api=True, **settings)
     scored = chat.bind(logprobs=True, top_logprobs=2).invoke(MESSAGES).response_metadata["logprobs"]["content"]
     texts = {
         "chat": chat.invoke(MESSAGES).content,
@@ -47,10 +46,9 @@ def langchain_openai(url):
     return {"texts": texts, "tokens": tokens, "scored": len(scored)}
 
 
-def litellm(url):
+def litellm(url: str) -> dict[str, Any]:
     """litellm, which takes the server for OpenAI's, or for vLLM."""
-    import litellm
-
+    litellm = import_module("litellm")
     settings = {"api_base": url, "api_key": "none", **SETTINGS}
     chat = {"model": "openai/embedded", "messages": MESSAGES, **settings}
     plain = {"model": "text-completion-openai/embedded", "prompt": PROMPT, **settings}

@@ -84,11 +84,11 @@ def lm_eval(python: str, url: str) -> dict[str, Any]:
     target = str(resolve_model("embedded"))
     common = f"model=embedded,base_url={url}/v1/completions,num_concurrent=4"
     local = f"{common},tokenizer_backend=huggingface,tokenizer={target},add_bos_token=True"
-    ways = {
-        "token ids": ["local-completions", local, TASKS],
-        "text": ["local-completions", f"{local},tokenized_requests=False", TASKS],
-        "tokenizer of the server": ["local-completions", common, TASKS],
-        "chat": ["local-chat-completions", common.replace("/v1/completions", "/v1/chat/completions"), TASKS[2:]],
+    ways: dict[str, tuple[str, str, tuple[str, ...]]] = {
+        "token ids": ("local-completions", local, TASKS),
+        "text": ("local-completions", f"{local},tokenized_requests=False", TASKS),
+        "tokenizer of the server": ("local-completions", common, TASKS),
+        "chat": ("local-chat-completions", common.replace("/v1/completions", "/v1/chat/completions"), TASKS[2:]),
     }
     with tempfile.TemporaryDirectory() as folder:
         write_tasks(Path(folder))
@@ -104,7 +104,7 @@ def lm_eval(python: str, url: str) -> dict[str, Any]:
             return {t: [json.loads(line)["resps"] for line in lines[t]] for t in tasks}
 
         own = samples("own", "sameseed.study.lm_eval", "sameseed", "pretrained=embedded", TASKS)
-        got = {name: samples(name, "lm_eval", *way) for name, way in ways.items()}  # type: ignore[misc]
+        got = {name: samples(name, "lm_eval", *way) for name, way in ways.items()}
     errors = {name: largest(own["tiny_choice"], got[name]["tiny_choice"]) for name in ("token ids", "text")}
     same = {name: own["tiny_generate"] == got[name]["tiny_generate"] for name in ("token ids", "text")}
     errors["tokenizer of the server, rolling"] = largest(
@@ -130,17 +130,19 @@ def write_tasks(folder: Path) -> None:
         {"q": texts[i][: cut[i]], "options": [ends[i], ends[i - 1], ends[i - 2]], "gold": 0} for i in range(len(texts))
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = {
+    shared: dict[str, Any] = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
         "test_split": "test",
         "doc_to_text": "{{q}}",
     }
-    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{options}}", "doc_to_target": "{{gold}}"}
-    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"}
     until = {"until": ["\n\n"], "max_gen_toks": 16, "do_sample": False}
-    generate = {"output_type": "generate_until", "doc_to_target": "{{q}}", "generation_kwargs": until}
-    for name, kind, metric in zip(TASKS, (choice, rolling, generate), METRICS, strict=True):
+    kinds: list[dict[str, Any]] = [
+        {"output_type": "multiple_choice", "doc_to_choice": "{{options}}", "doc_to_target": "{{gold}}"},
+        {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"},
+        {"output_type": "generate_until", "doc_to_target": "{{q}}", "generation_kwargs": until},
+    ]
+    for name, kind, metric in zip(TASKS, kinds, METRICS, strict=True):
         task = {"task": name, **shared, **kind, "metric_list": [{"metric": metric}]}
         (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
 
@@ -173,7 +175,7 @@ def main() -> None:
     for client in args.clients:
         with Server() as url:
             found = CLIENTS[client](args.python, url)
-        line = {"schema": "sameseed.clients/1", "time": record.now(), "commit": record.commit()}
+        line: dict[str, Any] = {"schema": "sameseed.clients/1", "time": record.now(), "commit": record.commit()}
         line |= {"machine": record.machine(), "client": client, "version": version(args.python, client), **found}
         print(json.dumps({k: v for k, v in line.items() if k not in ("machine", "schema")}))
         with args.out.open("a") as file:

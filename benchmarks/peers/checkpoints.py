@@ -37,6 +37,7 @@ OPENVINO = {
     "openvino-int4": ["--weight-format", "int4", "--sym", "--group-size", "128", "--ratio", "1.0"],
     "openvino-int8": ["--weight-format", "int8"],
 }
+ENDS = {"bos_token_id": 0, "eos_token_id": 1}
 KINDS = ("hf-bf16", "hf-w8a8", *GGUF, *OPENVINO)
 
 
@@ -54,13 +55,8 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(pieces[:3])
     tokenizer.save(str(folder / "tokenizer.json"))
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-    }
-    about |= {"model_max_length": 8192, "clean_up_tokenization_spaces": False}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    about |= {"unk_token": "<unk>", "model_max_length": 8192, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
@@ -73,8 +69,7 @@ def config_of(shape: str) -> dict[str, object]:
         "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         "max_position_embeddings": 8192,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
+        **ENDS,
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
         "attention_bias": False,
@@ -89,7 +84,7 @@ def write_random(folder: Path, shape: str) -> None:
     folder.mkdir(parents=True)
     write_tokenizer(folder, config.vocab_size)
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
+    (folder / "generation_config.json").write_text(json.dumps(ENDS))
     stream_weights(folder, config, RandomCheckpoint(config))
 
 

@@ -174,13 +174,9 @@ def as_record(result: Result, plan: Plan, reference: Seq[float] | None) -> dict[
         "foreign_cpu": round(median(result.foreign), 3) if result.foreign else None,
         "missing": result.missing,
         "rows": [
-            {
-                "rows": m,
-                "ms": [1e3 * s for s in seconds[f"rows {m}"]],
-                **spread([1e3 * s for s in seconds[f"rows {m}"]]),
-            }
+            {"rows": m, "ms": ms, **spread(ms)}
             for m in plan.rows
-            if f"rows {m}" in seconds
+            if (ms := [1e3 * s for s in seconds.get(f"rows {m}", ())])
         ],
     }
     for what, tokens in (("prefill", plan.prefill), ("batch", plan.batch * plan.batch_steps)):

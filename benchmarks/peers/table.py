@@ -47,16 +47,8 @@ def times_table(group: dict[str, Any], rows: Seq[int]) -> str:
         curve = at[8] / at[1] if 8 in at and 1 in at else None
         rates = [number((arm[what] or {}).get("median"), 0) for what in ("prefill", "batch")]
         peak = arm["peak_rss_bytes"] and arm["peak_rss_bytes"] / 2**30
-        body.append(
-            [
-                arm["name"],
-                *[number(at.get(m)) for m in rows],
-                number(curve, 2),
-                *rates,
-                number(arm["load_s"]),
-                number(peak),
-            ]
-        )
+        times = [number(at.get(m)) for m in rows]
+        body.append([arm["name"], *times, number(curve, 2), *rates, number(arm["load_s"]), number(peak)])
     return markdown(head, body)
 
 
