@@ -55,7 +55,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(pieces[:3])
     tokenizer.save(str(folder / "tokenizer.json"))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    about: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     about |= {"unk_token": "<unk>", "model_max_length": 8192, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
@@ -108,7 +108,7 @@ def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
         python = home / "llama_cpp" / "bin" / "python"
         subprocess.run([python, HERE / "to_gguf.py", origin, GGUF[kind], unfinished], check=True)
     else:
-        export = [home / "openvino" / "bin" / "optimum-cli", "export", "openvino", "--model", source]
+        export: list[str | Path] = [home / "openvino" / "bin" / "optimum-cli", "export", "openvino", "--model", source]
         export += ["--task", "text-generation-with-past", *OPENVINO[kind], unfinished]
         subprocess.run(export, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     unfinished.rename(final)

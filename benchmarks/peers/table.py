@@ -22,8 +22,7 @@ def markdown(head: Seq[str], rows: Iterable[Seq[str]]) -> str:
 def repetitions(arm: dict[str, Any], what: str | int) -> list[float]:
     """Costs of one arm by repetition, less is better: milliseconds of that many rows, or seconds a token."""
     if isinstance(what, int):
-        found = next((x["ms"] for x in arm["rows"] if x["rows"] == what), [])
-        return list(found)
+        return next((list(x["ms"]) for x in arm["rows"] if x["rows"] == what), [])
     return [1 / rate for rate in (arm[what] or {"tokens_per_s": []})["tokens_per_s"]]
 
 
