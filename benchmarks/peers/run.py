@@ -101,13 +101,8 @@ def run_group(name: str, arms: list[Arm], plan: Plan, options: argparse.Namespac
 
     def load(arm: Arm) -> dict[str, Any]:
         model = str(path_of(options.work, options.shape, arm.checkpoint).resolve())
-        return {
-            "model": model,
-            "threads": plan.threads,
-            "max_len": plan.max_len,
-            "batch": plan.batch,
-            "options": dict(arm.options),
-        }
+        limits = {"threads": plan.threads, "max_len": plan.max_len, "batch": plan.batch}
+        return {"model": model, **limits, "options": dict(arm.options)}
 
     return make_group(name, group.run(load), plan)
 
@@ -122,13 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, append the record, print its tables. 2 if something is in the way."""
     options = arguments(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that workers are ended
-    plan = Plan(
-        threads=options.threads,
-        rows=tuple(sorted(set(options.rows))),
-        context=options.context,
-        rounds=options.rounds,
-        slow_rounds=options.slow_rounds,
-    )
+    same = {name: getattr(options, name) for name in ("threads", "context", "rounds", "slow_rounds")}
+    plan = Plan(rows=tuple(sorted(set(options.rows))), **same)
     groups = choose(PLANS[options.shape], options.arms, options.formats)
     groups = {name: arms for name, arms in groups.items() if not options.groups or name in options.groups}
     problems = check(groups, options)
