@@ -13,7 +13,7 @@ from tyro.conf import arg
 
 from sameseed.cli.options import EngineChoice, Parsed, draft_choice, option, parse, profile_defaults
 from sameseed.config import SpecConfig, draft_text
-from sameseed.errors import ConfigError, RequestError, SameseedError, VocabularyError
+from sameseed.errors import ConfigError, SameseedError, VocabularyError
 from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class BenchArgs:
     of it is checked before any is measured. `sameseed bench serve` measures a server instead: see its --help.
     """
 
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: the embedded
     num_prompts: Annotated[int | None, option("N")] = None  # take N of them, spread over the file; unset: all
     drafts: Annotated[tuple[str, ...], _axis("--draft")] = ("ngram", "auto")  # ways to guess; auto: the embedded draft
     draft_formats: Annotated[tuple[str, ...], _axis("--draft-format")] = ("auto",)  # number formats of draft models
@@ -108,15 +108,15 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """All workloads of one loaded target; their records. `ahead`: targets to come, this one included; 0: not said."""
     from sameseed.study import record
-    from sameseed.study.workload import DEFAULT_PROMPTS, Workload, arms
+    from sameseed.study.workload import DEFAULT_PROMPTS, arms, prompts_name
 
     args, found = parsed.args, list[dict[str, Any]]()
     longest = max(params.max_tokens for params in all_params)
     ways = arms(specs, args.ks)
     bench = open_bench(parsed.engine, ways, args.batch_sizes, number_format, args.json, prompts, longest)
-    encoded, here = _encode(bench, prompts), record.machine()
+    name, here = prompts_name(args.prompts or DEFAULT_PROMPTS), record.machine()
     for params, size in itertools.product(all_params, args.batch_sizes):
-        workload = Workload((args.prompts or DEFAULT_PROMPTS).name, encoded, params, size)
+        workload = bench.workload(name, prompts, params, size)
         alike = 0 if found else ahead * len(all_params) * len(args.batch_sizes)
         runs = run_with_progress(bench, workload, args.repeat, args.json, alike)
         records = record.make_records(bench, parsed.engine.model, workload, runs, run_id, here)
@@ -158,18 +158,6 @@ def _possible(args: BenchArgs, engine: EngineChoice) -> dict[str, list[SpecConfi
     if not grid:
         raise wrong[0]
     return grid
-
-
-def _encode(bench: Bench, prompts: Seq[Prompt]) -> tuple[tuple[int, ...], ...]:
-    """Token ids of every prompt. Raises RequestError naming one that does not fit."""
-    encoded = []
-    for prompt in prompts:
-        encoded.append(prompt.encode(bench.llm.tokenizer))
-        try:
-            bench.llm.engine.check(encoded[-1])
-        except RequestError as error:
-            raise RequestError(f"prompt {prompt.id}: {error}") from None
-    return tuple(encoded)
 
 
 def run_with_progress(

@@ -40,7 +40,7 @@ class BenchServeArgs:
     burstiness: float = 1.0  # of arrivals: 1 is a Poisson process, below is burstier, above more even
     lengths: tuple[str, ...] = ("2000-200", "5000-500", "10000-1000")  # tokens of prompt and answer
     scale: float = 1.0  # of all --lengths
-    prompts: str = "text"  # built-in text, random (tokens), or a .jsonl or .txt file, whose prompts stay as they are
+    prompts: str = "text"  # built-in text, random (tokens), a .jsonl or .txt file, or a set (gsm8k:DIR)
     max_tokens: int = 128  # of an answer, where the prompts are a file's
     num_requests: Annotated[int | None, option("N")] = None  # of a repetition; unset: 4 a client, 8 at least
     max_seconds: Annotated[float | None, option("S")] = None  # of one run of an arm: then no more is sent

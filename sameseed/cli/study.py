@@ -30,7 +30,7 @@ class StudyArgs:
         tuple[str, ...], option("PATTERN")
     ] = ()  # these cells alone, e.g. 'lengths'; as --dry-run names them
     dry_run: Annotated[bool, option()] = False  # print the grid, and what cannot run and why
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the packaged
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: the packaged
     num_prompts: Annotated[int, option("N")] = 12  # take N of them, spread over the file
     max_tokens: int = 64  # of a text
     repeat: int = 3  # runs of each setting, in turns

@@ -38,7 +38,7 @@ class TuneArgs:
     """
 
     model: Annotated[str, Positional]  # the target: 'embedded', a folder, or a hub id
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: the embedded
     num_prompts: int = 32  # at most so many of them, spread over the file
     max_tokens: int = 96  # longest answer
     temperature: float = 0.0  # as your users sample

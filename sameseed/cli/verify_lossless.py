@@ -42,7 +42,7 @@ class VerifyArgs:
     """
 
     effort: str = "quick"  # quick, normal, full, or a number: the share of the full sizes (full is 1)
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: the embedded
     num_prompts: Annotated[int | None, option("N")] = None  # take so many, spread over the file; unset: all
     batch: int = 8  # sequences that run together
     every: Annotated[bool, option()] = False  # one certificate for each way to guess, in 8 formats, batches of 1 to 16

@@ -38,7 +38,7 @@ class VerifyServerArgs:
     tolerance: Annotated[float | None, option("X")] = (
         None  # near ties: this share of the largest logit; unset: by format
     )
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: built-in
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: built-in
     num_prompts: Annotated[int | None, option("N")] = None  # at most; unset: what --requests allow
     max_tokens: int = 48  # of an answer
     requests: int = 200  # at most

@@ -26,7 +26,7 @@ from sameseed.plan.replayer import Replayer
 from sameseed.plan.simulate import Interval, Simulation, best_lengths, simulate
 from sameseed.plan.texts import Texts
 from sameseed.study.measure import Bench
-from sameseed.study.workload import Arm, Workload
+from sameseed.study.workload import Arm
 from sameseed.tuned import Loser
 
 SURVIVORS = 6  # settings that run, beside plain decoding
@@ -69,9 +69,8 @@ class TargetBench:
         self.settings = {**asked.settings, "format": form, "kv_format": kv_form, "max_num_seqs": max(asked.batches)}
         self._arms = {s.label: Arm(s.label, s.spec) for s in self._settings()}
         self.bench = Bench(asked.model, list(self._arms.values()), self.settings, load)
-        self.prompts = tuple(p.encode(self.bench.llm.tokenizer) for p in asked.prompts)
-        for prompt in self.prompts:
-            self.bench.llm.engine.check(prompt)
+        self.workload = self.bench.workload("tune", asked.prompts, asked.params)
+        self.jobs = [job for batch in self.workload.batches() for job in batch]
         self.replays: dict[str, Replay] = {}  # by way to guess
         self.mean_tokens = float(asked.params.max_tokens)  # of a text
 
@@ -120,8 +119,8 @@ class TargetBench:
         return found
 
     def _texts(self, replayer: Replayer, tell: Tell) -> Texts:
-        few = _spread(self.prompts[: len(self.asked.fitted)], REPLAYED)
-        workload = Workload("tune", tuple(few), self.asked.params, 1)
+        few, its = _spread(range(len(self.asked.fitted)), REPLAYED), self.workload
+        workload = replace(its, prompts=tuple(its.prompts[i] for i in few), stops=tuple(its.stops[i] for i in few))
         stage = f"{self.name}: writing texts"
         tell(stage, 0, 1)
         return replayer.texts(workload, lambda done, total: tell(stage, done, total))

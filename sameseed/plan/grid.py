@@ -80,7 +80,7 @@ class TuneRequest:
             raise ConfigError(f"threads are numbers of CPU threads, 1 or more, got {self.threads}")
         if len(self.prompts) < 2:
             raise ConfigError(f"{len(self.prompts)} prompts tell nothing of others; give two or more (--prompts FILE)")
-        if len({(p.text, str(p.messages)) for p in self.prompts}) < 2:
+        if len({str(p.facts) for p in self.prompts}) < 2:
             raise ConfigError("the prompts are all alike: what is right for one text is measured again and again")
         if self.seconds < 5:
             raise ConfigError(f"{self.seconds:g} seconds are too few to load and measure anything; give 30 or more")

@@ -54,7 +54,9 @@ class Replayer:
         prompt that does not fit; and what `build_engine` raises.
         """
         prompts_of(workload)
-        key = store.digest({**self._key(), "prompts": workload.prompts, "params": asdict(workload.params)})
+        asked = {"prompts": workload.prompts, "params": asdict(workload.params)}
+        asked |= {"stops": workload.stops} if any(workload.stops) else {}
+        key = store.digest({**self._key(), **asked})
         kept = store.read("texts", key)
         if kept is not None:
             try:

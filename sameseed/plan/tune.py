@@ -142,10 +142,8 @@ def affordable(runners: list[Contestant], asked: TuneRequest, tokens: float, lef
 
 
 def _contestant(target: TargetBench, prospect: Prospect) -> Contestant:
-    params, seed = target.asked.params, target.asked.params.seed or 0
-
     def jobs(batch: int, members: Any) -> list[Any]:
-        return [(target.prompts[i], replace(params, seed=seed + i)) for i in members]
+        return [target.jobs[i] for i in members]
 
     return Contestant(prospect, lambda: target.engine(prospect.candidate), jobs)
 
@@ -216,7 +214,7 @@ def _scope(found: TuneOutcome) -> Scope:
     prompts = [len(prompt) for prompt, _ in found.plain.jobs(batch, range(len(asked.prompts)))]
     tokens = [len(text) for text in found.plain.texts.values()]
     return Scope(
-        store.digest({"prompts": [(p.text, p.messages) for p in asked.prompts]}),
+        store.digest({"prompts": [p.facts for p in asked.prompts]}),
         len(asked.prompts),
         tuple(sorted({p.domain for p in asked.prompts if p.domain})),
         (min(prompts), max(prompts)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,7 +11,7 @@ from sameseed.config import SpecConfig
 from sameseed.engine.build import check_parts
 from sameseed.engine.levels import heeds_confidence, with_heads
 from sameseed.engine.settings import make_config
-from sameseed.models.loader import load_tokenizer, resolve_model
+from sameseed.models.loader import resolve_model
 from sameseed.request import SamplingParams
 from sameseed.studies._setup import Setup
 from sameseed.studies._study import Tell
@@ -80,7 +79,6 @@ class BenchCell:
         found = [(way, arm) for way in self.ways for arm in arms([way.spec(models)], way.ks)]
         ways = {arm: way for way, arm in found if not arm.plain}
         plain = next(arm for _, arm in found if arm.plain)
-        tokenizer = load_tokenizer(resolve_model(model))
         prompts = setup.read()
         settings: dict[str, Any] = {"format": self.format, "kv_format": self.kv_format, "max_num_seqs": self.batch}
         settings |= {"threads": setup.threads} if setup.threads else {}
@@ -88,9 +86,7 @@ class BenchCell:
         params = SamplingParams(
             max_tokens=setup.max_tokens, temperature=self.temperature, top_p=0.95 if self.temperature else 1.0, seed=1
         )
-        name = Path(setup.prompts).name if setup.prompts else "packaged prompts"
-        workload = Workload(name, tuple(p.encode(tokenizer) for p in prompts), params, self.batch)
-        bench.check(workload)
+        workload = bench.workload(setup.prompts_name, prompts, params, self.batch)
         batches = -(-len(prompts) // self.batch)
         tell(f"about {max(1.0, bench.warm_up(workload) * batches * setup.repeat):.0f} s")
         done, total = 0, setup.repeat * batches * len(bench.arms)

@@ -16,7 +16,7 @@ from sameseed.models.eagle_config import is_head
 from sameseed.models.loader import resolve_model
 from sameseed.plan.paper import sheet
 from sameseed.study.twin import find_shape, make_head_twin, make_twin
-from sameseed.study.workload import DEFAULT_PROMPTS, Prompt, read_prompts
+from sameseed.study.workload import DEFAULT_PROMPTS, Prompt, prompts_name, read_prompts
 
 GIB = 2**30
 Progress = Callable[[str, int, int], None]
@@ -60,6 +60,10 @@ class Setup:
         return read_prompts(self.prompts or DEFAULT_PROMPTS, self.num_prompts)
 
     @property
+    def prompts_name(self) -> str:
+        return prompts_name(self.prompts) if self.prompts else "packaged prompts"
+
+    @property
     def cores(self) -> int:
         return self.threads or ops.available_cores()
 
@@ -101,6 +105,6 @@ class Setup:
 
     def digest(self, cell: Any) -> str:
         """What decides a cell's figures besides the code and the machine, as a key."""
-        texts = [(p.id, p.text, p.messages) for p in self.read()]
+        texts = [(p.id, *p.facts) for p in self.read()]
         facts = [type(cell).__name__, asdict(cell), self.size, self.max_tokens, self.repeat, self.cores, texts]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

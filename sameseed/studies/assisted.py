@@ -281,8 +281,8 @@ STUDY = Study(
         "Sampled is temperature 0.7 and top-p 0.95 here; theirs is not said for these runs.",
         "Speed-ups over bf16 are across cells that did not take turns.",
     ),
-    data="Their prompts are WikiText-2 test rows (wikitext-2-raw-v1) of at least 128 tokens, clipped to 128. Fetch it "
-    "and give such rows with --prompts FILE; without, the packaged prompts are taken.",
+    data="Their prompts are WikiText-2 test rows of at least 128 tokens, clipped to 128. --prompts wikitext fetches "
+    "the set from the hub, --prompts wikitext:DIR reads DIR/wiki.test.raw; without, the packaged prompts are taken.",
     cells=cells,
     report=report,
 )

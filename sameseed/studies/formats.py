@@ -180,8 +180,9 @@ STUDY = Study(
         "T_d has the draft's reading of the prompt in it.",
         "Coupled and min(p, q) are at temperature 0.7, on the greedy texts, for the draft model.",
     ),
-    data="Theirs are MT-Bench, Spec-Bench, GSM8K and HumanEval. Fetch question.jsonl of MT-Bench, write its turns as "
-    '{"prompt": ...} lines and give them with --prompts FILE; without, the packaged prompts are taken.',
+    data="Theirs are MT-Bench, Spec-Bench, GSM8K and HumanEval. --prompts mt-bench (gsm8k, humaneval) fetches a set "
+    "from the hub, --prompts mt-bench:DIR reads its file there; fetch Spec-Bench's question.jsonl "
+    "from its repository and give it with --prompts spec-bench:FILE. Without, the packaged prompts are taken.",
     cells=cells,
     report=report,
 )

@@ -16,6 +16,7 @@ from sameseed.engine.levels import check_overlap
 from sameseed.engine.llm import LLM
 from sameseed.engine.overlap import make_overlap
 from sameseed.engine.policies import make_policy
+from sameseed.errors import RequestError
 from sameseed.lengths._cost import Curve
 from sameseed.models.config import read_config
 from sameseed.models.loader import load_tokenizer, resolve_model
@@ -97,7 +98,7 @@ def fitted(model: str, settings: dict[str, Any], prompts: Seq[Prompt], max_token
         return settings
     folder = resolve_model(model)
     tokenizer = load_tokenizer(folder)
-    longest = max((len(p.encode(tokenizer)) for p in prompts), default=0) + max_tokens + SPARE
+    longest = max((len(p.encode(tokenizer)) + max_tokens * (1 + len(p.then)) for p in prompts), default=0) + SPARE
     return {**settings, "max_model_len": min(read_config(folder).max_model_len, max(longest, LONG + SPARE))}
 
 
@@ -114,6 +115,7 @@ class Bench:
         self.arms = list(arms)
         self._engines: dict[object, Engine] = {}  # by drafter; they share the target and its cache
         self._policies: dict[Arm, LengthPolicy] = {}
+        self._answers: dict[tuple[tuple[int, ...], str], str] = {}  # to earlier turns
         self._target: Curve | None = None  # costs of passes, for predictions
         self._curves: dict[object, Curve | None] = {}  # of draft models
         self._aheads = {arm.spec.overlap: make_overlap(arm.spec) for arm in arms}
@@ -151,10 +153,28 @@ class Bench:
         done, before = run.counted(batch_size), plain.counted(batch_size)
         return predict(done, before, self._target, self._curves[key], type(engine.drafter).at_once)
 
-    def check(self, workload: Workload) -> None:
-        """Raise RequestError if a prompt does not fit; before any time is spent."""
-        for prompt in workload.prompts:
-            self.llm.engine.check(prompt)
+    def workload(self, name: str, prompts: Seq[Prompt], params: SamplingParams, batch_size: int = 1) -> Workload:
+        """The prompts as tokens, later turns after the target's own answers, written once by plain decoding.
+
+        Raises RequestError naming a prompt that does not fit.
+        """
+
+        def answer(tokens: Seq[int]) -> str:
+            key = tuple(tokens), repr(params)
+            if key not in self._answers:
+                self.llm.engine.check(key[0])
+                run_batch(self.llm.engine, [(key[0], params)], run := Run())
+                self._answers[key] = run.completions[0].text
+            return self._answers[key]
+
+        encoded = []
+        for prompt in prompts:
+            try:
+                encoded.append(prompt.encode(self.llm.tokenizer, answer))
+                self.llm.engine.check(encoded[-1])
+            except RequestError as error:
+                raise RequestError(f"prompt {prompt.id}: {error}") from None
+        return Workload(name, tuple(encoded), params, batch_size, tuple(p.stop for p in prompts))
 
     def warm_up(self, workload: Workload) -> float:
         """A few tokens of the first batch by every arm: caches, pages and thread pools are then in place.

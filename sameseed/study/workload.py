@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -20,23 +20,63 @@ DEFAULT_PROMPTS = ASSETS / "prompts.jsonl"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, or the messages of a conversation, with where it belongs."""
+    """A text, or the messages of a conversation, with where it belongs. With both, the text is for want of a template.
+
+    `then`: what the user says next, each time after an answer. `clip`: tokens of the text that are taken. `stop`:
+    strings at which an answer ends.
+    """
 
     id: str
     domain: str
     text: str | None = None
     messages: tuple[dict[str, str], ...] = ()
+    then: tuple[str, ...] = ()
+    clip: int | None = None
+    stop: tuple[str, ...] = ()
 
-    def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Its token ids, messages by the chat template."""
-        return tuple(tokenizer.encode(self.text) if self.text is not None else tokenizer.chat(self.messages))
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What decides the tokens, for digests."""
+        more = (self.then, self.clip, self.stop)
+        return (self.text, self.messages, *(more if any(more) else ()))
+
+    def encode(self, tokenizer: Tokenizer, answer: Callable[[list[int]], str] | None = None) -> tuple[int, ...]:
+        """Its token ids, messages by the chat template. `answer` writes what stands before later turns; None: ""."""
+        if self.text is not None and (not self.messages or tokenizer.chat_template is None):
+            return tuple(tokenizer.encode(self.text))[: self.clip]
+        messages = list(self.messages)
+        for turn in self.then:
+            said = "" if answer is None else answer(tokenizer.chat(messages))
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
+        return tuple(tokenizer.chat(messages))
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+def prompts_name(source: Path) -> str:
+    """What prompts are called in records: a file's name, or a set's with its task."""
+    from sameseed.study import prompt_sets
+
+    found = None if source.is_file() else prompt_sets.parse(str(source))
+    return source.name if found is None else "/".join(filter(None, found[:2]))
+
+
+def read_prompts(source: Path, limit: int | None = None) -> list[Prompt]:
     """Prompts of a .jsonl file ({"prompt"} or {"messages"}, optional "id", "domain") or a .txt file (one a line).
 
-    `limit` takes that many, spread over the file, so that every domain stays in. Raises ConfigError with the line.
+    Or those of a published set, as `prompt_sets.parse` reads its name. `limit` takes that many, spread over all, so
+    that every domain stays in. Raises ConfigError with the line, or with what to fetch.
     """
+    from sameseed.study import prompt_sets
+
+    found = None if source.is_file() else prompt_sets.parse(str(source))
+    prompts = _read_file(source) if found is None else prompt_sets.read(*found)
+    if limit is None or limit >= len(prompts):
+        return prompts
+    if limit < 1:
+        raise ConfigError(f"the number of prompts must be at least 1, got {limit}")
+    return [prompts[i * len(prompts) // limit] for i in range(limit)]
+
+
+def _read_file(path: Path) -> list[Prompt]:
     if path.suffix == ".jsonl":
         prompts = [_prompt(line) for line in read_lines(path, "messages", "prompt")]
     else:
@@ -48,11 +88,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
         prompts = [Prompt(str(n), "text", line) for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ConfigError(f"{path} holds no prompts; write one a line")
-    if limit is None or limit >= len(prompts):
-        return prompts
-    if limit < 1:
-        raise ConfigError(f"the number of prompts must be at least 1, got {limit}")
-    return [prompts[i * len(prompts) // limit] for i in range(limit)]
+    return prompts
 
 
 def _prompt(line: Line) -> Prompt:
@@ -66,12 +102,16 @@ def _prompt(line: Line) -> Prompt:
 
 @dataclass(frozen=True)
 class Workload:
-    """Encoded prompts, how their tokens are chosen, how many run together, and where they came from."""
+    """Encoded prompts, how their tokens are chosen, how many run together, and where they came from.
+
+    `stops`: strings at which a prompt's answer ends besides those of `params`, one tuple a prompt; empty: none.
+    """
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
     batch_size: int = 1
+    stops: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -82,7 +122,11 @@ class Workload:
     def batches(self) -> Iterator[list[tuple[tuple[int, ...], SamplingParams]]]:
         """Prompts with their parameters, `batch_size` at a time; each prompt has a seed of its own."""
         seed = self.params.seed or 0
-        jobs = [(p, replace(self.params, seed=(seed + i) % (MAX_SEED + 1))) for i, p in enumerate(self.prompts)]
+        stops = self.stops or ((),) * len(self.prompts)
+        jobs = [
+            (p, replace(self.params, seed=(seed + i) % (MAX_SEED + 1), stop=(*self.params.stop, *stop)))
+            for i, (p, stop) in enumerate(zip(self.prompts, stops, strict=True))
+        ]
         for start in range(0, len(jobs), self.batch_size):
             yield jobs[start : start + self.batch_size]
 

@@ -115,7 +115,8 @@ def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["assisted", "--size", "huge"], "--size is small or true"),
         (["assisted", "--repeat", "0"], "--repeat must be at least 1"),
         (["assisted", "--only", "nothing"], "there are: 1b lengths greedy"),
-        (["assisted", "--prompts", str(tmp_path / "wikitext.txt")], "Fetch it"),
+        (["assisted", "--prompts", str(tmp_path / "wikitext.txt")], "--prompts wikitext fetches the set"),
+        (["formats", "--prompts", f"spec-bench:{tmp_path}"], "fetch Spec-Bench's question.jsonl"),
     ):
         assert main(["study", *flags, "--out", str(tmp_path)]) == 2
         assert says in capsys.readouterr().err

@@ -14,6 +14,7 @@ from sameseed.study.workload import ASSETS, Prompt, read_prompts
 if TYPE_CHECKING:
     import httpx
 
+MOST_STOPS = 4  # as OpenAI's API has it
 BUILT_IN = ("prompts.jsonl", "prompts_heldout.jsonl")
 
 
@@ -120,10 +121,7 @@ async def make_prompts(
         found = read_prompts(Path(kind))
         start = noise.randrange(len(found))
         chosen = [found[(start + i) % len(found)] for i in range(count)]
-        return [
-            {"messages": list(p.messages)} if endpoint.chat and p.messages else as_prompt(plain(p), endpoint.chat)
-            for p in chosen
-        ]
+        return [await _body(client, endpoint, p, shape.num_output) for p in chosen]
     assert shape.num_input is not None
     if source.tokens is None and kind == "random":
         raise ConfigError("this server has no /tokenize, so no token is known; leave --prompts at text")
@@ -138,6 +136,24 @@ async def make_prompts(
         text = text if isinstance(text, str) else source.text(shape.num_input, noise)
         made.append(as_prompt(text, endpoint.chat))
     return made
+
+
+async def _body(client: httpx.AsyncClient, endpoint: Endpoint, prompt: Prompt, num_output: int) -> dict[str, Any]:
+    """A prompt as fields of a body; a later turn follows what the server answers greedily to those before."""
+    stop = {"stop": list(prompt.stop)[:MOST_STOPS]} if prompt.stop else {}
+    if not endpoint.chat or not prompt.messages:
+        text = plain(prompt)
+        tokens = await tokenize(client, endpoint, text, special=True) if prompt.clip and not endpoint.chat else None
+        return {"prompt": tokens[: prompt.clip], **stop} if tokens else {**as_prompt(text, endpoint.chat), **stop}
+    messages = list(prompt.messages)
+    for turn in prompt.then:
+        asked = {"messages": messages, "max_tokens": num_output, "temperature": 0.0}
+        said = (await ask(client, endpoint, "v1/chat/completions", **asked)).get("choices")
+        if not said:
+            raise ConfigError(f"{endpoint.url} did not answer the first turn of prompt {prompt.id}; is --chat right?")
+        content = said[0]["message"]["content"] or ""
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": turn}]
+    return {"messages": messages, **stop}
 
 
 def as_prompt(text: str, chat: bool) -> dict[str, Any]:

@@ -18,13 +18,15 @@ Row = dict[str, Any]
 class DataSet:
     """One set: names that its file may have (each also with .gz), and where the hub keeps it (repository, file).
 
-    `fields` are the fields that each row must have, with their types; a set without fields is plain text.
+    `fields` are the fields that each row must have, with their types; a set without fields is plain text. `source`:
+    where to fetch what the hub does not keep.
     """
 
     name: str
     files: tuple[str, ...]
     hub: tuple[str, str] | None
     fields: Mapping[str, type] | None = None
+    source: str = ""
 
 
 TEXT = DataSet(
@@ -34,7 +36,7 @@ TEXT = DataSet(
 )
 HUMANEVAL = DataSet(
     "humaneval",
-    ("humaneval.jsonl",),
+    ("HumanEval.jsonl", "humaneval.jsonl"),
     ("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
     {"task_id": str, "prompt": str, "entry_point": str, "canonical_solution": str, "test": str},
 )
@@ -65,18 +67,19 @@ MMLU_PRO_SHOTS = DataSet(
 
 
 def find(folder: Path, data: DataSet) -> Path | None:
-    """The file of a set in `folder`, None where it is not there."""
-    names = [n for file in data.files for n in (file, f"{file}.gz")]
+    """The file of a set in `folder`, also as the hub lays it out there; None where it is not there."""
+    names = [n for file in data.files for n in (file, f"{file}.gz")] + ([data.hub[1]] if data.hub else [])
     return next((folder / n for n in names if (folder / n).is_file()), None)
 
 
-def locate(data: DataSet, folder: Path | None) -> Path:
+def locate(data: DataSet, folder: Path | None, flag: str = "--data DIR") -> Path:
     """The file of a set: in `folder` where one is given, else fetched from the hub.
 
-    Raises ConfigError that names the file wanted, or --data where the hub does not answer.
+    Raises ConfigError that names the file wanted, or the flag where the hub does not answer or does not keep it.
     """
     if folder is None:
-        assert data.hub is not None
+        if data.hub is None:
+            raise ConfigError(f"the hub does not keep {data.name}; fetch {data.source} and give it with {flag}")
         from huggingface_hub import hf_hub_download
 
         try:
@@ -85,10 +88,10 @@ def locate(data: DataSet, folder: Path | None) -> Path:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ConfigError(
                 f"the data of {data.name} ({data.hub[0]}) did not come from the hub: {first}; give a folder that holds "
-                f"{data.files[-1]} with --data DIR"
+                f"{data.files[-1]} with {flag}"
             ) from None
     if not folder.is_dir():
-        raise ConfigError(f"--data {folder} is no folder; name the one that holds {data.files[-1]}")
+        raise ConfigError(f"{flag}: {folder} is no folder; name the one that holds {data.files[-1]}")
     path = find(folder, data)
     if path is None:
         raise ConfigError(f"{folder} lacks {' or '.join(data.files)} (or the same with .gz), the data of {data.name}")
@@ -136,6 +139,13 @@ def _parquet(path: Path) -> list[tuple[str, Any]]:
     return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
 
 
+def text_lines(path: Path) -> list[str]:
+    """The set's lines as the hub has them: each with its line end, empty ones empty. Raises ConfigError."""
+    if path.suffix == ".parquet":
+        return [str(row.get("text", "")) if isinstance(row, dict) else "" for _, row in _parquet(path)]
+    return [f"{line}\n" if line.strip() else "" for line in read_text(path).removesuffix("\n").split("\n")]
+
+
 def wikitext(folder: Path | None) -> tuple[str, str]:
     """The WikiText-2 test text and the name of its file.
 
@@ -143,11 +153,7 @@ def wikitext(folder: Path | None) -> tuple[str, str]:
     lines between (`"\\n\\n".join`). Raises ConfigError.
     """
     path = locate(TEXT, folder)
-    if path.suffix == ".parquet":
-        lines = [str(row.get("text", "")) if isinstance(row, dict) else "" for _, row in _parquet(path)]
-    else:
-        lines = [f"{line}\n" if line.strip() else "" for line in read_text(path).removesuffix("\n").split("\n")]
-    text = "\n\n".join(lines)
+    text = "\n\n".join(text_lines(path))
     if not text.strip():
         raise ConfigError(f"{path} holds no text; fetch it again")
     return text, path.name

@@ -19,7 +19,7 @@ from sameseed.study.measure import Bench, Run, fitted, run_batch
 from sameseed.study.passes import Pass, TimedModel
 from sameseed.study.quality.bootstrap import Interval, ratio_interval
 from sameseed.study.quality.variant import Variant, stored
-from sameseed.study.workload import PLAIN, Arm, Prompt, Workload
+from sameseed.study.workload import PLAIN, Arm, Prompt
 
 CHAIN = 8  # rows of c(8)
 CONTEXT = 256
@@ -123,9 +123,13 @@ def measure(
         arm = Arm("draft", ngram if drafts_for_itself(v, spec) else spec)
         given = fitted(v.model, {**settings, **v.settings, "max_num_seqs": 1}, prompts, max_tokens)
         bench = Bench(v.model, [PLAIN, arm], given)
-        workload = Workload("prompts", tuple(p.encode(bench.llm.tokenizer) for p in prompts), params)
-        bench.check(workload)
-        subjects.append((bench, workload, Speed([Run() for _ in range(repeat)], [Run() for _ in range(repeat)])))
+        subjects.append(
+            (
+                bench,
+                bench.workload("prompts", prompts, params),
+                Speed([Run() for _ in range(repeat)], [Run() for _ in range(repeat)]),
+            )
+        )
     for bench, workload, _ in subjects:
         bench.warm_up(workload)
     for r in range(repeat):

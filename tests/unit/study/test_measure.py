@@ -34,7 +34,6 @@ def measured(pair_folders: tuple[Path, Path]) -> Measured:
     tokenizer = bench.llm.tokenizer
     prompts = tuple(tuple(tokenizer.encode(t)) for t in ("the sum of", "the list is empty", "def add(a"))
     workload = Workload("test", prompts, SamplingParams(max_tokens=24, temperature=0.7, seed=4), 2)
-    bench.check(workload)
     bench.warm_up(workload)
     return bench, workload, bench.measure(workload, 3)
 
@@ -112,7 +111,7 @@ def test_arms_of_one_drafter_share_it(measured: Measured) -> None:
 def test_a_prompt_too_long_fails_before_anything_runs(measured: Measured) -> None:
     bench, workload, _ = measured
     with pytest.raises(RequestError, match="shorten the prompt"):
-        bench.check(replace(workload, prompts=(*workload.prompts, (5,) * 5000)))
+        bench.workload("long", [Prompt("a", "", "one "), Prompt("b", "", "one " * 5000)], workload.params)
 
 
 def test_records_are_complete_and_their_medians_right(

@@ -1,0 +1,113 @@
+"""Prompts of published data sets, from local files or the hub: `--prompts NAME[/TASK][:FILE or FOLDER]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sameseed.errors import ConfigError
+from sameseed.study.quality import data
+from sameseed.study.quality.data import DataSet, Row
+from sameseed.study.quality.humaneval import STOP
+from sameseed.study.workload import Prompt
+
+ROW = 128  # words that a row of WikiText has at least, and tokens that are taken of it
+TURNS: dict[str, type] = {"category": str, "turns": list}
+MT_BENCH = DataSet(
+    "mt_bench", ("question.jsonl", "mt_bench.jsonl"), ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"), TURNS
+)
+SPEC_BENCH = DataSet(
+    "spec_bench",
+    ("question.jsonl", "spec_bench.jsonl"),
+    None,
+    TURNS,
+    "data/spec_bench/question.jsonl of https://github.com/hemingkx/Spec-Bench",
+)
+TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # other categories are MT-Bench's
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """A set's data, and the prompts in its file."""
+
+    data: DataSet
+    read: Callable[[Path], Iterator[Prompt]]
+
+
+def _wikitext(path: Path) -> Iterator[Prompt]:
+    """Rows of at least 128 words, so of at least 128 tokens in any vocabulary, cut to 128 tokens."""
+    for number, line in enumerate(data.text_lines(path), 1):
+        if len(line.split()) >= ROW:
+            yield Prompt(str(number), "wikitext", line.strip(), clip=ROW)
+
+
+def _turns(rows: list[Row], domain: Callable[[str], str]) -> Iterator[Prompt]:
+    """A prompt a turn: a later one follows what the target itself answers to those before."""
+    for number, row in enumerate(rows, 1):
+        if not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
+            raise ConfigError(f"row {number}: 'turns' must be a list of texts, not empty; fetch the file again")
+        name, first = str(row.get("question_id", number)), ({"role": "user", "content": row["turns"][0]},)
+        for n in range(len(row["turns"])):
+            yield Prompt(f"{name}/{n + 1}", domain(row["category"]), None, first, tuple(row["turns"][1 : n + 1]))
+
+
+def _mt_bench(path: Path) -> Iterator[Prompt]:
+    return _turns(data.read_rows(path, MT_BENCH), lambda category: category)
+
+
+def _spec_bench(path: Path) -> Iterator[Prompt]:
+    rows = data.read_rows(path, SPEC_BENCH)
+    return _turns(rows, lambda category: category if category in TASKS else "mt_bench")
+
+
+def _gsm8k(path: Path) -> Iterator[Prompt]:
+    """Questions: to a model without a chat template as a text to go on, which ends where it asks the next one."""
+    for number, row in enumerate(data.read_rows(path, data.GSM8K), 1):
+        asked = {"role": "user", "content": row["question"]}
+        text = f"Question: {row['question']}\nAnswer:"
+        yield Prompt(str(number), "gsm8k", text, (asked,), stop=("\nQuestion:",))
+
+
+def _humaneval(path: Path) -> Iterator[Prompt]:
+    """Functions to complete, which end where the paper's stop strings say."""
+    for row in data.read_rows(path, data.HUMANEVAL):
+        yield Prompt(row["task_id"], "humaneval", row["prompt"], stop=STOP)
+
+
+SETS = {
+    "wikitext": PromptSet(data.TEXT, _wikitext),
+    "spec-bench": PromptSet(SPEC_BENCH, _spec_bench),
+    "mt-bench": PromptSet(MT_BENCH, _mt_bench),
+    "gsm8k": PromptSet(data.GSM8K, _gsm8k),
+    "humaneval": PromptSet(data.HUMANEVAL, _humaneval),
+}
+
+
+def parse(source: str) -> tuple[str, str, str] | None:
+    """Name, task and place of NAME[/TASK][:PLACE]; None where no set is named so."""
+    known, _, place = source.partition(":")
+    name, _, task = known.partition("/")
+    return (name, task, place) if name in SETS else None
+
+
+def read(name: str, task: str = "", place: str = "") -> list[Prompt]:
+    """The prompts of a set, or of one of its tasks. `place`: its file, or a folder that holds it; "": the hub.
+
+    Raises ConfigError that says what to fetch.
+    """
+    found = SETS[name]
+    path = Path(place)
+    if not path.is_file():
+        path = data.locate(found.data, path if place else None, f"--prompts {name}:DIR")
+    try:
+        prompts = list(found.read(path))
+    except ConfigError as error:
+        raise ConfigError(f"--prompts {name}: {error}") from None
+    tasks = sorted({p.domain for p in prompts})
+    if task and task not in tasks:
+        raise ConfigError(f"--prompts {name}/{task}: no such task; there are {', '.join(tasks)}")
+    chosen = [p for p in prompts if not task or p.domain == task]
+    if not chosen:
+        raise ConfigError(f"{path} holds no row of {name} that is long enough ({ROW} words); is it the right file?")
+    return chosen
