@@ -43,10 +43,11 @@ class SpecConfig:
     `drafter`: a `Drafter` of one's own, an object or its class, which `method` then only names.
 
     `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability
-    of its last token falls below it. `policy`: "fixed" lengths; "history": by what was right before; or "goodput": as
-    many as pay, none included. `options` go to the drafter's own Options. `below`: the drafters that this one works
-    with (a cascade's, or those that `first` asks in turn), each with settings of its own. `overlap`: cores on which the
-    draft model guesses on while the target checks on the others; 0: it waits.
+    of its last token falls below it. `policy`: "fixed" lengths; "history": by what was right before; "disco": while the
+    draft is likely to be right, `confidence` says how likely; or "goodput": as many as pay, none included. `options` go
+    to the drafter's own Options. `below`: the drafters that this one works with (a cascade's, or those that `first`
+    asks in turn), each with settings of its own. `overlap`: cores on which the draft model guesses on while the target
+    checks on the others; 0: it waits.
     """
 
     method: str = "none"

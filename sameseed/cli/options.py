@@ -51,10 +51,11 @@ CHOICE_HELP = {
 }
 ENGINE_HELP = {
     "policy": "goodput: as many tokens as pay by measured times, none included; fixed: always --k tokens; history: "
-    "more after drafts that were right; auto: goodput, or fixed where --confidence ends drafts",
+    "more after drafts that were right; disco: while the draft "
+    "is likely to be right, as learned; auto: goodput, or fixed where --confidence ends drafts",
     "overlap": "cores on which the draft model guesses on while the target checks on the others; 0: it waits "
     "(pays only where cores would idle)",
-    "num_draft_tokens": "the most tokens that a round may guess, 0..64; unset: 12 with goodput, else 4",
+    "num_draft_tokens": "the most tokens that a round may guess, 0..64; unset: 12 with goodput or disco, else 4",
     "confidence": "end a draft once the drafter's probability of its last token is below this, 0..1",
     "draft_format": "number format of the draft model's weights, as --format; auto: the target's; self_quant: nested, "
     "see the guide",

@@ -68,7 +68,7 @@ def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> Engi
     given: dict[str, Any] = {names[k]: v for k, v in settings.items() if k in names and v is not None}
     if given.get("policy") == "auto" or ("policy" not in given and not isinstance(draft, SpecConfig)):
         given["policy"] = "fixed" if "confidence" in given or spec.method == "none" else "goodput"
-    if given.get("policy") == "goodput":
+    if given.get("policy") in ("disco", "goodput"):
         given.setdefault("num_draft_tokens", GOODPUT_DRAFT_TOKENS)
     options = given.pop("options", {})
     below = _levels_below(spec, options.get("below"))

@@ -25,7 +25,7 @@ from sameseed.spec import sampling
 
 VOCAB, LENGTH = 16, 3
 PROMPT: Tokens = (3, 1, 4, 1)
-POLICIES = ("confidence", "history", "goodput")
+POLICIES = ("confidence", "disco", "history", "goodput")
 SURE = 0.3  # where confidence ends a draft
 GROUP = 2048  # sequences that one call of the engine is given
 LAWS = {

@@ -12,6 +12,10 @@ from collections.abc import Mapping, Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
+from sameseed.request import Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Round
+
 POSITIONS = 16  # places of a draft that are told apart; those beyond share the last one's estimates
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99, 0.999)  # of a token's probability
 NUM_BINS = len(EDGES) + 1
@@ -152,6 +156,22 @@ class Acceptance:
         every.was, every.said = (KEPT * said).tolist()
         self.all, self.tells = every, bool(arrays["tells"][0])
 
+    def read(self, draft: Draft, seqs: Seq[Sequence]) -> dict[int, DraftNodes]:
+        """What the nodes of a draft are held to be worth, by request; none of those without a guess."""
+        if not len(draft.tokens):
+            return {}
+        self.tells = draft.confidence is not None
+        parents = draft.parents.tolist()
+        confidence = None if draft.confidence is None else draft.confidence.tolist()
+        found, end = {}, 0
+        for seq, count in zip(seqs, np.diff(draft.offsets).tolist(), strict=True):
+            if count:
+                part = slice(end, end + count)
+                sure = None if confidence is None else confidence[part]
+                found[seq.seq_id] = DraftNodes(parents[part], sure, self.rates(seq.seq_id))
+            end += count
+        return found
+
     def rates(self, seq_id: int) -> Rates:
         """By kind: how often such a token of this request is right where its parent was."""
         return Rates(self.all, self.own.get(seq_id))
@@ -193,6 +213,19 @@ class Acceptance:
             offers.append((gain, there, steps))
         return offers
 
+    def learn_round(self, round_: Round, read: Mapping[int, DraftNodes]) -> None:
+        """Learn from all drafts of a round; `read`: their nodes, as they were checked."""
+        for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
+            if not asked:
+                continue
+            accepted = range(round_.num_accepted[b]) if round_.nodes is None else round_.nodes[b]
+            nodes = read.get(seq.seq_id)
+            if not round_.num_draft[b]:
+                nodes = NOTHING
+            elif nodes is None or len(nodes.parents) != round_.num_draft[b]:  # nobody trimmed: a chain
+                nodes = DraftNodes(range(-1, round_.num_draft[b] - 1), None, self.rates(seq.seq_id))
+            self.learn(seq.seq_id, asked, nodes, accepted)
+
     def learn(self, seq_id: int, asked: int, nodes: DraftNodes, accepted: Seq[int]) -> None:
         """A round: nodes asked for, the draft as it was checked, and the path of it that was right."""
         asked = min(asked, self.num_draft_tokens)  # a request itself may ask for more
@@ -226,3 +259,6 @@ class Acceptance:
     def release(self, seq_id: int) -> None:
         """The request is gone."""
         self.own.pop(seq_id, None)
+
+
+NOTHING = DraftNodes((), None, Rates(Acceptance(1).all, None))

@@ -67,5 +67,5 @@ def test_history_grows_after_right_drafts_and_shrinks_after_others() -> None:
 
 
 def test_a_policy_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="confidence, fixed, goodput, history"):
+    with pytest.raises(ConfigError, match="confidence, disco, fixed, goodput, history"):
         SpecConfig("ngram", policy="historic")

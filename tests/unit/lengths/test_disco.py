@@ -1,0 +1,81 @@
+"""disco: drafts end where they are no longer likely to be right as a whole, as learned from what was right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sameseed.config import SpecConfig
+from sameseed.engine.llm import LLM
+from sameseed.engine.policies import make_policy
+from sameseed.lengths.disco import LIKELY, DiscoLength
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Round
+
+SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(2)]
+CHAIN = [[0.9, 0.72, 0.36, 0.18, 0.09]]  # of whole paths
+
+
+def teach(policy: DiscoLength, accepted: int, rounds: int = 60) -> None:
+    """Rounds of one sequence in which so many of CHAIN's tokens are right."""
+    for _ in range(rounds):
+        draft = Draft.chains([[5] * 5], CHAIN)
+        kept = policy.trim(draft, SEQS[:1], 1)
+        policy.update(Round(SEQS[:1], [5], [kept.count(0)], [min(accepted, kept.count(0))]))
+
+
+def test_what_was_right_decides() -> None:
+    sure, unsure = DiscoLength(8), DiscoLength(8)
+    assert sure.uses_confidence and sure.lengths(SEQS) == [3, 3], "nothing is known: by a guess of each place"
+    teach(sure, 5)
+    teach(unsure, 0)
+    assert not sure.ends(CHAIN) and unsure.ends([CHAIN[0][:1]])
+    assert sure.lengths(SEQS) == [8, 8], "one that tells ends by itself"
+    draft = Draft.chains([[5] * 5], CHAIN)
+    assert sure.trim(draft, SEQS[:1], 1) is draft
+    assert unsure.trim(draft, SEQS[:1], 1).count(0) == 1, "the token that ended it stays: it is learned about"
+
+
+def test_chains_end_together_and_each_is_cut() -> None:
+    policy = DiscoLength(8)
+    low, high = [0.05, 0.04, 0.03], [0.99, 0.98, 0.97]
+    assert policy.ends([low]) and not policy.ends([high]) and not policy.ends([low, high])
+    draft = Draft.chains([[1, 2, 3], [4, 5, 6]], [low, high])
+    assert [policy.trim(draft, SEQS, 2).count(b) for b in range(2)] == [1, 3]
+    assert policy.trim(draft, SEQS, 2, [1]) is draft, "others stay as they are"
+
+
+def test_a_tree_keeps_its_parents() -> None:
+    tree = Draft.trees([([1, 2, 3, 4], [-1, -1, 1, 2])], [[0.95, 0.05, 0.04, 0.03]])
+    kept = DiscoLength(8).trim(tree, SEQS[:1], 1)
+    assert kept.nodes(0) == ([1, 2], [-1, -1])
+
+
+def test_places_are_learned_of_drafters_that_tell_nothing() -> None:
+    policy = DiscoLength(6)
+    for _ in range(60):
+        policy.trim(Draft.chains([[1] * 6]), SEQS[:1], 1)
+        policy.update(Round(SEQS[:1], [6], [6], [2]))
+    assert policy.lengths(SEQS[:1]) == [3], "two are right, and the next one shows when that changes"
+    policy.release(SEQS[0])
+    assert DiscoLength(0).lengths(SEQS) == [0, 0]
+
+
+def test_the_threshold() -> None:
+    assert make_policy(SpecConfig("ngram", policy="disco")).threshold == LIKELY  # type: ignore[attr-defined]
+    assert make_policy(SpecConfig("ngram", policy="disco", confidence=0.6)).threshold == 0.6  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_texts_stay_as_they_are(temperature: float, pair_folders: tuple[Path, Path]) -> None:
+    prompts = ["the sum of", "def add(a", "all parts"]
+    params = [SamplingParams(max_tokens=24, temperature=temperature, seed=i) for i in range(3)]
+    target, draft = map(str, pair_folders)
+    plain = LLM(target).generate(prompts, params)
+    for text in (draft, "ngram"):
+        drafted = LLM(target, draft=text, policy="disco").generate(prompts, params)
+        assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+        if text == draft:
+            assert sum(c.metrics.spec.num_draft_tokens for c in drafted) > 0
