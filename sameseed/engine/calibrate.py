@@ -18,6 +18,7 @@ from sameseed.spec.step import decode_step
 ROWS = (1, 2, 4, 8, 16, 32)
 LONG, FEW, MANY = 1024, 1, 8  # tokens of a long context, and the passes measured after it
 REPEATS = 5
+QUICK = 0.005  # seconds of a pass
 PASSES, MOST = 24, 8.0  # passes that measuring may take at least; seconds, however slow they are
 BATCHES, LENGTHS = (1, 4), (4, 2, 0)  # sequences and draft tokens of the rounds that are measured
 
@@ -69,39 +70,61 @@ def measure_rounds(
         return known
     cost = EngineCost(measure_curve(runner, seconds), DraftCost(type(drafter).at_once))
     counted = [(metrics, vars(metrics.copy())) for _, metrics in drafter.counted()]
-    rng, vocab_size, longest = random.Random(0), runner.model.config.vocab_size, runner.model.max_model_len
+    rng = random.Random(0)
     end = time.perf_counter() + max(seconds, min(PASSES * cost.target.at(MANY), MOST))
     for size in BATCHES:
-        texts = [[rng.randrange(vocab_size) for _ in range(min(SHORT, longest // 2))] for _ in range(size)]
-        seqs = [Sequence(-1 - b, text, SamplingParams(max_tokens=longest), 0) for b, text in enumerate(texts)]
-        try:
-            unseen, late = sum(map(len, seqs)), 0.0  # tokens; seconds of proposals before which they had to be seen
-            for n, k in enumerate(k for k in LENGTHS for _ in range(REPEATS)):
-                pending = [seq.num_pending for seq in seqs]
-                fits = all(len(s) + k < longest and runner.blocks.reserve(s, len(s) + k) for s in seqs)
-                if time.perf_counter() > end or not fits:
-                    break
-                times = TimeSplit()
-                draft, found = decode_step(runner, drafter, seqs, pending, [k] * size, times)
-                for seq in seqs:  # or the text soon loops, and is drafted from itself at another price
-                    seq.token_ids[-1] = rng.randrange(vocab_size)
-                counts = [draft.count(b) for b in range(size)]
-                accepted = [len(nodes) for nodes in found.nodes]
-                rows = sum(pending) + sum(counts)
-                if n < 2:  # a head gets the text's hidden states with the first pass, and reads them before the second
-                    late += times.draft
-                cost.learn(Round(seqs, [k] * size, counts, accepted, rows, times), k, n < 2)
-            if n > 2:  # both of them were measured, and others after them
-                start, step = cost.draft.terms(size, unseen / size)
-                cost.catch_up = max(0.0, late - 2 * (start + LENGTHS[0] * step)) / unseen
-        finally:
-            for seq in seqs:
-                seq.token_ids.clear()  # nothing is to be learned from such a text
-                drafter.release(seq)
-                runner.blocks.release(seq)
+        if cost.target.at(FEW) < QUICK:  # the first rounds of a size prepare something, which takes longer than they do
+            _rounds(runner, drafter, EngineCost(cost.target), size, (LENGTHS[0],) * 2, rng, end)
+        lengths = [k for k in LENGTHS for _ in range(REPEATS)]
+        unseen, late, measured = _rounds(runner, drafter, cost, size, lengths, rng, end)
+        if measured > 2:  # both rounds of catching up were measured, and others after them
+            start, step = cost.draft.terms(size, unseen / size)
+            cost.catch_up = max(0.0, late - 2 * (start + LENGTHS[0] * step)) / unseen
     for metrics, before in counted:
         vars(metrics).update(before)
     return cost
+
+
+def _rounds(
+    runner: ModelRunner,
+    drafter: Drafter,
+    cost: EngineCost,
+    size: int,
+    lengths: Seq[int],
+    rng: random.Random,
+    end: float,
+) -> tuple[int, float, int]:
+    """Rounds of `size` new texts with these lengths, learned by `cost`; stops at the time `end`, or without room.
+
+    Returns the tokens that the drafter had to see first, the seconds of its first two proposals, and the rounds.
+    """
+    vocab_size, longest = runner.model.config.vocab_size, runner.model.max_model_len
+    texts = [[rng.randrange(vocab_size) for _ in range(min(SHORT, longest // 2))] for _ in range(size)]
+    seqs = [Sequence(-1 - b, text, SamplingParams(max_tokens=longest), 0) for b, text in enumerate(texts)]
+    unseen, late, measured = sum(map(len, seqs)), 0.0, 0
+    try:
+        for k in lengths:
+            pending = [seq.num_pending for seq in seqs]
+            fits = all(len(s) + k < longest and runner.blocks.reserve(s, len(s) + k) for s in seqs)
+            if time.perf_counter() > end or not fits:
+                break
+            times = TimeSplit()
+            draft, found = decode_step(runner, drafter, seqs, pending, [k] * size, times)
+            for seq in seqs:  # or the text soon loops, and is drafted from itself at another price
+                seq.token_ids[-1] = rng.randrange(vocab_size)
+            counts = [draft.count(b) for b in range(size)]
+            accepted = [len(nodes) for nodes in found.nodes]
+            rows = sum(pending) + sum(counts)
+            catching_up = measured < 2  # a head gets the text's hidden states with the first pass, and reads them then
+            late += times.draft * catching_up
+            cost.learn(Round(seqs, [k] * size, counts, accepted, rows, times), k, catching_up)
+            measured += 1
+    finally:
+        for seq in seqs:
+            seq.token_ids.clear()  # nothing is to be learned from such a text
+            drafter.release(seq)
+            runner.blocks.release(seq)
+    return unseen, late, measured
 
 
 def _slowdown(runner: ModelRunner, known: Curve) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from sameseed.request import Sequence
 
 SHARE = 0.0075  # of all rounds
-FIRST, MOST = 1.0, 8.0  # rounds without a draft that may be lost at the start, and at most at once
+FIRST, MOST = 2.0, 8.0  # rounds without a draft that may be lost at the start, and at most at once
 FIRST_WAIT, LAST_WAIT = 16, 512  # rounds before a sequence is tried again, doubled each time in vain
 TRIAL_TOKENS, TRIAL_ROUNDS = 2, 2  # in the first of a trial's rounds the drafter has to catch up
 HOPED_GAIN = 0.3 * 64  # rounds that a sequence which is drafted well is hoped to save

@@ -18,6 +18,8 @@ Floats = NDArray[np.float64]
 SHORT = 64  # cached tokens of a sequence at which a curve's points hold
 FADE = 0.97  # of an observation, one later
 LEARN = 0.1  # weight of a round in what rounds like it take over what was expected
+FEW_TOKENS, CATCH_UP = 16, 0.5  # of fewer tokens a drafter that catches up tells nothing; weight of what it took
+MICROSECOND = 1e-6
 UNIT = 1024.0  # cached tokens: the unit in which a proposal's cost grows with them
 
 
@@ -224,6 +226,12 @@ class EngineCost:
         self.target.scale(factor)
         self.draft.scale(factor)
         self.catch_up *= factor
+
+    def learn_catch_up(self, num_tokens: int, seconds: float) -> None:
+        """A drafter took so long for tokens that it had yet to see, beyond what the proposals took."""
+        if num_tokens >= FEW_TOKENS:
+            found = min(max(seconds, 0.0) / num_tokens, 2.0 * self.catch_up + MICROSECOND)
+            self.catch_up += CATCH_UP * (found - self.catch_up)
 
     def ratio(self, drafted: bool, num_seqs: int) -> float:
         """What such rounds take over what their parts say; a size not seen is taken to be as the nearest one."""

@@ -15,9 +15,9 @@ import numpy as np
 
 from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates
 from sameseed.lengths._budget import TRIAL_ROUNDS, TRIAL_TOKENS, Budget
-from sameseed.lengths._cost import Curve, EngineCost, Prices
+from sameseed.lengths._cost import Curve, DraftCost, EngineCost, Prices
 from sameseed.lengths._search import Offers, alone, shared
-from sameseed.request import Sequence
+from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
 
@@ -30,6 +30,7 @@ CHECK = 64
 FREE = 0.01  # of a round without a draft: a step that takes less costs nothing
 SAMPLED = 16  # of so many rounds without a draft one is measured, after the first of them
 FADE = 0.95  # a round later, of how promises were kept; a text later, of how long texts are
+KNOWN = 8  # proposals from which what a step of one costs is known
 SEEN = 8  # tokens, at most, with which a drafter that is asked now and then has to catch up
 HOPED = 0.3  # of a round without a draft, for all its sequences: what drafting may save
 
@@ -58,6 +59,7 @@ class GoodputLength:
         self._drafting: set[int] = set()  # sequences that the last decision lets draft
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
         self._new: set[int] = set()  # those of them for which that was the pass over their prompt
+        self._late = 0, 0.0  # tokens that it reads now to catch up, and the seconds of it
         self._seen: dict[int, int] = {}  # tokens of a sequence that the drafter knew when it was last asked
         self._written = [0.0, 0.0]  # texts that ended, and their tokens; older ones fade
         self._nodes: dict[int, DraftNodes] = {}  # of the round that runs
@@ -66,8 +68,9 @@ class GoodputLength:
         self._steps = 0.0  # that a proposal as decided is expected to take
         self._unclear = False  # does drafting promise little more than plain decoding?
         self._since_plain = 0  # rounds since the last one without a draft
-        self._seconds_a_step: float | None = None  # of proposals that could end early
+        self._chains = DraftCost()  # of proposals that could end early, by the steps that they really took
         self._could_end = False  # the one of this round
+        self._depth = 0  # of this round's draft, before it was trimmed
         self._may_end = False  # did any?
 
     @classmethod
@@ -191,7 +194,7 @@ class GoodputLength:
         self._unclear = promised < CLEAR * len(seqs) / prices.plain
         self._hold = min(max(HOLD, round(HELD / prices.plain)), LONGEST_HOLD)
         self._rate = promised
-        self._set_next(rows + sum(best), prices)
+        self._set_next(rows + sum(best), prices, max(1, sum(k > 0 for k in best)), sum(contexts) / len(seqs))
         return best, prices
 
     @property
@@ -199,12 +202,12 @@ class GoodputLength:
         """Tokens a second: what was promised, by as much as such promises are kept."""
         return self._rate * min(self._promise[0] / self._promise[1], 1.25)
 
-    def _set_next(self, rows: float, prices: Prices) -> None:
+    def _set_next(self, rows: float, prices: Prices, num_seqs: int, context: float) -> None:
         """What one token more of each chain, and the step that writes them, must bring."""
         every, target, worth = self.acceptance.all, prices.target, self._worth_of_time
         rate = (sum(every.hits) + every.weight) / (sum(every.tries) + every.weight)
         row = target.at(rows + 1) - target.at(rows) + prices.slope
-        step = prices.step if self._seconds_a_step is None else self._seconds_a_step
+        step = self._chains.terms(num_seqs, context)[1] if self._chains.seen > KNOWN else prices.step
         self._next = rate, worth * row, worth * step
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
@@ -252,6 +255,7 @@ class GoodputLength:
                 sure = None if confidence is None else confidence[part]
                 nodes = DraftNodes(parents[part], sure, self.acceptance.rates(seq.seq_id))
                 self._nodes[seq.seq_id] = nodes
+                self._depth = max(self._depth, 1 + max(nodes.depths))
             end += count
 
     def _worth(self, likely: Seq[float], rows: int, prices: Prices) -> int:
@@ -294,6 +298,8 @@ class GoodputLength:
                     nodes = DraftNodes(chain, None, self.acceptance.rates(seq.seq_id))
                 self.acceptance.learn(seq.seq_id, asked, nodes, accepted)
         times = round_.times
+        if times is not None and catching_up and self.cost is not None:
+            self._caught_up(round_, new, times.draft)
         if times is not None and round_.seqs:
             seconds = times.draft + times.target + times.verify + times.schedule
             self._unlearned += seconds
@@ -305,14 +311,30 @@ class GoodputLength:
             if self.cost is None:  # in shape as measured for 8-bit weights: nearly flat, then a slope
                 one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
                 self.cost = EngineCost(Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)]))
-            if self._could_end and not catching_up and (deepest := max(round_.num_draft)):
-                one = times.draft / deepest
-                self._seconds_a_step = one if self._seconds_a_step is None else FADE * self._seconds_a_step + 0.05 * one
             if self._unlearned >= LEARNED:  # to learn takes time too
                 self._unlearned = 0.0
-                self.cost.learn(round_, self._steps, catching_up)
+                self._learn(round_, times, catching_up)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
-        self._nodes, self._could_end = {}, False
+        self._nodes, self._could_end, self._depth = {}, False, 0
+
+    def _learn(self, round_: Round, times: TimeSplit, catching_up: bool) -> None:
+        """Learn what a round took; a proposal that could end early by the steps that it took, not those expected."""
+        assert self.cost is not None
+        self.cost.learn(round_, self._depth if self._could_end else self._steps, catching_up)
+        if self._could_end and self._depth and not catching_up:
+            asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
+            self._chains.learn(self._depth, len(asking), sum(asking) / len(asking), times.draft)
+
+    def _caught_up(self, round_: Round, new: set[int], seconds: float) -> None:
+        """Learn what tokens take that the drafter has yet to see; a head reads those of a prompt a round later."""
+        assert self.cost is not None
+        asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
+        start, step = self.cost.draft.terms(len(asking), sum(asking) / len(asking))
+        unseen = sum(len(s) - self._seen.get(s.seq_id, 0) for s in round_.seqs if s.seq_id in new)
+        self._late = self._late[0] + unseen, self._late[1] + seconds - start - step * self._steps
+        if not self._new:
+            self.cost.learn_catch_up(*self._late)
+            self._late = 0, 0.0
 
     def release(self, seq: Sequence) -> None:
         """The sequence is gone."""

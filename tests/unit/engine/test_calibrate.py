@@ -36,4 +36,4 @@ def test_a_looping_text_does_not_hide_what_the_model_behind_a_lookup_costs(
     for drafter in asked:
         watch(drafter)
     measure_rounds(engine.runner, first, seconds=60.0)
-    assert list(asked.values()) == [50, 50, 50], "ten rounds with drafts, of one sequence and of four"
+    assert min(asked.values()) >= 58, "two rounds before and ten with drafts, of one sequence and of four"

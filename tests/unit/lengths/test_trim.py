@@ -162,7 +162,9 @@ def test_a_chain_ends_where_another_step_is_not_worth_its_time() -> None:
     assert policy.ends([[0.9, 0.018]])
     assert not policy.ends([[0.9, 0.018], [0.99, 0.95]]), "a step serves all"
     assert policy.ends([[0.9, 0.2]]) and not policy.ends([[0.9, 0.2]] * 20)
-    policy._seconds_a_step, policy._held, policy._rest = 0.0, None, 0
+    for steps in (1, 2, 4, 8) * 8:  # as long as it likes: a start, and steps that cost next to nothing
+        policy._chains.learn(steps, 1, 64.0, 0.004 + 1e-6 * steps)
+    policy._held, policy._rest = None, 0
     policy.lengths(seqs, 1)
     assert not policy.ends([[0.9, 0.27]]), "a step that costs nothing"
 
