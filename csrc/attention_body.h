@@ -24,6 +24,8 @@ struct Walk {
     float block_max[max_queries] = {}, block_sum[max_queries] = {};  // of one
     int64_t begin[max_queries], end[max_queries];          // what row i sees of the block, relative to its start
     int64_t row_of[max_queries];                           // of query c: a division each time would cost more than its sums
+    int64_t low, seen;                                     // places of the block that any row sees: [low, seen)
+    int64_t known, high;                                   // the nodes' own keys begin at `known`; shared ones: [low, high)
 
     Walk(const AttentionArgs& args, const AttentionTile& t, float* scratch) : a(args), tile(t) {
         group = t.head_count, queries = t.row_count * group, padded = round_up(a.dim, lanes);
@@ -42,11 +44,17 @@ struct Walk {
     bool sees(int64_t i) const { return begin[i] < end[i]; }
     void look(int64_t block_index) {
         const int64_t start = block_index * key_block;
+        low = key_block, seen = 0;
         for (int64_t i = 0; i < tile.row_count; i++) {
             const int64_t from = position(i) - a.window + 1 - start, to = position(i) + 1 - start;
             begin[i] = from < 0 ? 0 : from;
             end[i] = to > key_block ? key_block : to;
+            if (!sees(i)) continue;
+            low = begin[i] < low ? begin[i] : low;
+            seen = end[i] > seen ? end[i] : seen;
         }
+        known = tile.kv_len - start < 0 ? 0 : tile.kv_len - start;
+        high = seen < known ? seen : known;
     }
 };
 
@@ -207,14 +215,7 @@ void walk_block(Walk& w, int64_t block_index) {
     const int64_t start = block_index * key_block, rows = w.tile.row_count, group = w.group, dim = w.a.dim;
     const Row<T>*shared[2 * key_block], *own[128];  // keys, then values
     w.look(block_index);
-    int64_t low = key_block, high = 0;
-    for (int64_t i = 0; i < rows; i++) {
-        if (!w.sees(i)) continue;
-        low = w.begin[i] < low ? w.begin[i] : low;
-        high = w.end[i] > high ? w.end[i] : high;
-    }
-    const int64_t known = w.tile.kv_len - start < 0 ? 0 : w.tile.kv_len - start;  // here begin the nodes' own keys
-    high = high < known ? high : known;
+    const int64_t low = w.low, high = w.high, known = w.known;
     const Row<T>** values = shared + (low < high ? high - low : 0);
     if (low < high) {
         find<T>(w, start + low, start + high, shared, values, low);

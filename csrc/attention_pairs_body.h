@@ -1,5 +1,6 @@
 // Attention over a cache in bf16_a16: queries and softmax weights are rounded to bf16, as the cache's rows are, and both
-// products are those of pairs_body.h. Included after attention_body.h, whose walk, softmax and merge are used.
+// products are those of pairs_body.h. Included after
+// attention_places_body.h; attention_body.h's walk, softmax and merge are used.
 //
 // Scores: lanes are keys, the sum runs over pairs of columns, so that no lanes are folded. Values: lanes are columns, the
 // sum runs over pairs of places (2 i, 2 i + 1) in the block, whoever holds them. What a row does not see has the weight 0,
@@ -8,37 +9,26 @@
 
 constexpr int64_t keys_at_once = 64;
 
-alignas(64) const bf16 zero_row[max_dim + 32] = {};
-
 struct PairWalk {
     Walk& w;
+    Places<bf16> places;
     int64_t depth;                   // dim rounded up to 32
     Pair *q, *weights;               // [queries][query_apart], [queries][weight_apart]
     float* sums;                     // [queries][depth]
     uint8_t *keys, *values;          // panels: [2][depth / 2][32 keys] and [depth / 32][128][32 columns], pairs
-    const bf16* at[2 * key_block];   // keys by place in the block, then values; `zero_row` where there is none
-    bf16* edges;                     // [16][depth]: rows that are not whole
 
-    PairWalk(Walk& walk, float* scratch) : w(walk), depth(round_up(walk.a.dim, 32)) {
+    PairWalk(Walk& walk, float* scratch) : w(walk), places(walk, round_up(walk.a.dim, 32)), depth(places.depth) {
         q = reinterpret_cast<Pair*>(scratch), weights = q + max_queries * query_apart;
         sums = scratch + max_queries * 2 * (query_apart + weight_apart);
         keys = reinterpret_cast<uint8_t*>(sums + max_queries * depth);
         values = keys + keys_at_once * depth * 2;
-        edges = reinterpret_cast<bf16*>(values + key_block * depth * 2);
+        places.edges = reinterpret_cast<bf16*>(values + key_block * depth * 2);
         const V scale = set1(w.a.scale);
         for (int64_t c = 0; c < w.queries; c++) {
             const float* row = w.a.q + (w.tile.row_begin + w.row_of[c]) * w.a.q_stride + w.head(c) * w.a.dim;
             for (int64_t d = 0; d < depth; d += lanes)
                 store_pairs(q + c * query_apart + d / 2, d < w.a.dim ? mul(load_n(row + d, w.a.dim - d), scale) : zero());
         }
-    }
-    bool whole() const { return depth == w.a.dim; }
-    // A row with zeros behind its end.
-    const bf16* padded(const bf16* row, int64_t i) {
-        if (whole() || row == zero_row) return row;
-        bf16* out = edges + i * depth;
-        for (int64_t d = 0; d < depth; d++) out[d] = d < w.a.dim ? row[d] : bf16{0};
-        return out;
     }
 };
 
@@ -48,14 +38,9 @@ inline void score_pairs(PairWalk& p, int64_t c, int64_t count, int64_t from, int
     for (int64_t place = from; place < to; place += keys_at_once, scores += keys_at_once) {
         for (int64_t j = 0; j < keys_at_once; j += lanes) {
             const bf16* rows[lanes];
-            for (int64_t i = 0; i < lanes; i++) {
-                const bf16 *ahead = p.at[place + j + i + keys_at_once], *value = p.at[key_block + place + j + i];
-                if (ahead != zero_row && place + keys_at_once < key_block) prefetch_row(ahead, p.w.a.dim);
-                if (value != zero_row) prefetch_row(value, p.w.a.dim);
-                rows[i] = p.padded(p.at[place + j + i], i);
-            }
+            p.places.take_keys(place + j, keys_at_once, rows);
             uint8_t* panel = p.keys + j / 32 * bytes + j % 32 * 4;
-            for (int64_t d = 0; d < p.depth; d += 32) transpose_pairs(rows, d, panel + d / 2 * pair_bytes, pair_bytes);
+            for (int64_t d = 0; d < p.depth; d += 32) transpose_words<0>(rows, d, panel + d / 2 * pair_bytes, pair_bytes);
         }
         const FlushSubnormals flushing;
         for (int64_t m = 0, n; m < count; m += n) {
@@ -80,9 +65,9 @@ inline void round_weights(PairWalk& p, int64_t c, int64_t begin, int64_t end, in
 // The panel of the values at places [from, to), from even. Whether all are finite, where `check` asks for it.
 inline bool pack_values(PairWalk& p, int64_t from, int64_t to, bool check) {
     uint32_t broken = 0;
-    const bf16* const* at = p.at + key_block;
+    const bf16* const* at = p.places.values();
     for (int64_t j = from; j < to; j += 2) {
-        const bf16 *even = p.padded(at[j], 0), *odd = p.padded(at[j + 1], 1);
+        const bf16 *even = p.places.padded(at[j], 0), *odd = p.places.padded(at[j + 1], 1);
         for (int64_t d = 0; d < p.depth; d += 32) {
             interleave_pairs(even + d, odd + d, p.values + (d / 32 * (key_block / 2) + (j - from) / 2) * pair_bytes);
             for (int64_t i = 0; check && i < 32; i++)
@@ -104,37 +89,27 @@ inline void multiply_values(PairWalk& p, int64_t c, int64_t count, int64_t from,
 // What one row sees at places [from, to), and nothing else.
 inline void add_alone(PairWalk& p, int64_t i, int64_t from, int64_t to) {
     const bf16* kept[key_block];
-    const bf16** at = p.at + key_block;
+    const bf16** at = p.places.at + key_block;
     __builtin_memcpy(kept, at, sizeof kept);
     for (int64_t j = from; j < round_up(to, 2); j++)
-        if (j < p.w.begin[i] || j >= p.w.end[i]) at[j] = zero_row;
+        if (j < p.w.begin[i] || j >= p.w.end[i]) at[j] = zero_row<bf16>;
     pack_values(p, from, to, false);
     multiply_values(p, i * p.w.group, p.w.group, from, to);
     __builtin_memcpy(at, kept, sizeof kept);
 }
 
-// A row's own keys, from place `known` on, in the table; `clear` takes them out.
-inline void place_own(PairWalk& p, int64_t i, int64_t start, int64_t known) {
-    const bf16 *own_keys_at[64], *own_values_at[64];
-    const int64_t n = p.w.end[i] - known;
-    own_keys<bf16>(p.w, i, start, known, p.w.end[i], own_keys_at, own_values_at);
-    for (int64_t j = 0; j < n; j++) p.at[known + j] = own_keys_at[j], p.at[key_block + known + j] = own_values_at[j];
-}
-inline void clear(PairWalk& p, int64_t from, int64_t to) {
-    for (int64_t j = from; j < to; j++) p.at[j] = p.at[key_block + j] = zero_row;
-}
-
 // Scores and weights of all rows; their own keys are scored one row after the other.
-inline void weigh(PairWalk& p, int64_t start, int64_t low, int64_t high, int64_t highest, int64_t known) {
+inline void weigh(PairWalk& p, int64_t start) {
     Walk& w = p.w;
-    if (low < high)
-        score_pairs(p, 0, w.queries, low / keys_at_once * keys_at_once, high, w.scores + low / keys_at_once * keys_at_once,
+    const int64_t low = w.low, known = w.known;
+    if (low < w.high)
+        score_pairs(p, 0, w.queries, low / keys_at_once * keys_at_once, w.high, w.scores + low / keys_at_once * keys_at_once,
                     score_stride);
     for (int64_t i = 0; i < w.tile.row_count; i++) {
         if (w.sees(i) && w.end[i] > known) {
-            const int64_t from = w.begin[i] > known ? w.begin[i] : known, base = from / keys_at_once * keys_at_once;
+            const int64_t from = p.places.own_begin(i), base = from / keys_at_once * keys_at_once;
             float* own = w.unpacked;  // [group][64], of no use to these formats
-            place_own(p, i, start, from);
+            p.places.place_own(i, start, from);
             for (int64_t place = base; place < w.end[i]; place += keys_at_once) {
                 score_pairs(p, i * w.group, w.group, place, place + 1, own, keys_at_once);
                 const int64_t first = place > from ? place : from;
@@ -142,24 +117,12 @@ inline void weigh(PairWalk& p, int64_t start, int64_t low, int64_t high, int64_t
                     for (int64_t j = first; j < place + keys_at_once && j < w.end[i]; j++)
                         w.scores[(i * w.group + g) * score_stride + j] = own[g * keys_at_once + j - place];
             }
-            clear(p, from, w.end[i]);
+            p.places.clear(from, w.end[i]);
         }
         for (int64_t c = i * w.group; c < (i + 1) * w.group; c++) {
             if (w.sees(i)) soften<bf16>(w, c, w.begin[i], w.end[i]);
-            round_weights(p, c, w.sees(i) ? w.begin[i] : 0, w.sees(i) ? w.end[i] : 0, low < known ? low : known, highest);
+            round_weights(p, c, w.sees(i) ? w.begin[i] : 0, w.sees(i) ? w.end[i] : 0, low < known ? low : known, w.seen);
         }
-    }
-}
-
-// Ask for the first keys of the next block.
-inline void fetch_next(const PairWalk& p, int64_t begin) {
-    const AttentionArgs& a = p.w.a;
-    const int64_t end = begin + keys_at_once < p.w.tile.kv_len ? begin + keys_at_once : p.w.tile.kv_len;
-    for (int64_t i = begin, n; i < end; i += n) {
-        const int64_t place = i % a.block_size, row = p.w.tile.block_table[i / a.block_size] * a.block_size + place;
-        n = a.block_size - place;
-        for (int64_t j = 0; j < n && i + j < end; j++)
-            prefetch_row(static_cast<const bf16*>(a.k) + ((row + j) * a.kv_heads + p.w.tile.kv_head) * a.dim, a.dim);
     }
 }
 
@@ -167,25 +130,17 @@ inline void walk_pairs(PairWalk& p, int64_t block_index) {
     Walk& w = p.w;
     const int64_t start = block_index * key_block, rows = w.tile.row_count;
     w.look(block_index);
-    int64_t low = key_block, high = 0;
+    const int64_t low = w.low, high = w.high, known = w.known;
     bool alike = true;
-    for (int64_t i = 0; i < rows; i++) {
-        alike = alike && w.begin[i] == w.begin[0] && w.end[i] == w.end[0];
-        if (!w.sees(i)) continue;
-        low = w.begin[i] < low ? w.begin[i] : low;
-        high = w.end[i] > high ? w.end[i] : high;
-    }
-    const int64_t known = w.tile.kv_len - start < 0 ? 0 : w.tile.kv_len - start, highest = high;
-    high = high < known ? high : known;
-    clear(p, 0, key_block);
-    if (low < high) find<bf16>(w, start + low, start + high, p.at + low, p.at + key_block + low, low);
-    weigh(p, start, low, high, highest, known);
-    if (block_index + 1 < w.tile.end_block) fetch_next(p, start + key_block);
+    for (int64_t i = 0; i < rows; i++) alike = alike && w.begin[i] == w.begin[0] && w.end[i] == w.end[0];
+    p.places.place_shared(start);
+    weigh(p, start);
+    if (block_index + 1 < w.tile.end_block) p.places.fetch_next(start + key_block, keys_at_once);
 
     for (int64_t i = 0; i < w.queries * p.depth; i += lanes) store(p.sums + i, zero());
     // Of a pair of places, both are shared or none.
     const int64_t first = (low < high ? low : known < key_block ? known : key_block) / 2 * 2;
-    const int64_t shared = low >= high ? first : highest > known ? high / 2 * 2 : high;
+    const int64_t shared = low >= high ? first : w.seen > known ? high / 2 * 2 : high;
     if (first < shared) {
         if (pack_values(p, first, shared, !alike))
             multiply_values(p, 0, w.queries, first, shared);
@@ -194,10 +149,10 @@ inline void walk_pairs(PairWalk& p, int64_t block_index) {
     }
     for (int64_t i = 0; i < rows; i++) {
         if (!w.sees(i) || w.end[i] <= shared) continue;
-        const int64_t own = w.begin[i] > known ? w.begin[i] : known;
-        if (w.end[i] > own) place_own(p, i, start, own);
+        const int64_t own = p.places.own_begin(i);
+        if (w.end[i] > own) p.places.place_own(i, start, own);
         add_alone(p, i, shared, w.end[i]);
-        clear(p, own, w.end[i]);
+        p.places.clear(own, w.end[i]);
     }
     for (int64_t c = 0; c < w.queries; c++)
         for (int64_t d = 0; d < w.padded; d += lanes)

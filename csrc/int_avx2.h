@@ -91,11 +91,19 @@ inline I second_step(I pair) { return {twice_second(pair.lo), twice_second(pair.
 inline I add_steps(I sum, I dots, I step) {
     return add_ints(sum, {_mm256_madd_epi16(dots.lo, step.lo), _mm256_madd_epi16(dots.hi, step.hi)});
 }
-inline I add_pairs(I sum, I pair, const int16_t* x) {
+inline I set1_pair(const int16_t* x) {
     int32_t both;
     __builtin_memcpy(&both, x, sizeof both);
-    const __m256i q = _mm256_set1_epi32(both);
-    return add_steps(sum, pair, {q, q});
+    return set1_int(both);
+}
+inline I add_pairs(I sum, I pair, I x) { return add_steps(sum, pair, x); }
+// out[i] = (even[i], odd[i]) for 64 codes.
+inline void interleave_codes(const int8* even, const int8* odd, int8_t* out) {
+    for (int i = 0; i < 64; i += 32, out += 64) {
+        const __m256i a = _mm256_permute4x64_epi64(bits_at(even + i), 0xd8), b = _mm256_permute4x64_epi64(bits_at(odd + i), 0xd8);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_unpacklo_epi8(a, b));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32), _mm256_unpackhi_epi8(a, b));
+    }
 }
 
 // The largest magnitude, by bits: so NaN counts as more than infinity.
@@ -119,4 +127,10 @@ inline void store_low_bytes(int8_t* p, V a) {
     const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+}
+inline void store_low_words(int16_t* p, V a) {
+    const __m256i mask = _mm256_set1_epi32(0xffff);
+    const __m256i words = _mm256_packus_epi32(_mm256_and_si256(_mm256_castps_si256(a.lo), mask),
+                                              _mm256_and_si256(_mm256_castps_si256(a.hi), mask));  // 0-3, 8-11, 4-7, 12-15
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));
 }

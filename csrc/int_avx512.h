@@ -85,10 +85,26 @@ inline Codes with_bits(Codes low, Codes high) {
     return {_mm512_ternarylogic_epi32(low.r, moved, _mm512_set1_epi8(mask), 0xf8)};
 }
 inline I widen_pairs(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-inline I add_pairs(I sum, I pair, const int16_t* x) {
+inline I set1_pair(const int16_t* x) {
     int32_t both;
     __builtin_memcpy(&both, x, sizeof both);
-    return {_mm512_add_epi32(sum.r, _mm512_madd_epi16(pair.r, _mm512_set1_epi32(both)))};
+    return set1_int(both);
+}
+INLINE I add_pairs(I sum, I pair, I x) {
+#ifdef HAS_VNNI
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum.r) : "v"(pair.r), "v"(x.r));
+    return sum;
+#else
+    return add_ints(sum, {_mm512_madd_epi16(pair.r, x.r)});
+#endif
+}
+// out[i] = (even[i], odd[i]) for 64 codes.
+inline void interleave_codes(const int8* even, const int8* odd, int8_t* out) {
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i a = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(even));
+    const __m512i b = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(odd));
+    _mm512_storeu_si512(out, _mm512_unpacklo_epi8(a, b));
+    _mm512_storeu_si512(out + 64, _mm512_unpackhi_epi8(a, b));
 }
 #ifdef HAS_VNNI
 INLINE I add_quad(I dots, Codes w, const int8_t* x) {
@@ -117,4 +133,7 @@ inline V max_magnitude(V a, V x) {
 inline int32_t reduce_magnitude(V a) { return _mm512_reduce_max_epi32(_mm512_castps_si512(a.r)); }
 inline void store_low_bytes(int8_t* p, V a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_castps_si512(a.r)));
+}
+inline void store_low_words(int16_t* p, V a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_castps_si512(a.r)));
 }

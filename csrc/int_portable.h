@@ -98,10 +98,17 @@ inline I second_step(const I& pair) {
     return each_int([&](int i) { return second_of(pair.r[i]); });
 }
 inline I add_steps(const I& sum, const I& dots, const I& step) { return add_ints(sum, mul_ints(dots, step)); }
-inline I add_pairs(const I& sum, const I& pair, const int16_t* x) {
-    return each_int([&](int i) {
-        return sum.r[i] + first_of(pair.r[i]) * static_cast<uint32_t>(x[0]) + second_of(pair.r[i]) * static_cast<uint32_t>(x[1]);
-    });
+inline I set1_pair(const int16_t* x) {
+    const uint32_t both = (static_cast<uint32_t>(x[0]) & 0xffffu) | static_cast<uint32_t>(x[1]) << 16;
+    return each_int([=](int) { return both; });
+}
+inline I add_pairs(const I& sum, const I& pair, const I& x) {
+    return each_int(
+        [&](int i) { return sum.r[i] + first_of(pair.r[i]) * first_of(x.r[i]) + second_of(pair.r[i]) * second_of(x.r[i]); });
+}
+// out[i] = (even[i], odd[i]) for 64 codes.
+inline void interleave_codes(const int8* even, const int8* odd, int8_t* out) {
+    for (int i = 0; i < 64; i++) out[2 * i] = even[i].bits, out[2 * i + 1] = odd[i].bits;
 }
 
 // The largest magnitude, by bits: so NaN counts as more than infinity.
@@ -118,4 +125,7 @@ inline int32_t reduce_magnitude(const V& a) {
 }
 inline void store_low_bytes(int8_t* p, const V& a) {
     for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(static_cast<uint8_t>(to_bits(a.r[i])));
+}
+inline void store_low_words(int16_t* p, const V& a) {
+    for (int i = 0; i < 16; i++) p[i] = static_cast<int16_t>(static_cast<uint16_t>(to_bits(a.r[i])));
 }

@@ -51,8 +51,8 @@ struct fp16 {
     uint16_t bits;
 };
 
-// Formats of the cache: the dense ones, codes with a float32 scale for each token and head, and bf16 whose products are
-// those of pairs (attention_pairs_body.h).
+// Formats of the cache: the dense ones, codes with a float32 scale for each token and head, bf16 whose products are those of
+// pairs (attention_pairs_body.h), and int8 whose products are integers (attention_integer_body.h).
 enum class KvFormat : int {
     fp32 = 0,
     bf16 = 1,
@@ -62,9 +62,10 @@ enum class KvFormat : int {
     fp8_e5m2 = 5,
     int4 = 6,
     int4_sparse = 7,
-    bf16_a16 = 8
+    bf16_a16 = 8,
+    int8_a8 = 9
 };
-constexpr int kv_formats = 9;
+constexpr int kv_formats = 10;
 
 constexpr int64_t kv_outliers(int64_t dim) { return dim < 64 ? 1 : dim / 32; }  // of a row of int4_sparse
 

@@ -30,7 +30,9 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "integer_body.h"
 #include "super_body.h"
 #include "attention_body.h"
+#include "attention_places_body.h"
 #include "attention_pairs_body.h"
+#include "attention_integer_body.h"
 #include "table_body.h"
 
 }  // namespace

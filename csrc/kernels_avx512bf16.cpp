@@ -29,6 +29,7 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "scores_body.h"
 #include "pairs_body.h"
 #include "attention_body.h"
+#include "attention_places_body.h"
 #include "attention_pairs_body.h"
 
 }  // namespace

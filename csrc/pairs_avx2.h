@@ -14,11 +14,6 @@ struct WeightPairs {
     }
 };
 
-// out[i][j] = rows[j][i] for 16 rows of 16 pairs of bf16 from column d on; rows of `out` are `stride` bytes apart.
-inline void transpose_pairs(const bf16* const* rows, int64_t d, uint8_t* out, int64_t stride) {
-    for (int j = 0; j < 16; j++)
-        for (int i = 0; i < 16; i++) __builtin_memcpy(out + i * stride + 4 * j, rows[j] + d + 2 * i, 4);
-}
 // out[i] = (even[i], odd[i]) for 32 numbers.
 inline void interleave_pairs(const bf16* even, const bf16* odd, uint8_t* out) {
     for (int i = 0; i < 32; i++) {

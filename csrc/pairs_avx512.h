@@ -3,31 +3,6 @@
 constexpr int pair_rows_most = 12;  // rows of x in a tile
 constexpr int pair_group = 2;  // blocks that the tiles of a panel share at once
 
-// out[i][j] = rows[j][i] for 16 rows of 16 pairs of bf16; rows of `out` are `pair_bytes` apart.
-inline void transpose_pairs(const bf16* const* rows, int64_t d, uint8_t* out, int64_t stride) {
-    __m512i a[16], b[16];
-    unroll<16>([&](auto i) INLINE_LAMBDA { a[i] = _mm512_loadu_si512(rows[i] + d); });
-    unroll<8>([&](auto i) INLINE_LAMBDA {
-        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
-    });
-    unroll<4>([&](auto i) INLINE_LAMBDA {
-        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
-        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
-        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
-        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
-    });
-    // a[4 i + j]: in its quarter q, pair 4 q + j of rows 4 i .. 4 i + 3.
-    unroll<4>([&](auto j) INLINE_LAMBDA {
-        const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), low_odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
-        const __m512i high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
-        const __m512i high_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-        _mm512_storeu_si512(out + j * stride, _mm512_shuffle_i32x4(low, high, 0x88));
-        _mm512_storeu_si512(out + (4 + j) * stride, _mm512_shuffle_i32x4(low_odd, high_odd, 0x88));
-        _mm512_storeu_si512(out + (8 + j) * stride, _mm512_shuffle_i32x4(low, high, 0xdd));
-        _mm512_storeu_si512(out + (12 + j) * stride, _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd));
-    });
-}
 // out[i] = (even[i], odd[i]) for 32 numbers.
 inline void interleave_pairs(const bf16* even, const bf16* odd, uint8_t* out) {
     const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);

@@ -46,11 +46,6 @@ inline float flushed_fma(float a, float b, float sum) {
 inline void add_pairs(V& sum, const WeightPairs& w, const RowPairs& x) {
     sum = each([&](int i) { return flushed_fma(w.even.r[i], x.x.even, flushed_fma(w.odd.r[i], x.x.odd, sum.r[i])); });
 }
-// out[i][j] = rows[j][i] for 16 rows of 16 pairs of bf16 from column d on; rows of `out` are `stride` bytes apart.
-inline void transpose_pairs(const bf16* const* rows, int64_t d, uint8_t* out, int64_t stride) {
-    for (int j = 0; j < 16; j++)
-        for (int i = 0; i < 16; i++) __builtin_memcpy(out + i * stride + 4 * j, rows[j] + d + 2 * i, 4);
-}
 // out[i] = (even[i], odd[i]) for 32 numbers.
 inline void interleave_pairs(const bf16* even, const bf16* odd, uint8_t* out) {
     for (int i = 0; i < 32; i++) {

@@ -47,7 +47,7 @@ INLINE void sum_offsets(const int8_t* weights, const int16_t* x_sums, I (&sums)[
     asm("" : "+r"(pairs));  // or compilers unroll the loop, make a tree of its sums, and run out of registers
     for (int64_t p = 0; p < pairs; p++) {
         const I pair = widen_pairs(weights + p * 2 * block_outputs);
-        unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = add_pairs(sums[m], pair, x_sums + (p * M + m) * 2); });
+        unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = add_pairs(sums[m], pair, set1_pair(x_sums + (p * M + m) * 2)); });
     }
 }
 

@@ -26,9 +26,9 @@ constexpr Kernels make_table(const char* name) {
         {encode<float>, encode<bf16>, encode<fp16>},
         {decode<float>, decode<bf16>, decode<fp16>},
         {encode_dense<float>, encode_dense<bf16>, encode_dense<fp16>, encode_int8, encode_fp8<e4m3>, encode_fp8<e5m2>,
-         encode_rotated4, encode_sparse4, encode_dense<bf16>},
+         encode_rotated4, encode_sparse4, encode_dense<bf16>, encode_int8},
         {attention<float>, attention<bf16>, attention<fp16>, attention<int8>, attention<e4m3>, attention<e5m2>,
-         attention<rotated4>, attention<sparse4>, attention_pairs},
+         attention<rotated4>, attention<sparse4>, attention_pairs, attention_integer},
         attention_merge,
     };
 }

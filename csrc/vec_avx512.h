@@ -162,3 +162,34 @@ inline V scale_by_power(V y, V shifted) { return {_mm512_scalef_ps(y.r, _mm512_s
 inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }
 // sum += a * b. In assembly, because GCC otherwise moves accumulators between registers until some spill to memory.
 inline void accumulate(V& sum, V a, V b) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum.r) : "v"(a.r), "v"(b.r)); }
+
+// out[i][j] = word i (4 bytes) of rows[j] + d, for 16 rows and words, with the bits of `flip` turned; rows of `out` are `stride`
+// bytes apart.
+template <uint32_t flip, class T>
+inline void transpose_words(const T* const* rows, int64_t d, uint8_t* out, int64_t stride) {
+    __m512i a[16], b[16];
+    unroll<16>([&](auto i) INLINE_LAMBDA {
+        a[i] = _mm512_loadu_si512(rows[i] + d);
+        if constexpr (flip != 0) a[i] = _mm512_xor_si512(a[i], _mm512_set1_epi32(static_cast<int>(flip)));
+    });
+    unroll<8>([&](auto i) INLINE_LAMBDA {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    });
+    unroll<4>([&](auto i) INLINE_LAMBDA {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    });
+    // a[4 i + j]: in its quarter q, pair 4 q + j of rows 4 i .. 4 i + 3.
+    unroll<4>([&](auto j) INLINE_LAMBDA {
+        const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), low_odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        const __m512i high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        const __m512i high_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        _mm512_storeu_si512(out + j * stride, _mm512_shuffle_i32x4(low, high, 0x88));
+        _mm512_storeu_si512(out + (4 + j) * stride, _mm512_shuffle_i32x4(low_odd, high_odd, 0x88));
+        _mm512_storeu_si512(out + (8 + j) * stride, _mm512_shuffle_i32x4(low, high, 0xdd));
+        _mm512_storeu_si512(out + (12 + j) * stride, _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd));
+    });
+}

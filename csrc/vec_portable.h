@@ -181,3 +181,16 @@ inline V scale_by_power(const V& y, const V& shifted) {
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 inline void accumulate(V& sum, const V& a, const V& b) { sum = fma(a, b, sum); }  // sum += a * b
+
+// out[i][j] = word i (4 bytes) of rows[j] + d, for 16 rows and words, with the bits of `flip` turned; rows of `out` are `stride`
+// bytes apart.
+template <uint32_t flip, class T>
+inline void transpose_words(const T* const* rows, int64_t d, uint8_t* out, int64_t stride) {
+    for (int j = 0; j < 16; j++)
+        for (int i = 0; i < 16; i++) {
+            uint32_t word;
+            __builtin_memcpy(&word, reinterpret_cast<const char*>(rows[j] + d) + 4 * i, 4);
+            word ^= flip;
+            __builtin_memcpy(out + i * stride + 4 * j, &word, 4);
+        }
+}

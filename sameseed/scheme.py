@@ -210,6 +210,17 @@ def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2), scales.squeeze(-1)
 
 
+def round_queries(q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scaled queries q [..., D] as products with a cache take them, float32: `dtype` is its format's `query_dtype`.
+
+    int8: codes times scales, by row and head (`quantize_rows`).
+    """
+    if dtype is not torch.int8:
+        return q.to(dtype).float()
+    codes, scales = quantize_rows(q)
+    return codes.float() * scales
+
+
 def round_rows(x: Tensor, group: int | None = None) -> Tensor:
     """Rows x [..., K] rounded to e4m3 by row and group (None: the row), float32: what fp8 is for activations.
 

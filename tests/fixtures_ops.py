@@ -148,7 +148,7 @@ def exact_attention(p: Pass, scale: float, window: int | None = None) -> Tensor:
         group = p.q.shape[1] // k.shape[1]
         q = p.q[row : row + count]  # [T, H, D]
         rounded = scheme.kv_format(p.layer.format).query_dtype
-        q = q.double() * scale if rounded is torch.float32 else (q * scale).to(rounded).double()
+        q = q.double() * scale if rounded is torch.float32 else scheme.round_queries(q * scale, rounded).double()
         scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(group, 1))
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         out.append(torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, 1)))

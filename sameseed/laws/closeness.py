@@ -116,6 +116,7 @@ def _attention(subject: Subject) -> Iterator[tuple[str, Tensor, Floats, float]]:
         start = max(0, length - ROWS)
         got = cached.attend(q, start, length - start)
         k, v = (textbook.stored(array(x), name) for x in kv)
-        expected = textbook.attention(array(q[start:]), k, v, c.head_dim**-0.5, start).reshape(length - start, -1)
+        asked = textbook.queries(array(q[start:]), c.head_dim**-0.5, name)
+        expected = textbook.attention(asked, k, v, 1.0, start).reshape(length - start, -1)
         bound = model.ops.kv_rounding(name) * float(kv[1].abs().max())
         yield f"attention over {length} keys, cache in {name}", got, expected, bound

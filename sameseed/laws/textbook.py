@@ -86,6 +86,14 @@ def stored(x: Floats, kv_format: str) -> Floats:
     return array(fmt.decode_kv(*fmt.encode_kv(torch.from_numpy(x).float())))
 
 
+def queries(q: Floats, scale: float, kv_format: str) -> Floats:
+    """Queries [T, H, D] times `scale`, as attention over a cache in this format takes them."""
+    dtype = scheme.kv_format(kv_format).query_dtype
+    return (
+        q * scale if dtype is torch.float32 else array(scheme.round_queries(torch.from_numpy(q).float() * scale, dtype))
+    )
+
+
 def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str) -> list[Floats]:
     """Logits [S, V] after every token of each text."""
     c, w, ops = model.config, model.weights, model.ops
@@ -107,9 +115,9 @@ def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str) -> list[Floats]:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, c.rms_eps), rms_norm(k, layer.k_norm, c.rms_eps)
         q, k = (rope(part, positions, model.rope) for part in (q, k))
-        k, v = stored(k, kv_format), stored(v, kv_format)
+        q, k, v = queries(q, c.head_dim**-0.5, kv_format), stored(k, kv_format), stored(v, kv_format)
         each = zip(np.split(q, cuts), np.split(k, cuts), np.split(v, cuts), strict=True)
-        mixed = np.concatenate([attention(*parts, c.head_dim**-0.5, 0, c.windows[i]) for parts in each])
+        mixed = np.concatenate([attention(*parts, 1.0, 0, c.windows[i]) for parts in each])
         x = x + linear(mixed.reshape(len(x), -1), layer.o, layer.o_bias)
         gate_up = linear(rms_norm(x, layer.post_norm, c.rms_eps), layer.gate_up, layer.gate_up_bias)
         x = x + linear(silu_mul(gate_up), layer.down, layer.down_bias)

@@ -47,6 +47,7 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
     "int4": (6, torch.uint8),
     "int4_sparse": (7, torch.uint8),
     "bf16_a16": (8, torch.bfloat16),
+    "int8_a8": (9, torch.int8),
 }
 _SCALED = frozenset(_KV) - _CODES.keys() - {"bf16_a16"}
 KV_FORMATS = frozenset(_KV)
@@ -417,8 +418,11 @@ def _batch(batch: Batch, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
 
 def attention_rounding(name: str) -> float:
-    """What is lost of softmax weights that are rounded to bf16, over the largest value: see `Ops.kv_rounding`."""
-    return 2.0**-8 if name == "bf16_a16" else 0.0
+    """What is lost of softmax weights that are rounded, over the largest value: see `Ops.kv_rounding`.
+
+    In bf16: 2^-8 of each. In integers up to 32767: half a step of each of a block's 256.
+    """
+    return 2.0**-8 if name in ("bf16_a16", "int8_a8") else 0.0
 
 
 def attention(

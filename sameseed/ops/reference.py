@@ -221,6 +221,6 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
             if fmt.query_dtype is torch.float32:
                 scores = torch.bmm(grouped, k.permute(1, 2, 0)) * scale  # [Hk, H / Hk, S]
             else:
-                scores = torch.bmm((grouped * scale).to(fmt.query_dtype).float(), k.permute(1, 2, 0))
+                scores = torch.bmm(scheme.round_queries(grouped * scale, fmt.query_dtype), k.permute(1, 2, 0))
             out[t] = torch.bmm(scores.softmax(-1), v.transpose(0, 1)).view_as(out[t])
     return out

@@ -123,8 +123,9 @@ def test_rope_turns_pairs(T, H, D, backend):
 def test_attention(window, kv_format, backend):
     p, chosen = make_pass(MIXED, kv_format), ops.resolve(backend)
     got = chosen.attention(p.q, p.layer, p.batch, 12**-0.5, window)
-    lost = max(0.0, chosen.kv_rounding(kv_format) - chosen.kv_rounding("fp32"))  # of softmax weights: bf16_a16's
-    largest = float(p.layer.v.float().nan_to_num(0.0).abs().max()) if lost else 0.0
+    lost = max(0.0, chosen.kv_rounding(kv_format) - chosen.kv_rounding("fp32"))  # of rounded softmax weights
+    values = scheme.kv_format(kv_format).decode_kv(p.layer.v, p.layer.v_scale) if lost else torch.zeros(1)
+    largest = float(values.nan_to_num(0.0).abs().max())
     close(got, exact_attention(p, 12**-0.5, window), 10.0 + lost * largest / TOLERANCE)
 
 

@@ -198,7 +198,7 @@ def test_trees_of_64_nodes(pair: Pair, sampling: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("backend", "weights", "kv"),
     [
-        *(("auto", "auto", kv) for kv in ("fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2")),
+        *(("auto", "auto", kv) for kv in ("fp32", "bf16", "fp16", "int8", "int8_a8", "fp8_e4m3", "fp8_e5m2")),
         *(("auto", weights, "fp32") for weights in ("w8a8", "w4a8", "w4a8-asym", "w4a16", "nf4", "fp8")),
         ("reference", "auto", "fp32"),
         ("reference", "w4a8-asym", "fp32"),

@@ -1,0 +1,32 @@
+"""Format int8_a8: the KV cache in int8, its products with int8 queries and 16-bit softmax weights, all integers.
+
+What w8a8 is for weights: the rows are stored as in `int8`; scaled queries are quantized by row and head as rows of x
+are, and so, to 16 bits by query and block of keys, are the softmax weights before they meet the values (their sum is
+not). After SageAttention (Zhang et al., 2025); here each scale belongs to one row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sameseed.formats import int8
+from sameseed.scheme import Format
+
+
+class Int8Products(Format):
+    """For the cache only; weights with quantized rows are `w8a8`."""
+
+    name = "int8_a8"
+    bits = 8
+    weights = False
+    kv_dtype = query_dtype = torch.int8
+
+    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return int8.FORMAT.encode_kv(x)
+
+    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        return int8.FORMAT.decode_kv(codes, scales)
+
+
+FORMAT = Int8Products()

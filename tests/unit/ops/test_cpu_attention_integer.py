@@ -1,0 +1,129 @@
+"""Attention over a cache in int8_a8: queries in int8, softmax weights in 16 bits, products of integers.
+
+The values are held to float64 with the same quantized queries; what softmax weights lose stays within what
+`attention_rounding` says, and for noise far below it. Bits belong to the row, on every instruction set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fixtures_cpu import every_isa, instructions
+from fixtures_ops import Part, Pass, alone, exact_attention, flat, make_pass, threads
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from sameseed import scheme
+from sameseed.ops import cpu, reference
+
+NAME = "int8_a8"
+OF_NOISE = 5e-4  # half a step is 1.5e-5; of 256 keys as many round up as down
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> tuple[Pass, int | None]:
+    """A random pass: chains, trees, chunks, odd head dims, any block size; and a window."""
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        pending = draw(st.integers(1, 20))
+        nodes = draw(st.integers(0, 12) | st.just(64)) if pending < 3 else 0
+        parents = [draw(st.integers(-1, i - 1)) if nodes < 64 else i - 1 - i % 3 for i in range(nodes)]
+        parts.append(Part(draw(st.integers(0, 140) | st.integers(240, 560)), pending, [max(-1, p) for p in parents]))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 17]))
+    dim, block_size = draw(st.sampled_from([1, 10, 16, 33, 64, 80, 128, 320])), draw(st.sampled_from([1, 5, 16, 64]))
+    made = make_pass(parts, NAME, kv_heads * group, kv_heads, dim, block_size, draw(st.integers(0, 99)))
+    return made, draw(st.none() | st.integers(1, 400))
+
+
+def largest(p: Pass) -> float:
+    """The largest value of the cache by size."""
+    tensors = flat(p.layer)
+    return float(scheme.get(NAME).decode_kv(tensors[1], tensors[3]).nan_to_num(0.0).abs().max())
+
+
+def near(got: Tensor, p: Pass, scale: float, window: int | None = None) -> bool:
+    """Whether it is the result for quantized queries, as far as rounded softmax weights leave it."""
+    error = float((got.double() - exact_attention(p, scale, window)).abs().max())
+    return error <= min(OF_NOISE, cpu.attention_rounding(NAME)) * largest(p)
+
+
+@every_isa
+@given(drawn=passes())
+@settings(max_examples=50, deadline=None)
+def test_attention_is_right_and_its_bits_belong_to_the_row(isa, drawn):
+    p, window = drawn
+    scale = p.q.shape[2] ** -0.5
+    with instructions(isa):
+        got = cpu.attention(p.q, p.layer, p.batch, scale, window)
+        assert near(got, p, scale, window)
+        for b, part in enumerate(p.parts):
+            count = part.pending + len(part.parents)
+            for row in {(7 * b + 3) % count, count - 1}:
+                single = alone(p, b, row, 3)
+                lonely = cpu.attention(single.q, single.layer, single.batch, scale, window)
+                assert lonely[0].equal(got[int(p.batch.row_offsets[b]) + row])
+        with threads(2):
+            assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+    with instructions("portable"):
+        assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+
+
+@every_isa
+def test_one_row_over_a_long_context(isa):
+    p = make_pass([Part(8191, 1)], NAME, heads=3, kv_heads=1, dim=16, block_size=16)
+    with instructions(isa):
+        walked = cpu.attention(p.q, p.layer, p.batch, 0.4)
+        with threads(3):
+            assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
+    assert near(walked, p, 0.4)
+    with instructions("portable"):
+        assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
+
+
+@every_isa
+def test_the_largest_sums_fit(isa):
+    """Codes of 127 everywhere, weights all alike: 256 times 32767 times 127, and 512 times 127 times 127."""
+    p = make_pass([Part(300, 1)], NAME, heads=2, kv_heads=1, dim=512, block_size=16)
+    for codes in flat(p.layer)[:2]:
+        codes.fill_(127)
+    for scales in flat(p.layer)[2:]:
+        scales.fill_(1.0)
+    with instructions(isa):
+        assert cpu.attention(p.q.fill_(-3.0), p.layer, p.batch, 1.0).sub(127).abs().max() < 1e-4
+
+
+@every_isa
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("parents", [[], [-1, 0, 0, 2]])
+@pytest.mark.parametrize("slot", [9, 14])
+def test_what_a_row_does_not_see_cannot_touch_it(isa, broken, parents, slot):
+    """Rows of a chunk share tiles and pairs of places; a value that is no number stays out of the rows before it."""
+    p = make_pass([Part(3, 12 if not parents else 1, parents)], NAME, heads=8, block_size=16)
+    first = min(slot - 3, len(p.batch.slots) - 1)
+    at = int(p.batch.slots[first])
+    with instructions(isa):
+        clean = cpu.attention(p.q, p.layer, p.batch, 0.3)
+        for scales in flat(p.layer)[2:]:
+            scales[at] = broken
+        got = cpu.attention(p.q, p.layer, p.batch, 0.3)
+        # So it is with a query: it spoils its own row and head.
+        p.q[first, 2, 0] = broken
+        worse = cpu.attention(p.q, p.layer, p.batch, 0.3)
+    assert got[:first].equal(clean[:first]) and not got[first].isfinite().any()
+    assert worse[:first].equal(clean[:first]) and not worse[first, 2].isfinite().any()
+
+
+@every_isa
+def test_values_of_zero_give_zero(isa):
+    p = make_pass([Part(40, 3)], NAME, heads=4, kv_heads=2, dim=32)
+    p = replace(p, layer=replace(p.layer, v_scale=p.layer.v_scale * 0))
+    with instructions(isa):
+        assert (cpu.attention(p.q, p.layer, p.batch, 0.2) == 0).all()
+
+
+def test_the_reference_quantizes_queries():
+    p = make_pass([Part(40, 3)], NAME, heads=4, kv_heads=2, dim=32)
+    wanted = reference.attention(p.q, p.layer, p.batch, 0.2)
+    assert near(wanted, p, 0.2)
+    assert 0 < float((wanted - cpu.attention(p.q, p.layer, p.batch, 0.2)).abs().max()) <= OF_NOISE * largest(p)
