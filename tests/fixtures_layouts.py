@@ -136,6 +136,80 @@ def awq(group: int = 128) -> Writer:
     return write
 
 
+def tiled(codes: Tensor, rows: Callable[[int], list[int]], order: list[int]) -> Tensor:
+    """Codes [O, K] as Marlin's B int32 [K / 16, 2 O], written one code after the other.
+
+    Tensor cores take a 16 x 16 tile as two of 8 columns. Lane i of 32 holds column i / 4 of each, in `rows(i % 4)`. A
+    lane stores its eight codes of a tile as one word, in `order` from the lowest bits; words of four tiles beside each
+    other follow, then the next lane.
+    """
+    codes, out = codes.T, []
+    for k in range(0, codes.shape[0], 16):
+        line = []
+        for n in range(0, codes.shape[1], 64):
+            for lane in range(32):
+                for tile in range(4):
+                    column = n + 16 * tile + lane // 4
+                    own = [int(codes[k + r, column + half]) for half in (0, 8) for r in rows(lane % 4)]
+                    word = sum(own[e] << 4 * place for place, e in enumerate(order))
+                    line.append(word - 2**32 if word >= 2**31 else word)
+        out.append(line)
+    return torch.tensor(out, dtype=torch.int32)
+
+
+def shuffled(scales: Tensor, grouped: bool) -> Tensor:
+    """Scales [n, O] as Marlin has them: of groups columns of an 8 x 8 square, else pairs of four lanes."""
+    if grouped:
+        place = [i + 8 * j for i in range(8) for j in range(8)]
+    else:
+        place = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+    return torch.cat([part[:, place] for part in scales.split(len(place), 1)], 1)
+
+
+def marlin(group: int = 128) -> Writer:
+    """B, s [n, O] and locks, as AutoGPTQ packs them."""
+
+    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        width = weight.shape[1]
+        size = width if group == -1 else group
+        codes, scales, _ = integers(weight, 4, size, symmetric=True)
+        stored = {
+            f"{name}.B": tiled(codes, lambda t: [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9], [0, 2, 4, 6, 1, 3, 5, 7]),
+            f"{name}.s": shuffled(scales.T, size != width),
+            f"{name}.workspace": torch.zeros(weight.shape[0] // 128 * 16, dtype=torch.int32),
+            f"{name}.bias": torch.zeros(weight.shape[0], dtype=torch.float16),
+        }
+        return stored, meaning(codes, scales, 8.0, size)
+
+    return write
+
+
+def qqq(group: int = 128) -> Writer:
+    """B, s_channel float32 [1, O] (a sixteenth without groups, whose codes are signed), s_group float16 [n, O]."""
+
+    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        width = weight.shape[1]
+        size = width if group == -1 else group
+        codes, scales, _ = integers(weight, 4, size, symmetric=True)
+        channel, parts = scales.float().amax(1, keepdim=True) / 8.0, torch.tensor([], dtype=torch.float16)
+        if size == width:
+            channel, order = scales.float() / 16.0, [4, 0, 5, 1, 6, 2, 7, 3]
+            codes, meant = codes.clamp(1, 15), scales.float()
+            words = (codes - 8) % 16
+        else:
+            parts, order, words = (scales.float() / channel).half(), [0, 2, 4, 6, 1, 3, 5, 7], codes
+            meant = parts.float() * channel
+            parts = shuffled(parts.T, True)
+        stored = {
+            f"{name}.B": tiled(words, lambda t: [4 * t + r for r in range(4)], order),
+            f"{name}.s_channel": shuffled(channel.T, False),
+            f"{name}.s_group": parts,
+        }
+        return stored, meaning(codes, meant, 8.0, size)
+
+    return write
+
+
 def ct_integers(bits: int, group: int | None, symmetric: bool = True, layout: str = "pack-quantized") -> Writer:
     """compressed-tensors' pack-quantized and int-quantized; group None: channels."""
 

@@ -16,11 +16,19 @@ from sameseed.models.layouts.bitsandbytes import BitsAndBytes
 from sameseed.models.layouts.compressed_tensors import CompressedTensors
 from sameseed.models.layouts.fp8 import Fp8
 from sameseed.models.layouts.gptq import GptqLayout
+from sameseed.models.layouts.marlin import MarlinLayout, QqqLayout, is_marlin
 from sameseed.models.layouts.sameseed import Own
+
+
+def _gptq(config: Mapping[str, Any], where: str) -> Layout:
+    return (MarlinLayout if is_marlin(config) else GptqLayout)(config, where)
+
 
 METHODS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "compressed-tensors": CompressedTensors,
-    "gptq": GptqLayout,
+    "gptq": _gptq,
+    "marlin": MarlinLayout,
+    "qqq": QqqLayout,
     "awq": AwqLayout,
     "bitsandbytes": BitsAndBytes,
     "fp8": Fp8,

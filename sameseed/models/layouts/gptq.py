@@ -53,7 +53,8 @@ class GptqLayout(Layout):
         version = config.get("checkpoint_format") or "gptq"
         if version not in ("gptq", "gptq_v2"):
             raise ModelLoadError(
-                f"{where}: GPTQ checkpoints in the format {str(version)[:80]!r} cannot be read; gptq and gptq_v2 can"
+                f"{where}: GPTQ checkpoints in the format {str(version)[:80]!r} cannot be read; gptq, gptq_v2 and "
+                "marlin can"
             )
         self.where = where
         self.settings = _settings(config, GptqSettings(0, None, True, 1 if version == "gptq" else 0), where)

@@ -20,9 +20,11 @@ from fixtures_layouts import (
     ct_integers,
     fp8,
     gptq,
+    marlin,
     mxfp4,
     nvfp4,
     packed,
+    qqq,
     write_dense,
     write_layout,
 )
@@ -36,6 +38,7 @@ from sameseed.models.layouts import METHODS, base, sameseed as own
 from sameseed.scheme import QuantScheme, get
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+QQQ = {"quant_method": "qqq", "wbits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -64,6 +67,11 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any], str]] = {
     ),
     "gptq-8-act-order": (gptq(8, act_order=True), GPTQ | {"bits": 8}, "w8a16-g128"),
     "gptq-g16": (gptq(group=16), GPTQ | {"group_size": 16}, "rounded"),
+    "gptq-marlin": (marlin(), GPTQ | {"checkpoint_format": "marlin"}, "w4a16-g128"),
+    "gptq-marlin-old": (marlin(64), GPTQ | {"is_marlin_format": True, "group_size": 64}, "w4a16-g64"),
+    "marlin-channel": (marlin(-1), {"quant_method": "marlin", "group_size": -1}, "w4a16-channel"),
+    "qqq": (qqq(), QQQ, "w4a8-g128"),
+    "qqq-channel": (qqq(-1), QQQ | {"group_size": -1}, "w4a8-channel"),
     "awq": (awq(), AWQ, "w4a16-g128-asym"),
     "awq-g64": (awq(64), AWQ | {"group_size": 64}, "w4a16-g64-asym"),
     "awq-channel": (awq(-1), AWQ | {"group_size": -1}, "w4a16-channel-asym"),
@@ -148,7 +156,9 @@ def test_a_layout_means_what_its_documentation_says(name, tmp_path, caplog):
     assert bool(told) == rounding and all(w in t for t in told for w in ("w8a16-g32", "GiB", "0.5 %", "--format fp32"))
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "ct-w4a16-asym", "ct-w8a16", "bnb-nf4", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["gptq", "awq", "gptq-marlin", "marlin-channel", "ct-w4a16-asym", "ct-w8a16", "bnb-nf4", "fp8"]
+)
 def test_logits_of_a_layout_are_those_of_the_matrices_it_means(name, tmp_path):
     dense = write_layout(tmp_path / "stored", *LAYOUTS[name][:2])
     want = all_logits(load(write_dense(tmp_path / "dense", dense)), prompt(20))
@@ -245,6 +255,13 @@ def test_int8_activations_are_kept(tmp_path):
     config["config_groups"]["group_0"]["input_activations"] = inputs
     write_layout(tmp_path, ct_integers(8, None, layout="int-quantized"), config)
     assert {m.activations for m in load(tmp_path).weights.layers[0].matrices} == {"int8"}
+
+
+@pytest.mark.parametrize("shape", [(96, 128), (64, 136), (64, 192)])
+def test_sizes_that_no_tiles_have_are_refused(shape):
+    layout = METHODS["qqq"](QQQ, "config.json")
+    with pytest.raises(ModelLoadError, match=r"cannot be QQQ: 64 must divide its height and 16 its width, and .* 128"):
+        layout.find("m", shape, {"m.B": None})
 
 
 def test_static_scales_of_cache_and_activations_are_left_out(tmp_path, caplog):
@@ -355,7 +372,11 @@ def refused(folder: Path, *words: str) -> None:
         (GPTQ | {"bits": 3}, ["3 bits", "4 and 8"]),
         (GPTQ | {"bits": 2}, ["2 bits", "4 and 8"]),
         (GPTQ | {"bits": "4"}, ["bits", "whole number"]),
-        (GPTQ | {"checkpoint_format": "marlin"}, ["marlin", "gptq_v2"]),
+        (GPTQ | {"checkpoint_format": "marlin_24"}, ["marlin_24", "gptq_v2 and marlin can"]),
+        (GPTQ | {"checkpoint_format": "marlin", "bits": 8}, ["Marlin with 8 bits", "store it as gptq"]),
+        (GPTQ | {"checkpoint_format": "marlin", "desc_act": True}, ['no "desc_act": true', "store it as gptq"]),
+        (QQQ | {"sym": False}, ['QQQ has no "sym": false']),
+        (QQQ | {"wbits": 8}, ["QQQ with 8 bits"]),
         (GPTQ | {"group_size": 0}, ["group_size 0"]),
         (GPTQ | {"dynamic": {"+:(a+)+b": {}}}, ["(a+)+b", "too involved"]),
         (AWQ | {"version": "gemv"}, ["gemv", "gemm"]),
