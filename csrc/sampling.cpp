@@ -62,7 +62,11 @@ struct Row {
         constexpr bool wide = sizeof(X) == sizeof(double);
         return loops().weigh[wide](logits, vocab, maxima.data(), max, temperature, floor, weights);
     }
-    static bool keeps(double value, double floor) { return value >= floor && value > -infinity; }
+    // What lies below the floor comes so much later; with infinity not at all.
+    double lowered(double x, double floor, double less) const {
+        const double value = scaled(x);
+        return value >= floor ? value : value - less;
+    }
     int64_t end_of(size_t chunk) const { return std::min<int64_t>(vocab, (chunk + 1) * sampling_chunk); }
 
     int64_t first_best() const {
@@ -102,7 +106,7 @@ class Best {
             return a.score != b.score ? a.score > b.score : a.token < b.token;
         };
         const Scored made{token, score};
-        if (static_cast<int64_t>(kept_.size()) == count_) {
+        if (!kept_.empty() && static_cast<int64_t>(kept_.size()) == count_) {
             if (!after(made, kept_.back())) return;
             kept_.pop_back();
         }
@@ -138,23 +142,26 @@ class Best {
 // Looks for the largest scaled logits plus Gumbel noise.
 class NoisySearch {
    public:
-    NoisySearch(uint64_t key, int64_t count) : best(count), key_(key) {}
+    // `ids`: whose noise each place of the row takes; null: its own.
+    NoisySearch(uint64_t key, const int32_t* ids, int64_t count) : best(count), key_(key), ids_(ids) {}
 
     Best best;
 
-    void consider(int64_t token, double value) {
-        const uint64_t z = splitmix(key_, token);
+    void consider(int64_t at, double value) {
+        const uint64_t z = splitmix(key_, ids_ == nullptr ? at : ids_[at]);
         const int zeros = ~z == 0 ? 64 : __builtin_clzll(~z);
-        if (value + bound(zeros) >= best.least()) best.add(token, value + gumbel(z));
+        if (value + bound(zeros) >= best.least()) best.add(at, value + gumbel(z));
     }
 
-    // May a token of these, none with a larger value, still win? `loops` look at their noise together.
+    // May one of these places, none with a larger value, still win? `loops` look at their noise together.
     bool may_hold_winner(double value, int64_t first, int64_t count) const {
         const double least = best.least(), missing = (least - value) / log_2 - 2.0;
         int zeros = missing > most_zeros ? most_zeros : missing > 0.0 ? static_cast<int>(missing) : 0;
         while (zeros <= most_zeros && value + bound(zeros) < least) ++zeros;
         if (zeros > most_zeros) return false;
-        return zeros == 0 || loops_.rarest(key_, first, count) < uint64_t{1} << (64 - zeros);
+        if (zeros == 0) return true;
+        const uint64_t rarest = ids_ == nullptr ? loops_.rarest(key_, first, count) : loops_.rarest_of(key_, ids_ + first, count);
+        return rarest < uint64_t{1} << (64 - zeros);
     }
 
    private:
@@ -174,19 +181,29 @@ class NoisySearch {
 
     const SamplingLoops& loops_ = loops();
     uint64_t key_;
+    const int32_t* ids_;
+};
+
+// How a row is searched: what is below the floor comes `less` later, and places take the noise of `ids`.
+struct Search {
+    uint64_t key;
+    double floor;
+    double less = infinity;
+    const int32_t* ids = nullptr;
 };
 
 template <class X>
-Best draw(const Row<X>& row, double floor, uint64_t key, int64_t best, int64_t count) {
-    NoisySearch search(key, count);
+Best draw(const Row<X>& row, const Search& how, int64_t count) {
+    NoisySearch search(how.key, how.ids, count);
+    const int64_t best = row.first_best();
     search.consider(best, 0.0);  // a good score at the start rules most others out
     for (size_t c = 0; c < row.maxima.size(); ++c) {
-        const double most = row.scaled(row.maxima[c]);
+        const double most = row.lowered(row.maxima[c], how.floor, how.less);
         const int64_t first = c * sampling_chunk;
-        if (!row.keeps(most, floor) || !search.may_hold_winner(most, first, row.end_of(c) - first)) continue;
+        if (most == -infinity || !search.may_hold_winner(most, first, row.end_of(c) - first)) continue;
         for (int64_t t = first; t < row.end_of(c); ++t) {
-            const double value = row.scaled(row.logits[t]);
-            if (t != best && row.keeps(value, floor)) search.consider(t, value);
+            const double value = row.lowered(row.logits[t], how.floor, how.less);
+            if (t != best && value > -infinity) search.consider(t, value);
         }
     }
     return search.best;
@@ -229,37 +246,58 @@ Border nucleus(const ForEach& for_each, double bound, double target) {
     return {weight, static_cast<int64_t>(count) - above};
 }
 
+// The nucleus of a row: its border, and weights [V], which are not written where chunks lie below `least`.
+struct Nucleus {
+    const double* weights;
+    double least;
+    Border border;
+};
+
+// Calls f(token, weight) for each weight from `bound` on. Chunks below `least` hold none.
+template <class X, class F>
+void for_weights(const Row<X>& row, const double* weights, double bound, double least, F f) {
+    for (size_t c = 0; c < row.maxima.size(); ++c) {
+        if (row.scaled(row.maxima[c]) < least) continue;
+        for (int64_t t = c * sampling_chunk; t < row.end_of(c); ++t)
+            if (weights[t] >= bound) f(t, weights[t]);
+    }
+}
+
 template <class X>
-Best draw_from_nucleus(const Row<X>& row, const SamplingArgs& args, double floor, int64_t count) {
+Nucleus nucleus_of(const Row<X>& row, double top_p, double floor) {
     thread_local std::vector<double> kept;  // fresh pages would cost more than the exponentials
     if (static_cast<int64_t>(kept.size()) < row.vocab) kept.resize(row.vocab);
     const double* weights = kept.data();
     const double total = row.weigh(floor, kept.data());
-    double bound = (1.0 - args.top_p) * total / static_cast<double>(row.vocab);
+    const double bound = (1.0 - top_p) * total / static_cast<double>(row.vocab);
     // In logarithms, with a margin; where weigh passed a chunk over, its tokens are no part of the nucleus either.
-    double least = std::max({floor, negligible, std::log(bound) - 1e-9});
-    const auto for_each = [&](auto f) {
-        for (size_t c = 0; c < row.maxima.size(); ++c) {
-            if (row.scaled(row.maxima[c]) < least) continue;
-            for (int64_t t = c * sampling_chunk; t < row.end_of(c); ++t)
-                if (weights[t] >= bound) f(t, weights[t]);
-        }
-    };
-    Border border = nucleus(for_each, bound, args.top_p * total);
-    bound = border.weight;
-    least = std::max(least, std::log(bound) - 1e-9);
-    NoisySearch search(args.key, count);
-    for_each([&](int64_t token, double weight) {
+    const double least = std::max({floor, negligible, std::log(bound) - 1e-9});
+    const auto for_each = [&](auto f) { for_weights(row, weights, bound, least, f); };
+    const Border border = nucleus(for_each, bound, top_p * total);
+    return {weights, std::max(least, std::log(border.weight) - 1e-9), border};
+}
+
+template <class X>
+Best draw_from_nucleus(const Row<X>& row, const SamplingArgs& args, double floor, int64_t count) {
+    Nucleus found = nucleus_of(row, args.top_p, floor);
+    Border& border = found.border;
+    NoisySearch search(args.key, nullptr, count);
+    for_weights(row, found.weights, border.weight, found.least, [&](int64_t token, double weight) {
         if (weight > border.weight || border.num_equal-- > 0) search.consider(token, row.scaled(row.logits[token]));
     });
     return search.best;
 }
 
+// Scaled logits below it are out by min-p or top-k.
+template <class X>
+double floor_of(const Row<X>& row, const SamplingArgs& args) {
+    return args.top_k > 0 && args.top_k < args.vocab ? std::max(args.floor, kth_largest(row, args.top_k)) : args.floor;
+}
+
 template <class X>
 Best drawn(const Row<X>& row, const SamplingArgs& args, int64_t count) {
-    double floor = args.floor;
-    if (args.top_k > 0 && args.top_k < args.vocab) floor = std::max(floor, kth_largest(row, args.top_k));
-    return args.top_p < 1.0 ? draw_from_nucleus(row, args, floor, count) : draw(row, floor, args.key, row.first_best(), count);
+    const double floor = floor_of(row, args);
+    return args.top_p < 1.0 ? draw_from_nucleus(row, args, floor, count) : draw(row, {args.key, floor}, count);
 }
 
 template <class X>
@@ -283,6 +321,17 @@ std::vector<Choice> choices_from(const SamplingArgs& args, bool greedy, int64_t 
     return best.shares(count, row.weigh(-infinity, nullptr));
 }
 
+// Of logits and noise as they are, or with a draft's truncation made soft: its border is one that the target's may lie beyond.
+template <class X>
+std::vector<Choice> likely_in(const SamplingArgs& args, bool greedy, const int32_t* ids, int64_t count) {
+    if (greedy) return choices_from<X>(args, true, count);
+    const Row<X> row(args);
+    if (!row.is_finite()) return {};
+    double floor = floor_of(row, args);
+    if (args.top_p < 1.0) floor = nucleus_of(row, args.top_p, floor).least;
+    return draw(row, {args.key, floor, left_out, ids}, std::max(count, share_among)).shares(count);
+}
+
 template <class X>
 double probability_in(const SamplingArgs& args, int64_t token) {
     const Row<X> row(args);
@@ -300,6 +349,21 @@ int64_t choose(const SamplingArgs& args, bool greedy) {
 std::vector<Choice> choices(const SamplingArgs& args, bool greedy, int64_t count) {
     if (args.vocab < 1 || count < 1) throw std::invalid_argument("a row of logits and a count must be at least one token");
     return args.wide ? choices_from<double>(args, greedy, count) : choices_from<float>(args, greedy, count);
+}
+
+void likely(const SamplingArgs& args, bool greedy, int64_t num_rows, const int32_t* ids, int64_t count, int64_t* tokens,
+            double* shares) {
+    if (args.vocab < 1 || count < 1) throw std::invalid_argument("a row of logits and a count must be at least one token");
+    SamplingArgs row = args;
+    for (int64_t r = 0; r < num_rows; ++r) {
+        row.logits = static_cast<const char*>(args.logits) + r * args.vocab * (args.wide ? sizeof(double) : sizeof(float));
+        const auto found = args.wide ? likely_in<double>(row, greedy, ids, count) : likely_in<float>(row, greedy, ids, count);
+        for (int64_t i = 0; i < count; ++i, ++tokens, ++shares) {
+            const Choice c = i < static_cast<int64_t>(found.size()) ? found[i] : Choice{0, 0.0};
+            *tokens = ids == nullptr || c.share == 0.0 ? c.token : ids[c.token];
+            *shares = c.share;
+        }
+    }
 }
 
 double probability(const SamplingArgs& args, int64_t token) {

@@ -32,6 +32,15 @@ std::vector<Choice> choices(const SamplingArgs& args, bool greedy, int64_t count
 
 constexpr int64_t share_among = 4;
 
+// `choices` for a tree, after each of `num_rows` rows [V] that lie behind each other, from args.logits on. `ids` [V]: the token
+// that a place of a row stands for (a head's own vocabulary); null: its own number. What top-k, top-p and min-p leave out of a
+// draft's distribution the target may still have: sampled, it comes `left_out` later. Writes tokens and shares [num_rows, count];
+// where there is none, token 0 and share 0.
+void likely(const SamplingArgs& args, bool greedy, int64_t num_rows, const int32_t* ids, int64_t count, int64_t* tokens,
+            double* shares);
+
+constexpr double left_out = 3.0;
+
 // Probability of `token` at the temperature; floor, top-k, top-p and noise play no part.
 double probability(const SamplingArgs& args, int64_t token);
 
@@ -48,6 +57,8 @@ struct SamplingLoops {
                        double* weights);
     // The least ~z over `count` tokens from `first` on, z being the generator's output: below it lies no noise's bound.
     uint64_t (*rarest)(uint64_t key, int64_t first, int64_t count);
+    // The same over `count` tokens `ids`.
+    uint64_t (*rarest_of)(uint64_t key, const int32_t* ids, int64_t count);
 };
 
 }  // namespace sameseed

@@ -105,4 +105,14 @@ inline uint64_t rarest(uint64_t key, int64_t first, int64_t count) {
     return least;
 }
 
-constexpr SamplingLoops sampling_loops = {{chunk_maxima<float>, chunk_maxima<double>}, {weigh<float>, weigh<double>}, rarest};
+inline uint64_t rarest_of(uint64_t key, const int32_t* ids, int64_t count) {
+    uint64_t least = ~uint64_t{0};
+    for (int64_t i = 0; i < count; ++i) {
+        const uint64_t w = ~splitmix(key, ids[i]);
+        least = w < least ? w : least;
+    }
+    return least;
+}
+
+constexpr SamplingLoops sampling_loops = {
+    {chunk_maxima<float>, chunk_maxima<double>}, {weigh<float>, weigh<double>}, rarest, rarest_of};

@@ -101,6 +101,9 @@ def choose(arg0: int, arg1: bool, arg2: int, arg3: bool, arg4: float, arg5: floa
 def choices(arg0: int, arg1: bool, arg2: int, arg3: bool, arg4: float, arg5: float, arg6: int, arg7: float, arg8: int, arg9: int, /) -> list[tuple[int, float]]:
     """The tokens that come first in a row of logits, with their shares."""
 
+def likely(arg0: int, arg1: bool, arg2: int, arg3: bool, arg4: float, arg5: float, arg6: int, arg7: float, arg8: int, arg9: int, arg10: int, arg11: int, arg12: int, arg13: int, /) -> None:
+    """What comes first in rows of logits for a tree, with shares."""
+
 def probability(arg0: int, arg1: bool, arg2: int, arg3: float, arg4: int, /) -> float:
     """Probability of a token at a temperature."""
 

@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sameseed.batch import MAX_NODES
 from sameseed.drafters._eagle_context import Contexts
-from sameseed.drafters._eagle_guesses import CANDIDATES, Guesses, HeadRows, Ints
+from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.drafters._tree import Tree
 from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, Level
 from sameseed.request import Sequence
+from sameseed.spec.choices import Ints
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
 from sameseed.spec.sampling import needs_adjusting
@@ -80,9 +82,7 @@ class EagleDrafter(Drafter):
         self.policy = policy
         self.captures = captures
         self.followers = Contexts(runner, options.prefill_rows, limit)
-        ids = head.weights.target_ids
-        own_ids = None if ids is None else ids.cpu().numpy().astype(np.int64)  # [Vd]
-        self.guesses = Guesses(own_ids, head.config.layer.vocab_size, eos_token_ids)
+        self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> EagleDrafter:
@@ -138,11 +138,10 @@ class EagleDrafter(Drafter):
     def _grow(self, growing: Seq[_Growing]) -> None:
         """The first level from the last known positions, then a pass of the head for each further one."""
         logits, features = self.followers.catch_up([g.seq for g in growing])
-        num = _num_candidates(growing)
-        known = self.guesses.rows(logits, num)
+        rows = self.guesses.rows(logits)
         for i, g in enumerate(growing):
             g.first = i
-            self._children(g, [-1], known, 0)
+            self._children(g, [-1], rows, 0)
         for depth in range(1, max(g.depth for g in growing)):
             levels: list[Level] = []
             parents: list[Ints] = []  # rows of `features`
@@ -163,19 +162,18 @@ class EagleDrafter(Drafter):
                 return
             index = torch.from_numpy(np.concatenate(parents)).to(features.device)
             logits, features = self.runner.expand(levels, features.index_select(0, index))
-            known = self.guesses.rows(logits, num)
+            rows = self.guesses.rows(logits)
             for g, chosen in running:
-                self._children(g, chosen, known, depth)
+                self._children(g, chosen, rows, depth)
 
-    def _children(self, g: _Growing, nodes: list[int], known: HeadRows, depth: int) -> None:
-        """Grow the tree by the likeliest tokens after nodes of one depth."""
-        tree = g.tree
-        part = slice(g.first, g.first + len(nodes))
+    def _children(self, g: _Growing, nodes: list[int], rows: NDArray[np.float32], depth: int) -> None:
+        """Grow the tree by the likeliest tokens after nodes of one depth; rows: logits [R, Vd] of the pass."""
+        tree, rows = g.tree, rows[g.first : g.first + len(nodes)]
         if needs_adjusting(g.seq, depth):
             paths = [tree.tokens[tree.path(n)].tolist() for n in nodes]
-            tokens, log_probs = self.guesses.adjusted(known, part, g.seq, paths, g.width)
+            tokens, log_probs = self.guesses.adjusted(rows, g.seq, paths, self.options.top_k)
         else:
-            tokens, log_probs = self.guesses.likeliest(known, part, g.seq, depth, g.width)
+            tokens, log_probs = self.guesses.likeliest(rows, g.seq, depth, self.options.top_k)
         ended = None
         if self.policy.uses_confidence:
             ended = [[self.policy.stop(p) for p in row] for row in np.exp(log_probs).tolist()]
@@ -184,17 +182,16 @@ class EagleDrafter(Drafter):
     def _lengthen(self, growing: Seq[_Growing]) -> None:
         """`_grow` where each level is a single node: no choice among candidates, and the pass is all the work."""
         logits, features = self.followers.catch_up([g.seq for g in growing])
-        num = _num_candidates(growing)
         active, depth = list(growing), 0
         while active:
-            known = self.guesses.rows(logits, num)
+            rows = self.guesses.rows(logits)
             going: list[int] = []
             for i, g in enumerate(active):
-                chain, part = g.tokens, slice(i, i + 1)
+                chain, row = g.tokens, rows[i : i + 1]
                 if needs_adjusting(g.seq, depth):
-                    token, log_prob = self.guesses.adjusted(known, part, g.seq, [chain], 1)
+                    token, log_prob = self.guesses.adjusted(row, g.seq, [chain], 1)
                 else:
-                    token, log_prob = self.guesses.likeliest(known, part, g.seq, depth, 1)
+                    token, log_prob = self.guesses.likeliest(row, g.seq, depth, 1)
                 sure = float(np.exp(log_prob[0, 0]))
                 if sure == 0.0:
                     continue
@@ -227,10 +224,6 @@ class _Growing:
     first: int = 0
     tokens: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)
-
-
-def _num_candidates(growing: Seq[_Growing]) -> int:
-    return max(g.width if g.seq.params.greedy else max(CANDIDATES, g.width) for g in growing)
 
 
 DRAFTER = EagleDrafter

@@ -7,6 +7,7 @@ drafter's largest is not it, its second often is.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +18,11 @@ from sameseed.spec import sampling
 if sampling.HAS_NATIVE:
     from sameseed import _native
 
-SHARE_AMONG = 4  # sampled tokens, at least, whose exponentials a share is of: csrc/sampling.h has the same
+SHARE_AMONG = 4  # sampled tokens, at least, whose exponentials a share is of: csrc/sampling.h has the same, and
+LEFT_OUT = 3.0  # taken in a tree off the logarithm of what the draft's own truncation excludes
 Choices = list[tuple[int, float]]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 def choices(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int], count: int) -> Choices:
@@ -56,3 +60,67 @@ def native_choices(row: NDArray[np.floating], params: SamplingParams, seed: int,
     """numpy_choices in C++ (csrc/sampling.cpp), for a row float32 or float64 [V]."""
     row = np.ascontiguousarray(row)
     return _native.choices(*sampling.native_args(row, params, seed, position), count)
+
+
+def likely(
+    rows: NDArray[np.floating], seq: Sequence, num_path: int, count: int, ids: NDArray[np.int32] | None = None
+) -> tuple[Ints, Floats]:
+    """For a tree: tokens [n, count] that come first, and the logs of their shares, -inf for none.
+
+    After each of rows [n, V] of logits (adjusted, where that is needed) `num_path` tokens after the sequence, as
+    `choices`, but truncation is soft: what it leaves out of a draft's distribution may be in the target's.
+    `ids` [V]: the tokens that a row's places stand for, where not their own numbers.
+    """
+    found = native_likely if sampling.HAS_NATIVE else numpy_likely
+    tokens, shares = found(rows, seq.params, seq.seed, len(seq) + num_path, count, ids)
+    with np.errstate(divide="ignore"):
+        return tokens, np.log(shares)
+
+
+def numpy_likely(
+    rows: NDArray[np.floating],
+    params: SamplingParams,
+    seed: int,
+    position: int,
+    count: int,
+    ids: NDArray[np.int32] | None,
+) -> tuple[Ints, Floats]:
+    """The meaning of `likely`: tokens and shares [n, count], 0 for none."""
+    tokens, shares = np.zeros((len(rows), count), np.int64), np.zeros((len(rows), count))
+    for row, own_tokens, own_shares in zip(rows, tokens, shares, strict=True):
+        found = _softly(row.astype(np.float64), params, seed, position, count, ids)
+        for i, (place, share) in enumerate(found):
+            own_tokens[i], own_shares[i] = place if ids is None else ids[place], share
+    return tokens, shares
+
+
+def _softly(
+    row: Floats, params: SamplingParams, seed: int, position: int, count: int, ids: NDArray[np.int32] | None
+) -> Choices:
+    if params.greedy or not np.isfinite(row.max()):
+        return numpy_choices(row, params, seed, position, count)
+    _, kept = sampling.survivors(row, params)
+    places, scores = sampling.survivors(row, replace(params, min_p=0.0, top_k=0, top_p=1.0))
+    scores[scores < kept.min()] -= LEFT_OUT
+    scores += sampling.gumbel_noise(seed, position, places if ids is None else ids[places].astype(np.int64))
+    first = np.argsort(-scores, kind="stable")[: max(count, SHARE_AMONG)]
+    shares = np.exp(scores[first] - scores[first[0]])
+    return list(zip(places[first].tolist(), (shares / shares.sum()).tolist(), strict=True))[:count]
+
+
+def native_likely(
+    rows: NDArray[np.floating],
+    params: SamplingParams,
+    seed: int,
+    position: int,
+    count: int,
+    ids: NDArray[np.int32] | None,
+) -> tuple[Ints, Floats]:
+    """numpy_likely in C++ (csrc/sampling.cpp), for rows float32 or float64."""
+    rows = np.ascontiguousarray(rows)
+    tokens, shares = np.empty((len(rows), count), np.int64), np.empty((len(rows), count))
+    if len(rows):
+        where = 0 if ids is None else ids.ctypes.data
+        args = sampling.native_args(rows[0], params, seed, position)
+        _native.likely(*args, len(rows), where, count, tokens.ctypes.data, shares.ctypes.data)
+    return tokens, shares

@@ -33,7 +33,7 @@ MOST: dict[str, Counter[tuple[str, str]]] = {
             ROWS: 4,
             TREE: 2,
             CHECK: 1,
-            (OUT, "drafters._eagle_guesses.rows"): 4,
+            (OUT, "drafters._eagle_guesses.rows"): 2,
             (IN, "drafters.eagle._grow"): 1,
             (IN, "models.runner.commit"): 1,
         }

@@ -12,7 +12,7 @@ import pytest
 from lawkit import EOS, MODEL_VOCAB, Pair, TreeDrafter, assert_nothing_left, finished, knowing, make_engine
 
 from sameseed import grammar as grammars
-from sameseed.drafters._eagle_guesses import Guesses, HeadRows
+from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.engine.engine import Engine
 from sameseed.errors import RequestError
 from sameseed.grammar import MAX_KNOWN, Choice, Vocabulary
@@ -200,8 +200,7 @@ def test_a_head_guesses_nothing_where_the_grammar_is_given_up() -> None:
     seq = Sequence(0, [1], SamplingParams(), 1)
     seq.grammar = GivesUp(0, RequestError("too long")).another()
     logits = np.zeros((1, 9), np.float32)
-    known = HeadRows(logits, logits.astype(np.float64), np.arange(9)[None], np.ones(1))
-    tokens, log_probs = Guesses(None, 9, ()).adjusted(known, slice(0, 1), seq, [[]], 3)
+    tokens, log_probs = Guesses(None, 9, ()).adjusted(logits, seq, [[]], 3)
     assert tokens.shape == log_probs.shape == (1, 3) and (log_probs == -np.inf).all()
 
 
