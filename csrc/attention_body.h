@@ -6,8 +6,8 @@
 // and the blocks' (m, l, o) are merged in ascending order; the result is o / l. Neither the place of a key in the cache,
 // nor the other rows, nor who shares a tile enters: a draft node's ancestors stand at the positions after the known tokens.
 // Nor does it matter whether one thread walks the blocks or several share them: a block's results are the same alone.
-// Rows in 4 bits are decoded to floats when they are found, and have no scales then; where they are rotated, so is q, and
-// the result is rotated back. (Blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022.)
+// Rows in 4 bits are decoded to floats, in registers or when they are found, and their scales are spent then; where they are
+// rotated, so is q, and the result is rotated back. (Blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022.)
 
 constexpr int64_t few_queries = 4;  // up to so many, keys and values are widened in registers
 
@@ -16,7 +16,7 @@ struct Walk {
     const AttentionArgs& a;
     const AttentionTile& tile;
     int64_t group, queries, padded;     // query heads a row; rows * group; dim rounded up to vectors
-    int64_t row_bytes = 0;              // of a packed row
+    int64_t row_size;                   // elements of a stored row
     float *q, *total, *block, *panel;   // [queries, padded] three times, [panel_keys, padded]
     float *scores, *key_scales, *value_scales;             // [queries, score_stride], [score_stride] twice: of a block
     float* unpacked;                                       // [2 * key_block, padded]: keys, then values of a block
@@ -27,7 +27,7 @@ struct Walk {
     int64_t low, seen;                                     // places of the block that any row sees: [low, seen)
     int64_t known, high;                                   // the nodes' own keys begin at `known`; shared ones: [low, high)
 
-    Walk(const AttentionArgs& args, const AttentionTile& t, float* scratch) : a(args), tile(t) {
+    Walk(const AttentionArgs& args, const AttentionTile& t, float* scratch) : a(args), tile(t), row_size(args.dim) {
         group = t.head_count, queries = t.row_count * group, padded = round_up(a.dim, lanes);
         const int64_t area = max_queries * padded;
         q = scratch, total = q + area, block = total + area, panel = block + area;
@@ -73,15 +73,15 @@ void find(Walk& w, int64_t begin, int64_t end, const Row<T>** keys, const Row<T>
              place < a.block_size && i < end; place++, i++, at++, row += a.kv_heads) {
             if constexpr (unpacked_first<T>) {
                 float *key = w.unpacked + at * w.padded, *value = key + key_block * w.padded;
-                unpack_row(static_cast<const T*>(a.k) + row * w.row_bytes, a.k_scale[row], a.dim, key);
-                unpack_row(static_cast<const T*>(a.v) + row * w.row_bytes, a.v_scale[row], a.dim, value);
+                unpack_row(static_cast<const T*>(a.k) + row * w.row_size, a.k_scale[row], a.dim, key);
+                unpack_row(static_cast<const T*>(a.v) + row * w.row_size, a.v_scale[row], a.dim, value);
                 *keys++ = key;
                 *values++ = value;
             } else {
-                *keys++ = static_cast<const T*>(a.k) + row * a.dim;
-                *values++ = static_cast<const T*>(a.v) + row * a.dim;
+                *keys++ = static_cast<const T*>(a.k) + row * w.row_size;
+                *values++ = static_cast<const T*>(a.v) + row * w.row_size;
             }
-            if constexpr (scaled<T>) {
+            if constexpr (scaled<T> || decoded<T>) {
                 w.key_scales[at] = a.k_scale[row];
                 w.value_scales[at] = a.v_scale[row];
             }
@@ -128,10 +128,12 @@ void score_keys(Walk& w, int64_t c, int64_t count, const Keys& keys, int64_t num
 template <class T>
 void score_shared(Walk& w, const T* const* keys, int64_t low, int64_t high) {
     if (w.queries <= few_queries)
-        return score_keys(w, 0, w.queries, Stored<T>{keys, high - low, high - low, w.a.dim}, high - low, low, true);
+        return score_keys(w, 0, w.queries, Stored<T>{keys, high - low, high - low, w.a.dim, w.key_scales + low}, high - low, low,
+                          true);
     for (int64_t s = low; s < high; s += panel_keys) {
         const int64_t n = high - s < panel_keys ? high - s : panel_keys;
-        widen_keys(Stored<T>{keys + (s - low), n, 2 * (high - low) - (s - low) - n, w.a.dim}, w.padded, w.panel);
+        widen_keys(Stored<T>{keys + (s - low), n, 2 * (high - low) - (s - low) - n, w.a.dim, w.key_scales + s}, w.padded,
+                   w.panel);
         for (int64_t c = 0, count; c < w.queries; c += count) {
             count = w.queries - c < query_tile ? w.queries - c : query_tile;
             int64_t seen = 0;  // of the panel, by some of these queries
@@ -197,7 +199,7 @@ void add_shared(Walk& w, const T* const* values, int64_t low, int64_t high) {
     const int64_t step = few ? key_block : panel_keys;
     for (int64_t s = low; s < high; s += step) {
         const int64_t n = high - s < step ? high - s : step;
-        const Stored<T> stored{values + (s - low), n, high - s - n, w.a.dim};
+        const Stored<T> stored{values + (s - low), n, high - s - n, w.a.dim, w.value_scales + s};
         if (!few) widen_values(stored, w.padded, w.panel);
         for (int64_t c = 0, count; c < w.queries; c += count) {
             count = w.queries - c < query_tile ? w.queries - c : query_tile;
@@ -227,7 +229,7 @@ void walk_block(Walk& w, int64_t block_index) {
         const int64_t from = w.begin[i] > known ? w.begin[i] : known, n = w.end[i] - from;
         if (n > 0) {
             own_keys<T>(w, i, start, from, w.end[i], own, own + 64);
-            score_keys(w, i * group, group, Stored<Row<T>>{own, n, 0, dim}, n, from, false);
+            score_keys(w, i * group, group, Stored<Row<T>>{own, n, 0, dim, w.key_scales + from}, n, from, false);
         }
         for (int64_t c = i * group; c < (i + 1) * group; c++) soften<T>(w, c, w.begin[i], w.end[i]);
     }
@@ -238,8 +240,8 @@ void walk_block(Walk& w, int64_t block_index) {
         own_keys<T>(w, i, start, from, w.end[i], own, own + 64);
         for (int64_t c = i * group, count, last = c + group; c < last; c += count) {
             count = last - c < query_tile ? last - c : query_tile;
-            add_values(w.scores + c * score_stride + from, count, Stored<Row<T>>{own + 64, n, 0, dim}, n, dim,
-                       w.block + c * w.padded, w.padded, false);
+            add_values(w.scores + c * score_stride + from, count, Stored<Row<T>>{own + 64, n, 0, dim, w.value_scales + from}, n,
+                       dim, w.block + c * w.padded, w.padded, false);
         }
     }
 }
@@ -287,9 +289,11 @@ inline void keep_block(Walk& w, int64_t block_index) {
 
 template <class T>
 void attention(const AttentionArgs& a, const AttentionTile& tile, int64_t block_begin, int64_t block_end, float* scratch) {
+    if constexpr (std::is_same_v<T, rotated4>)
+        if (a.dim % 32 == 0) return attention<nibbles4>(a, tile, block_begin, block_end, scratch);
     Walk w(a, tile, scratch);
-    if constexpr (std::is_same_v<T, rotated4>) w.row_bytes = kv_row_bytes(KvFormat::int4, a.dim);
-    if constexpr (std::is_same_v<T, sparse4>) w.row_bytes = kv_row_bytes(KvFormat::int4_sparse, a.dim);
+    if constexpr (std::is_same_v<T, rotated4> || std::is_same_v<T, nibbles4>) w.row_size = kv_row_bytes(KvFormat::int4, a.dim);
+    if constexpr (std::is_same_v<T, sparse4>) w.row_size = kv_row_bytes(KvFormat::int4_sparse, a.dim);
     load_queries<T>(w);
     for (int64_t b = block_begin; b < block_end; b++) {
         walk_block<T>(w, b);

@@ -68,22 +68,18 @@ inline float encode_nibbles(const float* x, int64_t dim, const bool* kept, uint8
     return broken ? __builtin_nanf("") : usable ? span / 15.0f : 0.0f;
 }
 
+inline float lowest_of(const uint8_t* row, int64_t dim) {
+    return bits_float(static_cast<uint32_t>(row[dim / 2] | row[dim / 2 + 1] << 8) << 16);
+}
+
 inline void decode_nibbles(const uint8_t* row, float scale, int64_t dim, float* out) {
     const int64_t half = dim / 2;
-    const float lowest = bits_float(static_cast<uint32_t>(row[half] | row[half + 1] << 8) << 16);
+    const float lowest = lowest_of(row, dim);
     const V scales = set1(scale), low = set1(lowest);
     int64_t i = 0;
     for (; i + lanes <= half; i += lanes) {
-        uint64_t bytes[2];
-        __builtin_memcpy(bytes, row + i, sizeof bytes);
-        int8 first[lanes], second[lanes];
-        constexpr uint64_t nibbles = 0x0f0f0f0f0f0f0f0fu;
-        const uint64_t lows[2] = {bytes[0] & nibbles, bytes[1] & nibbles};
-        const uint64_t highs[2] = {bytes[0] >> 4 & nibbles, bytes[1] >> 4 & nibbles};
-        __builtin_memcpy(first, lows, sizeof lows);
-        __builtin_memcpy(second, highs, sizeof highs);
-        store(out + i, add(mul(load(first), scales), low));
-        store(out + half + i, add(mul(load(second), scales), low));
+        store(out + i, add(mul(load_nibbles(row + i, 0), scales), low));
+        store(out + half + i, add(mul(load_nibbles(row + i, 4), scales), low));
     }
     for (; i < half; i++) {
         out[i] = static_cast<float>(row[i] & 15) * scale + lowest;
@@ -134,8 +130,11 @@ void encode_sparse4(const float* x, int64_t heads, int64_t dim, void* codes, flo
     }
 }
 
-// A stored row as floats: of `rotated4`, still rotated.
+// A stored row as floats: of `rotated4`, still rotated. `nibbles4` is the same where 16 columns lie in 16 bytes: D = 32 n.
 struct rotated4 {
+    uint8_t byte;
+};
+struct nibbles4 {
     uint8_t byte;
 };
 struct sparse4 {

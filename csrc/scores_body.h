@@ -14,11 +14,16 @@ constexpr bool scaled<e5m2> = true;
 
 constexpr int64_t rows_ahead = 16;  // keys or values fetched before their turn: they lie apart, no hardware guesses them
 
+// Rows that are decoded in registers, with a scale of their own.
+template <class T>
+constexpr bool decoded = std::is_same_v<T, nibbles4>;
+
 template <class T>
 INLINE void prefetch_row(const T* row, int64_t dim) {
     const char* p = reinterpret_cast<const char*>(row);
-    for (int64_t i = 0; i < dim * static_cast<int64_t>(sizeof(T)); i += 64) prefetch(p + i);
-    prefetch(p + dim * static_cast<int64_t>(sizeof(T)) - 1);  // a row may begin inside a line
+    const int64_t bytes = decoded<T> ? dim / 2 + 2 : dim * static_cast<int64_t>(sizeof(T));
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(p + i);
+    prefetch(p + bytes - 1);  // a row may begin inside a line
 }
 
 // Rows of keys or of values as they are stored: `count` of them, and then `count_ahead` more to fetch early.
@@ -28,6 +33,7 @@ struct Stored {
     using Pair = RowPair<T>;
     const T* const* rows;
     int64_t count, count_ahead, dim;
+    const float* scales;  // of no use here
 
     const T* row(int64_t j) const { return rows[j < count ? j : count - 1]; }
     INLINE void fetch(int64_t j) const {
@@ -35,9 +41,44 @@ struct Stored {
     }
     int64_t whole() const { return dim / depth_step * depth_step; }
     Pair pair(int64_t j, int64_t d) const { return {row(j) + d, row(j + 1) + d}; }
-    Stored from(int64_t j) const { return {rows + j, count - j, count_ahead, dim}; }
+    Stored from(int64_t j) const { return {rows + j, count - j, count_ahead, dim, scales}; }
     V part(int64_t j, int64_t d) const { return load(rows[j] + d); }
     V part_n(int64_t j, int64_t d) const { return load_n(rows[j] + d, dim - d); }
+};
+
+template <>
+struct Stored<nibbles4> {
+    using Type = nibbles4;
+    struct Pair {
+        const uint8_t *a, *b;
+        int shift;
+        V scales, lowest;
+        V first() const { return add(mul(load_nibbles(a, b, shift), scales), lowest); }
+        V second() const { return add(mul(load_nibbles(a + 8, b + 8, shift), scales), lowest); }
+    };
+    const nibbles4* const* rows;
+    int64_t count, count_ahead, dim;
+    const float* scales;
+
+    INLINE void fetch(int64_t j) const {
+        if (j + rows_ahead < count + count_ahead) prefetch_row(rows[j + rows_ahead], dim);
+    }
+    int64_t whole() const { return dim; }
+    INLINE Pair pair(int64_t j, int64_t d) const {
+        const int64_t i = j < count ? j : count - 1, k = j + 1 < count ? j + 1 : count - 1, half = dim / 2;
+        const uint8_t *a = &rows[i]->byte, *b = &rows[k]->byte;
+        const int64_t at = d < half ? d : d - half;
+        return {a + at, b + at, d < half ? 0 : 4, set_halves(scales[i], scales[k]),
+                set_halves(lowest_of(a, dim), lowest_of(b, dim))};
+    }
+    Stored from(int64_t j) const { return {rows + j, count - j, count_ahead, dim, scales + j}; }
+    INLINE V part(int64_t j, int64_t d) const {
+        const uint8_t* row = &rows[j]->byte;
+        const int64_t half = dim / 2;
+        const V codes = d < half ? load_nibbles(row + d, 0) : load_nibbles(row + d - half, 4);
+        return add(mul(codes, set1(scales[j])), set1(lowest_of(row, dim)));
+    }
+    V part_n(int64_t j, int64_t d) const { return part(j, d); }
 };
 
 // Pairs of widened keys: for each step along D, the two vectors of RowPair. Zero-padded.
@@ -70,21 +111,24 @@ struct ValuePanel {
 
 template <class T>
 void widen_keys(const Stored<T>& keys, int64_t padded, float* panel) {
-    T ends[2][depth_step] = {};
-    const int64_t whole = keys.whole(), rest = keys.dim - whole;
+    [[maybe_unused]] T ends[2][depth_step] = {};
+    const int64_t whole = keys.whole();
+    [[maybe_unused]] const int64_t rest = keys.dim - whole;
     for (int64_t j = 0; j < keys.count; j += 2, panel += 2 * padded) {
         keys.fetch(j);
         keys.fetch(j + 1);
         for (int64_t d = 0; d < whole; d += depth_step) {
-            const RowPair<T> pair = keys.pair(j, d);
+            const typename Stored<T>::Pair pair = keys.pair(j, d);
             store(panel + 2 * d, pair.first());
             store(panel + 2 * d + lanes, pair.second());
         }
-        if (rest == 0) continue;
-        for (int64_t i = 0; i < rest; i++) ends[0][i] = keys.row(j)[whole + i], ends[1][i] = keys.row(j + 1)[whole + i];
-        const RowPair<T> pair{ends[0], ends[1]};
-        store(panel + 2 * whole, pair.first());
-        store(panel + 2 * whole + lanes, pair.second());
+        if constexpr (!decoded<T>) {
+            if (rest == 0) continue;
+            for (int64_t i = 0; i < rest; i++) ends[0][i] = keys.row(j)[whole + i], ends[1][i] = keys.row(j + 1)[whole + i];
+            const RowPair<T> pair{ends[0], ends[1]};
+            store(panel + 2 * whole, pair.first());
+            store(panel + 2 * whole + lanes, pair.second());
+        }
     }
 }
 
@@ -121,7 +165,7 @@ INLINE void score_tile(const float* q, int64_t q_stride, const Keys& keys, int64
         unroll<P>([&](auto p) INLINE_LAMBDA { pairs[p] = keys.pair(2 * p, d); });
         multiply(q + d, pairs);
     }
-    if constexpr (!std::is_same_v<Keys, KeyPanel>) {
+    if constexpr (!std::is_same_v<Keys, KeyPanel> && !decoded<typename Keys::Type>) {
         if (whole < dim) {
             typename Keys::Type padded[2 * P][depth_step] = {};
             for (int i = 0; i < 2 * P; i++)

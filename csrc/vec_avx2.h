@@ -42,6 +42,17 @@ inline V load(const int8* p) { return {widen_int8(quarter_at(p)), widen_int8(qua
 inline V load(const e5m2* p) { return {widen_e5m2(quarter_at(p)), widen_e5m2(quarter_at(p + 8))}; }
 inline V load(const e4m3* p) { return {widen_e4m3(quarter_at(p)), widen_e4m3(quarter_at(p + 8))}; }
 
+// Nibbles of 16 bytes, or of 8 at each of two places: those above the lowest `shift` (0 or 4) bits.
+inline __m256 widen_nibbles(const uint8_t* p, int shift) {
+    const __m128i nibbles = _mm_and_si128(_mm_srl_epi16(quarter_at(p), _mm_cvtsi32_si128(shift)), _mm_set1_epi8(15));
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(nibbles));
+}
+inline V load_nibbles(const uint8_t* a, const uint8_t* b, int shift) {
+    return {widen_nibbles(a, shift), widen_nibbles(b, shift)};
+}
+inline V load_nibbles(const uint8_t* p, int shift) { return load_nibbles(p, p + 8, shift); }
+inline V set_halves(float a, float b) { return {_mm256_set1_ps(a), _mm256_set1_ps(b)}; }
+
 inline __m256i round_bf16(__m256 a) {
     __m256i bits = _mm256_castps_si256(a);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -43,6 +43,16 @@ inline V load(const int8* p) { return widen_int8(sixteen_at(p)); }
 inline V load(const e5m2* p) { return widen_e5m2(to_high(p)); }
 inline V load(const e4m3* p) { return widen_e4m3(to_high(p)); }
 
+// Nibbles of 16 bytes, or of 8 at each of two places: those above the lowest `shift` (0 or 4) bits.
+inline V widen_nibbles(__m128i bytes, int shift) {
+    const __m128i nibbles = _mm_and_si128(_mm_srl_epi16(bytes, _mm_cvtsi32_si128(shift)), _mm_set1_epi8(15));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(nibbles))};
+}
+inline V load_nibbles(const uint8_t* p, int shift) { return widen_nibbles(sixteen_at(p), shift); }
+inline V set_halves(float a, float b) {
+    return {_mm512_mask_mov_ps(_mm512_set1_ps(a), static_cast<__mmask16>(0xff00), _mm512_set1_ps(b))};
+}
+
 inline void store(float* p, V a) { _mm512_storeu_ps(p, a.r); }
 inline void store(bf16* p, V a) {
     __m512i bits = _mm512_castps_si512(a.r);
@@ -93,6 +103,7 @@ inline __m128i eights(const void* a, const void* b) {
     const __m128i low = _mm_loadl_epi64(static_cast<const __m128i*>(a));
     return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(low), static_cast<const __m64*>(b)));
 }
+inline V load_nibbles(const uint8_t* a, const uint8_t* b, int shift) { return widen_nibbles(eights(a, b), shift); }
 template <>
 struct RowPair<int8> {
     const int8 *a, *b;

@@ -68,6 +68,15 @@ inline void narrow(float x, fp16* out) {
     out->bits = static_cast<uint16_t>(sign | half);
 }
 
+// Nibbles of 16 bytes, or of 8 at each of two places: those above the lowest `shift` (0 or 4) bits.
+inline V load_nibbles(const uint8_t* a, const uint8_t* b, int shift) {
+    return each([=](int i) { return static_cast<float>((i < 8 ? a[i] : b[i - 8]) >> shift & 15); });
+}
+inline V load_nibbles(const uint8_t* p, int shift) { return load_nibbles(p, p + 8, shift); }
+inline V set_halves(float a, float b) {
+    return each([=](int i) { return i < 8 ? a : b; });
+}
+
 inline V zero() {
     return each([](int) { return 0.0f; });
 }
