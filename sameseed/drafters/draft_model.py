@@ -48,9 +48,15 @@ class DraftModelDrafter(Drafter):
         self.runner = runner
         self.policy = policy
         self.followers = Followers(runner, options.prefill_rows, vocab_size)
-        self.branches, self.cuttable = options.siblings > 0, options.siblings == 0
+        self.branches = self.branches_with(options)
+        self.cuttable = not self.branches
         # What was guessed ahead, by sequence: from which length of the text on, and the chain, which the shadow holds.
         self._ready: dict[int, tuple[int, Chain]] = {}
+
+    @classmethod
+    def branches_with(cls, options: Drafter.Options) -> bool:
+        assert isinstance(options, cls.Options)
+        return options.siblings > 0
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> DraftModelDrafter:

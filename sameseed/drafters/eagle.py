@@ -61,7 +61,6 @@ class EagleDrafter(Drafter):
     text = "HEAD"
     cuttable = True
     judges = True
-    branches = True
 
     def __init__(
         self,
@@ -77,12 +76,18 @@ class EagleDrafter(Drafter):
         slides = options.beyond == "slide"
         limit = head.max_model_len if slides else min(own, head.max_model_len)
         self.options = options
+        self.branches = self.branches_with(options)
         seen = own if slides and own < head.max_model_len else None
         self.runner = runner = HeadRunner(runner.model, runner.cache, seen)
         self.policy = policy
         self.captures = captures
         self.followers = Contexts(runner, options.prefill_rows, limit)
         self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
+
+    @classmethod
+    def branches_with(cls, options: Drafter.Options) -> bool:
+        assert isinstance(options, cls.Options)
+        return options.top_k > 1
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> EagleDrafter:
@@ -114,7 +119,7 @@ class EagleDrafter(Drafter):
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Trees for all sequences together, of at most num_draft[b] nodes; confidence: probabilities of the paths."""
         self.followers.make_room(seqs)
-        chains = self.options.top_k == 1
+        chains = not self.branches
         growing: dict[int, _Growing] = {}
         for b, (seq, k) in enumerate(zip(seqs, num_draft, strict=True)):
             depth = self.followers.room(seq, min(self.options.depth, k, seq.draft_depth))

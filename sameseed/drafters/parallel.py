@@ -72,7 +72,13 @@ class ParallelDrafter(Drafter):
         self.most = min(config.num_parallel or MAX_NODES, MAX_NODES)
         self.followers = Followers(runner, options.prefill_rows, vocab_size)
         self._said = False
-        self.branches, self.cuttable = options.siblings > 0, options.siblings == 0
+        self.branches = self.branches_with(options)
+        self.cuttable = not self.branches
+
+    @classmethod
+    def branches_with(cls, options: Drafter.Options) -> bool:
+        assert isinstance(options, cls.Options)
+        return options.siblings > 0
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> ParallelDrafter:

@@ -55,7 +55,13 @@ class SelfQuantDrafter(Drafter):
         self.options = options
         self.runner = runner.beside(unseen=self._unseen)
         self.policy = policy
-        self.branches, self.cuttable = options.siblings > 0, options.siblings == 0
+        self.branches = self.branches_with(options)
+        self.cuttable = not self.branches
+
+    @classmethod
+    def branches_with(cls, options: Drafter.Options) -> bool:
+        assert isinstance(options, cls.Options)
+        return options.siblings > 0
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> SelfQuantDrafter:

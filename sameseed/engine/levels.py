@@ -31,10 +31,12 @@ def check_overlap(spec: SpecConfig) -> None:
     if not spec.overlap and not any(level.overlap for level in levels(spec)):
         return
     cls, cores = drafter_class(spec), ops.available_cores()
-    if spec.options.get("siblings"):
+    if goes_ahead(cls) and may_branch(spec):
+        others = {n: {k: v for k, v in spec.options.items() if k != n} for n in spec.options}
+        making = [n for n, rest in others.items() if not may_branch(replace(spec, options=rest))]
         raise ConfigError(
             f"--overlap {spec.overlap}: which path of a tree is right is not known beforehand; leave out overlap, or "
-            "the option siblings"
+            f"what makes trees of drafter {spec.method!r}: {', '.join(making) or 'take another'}"
         )
     if not goes_ahead(cls) or any(b.overlap for level in spec.below for b in levels(level)):
         able = [n for n in registry.names("drafters") if goes_ahead(registry.load("drafters", n).DRAFTER)]
@@ -71,7 +73,15 @@ def heeds_confidence(spec: SpecConfig) -> bool:
 
 def can_overlap(spec: SpecConfig) -> bool:
     """Can this draft guess on while the target checks (`overlap`)? Raises as `with_heads`."""
-    return goes_ahead(drafter_class(with_heads(spec))) and not spec.options.get("siblings")
+    spec = with_heads(spec)
+    return goes_ahead(drafter_class(spec)) and not may_branch(spec)
+
+
+def may_branch(spec: SpecConfig) -> bool:
+    """May its drafts be trees? Those of drafters asked in turn, where one's may. Raises ConfigError for bad options."""
+    cls = drafter_class(spec)
+    asked = () if cls.owns else spec.below
+    return cls.branches_with(parse_options(cls, spec.options)) or any(map(may_branch, asked))
 
 
 def check_below(cls: type[Drafter], spec: SpecConfig) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sameseed.config import GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
-from sameseed.engine.levels import drafter_class, levels, with_heads
+from sameseed.engine.levels import drafter_class, levels, may_branch, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.plan.acceptance import sizes_up_to
@@ -178,13 +178,6 @@ def options_of(spec: SpecConfig) -> dict[str, Any]:
     return {**spec.options, **({"below": below} if any(below) else {})}
 
 
-def branches(spec: SpecConfig) -> bool:
-    """May its drafts be trees? Those of drafters asked in turn, where one's may."""
-    asked = () if drafter_class(spec).owns else spec.below
-    tree = drafter_class(spec).branches and spec.options.get("top_k") != 1
-    return tree or bool(spec.options.get("siblings")) or any(map(branches, asked))
-
-
 def chained(spec: SpecConfig) -> SpecConfig:
     """The same, where what can be told to guess chains does so."""
     able = set(CHAIN) <= {f.name for f in fields(drafter_class(spec).Options)}
@@ -205,11 +198,11 @@ def draft_specs(asked: TuneRequest) -> list[SpecConfig]:
 
 def largest(spec: SpecConfig) -> int:
     """Tokens of the largest draft that is replayed."""
-    return MOST_NODES if branches(spec) else GOODPUT_DRAFT_TOKENS
+    return MOST_NODES if may_branch(spec) else GOODPUT_DRAFT_TOKENS
 
 
 def lengths_of(spec: SpecConfig) -> list[SpecConfig]:
     """A draft at every length, of trees in nodes, and with goodput."""
-    sizes = sizes_up_to(MOST_NODES if branches(spec) else LONGEST)
+    sizes = sizes_up_to(MOST_NODES if may_branch(spec) else LONGEST)
     fixed = [replace(spec, num_draft_tokens=k, policy="fixed") for k in sizes]
     return [*fixed, replace(spec, num_draft_tokens=GOODPUT_DRAFT_TOKENS, policy="goodput")]

@@ -133,6 +133,14 @@ class Drafter:
         """`options` are the class's own Options, or None for the defaults."""
 
     @classmethod
+    def branches_with(cls, options: Options) -> bool:
+        """May its drafts be trees with these options? Asked before it is built; then `branches` says the same.
+
+        Where the drafters below guess for it in turn, theirs count as well.
+        """
+        return cls.branches
+
+    @classmethod
     def build(cls, options: Options, parts: Parts) -> Drafter:
         """One for a target, of what the engine has prepared for it."""
         return cls(options)

@@ -12,7 +12,7 @@ from lawkit import SAMPLED, Pair, assert_nothing_left, below_of, make_engine, ra
 from sameseed import registry
 from sameseed.config import SpecConfig
 from sameseed.engine.engine import Engine
-from sameseed.engine.levels import heeds_confidence
+from sameseed.engine.levels import heeds_confidence, may_branch
 from sameseed.errors import ConfigError
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.plan.acceptance import confidence_of, ranked
@@ -28,8 +28,11 @@ pytestmark = pytest.mark.parametrize("name", [*NAMES, *TREES])
 
 def engine_for(pair: Pair, name: str, **settings: Any) -> Engine:
     """An engine with a drafter by its name, or by a name and "with siblings"."""
-    options = {"siblings": 2} if name in TREES else {}
-    return make_engine(pair, name.split(" ")[0], options=options, **settings)
+    return make_engine(pair, name.split(" ")[0], options=options_of(name), **settings)
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return {"siblings": 2} if name in TREES else {}
 
 
 @pytest.fixture
@@ -63,6 +66,17 @@ def test_class_and_options(name: str) -> None:
         parse_options(draft_class, {field.name: getattr(default, field.name)})
     with pytest.raises(ConfigError, match="unknown option 'nonsense'"):
         parse_options(draft_class, {"nonsense": 1})
+
+
+def test_who_may_branch_says_so_before_it_is_built(engine: Engine, name: str) -> None:
+    """And a draft is a chain where trees are not spoken of."""
+    method, drafter = name.split(" ")[0], engine.drafter
+    assert may_branch(SpecConfig(method, options=options_of(name), below=below_of(method))) == drafter.branches
+    assert drafter.branches or name not in TREES
+    for draft in rounds(engine, some_sequences(), [6] * 6, count=3):
+        for b in range(draft.num_seqs):
+            parents = draft.nodes(b)[1]
+            assert drafter.branches or parents == list(range(-1, len(parents) - 1))
 
 
 def test_who_heeds_confidence_says_so(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ def test_who_cannot_go_ahead(spec: SpecConfig) -> None:
 
 def test_trees_do_not_go_ahead() -> None:
     spec = SpecConfig("draft_model", "embedded-draft", overlap=1, options={"siblings": 2})
-    with pytest.raises(ConfigError, match="leave out overlap, or the option siblings"):
+    with pytest.raises(ConfigError, match="leave out overlap, or what makes trees of drafter 'draft_model': siblings"):
         check_overlap(spec)
     assert not can_overlap(spec) and can_overlap(SpecConfig("draft_model", "embedded-draft"))
 

@@ -14,7 +14,7 @@ import pytest
 from sameseed import LLM
 from sameseed.cli import main
 from sameseed.config import SpecConfig
-from sameseed.engine.levels import with_heads
+from sameseed.engine.levels import may_branch, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.lengths._cost import Curve
@@ -25,7 +25,6 @@ from sameseed.plan.grid import (
     Bound,
     Setting,
     TuneRequest,
-    branches,
     draft_specs,
     lengths_of,
     options_of,
@@ -88,7 +87,7 @@ def test_the_grid() -> None:
 @pytest.mark.parametrize("text", ["embedded-head", "ngram + embedded-head"])
 def test_a_head_guesses_trees_and_chains(text: str) -> None:
     tree, chain = draft_specs(asked(drafts=(text,)))
-    assert branches(tree) and not branches(chain)
+    assert may_branch(tree) and not may_branch(chain)
     assert [max(s.num_draft_tokens for s in lengths_of(spec)) for spec in (tree, chain)] == [32, 12]
     assert not options_of(tree) and Setting("auto", "auto", chain).way == f"{text} chain"
     again = with_heads(make_config(text, policy="fixed", draft_options=options_of(chain)).spec)
