@@ -20,7 +20,8 @@ class StudyArgs:
     """Measure a published study's grid here, cell by cell; records, plots and one page with their figures beside ours.
 
     `study list` names them. What is measured already is skipped: a study that was interrupted goes on. Delete its
-    records to measure anew. Exit code 1 if a cell failed, or a text differed from plain decoding's.
+    records to measure anew. Exit code 1 if one of these cells failed, or its texts
+    differed from plain decoding's.
     """
 
     name: Annotated[str, Positional]  # of the study, or list
@@ -35,6 +36,7 @@ class StudyArgs:
     max_tokens: int = 64  # of a text
     repeat: int = 3  # runs of each setting, in turns
     threads: Annotated[int | None, option("N")] = None  # of the CPU; unset: all cores
+    data: Annotated[Path | None, option("DIR")] = None  # evaluation sets, for cells that ask for one (HumanEval)
 
 
 def run(argv: Seq[str], prog: str) -> int:
@@ -55,6 +57,7 @@ def run(argv: Seq[str], prog: str) -> int:
             args.max_tokens,
             args.repeat,
             args.threads,
+            args.data,
             lambda title, done, total: bar.update(bar.tasks[0].id, description=title, completed=done, total=total),
         )
         planned = _runner.plan(args.name, setup, args.only)
@@ -73,7 +76,7 @@ def run(argv: Seq[str], prog: str) -> int:
     for path in written:
         stderr_console().print(f"written: {path}", style="dim", markup=False)
     failed = any(after.wrong and not before.wrong for before, after in zip(planned, tried))
-    return 0 if _runner.same_texts(args.name, setup) and not failed else 1
+    return 0 if _runner.same_texts(args.name, setup, planned) and not failed else 1
 
 
 def _list() -> int:

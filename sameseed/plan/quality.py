@@ -54,8 +54,7 @@ def _perplexity(llm: Any, text: str, asked: TuneRequest, tell: Tell, name: str) 
 
 def held_out() -> str:
     """The text of the package's held-out prompts."""
-    found = read_prompts(HELD_OUT)
-    return "\n\n".join(p.text or "\n".join(m["content"] for m in p.messages) for p in found)
+    return "\n\n".join(p.said for p in read_prompts(HELD_OUT))
 
 
 def kept(asked: TuneRequest, targets: Seq[TargetBench], found: Ratios, lost: list[Loser]) -> list[TargetBench]:

@@ -89,7 +89,7 @@ def render(
     pictures: Mapping[str, bytes],
 ) -> str:
     """The page. `left_out`: cells and why; `pictures`: SVGs by plot."""
-    last = records[-1]
+    last = next((r for r in reversed(records) if "repetitions" in r), records[-1])
     drafted = [same for r in records if (same := same_text(r)) is not None]
     machine: dict[str, Any] = {**last["machine"], "commit": last["commit"], "time": last["time"], "size": last["size"]}
     machine["load in the minute before each cell"] = _range([r["machine"]["load_1min"] for r in records])
@@ -111,6 +111,8 @@ def render(
 def _ours(last: Mapping[str, Any]) -> str:
     """The machine and the workload in a line."""
     c = last["config"]
+    if "repetitions" not in last:
+        return f"{c['model']} on {last['machine']['cpu']}; no speed was measured"
     if "workload" in c:
         return f"{c['workload']}; {last['machine']['cpu']}"
     count = f"{c['num_prompts']} prompts" if "num_prompts" in c else f"{c['num_requests']} requests at the most clients"

@@ -31,9 +31,16 @@ TRUE: Mapping[str, tuple[str, str]] = {  # shape, and the small model that it co
 }
 
 
+def role_name(role: str, size: str) -> str:
+    """What stands in tables and plots: a model's own name, or its role among twins, whose shapes are true."""
+    return SMALL.get(role, role) if size == "small" else role
+
+
 @dataclass(frozen=True)
 class Setup:
     """`size`: "small" is the embedded family, "true" its twins at true shapes, which are written once to OUT/twins.
+
+    `data`: the folder of evaluation sets, where quality is measured on one.
 
     Raises ConfigError for a size that there is not, or counts below 1.
     """
@@ -45,6 +52,7 @@ class Setup:
     max_tokens: int = 64
     repeat: int = 3
     threads: int | None = None
+    data: Path | None = None
     progress: Progress = field(default=lambda title, done, total: None, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +66,10 @@ class Setup:
     def read(self) -> list[Prompt]:
         """The prompts. Raises ConfigError."""
         return read_prompts(self.prompts or DEFAULT_PROMPTS, self.num_prompts)
+
+    def text(self) -> str:
+        """All texts of the prompts' file, also those that are not taken. Raises ConfigError."""
+        return "\n\n".join(p.said for p in read_prompts(self.prompts or DEFAULT_PROMPTS) if not p.then)
 
     @property
     def prompts_name(self) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sameseed.studies._setup import Setup
 
+WIDTH = 20  # tokens a bar of the histogram of prompts
 Records = Seq[Mapping[str, Any]]
 Tell = Callable[[str], None]
 
@@ -128,3 +130,10 @@ def points(records: Iterable[Mapping[str, Any]], x: str, y: Callable[[Any], floa
     """(x, y) of each record that has both, in order of x, which its configuration holds."""
     found = [(r["config"][x], v) for r in records if (v := y(r)) is not None]
     return sorted(found)
+
+
+def prompt_panel(records: Records) -> Panel:
+    """How many prompts have how many tokens, a bar for each `WIDTH`."""
+    counts = Counter(n // WIDTH * WIDTH for n in records[-1]["prompt_tokens"])
+    bars = [(f"{low}+", float(counts[low])) for low in sorted(counts)]
+    return Panel(f"prompts by tokens, {WIDTH} a bar", "tokens", [Series("prompts", bars)], True)

@@ -5,12 +5,14 @@ After the HPML study of Columbia University (2025): Llama-3.1-8B with Llama-3.2-
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from sameseed.studies import _quality
 from sameseed.studies._bench import BenchCell, Way
+from sameseed.studies._setup import role_name
 from sameseed.studies._study import (
+    Cell,
     Panel,
     Plot,
     Published,
@@ -23,10 +25,10 @@ from sameseed.studies._study import (
     only,
     pick,
     points,
+    prompt_panel,
 )
 
 KS, THRESHOLDS, SAMPLED = (3, 5, 7), (1e-4, 0.2), 0.7
-WIDTH = 20  # tokens a bar of the histogram
 BITS = {"bf16": "bf16", "w8a8": "8 bit", "nf4": "4 bit (nf4)", "w4a8": "4 bit (w4a8)"}
 # (draft, threshold, sampling) -> k -> tokens/s, ms a token, rollbacks, acceptance, speed-up, GPU %
 LENGTHS: Mapping[tuple[str, float, str], Mapping[int, tuple[float, ...]]] = {
@@ -77,24 +79,34 @@ MIXES: Mapping[tuple[str, str, str], tuple[float, ...]] = {
 PLAIN = {"bf16": 15.499, "w8a8": 9.028, "nf4": 21.036}  # tokens/s
 
 
-def cells(size: str) -> list[BenchCell]:
-    """Lengths in bf16, greedy and sampled; then every mix of formats at k = 3."""
-    made = []
+# format -> perplexity of WikiText-2, HumanEval pass@1 greedy and sampled
+QUALITY = {"bf16": (5.563, 0.336, 0.329), "w8a8": (5.640, 0.323, 0.329), "nf4": (6.242, 0.292, 0.317)}
+
+
+def cells(size: str) -> list[Cell]:
+    """Lengths in bf16, greedy and sampled; every mix of formats at k = 3; then the quality of each."""
+    made: list[Cell] = []
     for role in ("1b",) if size == "small" else ("1b", "3b"):
         draft = f"{{{role}}}"
         ways = tuple(Way(draft, KS, "bf16", threshold) for threshold in THRESHOLDS)
         for how, temperature in (("greedy", 0.0), ("sampled", SAMPLED)):
-            made.append(BenchCell(f"{role} lengths {how}", "bf16", ways, temperature))
+            made.append(BenchCell(f"{role_name(role, size)} lengths {how}", "bf16", ways, temperature))
         mixed = tuple(Way(draft, (3,), form, 0.2) for form in BITS)
-        made += [BenchCell(f"{role} mixes of {form}", form, mixed) for form in BITS]
-    return made
+        made += [BenchCell(f"{role_name(role, size)} mixes of {form}", form, mixed) for form in BITS]
+    return [*made, *_quality.cells(BITS)]
 
 
 def report(records: Records) -> Report:
     """Every plot and table of theirs, ours beside them."""
-    base = only(records, draft="none", format="bf16", temperature=0.0)
-    base = base if base is None else {**base, "tokens_per_s": _plain(records, "bf16")}
-    return Report(_findings(records, base), _published(records, base), _plots(records, base), _tables(records, base))
+    quality, records = [r for r in records if "perplexity" in r], [r for r in records if "perplexity" not in r]
+    made = Report([], [], [], [])
+    if records:
+        base = only(records, draft="none", format="bf16", temperature=0.0)
+        base = base if base is None else {**base, "tokens_per_s": _plain(records, "bf16")}
+        made = Report(
+            _findings(records, base), _published(records, base), _plots(records, base), _tables(records, base)
+        )
+    return _quality.extended(made, quality, BITS, QUALITY)
 
 
 def _plain(records: Records, form: str) -> float | None:
@@ -107,6 +119,12 @@ def _plain(records: Records, form: str) -> float | None:
 def _over(record: Mapping[str, Any], base: Mapping[str, Any] | None) -> float | None:
     """Speed-up over plain decoding in bf16, the one baseline of theirs."""
     return None if base is None else float(record["tokens_per_s"] / base["tokens_per_s"])
+
+
+def _draft(role: str, records: Records) -> str:
+    """What a draft is called in plots."""
+    name = role_name(role, records[-1]["size"])
+    return name.upper() if name == role else name
 
 
 def _how(record: Mapping[str, Any]) -> str:
@@ -170,15 +188,8 @@ def _plots(records: Records, base: Mapping[str, Any] | None) -> list[Plot]:
     return [
         Plot("lengths", "By draft length", _length_panels(records)),
         Plot("mixes", "By formats of target and draft", _mix_panels(records, base)),
-        Plot("prompts", "Tokens of the prompts", [_prompt_panel(records)]),
+        Plot("prompts", "Tokens of the prompts", [prompt_panel(records)]),
     ]
-
-
-def _prompt_panel(records: Records) -> Panel:
-    """How many prompts have how many tokens, a bar for each `WIDTH`."""
-    counts = Counter(n // WIDTH * WIDTH for n in records[-1]["prompt_tokens"])
-    bars = [(f"{low}+", float(counts[low])) for low in sorted(counts)]
-    return Panel(f"prompts by tokens, {WIDTH} a bar", "tokens", [Series("prompts", bars)], True)
 
 
 def _length_panels(records: Records) -> list[Panel]:
@@ -197,7 +208,7 @@ def _length_panels(records: Records) -> list[Panel]:
             asked: dict[str, Any] = {"confidence": threshold, "temperature": 0.0 if how == "greedy" else SAMPLED}
             found = pick([r for r in records if "lengths" in r["cell"]], way=f"{{{role}}}", **asked)
             if found:
-                label = f"{role.upper()}, p >= {threshold:g}, {how}"
+                label = f"{_draft(role, found)}, p >= {threshold:g}, {how}"
                 series.append(Series(label, points(found, "num_draft_tokens", of)))
                 if column is not None:
                     series.append(Series(label, [(k, row[column]) for k, row in ks.items()], True))
@@ -224,7 +235,7 @@ def _mix_panels(records: Records, base: Mapping[str, Any] | None) -> list[Panel]
         for role in ("1b", "3b"):
             for target in BITS:
                 found = [(d, v) for d in BITS if (r := _mix(records, role, target, d)) and (v := of(r)) is not None]
-                label = f"{role.upper()}, target {target}"
+                label = f"{_draft(role, records)}, target {target}"
                 if found:
                     series.append(Series(label, found))
                 theirs = [(d, MIXES[role, target, d][column]) for d in BITS if column and (role, target, d) in MIXES]
@@ -280,6 +291,8 @@ STUDY = Study(
         "on a CPU; w4a8 has. Their utilisation is the GPU's, ours the share of all cores.",
         "Sampled is temperature 0.7 and top-p 0.95 here; theirs is not said for these runs.",
         "Speed-ups over bf16 are across cells that did not take turns.",
+        "Their perplexity is WikiText-2's, ours that of the prompts' texts: compare what formats add to it. Of "
+        "HumanEval ours are --num-prompts problems; a model as small as the embedded one solves none.",
     ),
     data="Their prompts are WikiText-2 test rows of at least 128 tokens, clipped to 128. --prompts wikitext fetches "
     "the set from the hub, --prompts wikitext:DIR reads DIR/wiki.test.raw; without, the packaged prompts are taken.",

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from sameseed.studies._load import LoadCell
+from sameseed.studies._setup import role_name
 from sameseed.studies._study import (
     Panel,
     Plot,
@@ -33,8 +34,8 @@ def cells(size: str) -> list[LoadCell]:
     """Each draft with goodput; the first with four tokens in every round too."""
     form = (("auto", "auto"),) if size == "small" else (("w4a8", "auto"),)
     drafts = ("1b", "head") if size == "small" else ("1b", "3b", "head")
-    made = [LoadCell(f"{draft} goodput", draft, CLIENTS, form) for draft in drafts]
-    return [LoadCell("1b k=4", "1b", CLIENTS, form, 4), *made]
+    made = [LoadCell(f"{role_name(draft, size)} goodput", draft, CLIENTS, form) for draft in drafts]
+    return [LoadCell(f"{role_name('1b', size)} k=4", "1b", CLIENTS, form, 4), *made]
 
 
 def report(records: Records) -> Report:

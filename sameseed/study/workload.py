@@ -35,6 +35,11 @@ class Prompt:
     stop: tuple[str, ...] = ()
 
     @property
+    def said(self) -> str:
+        """Its text; of a conversation, what was said, a line each."""
+        return self.text if self.text is not None else "\n".join(m["content"] for m in self.messages)
+
+    @property
     def facts(self) -> tuple[object, ...]:
         """What decides the tokens, for digests."""
         more = (self.then, self.clip, self.stop)

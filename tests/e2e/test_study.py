@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from fixtures_models import llama_shape
+from fixtures_quality import write_data
 
 from sameseed import registry
 from sameseed.cli import main
 from sameseed.errors import ConfigError
-from sameseed.studies import _runner, _setup, concurrency, rivals, serving
+from sameseed.studies import _runner, _setup, assisted, concurrency, rivals, serving
 from sameseed.studies._bench import BenchCell
 from sameseed.studies._setup import SIZES, Setup
 from sameseed.studies._study import Study, Tell
@@ -22,7 +23,7 @@ from sameseed.study import record
 
 TOY = ("--num-prompts", "2", "--max-tokens", "6", "--repeat", "1")
 CELLS = {  # enough of each to draw everything
-    "assisted": ("lengths sampled", "mixes of w4a8"),
+    "assisted": ("lengths sampled", "mixes of w4a8", "perplexity in"),
     "concurrency": ("k=4", "head"),
     "formats": ("w8a8", "w4a8-qoq"),
     "serving": ("rounds", "200-20"),
@@ -96,7 +97,8 @@ def test_the_grid_of_a_size(name: str, size: str, tmp_path: Path) -> None:
     planned = _runner.plan(name, Setup(size, tmp_path))
     assert not any(p.done for p in planned) and len({p.digest for p in planned}) == len(planned)
     if size == "small" and name in CELLS:
-        assert not any(p.wrong for p in planned)
+        wrong = {p.cell.name: p.wrong for p in planned if p.wrong}
+        assert all("HumanEval" in cell and "--data DIR: fetch HumanEval.jsonl.gz" in why for cell, why in wrong.items())
     assert not list(tmp_path.iterdir())
 
 
@@ -114,7 +116,7 @@ def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["asisted"], "did you mean 'assisted'"),
         (["assisted", "--size", "huge"], "--size is small or true"),
         (["assisted", "--repeat", "0"], "--repeat must be at least 1"),
-        (["assisted", "--only", "nothing"], "there are: 1b lengths greedy"),
+        (["assisted", "--only", "nothing"], "there are: embedded-draft lengths greedy"),
         (["assisted", "--prompts", str(tmp_path / "wikitext.txt")], "--prompts wikitext fetches the set"),
         (["formats", "--prompts", f"spec-bench:{tmp_path}"], "fetch Spec-Bench's question.jsonl"),
     ):
@@ -123,6 +125,47 @@ def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["study", "list"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in registry.names("studies"))
+
+
+def test_quality_by_format(tmp_path: Path) -> None:
+    """Perplexity and HumanEval beside theirs, also without a speed; and plots name the small draft as it is."""
+    pytest.importorskip("matplotlib")
+    write_data(tmp_path)
+    flags = ["study", "assisted", *TOY, "--data", str(tmp_path), "--out", str(tmp_path)]
+    assert main([*flags, "--only", "HumanEval in bf16", "perplexity in bf16", "perplexity in nf4"]) == 0
+    made = {(r["config"]["format"], *r["config"]["tasks"], r["config"]["temperature"]): r for r in _records(tmp_path)}
+    assert set(made) == {
+        ("bf16", "perplexity", 0.0),
+        ("nf4", "perplexity", 0.0),
+        ("bf16", "humaneval", 0.0),
+        ("bf16", "humaneval", 0.7),
+    }
+    assert made["bf16", "humaneval", 0.7]["tasks"][0]["num_questions"] == 2
+    report = assisted.STUDY.report(_records(tmp_path))
+    ours = {p.what: p.ours for p in report.published}
+    ratio = (
+        made["nf4", "perplexity", 0.0]["perplexity"]["value"] / made["bf16", "perplexity", 0.0]["perplexity"]["value"]
+    )
+    assert ours["perplexity in 4 bit (nf4) over bf16"] == ratio
+    assert ours["HumanEval pass@1 in bf16, sampled"] == 0.0 and ours["perplexity in 8 bit over bf16"] is None
+    assert "no speed was measured" in (tmp_path / "assisted.html").read_text()
+    assert main([*flags, "--only", "mixes of w4a8"]) == 0
+    (lengths,) = [p for p in assisted.STUDY.report(_records(tmp_path)).plots if p.name == "mixes"]
+    assert {s.label for panel in lengths.panels for s in panel.series} == {"embedded-draft, target w4a8"}
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return record.read(folder / "assisted.jsonl")
+
+
+def test_only_what_ran_now_decides_the_exit_code(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    flags = ["study", "assisted", "--only", "mixes of w4a8", *TOY, "--out", str(tmp_path)]
+    assert main(flags) == 0
+    found = _records(tmp_path)
+    for r, digest in ((found[-1], "another"), (found[-1], found[-1]["digest"])):
+        record.append(tmp_path / "assisted.jsonl", {**r, "equals_plain": False, "digest": digest})
+        assert main(flags) == (0 if digest == "another" else 1)
 
 
 def test_a_true_size_that_memory_does_not_hold_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +208,7 @@ def test_a_cell_that_fails_does_not_end_the_others(
     monkeypatch.setattr(BenchCell, "measure", failing)
     flags = ["study", "assisted", "--only", "of nf4", "of w4a8", *TOY, "--out", str(tmp_path)]
     assert main(flags) == 1
-    assert "1b mixes of nf4: no luck" in capsys.readouterr().err
+    assert "embedded-draft mixes of nf4: no luck" in capsys.readouterr().err
     assert {r["config"]["format"] for r in record.read(tmp_path / "assisted.jsonl")} == {"w4a8"}
     assert "no luck with nf4" in (tmp_path / "assisted.html").read_text()
     monkeypatch.setattr(BenchCell, "measure", measure)

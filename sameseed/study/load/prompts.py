@@ -87,7 +87,7 @@ async def open_source(client: httpx.AsyncClient, endpoint: Endpoint) -> PromptSo
 
 def plain(prompt: Prompt) -> str:
     """A prompt's text; of a conversation, what was said, a line each."""
-    return prompt.text if prompt.text is not None else "\n".join(m["content"] for m in prompt.messages)
+    return prompt.said
 
 
 async def ask(client: httpx.AsyncClient, endpoint: Endpoint, route: str, **fields: Any) -> dict[str, Any]:
