@@ -271,12 +271,11 @@ class SpecMetrics:
 
     def since(self, other: SpecMetrics) -> SpecMetrics:
         """What was counted after `other`, an earlier copy of these counters."""
-        its, reasons = other.num_accepted_tokens_per_pos, self.undrafted.items()
+        mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        reasons = self.undrafted.items()
         return SpecMetrics(
             **{name: getattr(self, name) - getattr(other, name) for name in COUNTERS},
-            num_accepted_tokens_per_pos=[
-                n - (its[i] if i < len(its) else 0) for i, n in enumerate(self.num_accepted_tokens_per_pos)
-            ],
+            num_accepted_tokens_per_pos=[n - (its[i] if i < len(its) else 0) for i, n in enumerate(mine)],
             undrafted={why: n - before for why, n in reasons if n > (before := other.undrafted.get(why, 0))},
             rounds=None if self.rounds is None else self.rounds[len(other.rounds or ()) :],
         )
@@ -288,10 +287,7 @@ class SpecMetrics:
         """Plain data for JSON, with the field's metric names."""
         found = asdict(self)
         rounds = found.pop("rounds")
-        found |= {
-            "acceptance_rate": self.acceptance_rate,
-            "mean_acceptance_length": self.mean_acceptance_length,
-        }
+        found |= {"acceptance_rate": self.acceptance_rate, "mean_acceptance_length": self.mean_acceptance_length}
         return found if rounds is None else found | {"rounds": [list(r) for r in rounds]}
 
     @property
@@ -401,15 +397,11 @@ class Metrics:
     queue_time: float = 0.0  # until it first ran
 
     def as_dict(self) -> dict[str, object]:
+        times = ("time_to_first_token", "time_per_output_token", "total_time", "queue_time")
         return {
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_cached_tokens": self.num_cached_tokens,
-            "num_output_tokens": self.num_output_tokens,
+            **{name: getattr(self, name) for name in ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens")},
             **self.spec.as_dict(),
-            "time_to_first_token_s": self.time_to_first_token,
-            "time_per_output_token_s": self.time_per_output_token,
-            "total_time_s": self.total_time,
-            "queue_time_s": self.queue_time,
+            **{f"{name}_s": getattr(self, name) for name in times},
             "num_preemptions": self.num_preemptions,
             "time_split_s": asdict(self.time_split),
         }
@@ -466,10 +458,6 @@ class SoFar:
     finish_reason: FinishReason | None
 
 
-def _nothing() -> tuple[str, tuple[int, ...]]:
-    return "", ()
-
-
 @dataclass(frozen=True)
 class Delta:
     """What one engine step added to a request: new text (may be empty), new tokens, and the completion at the end."""
@@ -483,7 +471,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first tokens, if asked for
     text_offset: tuple[int, ...] = ()
-    so_far: Callable[[], tuple[str, tuple[int, ...]]] = field(default=_nothing, repr=False, compare=False)
+    so_far: Callable[[], tuple[str, tuple[int, ...]]] = field(default=lambda: ("", ()), repr=False, compare=False)
 
     @property
     def finished(self) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sameseed.study.costs import Profile
 
 RECORDS = Path("benchmarks/results/profile.jsonl")
+SAME = ("kv_format", "prefill_tokens", "threads", "backend", "device", "repeats", "seconds", "draft")  # as flags say
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,9 @@ def run(argv: Seq[str], prog: str) -> int:
         "formats": words(args.formats),
         "rows": numbers("rows", args.rows),
         "contexts": numbers("context", args.context),
-        "kv_format": args.kv_format,
-        "prefill_tokens": args.prefill_tokens,
         "batch_sizes": numbers("batch-sizes", args.batch_sizes),
-        "threads": args.threads,
-        "backend": args.backend,
-        "device": args.device,
-        "repeats": args.repeats,
-        "seconds": args.seconds,
-        "draft": args.draft,
         "draft_formats": words(args.draft_formats),
+        **{name: getattr(args, name) for name in SAME},
     }
     _check_outputs(args)
     from sameseed.cli.console import warn_if_busy

@@ -23,6 +23,14 @@ MICROSECOND = 1e-6
 UNIT = 1024.0  # cached tokens: the unit in which a proposal's cost grows with them
 
 
+def interpolate(xs: Seq[float], ys: Seq[float], x: float) -> float:
+    """Linear in x between the points (xs ascending), along the last two beyond them, constant before."""
+    if x <= xs[0] or len(xs) == 1:
+        return ys[0]
+    i = min(bisect_right(xs, x), len(xs) - 1)
+    return ys[i - 1] + (x - xs[i - 1]) / (xs[i] - xs[i - 1]) * (ys[i] - ys[i - 1])
+
+
 class Curve:
     """Seconds of a pass by its rows: straight lines between measured points, which later rounds correct.
 
@@ -53,18 +61,13 @@ class Curve:
 
     def at(self, rows: float) -> float:
         """Seconds of a pass over `rows` rows; beyond the last point it goes on as between the last two."""
-        xs, ys = self.rows, self.seconds
-        if rows <= xs[0] or len(xs) == 1:
-            return ys[0]
-        i = min(bisect_right(xs, rows), len(xs) - 1)
-        share = (rows - xs[i - 1]) / (xs[i] - xs[i - 1])
-        return ys[i - 1] + share * (ys[i] - ys[i - 1])
+        return interpolate(self.rows, self.seconds, rows)
 
-    def at_many(self, rows: Floats) -> Floats:
-        """`at` of several, ascending."""
+    def at_many(self, rows: Floats | np.float64) -> Floats:
+        """`at` of several, in any order."""
         xs, ys = self.rows, self.seconds
-        found: Floats = np.interp(rows, xs, ys)
-        if len(xs) > 1 and rows[-1] > xs[-1]:
+        found: Floats = np.asarray(np.interp(rows, xs, ys))
+        if len(xs) > 1:
             found = found + (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) * np.maximum(rows - xs[-1], 0.0)
         return found
 

@@ -135,15 +135,8 @@ class Replay:
 
     def as_arrays(self) -> Arrays:
         """What the store keeps."""
-        return {
-            "sizes": np.array(self.sizes, np.int32),
-            "levels": np.array(self.levels),
-            "num_prompts": self.num_prompts,
-            "offsets": self.offsets,
-            "accepted": self.accepted,
-            "nodes": self.nodes,
-            "steps": self.steps,
-        }
+        named = {name: getattr(self, name) for name in ("num_prompts", "offsets", "accepted", "nodes", "steps")}
+        return {"sizes": np.array(self.sizes, np.int32), "levels": np.array(self.levels), **named}
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> Replay:

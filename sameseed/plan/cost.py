@@ -74,7 +74,7 @@ class LevelCost:
 
     def at(self, steps: Floats, batch: Floats, context: Floats) -> Floats:
         """Seconds of so many steps for a batch."""
-        each = seconds_at(self.step, batch * self.width) + self.context * context / UNIT
+        each = self.step.at_many(batch * self.width) + self.context * context / UNIT
         beyond = np.maximum(batch * context - self.step.context, 0.0) * self.step.per_token
         return self.start + steps * (each + beyond)
 
@@ -139,7 +139,7 @@ class RoundCost:
     def target(self, rows: Floats, batch: Floats, context: Floats) -> Floats:
         c = self.curve
         cached = np.maximum(batch * context - c.context, 0.0) * c.per_token
-        seconds = seconds_at(c, rows) + cached + rows * np.maximum(context - c.context, 0.0) * c.per_row
+        seconds = c.at_many(rows) + cached + rows * np.maximum(context - c.context, 0.0) * c.per_row
         return self.target_scale * seconds
 
     def draft(self, level: int, steps: Floats, batch: Floats, context: Floats) -> Floats:
@@ -153,18 +153,9 @@ class RoundCost:
         whole, rest = np.divmod(tokens, self.max_num_rows)
         found: Floats = np.zeros_like(tokens)
         for curve, scale in ((self.prompt or self.curve, self.target_scale), *((c, self.draft_scale) for c in read)):
-            seconds = whole * seconds_at(curve, np.float64(self.max_num_rows)) + (rest > 0) * seconds_at(curve, rest)
+            seconds = whole * curve.at_many(np.float64(self.max_num_rows)) + (rest > 0) * curve.at_many(rest)
             found += scale * seconds
         return found
-
-
-def seconds_at(curve: Curve, rows: Floats | np.float64) -> Floats:
-    """`curve.at` of many, in any order."""
-    xs, ys = curve.rows, curve.seconds
-    found: Floats = np.asarray(np.interp(rows, xs, ys))
-    if len(xs) > 1:
-        found = found + (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) * np.maximum(rows - xs[-1], 0.0)
-    return found
 
 
 def curve_of(profile: Profile, format: str) -> Curve:

@@ -6,12 +6,12 @@ A round pays where its tokens are more than its time over that of plain decoding
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError
+from sameseed.lengths._cost import interpolate
 from sameseed.plan.metrics import Counted
 from sameseed.study.costs import Profile
 from sameseed.tuned import PassCosts, Tuned
@@ -143,7 +143,7 @@ class Pricing:
         assert costs is not None
         seconds = self.target_seconds(batch * (1 + k)) + costs.gap_ms / 1e3
         if k and costs.draft_ms:
-            seconds += (costs.draft_start_ms + k * _at(costs.rows, costs.draft_ms, batch)) / 1e3
+            seconds += (costs.draft_start_ms + k * interpolate(costs.rows, costs.draft_ms, batch)) / 1e3
         elif k and self.state.draft_s:
             seconds += self.state.draft_s * k / self.state.k
         return seconds
@@ -151,7 +151,7 @@ class Pricing:
     def target_seconds(self, rows: float) -> float:
         """Of a pass of the target, by the cost table."""
         assert self.costs is not None
-        return _at(self.costs.rows, self.costs.ms, rows) / 1e3
+        return interpolate(self.costs.rows, self.costs.ms, rows) / 1e3
 
     def best(self, batch: float) -> tuple[int, float]:
         """The length that promises most at this batch, and its speed-up; (0, 1.0) where none is worth it."""
@@ -172,14 +172,6 @@ class Pricing:
             if not rows or rows[-1][1] != k:
                 rows.append((batch, k))
         return tuple(rows)
-
-
-def _at(xs: Seq[float], ys: Seq[float], x: float) -> float:
-    """Linear between points, along the last two beyond them."""
-    if len(xs) == 1 or x <= xs[0]:
-        return ys[0]
-    i = next((i for i in range(1, len(xs)) if x <= xs[i]), len(xs) - 1)
-    return ys[i - 1] + (x - xs[i - 1]) / (xs[i] - xs[i - 1]) * (ys[i] - ys[i - 1])
 
 
 def read_costs(path: Path) -> PassCosts:

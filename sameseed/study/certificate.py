@@ -138,9 +138,7 @@ def certify(
         results.append(run_check(check, subject, asked.effort))
     m = subject.metrics
     accepted = {
-        "num_draft_tokens": m.num_draft_tokens,
-        "num_accepted_tokens": m.num_accepted_tokens,
-        "num_rollbacks": m.num_rollbacks,
+        **{name: getattr(m, name) for name in ("num_draft_tokens", "num_accepted_tokens", "num_rollbacks")},
         "num_scripted_tokens": subject.scripted.num_draft_tokens,
         "first_guesses": subject.guesses.num,
         "first_guesses_right": subject.guesses.hits,
@@ -170,9 +168,6 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
         "prompts": asked.prompts.name,
         "num_prompts": len(subject.prompts),
         "max_tokens": asked.max_tokens,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
+        **{name: getattr(params, name) for name in record.SAMPLED[1:]},
         "seed": subject.seed,
     }

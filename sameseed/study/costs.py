@@ -5,12 +5,12 @@ c(M), the time of M rows over that of one, is what checking a draft costs; plann
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sameseed.errors import ConfigError, nearest
+from sameseed.lengths._cost import interpolate
 from sameseed.study.limits import Limits
 from sameseed.study.schemas import PROFILE_SCHEMA
 
@@ -133,8 +133,8 @@ class Profile:
         by_context = []
         for known in contexts:
             points = sorted((x.rows, x.ms) for x in self.costs if x.format == format and x.context == known)
-            by_context.append(_interpolate([p[0] for p in points], [p[1] for p in points], rows))
-        return _interpolate(contexts, by_context, at)
+            by_context.append(_between([p[0] for p in points], [p[1] for p in points], rows))
+        return _between(contexts, by_context, at)
 
     def c(self, format: str, rows: float, context: float | None = None) -> float:
         """Time of `rows` rows over that of one: `ms(format, rows, context) / ms(format, 1, context)`."""
@@ -160,10 +160,7 @@ class Profile:
     def _measured(self) -> dict[str, Any]:
         return {
             "shape": dict(self.shape),
-            "stored": [asdict(x) for x in self.stored],
-            "costs": [asdict(x) for x in self.costs],
-            "prefill": [asdict(x) for x in self.prefill],
-            "batch": [asdict(x) for x in self.batch],
+            **{name: [asdict(x) for x in getattr(self, name)] for name in ("stored", "costs", "prefill", "batch")},
         }
 
     @classmethod
@@ -184,13 +181,8 @@ class Profile:
 
 
 def _parts(data: Mapping[str, Any]) -> dict[str, Any]:
-    rows: tuple[tuple[str, type[Any]], ...] = (
-        ("costs", Cost),
-        ("prefill", Prefill),
-        ("batch", BatchDecode),
-        ("stored", StoredModel),
-    )
-    return {"shape": data["shape"], **{name: tuple(kind(**row) for row in data[name]) for name, kind in rows}}
+    rows: dict[str, type[Any]] = {"costs": Cost, "prefill": Prefill, "batch": BatchDecode, "stored": StoredModel}
+    return {"shape": data["shape"], **{name: tuple(kind(**row) for row in data[name]) for name, kind in rows.items()}}
 
 
 def profile(
@@ -208,11 +200,6 @@ def profile(
     return Profiler(ProfileGrid(**grid), shape, model).run(report)
 
 
-def _interpolate(xs: Seq[float], ys: Seq[float], x: float) -> float:
-    """Linear in x between the points (xs ascending), along the last two beyond them, constant before."""
-    if len(xs) == 1 or x <= xs[0]:
-        return ys[0]
-    i = min(bisect_left(xs, x), len(xs) - 1)
-    share = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
-    y = ys[i - 1] + share * (ys[i] - ys[i - 1])
+def _between(xs: Seq[float], ys: Seq[float], x: float) -> float:
+    y = interpolate(xs, ys, x)
     return max(y, ys[-1]) if x > xs[-1] else y  # noise may have measured more rows as faster: no reason to go on so

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence as Seq
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from sameseed.study.usage import Usage
 from sameseed.study.workload import Arm, Workload, spec_as_dict
 
 RESULTS = Path("benchmarks/results")
+SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p")  # of SamplingParams, under their own names
 COUNTED = (  # of SpecMetrics, under their own names
     "num_rounds",
     "num_drafts",
@@ -119,20 +121,13 @@ def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[s
         "device": c.device,
         "block_size": engine.runner.cache.block_size,
         "num_blocks": engine.runner.cache.num_blocks,
-        "max_num_rows": c.max_num_rows,
-        "max_num_seqs": c.max_num_seqs,
+        **{name: getattr(c, name) for name in ("max_num_rows", "max_num_seqs")},
         "max_model_len": engine.max_model_len,
         "batch_size": workload.batch_size,
         "prompts": workload.name,
         "num_prompts": len(workload.prompts),
         "num_prompt_tokens": sum(map(len, workload.prompts)),
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "seed": params.seed,
-        "ignore_eos": params.ignore_eos,
+        **{name: getattr(params, name) for name in (*SAMPLED, "seed", "ignore_eos")},
     }
 
 
@@ -188,15 +183,9 @@ def make_record(
 
 
 def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:
-    return {
-        "seconds": run.seconds,
-        "num_tokens": run.num_tokens,
-        "tokens_per_s": run.tokens_per_s,
-        "speedup": ratio,
-        "equals_plain": same,
-        "num_steps": run.num_steps,
-        "time_split": _split(run),
-    }
+    found = {name: getattr(run, name) for name in ("seconds", "num_tokens", "tokens_per_s")}
+    found |= {"speedup": ratio, "equals_plain": same}
+    return {**found, "num_steps": run.num_steps, "time_split": _split(run)}
 
 
 def _remarks(draft: str, run: Run) -> dict[str, object]:
@@ -219,13 +208,7 @@ def _usage(runs: Seq[Run]) -> dict[str, float | None]:
 
 def _split(run: Run) -> dict[str, float]:
     t = run.times
-    return {
-        "draft": t.draft,
-        "target": t.target,
-        "verify": t.verify,
-        "schedule": t.schedule,
-        "rest": run.seconds - t.draft - t.target - t.verify - t.schedule,
-    }
+    return {**asdict(t), "rest": run.seconds - t.draft - t.target - t.verify - t.schedule}
 
 
 def spread(values: Seq[float]) -> dict[str, float | None]:
@@ -233,11 +216,8 @@ def spread(values: Seq[float]) -> dict[str, float | None]:
     if not values:
         return {"median": None, "mean": None, "p95": None}
     ordered = sorted(values)
-    return {
-        "median": median(ordered),
-        "mean": sum(ordered) / len(ordered),
-        "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
-    }
+    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return {"median": median(ordered), "mean": sum(ordered) / len(ordered), "p95": p95}
 
 
 def prepare(path: Path, flag: str = "--out") -> None:

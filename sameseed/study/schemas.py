@@ -16,100 +16,57 @@ SERVER_SCHEMA = "sameseed.server/1"
 PEER_SCHEMA = "sameseed.peer/1"
 
 Fields = dict[str, tuple[type, ...]]
-_ORIGIN: Fields = {"schema": (str,), "commit": (str,), "machine": (dict,)}
-_MEASURED: Fields = {**_ORIGIN, "time": (str,), "config": (dict,)}
-_RUN: Fields = {**_MEASURED, "run": (str,)}  # what one command measured has one `run`
+_KINDS: Fields = {
+    "text": (str,),
+    "number": (float,),
+    "count": (int,),
+    "flag": (bool,),
+    "object": (dict,),
+    "list": (list,),
+}
 
-BENCH: Fields = {
-    **_RUN,
-    "repetitions": (list,),
-    "tokens_per_s": (float,),
-    "latency_s": (dict,),
-    "ttft_s": (dict,),
-    "time_per_output_token_s": (dict,),
-    "acceptance_rate": (float, type(None)),
-    "mean_acceptance_length": (float, type(None)),
-    "rollbacks": (int,),
-    "accepted_per_pos": (list,),
-    "speedup": (float,),
-    "equals_plain": (bool,),
-    "time_split": (dict,),
-    "overhead_ms_per_round": (float,),
-}
-PROFILE: Fields = {
-    **_ORIGIN,
-    "date": (str,),
-    "threads": (int,),
-    "backend": (str,),
-    "limits": (dict,),
-    "interleaved": (bool,),
-    "interrupted": (bool,),
-    "shape": (dict,),
-    "stored": (list,),
-    "costs": (list,),
-    "prefill": (list,),
-    "batch": (list,),
-    "draft": (dict, type(None)),
-}
-EVAL: Fields = {
-    **_RUN,
-    "perplexity": (dict, type(None)),
-    "tasks": (list,),
-    "comparison": (dict, type(None)),
-}
-CERTIFICATE: Fields = {
-    **_MEASURED,
-    "effort": (float,),
-    "verdict": (str,),
-    "false_alarm": (float,),
-    "seconds": (float,),
-    "acceptance": (dict,),
-    "checks": (list,),
-    "left_out": (list,),
-    "mutants": (dict, type(None)),
-}
-LOAD: Fields = {
-    **_RUN,
-    "repetitions": (list,),
-    "output_tokens_per_s": (float,),
-    "goodput_requests_per_s": (float,),
-    "ttft_ms": (dict,),
-    "tpot_ms": (dict,),
-    "itl_chunk_ms": (dict,),
-    "itl_token_ms": (dict, type(None)),
-    "e2e_ms": (dict,),
-    "acceptance": (dict, type(None)),
-    "speedup": (float, type(None)),
-    "same_texts": (list, type(None)),
-    "errors": (dict,),
-    "retries": (int,),
-    "remarks": (list,),
-}
-TUNE: Fields = {
-    **_MEASURED,
-    "seconds": (float,),
-    "best": (str,),
-    "choice": (dict,),
-    "baselines": (dict,),
-    "errors": (dict,),
-    "settings": (list,),
-}
-SERVER: Fields = {
-    "schema": (str,),
-    "commit": (str,),
-    "time": (str,),
-    "config": (dict,),
-    "verdict": (str,),
-    "ended": (str,),
-    "died": (bool,),
-    "seconds": (float,),
-    "requests": (int,),
-    "failures": (dict,),
-    "promises": (list,),
-    "not_asked": (list,),
-    "texts": (list,),
-}
-PEER: Fields = {**_RUN, "engine": (str,), "rows": (list,), "missing": (dict,)}
+
+def _fields(said: str, base: Fields | None = None) -> Fields:
+    """`base`, and what is said: "KIND: NAME NAME, KIND: NAME"; with a ? behind the kind, null may stand there."""
+    found = dict(base or {})
+    for part in said.split(","):
+        kind, _, names = part.strip().partition(": ")
+        found |= dict.fromkeys(names.split(), _KINDS[kind.rstrip("?")] + ((type(None),) if kind[-1] == "?" else ()))
+    return found
+
+
+_ORIGIN = _fields("text: schema commit, object: machine")
+_MEASURED = _fields("text: time, object: config", _ORIGIN)
+_RUN = _fields("text: run", _MEASURED)  # what one command measured has one `run`
+BENCH = _fields(
+    "list: repetitions, number: tokens_per_s, object: latency_s ttft_s time_per_output_token_s, number?: "
+    "acceptance_rate mean_acceptance_length, count: rollbacks, list: accepted_per_pos, number: speedup, flag: "
+    "equals_plain, object: time_split, number: overhead_ms_per_round",
+    _RUN,
+)
+PROFILE = _fields(
+    "text: date, count: threads, text: backend, object: limits, flag: interleaved interrupted, object: shape, list: "
+    "stored costs prefill batch, object?: draft",
+    _ORIGIN,
+)
+EVAL = _fields("object?: perplexity, list: tasks, object?: comparison", _RUN)
+CERTIFICATE = _fields(
+    "number: effort, text: verdict, number: false_alarm seconds, object: acceptance, list: checks left_out, object?: "
+    "mutants",
+    _MEASURED,
+)
+LOAD = _fields(
+    "list: repetitions, number: output_tokens_per_s goodput_requests_per_s, object: ttft_ms tpot_ms itl_chunk_ms, "
+    "object?: itl_token_ms, object: e2e_ms, object?: acceptance, number?: speedup, list?: same_texts, object: errors, "
+    "count: retries, list: remarks",
+    _RUN,
+)
+TUNE = _fields("number: seconds, text: best, object: choice baselines errors, list: settings", _MEASURED)
+SERVER = _fields(
+    "text: schema commit time, object: config, text: verdict ended, flag: died, number: seconds, count: requests, "
+    "object: failures, list: promises not_asked texts"
+)
+PEER = _fields("text: engine, list: rows, object: missing", _RUN)
 FIELDS: dict[str, tuple[str, Fields]] = {  # the command that writes it, and what it holds
     BENCH_SCHEMA: ("bench", BENCH),
     PROFILE_SCHEMA: ("profile", PROFILE),

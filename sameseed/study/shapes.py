@@ -90,17 +90,6 @@ def get_shape(name: str, other: str = "--model") -> ModelConfig:
 
 def shape_as_dict(name: str, config: ModelConfig) -> dict[str, object]:
     """A shape as a record holds it."""
-    return {
-        "name": name,
-        "architecture": config.architecture,
-        "num_parameters": config.num_parameters,
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_model_len": config.max_model_len,
-        "tied_embeddings": config.tied_embeddings,
-    }
+    facts = "architecture num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim "
+    facts += "vocab_size max_model_len tied_embeddings"
+    return {"name": name, **{fact: getattr(config, fact) for fact in facts.split()}}
