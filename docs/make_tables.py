@@ -14,6 +14,7 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:server -->     what the server costs and saves: overhead, prefix, grammar and soak .jsonl
     <!-- table:gpu -->        the newest run of benchmarks/gpu.py on a GPU: aims and what was found, from gpu.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
+    <!-- study:assisted -->  a published study: theirs beside ours, from studies/assisted.jsonl
     <!-- registry:drafters -->   the entries of a registry and the first sentence of each
     <!-- models:known -->    what known models need in memory, from their shapes
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
@@ -33,13 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from recorded import ROOT, markdown, table
+from studied import section
 
 from sameseed import registry
 from sameseed.cli import options
 from sameseed.plan.paper import sheet
 from sameseed.request import SamplingParams
 
-MARKED = re.compile(r"(<!-- (table|registry|flags|models):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (table|study|registry|flags|models):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -102,7 +104,13 @@ def models(_: str) -> str:
     return markdown(["model", "bf16", "w8a8", "w4a8", "cache of 1,000 tokens", "ceiling in w4a8"], rows)
 
 
-MAKERS: dict[str, Callable[[str], str]] = {"table": table, "registry": entries, "flags": flags, "models": models}
+MAKERS: dict[str, Callable[[str], str]] = {
+    "table": table,
+    "study": section,
+    "registry": entries,
+    "flags": flags,
+    "models": models,
+}
 
 
 def render(text: str) -> str:

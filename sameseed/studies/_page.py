@@ -98,7 +98,7 @@ def render(
         head=study.title,
         study=study,
         report=report,
-        ours=_ours(last),
+        ours=ours(last),
         busy=any(r["machine"]["load_1min"] > r["machine"]["cores"] + 1 for r in records),
         compared=len(drafted),
         unequal=drafted.count(False),
@@ -108,7 +108,7 @@ def render(
     )
 
 
-def _ours(last: Mapping[str, Any]) -> str:
+def ours(last: Mapping[str, Any]) -> str:
     """The machine and the workload in a line."""
     c = last["config"]
     if "repetitions" not in last:

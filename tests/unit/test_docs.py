@@ -16,9 +16,10 @@ import make_tables
 import pytest
 import recorded
 
-from sameseed import cli
+from sameseed import cli, registry
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.drafter import parse_options
+from sameseed.studies import rivals
 from sameseed.study.schemas import BENCH_SCHEMA
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ def test_tables_from_the_code_are_current(page: Path) -> None:
     text = page.read_text()
     for match in make_tables.MARKED.finditer(text):
         kind, name = match[2], match[3]
-        if kind != "table":
+        if kind not in ("table", "study"):
             assert make_tables.MAKERS[kind](name) in match[0], f"{page.name}: {kind}:{name} is stale; run `make docs`"
 
 
@@ -165,6 +166,24 @@ def test_a_table_shows_the_newest_run_of_its_file(tmp_path: Path, monkeypatch: p
     assert "1.22x" in text and "1.33x" in text and "1.11x" not in text and "old" not in text
     assert "median of 2 runs, at most 96 tokens a prompt, 2026-01-02, commit c0ffee" in text
     assert make_tables.render(text) == text
+
+
+def test_a_study_shows_its_newest_cells_beside_what_was_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [json.loads(text) for text in (recorded.RECORDS / "peers.jsonl").read_text().splitlines()]
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert {f"study:{name}" for name in registry.names("studies")} <= set(re.findall(r"study:\w+", page))
+    monkeypatch.setattr(recorded, "RECORDS", tmp_path)
+    said = make_tables.render("<!-- study:rivals -->\nold\n<!-- end -->\n")
+    assert "not run yet: `sameseed study rivals --size true --out" in said.replace("\n", " ") and "old" not in said
+    made = [{**r, "size": "small", "cell": "all", "digest": str(n)} for n in (1, 2) for r in rivals.split(told[-1])]
+    made[0] = {**made[0], "commit": "outdated", "cell": "all"}
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "rivals.jsonl").write_text("".join(json.dumps(r) + "\n" for r in made))
+    said = make_tables.render("<!-- study:rivals -->\n<!-- end -->\n")
+    assert "**The embedded family.**" in said and made[-1]["commit"] in said and "outdated" not in said
+    assert make_tables.render(said) == said
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])

@@ -1,0 +1,54 @@
+"""Sections from the studies' records: what stands between the markers `study:NAME`."""
+
+from __future__ import annotations
+
+import textwrap
+
+from recorded import Record, lines, markdown
+
+from sameseed.studies import _page, _runner
+from sameseed.studies._setup import SIZES
+
+SAID = {"small": "the embedded family", "true": "twins at true shapes"}
+
+
+def section(name: str) -> str:
+    """A study: who published it, what was found at each size, theirs beside ours; or the command that measures it."""
+    study, found = _runner.load(name), lines(f"studies/{name}")
+    parts = [wrapped(f"After {study.source}.")]
+    for size in SIZES:
+        mine = newest([r for r in found if r["size"] == size])
+        command = f"`sameseed study {name} --size {size} --out benchmarks/results/studies`"
+        parts.append(
+            shown(name, size, mine) if mine else wrapped(f"*{SAID[size].capitalize()}: not run yet: {command}*")
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def newest(found: list[Record]) -> list[Record]:
+    """Of each cell the records of its last measurement."""
+    last = {r["cell"]: r["digest"] for r in found}
+    return [r for r in found if r["digest"] == last[r["cell"]]]
+
+
+def shown(name: str, size: str, found: list[Record]) -> str:
+    """What was found at one size."""
+    report = _runner.load(name).report(found)
+    heads = ("figure", "published", "ours", "ours / published")
+    rows = [
+        [p.what + (f" ({p.note})" if p.note else ""), f"{p.theirs:.3g}", f"{p.ours:.3g}", f"{p.ours / p.theirs:.2f}"]
+        for p in report.published
+        if p.ours is not None
+    ]
+    missing = len(report.published) - len(rows)
+    left = f" {missing} published figures are not measured here." if missing else ""
+    parts = [wrapped(f"**{SAID[size].capitalize()}.** {' '.join(report.findings)}")]
+    parts += [markdown(heads, rows, (1, 2, 3))] if rows else []
+    last = next((r for r in reversed(found) if "repetitions" in r), found[-1])
+    about = f"{_page.ours(last)}. {last['time'][:10]}, commit {last['commit']}.{left}"
+    return "\n\n".join([*parts, wrapped(about[0].upper() + about[1:])])
+
+
+def wrapped(text: str) -> str:
+    """Lines of at most 120."""
+    return textwrap.fill(text, 120)
