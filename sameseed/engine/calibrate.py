@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence as Seq
 from statistics import fmean, median
 
-from sameseed.lengths._cost import SHORT, Curve, DraftCost, EngineCost
+from sameseed.lengths._cost import SHORT, Curve, DraftCost, EngineCost, gap_cost
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread
 from sameseed.request import SamplingParams, Sequence, TimeSplit
@@ -82,6 +82,7 @@ def measure_rounds(
             cost.catch_up = max(0.0, late - 2 * (start + LENGTHS[0] * step)) / unseen
     for metrics, before in counted:
         vars(metrics).update(before)
+    cost.gap = gap_cost()  # what lies between an engine's passes is more than what lay between these
     return cost
 
 

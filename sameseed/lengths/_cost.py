@@ -185,6 +185,11 @@ class DraftCost(FadingFit):
         self.correct((1.0, num_seqs, steps, steps * num_seqs, steps * num_seqs * context / UNIT), seconds)
 
 
+def gap_cost() -> FadingFit:
+    """Seconds between passes, of which nothing is known: of 1, the rows, and whether anything was drafted."""
+    return FadingFit((0.1, 1e-6, 1.0))
+
+
 @dataclass
 class EngineCost:
     """Seconds of whole rounds: passes of the target, proposals, and the gap between passes (Python, scheduling).
@@ -194,7 +199,7 @@ class EngineCost:
 
     target: Curve
     draft: DraftCost = field(default_factory=DraftCost)
-    gap: FadingFit = field(default_factory=lambda: FadingFit((0.1, 1e-6, 1.0)))  # of 1, rows, drafted
+    gap: FadingFit = field(default_factory=gap_cost)
     catch_up: float = 0.0  # seconds for each token that the drafter has yet to see when it is asked
     ratios: dict[tuple[bool, int], float] = field(default_factory=dict)
 

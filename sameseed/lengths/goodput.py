@@ -24,6 +24,7 @@ from sameseed.spec.drafter import Round
 HOLD, LONGEST_HOLD = 4, 16  # rounds for which a decision stands while the same sequences run, of short rounds more
 HELD = 0.015  # seconds that they should last then
 LEARNED = 0.005  # seconds between rounds of which what they took is learned
+FIRST_GAPS = 16  # of the first rounds each is learned: nothing else tells what lies between passes
 NAP = 64  # rounds without a draft before it is decided anew, at most
 CLEAR = 1.25  # times as fast as plain decoding: below, a round without a draft is measured in every `CHECK`
 CHECK = 64
@@ -311,7 +312,7 @@ class GoodputLength:
             if self.cost is None:  # in shape as measured for 8-bit weights: nearly flat, then a slope
                 one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
                 self.cost = EngineCost(Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)]))
-            if self._unlearned >= LEARNED:  # to learn takes time too
+            if self._unlearned >= LEARNED or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})

@@ -147,6 +147,7 @@ WORLDS = {
     "small pair, code, batch of 4": World(0.18, 0.042, 0.03, 0.14, (0.8,), 4, gap=0.2),
     "small pair, orders, dear starts": World(0.22, 0.042, 0.25, 0.1, (0.75,), gap=0.4),
     "small pair, short prompts, dear starts": World(0.6, 0.042, 0.25, 0.15, (0.75,), gap=0.3, prompt=80, catch_up=0.01),
+    "small pair, breaks even at 0.6": World(0.65, 0.15, 0.02, 0.24, (0.75,), gap=0.5, prompt=80, catch_up=0.013),
     "small head, mixed, batch of 16": World(1.6, 0.65, 3.0, 4.0, MIXED, 16),
     "1B head, random": World(28, 6.0, 1.3, 5.0, (0.2,)),
     "1B head, code, drifts": World(13.3, 1.86, 0.7, 2.1, (0.8,), drift=1.0),
