@@ -1,6 +1,9 @@
 """A bfloat16 Hugging Face folder as GGUF, or a GGUF file quantized. Runs in llama.cpp's environment.
 
 python to_gguf.py SOURCE bf16|q4_0|q4_k_m|q8_0 OUT
+
+A byte-level BPE tokenizer goes along where the folder has one; it cuts texts as GPT-2's does, for llama.cpp knows
+expressions by name only. Texts with indented lines may come to other tokens than in the folder's own tokenizer.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def for_rope(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def convert(folder: Path, out: Path) -> None:
-    """Write the folder as one bfloat16 GGUF file without a tokenizer."""
+    """Write the folder as one bfloat16 GGUF file, with its tokenizer if it has one."""
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(out, "llama")
     writer.add_context_length(config["max_position_embeddings"])
@@ -74,7 +77,10 @@ def convert(folder: Path, out: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_tokenizer_model("no_vocab")
+    if (folder / "tokenizer.json").exists():
+        add_tokenizer(writer, folder)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     for name, bits in read(folder).items():
         if bits.ndim == 1:
             whole = bits if bits.dtype == np.float32 else (bits.astype(np.uint32) << 16).view(np.float32)
@@ -89,6 +95,26 @@ def convert(folder: Path, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    """Tokens, merges, special tokens and the chat template. Raises ValueError for what is no byte-level BPE."""
+    told, about = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
+    if told["model"]["type"] != "BPE" or told["decoder"]["type"] != "ByteLevel":
+        raise ValueError(f"{folder} has no byte-level BPE tokenizer; give another folder")
+    special = {token["content"] for token in told["added_tokens"] if token["special"]}
+    ids = {**told["model"]["vocab"], **{token["content"]: token["id"] for token in told["added_tokens"]}}
+    words = sorted(ids, key=ids.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types([gguf.TokenType.CONTROL if word in special else gguf.TokenType.NORMAL for word in words])
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in told["model"]["merges"]])
+    for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
+        add(ids[about[f"{name}_token"]])
+    writer.add_add_bos_token(bool(about.get("add_bos_token")))
+    if template := about.get("chat_template"):
+        writer.add_chat_template(template)
 
 
 def quantize(source: Path, kind: str, out: Path) -> None:
