@@ -42,7 +42,7 @@ def gguf_name(name: str) -> str:
 
 def read(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of the folder, mapped from its file: float32, or bfloat16's bits (numpy lacks it) as uint16."""
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
@@ -119,7 +119,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
 
 def quantize(source: Path, kind: str, out: Path) -> None:
     """What llama-quantize does with its defaults, through the C API. Raises RuntimeError."""
-    import llama_cpp as api
+    import llama_cpp as api  # type: ignore[import-not-found]
 
     api.llama_backend_init()
     params = api.llama_model_quantize_default_params()
