@@ -36,9 +36,6 @@ SEEN = 8  # tokens, at most, with which a drafter that is asked now and then has
 HOPED = 0.3  # of a round without a draft, for all its sequences: what drafting may save
 
 
-NOTHING = DraftNodes((), None, Rates(Acceptance(1).all, None))
-
-
 class GoodputLength:
     """Decides lengths from costs and acceptance; `num_draft_tokens` is the most. One engine's own: it learns."""
 
@@ -219,9 +216,9 @@ class GoodputLength:
         self._nodes = {}
         if not len(draft.tokens):
             return draft
-        self.acceptance.tells = draft.confidence is not None
         counts = np.diff(draft.offsets).tolist()
-        self._read(draft, seqs, counts)
+        self._nodes = self.acceptance.read(draft, seqs)
+        self._depth = 1 + max(max(nodes.depths) for nodes in self._nodes.values())
         if self.cost is None or draft.confidence is None or self._rate <= 0.0:
             return draft
         # A trial is to find out, not to pay.
@@ -244,20 +241,6 @@ class GoodputLength:
             keep[b].sort()
             self._nodes[seqs[b].seq_id] = nodes.kept(keep[b])
         return draft.kept([keep.get(b) for b in range(len(seqs))])
-
-    def _read(self, draft: Draft, seqs: Seq[Sequence], counts: Seq[int]) -> None:
-        """See what every node is held to be worth."""
-        parents = draft.parents.tolist()
-        confidence = None if draft.confidence is None else draft.confidence.tolist()
-        end = 0
-        for seq, count in zip(seqs, counts, strict=True):
-            if count:
-                part = slice(end, end + count)
-                sure = None if confidence is None else confidence[part]
-                nodes = DraftNodes(parents[part], sure, self.acceptance.rates(seq.seq_id))
-                self._nodes[seq.seq_id] = nodes
-                self._depth = max(self._depth, 1 + max(nodes.depths))
-            end += count
 
     def _worth(self, likely: Seq[float], rows: int, prices: Prices) -> int:
         """How many of these nodes, the likeliest first, bring more tokens than their time is worth."""
@@ -288,16 +271,7 @@ class GoodputLength:
             counts = zip(round_.seqs, round_.num_accepted, strict=True)
             self._new = new & {seq.seq_id for seq, accepted in counts if seq.num_output <= 1 + accepted}
         self._since_plain = self._since_plain + 1 if asked_now else 0
-        for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
-            if asked:
-                accepted = range(round_.num_accepted[b]) if round_.nodes is None else round_.nodes[b]
-                nodes = self._nodes.get(seq.seq_id)
-                if not round_.num_draft[b]:
-                    nodes = NOTHING
-                elif nodes is None or len(nodes.parents) != round_.num_draft[b]:  # nobody trimmed: a chain
-                    chain = range(-1, round_.num_draft[b] - 1)
-                    nodes = DraftNodes(chain, None, self.acceptance.rates(seq.seq_id))
-                self.acceptance.learn(seq.seq_id, asked, nodes, accepted)
+        self.acceptance.learn_round(round_, self._nodes)
         times = round_.times
         if times is not None and catching_up and self.cost is not None:
             self._caught_up(round_, new, times.draft)
