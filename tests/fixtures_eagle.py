@@ -26,6 +26,8 @@ LAYER = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "max_position_embeddings": 256,
+    "attention_bias": False,
+    "mlp_bias": False,
 }
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -39,7 +41,8 @@ def raw_config(kind: str, vocab_size: int, aux: list[int] | None = None, **chang
     if kind == "eagle3":
         own = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": aux}} if aux else {}
         return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **own, **rest}
-    own = {"eagle_aux_hidden_state_layer_ids": aux, "transformer_layer_config": {"model_type": "llama", **layer}}
+    kind_of_layer = rest.pop("model_type", "llama")
+    own = {"eagle_aux_hidden_state_layer_ids": aux, "transformer_layer_config": {"model_type": kind_of_layer, **layer}}
     return {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", **own, **rest}
 
 
@@ -110,6 +113,8 @@ def plain_head(
         (entering @ weight.T + w.get(f"{layer}.{n}.bias", torch.tensor(0.0))).view(len(tokens), -1, c.head_dim)
         for n, weight in at.items()
     )
+    if c.qk_norm:
+        q, k = (_norm(x, w[f"{layer}.self_attn.{n}_norm.weight"], c.rms_eps) for x, n in ((q, "q"), (k, "k")))
     q, k = (_rotate(x, positions, c.rope.theta) for x in (q, k))
     k, v = (x.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q, k) * c.head_dim**-0.5
@@ -117,8 +122,11 @@ def plain_head(
     out = torch.einsum("hts,shd->thd", weights, v).reshape(len(tokens), -1)
     x = residual + out @ w[f"{layer}.self_attn.o_proj.weight"].T + w.get(f"{layer}.self_attn.o_proj.bias", 0.0)
     inner = _norm(x, w[f"{layer}.post_attention_layernorm.weight"], c.rms_eps)
-    gate, up = (inner @ w[f"{layer}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+    gate, up = (
+        inner @ w[f"{layer}.mlp.{n}_proj.weight"].T + w.get(f"{layer}.mlp.{n}_proj.bias", 0.0) for n in ("gate", "up")
+    )
     x = x + (torch.nn.functional.silu(gate) * up) @ w[f"{layer}.mlp.down_proj.weight"].T
+    x = x + w.get(f"{layer}.mlp.down_proj.bias", 0.0)
     lm_head = w.get("lm_head.weight", target_head)
     if not third:
         return x @ lm_head.T, x
@@ -181,7 +189,7 @@ def knowing_head(folder: Path, target: Path, kind: str, noise: float = 0.0, **ch
     """
     model = load_file(target / "model.safetensors")
     own = json.loads((target / "config.json").read_text())
-    layer = {k: own[k] for k in LAYER if k != "num_hidden_layers"}
+    layer = {k: own[k] for k in LAYER if k in own and k != "num_hidden_layers"}
     raw = raw_config(kind, own["vocab_size"], None if kind == "eagle" else [1, 2, 2], **{**layer, **changes})
     config = parse_head_config(raw)
     at = "midlayer" if kind == "eagle3" else "layers.0"

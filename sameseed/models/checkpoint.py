@@ -210,6 +210,16 @@ class Checkpoint:
     def names(self) -> Iterator[str]:
         return iter(self._files)
 
+    def drop_prefix(self, prefix: str) -> None:
+        """Call every tensor by what stands behind `prefix`. Raises ModelLoadError where two would have one name."""
+        shorter = {n.removeprefix(prefix): file for n, file in self._files.items()}
+        if len(shorter) < len(self._files):
+            twice = next(n for n in self._files if n.startswith(prefix) and n.removeprefix(prefix) in self._files)
+            raise ModelLoadError(f"{self.folder} has {twice} and {twice.removeprefix(prefix)}; take one of them out")
+        for file in set(self._files.values()):
+            file.entries = {n.removeprefix(prefix): entry for n, entry in file.entries.items()}
+        self._files = shorter
+
     def check(self, config: ModelConfig, shapes: Shapes | None = None, spare: Seq[str] = ()) -> None:
         """Names, shapes and types against the config, before any weight is read.
 

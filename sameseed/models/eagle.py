@@ -34,7 +34,7 @@ class HeadWeights:
     embedding: QuantTensor  # [V, C]
     fc: QuantTensor  # EAGLE-3: [C, F], else [C, 2 C]
     fc_bias: Tensor | None
-    fc_norms: tuple[Tensor, ...]  # EAGLE-3: one [F], one [F / n] for each captured layer, or none
+    fc_norms: tuple[Tensor, ...]  # EAGLE-3: one [F] (`norm_before_fc`), then one [F / n] a captured layer (`fc_norm`)
     layer: LayerWeights  # EAGLE-3: its qkv is [(H + 2 Hk) D, 2 C], its input_norm the embedding's
     feature_norm: Tensor | None  # [C], EAGLE-3's hidden_norm
     norm: Tensor | None  # [C], EAGLE-3
@@ -105,9 +105,10 @@ class EagleHead:
         w, eps = self.weights, self.config.layer.rms_eps
         if w.target_norm is not None:
             return ops.rms_norm(hidden, w.target_norm, self.target_eps)
-        if len(w.fc_norms) == 1 and self.config.norm_before_fc:
-            hidden = ops.rms_norm(hidden, w.fc_norms[0], eps)
-        elif w.fc_norms:
-            parts = hidden.chunk(len(w.fc_norms), dim=1)
-            hidden = ops.beside([ops.rms_norm(x, n, eps) for x, n in zip(parts, w.fc_norms, strict=True)])
+        norms = list(w.fc_norms)
+        if self.config.norm_before_fc:
+            hidden = ops.rms_norm(hidden, norms.pop(0), eps)
+        if norms:
+            parts = hidden.chunk(len(norms), dim=1)
+            hidden = ops.beside([ops.rms_norm(x, n, eps) for x, n in zip(parts, norms, strict=True)])
         return ops.product(plain_rows(hidden), w.fc)

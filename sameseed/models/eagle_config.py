@@ -15,6 +15,7 @@ HEADS = {
     "EagleLlamaForCausalLM": "eagle",
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Qwen3ForCausalLM": "eagle3",
     "Eagle3Speculator": "eagle3",
     "Eagle3DraftModel": "eagle3",
 }
@@ -29,8 +30,8 @@ class HeadConfig:
     `kind`: "eagle" (EAGLE-1 and 2) or "eagle3". `layer`: its one decoder layer, as of a model of one layer; of it come
     hidden size H, vocabulary and context. `aux_layers`: the target's layers whose inputs it reads (n: what leaves the
     last of n); None: the published choice. `norm_before_residual`: the normed feature goes on beside the attention.
-    `norm_before_fc`: one norm over all captured states; `fc_norm`: one for each. `norm_output`: the head's own feature
-    is its normed output.
+    `norm_before_fc`: one norm over all captured states; `fc_norm`: one for each (EAGLE-3.1), behind it where both are.
+    `norm_output`: the head's own feature is its normed output (EAGLE-3.1).
     """
 
     kind: str
@@ -113,11 +114,13 @@ def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> Hea
         raise ModelLoadError(f"{where}: transformer_layer_config must be an object, got {str(inner)[:80]}")
     if inner.get("num_hidden_layers", 1) != 1:
         raise ModelLoadError(f"{where}: a head of {inner['num_hidden_layers']} layers; only heads of one are supported")
-    architecture = _LAYERS.get(str(inner.get("model_type", "llama")))
+    architecture = _LAYERS.get(str(inner.get("model_type", "qwen3" if "Qwen3" in name else "llama")))
     if architecture is None:
         raise ModelLoadError(f"{where}: a head of model_type {inner['model_type']!r}; these are: {', '.join(_LAYERS)}")
     layer = parse_config({**inner, "architectures": [architecture], "num_hidden_layers": 1}, where)
-    window = inner.get("sliding_window") if inner.get("use_sliding_window") else None
+    kinds = inner.get("layer_types")  # may be those of its target's layers; the first is its own
+    slides = kinds[0] == "sliding_attention" if isinstance(kinds, list) and kinds else inner.get("use_sliding_window")
+    window = inner.get("sliding_window") if slides else None
     layer = replace(layer, tied_embeddings=False, windows=(window if isinstance(window, int) else None,))
     settings = {**(raw.get("eagle_config") or {}), **raw}
     if settings.get("use_aux_hidden_state") is False:

@@ -36,6 +36,8 @@ def open_head(
     """
     config = read_head_config(folder)
     with Checkpoint(folder) as files:
+        if any(n.startswith("model.fc.") for n in files.names()):
+            files.drop_prefix("model.")
         layer = "layers.0" if any(n.startswith("layers.0.") for n in files.names()) else "midlayer"
         shapes = expected_tensors(config, layer)
         present = {n.rsplit(".", 1)[0] if n not in SPARE else n for n in files.names()}  # codes, too, of a matrix

@@ -37,6 +37,18 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "eagle3, norms": ("eagle3", {"draft_vocab_size": 130, "norm_before_fc": True, "norm_output": True}, ()),
     "speculators": ("speculators", {"draft_vocab_size": 100, "norm_before_residual": True}, ()),
     "speculators, norms": ("speculators", {"draft_vocab_size": 100, "fc_norm": True, "norm_output": True}, ()),
+    "EAGLE-3.1": (
+        "eagle3",
+        {"draft_vocab_size": 130, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
+        (),
+    ),
+    "biases": ("eagle3", {"draft_vocab_size": 130, "attention_bias": True, "mlp_bias": True}, ()),
+    "Qwen3": (
+        "eagle3",
+        {"architectures": ["Eagle3Qwen3ForCausalLM"], "draft_vocab_size": 130, "norm_before_residual": True},
+        (),
+    ),
+    "speculators, Qwen3": ("speculators", {"model_type": "qwen3", "draft_vocab_size": 100, "fc_norm": True}, ()),
     "another width": ("eagle3", {"hidden_size": 24, "target_hidden_size": 32, "draft_vocab_size": 100}, ()),
 }
 
@@ -261,6 +273,29 @@ def test_heads_for_another_target(folder: Path, tmp_path: Path) -> None:
     refused(head, words, VocabularyError, "304 tokens, the target's 310")
     flat = target_folder(tmp_path / "flat", num_hidden_layers=2)
     refused(head, flat, ConfigError, r"layers \[1, 2, 3\].* target has layers 1 to 1")
+
+
+def test_names_that_begin_with_model(folder: Path, tmp_path: Path) -> None:
+    """As NeMo writes them: all but the LM head's."""
+    head, _, tensors, _ = made(tmp_path, "EAGLE-3.1")
+    model = load_model(folder, ops.resolve("reference"))
+    plain = load_head(head, model, model.ops)
+    raw = json.loads((head / "config.json").read_text())
+    named = {n if n in ("lm_head.weight", "d2t") else f"model.{n}": t for n, t in tensors.items()}
+    write_head(head, raw, named)
+    again = load_head(head, model, model.ops)
+    assert again.weights.fc.parts["weight"].equal(plain.weights.fc.parts["weight"])
+    assert all(a.equal(b) for a, b in zip(again.weights.fc_norms, plain.weights.fc_norms, strict=True))
+    write_head(head, raw, {**named, "fc.weight": tensors["fc.weight"].clone()})
+    refused(head, folder, ModelLoadError, "has model.fc.weight and fc.weight; take one of them out")
+
+
+def test_the_window_is_that_of_its_first_layer() -> None:
+    raw = {**raw_config("eagle3", 304, architectures=["Eagle3Qwen3ForCausalLM"]), "sliding_window": 64}
+    assert parse_head_config(raw).layer.windows == (None,)
+    assert parse_head_config({**raw, "use_sliding_window": True}).layer.windows == (64,)
+    for kinds, window in ((["sliding_attention"], 64), (["full_attention", "sliding_attention"], None)):
+        assert parse_head_config({**raw, "use_sliding_window": True, "layer_types": kinds}).layer.windows == (window,)
 
 
 def test_captured_layers_are_inputs() -> None:
