@@ -43,7 +43,7 @@ SETTINGS: Mapping[str, Word] = {
     "n_threads": Word("threads"),
     **dict.fromkeys(("quantization", "quantization_config"), Word(why=_FORMAT)),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), Word(same=(False,), why=_FORMAT)),
-    **dict.fromkeys(("type_k", "type_v"), Word(why="kv_format='int8' says it for both")),
+    **dict.fromkeys(("type_k", "type_v"), Word(why="kv_format='int8' says it for both, 'int8/bf16' for each")),
     **dict.fromkeys(
         ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), Word(same=(1,), why=_ONE_DEVICE)
     ),

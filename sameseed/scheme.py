@@ -69,7 +69,8 @@ class KVLayer:
     """Keys and values of one layer: k, v [num_blocks, block_size, Hk, W] in the format's storage type.
 
     W is D, or where formats pack rows, the bytes of one (the last dimension of what `encode_kv` gives). Scales are
-    float32 [num_blocks, block_size, Hk], one per token and head, or None for formats without.
+    float32 [num_blocks, block_size, Hk], one per token and head, or None for formats without. `format` may name that of
+    keys and that of values apart (`kv_formats`).
     """
 
     format: str
@@ -187,6 +188,18 @@ def kv_format(name: str) -> Format:
     if found.kv_dtype is None:
         raise found._no_cache()
     return found
+
+
+def kv_formats(name: str) -> tuple[Format, Format]:
+    """What keys and what values are stored in: one name for both, or "int8/bf16" apart. Raises as `kv_format`."""
+    keys, _, values = name.partition("/")
+    return kv_format(keys), kv_format(values if "/" in name else keys)
+
+
+def kv_row_bytes(name: str, head_dim: int) -> int:
+    """Bytes of one head's key and value of one token, scales included. Raises as `kv_format`."""
+    rows = (fmt.encode_kv(torch.zeros(1, 1, head_dim)) for fmt in kv_formats(name))
+    return sum(codes.nbytes + (0 if scales is None else scales.nbytes) for codes, scales in rows)
 
 
 def cache_format(asked: str, dense: str) -> str:

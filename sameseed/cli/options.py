@@ -61,7 +61,7 @@ ENGINE_HELP = {
     "see the guide",
     "format": "number format of the target's weights: auto (the checkpoint's), bf16, w8a8, w4a8, w4a16-g64, ... "
     "(see `sameseed info`)",
-    "kv_format": "number format of the KV cache; auto follows the weights",
+    "kv_format": "number format of the KV cache, or of keys and of values (int8/bf16); auto follows the weights",
     "backend": "who computes: cpu, reference, ...; auto takes the fastest that runs here",
     "device": "cpu, cuda, cuda:1, ...",
     "threads": "CPU threads; unset: as many as the backend finds useful",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from sameseed import devices, scheme
 from sameseed.config import EngineConfig
 from sameseed.errors import ConfigError
@@ -62,9 +60,8 @@ def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: 
 
 def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:
     """Bytes of one block of keys and values of all layers, scales included."""
-    codes, scales = scheme.kv_format(name).encode_kv(torch.zeros(1, 1, shape.head_dim))
-    row = codes.nbytes + (0 if scales is None else scales.nbytes)
-    return 2 * shape.num_layers * block_size * shape.num_kv_heads * row
+    row = scheme.kv_row_bytes(name, shape.head_dim)
+    return shape.num_layers * block_size * shape.num_kv_heads * row
 
 
 def pass_bytes(shape: ModelConfig, num_rows: int) -> int:

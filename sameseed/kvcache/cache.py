@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sameseed import scheme
-from sameseed.scheme import KVLayer
+from sameseed.scheme import Format, KVLayer
 
 
 class KVCache:
@@ -13,7 +14,7 @@ class KVCache:
 
     A layer holds k, v [num_blocks, block_size, Hk, W] in the format's storage type (W: D, or the bytes of a packed
     row), and scales float32 [num_blocks, block_size, Hk] for formats that have them. Rows are addressed by
-    slot = block * block_size + offset.
+    slot = block * block_size + offset. `format`: of both, or of keys and values apart ("int8/bf16").
     """
 
     def __init__(
@@ -30,15 +31,15 @@ class KVCache:
         self.head_dim = head_dim
         self.num_blocks = num_blocks
         self.block_size = block_size
-        fmt = scheme.kv_format(format)
-        codes, scales = fmt.encode_kv(torch.zeros(1, num_kv_heads, head_dim))
-        shape = (num_blocks, block_size, *codes.shape[1:])
+
+        def rows(fmt: Format) -> tuple[Tensor, Tensor | None]:
+            codes, scales = fmt.encode_kv(torch.zeros(1, num_kv_heads, head_dim))
+            shape = (num_blocks, block_size, *codes.shape[1:])
+            stored = torch.zeros(shape, dtype=fmt.kv_dtype, device=device)
+            return stored, None if scales is None else torch.zeros(shape[:3], dtype=torch.float32, device=device)
 
         def layer() -> KVLayer:
-            k, v = (torch.zeros(shape, dtype=fmt.kv_dtype, device=device) for _ in range(2))
-            if scales is None:
-                return KVLayer(format, k, v, None, None)
-            k_scale, v_scale = (torch.zeros(shape[:3], dtype=torch.float32, device=device) for _ in range(2))
+            (k, k_scale), (v, v_scale) = map(rows, scheme.kv_formats(format))
             return KVLayer(format, k, v, k_scale, v_scale)
 
         self.layers = [layer() for _ in range(num_layers)]

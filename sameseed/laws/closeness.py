@@ -115,7 +115,7 @@ def _attention(subject: Subject) -> Iterator[tuple[str, Tensor, Floats, float]]:
         cached = Stored(model, name, 16, kv, list(range(-(-length // 16)))[::-1])
         start = max(0, length - ROWS)
         got = cached.attend(q, start, length - start)
-        k, v = (textbook.stored(array(x), name) for x in kv)
+        k, v = textbook.stored(array(kv[0]), array(kv[1]), name)
         asked = textbook.queries(array(q[start:]), c.head_dim**-0.5, name)
         expected = textbook.attention(asked, k, v, 1.0, start).reshape(length - start, -1)
         bound = model.ops.kv_rounding(name) * float(kv[1].abs().max())

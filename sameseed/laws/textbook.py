@@ -80,15 +80,15 @@ def attention(q: Floats, k: Floats, v: Floats, scale: float, start: int = 0, win
     return out.transpose(1, 0, 2)
 
 
-def stored(x: Floats, kv_format: str) -> Floats:
-    """Keys or values [T, Hk, D] as a cache in this format gives them back."""
-    fmt = scheme.kv_format(kv_format)
-    return array(fmt.decode_kv(*fmt.encode_kv(torch.from_numpy(x).float())))
+def stored(k: Floats, v: Floats, kv_format: str) -> list[Floats]:
+    """Keys and values [T, Hk, D] as a cache in this format gives them back."""
+    both = zip(scheme.kv_formats(kv_format), (k, v))
+    return [array(fmt.decode_kv(*fmt.encode_kv(torch.from_numpy(x).float()))) for fmt, x in both]
 
 
 def queries(q: Floats, scale: float, kv_format: str) -> Floats:
     """Queries [T, H, D] times `scale`, as attention over a cache in this format takes them."""
-    dtype = scheme.kv_format(kv_format).query_dtype
+    dtype = scheme.kv_formats(kv_format)[0].query_dtype
     return (
         q * scale if dtype is torch.float32 else array(scheme.round_queries(torch.from_numpy(q).float() * scale, dtype))
     )
@@ -115,7 +115,7 @@ def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str) -> list[Floats]:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, c.rms_eps), rms_norm(k, layer.k_norm, c.rms_eps)
         q, k = (rope(part, positions, model.rope) for part in (q, k))
-        q, k, v = queries(q, c.head_dim**-0.5, kv_format), stored(k, kv_format), stored(v, kv_format)
+        q, (k, v) = queries(q, c.head_dim**-0.5, kv_format), stored(k, v, kv_format)
         each = zip(np.split(q, cuts), np.split(k, cuts), np.split(v, cuts), strict=True)
         mixed = np.concatenate([attention(*parts, 1.0, 0, c.windows[i]) for parts in each])
         x = x + linear(mixed.reshape(len(x), -1), layer.o, layer.o_bias)

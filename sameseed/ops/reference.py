@@ -162,16 +162,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return _by_row(lambda row: torch.nn.functional.silu(row[:half]) * row[half:], gate_up, half)
 
 
-def _flat(layer: KVLayer) -> list[Tensor]:
-    tensors = [layer.k, layer.v, layer.k_scale, layer.v_scale]
-    return [t.view(-1, *t.shape[2:]) for t in tensors if t is not None]
+def _flat(layer: KVLayer) -> list[Tensor | None]:
+    """Keys, values, and the scales of each, by slot."""
+    tensors = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+    return [None if t is None else t.view(-1, *t.shape[2:]) for t in tensors]
 
 
 def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
     """Encode k, v [T, Hk, D] into cache rows `slots` [T]. Scales are per row: a rejected draft must leave no trace."""
-    fmt = scheme.kv_format(layer.format)
     index = slots.long()
-    for x, codes, scales in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
+    parts = ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale))
+    for fmt, (x, codes, scales) in zip(scheme.kv_formats(layer.format), parts):
         new_codes, new_scales = fmt.encode_kv(x)
         codes.view(-1, *codes.shape[2:])[index] = new_codes
         if scales is not None and new_scales is not None:
@@ -181,7 +182,8 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
 def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
     """Copy cache rows src [n] to dst [n]; all are read before any is written."""
     for rows in _flat(layer):
-        rows[dst.long()] = rows[src.long()]
+        if rows is not None:
+            rows[dst.long()] = rows[src.long()]
 
 
 @one_thread()
@@ -192,14 +194,14 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
     are a function of p alone, wherever its keys are stored and whatever tree it belongs to.
     """
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    fmt = scheme.kv_format(layer.format)
+    keys, values = scheme.kv_formats(layer.format)
     block_size = layer.k.shape[1]
-    rows = _flat(layer)
     # As lists, at once: a device is waited for five times, not with every row.
     positions = (batch.positions if batch.key_positions is None else batch.key_positions).tolist()
     offsets, kv_lens, pending = (t.tolist() for t in (batch.row_offsets, batch.kv_lens, batch.num_pending))
     masks = None if batch.tree_mask is None else batch.tree_mask.tolist()
-    k_scales, v_scales = (rows[2], rows[3]) if len(rows) == 4 else (None, None)
+    k_rows, v_rows, k_scales, v_scales = _flat(layer)
+    assert k_rows is not None and v_rows is not None
     for b in range(batch.num_seqs):
         table = batch.block_tables[b].long()
         begin, end, kv_len, num_pending = offsets[b], offsets[b + 1], kv_lens[b], pending[b]
@@ -215,12 +217,12 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
             if window is not None:
                 index = index[-window:]
             slots = table[index // block_size] * block_size + index % block_size
-            k = fmt.decode_kv(rows[0][slots], None if k_scales is None else k_scales[slots])  # [S, Hk, D]
-            v = fmt.decode_kv(rows[1][slots], None if v_scales is None else v_scales[slots])
+            k = keys.decode_kv(k_rows[slots], None if k_scales is None else k_scales[slots])  # [S, Hk, D]
+            v = values.decode_kv(v_rows[slots], None if v_scales is None else v_scales[slots])
             grouped = q[t].clone().view(k.shape[1], -1, q.shape[2])  # query head h reads KV head h // (H / Hk)
-            if fmt.query_dtype is torch.float32:
+            if keys.query_dtype is torch.float32:
                 scores = torch.bmm(grouped, k.permute(1, 2, 0)) * scale  # [Hk, H / Hk, S]
             else:
-                scores = torch.bmm(scheme.round_queries(grouped * scale, fmt.query_dtype), k.permute(1, 2, 0))
+                scores = torch.bmm(scheme.round_queries(grouped * scale, keys.query_dtype), k.permute(1, 2, 0))
             out[t] = torch.bmm(scores.softmax(-1), v.transpose(0, 1)).view_as(out[t])
     return out

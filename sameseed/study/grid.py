@@ -50,7 +50,7 @@ class ProfileGrid:
             for text in given:
                 QuantScheme.parse(text)
         if self.kv_format != "auto":
-            scheme.kv_format(self.kv_format)
+            scheme.kv_formats(self.kv_format)
         for name, least in (("prefill_tokens", 0), ("repeats", 1), ("threads", 1)):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -161,10 +161,10 @@ def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
 
 def fill(cache: KVCache) -> None:
     """Write noise into every row: memory that was never written is one page of zeros, read at no cost."""
-    fmt = scheme.kv_format(cache.format)
+    formats = scheme.kv_formats(cache.format)
     generator = torch.Generator().manual_seed(0)
     for layer in cache.layers:
-        for stored, scale in ((layer.k, layer.k_scale), (layer.v, layer.v_scale)):
+        for fmt, stored, scale in zip(formats, (layer.k, layer.v), (layer.k_scale, layer.v_scale)):
             codes, scales = fmt.encode_kv(torch.randn(*stored.shape[1:3], cache.head_dim, generator=generator))
             stored.copy_(codes.to(stored.device).expand(stored.shape))  # there: a copy from here would be whole here
             if scale is not None and scales is not None:
@@ -173,7 +173,5 @@ def fill(cache: KVCache) -> None:
 
 def cache_bytes(config: ModelConfig, kv_format: str, passes: Seq[Pass]) -> int:
     """Bytes of a cache that fits the largest of `passes`."""
-    fmt = scheme.kv_format(kv_format)
-    codes, scales = fmt.encode_kv(torch.zeros(1, config.num_kv_heads, config.head_dim))
-    row = 2 * (codes.nbytes + (0 if scales is None else scales.nbytes)) * config.num_layers
+    row = scheme.kv_row_bytes(kv_format, config.head_dim) * config.num_kv_heads * config.num_layers
     return row * BLOCK_SIZE * max(p.num_blocks for p in passes)

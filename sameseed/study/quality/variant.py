@@ -40,7 +40,7 @@ class Variant:
         found = cls(*parts)
         QuantScheme.parse(found.format)
         if found.kv_format != "auto":
-            scheme.kv_format(found.kv_format)
+            scheme.kv_formats(found.kv_format)
         return found
 
     @property
