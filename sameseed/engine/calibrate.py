@@ -6,14 +6,20 @@ import random
 import time
 from collections.abc import Sequence as Seq
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
+from sameseed.engine.alarm import Alarm
 from sameseed.lengths._cost import SHORT, Curve, DraftCost, EngineCost, gap_cost
+from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread
-from sameseed.request import SamplingParams, Sequence, TimeSplit
+from sameseed.request import Request, SamplingParams, Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Round
 from sameseed.spec.step import decode_step
+
+if TYPE_CHECKING:
+    from sameseed.engine.engine import Engine
 
 ROWS = (1, 2, 4, 8, 16, 32)
 LONG, FEW, MANY = 1024, 1, 8  # tokens of a long context, and the passes measured after it
@@ -21,6 +27,7 @@ REPEATS = 5
 QUICK = 0.005  # seconds of a pass
 PASSES, MOST = 24, 8.0  # passes that measuring may take at least; seconds, however slow they are
 BATCHES, LENGTHS = (1, 4), (4, 2, 0)  # sequences and draft tokens of the rounds that are measured
+PROMPT, TOKENS = 8, 16  # of texts that an engine writes for its costs
 
 
 @one_thread()  # as in the engine's steps
@@ -84,6 +91,46 @@ def measure_rounds(
         vars(metrics).update(before)
     cost.gap = gap_cost()  # what lies between an engine's passes is more than what lay between these
     return cost
+
+
+def measure_engine(engine: Engine, seconds: float) -> EngineCost:
+    """`measure_rounds`, corrected by rounds of texts that the engine itself writes, with what lies between passes.
+
+    The engine counts nothing of it, and its drafter remembers nothing for others.
+    """
+    cost = measure_rounds(engine.runner, engine.drafter, seconds)
+    counted = [(metrics, vars(metrics.copy())) for _, metrics in engine.drafter.counted()]
+    kept = {name: vars(engine)[name] for name in ("alarm", "times", "metrics")}
+    policy, rng, vocab_size = engine.policy, random.Random(1), engine.runner.model.config.vocab_size
+    engine.alarm, engine.times, engine.metrics = Alarm(), TimeSplit(), SpecMetrics()
+    params = SamplingParams(max_tokens=min(TOKENS, engine.max_model_len - PROMPT), ignore_eos=True)
+    try:
+        for size, k in ((size, k) for size in BATCHES for k in LENGTHS):
+            engine.policy = _Listener(k, cost)
+            for i in range(size):
+                prompt = tuple(rng.randrange(vocab_size) for _ in range(PROMPT))
+                engine.add(Request(f"{__name__}-{size}-{k}-{i}", prompt, params, 0, tenant=__name__))
+            while engine.has_work:
+                engine.step()
+    finally:
+        engine.policy = policy
+        vars(engine).update(kept)
+        for metrics, before in counted:
+            vars(metrics).update(before)
+    return cost
+
+
+class _Listener(FixedLength):
+    """Drafts as often as it is told, and lets a cost learn from each round but those of prompts, and the next ones."""
+
+    def __init__(self, num_draft_tokens: int, cost: EngineCost) -> None:
+        super().__init__(num_draft_tokens)
+        self._cost, self._rounds = cost, 0
+
+    def update(self, round_: Round) -> None:
+        self._rounds += 1
+        if self._rounds > 2 and round_.num_rows == len(round_.seqs) + sum(round_.num_draft):
+            self._cost.learn(round_, self.num_draft_tokens, False)
 
 
 def _rounds(

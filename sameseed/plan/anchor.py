@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sameseed.config import parse_draft
-from sameseed.engine.calibrate import LONG, measure_rounds
+from sameseed.engine.calibrate import LONG, measure_engine
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
 from sameseed.lengths._cost import SHORT, EngineCost
@@ -109,7 +109,7 @@ def anchor(
     seconds = max(LEAST, PASSES * expected.seconds(1, 4, SHORT) + 2 * expected.prompt(SHORT))
     for _ in range(TURNS):
         for llm, costs in zip(llms, turns, strict=True):
-            costs.append(measure_rounds(llm.engine.runner, llm.engine.drafter, seconds))
+            costs.append(measure_engine(llm.engine, seconds))
         prompt = [
             rng.randrange(plain.engine.runner.model.config.vocab_size) for _ in range(min(prompt_tokens, length - 1))
         ]

@@ -14,7 +14,7 @@ from typing import Any
 from sameseed import ops
 from sameseed.config import SpecConfig
 from sameseed.engine.build import check_parts
-from sameseed.engine.calibrate import measure_rounds
+from sameseed.engine.calibrate import measure_engine, measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, SameseedError
@@ -128,7 +128,7 @@ class TargetBench:
     def _cost(self, spec: SpecConfig, threads: int | None) -> RoundCost:
         """What rounds with a draft cost; of drafters asked in turn, each one's proposals by themselves."""
         engine = self.engine(self._setting(lengths_of(spec)[0], threads))
-        whole = RoundCost.of(measure_rounds(engine.runner, engine.drafter, 1.0))
+        whole = RoundCost.of(measure_engine(engine, 1.0))
         below = () if engine.drafter.owns else getattr(engine.drafter, "below", ())
         if not below:
             return whole
@@ -178,7 +178,7 @@ class TargetBench:
 
     def _plain_only(self, plain: Prospect) -> None:
         engine = self.engine(plain.candidate)
-        cost = RoundCost.of(measure_rounds(engine.runner, engine.drafter, 1.0))
+        cost = RoundCost.of(measure_engine(engine, 1.0))
         for batch in self.asked.batches:
             rows = cost.curve.at(batch) + cost.plain_gap
             plain.tokens_per_s[batch] = Interval(batch / rows, 0.8 * batch / rows, 1.2 * batch / rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sameseed.drafters.first import FirstDrafter
-from sameseed.engine.calibrate import measure_rounds
+from sameseed.engine.calibrate import measure_engine, measure_rounds
 from sameseed.engine.llm import LLM
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
@@ -37,3 +37,16 @@ def test_a_looping_text_does_not_hide_what_the_model_behind_a_lookup_costs(
         watch(drafter)
     measure_rounds(engine.runner, first, seconds=60.0)
     assert min(asked.values()) >= 58, "two rounds before and ten with drafts, of one sequence and of four"
+
+
+def test_an_engine_tells_what_lies_between_its_passes_and_counts_nothing_of_it(pair_folders: tuple[Path, Path]) -> None:
+    target, draft = map(str, pair_folders)
+    engine = LLM(target, draft=draft, policy="goodput", max_num_seqs=2).engine
+    policy, alarm, before = engine.policy, engine.alarm, [vars(m.copy()) for _, m in engine.drafter.counted()]
+    assert not measure_rounds(engine.runner, engine.drafter).gap.seen
+    cost = measure_engine(engine, 1.0)
+    assert cost.gap.seen > 50 and cost.gap.at((1.0, 1.0, 0.0)) > 0.0
+    assert cost.draft.terms(1)[1] > 0.0
+    assert engine.policy is policy and engine.alarm is alarm and not engine.has_work
+    assert not engine.metrics.num_rounds and not engine.times.target
+    assert [vars(m) for _, m in engine.drafter.counted()] == before
