@@ -40,6 +40,10 @@ class QuantizeArgs:
     budget: Annotated[float | None, option("BITS")] = None  # bits a weight on average, spent by measured sensitivity
     candidates: str = "w4a16-g128,w4a16-g32,w8a16,bf16"  # the schemes that a budget chooses from
     device: str = "cpu"  # where it is computed: cpu, cuda, cuda:1, ...
+    head_for: Annotated[Path | None, option("DIR")] = (
+        None  # the model is an EAGLE-3 head: write it for this checkpoint of method rotate
+    )
+    original: Annotated[str | None, option("MODEL")] = None  # --head-for: the target before, if its LM head is shared
     overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
     resume: Annotated[bool, option()] = False  # go on with an interrupted run
     report: Annotated[bool, option()] = (
@@ -58,6 +62,8 @@ def run(argv: Seq[str], prog: str) -> int:
     args = parse(QuantizeArgs, argv, prog).args
     if args.out is None:
         raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16-g128 -o runs/w4a16")
+    if args.head_for is not None:
+        return _turn_head(args, args.head_for, args.out)
     from sameseed.quantize._run import QuantizePlan
 
     given = {f.name: getattr(args, f.name) for f in fields(QuantizePlan)}
@@ -79,6 +85,22 @@ def run(argv: Seq[str], prog: str) -> int:
 
         variants = [Variant(args.model), Variant(str(result.folder))]
         report(variants, asked, record.destination(None, "eval"), args.json, args.plot)
+    return 0
+
+
+def _turn_head(args: QuantizeArgs, target: Path, out: Path) -> int:
+    from sameseed.models.loader import resolve_model
+    from sameseed.quantize._head import turn_head
+
+    own = {"model", "out", "head_for", "original", "overwrite", "json"}
+    idle = next((f.name for f in fields(args) if f.name not in own and getattr(args, f.name) != f.default), None)
+    if idle is not None:
+        raise ConfigError(
+            f"--head-for turns a head and no more; leave out --{idle} (--draft-format stores it in few bits)"
+        )
+    original = None if args.original is None else resolve_model(args.original)
+    folder = turn_head(resolve_model(args.model), target, out, original, args.overwrite)
+    print(json.dumps({"folder": str(folder)}) if args.json else f"{folder}: a head for {target}")
     return 0
 
 

@@ -1,0 +1,146 @@
+"""A head that is turned with its target: the same guesses from turned states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures_eagle import knowing_head, random_head, raw_config, silence, write_head
+from lawkit import MODEL_VOCAB, load_pair, random_prompts, run, texts, write_model
+
+from sameseed import ops
+from sameseed.cli import main
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.engine.build import assemble
+from sameseed.engine.engine import Engine
+from sameseed.errors import ConfigError
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.eagle_config import parse_head_config
+from sameseed.models.eagle_loader import load_head
+from sameseed.models.eagle_runner import HeadRunner
+from sameseed.models.loader import load_model
+from sameseed.quantize._head import turn_head
+from sameseed.quantize._run import QuantizePlan, quantize
+from sameseed.quantize.rotate import rotate_rows
+from sameseed.request import SamplingParams, Sequence
+
+SEED = 5
+EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "reduced": ("eagle3", {"draft_vocab_size": 130}, (EMBED,)),
+    "all its own": ("eagle3", {"draft_vocab_size": 130}, ()),
+    "shared LM head": ("eagle3", {}, (EMBED, LM_HEAD, "d2t")),
+    "one norm": ("speculators", {"draft_vocab_size": 130, "norm_before_fc": True, "norm_before_residual": True}, ()),
+    "EAGLE-3.1": ("eagle3", {"draft_vocab_size": 130, "fc_norm": True, "norm_output": True}, (EMBED,)),
+    "Qwen3": ("eagle3", {"architectures": ["Eagle3Qwen3ForCausalLM"], "attention_bias": True}, (EMBED,)),
+}
+
+
+def made(root: Path, kind: str) -> Path:
+    layout, changes, drop = KINDS[kind]
+    raw = raw_config(layout, MODEL_VOCAB, [1, 2, 3], **changes)
+    at = "midlayer" if layout == "eagle3" else "layers.0"
+    tensors = random_head(parse_head_config(raw), 3, at)
+    return write_head(root, raw, {n: t for n, t in tensors.items() if n not in drop})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target, and what `rotate` makes of it in 32 bits."""
+    root = tmp_path_factory.mktemp("rotated")
+    write_model(root / "target", num_hidden_layers=3)
+    write_model(root / "draft")
+    silence(root / "target", 0.05)
+    return root / "target", rotated(root / "target", root / "turned")
+
+
+def rotated(model: Path, out: Path, method: str = "rotate") -> Path:
+    return quantize(QuantizePlan(str(model), out, "fp32", method, seed=SEED)).folder
+
+
+def guesses(folder: Path, model: Path, turned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and features of a head after nine tokens, from random states of its target."""
+    target = load_model(model, ops.resolve("reference"))
+    head = load_head(folder, target, target.ops)
+    c = head.config.layer
+    runner = HeadRunner(head, KVCache(1, 16, 4, c.num_kv_heads, c.head_dim))
+    generator = torch.Generator().manual_seed(2)
+    states = torch.randn(9, head.config.num_captures, 32, generator=generator)
+    tokens = torch.randint(0, MODEL_VOCAB, (9,), generator=generator).tolist()
+    holder = Sequence(0, (), SamplingParams(), 0)
+    assert runner.blocks.reserve(holder, 9)
+    states = (rotate_rows(states, SEED) if turned else states).flatten(1)
+    return runner.extend([holder], [tokens], [states], True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_turned_head_guesses_the_same(models: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+    target, turned = models
+    head = made(tmp_path / "head", kind)
+    own = turn_head(head, turned, tmp_path / "out", target if kind == "shared LM head" else None)
+    for found, wanted in zip(guesses(own, turned, True), guesses(head, target, False), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def engine(target: Path, head: Path | None) -> Engine:
+    pair = load_pair(target, target.parent / "draft")
+    spec = SpecConfig("eagle", num_draft_tokens=4, options={"top_k": 1}) if head else SpecConfig()
+    config = EngineConfig(cache=CacheConfig(format="fp32"), spec=spec)
+    models = (load_head(head, pair.target, ops.resolve()),) if head else ()
+    return assemble(config, pair.tokenizer, 128, pair.target, models)
+
+
+def test_it_is_accepted_as_often(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """And the head as it was is not: it reads states that it does not know."""
+    target, turned = models
+    head = knowing_head(tmp_path / "head", target, "eagle3", draft_vocab_size=290)
+    own = turn_head(head, turned, tmp_path / "out")
+    asked, accepted = SamplingParams(max_tokens=40, ignore_eos=True), {}
+    plain = texts(run(engine(turned, None), random_prompts(5, seed=4), asked))
+    for name, model, draft in (("before", target, head), ("turned", turned, own), ("as it was", turned, head)):
+        drafting = engine(model, draft)
+        found = texts(run(drafting, random_prompts(5, seed=4), asked))
+        assert model == target or found == plain
+        accepted[name] = drafting.metrics.num_accepted_tokens
+    assert accepted["before"] > 60
+    assert abs(accepted["turned"] - accepted["before"]) <= 0.1 * accepted["before"]
+    assert accepted["as it was"] < 0.7 * accepted["before"]
+
+
+def test_what_cannot_be_turned(models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, turned = models
+    head = made(tmp_path / "head", "reduced")
+    with pytest.raises(ConfigError, match="no checkpoint of method rotate"):
+        turn_head(head, target, tmp_path / "out")
+    with pytest.raises(ConfigError, match="no checkpoint of method rotate"):
+        turn_head(head, rotated(target, tmp_path / "rounded", "rtn"), tmp_path / "out")
+    with pytest.raises(ConfigError, match="is no draft head"):
+        turn_head(target, turned, tmp_path / "out")
+    with pytest.raises(ConfigError, match="name the target before its rotation: --original MODEL"):
+        turn_head(made(tmp_path / "sharing", "shared LM head"), turned, tmp_path / "out")
+    again = turn_head(head, turned, tmp_path / "once")
+    with pytest.raises(ConfigError, match="was turned before"):
+        turn_head(again, turned, tmp_path / "out")
+    for kind, flags, text in (
+        ("eagle", {}, "EAGLE-1 or 2 head"),
+        ("eagle3", {"norm_before_fc": True, "fc_norm": True}, "norms all states and then each"),
+    ):
+        raw = raw_config(kind, MODEL_VOCAB, None if kind == "eagle" else [1, 2, 3], **flags)
+        at = "layers.0" if kind == "eagle" else "midlayer"
+        write_head(tmp_path / "other", raw, random_head(parse_head_config(raw), 3, at))
+        with pytest.raises(ConfigError, match=text):
+            turn_head(tmp_path / "other", turned, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_by_its_command(models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = made(tmp_path / "head", "reduced")
+    asked = ["quantize", str(head), "--head-for", str(models[1]), "-o", str(tmp_path / "out"), "--json"]
+    assert main(asked) == 0
+    assert json.loads(capsys.readouterr().out) == {"folder": str(tmp_path / "out")}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rotated_for"] == SEED
+    assert main([*asked, "--overwrite", "--method", "gptq"]) != 0
+    assert "leave out --method" in capsys.readouterr().err
