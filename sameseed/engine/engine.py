@@ -15,14 +15,7 @@ from sameseed.engine.scheduler import Plan, Scheduler
 from sameseed.errors import RequestError
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread
-from sameseed.request import (
-    Delta,
-    FinishReason,
-    Request,
-    Sequence,
-    SpecMetrics,
-    TimeSplit,
-)
+from sameseed.request import Delta, FinishReason, Request, Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, NoDrafter, Round
 from sameseed.spec.step import NO_OVERLAP, NoOverlap, decode_step

@@ -22,10 +22,7 @@ class LLM(Front):
         self._mail: dict[str, deque[Delta]] = {}  # request id -> deltas that its stream has not given out yet
 
     def generate(
-        self,
-        prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
-        **sampling: Any,
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None, **sampling: Any
     ) -> list[Completion]:
         """Complete each prompt (text, or token ids), together; n completions of each, in order of prompt and index.
 

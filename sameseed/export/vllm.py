@@ -128,19 +128,15 @@ def check(
                 f"vLLM {version} has no {word}, {_text(SINCE[word])} is the first; update it, or leave it out"
             )
     if installed.cpu:
-        _check_cpu(method, cache, alone, batch_invariant)
+        # What vLLM's build for CPUs has not
+        if batch_invariant:
+            raise ConfigError("--batch-invariant is of vLLM's GPU kernels, and this build is for CPUs; leave it out")
+        if cache is not None and cache.endswith("_per_token_head"):
+            raise ConfigError(f"vLLM keeps no {cache} cache on CPUs; take --kv-format auto, bf16 or fp8")
+        if method in ("dspark", "ngram_gpu") or alone:
+            what = "a draft_tensor_parallel_size of 1" if alone else f"--draft {method}"
+            raise ConfigError(f"{what} is not to be had in vLLM's build for CPUs; leave it out, or take --draft ngram")
     _check_flags(installed, words)
-
-
-def _check_cpu(method: str | None, cache: str | None, alone: bool, batch_invariant: bool) -> None:
-    """What vLLM's build for CPUs has not."""
-    if batch_invariant:
-        raise ConfigError("--batch-invariant is of vLLM's GPU kernels, and this build is for CPUs; leave it out")
-    if cache is not None and cache.endswith("_per_token_head"):
-        raise ConfigError(f"vLLM keeps no {cache} cache on CPUs; take --kv-format auto, bf16 or fp8")
-    if method in ("dspark", "ngram_gpu") or alone:
-        what = "a draft_tensor_parallel_size of 1" if alone else f"--draft {method}"
-        raise ConfigError(f"{what} is not to be had in vLLM's build for CPUs; leave it out, or take --draft ngram")
 
 
 def _check_flags(installed: Installed, words: Seq[str]) -> None:

@@ -129,7 +129,12 @@ def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str,
     if spec.method == "none" or spec.num_draft_tokens == 0:
         return None
     method, model = _named(spec)
-    _check(spec)
+    if spec.policy != "fixed":
+        raise ConfigError(f"--policy {spec.policy} is sameseed's own; vLLM drafts --policy fixed numbers of tokens")
+    if spec.confidence is not None or spec.overlap:
+        raise ConfigError("--confidence and --overlap are sameseed's own; leave them out with --engine vllm")
+    if spec.format != "auto":
+        raise ConfigError("vLLM reads a draft as its checkpoint stores it; leave --draft-format at auto")
     made: dict[str, Any] = {"num_speculative_tokens": spec.num_draft_tokens}
     if model is not None:
         made["model"] = model_path(model)
@@ -179,15 +184,6 @@ def _method_of(path: str) -> str:
 
 def _marked(text: str, marks: Mapping[str, str]) -> str | None:
     return next((method for mark, method in marks.items() if mark in text), None)
-
-
-def _check(spec: SpecConfig) -> None:
-    if spec.policy != "fixed":
-        raise ConfigError(f"--policy {spec.policy} is sameseed's own; vLLM drafts --policy fixed numbers of tokens")
-    if spec.confidence is not None or spec.overlap:
-        raise ConfigError("--confidence and --overlap are sameseed's own; leave them out with --engine vllm")
-    if spec.format != "auto":
-        raise ConfigError("vLLM reads a draft as its checkpoint stores it; leave --draft-format at auto")
 
 
 def _options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:

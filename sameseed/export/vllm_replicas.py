@@ -15,11 +15,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"  # AMD's look at it too
 
 
 def environments(
-    settings: Mapping[str, Any],
-    spread: Spread,
-    installed: Installed,
-    replicas: int = 1,
-    batch_invariant: bool = False,
+    settings: Mapping[str, Any], spread: Spread, installed: Installed, replicas: int = 1, batch_invariant: bool = False
 ) -> list[dict[str, str]]:
     """Variables of each replica. GPUs are dealt out in order: those of CUDA_VISIBLE_DEVICES, else from 0 on.
 

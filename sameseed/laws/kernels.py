@@ -61,11 +61,7 @@ def threads_kept() -> Iterator[None]:
 
 
 @check(
-    "L1",
-    "row invariance of products",
-    "0 differing values",
-    least={"products": 400, "row_counts": 10},
-    products=20_000,
+    "L1", "row invariance of products", "0 differing values", least={"products": 400, "row_counts": 10}, products=20_000
 )
 def row_invariance(subject: Subject, effort: Effort) -> Found:
     """The bits of a row's product, norm and activation depend on nothing but the row: not on the rows of the pass

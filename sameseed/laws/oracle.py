@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sameseed.engine.engine import Engine
 from sameseed.grammar import Choice, Vocabulary
 from sameseed.laws import textbook
 from sameseed.laws.check import Effort, Found, check
@@ -81,7 +80,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
         written += [Written(f"{name}, plain", *each) for each in zip(jobs, plain, strict=True)]
         for way, engine in subject.guessing(jobs, plain, turn, nodes=NUM_NODES):
             done = subject.run(engine, ended)
-            trees = max(trees, _largest(engine))
+            trees = max(trees, engine.drafter.largest if isinstance(engine.drafter, TreeDrafter) else 0)
             written += [Written(f"{name}, {way}", *each) for each in zip(ended, done, strict=True)]
     found = judge(subject, written, rule)
     found.sizes["largest_tree"] = trees
@@ -128,10 +127,6 @@ def ruled(subject: Subject) -> Rule:
     pieces = {t: s for t, s in spelled.items() if s and set(s) <= set(few)}
     every = [pieces.get(t, "").encode() for t in range(subject.target.config.vocab_size)]
     return Rule(choices, pieces, Choice(choices, Vocabulary(every, eos)))
-
-
-def _largest(engine: Engine) -> int:
-    return engine.drafter.largest if isinstance(engine.drafter, TreeDrafter) else 0
 
 
 def judge(subject: Subject, written: Seq[Written], rule: Rule) -> Found:

@@ -111,12 +111,7 @@ def weight_bytes(
 
 
 def matrix_bits(
-    config: ModelConfig,
-    source: TensorSource,
-    quant: QuantScheme,
-    name: str,
-    shape: Seq[int],
-    device: str = "cpu",
+    config: ModelConfig, source: TensorSource, quant: QuantScheme, name: str, shape: Seq[int], device: str = "cpu"
 ) -> float:
     """Bits that a weight of one matrix will take. Raises ConfigError where its rows cannot be stored so."""
     chosen, own = resolve_scheme(config, source, quant, name.removesuffix(".weight")), source.scheme(name)

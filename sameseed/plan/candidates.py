@@ -114,7 +114,10 @@ class TargetBench:
         for prospect in found:
             way = prospect.candidate.way
             if way not in known:
-                known[way] = self._bytes(prospect.candidate.spec, texts.longest)
+                config = make_config(prospect.candidate.spec, **self.settings)
+                demands = check_parts(resolve_model(self.asked.model), config)[2]
+                blocks = -(-texts.longest // config.cache.block_size) * self.asked.looked_at[-1]
+                known[way] = sum(d.weights + blocks * d.block for d in demands)
             prospect.num_bytes = known[way]
         return found
 
@@ -182,12 +185,6 @@ class TargetBench:
         for batch in self.asked.batches:
             rows = cost.curve.at(batch) + cost.plain_gap
             plain.tokens_per_s[batch] = Interval(batch / rows, 0.8 * batch / rows, 1.2 * batch / rows)
-
-    def _bytes(self, spec: SpecConfig, longest: int) -> int:
-        config = make_config(spec, **self.settings)
-        demands = check_parts(resolve_model(self.asked.model), config)[2]
-        blocks = -(-longest // config.cache.block_size) * self.asked.looked_at[-1]
-        return sum(d.weights + blocks * d.block for d in demands)
 
 
 def _no_time(setting: str, asked: TuneRequest) -> Loser:

@@ -34,14 +34,7 @@ from sameseed.plan.outlook import (
     table,
 )
 from sameseed.plan.paper import Sheet, find, head_sheet, sheet
-from sameseed.plan.times import (
-    EngineCosts,
-    EngineTimes,
-    PaperTimes,
-    ProfiledTimes,
-    StepTimes,
-    Times,
-)
+from sameseed.plan.times import EngineCosts, EngineTimes, PaperTimes, ProfiledTimes, StepTimes, Times
 from sameseed.study.costs import Profile
 from sameseed.study.limits import Limits, from_rates
 from sameseed.study.shapes import SHAPES

@@ -139,8 +139,4 @@ def _draft_key(spec: SpecConfig) -> object:
     """All that a drafter's guesses depend on, beside target and texts."""
     one = {**spec_as_dict(replace(spec, num_draft_tokens=1, policy="fixed", overlap=0, below=()))}
     one["draft_model"] = None if spec.model is None else store.weights_key(resolve_model(spec.model))
-    return [one, [_level_key(b) for b in spec.below]]
-
-
-def _level_key(spec: SpecConfig) -> object:
-    return [spec.num_draft_tokens, spec.policy, _draft_key(spec)]
+    return [one, [[b.num_draft_tokens, b.policy, _draft_key(b)] for b in spec.below]]

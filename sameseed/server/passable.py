@@ -9,12 +9,7 @@ from sameseed.server import limits, reading
 from sameseed.server.errors import ApiError, bad_request
 
 # What runs a client's program, loads a client's tensors, or reaches into vLLM's inside.
-_ALIKE: tuple[str, ...] = (
-    "prompt_embeds",
-    "chat_template",
-    "logits_processors",
-    "use_beam_search",
-)
+_ALIKE: tuple[str, ...] = ("prompt_embeds", "chat_template", "logits_processors", "use_beam_search")
 _ALIKE += ("previous_response_id", "background")
 REFUSED = {name: reading.REFUSED[name] for name in _ALIKE} | {
     "vllm_xargs": "vLLM's inner arguments are not for clients",

@@ -37,10 +37,7 @@ class Draft:
 
     @classmethod
     def chains(
-        cls,
-        chains: Seq[Seq[int]],
-        confidence: Seq[Seq[float]] | None = None,
-        levels: Seq[Seq[int]] | None = None,
+        cls, chains: Seq[Seq[int]], confidence: Seq[Seq[float]] | None = None, levels: Seq[Seq[int]] | None = None
     ) -> Draft:
         """One chain of tokens for each sequence."""
         return cls.trees([(c, range(-1, len(c) - 1)) for c in chains], confidence, levels)

@@ -16,7 +16,7 @@ from sameseed.batch import MAX_NODES
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.sampling import Floats, choose, survivors
+from sameseed.spec.sampling import choose, survivors
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,7 @@ def _shared(its: NDArray[np.float32], mine: NDArray[np.float32], params: Samplin
         return float(its.argmax() == mine.argmax())
     p, q = np.zeros(len(its)), np.zeros(max(len(its), len(mine)))
     for into, row in ((p, its), (q, mine)):
-        ids, kept = survivors(_float64(row), params)
+        ids, kept = survivors(row.astype(np.float64), params)
         weights = np.exp(kept - kept.max())
         into[ids] = weights / weights.sum()
     return float(np.minimum(p, q[: len(p)]).sum())
-
-
-def _float64(row: NDArray[np.float32]) -> Floats:
-    return row.astype(np.float64)

@@ -33,10 +33,7 @@ FIXED = ("--policy", "fixed")  # a policy that asks the clock may draft nothing
 
 @pytest.fixture
 def cli(
-    pair_folders: tuple[Path, Path],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pair_folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Cli:
     """Runs a command in this process on the tiny pair; returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)  # `bench` writes into benchmarks/results where there is one

@@ -346,10 +346,7 @@ def test_edit_copy_and_what_the_settings_send(page: Browser) -> None:
     page["text"].send_keys("other words", ENTER)
     page.until(lambda: page.run("return bodies.length") and page["send"].is_displayed())
     body = page.run("return bodies[0]")
-    assert body["messages"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "other words"},
-    ]
+    assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "other words"}]
     fields = ("stop", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
     assert [body[name] for name in fields] == [["END", "STOP"], 5, 0.1, 1.1, 0.5, 0.25, 2]
     assert [t.text.split("\n")[0] for t in page.all(".user .said")] == ["other words"]

@@ -252,10 +252,7 @@ def test_sigterm_drains(pair_folders: tuple[Path, Path], tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        (["--host", "0.0.0.0"], "no API key"),
-        (["--api-key-file", "/nowhere/at/all"], "cannot read API keys"),
-    ],
+    [(["--host", "0.0.0.0"], "no API key"), (["--api-key-file", "/nowhere/at/all"], "cannot read API keys")],
 )
 def test_bad_settings_are_one_line(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

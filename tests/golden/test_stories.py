@@ -78,8 +78,7 @@ def test_greedy_continuation(weights, kv_format, backend, folder, tokenizer):
 
 @every_backend
 @pytest.mark.parametrize(
-    ("weights", "kv_format", "tolerance"),
-    [("fp32", "fp32", 0.0005), ("bf16", "bf16", 0.005), ("int8", "int8", 0.02)],
+    ("weights", "kv_format", "tolerance"), [("fp32", "fp32", 0.0005), ("bf16", "bf16", 0.005), ("int8", "int8", 0.02)]
 )
 def test_mean_loss(weights, kv_format, tolerance, backend, folder, story):
     """Published to three digits; what rounding may add is the tolerance."""

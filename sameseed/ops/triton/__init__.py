@@ -19,13 +19,7 @@ from sameseed.ops.triton.packing import embedding, pack, serves, unpack
 _missing: str | None = None
 try:
     from sameseed.ops.triton.attention import attention, attention_rounding
-    from sameseed.ops.triton.dispatch import (
-        product,
-        product_rounding,
-        rms_norm,
-        rope,
-        silu_mul,
-    )
+    from sameseed.ops.triton.dispatch import product, product_rounding, rms_norm, rope, silu_mul
     from sameseed.ops.triton.kv import move_kv, rope_store, store_kv
 
     if interpreted():

@@ -192,9 +192,7 @@ def split(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[i
 
 
 def log_likelihoods(
-    scorer: Scorer,
-    pairs: Seq[tuple[Seq[int], Seq[int]]],
-    report: Callable[[int, int], None] = lambda done, total: None,
+    scorer: Scorer, pairs: Seq[tuple[Seq[int], Seq[int]]], report: Callable[[int, int], None] = lambda done, total: None
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of each continuation after its context, and whether greedy decoding would write it.
 

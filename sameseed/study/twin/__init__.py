@@ -132,10 +132,7 @@ def open_head_twin(
     folder = resolve_model(of)
     raw = read_json(folder / "config.json")
     raw = raw.get("transformer_layer_config") or raw
-    with (
-        open_twin(shape, target, name, seed, device) as theirs,
-        open_head(folder) as (config, own, shapes, at),
-    ):
+    with open_twin(shape, target, name, seed, device) as theirs, open_head(folder) as (config, own, shapes, at):
         ids = target_ids(folder, config, own)
         head = make_head_layout(config, ids, theirs.layout, raw, num_tokens, name)
         yield HeadTwinSource(head, own, theirs.small, shapes, at, seed, device)

@@ -98,19 +98,7 @@ def test_activations_go_with_integers(weights, activations):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "-dq",
-        "nf4-g32-dq",
-        "nf4-dq-dq",
-        "-g32",
-        "-asym",
-        "w4a8-asym-g32",
-        "w4a8-g-32",
-        "w4a8\n-g32",
-        "\0",
-    ],
+    "text", ["", "-dq", "nf4-g32-dq", "nf4-dq-dq", "-g32", "-asym", "w4a8-asym-g32", "w4a8-g-32", "w4a8\n-g32", "\0"]
 )
 def test_nonsense(text):
     with pytest.raises(RegistryError, match="no format"):

@@ -511,9 +511,7 @@ def test_the_command_writes_record_and_page(
 
 
 def test_a_wrong_engine_is_exit_code_1(
-    pair_folders: tuple[Path, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    pair_folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with next(m for m in mutants.MUTANTS if "row before" in m.name).alive():
         assert main(command(pair_folders, tmp_path)) == 1

@@ -7,15 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from sameseed.laws.statistics import (
-    ALPHA,
-    bound_text,
-    chi_square_tail,
-    g_test,
-    marginal,
-    normal_tail,
-    target_law,
-)
+from sameseed.laws.statistics import ALPHA, bound_text, chi_square_tail, g_test, marginal, normal_tail, target_law
 
 LAW = {(i,): p for i, p in enumerate((0.4, 0.3, 0.2, 0.0999, 0.0001))}
 

@@ -80,11 +80,7 @@ def test_end_tokens_of_generation_config_come_first(tmp_path):
         ("Qwen2ForCausalLM", {"use_sliding_window": True}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": False}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8}, (None, None, None)),
-        (
-            "Qwen2ForCausalLM",
-            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-            (None, 8, 8),
-        ),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8, 8)),
         (
             "Qwen3ForCausalLM",
             {

@@ -6,16 +6,7 @@ import random
 
 import pytest
 import torch
-from fixtures_models import (
-    VARIANTS,
-    all_logits,
-    backends,
-    feed,
-    make_runner,
-    make_sequence,
-    prompt,
-    tiny_model,
-)
+from fixtures_models import VARIANTS, all_logits, backends, feed, make_runner, make_sequence, prompt, tiny_model
 
 from sameseed import registry, scheme
 from sameseed.ops import plain_rows

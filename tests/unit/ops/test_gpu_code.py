@@ -18,10 +18,7 @@ from sameseed.ops import plain_rows, triton as backend
 from sameseed.ops.triton import dispatch, guard
 from sameseed.scheme import QuantScheme
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(guard.interpreted(), reason="the interpreter compiles nothing"),
-]
+pytestmark = [pytest.mark.triton, pytest.mark.skipif(guard.interpreted(), reason="the interpreter compiles nothing")]
 
 
 def product(name, outputs, depth, num_rows):

@@ -15,17 +15,7 @@ from sameseed.engine.scope import machine_here
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.plan.profile_file import text, write
-from sameseed.tuned import (
-    AcceptRates,
-    Chosen,
-    Loser,
-    PassCosts,
-    Scope,
-    Tuned,
-    TunedFigure,
-    TunedMachine,
-    TunedModel,
-)
+from sameseed.tuned import AcceptRates, Chosen, Loser, PassCosts, Scope, Tuned, TunedFigure, TunedMachine, TunedModel
 
 
 def made(**changes: object) -> Tuned:

@@ -21,15 +21,7 @@ from sameseed.lengths._cost import Curve
 from sameseed.plan import quality, regret, tune
 from sameseed.plan.candidates import Prospect, TargetBench, load_targets, survivors
 from sameseed.plan.cost import LevelCost, RoundCost
-from sameseed.plan.grid import (
-    Bound,
-    Setting,
-    TuneRequest,
-    draft_specs,
-    lengths_of,
-    options_of,
-    parse_slo,
-)
+from sameseed.plan.grid import Bound, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
 from sameseed.plan.race import Aim, Contestant, race, ratio
 from sameseed.plan.simulate import Interval
 from sameseed.request import SamplingParams

@@ -73,11 +73,7 @@ def test_a_short_text_gives_what_it_has(tmp_path: Path, tokenizer: Tokenizer) ->
         ("a.jsonl", "", "holds no text; give lines"),
         ("a.jsonl", "\n \n", "holds no text"),
         ("a.txt", "  \n", "holds no text"),
-        (
-            "a.jsonl",
-            '{"text": "fine"}\n{"txt": "not"}\n',
-            r"a.jsonl:2: found txt; write .*text",
-        ),
+        ("a.jsonl", '{"text": "fine"}\n{"txt": "not"}\n', r"a.jsonl:2: found txt; write .*text"),
         ("a.jsonl", '{"text": 3}\n', r"a.jsonl:1: found text"),
         ("a.jsonl", '["text"]\n', r"a.jsonl:1: found list"),
         ("a.jsonl", '{"text": "open\n', r"a.jsonl:1 is no JSON"),

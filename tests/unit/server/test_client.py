@@ -108,8 +108,7 @@ async def test_a_process_that_keeps_dying_is_given_up(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "settings"),
-    [("silent", {"_beat_timeout": 0.5}), ("stuck", {"_step_timeout": 1.0}), ("nonsense", {})],
+    ("behaviour", "settings"), [("silent", {"_beat_timeout": 0.5}), ("stuck", {"_step_timeout": 1.0}), ("nonsense", {})]
 )
 async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, settings: dict[str, float]) -> None:
     client = start(behaviour, max_restarts=1)

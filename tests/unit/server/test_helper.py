@@ -87,8 +87,7 @@ def compiled_by(compiling: Callable[[], str]) -> frames.FromHelper:
 
 
 @pytest.mark.parametrize(
-    ("compiling", "kind"),
-    [(_sleep, Stalled), (_kill, Stalled), (_work, Rejected), (_much, Rejected), (str, Done)],
+    ("compiling", "kind"), [(_sleep, Stalled), (_kill, Stalled), (_work, Rejected), (_much, Rejected), (str, Done)]
 )
 async def test_a_grammar_is_refused_for_its_own_faults_only(
     monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], kind: type[frames.Frame]

@@ -12,13 +12,7 @@ from sameseed.request import Speculation
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, clean
 from sameseed.server.parameters import speculation
-from sameseed.server.protocol import (
-    ChatFields,
-    CompletionFields,
-    DetokenizeFields,
-    ResponseFields,
-    TokenizeFields,
-)
+from sameseed.server.protocol import ChatFields, CompletionFields, DetokenizeFields, ResponseFields, TokenizeFields
 from sameseed.server.reading import REFUSED, read
 
 ROUTES: list[tuple[Any, dict[str, Any]]] = [
@@ -38,13 +32,7 @@ def refusal(kind: Any, body: dict[str, Any]) -> ApiError:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "meant"),
-    [
-        ("ab", ["ab"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
-    ],
+    ("prompt", "meant"), [("ab", ["ab"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])]
 )
 def test_forms_of_a_prompt(prompt: Any, meant: Any) -> None:
     assert read(CompletionFields, {"prompt": prompt}).prompts == meant

@@ -256,9 +256,7 @@ def test_penalty_state_follows_its_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
-    [[math.nan, 1.0], [1.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf], [math.nan, math.inf]],
-    ids=str,
+    "row", [[math.nan, 1.0], [1.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf], [math.nan, math.inf]], ids=str
 )
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(top_k=1)])
 def test_bad_logits_fail(row: list[float], params: SamplingParams) -> None:

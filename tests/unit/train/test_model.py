@@ -72,10 +72,7 @@ def test_fused_losses_equal_the_plain_ones(num_rows: int) -> None:
     targets = torch.randint(-1, 30, (num_rows,), generator=g)
     targets[0] = 3
     pairs = [
-        (
-            fused_cross_entropy(h, w, targets),
-            torch.nn.functional.cross_entropy(h @ w.T, targets, ignore_index=-1),
-        ),
+        (fused_cross_entropy(h, w, targets), torch.nn.functional.cross_entropy(h @ w.T, targets, ignore_index=-1)),
         (fused_distillation(h, w, th, tw, targets >= 0, 0.5), plain_distillation(h, w, th, tw, targets >= 0)),
     ]
     for fused, plain in pairs:

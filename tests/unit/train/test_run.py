@@ -60,11 +60,7 @@ def test_finished_stages_are_skipped(
 
 
 def test_interrupted_run_equals_a_whole_one(
-    recipe_path: Path,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    recipe_path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(recipe_path, data=data, out=tmp_path / "whole", quiet=True)
     argv = ["train", str(recipe_path), "--data", str(data), "--out", str(tmp_path / "parts")]

@@ -89,10 +89,7 @@ def tick(note: str) -> None:
 
 
 def arms(**on: Any) -> list[Endpoint]:
-    return [
-        Endpoint("off", "http://fake", fields={"speculation": "off"}),
-        Endpoint("on", "http://fake", fields=on),
-    ]
+    return [Endpoint("off", "http://fake", fields={"speculation": "off"}), Endpoint("on", "http://fake", fields=on)]
 
 
 async def measure(
