@@ -100,7 +100,7 @@ class TwinSource(RandomCheckpoint):
         live = (rows >= 0).nonzero().squeeze(1)
         if len(live):
             first, last = int(rows[live].min()), int(rows[live].max())
-            values = self.small.rows(self._small_name(name), first, last + 1).to(self._device)[rows[live] - first]
+            values = self._small_rows(name, first, last + 1).to(self._device)[rows[live] - first]
             values = (values.float() * image.factor).to(self._dtype)  # exact
             own = out[live]
             own[:, image.muted] = 0
@@ -110,6 +110,9 @@ class TwinSource(RandomCheckpoint):
                 own[:, image.constant[0]] = image.constant[1]
             out[live] = own
         return out
+
+    def _small_rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self.small.rows(self._small_name(name), start, stop)
 
     def _small_name(self, name: str) -> str:
         if name == "lm_head.weight" and self.layout.small.tied_embeddings:
@@ -137,10 +140,13 @@ class TwinSource(RandomCheckpoint):
         """The stream's dimensions, copy by copy."""
         return tuple(torch.arange(self.layout.small.hidden_size) + first for first in self.layout.copies)
 
+    def _entering(self) -> tuple[Tensor, ...]:
+        """The columns of q, k and v that read the stream, copy by copy."""
+        return self._hidden()
+
     def _make_image(self, kind: str) -> Image:
         """Where the small model lies in a matrix of a live layer, or of the vocabulary."""
-        # The columns of q, k and v that read the stream, copy by copy
-        at, copies, pairs = self.layout, self._hidden(), torch.tensor(self.layout.pairs)
+        at, copies, pairs = self.layout, self._entering(), torch.tensor(self.layout.pairs)
         second = copies[1] if len(copies) > 1 else NONE
         if kind in ("embed_tokens", "lm_head"):
             return self._vocabulary(kind == "lm_head")
