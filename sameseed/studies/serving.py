@@ -43,7 +43,7 @@ def cells(size: str) -> list[Cell]:
             alone = "" if len(formats) > 1 else f" {formats[0][0]}" + (" kv fp8" if formats[0][1] != "auto" else "")
             made.append(LoadCell(f"{lengths}{alone}", "1b", CLIENTS, formats, None, lengths, BOUND))
     ways = [Way("{1b}", (8,), "bf16", threshold, (), f"threshold {threshold:g}") for threshold in (0.2, 0.5, 0.8)]
-    ways.append(Way("{1b}", (8,), "bf16", None, (), "goodput", "goodput"))
+    ways += [Way("{1b}", (8,), "bf16", None, (), policy, policy) for policy in ("disco", "goodput")]
     return [*made, BenchCell("rounds", "bf16", tuple(ways))]
 
 
@@ -104,8 +104,10 @@ def _findings(load: Records, rounds: Records) -> list[str]:
         said.append(f"The most over plain bf16 with nine of ten first tokens in {BOUND:g} s: {best[0]:.2f} times, ")
         said[-1] += f"{_where(best[1])}, speculation {'on' if _is_on(best[1]) else 'off'}."
     for r in rounds:
-        if r["way"] == "goodput":
-            said.append(f"goodput drafted {_mean(r):.1f} tokens a round in the mean, {r['speedup']:.2f} times plain.")
+        if r["way"] in ("disco", "goodput"):
+            said.append(
+                f"{r['way']} drafted {_mean(r):.1f} tokens a round in the mean, {r['speedup']:.2f} times plain."
+            )
     return said
 
 
@@ -160,7 +162,7 @@ def _round_plot(rounds: Records) -> Plot:
     drafted = [r for r in rounds if r["way"]]
     lengths = [Series(r["way"], [(n, float(v)) for n, v in enumerate(r["draft_lengths"])]) for r in drafted]
     panels = [Panel("rounds by tokens drafted", "draft tokens", lengths, True)]
-    for name in ("threshold 0.2", "goodput"):
+    for name in ("threshold 0.2", "disco", "goodput"):
         if r := only(rounds, way=name):
             steps = r["first_steps"][1:13]  # the first reads the prompt
             parts = [
