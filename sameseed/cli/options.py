@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from itertools import pairwise
@@ -236,18 +236,15 @@ def profile_defaults(argv: Seq[str]) -> dict[str, Any]:
 def _engine(flags: dict[str, Any], engine: str) -> EngineChoice:
     model = flags.pop("model")
     if "draft" in flags:
-        choose = parse_draft if engine == "vllm" and _is_vllms(flags["draft"]) else partial(draft_choice, model=model)
+        choose: Callable[[str], SpecConfig | None] = partial(draft_choice, model=model)
+        if engine == "vllm":
+            from sameseed.export.vllm_draft import OWN
+
+            choose = parse_draft if flags["draft"].partition(":")[0] in OWN else choose  # only vLLM has these
         flags["draft"] = choose(flags["draft"])
     if "draft_options" in flags:
         flags["draft_options"] = parse_options(flags["draft_options"])
     return EngineChoice(model, flags)
-
-
-def _is_vllms(draft: str) -> bool:
-    """Whether only vLLM has such a drafter."""
-    from sameseed.export.vllm_draft import OWN
-
-    return draft.partition(":")[0] in OWN
 
 
 def _params(flags: dict[str, Any]) -> SamplingParams:
@@ -275,9 +272,7 @@ def draft_choice(draft: str, model: str) -> SpecConfig | None:
     embedded = model in ("embedded", "embedded-target")
     if draft == "auto":
         draft = EMBEDDED_DRAFT if embedded else "none"
-    if draft == "none":
-        return None
-    return _checked(parse_draft(draft), embedded)
+    return None if draft == "none" else _checked(parse_draft(draft), embedded)
 
 
 def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
@@ -303,6 +298,3 @@ def stdin_text(what: str) -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is no UTF-8 text ({error}); convert it first") from None
-
-
-__all__ = ["EngineChoice", "Parsed", "draft_choice", "option", "parse", "profile_defaults", "stdin_text"]

@@ -125,14 +125,12 @@ def check_parts(folder: Path, config: EngineConfig) -> tuple[Tokenizer, list[_Mo
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
             check_vocabulary(tokenizer, load_tokenizer(m.folder))
-    return tokenizer, models, [demand(folder, quant, config), *(_demand(m, config) for m in models if not m.is_view)]
-
-
-def _demand(m: _Model, config: EngineConfig) -> Demand:
-    if m.is_head:
-        return head_demand(m.folder, m.quant, config, m.target)
-    own = demand(m.folder, m.quant, config)
-    return replace(own, block=0) if m.shares_cache else own
+    demands = [demand(folder, quant, config)]
+    for m in (m for m in models if not m.is_view):
+        head = head_demand(m.folder, m.quant, config, m.target) if m.is_head else None
+        own = head or demand(m.folder, m.quant, config)
+        demands.append(replace(own, block=0) if m.shares_cache else own)
+    return tokenizer, models, demands
 
 
 def assemble(
@@ -286,15 +284,8 @@ def _runner(model: Llama, config: EngineConfig, num_blocks: int) -> ModelRunner:
 
 
 def _cache(c: ModelConfig, dense: str, config: EngineConfig, num_blocks: int) -> KVCache:
-    return KVCache(
-        c.num_layers,
-        num_blocks,
-        config.cache.block_size,
-        c.num_kv_heads,
-        c.head_dim,
-        cache_format(config.cache.format, dense),
-        config.device,
-    )
+    shape = (c.num_layers, num_blocks, config.cache.block_size, c.num_kv_heads, c.head_dim)
+    return KVCache(*shape, cache_format(config.cache.format, dense), config.device)
 
 
 def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

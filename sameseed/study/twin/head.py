@@ -70,16 +70,7 @@ def make_head_layout(
             f"{target.small.head_dim} and {target.small.rms_eps:g}; a twin needs them to be the same"
         )
     live = torch.arange(head.draft_vocab_size) if target_ids is None else target_ids.long()
-    free = torch.ones(target.config.vocab_size, dtype=torch.bool)
-    free[live] = False
-    largest = len(free) if layout.constant is not None else len(live)
-    wanted = min(max(len(live), DRAFT_VOCAB), largest) if num_tokens is None else num_tokens
-    if not len(live) <= wanted <= largest:
-        raise ConfigError(
-            f"the draft vocabulary must have {len(live)} to {largest} tokens, got {wanted}: the head's own, and "
-            "padding where the target's twin has padding too"
-        )
-    ids = torch.cat([live, free.nonzero().flatten()[: wanted - len(live)]])  # its own, then some that it never guesses
+    ids = _draft_ids(live, target.config.vocab_size, layout.constant is not None, num_tokens)
     config = replace(
         head,
         layer=layout.config,
@@ -88,6 +79,20 @@ def make_head_layout(
         aux_layers=tuple(target.layers[i] + 1 for i in head.captures(target.small.num_layers)),
     )
     return HeadLayout(layout, target, config, ids, len(live))
+
+
+def _draft_ids(live: Tensor, vocab_size: int, padded: bool, num_tokens: int | None) -> Tensor:
+    """Target ids of the draft's tokens: the head's own, then some that it never guesses. Raises ConfigError."""
+    free = torch.ones(vocab_size, dtype=torch.bool)
+    free[live] = False
+    largest = vocab_size if padded else len(live)
+    wanted = min(max(len(live), DRAFT_VOCAB), largest) if num_tokens is None else num_tokens
+    if not len(live) <= wanted <= largest:
+        raise ConfigError(
+            f"the draft vocabulary must have {len(live)} to {largest} tokens, got {wanted}: the head's own, and "
+            "padding where the target's twin has padding too"
+        )
+    return torch.cat([live, free.nonzero().flatten()[: wanted - len(live)]])
 
 
 class HeadTwinSource(TwinSource):
