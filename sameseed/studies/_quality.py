@@ -118,10 +118,12 @@ def extended(report: Report, found: Records, formats: Mapping[str, str], theirs:
 def panels(found: Records, formats: Mapping[str, str], theirs: Theirs) -> list[Panel]:
     """Bars by format, theirs beside ours."""
     made = []
-    if ratios := [(name, v) for form, name in formats.items() if (v := over(found, form))]:
-        published = [(formats[form], row[0] / theirs["bf16"][0]) for form, row in theirs.items()]
-        series = [Series("perplexity", ratios), Series("perplexity", published, True)]
-        made.append(Panel("perplexity over bf16's", "", series, True, 1.0))
+    lost = {name: 100.0 * (v - 1.0) for form, name in formats.items() if form != "bf16" and (v := over(found, form))}
+    if lost:
+        base = theirs["bf16"][0]
+        published = [(formats[form], 100.0 * (row[0] / base - 1.0)) for form, row in theirs.items() if form != "bf16"]
+        series = [Series("perplexity", list(lost.items())), Series("perplexity", published, True)]
+        made.append(Panel("perplexity: % above bf16's", "", series, True, 0.0))
     solved = []
     for column, (temperature, mode) in enumerate(MODES.items(), 1):
         bars = [(name, v) for form, name in formats.items() if (v := passed(found, form, temperature)) is not None]
