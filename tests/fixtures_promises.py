@@ -48,6 +48,8 @@ class PromiseServer:
     lacks: tuple[str, ...] = ()
     dies_after: int = 10**9
     changes_after: int = 10**9
+    lengths: tuple[int, ...] = ()  # of answers to prompts, in turns; none: all that was allowed
+    closed: bool = False
     inside: int = 0
     seen: list[dict[str, Any]] = field(default_factory=list)
     cached: dict[str, list[str]] = field(default_factory=dict)
@@ -55,6 +57,10 @@ class PromiseServer:
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         if len(self.seen) >= self.dies_after:
             raise httpx.ConnectError("refused")
+        if self.fault == "idle connections closed" and not self.closed and len(self.seen) % 5 == 4:
+            self.closed = True
+            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+        self.closed = False
         if request.url.path == "/v1/models":
             return httpx.Response(
                 200, json={"data": [{"id": "org/letters", "owned_by": "vllm", "max_model_len": 4096}]}
@@ -89,7 +95,8 @@ class PromiseServer:
         prompt, hit = self._prompt(body), self._hit(body)
         noise = self._noise(body)
         tokens: list[tuple[str, dict[str, float]]] = []
-        for _ in range(body["max_tokens"]):
+        most = self.lengths[len(prompt) % len(self.lengths)] if self.lengths else 10**9
+        for _ in range(min(most, body["max_tokens"])):
             values = logprobs_after(prompt + "".join(t for t, _ in tokens))
             values |= {t: v + values[t] for t, v in self._bias(body).items()}
             tokens.append((self._choose(values, body, noise, len(tokens)), values))
@@ -176,6 +183,8 @@ class PromiseServer:
             rows = [(c, value, {c: value}) for c, value in before] + [(t, v[t], v) for t, v in tokens]
         else:
             rows = [(t, v.get(t, -9.0), self._top(v)) for t, v in tokens]
+        if self.fault == "zeros for drafted tokens":
+            rows = [(t, 0.0, {}) if n % 3 == 2 else (t, v, top) for n, (t, v, top) in enumerate(rows)]
         if self.fault == "tokens of another text":
             rows = rows[1:]
         if body.get("return_tokens_as_token_ids"):

@@ -130,14 +130,24 @@ async def exchange(
 async def _attempts(
     client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str, Any], max_retries: int, made: Exchange
 ) -> None:
+    import httpx
+
     clock = time.perf_counter
     while True:
-        async with client.stream("POST", endpoint.url + endpoint.path, json=body) as response:
-            if response.status_code == 200:
-                async for chunk in response.aiter_raw():
-                    made.chunks.append((clock(), chunk))
-                return
-            detail = (await response.aread()).decode("utf-8", "replace")
+        answered = False
+        try:
+            async with client.stream("POST", endpoint.url + endpoint.path, json=body) as response:
+                answered = True
+                if response.status_code == 200:
+                    async for chunk in response.aiter_raw():
+                        made.chunks.append((clock(), chunk))
+                    return
+                detail = (await response.aread()).decode("utf-8", "replace")
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            if answered or made.retries >= max_retries:  # else the server had closed an idle connection (RFC 9112, 9.3)
+                raise
+            made.retries += 1
+            continue
         made.error, made.detail = f"HTTP {response.status_code}", " ".join(detail.split())[:MAX_DETAIL]
         if response.status_code not in BUSY:
             return

@@ -31,7 +31,7 @@ ENGINES: dict[str, dict[str, str]] = {
     "llama.cpp": {
         "load": "--parallel 1 takes one request after the other",
         "prefix": "--no-cache-prompt, or cache_prompt false in requests, computes every prompt anew",
-        "speculation": "start it with a draft; or compare with a server that has none (--again)",
+        "speculation": "newer ones let no request switch it: compare with a server that has no draft (--again)",
     },
     "openvino": {
         "load": "--max_num_seqs 1 takes one request after the other",

@@ -14,7 +14,7 @@ LEAST_DRAFTED = 32  # tokens, some accepted and some rejected, for speculation t
 # How requests switch speculation off and on; believed only where the answers tell that it was.
 SWITCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"speculation": "off"}, {"speculation": "fixed"}),  # sameseed
-    ({"speculative.n_max": 0}, {}),  # llama-server
+    ({"speculative.n_max": 0}, {}),  # llama-server, the versions that read it
 )
 
 
@@ -28,18 +28,19 @@ async def seeds(inquiry: Inquiry, evidence: Evidence) -> None:
     others = [inquiry.question(i, fields={**SAMPLING, "seed": inquiry.seed + 1000 + i}) for i in indices]
     firsts: list[ServedText] = []
     alone = varied = 0
-    for i in indices:
-        firsts.append(await ask(same[i]))
+    for i, mine, another in zip(indices, same, others, strict=True):
+        first = await ask(mine)
+        firsts.append(first)
         if firsts[0].refused:
             evidence.missing = f"the server refuses seeds ({firsts[0].detail})"
             return
-        second, other = await ask(same[i]), await ask(others[i])
-        alone += evidence.compare(f"{inquiry.prompts[i].id}, seed {inquiry.seed + i}, again", firsts[i], second)
-        varied += other.error is None and other.text != firsts[i].text
+        second, other = await ask(mine), await ask(another)
+        alone += evidence.compare(f"{inquiry.prompts[i].id}, seed {inquiry.seed + i}, again", first, second)
+        varied += other.error is None and other.text != first.text
     together = await inquiry.asker.ask_together(same, inquiry.concurrency)
-    for i, answer in zip(indices, together, strict=False):
+    for i, first, answer in zip(indices, firsts, together, strict=False):
         where = f"{inquiry.prompts[i].id}, seed {inquiry.seed + i}, {inquiry.concurrency} at once"
-        evidence.compare(where, firsts[i], answer)
+        evidence.compare(where, first, answer)
     evidence.numbers["other_seeds_with_another_text"] = varied
     if not varied:
         evidence.missing = "no other seed gave another text: the server may sample nothing, or read no seed"

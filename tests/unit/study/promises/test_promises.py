@@ -75,6 +75,7 @@ async def test_a_server_that_keeps_its_promises(chat: bool) -> None:
         ("sums above 1", "logprobs"),
         ("tokens of another text", "logprobs"),
         ("scored otherwise", "logprobs"),
+        ("zeros for drafted tokens", "logprobs"),
     ],
 )
 async def test_each_broken_promise_is_found(fault: str, name: str) -> None:
@@ -98,6 +99,19 @@ async def test_each_broken_promise_is_found(fault: str, name: str) -> None:
         assert first["at"] == 5 and first["found"][5] == "z"
     if fault == "seed ignored":
         assert "not to read it" in " ".join(found["notes"])
+
+
+async def test_idle_connections_that_the_server_closed_are_no_failure() -> None:
+    """llama-server closes them without a word; a request that nothing answered is sent again."""
+    made = await inquire(PromiseServer("idle connections closed"))
+    assert statuses(made) == dict.fromkeys(ASKED, "holds") and not made["failures"]
+
+
+async def test_answers_of_unequal_lengths_are_compared_with_their_own() -> None:
+    """Seeds are asked of the longest answers first, in whatever order they stand."""
+    made = await inquire(PromiseServer(lengths=(20, 48, 33)))
+    found = entry(made, "seeds")
+    assert found["status"] == "holds" and found["compared"] == 12 and found["numbers"]["other_seeds_with_another_text"]
 
 
 async def test_a_server_that_changes_with_time() -> None:
