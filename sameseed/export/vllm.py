@@ -21,14 +21,14 @@ from sameseed.export.vllm_draft import (
     NGRAM_AHEAD,
     OLDEST,
     ON_ONE,
-    OPTIONS,
+    OPTIONS as OPTIONS,
     OVER_STAGES,
     SINCE,
     WITH_WEIGHTS,
-    Spread,
+    Spread as Spread,
     Version,
-    model_path,
-    speculative_config,
+    model_path as model_path,
+    speculative_config as speculative_config,
 )
 from sameseed.models.config import read_json
 
@@ -254,18 +254,3 @@ def _own_flags(more: str) -> list[str]:
                 "(sameseed serve --help)"
             )
     return made
-
-
-__all__ = [
-    "OPTIONS",
-    "Installed",
-    "Spread",
-    "arguments",
-    "check",
-    "environment",
-    "model_path",
-    "notes",
-    "shares_past",
-    "speculative_config",
-    "stored_scheme",
-]

@@ -23,23 +23,12 @@ ON_ONE = "a draft model with a draft_tensor_parallel_size of 1"
 NGRAM_AHEAD = "ngram with asynchronous scheduling"
 # Since when vLLM has what it did not have at first; (0, 20) is the oldest that was looked at.
 SINCE: Mapping[str, Version] = {
-    "ngram": (0, 20),
-    "ngram_gpu": (0, 20),
-    "suffix": (0, 20),
-    "draft_model": (0, 20),
-    "eagle": (0, 20),
-    "eagle3": (0, 20),
-    "mtp": (0, 20),
-    "dflash": (0, 20),
-    "dspark": (0, 25),
-    "draft_tensor_parallel_size": (0, 20),
-    "parallel_drafting": (0, 20),
+    **dict.fromkeys(("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash"), (0, 20)),
+    **dict.fromkeys(("draft_tensor_parallel_size", "parallel_drafting", "int8_per_token_head"), (0, 20)),
+    **dict.fromkeys(("suffix_decoding_max_cached_requests", "fp8_per_token_head"), (0, 20)),
+    **dict.fromkeys(("dspark", "int4_per_token_head"), (0, 25)),
     "draft_sample_method": (0, 22),
     "num_speculative_tokens_per_batch_size": (0, 24),
-    "suffix_decoding_max_cached_requests": (0, 20),
-    "int8_per_token_head": (0, 20),
-    "fp8_per_token_head": (0, 20),
-    "int4_per_token_head": (0, 25),
     "--per-request-spec-decode-metrics": (0, 29),
     OVER_STAGES: (0, 30),
     ON_ONE: (0, 31),
@@ -233,9 +222,8 @@ def _is_table(value: Any, spec: SpecConfig, spread: Spread) -> bool:
 
 
 Check = Callable[[Any, SpecConfig, Spread], bool]
-KEYS: Mapping[
-    str, tuple[tuple[str, ...], Check, str]
-] = {  # key: for which methods, whether it is good, what it must be
+# Keys of vLLM: for which methods, whether it is good, what it must be.
+KEYS: Mapping[str, tuple[tuple[str, ...], Check, str]] = {
     "draft_tensor_parallel_size": (
         WITH_WEIGHTS,
         lambda value, spec, spread: type(value) is int and value in (1, spread.tensor_parallel_size),

@@ -166,6 +166,29 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
     )
 
 
+LLAMA: Mapping[str, Any] = {  # of a Llama's config.json, what does not depend on its size
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": True,
+}
+
+
+def sizes_of(shape: Any) -> dict[str, int]:
+    """The sizes of a ModelConfig, or of what has the same fields, in the words of config.json."""
+    words = {
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+    }
+    fields = ("hidden_size", "intermediate_size", *words, "head_dim", "vocab_size")
+    return {words.get(name, name): getattr(shape, name) for name in fields}
+
+
 def is_parallel(folder: Path) -> bool:
     """Whether a folder holds a model that guesses several tokens in one pass: its config.json names a mask token."""
     if folder.suffix == GGUF or not (folder / "config.json").exists():

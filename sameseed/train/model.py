@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig
+from sameseed.models.config import LLAMA, ModelConfig, sizes_of
 from sameseed.train.losses import fused_cross_entropy
 
 
@@ -37,29 +37,9 @@ class ModelShape:
 
 def llama_config(shape: ModelShape | ModelConfig, max_positions: int, theta: float) -> dict[str, Any]:
     """The config.json of a model of this size, as `transformers` and sameseed read it; no token ends its texts."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": shape.intermediate_size,
-        "max_position_embeddings": max_positions,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": shape.num_heads,
-        "num_hidden_layers": shape.num_layers,
-        "num_key_value_heads": shape.num_kv_heads,
-        "rms_norm_eps": shape.rms_eps,
-        "rope_scaling": None,
-        "rope_theta": theta,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "vocab_size": shape.vocab_size,
-    }
+    made = {**LLAMA, **sizes_of(shape), "max_position_embeddings": max_positions, "rms_norm_eps": shape.rms_eps}
+    made |= {"rope_scaling": None, "rope_theta": theta, "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
+    return dict(sorted(made.items()))
 
 
 class RMSNorm(nn.Module):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, parse_config
+from sameseed.models.config import LLAMA, ModelConfig, parse_config, sizes_of
 
 ALIGN = 128  # live dimensions begin at multiples of the largest group of a number format, to share scales with nobody
 SIGNAL = 32.0  # the constant after the last norm, times the root mean square of the (small) stream there
@@ -107,22 +107,9 @@ def _raw_config(shape: ModelConfig, raw: Mapping[str, Any], eps: float, theta: f
         scaling = {**scaling, "rope_theta": theta}
     kept = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
+        **LLAMA,
         **{name: raw[name] for name in kept if name in raw},
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
+        **sizes_of(shape),
         "tie_word_embeddings": shape.tied_embeddings,
         "rms_norm_eps": eps,
         "rope_theta": theta,
