@@ -28,7 +28,7 @@ p { margin: .4rem 0; } .soft, small { color: var(--soft); }
 .mark { color: var(--tone); font-weight: 600; white-space: nowrap; }
 table { border-collapse: collapse; width: 100%; background: var(--card); font-size: .93rem; }
 th, td { text-align: left; vertical-align: top; padding: .5rem .6rem; border-bottom: 1px solid var(--line);
-  overflow-wrap: anywhere; }
+  overflow-wrap: break-word; }
 table.checks td:last-child { white-space: nowrap; overflow-wrap: normal; }
 th { color: var(--soft); font-weight: 600; overflow-wrap: normal; } td.n { font-variant-numeric: tabular-nums; }
 details { border-bottom: 1px solid var(--line); padding: .5rem 0; } summary { cursor: pointer; }
