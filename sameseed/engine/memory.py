@@ -9,6 +9,7 @@ from sameseed import devices, scheme
 from sameseed.config import EngineConfig
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.eagle_config import check_rotation
 from sameseed.models.eagle_loader import head_bytes
 from sameseed.models.loader import open_checkpoint
 from sameseed.models.weights import Shapes, TensorSource, weight_bytes
@@ -52,6 +53,7 @@ def demand_of(
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
     """The same of a draft head for the model in `target`. Raises also where the two do not fit together."""
+    check_rotation(folder, target)
     layer, weights, dense = head_bytes(folder, quant, read_config(target))
     return Demand(
         quant, weights, block_bytes(layer, scheme.cache_format(config.cache.format, dense), config.cache.block_size)

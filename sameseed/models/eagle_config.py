@@ -9,6 +9,7 @@ from typing import Any
 
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.models.config import GGUF, ModelConfig, layer_shapes, parse_config, read_json, whole_number
+from sameseed.models.layouts.base import say_once
 
 # Architecture (or speculators_model_type) -> which of the two kinds of head it is.
 HEADS = {
@@ -20,6 +21,7 @@ HEADS = {
     "Eagle3DraftModel": "eagle3",
 }
 _LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type of a speculator's layer
+ROTATED_FOR = "rotated_for"  # key of config.json: the seed of the rotation that a head is for
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # without them: the target's, none, no offsets
 
 
@@ -88,6 +90,29 @@ def is_head(folder: Path) -> bool:
 
     with Checkpoint(folder) as files:
         return "fc.weight" in files
+
+
+def rotation_of(target: Path) -> int | None:
+    """The seed of the rotation by which `sameseed quantize` turned a model's hidden states, None for none."""
+    record = target / "quantization.json"  # what quantizing leaves beside the weights
+    found = read_json(record) if target.is_dir() and record.exists() else {}
+    return found.get("seed") if "rotate" in str(found.get("method")).split("+") else None
+
+
+def check_rotation(head: Path, target: Path) -> None:
+    """Raise ConfigError for a head that was turned for another model; say so once where one may have to be turned."""
+    own, wanted = read_json(head / "config.json").get(ROTATED_FOR), rotation_of(target)
+    if own is not None and own != wanted:
+        has = "none" if wanted is None else f"the seed {wanted}"
+        raise ConfigError(
+            f"the head {head} was turned for a target whose rotation has the seed {own}, and {target} has {has}; take "
+            "the head as it was before, or turn that one for this target (sameseed quantize HEAD --head-for DIR)"
+        )
+    if own is None and wanted is not None:
+        say_once(
+            f"{target} was rotated, so a head for the model before it guesses badly: turn it (sameseed quantize "
+            f"{head} --head-for {target} -o DIR). One that was trained for the rotated model is right as it is"
+        )
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

@@ -18,14 +18,13 @@ from torch import Tensor
 from sameseed.errors import ConfigError
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import read_config, read_json
-from sameseed.models.eagle_config import HeadConfig, is_head
+from sameseed.models.eagle_config import ROTATED_FOR, HeadConfig, is_head, rotation_of
 from sameseed.models.eagle_loader import open_head
 from sameseed.models.loader import open_checkpoint
 from sameseed.models.save import check_destination, copy_files, new_folder, write_file, write_safetensors
 from sameseed.quantize._run import EMBEDDING, FILE, HEAD
 from sameseed.quantize.rotate import rotate_rows
 
-TURNED = "rotated_for"  # key of config.json: the seed of the target's rotation
 Tensors = dict[str, Tensor]
 
 
@@ -42,8 +41,10 @@ def turn_head(head: Path, target: Path, out: Path, original: Path | None = None,
     if not is_head(head):
         raise ConfigError(f"{head} is no draft head; --head-for turns one, e.g. sameseed quantize HEAD --head-for DIR")
     raw, seed = read_json(head / "config.json"), _seed(target)
-    if TURNED in raw:
-        raise ConfigError(f"{head} was turned before, for a rotation of seed {raw[TURNED]}; give the head as it was")
+    if ROTATED_FOR in raw:
+        raise ConfigError(
+            f"{head} was turned before, for a rotation of seed {raw[ROTATED_FOR]}; give the head as it was"
+        )
     with open_head(head, read_config(target)) as (config, files, shapes, layer):
         _check(head, config, files, shapes)
         tensors = {name: files.tensor(name) for name in shapes}
@@ -56,20 +57,19 @@ def turn_head(head: Path, target: Path, out: Path, original: Path | None = None,
         copy_files(head, folder)
         write_safetensors(folder / "model.safetensors", tensors)
         card = f"# {head.name}, for {target.name}\n\nWritten by sameseed from {head.name}: turned with its target.\n"
-        for name, text in {"config.json": json.dumps({**raw, TURNED: seed}, indent=2), "README.md": card}.items():
+        for name, text in {"config.json": json.dumps({**raw, ROTATED_FOR: seed}, indent=2), "README.md": card}.items():
             write_file(folder / name, [text.encode()])
     return out
 
 
 def _seed(target: Path) -> int:
     """Of the rotation of a quantized checkpoint. Raises ConfigError where there was none."""
-    record = read_json(target / FILE) if (target / FILE).exists() else {}
-    if "rotate" not in str(record.get("method")).split("+") or type(record.get("seed")) is not int:
+    seed = rotation_of(target)
+    if seed is None:
         raise ConfigError(
             f"{target} is no checkpoint of method rotate (its {FILE} would say so); its target's other forms take a "
             "head as it is"
         )
-    seed: int = record["seed"]
     return seed
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sameseed.models.eagle_config import rotation_of
 from sameseed.models.loader import load_tokenizer
 from sameseed.train import head_measure
 from sameseed.train.head_job import NAME, export_head, head_job, start_from_target
@@ -53,7 +54,7 @@ def run_head(
     head.to(device)
     job = head_job(head, target, texts, target_ids, recipe, out)
     progress = train(job, log, quiet=quiet, stop_after=stop_after)
-    export_head(head, target_ids, out / "head")
+    export_head(head, target_ids, out / "head", rotation=rotation_of(folder))
     more: dict[str, Any] = {"layers": layers}
     if prompts:
         more["acceptance"] = head_measure.measure_head(out / "head", target, prompts, recipe.kv_format)

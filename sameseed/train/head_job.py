@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.models.config import RopeConfig
+from sameseed.models.eagle_config import ROTATED_FOR
 from sameseed.models.llama import Llama
 from sameseed.ops import Ops, normed_rows
 from sameseed.scheme import QuantTensor
@@ -177,12 +178,18 @@ def start_from_target(head: HeadForTraining, target: Llama, target_ids: Tensor |
         mid.mlp.down_proj.weight[:, :num] = dense(ops, layer.down)[:, :num]
 
 
-def export_head(head: HeadForTraining, target_ids: Tensor | None, folder: Path, dtype: str = "bfloat16") -> None:
+def export_head(
+    head: HeadForTraining,
+    target_ids: Tensor | None,
+    folder: Path,
+    dtype: str = "bfloat16",
+    rotation: int | None = None,
+) -> None:
     """Write the head in the plain EAGLE-3 layout (`LlamaForCausalLMEagle3`), which vLLM reads too.
 
     `target_ids` int64 [Vd]: the target's token of each of the head's own. d2t int64 [Vd] holds offsets
     (id = i + d2t[i]); t2d bool [V] marks the tokens that the head has. An embedding is not written: it is the
-    target's, and so is the LM head where the vocabulary is whole.
+    target's, and so is the LM head where the vocabulary is whole. `rotation`: the seed of its target's, if it has one.
     """
     c, layer = head.config, head.config.layer
     tensors = {n: p.to(getattr(torch, dtype)) for n, p in head.named_parameters()}
@@ -200,7 +207,8 @@ def export_head(head: HeadForTraining, target_ids: Tensor | None, folder: Path, 
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
     }
-    write_model(folder, tensors, {"config.json": config})
+    turned = {} if rotation is None else {ROTATED_FOR: rotation}
+    write_model(folder, tensors, {"config.json": config | turned})
 
 
 def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from lawkit import MODEL_VOCAB, load_pair, random_prompts, run, texts, write_mod
 from sameseed import ops
 from sameseed.cli import main
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.engine.build import assemble
+from sameseed.engine.build import assemble, build_engine
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
@@ -108,6 +108,24 @@ def test_it_is_accepted_as_often(models: tuple[Path, Path], tmp_path: Path) -> N
     assert accepted["before"] > 60
     assert abs(accepted["turned"] - accepted["before"]) <= 0.1 * accepted["before"]
     assert accepted["as it was"] < 0.7 * accepted["before"]
+
+
+def test_a_head_for_another_rotation_is_told(
+    models: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, turned = models
+    head = made(tmp_path / "head", "reduced")
+    own = turn_head(head, turned, tmp_path / "out")
+
+    def built(model: Path, draft: Path) -> str:
+        caplog.clear()
+        build_engine(str(model), EngineConfig(spec=SpecConfig("eagle", str(draft))))
+        return caplog.text
+
+    assert "was rotated, so a head for the model before it guesses badly" in built(turned, head)
+    assert "rotated" not in built(turned, own) + built(target, head)
+    with pytest.raises(ConfigError, match=f"rotation has the seed {SEED}, and .* has none; take the head as it was"):
+        built(target, own)
 
 
 def test_what_cannot_be_turned(models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
