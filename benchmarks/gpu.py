@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -132,7 +132,7 @@ class Measurement:
         self.sizes, self.crew, self.book, self.free = sizes, crew, book, free
         self.parts: list[str] = args.parts
         self.clock = Clock(sizes.minutes)
-        self.shared = {"sizes": sizes.as_dict(), "device": args.device, "backend": args.backend}
+        self.shared = {"sizes": asdict(sizes), "device": args.device, "backend": args.backend}
         self.limits: dict[str, Any] | None = None
 
     def run(self) -> None:
@@ -208,7 +208,7 @@ def main() -> int:
     if shared["machine"]["isa"] is None:
         print("no native module: tokens are chosen by PyTorch, and the host's share is larger (docs/guides/gpu.md)")
     book = Book(args.out, shared)
-    book.write({"part": "plan", "bytes": planned, "sizes": sizes.as_dict()})
+    book.write({"part": "plan", "bytes": planned, "sizes": asdict(sizes)})
     log = args.out.with_suffix(".log")
     with Crew([sys.executable, str(HERE / "gpu_worker.py")], log) as crew:
         work = Measurement(args, sizes, crew, book, planned["free"])
@@ -219,14 +219,9 @@ def main() -> int:
         finally:  # also where it is interrupted: what was measured is summed up
             left_out = work.clock.left_out
             book.write({"part": "end", "seconds": 60 * sizes.minutes - work.clock.left(), "left_out": left_out})
-            finish(book, log)
+            print(f"records in {book.path}, errors in {log}")
+            print(gpu_summary.text(book.lines), flush=True)  # what was aimed at beside what was found
     return 0
-
-
-def finish(book: Book, log: Path) -> None:
-    """Print what was aimed at beside what was found."""
-    print(f"records in {book.path}, errors in {log}")
-    print(gpu_summary.text(book.lines), flush=True)
 
 
 if __name__ == "__main__":

@@ -153,10 +153,7 @@ def shares(subject: TimedModel, job: Pass, limits: Limits | None, ms: float) -> 
     if limits is None:
         return {"read_share": None, "compute_share": None}
     work = subject.work(job)
-    return {
-        "read_share": 1e3 * work.memory_s(limits) / ms,
-        "compute_share": 1e3 * work.compute_s(limits, "bf16") / ms,
-    }
+    return {"read_share": 1e3 * work.memory_s(limits) / ms, "compute_share": 1e3 * work.compute_s(limits, "bf16") / ms}
 
 
 def tell_curve(subject: TimedModel, shared: Mapping[str, Any], tell: Tell) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from sameseed.errors import ConfigError
@@ -40,13 +40,9 @@ class Sizes:
     minutes: float
     seconds: Mapping[str, float]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for a record, and for another process."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sizes:
-        """The inverse of as_dict, also after JSON."""
+        """The inverse of asdict, also after JSON."""
         given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in data.items()}
         return cls(**given)
 

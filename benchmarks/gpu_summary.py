@@ -56,12 +56,7 @@ def rows(lines: Lines) -> list[Row]:
     for part in (_bandwidth, _chains, _speculation, _large, _host, _peers, _laws, _told):
         try:
             found += part(lines)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-        ) as error:  # a record of another shape: the rest stays
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # of another shape: the rest stays
             found.append(Row(f"{part.__name__[1:]}: {type(error).__name__} {error}", "", NONE, None))
     return found
 
@@ -142,11 +137,8 @@ def _host(lines: Lines) -> list[Row]:
     spoken = chosen(lines, "speculation", shape=_shape(lines), batch=1)
     for name in ("plain", "eagle", "draft_model"):
         best = _best(x for x in spoken if x["arm"] == name and x.get("host_share") is not None)
-        note = (
-            ""
-            if best is None
-            else f" ({best['format']}{'; ' + best['timed_by'] if 'stand-in' in best['timed_by'] else ''})"
-        )
+        stand_in = f"; {best['timed_by']}" if best and "stand-in" in best["timed_by"] else ""
+        note = "" if best is None else f" ({best['format']}{stand_in})"
         share = best["host_share"] if best else None
         found.append(below(f"host share of a round at batch 1, {name}", 0.10, share, "%", note))
     return found
@@ -222,6 +214,5 @@ def text(lines: Lines) -> str:
     dry = " DRY RUN: toy sizes on the CPU, these numbers mean nothing." if lines[0]["dry_run"] else ""
     left = chosen(lines, "end")
     lost = "".join(f"\nleft out: {x['what']}: {x['why']}" for x in left[-1]["left_out"]) if left else ""
-    return (
-        "\n".join([f"{_shape(lines)} on {where}, {lines[0]['run']}, commit {lines[0]['commit']}.{dry}", *made]) + lost
-    )
+    head = f"{_shape(lines)} on {where}, {lines[0]['run']}, commit {lines[0]['commit']}.{dry}"
+    return "\n".join([head, *made]) + lost

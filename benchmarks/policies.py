@@ -50,22 +50,18 @@ def prompts_of(data: Path | None, encode: Any, vocab_size: int) -> dict[str, lis
     chat = [p for p in found if p.domain in CHAT]
     copied = [replace(p, text=f"{p.text}\n\n{p.text}\n\n{(p.text or '')[:80]}") for p in texts]
     if data is not None:
+        user = {"role": "user"}
         code = [Prompt(r["task_id"], "code", r["prompt"]) for r in lines(data / "humaneval.jsonl.gz")]
-        maths = [Prompt(str(i), "maths", None, user(r["question"])) for i, r in enumerate(lines(data / GSM8K))]
+        maths = [
+            Prompt(str(i), "maths", None, (user | {"content": r["question"]},))
+            for i, r in enumerate(lines(data / "gsm8k-test.jsonl.gz"))
+        ]
         asked = list(lines(data / "mt_bench.jsonl.gz"))
-        chat = [Prompt(str(r["question_id"]), "chat", None, user(r["turns"][0])) for r in asked]
+        chat = [Prompt(str(r["question_id"]), "chat", None, (user | {"content": r["turns"][0]},)) for r in asked]
     rng = random.Random(0)
     noise = [tuple(rng.randrange(vocab_size) for _ in range(48)) for _ in range(64)]
     named = {"code": code, "chat": chat, "maths": maths, "repetitive": copied}
     return {**{name: [encode(p)[-LONGEST:] for p in kind] for name, kind in named.items()}, "random": noise}
-
-
-GSM8K = "gsm8k-test.jsonl.gz"
-
-
-def user(text: str) -> tuple[dict[str, str], ...]:
-    """A conversation of one message."""
-    return ({"role": "user", "content": text},)
 
 
 def lines(path: Path) -> Iterable[dict[str, Any]]:

@@ -60,11 +60,6 @@ def run(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
-def version(python: str, package: str) -> str:
-    """The package's version in that environment."""
-    return run([python, "-c", f"import importlib.metadata as m; print(m.version('{package}'))"]).strip()
-
-
 def texts(client: str) -> Callable[[str, str], dict[str, Any]]:
     """Asks by a client (ask.py); every text must be the engine's own."""
 
@@ -173,10 +168,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     for client in args.clients:
+        script = f"import importlib.metadata as m; print(m.version('{client}'))"
         with Server() as url:
             found = CLIENTS[client](args.python, url)
         line: dict[str, Any] = {"schema": "sameseed.clients/1", "time": record.now(), "commit": record.commit()}
-        line |= {"machine": record.machine(), "client": client, "version": version(args.python, client), **found}
+        line |= {
+            "machine": record.machine(),
+            "client": client,
+            "version": run([args.python, "-c", script]).strip(),
+            **found,
+        }
         print(json.dumps({k: v for k, v in line.items() if k not in ("machine", "schema")}))
         with args.out.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -54,10 +54,7 @@ PLANS: dict[str, dict[str, list[Arm]]] = {
             Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 6.0),
             Arm("OpenVINO int4", "openvino", "openvino-int4", 7.0),
         ],
-        "8 bits": [
-            sameseed("w4a8", 6.0),
-            Arm("vLLM w8a8", "vllm", "hf-w8a8", 12.0),
-        ],
+        "8 bits": [sameseed("w4a8", 6.0), Arm("vLLM w8a8", "vllm", "hf-w8a8", 12.0)],
     },
 }
 # To try the machinery: the same arms on a small shape, each with little memory.

@@ -72,13 +72,9 @@ ENVIRONMENTS: dict[str, Environment] = {
             ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "nncf==3.4.0", "transformers==5.5.4"),
             ("huggingface_hub==1.21.0", "accelerate", "onnx", "requests", "sentencepiece"),
             ("--no-deps", "optimum==2.3.0", "optimum-intel==2.2.0"),
-        ),
+        )
     ),
-    "vllm": Environment(
-        installs=((TORCH,), ("--no-deps", VLLM)),
-        then=install_vllm_requirements,
-        needs=6,
-    ),
+    "vllm": Environment(installs=((TORCH,), ("--no-deps", VLLM)), then=install_vllm_requirements, needs=6),
     "transformers": Environment(installs=((TORCH,), ("transformers==5.23.0", "accelerate", "safetensors"))),
 }
 
@@ -102,7 +98,7 @@ def make(name: str, home: Path, interpreter: str, torch_index: str | None = None
 
     def install(*arguments: str) -> None:
         print(f"{name}: pip install {' '.join(arguments)}", flush=True)
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         subprocess.run([*pip, *arguments], check=True, env=variables)
 
     for arguments in environment.installs:

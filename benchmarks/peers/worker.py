@@ -102,10 +102,8 @@ def die_with_parent() -> None:
 def main() -> None:
     """Serve the engine named on the command line over stdin and stdout."""
     die_with_parent()
-    outgoing = os.fdopen(
-        os.dup(1), "w"
-    )  # libraries print to stdout: what they say goes to stderr, the protocol stays clean
-    os.dup2(2, 1)
+    outgoing = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to stdout: what they say goes to stderr, the protocol stays clean
     incoming = os.fdopen(os.dup(0), "r")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = importlib.import_module(f"engines.{sys.argv[1]}")

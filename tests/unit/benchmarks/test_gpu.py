@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import gpu
@@ -109,7 +110,7 @@ def test_the_parts_fit_the_run(sizes):
     total = sizes.seconds["compiling"] + sum(p.seconds for p in todo)
     assert total <= 60 * sizes.minutes and gpu_plan.FULL.minutes < 9
     assert {p.kind for p in todo} | {"compiling"} == set(gpu_plan.KINDS)
-    assert gpu_plan.Sizes.from_dict(json.loads(json.dumps(sizes.as_dict()))) == sizes
+    assert gpu_plan.Sizes.from_dict(json.loads(json.dumps(asdict(sizes)))) == sizes
 
 
 def test_time_that_one_part_leaves_goes_to_the_next():
@@ -123,7 +124,7 @@ def test_time_that_one_part_leaves_goes_to_the_next():
     assert clock.share(part[2], []) == 0
 
 
-HEAD = {"part": "plan", "sizes": gpu_plan.FULL.as_dict(), "machine": {"gpu": "a GPU"}, "device": "cuda",
+HEAD = {"part": "plan", "sizes": asdict(gpu_plan.FULL), "machine": {"gpu": "a GPU"}, "device": "cuda",
         "dry_run": False, "run": "now", "commit": "c"}  # fmt: skip
 SPOKEN = {"part": "speculation", "shape": "llama-3.1-8b", "batch": 1, "policy": "fixed", "host_share": None, "k": 5}
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 
 import gpu_crew
@@ -124,7 +125,7 @@ def test_an_interruption_leaves_no_job_and_no_process(tmp_path, monkeypatch):
 def worker(job, tmp_path, **settings):
     """The real worker with one job; its lines."""
     command = [sys.executable, gpu_worker.__file__]
-    given = {"kind": "costs", "sizes": DRY.as_dict(), "device": "cpu", "backend": "auto", "seconds": 9.0} | job
+    given = {"kind": "costs", "sizes": asdict(DRY), "device": "cpu", "backend": "auto", "seconds": 9.0} | job
     given["until"] = time.monotonic() + given["seconds"] + settings.get("later", 30.0)
     done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
