@@ -20,7 +20,7 @@ from sameseed.models.weights import Progress
 from sameseed.request import SamplingParams
 from sameseed.study import record
 from sameseed.study.schemas import CERTIFICATE_SCHEMA
-from sameseed.study.workload import read_prompts
+from sameseed.study.workload import prompts_name, read_prompts
 
 LEAST_TOKENS = 8  # of the answers that are compared
 Tick = Callable[[str, int, int], None]  # a check's name, how many are done, how many there are
@@ -165,7 +165,7 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
         "block_size": c.cache.block_size,
         "max_num_rows": c.max_num_rows,
         "batch": asked.batch,
-        "prompts": asked.prompts.name,
+        "prompts": prompts_name(asked.prompts),
         "num_prompts": len(subject.prompts),
         "max_tokens": asked.max_tokens,
         **{name: getattr(params, name) for name in record.SAMPLED[1:]},

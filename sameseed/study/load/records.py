@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,6 +15,7 @@ from sameseed.study.load.prompts import Shape
 from sameseed.study.load.wire import Endpoint
 from sameseed.study.record import commit, machine, now
 from sameseed.study.schemas import LOAD_SCHEMA
+from sameseed.study.workload import prompts_name
 
 RATES = ("output_tokens_per_s", "requests_per_s", "goodput_requests_per_s")
 SPREADS = ("ttft_ms", "tpot_ms", "itl_chunk_ms", "itl_token_ms", "e2e_ms")
@@ -31,7 +33,7 @@ def config(bench: LoadBench, arm: Endpoint, shape: Shape, level: LoadLevel) -> d
         "served": arm.speculation,
         "chat": arm.chat,
         "fields": dict(arm.fields),
-        "prompts": s.prompts.rpartition("/")[2],
+        "prompts": prompts_name(Path(s.prompts)),
         "lengths": shape.label,
         "num_input_tokens": shape.num_input,
         "max_tokens": shape.num_output,

@@ -21,7 +21,7 @@ from sameseed.study.promises.inquiry import Inquiry
 from sameseed.study.promises.reading import ServedText
 from sameseed.study.promises.weights import Weights
 from sameseed.study.schemas import SERVER_SCHEMA
-from sameseed.study.workload import ASSETS, Prompt, read_prompts
+from sameseed.study.workload import ASSETS, Prompt, prompts_name, read_prompts
 
 if TYPE_CHECKING:
     import httpx
@@ -235,7 +235,7 @@ def _config(inquiry: Inquiry, settings: ServerSettings, engine: str) -> dict[str
         "model": record.model_name(inquiry.asker.endpoint.model),
         "chat": inquiry.chat,
         "extra_fields": inquiry.asker.extras,
-        "prompts": "built-in" if settings.prompts is None else settings.prompts.name,
+        "prompts": "built-in" if settings.prompts is None else prompts_name(settings.prompts),
         "num_prompts": len(inquiry.prompts),
         **{name: getattr(settings, name) for name in ("max_tokens", "requests", "seconds", "concurrency", "seed")},
         "tolerance": None if weights is None else weights.share,

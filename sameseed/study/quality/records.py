@@ -15,6 +15,7 @@ from sameseed.study.quality.suite import PerplexityText, Quality
 from sameseed.study.quality.tasks import TaskSettings
 from sameseed.study.quality.variant import Variant
 from sameseed.study.schemas import EVAL_SCHEMA
+from sameseed.study.workload import prompts_name
 
 
 def make_record(
@@ -59,7 +60,7 @@ def of_comparison(found: Comparison) -> list[dict[str, Any]]:
             **row.speed.stored,
             "draft": found.draft,
             "speculation": dict(asked.speculation),
-            "prompts": asked.prompts.name,
+            "prompts": prompts_name(asked.prompts),
             "num_prompts": len(row.speed.plain[0].completions),
             "max_tokens_of_speed": asked.max_tokens,
         }

@@ -133,7 +133,7 @@ def test_what_is_missing_or_odd_is_said(folder: Path, tmp_path: Path) -> None:
 def test_names_in_records_hold_no_path(folder: Path) -> None:
     for name in (*SETS, "spec-bench/qa"):
         assert prompts_name(Path(f"{name}:{folder}")) == prompts_name(Path(name)) == name
-    assert prompts_name(folder / "mine.jsonl") == "mine.jsonl"
+    assert prompts_name(folder / "mine.jsonl") == "mine.jsonl" and prompts_name(Path("text")) == "text"
 
 
 def test_later_turns_follow_the_targets_own_answers(pair_folders: tuple[Path, Path], folder: Path) -> None:
