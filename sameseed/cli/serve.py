@@ -93,10 +93,14 @@ def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: S
             "vLLM keeps one store of past texts, and there are several API keys: one's texts would be drafted for "
             "another; leave past and suffix_decoding_max_cached_requests out"
         )
-    facts = {"max_num_seqs": engine.settings["max_num_seqs"], "method": "none" if spec is None else spec["method"]}
+    facts: dict[str, object] = {
+        "max_num_seqs": engine.settings["max_num_seqs"],
+        "method": "none" if spec is None else spec["method"],
+    }
     detail, more = args.per_request_spec_decode_metrics, args.vllm_args
     arguments = vllm.arguments(engine.model, engine.settings, spread, config.names, detail, more)
     installed = look(args.vllm_python)
+    facts["greedy_only"] = vllm.greedy_only(installed, spec)
     vllm.check(installed, arguments, spec, spread, args.batch_invariant)
     return serve_vllm(
         arguments,

@@ -119,7 +119,8 @@ def check(
             "`ray start`"
         )
     wants = [str(word) for word in (method, cache, *spec) if word in SINCE]
-    wants += [OVER_STAGES] if spread.stages > 1 and method in WITH_WEIGHTS else []
+    over = spread.stages > 1 and method in WITH_WEIGHTS
+    wants += [OVER_STAGES] if over else []
     alone = method == "draft_model" and spec.get("draft_tensor_parallel_size", 1) < spread.tensor_parallel_size
     wants += [ON_ONE] if alone else []
     for word in wants:
@@ -133,8 +134,8 @@ def check(
             raise ConfigError("--batch-invariant is of vLLM's GPU kernels, and this build is for CPUs; leave it out")
         if cache is not None and cache.endswith("_per_token_head"):
             raise ConfigError(f"vLLM keeps no {cache} cache on CPUs; take --kv-format auto, bf16 or fp8")
-        if method in ("dspark", "ngram_gpu") or alone:
-            what = "a draft_tensor_parallel_size of 1" if alone else f"--draft {method}"
+        if method in ("dspark", "ngram_gpu") or alone or over:  # `over`: 0.32.0 ends with an AttributeError
+            what = OVER_STAGES if over else "a draft_tensor_parallel_size of 1" if alone else f"--draft {method}"
             raise ConfigError(f"{what} is not to be had in vLLM's build for CPUs; leave it out, or take --draft ngram")
     _check_flags(installed, words)
 
@@ -160,12 +161,26 @@ def notes(installed: Installed, spec: Mapping[str, Any] | None, batch_invariant:
         )
     if shares_past(spec):
         made.append("vLLM keeps one store of past texts: what one client was told may be drafted for another")
+    if greedy_only(installed, spec):
+        made.append(
+            "vLLM samples wrongly with drafts on CPUs (vllm-project/vllm#55005): requests whose temperature is not 0 "
+            "are refused"
+        )
     if batch_invariant:
         made.append(
             "--batch-invariant: slower, and a text still changes with drafts (sampled), other GPUs, another "
             "--tensor-parallel-size, another vLLM"
         )
     return made
+
+
+def greedy_only(installed: Installed, spec: Mapping[str, Any] | None) -> bool:
+    """Whether sampled requests must be refused: on CPUs vLLM loses their temperature where there is a draft.
+
+    It divides by memory that nothing was written to (vllm-project/vllm#55005, seen in 0.32.0); greedy requests in the
+    same pass come out wrong too.
+    """
+    return installed.cpu and spec is not None
 
 
 def shares_past(spec: Mapping[str, Any] | None) -> bool:

@@ -37,6 +37,13 @@ _MEDIA |= {"audio", "audio_url", "audio_embeds", "input_audio", "video", "video_
 _MEDIA |= {"file", "file_url", "file_data", "file_id", "input_file"}
 
 
+def check_greedy(body: Mapping[str, Any]) -> None:
+    """Raise ApiError 400 for a sampled request, where this vLLM would write a wrong text (and beside it others)."""
+    if body.get("temperature") != 0:
+        says = "vLLM samples wrongly with drafts on CPUs (vllm-project/vllm#55005): send temperature 0; or ask for a "
+        raise bad_request(says + "server without a draft", param="temperature", code="unsupported_parameter")
+
+
 def check(body: Mapping[str, Any]) -> None:
     """Raise ApiError 400 for what is not passed on: too much, or what no client may ask of vLLM."""
     for name, why in REFUSED.items():

@@ -23,7 +23,7 @@ from sameseed.server.gate import Gate
 from sameseed.server.guard import visit_of
 from sameseed.server.metrics import CONTENT_TYPE
 from sameseed.server.pages import joined
-from sameseed.server.passable import check, num_prompts
+from sameseed.server.passable import check, check_greedy, num_prompts
 from sameseed.server.reading import INLINE, Intake
 from sameseed.server.relay import Relay
 from sameseed.server.replicas import Replica, Replicas
@@ -111,6 +111,8 @@ def _passing(client: Replicas, config: ServerConfig, gate: Gate, intake: Intake,
             else:
                 check(body)
             if path.startswith("/v1/"):
+                if client.facts.get("greedy_only"):
+                    check_greedy(body)
                 salt(body, visit.tenant)
             count = int(body.get("n") or 1) * num_prompts(body.get("prompt"))
             with gate.enter(visit.tenant, count, visit.size) as ticket:

@@ -397,6 +397,7 @@ def test_what_a_vllm_has_passes() -> None:
         (CPU, {"invariant": True}, "GPU kernels"),
         (CPU, {"kv_format": "int8"}, "no int8_per_token_head cache on CPUs"),
         (CPU, {"draft": parse_draft("ngram_gpu")}, "--draft ngram_gpu is not to be had"),
+        (CPU, {"spread": Spread(1, 2), "draft": parse_draft("org/m")}, "several groups of layers is not to be had"),
         (
             Installed("0.33.0", flags=frozenset({"--served-model-name", "--max-num-seqs"})),
             {"more": "--max-num-sqs-x 3"},
@@ -416,6 +417,8 @@ def test_notes() -> None:
     assert "ngram_gpu does not" in vllm.notes(Installed("0.31.0"), ngram)[0]
     assert "one store" in vllm.notes(GPU, {"method": "suffix"})[1]
     assert "slower" in vllm.notes(GPU, None, True)[0]
+    assert "temperature is not 0 are refused" in vllm.notes(CPU, {"method": "draft_model"})[0]
+    assert vllm.greedy_only(CPU, ngram) and not vllm.greedy_only(CPU, None) and not vllm.greedy_only(GPU, ngram)
     assert vllm.shares_past({"method": "suffix"}) and not vllm.shares_past(suffix) and not vllm.shares_past(None)
 
 

@@ -51,6 +51,17 @@ async def test_every_route_but_health_wants_a_key() -> None:
         assert (await client.get("/health")).status_code == 200
 
 
+async def test_sampled_requests_are_refused_where_vllm_samples_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = Replicas(lambda n, f: VllmClient([], {**FACTS, "greedy_only": True}, python=sys.executable), 1)
+    monkeypatch.setattr(Replicas, "check_ready", lambda self: None)
+    app, _ = create_proxy(replicas, ServerConfig())
+    async with visiting(app) as client:
+        for body in ({}, {"temperature": 0.8}, {"temperature": None}):
+            response = await client.post("/v1/completions", json={"prompt": "x", **body})
+            assert response.status_code == 400 and "temperature 0" in response.json()["error"]["message"]
+        assert (await client.post("/v1/completions", json={"prompt": "x", "temperature": 0})).status_code == 503
+
+
 async def test_vllms_own_routes_are_not_there() -> None:
     async with visitor(ServerConfig()) as client:
         for path in ("/invocations", "/pause", "/update_weights", "/v1/load_lora_adapter", "/openapi.json", "/docs"):
