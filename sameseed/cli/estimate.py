@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sameseed.plan.estimate import Estimate
-    from sameseed.study.costs import Profile
     from sameseed.study.limits import Limits
     from sameseed.tuned import TunedFigure
 
@@ -112,11 +111,8 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
     costs = read_costs(args.cost, args.engine)
     if isinstance(costs, EngineCosts):
         return [estimate_engine(asked, costs)], f"{costs.engine}, {costs.machine or 'a machine that it does not name'}"
-    return estimate(asked, costs), _profiled(costs)
-
-
-def _profiled(costs: Profile) -> str:
-    return f"{costs.machine.get('cpu', '?')}, {costs.threads} threads, as profiled {costs.date[:10]}"
+    where = f"{costs.machine.get('cpu', '?')}, {costs.threads} threads, as profiled {costs.date[:10]}"
+    return estimate(asked, costs), where
 
 
 def _limits(args: EstimateArgs) -> tuple[Limits, str]:

@@ -11,6 +11,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def check(
 ) -> None:
     """Refuse, before it is started, what this vLLM lacks for these arguments. Raises ConfigError with the remedy."""
     spec = spec or {}
-    method, version, cache = spec.get("method"), installed.version, _value(words, "--kv-cache-dtype")
+    method, version = spec.get("method"), installed.version
+    caches = [after for word, after in pairwise([*words, ""]) if word == "--kv-cache-dtype"]
+    cache = caches[-1] if caches else None  # the last one, as parsers do
     if installed.number < OLDEST:
         raise ConfigError(f"vLLM {version} is too old, {_text(OLDEST)} is the oldest; update it: pip install -U vllm")
     if method == "suffix" and "arctic_inference" not in installed.modules:
@@ -186,12 +189,6 @@ def greedy_only(installed: Installed, spec: Mapping[str, Any] | None) -> bool:
 def shares_past(spec: Mapping[str, Any] | None) -> bool:
     """Whether texts of one client may be drafted for another."""
     return (spec or {}).get("method") == "suffix" and (spec or {}).get("suffix_decoding_max_cached_requests") != 0
-
-
-def _value(words: Seq[str], flag: str) -> str | None:
-    """The value of a flag; the last one, as parsers do."""
-    found = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == flag]
-    return found[-1] if found else None
 
 
 def _text(version: Version) -> str:

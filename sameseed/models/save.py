@@ -33,19 +33,8 @@ COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja", "LICENSE", "NOTICE",
 )  # fmt: skip
-_NAMES = {v: k for k, v in RAW.items() if not k.startswith("F8")} | {
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.bool: "BOOL",
-}
-
-
-def _readme(source: Path, schemes: Mapping[str, QuantScheme], card: str) -> str:
-    title = source.stem if source.suffix == GGUF else source.name
-    formats = ", ".join(sorted({str(s) for s in schemes.values()}))
-    text = f"# {title}, quantized\n\nWritten by sameseed from {source.name}: {len(schemes)} matrices in {formats}.\n"
-    return text + (f"\n{card}\n" if card else "")
+_NAMES = {v: k for k, v in RAW.items() if not k.startswith("F8")} | {torch.bool: "BOOL"}
+_NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"}
 
 
 def save_quantized(
@@ -80,7 +69,10 @@ def save_quantized(
             writer.add(name, value)
         writer.finish()
         raw["quantization_config"] = writer.quantization_config()
-        readme = _readme(source, schemes, card)
+        title = source.stem if source.suffix == GGUF else source.name
+        formats = ", ".join(sorted({str(s) for s in schemes.values()}))
+        about = f"Written by sameseed from {source.name}: {len(schemes)} matrices in {formats}.\n"
+        readme = f"# {title}, quantized\n\n{about}" + (f"\n{card}\n" if card else "")
         texts = {"config.json": json.dumps(raw, indent=2), "README.md": readme, **(files or {})}
         for name, text in texts.items():
             write_file(partial / name, [text.encode()])
@@ -240,8 +232,8 @@ class _Writer:
         if self.method == "sameseed":
             return own.config_of(self.schemes)
         dense = [n.removesuffix(".weight") for n, shape in self.expected.items() if len(shape) == 2]
-        dense = [m for m in [*dense, "lm_head"] if m not in self.schemes and m != "model.embed_tokens"]
-        dense = list(dict.fromkeys(dense))
+        apart = {*self.schemes, "model.embed_tokens"}
+        dense = list(dict.fromkeys(m for m in [*dense, "lm_head"] if m not in apart))
         if self.method == "bitsandbytes":
             return {**self.config, "llm_int8_skip_modules": dense}
         groups = list(self.groups.values())

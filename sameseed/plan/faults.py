@@ -146,12 +146,13 @@ def _without(counted: Counted) -> list[tuple[str, float]]:
 def _time(state: State, pricing: Pricing) -> Iterator[Fault]:
     """Where a round's time goes."""
     s, engine, costs = state, state.counted.engine, pricing.costs
+    few_prompts = (s.counted.prompt_tokens or 0.0) < 0.5 * (s.counted.tokens or 0.0)  # their passes are long by right
     if s.target_s and costs is not None and costs.rows:
         told = pricing.target_seconds(s.batch * (1 + s.k))
         if s.target_s > BUSY * told:
             says = f"a pass takes {s.target_s * 1e3:.1f} ms, the table says {told * 1e3:.1f}: something else runs here"
             yield Fault("busy machine", says, ("end what else runs", "fewer --threads than cores", "profile again"))
-    elif (uneven := _uneven(s.counted)) is not None and uneven > UNEVEN and _decodes(s.counted):
+    elif (uneven := _uneven(s.counted)) is not None and uneven > UNEVEN and few_prompts:
         says = f"one gap in twenty is {uneven:.0f} times the median: something else runs on this machine"
         yield Fault("busy machine", says, ("end what else runs", "fewer threads than cores"))
     step = s.draft_s / s.k if s.draft_s is not None else None
@@ -213,11 +214,6 @@ def _remarks(state: State) -> Iterator[Fault]:
         share = (counted.prefix_hits or 0.0) / counted.prefix_queries
         says = f"{share:.0%} of prompts were in the prefix cache: texts that repeat flatter suffix and n-gram drafts"
         yield Fault("repeated texts", says, ("measure with prompts of your own traffic",))
-
-
-def _decodes(counted: Counted) -> bool:
-    """Were there few prompts, whose passes are long by right?"""
-    return (counted.prompt_tokens or 0.0) < 0.5 * (counted.tokens or 0.0)
 
 
 def _uneven(counted: Counted) -> float | None:

@@ -7,7 +7,7 @@ choices, and how far off the predictions were on prompts that no prediction saw.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from sameseed.plan.candidates import Prospect, Tell
 from sameseed.plan.grid import TuneRequest
-from sameseed.plan.race import Aim, Contestant, Job, race, ratio
+from sameseed.plan.race import Aim, Contestant, race, ratio
 from sameseed.plan.simulate import Interval
 from sameseed.study import record
 from sameseed.study.schemas import TUNE_SCHEMA
@@ -94,7 +94,12 @@ def regrets(
     """
     aim, half = Aim.of(asked), len(asked.fitted)
     race(runners, half, asked.batches, math.inf, aim, tell, all_run=True)
-    held = [_fresh(c, jobs=_shifted(c.jobs, half)) for c in runners]
+
+    def held_out(c: Contestant) -> Contestant:
+        jobs = lambda batch, members: c.jobs(batch, [half + i for i in members])  # noqa: E731
+        return replace(c, jobs=jobs, tokens={}, seconds={}, ttft={}, itl={}, texts={})
+
+    held = [held_out(c) for c in runners]
     race(held, len(asked.prompts) - half, asked.batches, math.inf, aim, tell, all_run=True)
     for c, other in zip(runners, held, strict=True):
         c.texts |= {(batch, half + i): text for (batch, i), text in other.texts.items()}
@@ -104,14 +109,6 @@ def regrets(
     order = aim.ranked(runners)
     order.sort(key=lambda c: c is not getattr(first, "source", None))
     return order, compare(held, order[0].prospect, asked)
-
-
-def _fresh(c: Contestant, **changes: Any) -> Contestant:
-    return replace(c, tokens={}, seconds={}, ttft={}, itl={}, texts={}, **changes)
-
-
-def _shifted(jobs: Callable[[int, Seq[int]], list[Job]], by: int) -> Callable[[int, Seq[int]], list[Job]]:
-    return lambda batch, members: jobs(batch, [by + i for i in members])
 
 
 def compare(held: Seq[Contestant], chosen: Prospect, asked: TuneRequest) -> Regret:

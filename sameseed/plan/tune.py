@@ -20,12 +20,12 @@ from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
 from sameseed.plan.acceptance import Replay
 from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, survivors
-from sameseed.plan.grid import Setting, TuneRequest, options_of
+from sameseed.plan.grid import TuneRequest, options_of
 from sameseed.plan.race import Aim, Contestant, first_rung, race, ratio
 from sameseed.plan.regret import Regret, regrets
 from sameseed.plan.simulate import Interval
 from sameseed.study import record
-from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedMachine, TunedModel
+from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
 
 MEASURE_SHARE, RACE_SHARE = 0.6, 0.9  # of the time: drafts are measured up to here; of what is left then, the race
 
@@ -157,19 +157,12 @@ def _differing(runners: list[Contestant]) -> list[str]:
     return found
 
 
-def _machine(asked: TuneRequest, setting: Setting) -> TunedMachine:
-    """This machine, with the threads of the setting."""
-    machine = machine_here(str(asked.settings.get("device", "cpu")))
-    threads = machine.threads if setting.threads is None or machine.gpu else setting.threads
-    return replace(machine, threads=threads)
-
-
 def as_tuned(found: TuneOutcome) -> Tuned:
     """What `serve --profile` reads."""
     asked, best = found.asked, found.best
     setting = best.prospect.candidate
     spec, drafting = setting.spec, not setting.plain
-    batches = sorted(asked.batches)
+    batches, machine = sorted(asked.batches), machine_here(str(asked.settings.get("device", "cpu")))
     name = "speedup_batch_{}"
     predicted = {
         name.format(b): _figure(found.predicted(best.prospect, b), "profiled", found.error(best, b)) for b in batches
@@ -179,7 +172,7 @@ def as_tuned(found: TuneOutcome) -> Tuned:
     replay = found.replays.get(setting.way)
     ratios = found.quality.get((setting.format, setting.kv_format))
     return Tuned(
-        machine=_machine(asked, setting),
+        machine=machine if setting.threads is None or machine.gpu else replace(machine, threads=setting.threads),
         model=TunedModel(asked.model, store.weights_key(resolve_model(asked.model))),
         chosen=Chosen(
             format=setting.format,
