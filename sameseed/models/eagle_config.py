@@ -9,7 +9,6 @@ from typing import Any
 
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.models.config import GGUF, ModelConfig, layer_shapes, parse_config, read_json, whole_number
-from sameseed.models.layouts.base import say_once
 
 # Architecture (or speculators_model_type) -> which of the two kinds of head it is.
 HEADS = {
@@ -109,6 +108,8 @@ def check_rotation(head: Path, target: Path) -> None:
             "the head as it was before, or turn that one for this target (sameseed quantize HEAD --head-for DIR)"
         )
     if own is None and wanted is not None:
+        from sameseed.models.layouts.base import say_once  # loads torch, which a command line for vLLM does without
+
         say_once(
             f"{target} was rotated, so a head for the model before it guesses badly: turn it (sameseed quantize "
             f"{head} --head-for {target} -o DIR). One that was trained for the rotated model is right as it is"
