@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -56,12 +56,10 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.server.config import Keys, ServerConfig
     from sameseed.server.run import serve
 
-    same = ["host", "port", "max_queue", "request_timeout", "drain_timeout", "load_timeout", "metrics_prefix", "cors"]
-    same += ["reasoning_parser", "max_draft_tokens"]
     folder = Path(engine.model).expanduser()  # its path is nothing for clients
     name, *aliases = args.served_model_name or ((folder.resolve().name if folder.exists() else engine.model),)
     config = ServerConfig(
-        **{name: getattr(args, name) for name in same},
+        **{f.name: getattr(args, f.name) for f in fields(ServerConfig) if hasattr(args, f.name)},
         model_name=name,
         aliases=tuple(aliases),
         keys=Keys.read(args.api_key_file),

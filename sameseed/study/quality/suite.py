@@ -60,9 +60,7 @@ class Quality:
                 "bits_per_byte": p.bits_per_byte if math.isfinite(p.perplexity) else None,
                 "tokens": p.tokens,
                 "bytes": p.num_bytes,
-                "window": p.window,
-                "stride": p.stride,
-                "whole": p.whole,
+                **{name: getattr(p, name) for name in ("window", "stride", "whole")},
                 "tokens_digest": p.digest,
                 "notes": list(self.notes),
             }
