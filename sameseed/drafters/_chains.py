@@ -146,8 +146,11 @@ def likely_after(
     siblings: int,
     with_probability: bool,
 ) -> list[tuple[int, float]]:
-    """The choice after `path` by logits [V] there, and `siblings` others, with probabilities (1: nobody asks)."""
-    if siblings:
+    """The choice after `path` by logits [V] there, and `siblings` others, with probabilities (1: nobody asks).
+
+    Sampled, what says how likely the target agrees is the share of log p + noise: noise lifts tokens of any p.
+    """
+    if siblings or (with_probability and not seq.params.greedy):
         return choices(row, seq, path, eos_token_ids, 1 + siblings) or [(FAILED, 0.0)]
     token = int(row.argmax()) if plain_greedy(seq) else choose(row, seq, path, eos_token_ids)
     return [(token, probability(row, seq, token) if with_probability and token != FAILED else 1.0)]

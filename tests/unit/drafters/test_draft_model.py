@@ -21,6 +21,7 @@ from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
+from sameseed.spec.choices import choices
 from sameseed.spec.draft import Draft
 
 PROMPTS = random_prompts(5, seed=4)
@@ -217,10 +218,12 @@ def test_confidence_ends_a_chain_with_the_first_unsure_token(pair: Pair, monkeyp
     assert draft.confidence.tolist() == pytest.approx([0.9, 0.45, 0.045]), "of the whole path"
 
 
-def test_confidence_is_the_drafts_probability(pair: Pair) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_confidence_is_how_likely_the_target_agrees(pair: Pair, temperature: float) -> None:
+    """Greedy the draft's probability, sampled the token's share of what log p + noise leaves."""
     engine = make_engine(pair, "draft_model", k=3, confidence=0.0)
     drafter = drafter_of(engine)
-    seq = Sequence(0, [5, 6, 7], SamplingParams(temperature=0.8), 11)
+    seq = Sequence(0, [5, 6, 7], SamplingParams(temperature=temperature), 11)
     draft = drafter.propose([seq], [3])
     check = Sequence(1, [5, 6, 7, *draft.tokens.tolist()], SamplingParams(), 0)
     runner = drafter.runner
@@ -230,7 +233,11 @@ def test_confidence_is_the_drafts_probability(pair: Pair) -> None:
     check = Sequence(2, [5, 6, 7], SamplingParams(), 0)
     runner.blocks.reserve(check, 6)
     out = runner.forward([check], draft, [3])
-    wanted = [float((out.logits[i] / 0.8).softmax(-1)[t]) for i, t in enumerate(draft.tokens.tolist())]
+    tokens, rows = draft.tokens.tolist(), out.logits.cpu()
+    if temperature:
+        wanted = [choices(rows[i].numpy(), seq, tokens[:i], (), 1)[0][1] for i in range(3)]
+    else:
+        wanted = [float(rows[i].softmax(-1)[t]) for i, t in enumerate(tokens)]
     assert draft.confidence is not None
     assert draft.confidence.tolist() == pytest.approx(np.cumprod(wanted), rel=1e-5)
 
