@@ -120,7 +120,8 @@ def native_likely(
     rows = np.ascontiguousarray(rows)
     tokens, shares = np.empty((len(rows), count), np.int64), np.empty((len(rows), count))
     if len(rows):
-        where = 0 if ids is None else ids.ctypes.data
+        own = None if ids is None else np.ascontiguousarray(ids, np.int32)
+        where = 0 if own is None else own.ctypes.data
         args = sampling.native_args(rows[0], params, seed, position)
         _native.likely(*args, len(rows), where, count, tokens.ctypes.data, shares.ctypes.data)
     return tokens, shares
