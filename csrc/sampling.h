@@ -30,7 +30,7 @@ struct Choice {
 // exponentials: greedy of all logits, sampled of the logits plus noise of those that come first (at least `share_among`).
 std::vector<Choice> choices(const SamplingArgs& args, bool greedy, int64_t count);
 
-constexpr int64_t share_among = 4;
+constexpr int64_t share_among = 8;
 
 // `choices` for a tree, after each of `num_rows` rows [V] that lie behind each other, from args.logits on. `ids` [V]: the token
 // that a place of a row stands for (a head's own vocabulary); null: its own number. What top-k, top-p and min-p leave out of a

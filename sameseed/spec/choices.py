@@ -18,7 +18,7 @@ from sameseed.spec import sampling
 if sampling.HAS_NATIVE:
     from sameseed import _native
 
-SHARE_AMONG = 4  # sampled tokens, at least, whose exponentials a share is of: csrc/sampling.h has the same, and
+SHARE_AMONG = 8  # sampled tokens, at least, whose exponentials a share is of: csrc/sampling.h has the same, and
 LEFT_OUT = 3.0  # taken in a tree off the logarithm of what the draft's own truncation excludes
 Choices = list[tuple[int, float]]
 Ints = NDArray[np.int64]
