@@ -2,7 +2,7 @@
 
 A table stands between two markers, and what lies between them is replaced:
 
-    <!-- table:summary -->    README's: rows of bench.jsonl and headline.jsonl, with prompts, tokens and runs
+    <!-- table:summary -->    README's: rows of bench.jsonl and shapes.jsonl, with prompts, tokens and runs
     <!-- table:bench -->      the newest run in benchmarks/results/bench.jsonl
     <!-- table:eval -->       the newest comparison of formats in benchmarks/results/eval.jsonl
     <!-- table:quantize -->   the newest record of every method and format in quantize.jsonl

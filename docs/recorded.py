@@ -277,25 +277,24 @@ def server(_: list[Record]) -> str:
 
 
 def summary(_: list[Record]) -> str:
-    """README's table: the embedded pair, greedy and sampled, and a real shape, with prompts, tokens and runs."""
-    rows, bench, shape = [], last_run(lines("bench")), lines("headline")[0]["title"]
-    for r in bench:
-        c = r["config"]
-        if c["num_draft_tokens"] in (0, 5):
-            text = f"temperature {c['temperature']}" if c["temperature"] else "greedy"
-            cells = [f"embedded, {c['num_parameters'] / 1e6:.1f} M", text, c["label"], f"{r['tokens_per_s']:.0f}"]
-            runs = f"{c['num_prompts']} x {c['max_tokens']}, {len(r['repetitions'])}"
-            rows.append([*cells, f"{r['speedup']:.2f}x" if c["num_draft_tokens"] else "1", runs])
-    r = newest((r for r in lines("headline") if r["title"] == shape), lambda r: r["title"])[0]
-    ours = r["ways"][0]["tokens_per_s"]
-    for way in (w for w in r["ways"] if w["label"].startswith(("plain", "suffix", "1B", "llama.cpp"))):
-        ratio = "1" if way["label"] == "plain" else f"{way['tokens_per_s'] / ours:.2f}x"
-        prompts = f"{r['prompts']['count']} x {r['prompts']['max_tokens']}, {r['repeat']}"
-        rows.append([shape, "greedy", way["label"], f"{way['tokens_per_s']:.1f}", ratio, prompts])
-    head = ["model", "text", "decoding", "tokens/s", "times plain", "prompts x tokens, runs"]
-    same = yes(all(b["equals_plain"] for b in bench))
-    about = f"Tokens: at most this many a prompt. Texts of the embedded pair equal plain decoding's: {same}."
-    return f"{markdown(head, rows, (3, 4))}\n\n{about} Records: {measured_on(bench[-1])}; {measured_on(r)}."
+    """README's table: the embedded pair and twins of real shapes, greedy and sampled, with prompts, tokens and runs."""
+    shapes = lines("shapes")
+    found = [r for r in last_run(lines("bench")) if r["config"]["num_draft_tokens"] in (0, 5)]
+    for model in dict.fromkeys(r["config"]["model"] for r in shapes):
+        found += last_run([r for r in shapes if r["config"]["model"] == model])
+    rows, same = [], yes(all(r["equals_plain"] for r in found))
+    for r in found:
+        c, rate = r["config"], r["acceptance_rate"]
+        size = c["num_parameters"] / 1e6
+        cells = [f"{c['model']}, {f'{size:.1f} M' if size < 100 else f'{size / 1e3:.1f} B'}, {c['format']}"]
+        cells += [f"temperature {c['temperature']}" if c["temperature"] else "greedy", c["label"]]
+        cells += [f"{r['tokens_per_s']:.0f}", f"{r['speedup']:.2f}x" if c["num_draft_tokens"] else "1"]
+        cells += ["" if rate is None else f"{rate:.0%}"]
+        rows.append([*cells, f"{c['num_prompts']} x {c['max_tokens']}, {len(r['repetitions'])}"])
+    head = ["model", "text", "decoding", "tokens/s", "times plain", "accepted", "prompts x tokens, runs"]
+    about = f"Tokens: at most this many a prompt. All texts equal plain decoding's: {same}. Records: "
+    about += "; ".join(dict.fromkeys(map(measured_on, found)))
+    return f"{markdown(head, rows, (3, 4, 5))}\n\n{about}."
 
 
 def runs(found: list[Record]) -> str:
@@ -327,7 +326,7 @@ OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # what makes a ta
     "headline": (headline, "its script is in the history"),
     "load": (load, "`sameseed bench serve --compare-speculation` writes one"),
     "server": (server, "its scripts are in the history"),
-    "summary": (summary, "`make bench` writes some"),
+    "summary": (summary, "`make bench` writes some, and `sameseed bench --model TWIN`"),
 }
 COMBINED = {"server", "summary"}  # of several files
 
@@ -341,7 +340,7 @@ def hint(name: str) -> str:
 def table(name: str) -> str:
     """The table of one marker, or what is missing for it."""
     found = lines(name)
-    if not found and (name not in COMBINED or not lines("bench") or not lines("headline")):
+    if not found and (name not in COMBINED or not lines("bench")):
         return hint(name)
     make = OWN[name][0] if name in OWN else runs
     rows = make(found).rstrip("\n").splitlines()
