@@ -138,8 +138,8 @@ def _findings(records: Records, base: Mapping[str, Any] | None) -> list[str]:
     said = [
         f"The fastest: target in {c['format']}, draft in {c['draft_format']}, k = {c['num_draft_tokens']}, {_how(best)}"
         f": {best['tokens_per_s']:.0f} tokens/s"
-        + ("" if total is None else f", {total:.2f} times one plain bf16 baseline (published best: 1.35 times)")
-        + f", {best['speedup']:.2f} times plain decoding in its own format."
+        + f". That is {best['speedup']:.2f} times plain decoding in its own format"
+        + ("." if total is None else f", and {total:.2f} times one plain bf16 baseline (published best: 1.35 times).")
     ]
     gains = {f: max((r["speedup"] for r in drafted if r["config"]["format"] == f), default=None) for f in BITS}
     known = ", ".join(f"{g:.2f} in {f}" for f, g in gains.items() if g is not None)

@@ -96,7 +96,7 @@ def _findings(load: Records, rounds: Records) -> list[str]:
         (least, low), (most, high) = (f(gains, key=lambda pair: pair[0]) for f in (min, max))
         said.append(
             f"Speculation (goodput): from {least:.2f} times the tokens/s ({_where(low)}) to {most:.2f} times "
-            f"({_where(high)}); published: 1.4 times in all."
+            f"({_where(high)}). Published: 1.4 times in all."
         )
     kept = [r for r in load if r["ttft_ms"]["p90"] is not None and r["ttft_ms"]["p90"] < BOUND * 1e3]
     best = max(((v, r) for r in kept if (v := _low(load, r)) is not None), key=lambda pair: pair[0], default=None)
