@@ -15,6 +15,7 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:gpu -->        the newest run of benchmarks/gpu.py on a GPU: aims and what was found, from gpu.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- study:assisted -->  a published study: theirs beside ours, from studies/assisted.jsonl
+    <!-- servers:promises -->   what servers kept of their promises, from promises.jsonl
     <!-- registry:drafters -->   the entries of a registry and the first sentence of each
     <!-- models:known -->    what known models need in memory, from their shapes
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
@@ -33,6 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from promised import promises
 from recorded import ROOT, markdown, table
 from studied import section
 
@@ -41,7 +43,7 @@ from sameseed.cli import options
 from sameseed.plan.paper import sheet
 from sameseed.request import SamplingParams
 
-MARKED = re.compile(r"(<!-- (table|study|registry|flags|models):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (table|study|servers|registry|flags|models):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -107,6 +109,7 @@ def models(_: str) -> str:
 MAKERS: dict[str, Callable[[str], str]] = {
     "table": table,
     "study": section,
+    "servers": promises,
     "registry": entries,
     "flags": flags,
     "models": models,

@@ -68,6 +68,9 @@ def undrafted(counted: Counted) -> Fault:
         return Fault(name, f"nothing was drafted: {says}", (flag,) if flag else ())
     if counted.drafts is None and counted.accept_length is None:
         return Fault("no drafter", "this server counts no drafts: it runs without speculation", (START[engine],))
+    if engine == "llama.cpp":  # it counts 0 either way
+        says = "nothing was drafted: this server runs without a draft, or its n-gram drafter found nothing"
+        return Fault("no drafter", says, (START[engine],))
     return Fault(
         "no guess",
         "speculation is on, but nothing was drafted: an n-gram drafter found nothing, or a table says 0 here",

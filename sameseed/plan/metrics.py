@@ -172,9 +172,10 @@ def watch(
         seen.append(read_text(get(), where))
     found = seen[-1].since(seen[0], max(time.perf_counter() - start, 1e-9))
     if not found.tokens:
+        late = " (llama-server counts an answer once it is whole)" if found.engine == "llama.cpp" else ""
         raise ConfigError(
-            f"{where}: no token was written in {seconds:g} s; send it the load that you want to know about while this "
-            "runs, or give more --seconds"
+            f"{where}: no token was written in {seconds:g} s{late}; send it the load that you want to know about while "
+            "this runs, or give more --seconds"
         )
     means: dict[str, Any] = {}
     for name in GAUGES:

@@ -128,6 +128,7 @@ def test_vllm_behind_our_server_is_advised_in_its_own_words() -> None:
         (page("vllm", {"generation_tokens_total": 900}), None, "no drafter", "--speculative-config"),
         (drafted("vllm", [0, 0], drafts=0, generation_tokens_total=900), None, "no guess", "--speculative-config"),
         (page("llama.cpp", {"tokens_predicted_total": 900}), None, "no drafter", "-md"),
+        (drafted("llama.cpp", [], drafts=0, tokens_predicted_total=900), None, "no drafter", "-md"),
         (
             page("sglang", {"generation_tokens_total": 9000, "spec_accept_length": 1.02, "spec_num_draft_tokens": 5}),
             None,

@@ -1,0 +1,53 @@
+"""What servers kept of their promises, from promises.jsonl: what stands between the markers `servers:NAME`."""
+
+from __future__ import annotations
+
+from recorded import Record, lines, markdown
+
+ENGINES = {"sameseed": "sameseed", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
+LAWS = {  # what a server can be asked of each law, by the promises of `verify-server`
+    "1, same seed, same text": {
+        "repeat": "asked again",
+        "stream": "streamed and whole",
+        "later": "later",
+        "load": "under load",
+        "ties": "near ties, also under load",
+        "prefix": "from the prefix cache",
+        "speculation": "drafts off and on, by the request",
+        "again": "drafts off and on, by a restart",
+        "seeds": "its seed again, also under load",
+    },
+    "2, the target's law": {"logprobs": "log-probabilities are the text's"},
+    "4, the reference": {"oracle": "a textbook decoder with its weights"},
+}
+
+
+def name_of(record: Record) -> str:
+    """Which server a report is of; the one that was compared with an earlier report has a draft."""
+    asked = {p["id"]: p for p in record["promises"]}
+    drafts = "again" in asked or asked["speculation"]["numbers"].get("draft_tokens")
+    return ENGINES[record["config"]["engine"]] + (", draft" if drafts else "")
+
+
+def promises(_: str) -> str:
+    """A row a promise, a column a server: how many comparisons differed, of how many texts."""
+    found = lines("promises")
+    if not found:
+        return "*No record yet: `sameseed verify-server URL --out benchmarks/results/promises.jsonl` writes one.*\n"
+    rows = []
+    for law, asked in LAWS.items():
+        for name, says in asked.items():
+            cells = []
+            for record in found:
+                p = next((p for p in record["promises"] if p["id"] == name), None)
+                texts = "" if p is None else f", {p['differing']} of {p['compared']}"
+                cells.append("" if p is None else f"not shown{'' if not p['compared'] else texts}")
+                if p is not None and p["status"] != "not shown":
+                    cells[-1] = f"{p['status']}{texts}"
+            rows.append([law, says, *cells])
+    c = found[-1]["config"]
+    about = (
+        f"{c['num_prompts']} prompts ({c['prompts']}), at most {c['max_tokens']} tokens, {c['concurrency']} at once; "
+        f"{sum(r['requests'] for r in found)} requests; {found[-1]['time'][:10]}."
+    )
+    return f"{markdown(['law', 'asked', *map(name_of, found)], rows)}\n\n{about}\n"
