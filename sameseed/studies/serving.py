@@ -51,7 +51,7 @@ def report(records: Records) -> Report:
     """Their plots: speed-up by lengths, FP8 over bf16, draft lengths, a timeline."""
     load = [r for r in records if r["cell"] != "rounds"]
     rounds = pick(records, cell="rounds")
-    plots = ([_load_plot(load)] if load else []) + ([_round_plot(rounds)] if rounds else [])
+    plots = ([_load_plot(load)] if load else []) + (_round_plots(rounds) if rounds else [])
     tables = ([_load_table(load)] if load else []) + ([_round_table(rounds)] if rounds else [])
     return Report(_findings(load, rounds), _published(load), plots, tables)
 
@@ -158,10 +158,12 @@ def _load_plot(load: Records) -> Plot:
     return Plot("load", "By lengths, clients and formats", [p for p in panels if any(s.points for s in p.series)])
 
 
-def _round_plot(rounds: Records) -> Plot:
+def _round_plots(rounds: Records) -> list[Plot]:
+    """Draft lengths, and where the time of rounds goes: apart, so that each has colours enough."""
     drafted = [r for r in rounds if r["way"]]
     lengths = [Series(r["way"], [(n, float(v)) for n, v in enumerate(r["draft_lengths"])]) for r in drafted]
-    panels = [Panel("rounds by tokens drafted", "draft tokens", lengths, True)]
+    drafts = Plot("drafts", "What rounds draft", [Panel("rounds by tokens drafted", "draft tokens", lengths, True)])
+    panels = []
     for name in ("threshold 0.2", "disco", "goodput"):
         if r := only(rounds, way=name):
             steps = r["first_steps"][1:13]  # the first reads the prompt
@@ -170,7 +172,7 @@ def _round_plot(rounds: Records) -> Plot:
                 for part in ("draft", "target", "verify", "schedule")
             ]
             panels.append(Panel(f"ms of each round, {name}", "round", parts, True, stacked=True))
-    return Plot("rounds", "What rounds draft, and where their time goes", panels)
+    return [drafts, *([Plot("rounds", "Where the time of rounds goes", panels)] if panels else [])]
 
 
 def _load_table(load: Records) -> Table:
