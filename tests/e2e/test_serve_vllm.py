@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import httpx
 import pytest
 from fixtures_server import Server, children, program, serving, wait_until
 from fixtures_vllm import FAKE, KEY, Fronted, real_pythons, stream
+
+from sameseed.export.vllm_installed import look
 
 
 @pytest.fixture
@@ -92,8 +96,6 @@ def test_a_death_is_told_at_once_and_mended(fronted: Fronted) -> None:
 
 
 def test_sigterm_lets_streams_finish_and_tells_the_rest(fronted: Fronted) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     with fronted.client() as http, ThreadPoolExecutor(2) as pool:
         short = pool.submit(stream, http, "short", max_tokens=15)
         long = pool.submit(stream, http, "long", max_tokens=5000)
@@ -140,23 +142,64 @@ def test_what_this_vllm_lacks_is_said_before_it_starts(
     assert not (tmp_path / "seen").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not real_pythons(), reason="no vLLM here: `make test-vllm` sets one up")
-def test_the_real_vllm_with_the_embedded_pair() -> None:
+REAL = pytest.mark.skipif(not real_pythons(), reason="no vLLM here: `make test-vllm` sets one up")
+
+
+@contextlib.contextmanager
+def real(*flags: str) -> Iterator[tuple[Server, httpx.Client]]:
+    """A server in front of the real vLLM with the embedded target, and a client of it."""
     import fixtures_server
 
     fixtures_server.START = 1800.0  # vLLM imports much, in three processes
-    python = real_pythons()[0]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "SAMESEED_API_KEY": ""}
-    flags = ["--max-model-len", "1024", "--max-num-seqs", "4", "--per-request-spec-decode-metrics", "detailed"]
-    flags += ["--engine", "vllm", "--vllm-python", python, "--vllm-args=--enforce-eager"]
-    with serving(*flags, env=env) as made, made.client() as http:
-        fields = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    own = ["--max-model-len", "1024", "--max-num-seqs", "4", "--per-request-spec-decode-metrics", "detailed"]
+    own += ["--engine", "vllm", "--vllm-python", real_pythons()[0], "--vllm-args=--enforce-eager"]
+    with serving(*own, *flags, env=env) as made, made.client() as http:
+        yield made, http
+
+
+def engine_of(pid: int) -> int:
+    """The process of vLLM's engine, a child of the one that a server started."""
+    below = [below for child in children(pid) for below in children(child)]
+    found = [pid for pid in below if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(found) == 1, found
+    return found[0]
+
+
+GREEDY = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.mark.slow
+@REAL
+def test_the_real_vllm_with_the_embedded_pair_and_after_a_kill() -> None:
+    with real() as (made, http):
+        fields = {"prompt": "def add(a, b):", **GREEDY}
         whole = http.post("/v1/completions", json=fields).json()
         told = whole["metrics"]["speculative_decoding"]
         assert whole["usage"]["completion_tokens"] == 24 and told["num_accepted_draft_tokens"] > 0
         assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"]
-        pieces = stream(http, fields.pop("prompt"), **fields)
-        assert "".join(p["choices"][0]["text"] for p in pieces if p["choices"]) == whole["choices"][0]["text"]
+        text = whole["choices"][0]["text"]
+        pieces = stream(http, fields["prompt"], **GREEDY)
+        assert "".join(p["choices"][0]["text"] for p in pieces if p["choices"]) == text
         assert "vllm:spec_decode_num_drafts_total" in http.get("/metrics").text
         assert http.post("/tokenize", json={"prompt": "abc"}).json()["count"] > 0
+        with ThreadPoolExecutor(3) as pool:
+            long = [pool.submit(stream, http, f"{i}", **{**GREEDY, "max_tokens": 900}) for i in range(3)]
+            wait_until(lambda: "sameseed:num_requests_inside 3.0" in http.get("/metrics").text)
+            os.kill(engine_of(made.process.pid), signal.SIGKILL)
+            assert all("error" in answer.result()[-1] for answer in long)
+        wait_until(lambda: http.get("/ready").status_code == 503)
+        wait_until(lambda: http.get("/ready").status_code == 200, 1800.0)
+        assert http.post("/v1/completions", json=fields).json()["choices"][0]["text"] == text
+        if look(real_pythons()[0]).cpu:
+            refused = http.post("/v1/completions", json={**fields, "temperature": 0.5})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
+
+
+@pytest.mark.slow
+@REAL
+def test_the_real_vllm_with_a_head_on_two_workers() -> None:
+    with real("--draft", "embedded-head", "--k", "3", "--tensor-parallel-size", "2") as (_, http):
+        whole = http.post("/v1/completions", json={"prompt": "def add(a, b):", **GREEDY}).json()
+        told = whole["metrics"]["speculative_decoding"]
+        assert whole["usage"]["completion_tokens"] == 24 and told["num_accepted_draft_tokens"] > 0
