@@ -17,7 +17,6 @@ namespace {
 
 constexpr int64_t rows_of_a_tile = 32;  // more would waste products with keys that only the last rows see
 constexpr int64_t tasks_per_thread = 4;
-constexpr int64_t most_blocks = 4;  // of a task that shares a tile: more would push the next head's pages out of reach
 
 // Everything that a kernel would follow blindly: offsets, lengths, masks, block numbers.
 void check_sequence(const AttentionArgs& a, const Sequences& s, int64_t b, int64_t num_blocks) {
@@ -70,21 +69,15 @@ struct Work {
 void attend_in_parts(const AttentionArgs& args, KvFormat format, std::vector<AttentionTile>& tiles, int64_t blocks) {
     const Kernels& table = kernels();
     const int64_t size = attention_partial(args.dim), wanted = tasks_per_thread * num_threads();
-    const int64_t step = std::clamp<int64_t>(blocks / wanted, 1, most_blocks);
+    const int64_t step = std::max<int64_t>(1, blocks / wanted);
     float* partial = scratch(partial_area, blocks * size);
     std::vector<Work> work;
-    int64_t first = tiles[0].first_block, end = 0;
     for (AttentionTile& tile : tiles) {
         tile.partial = partial;
         partial += (tile.end_block - tile.first_block) * size;
-        first = std::min(first, tile.first_block);
-        end = std::max(end, tile.end_block);
+        for (int64_t b = tile.first_block; b < tile.end_block; b += step)
+            work.push_back({&tile, b, std::min(b + step, tile.end_block)});
     }
-    // Blocks first: heads lie side by side, in pages and their scales in cache lines.
-    for (int64_t b = first; b < end; b += step)
-        for (const AttentionTile& tile : tiles)
-            if (b < tile.end_block && b + step > tile.first_block)
-                work.push_back({&tile, std::max(b, tile.first_block), std::min(b + step, tile.end_block)});
     const auto kernel = table.attention[static_cast<int>(format)];
     run_tasks(static_cast<int64_t>(work.size()), true, [&](int64_t i) {
         kernel(args, *work[i].tile, work[i].block_begin, work[i].block_end, scratch(attention_area, attention_scratch(args.dim)));
