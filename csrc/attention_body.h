@@ -66,30 +66,26 @@ using Row = std::conditional_t<unpacked_first<T>, float, T>;
 template <class T>
 void find(Walk& w, int64_t begin, int64_t end, const Row<T>** keys, const Row<T>** values, int64_t at) {
     const AttentionArgs& a = w.a;
-    const int64_t size = w.row_size, apart = a.kv_heads;
-    const T *k = static_cast<const T*>(a.k), *v = static_cast<const T*>(a.v);
     uint32_t block = static_cast<uint32_t>(begin) / static_cast<uint32_t>(a.block_size);
     int64_t place = begin - block * a.block_size;
-    for (int64_t i = begin, n; i < end; i += n, at += n, keys += n, values += n, block++, place = 0) {
-        n = a.block_size - place < end - i ? a.block_size - place : end - i;  // a division a key would cost more than its product
-        const int64_t row = (w.tile.block_table[block] * a.block_size + place) * apart + w.tile.kv_head;
-        if constexpr (unpacked_first<T>) {
-            for (int64_t j = 0; j < n; j++) {
-                float *key = w.unpacked + (at + j) * w.padded, *value = key + key_block * w.padded;
-                unpack_row(k + (row + j * apart) * size, a.k_scale[row + j * apart], a.dim, key);
-                unpack_row(v + (row + j * apart) * size, a.v_scale[row + j * apart], a.dim, value);
-                keys[j] = key, values[j] = value;
+    for (int64_t i = begin; i < end; block++, place = 0)  // a division a key would cost more than its product
+        for (int64_t row = (w.tile.block_table[block] * a.block_size + place) * a.kv_heads + w.tile.kv_head;
+             place < a.block_size && i < end; place++, i++, at++, row += a.kv_heads) {
+            if constexpr (unpacked_first<T>) {
+                float *key = w.unpacked + at * w.padded, *value = key + key_block * w.padded;
+                unpack_row(static_cast<const T*>(a.k) + row * w.row_size, a.k_scale[row], a.dim, key);
+                unpack_row(static_cast<const T*>(a.v) + row * w.row_size, a.v_scale[row], a.dim, value);
+                *keys++ = key;
+                *values++ = value;
+            } else {
+                *keys++ = static_cast<const T*>(a.k) + row * w.row_size;
+                *values++ = static_cast<const T*>(a.v) + row * w.row_size;
             }
-        } else {
-            const T *key = k + row * size, *value = v + row * size;
-            for (int64_t j = 0; j < n; j++) keys[j] = key + j * apart * size, values[j] = value + j * apart * size;
+            if constexpr (scaled<T> || decoded<T>) {
+                w.key_scales[at] = a.k_scale[row];
+                w.value_scales[at] = a.v_scale[row];
+            }
         }
-        if constexpr (scaled<T> || decoded<T>) {
-            const float *key_scale = a.k_scale + row, *value_scale = a.v_scale + row;
-            float *to_key = w.key_scales + at, *to_value = w.value_scales + at;
-            for (int64_t j = 0; j < n; j++) to_key[j] = key_scale[j * apart], to_value[j] = value_scale[j * apart];
-        }
-    }
 }
 
 // A draft node's own keys, at places [begin, end) of the block: its ancestors' and its own, at positions kv_len, kv_len + 1, ...

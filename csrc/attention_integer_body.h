@@ -81,8 +81,8 @@ inline void score_some(const CodeWalk& p, int64_t c, int64_t count, float* score
 inline void score_codes(CodeWalk& p, int64_t c, int64_t count, int64_t from, int64_t to, float* scores, int64_t stride) {
     for (int64_t place = from; place < to; place += panel_places, scores += panel_places) {
         for (int64_t j = 0; j < panel_places; j += lanes) {
-            const int8* room[lanes];
-            const int8* const* rows = p.places.take_keys(place + j, codes_ahead, room);
+            const int8* rows[lanes];
+            p.places.take_keys(place + j, codes_ahead, rows);
             for (int64_t d = 0; d < p.depth; d += 64)
                 transpose_words<0x80808080u>(rows, d, p.keys + d / 4 * panel_quad + j * 4, panel_quad);
         }

@@ -37,8 +37,8 @@ inline void score_pairs(PairWalk& p, int64_t c, int64_t count, int64_t from, int
     const int64_t bytes = p.depth / 2 * pair_bytes;
     for (int64_t place = from; place < to; place += keys_at_once, scores += keys_at_once) {
         for (int64_t j = 0; j < keys_at_once; j += lanes) {
-            const bf16* room[lanes];
-            const bf16* const* rows = p.places.take_keys(place + j, keys_at_once, room);
+            const bf16* rows[lanes];
+            p.places.take_keys(place + j, keys_at_once, rows);
             uint8_t* panel = p.keys + j / 32 * bytes + j % 32 * 4;
             for (int64_t d = 0; d < p.depth; d += 32) transpose_words<0>(rows, d, panel + d / 2 * pair_bytes, pair_bytes);
         }

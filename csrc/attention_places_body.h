@@ -13,10 +13,9 @@ struct Places {
     Places(Walk& walk, int64_t padded_dim) : w(walk), depth(padded_dim) {}
     const T* const* values() const { return at + key_block; }
 
-    bool whole() const { return depth == w.a.dim; }
     // A row with zeros behind its end, in area i.
     const T* padded(const T* row, int64_t i) {
-        if (whole() || row == zero_row<T>) return row;
+        if (depth == w.a.dim || row == zero_row<T>) return row;
         T* out = edges + i * depth;
         for (int64_t d = 0; d < depth; d++) out[d] = d < w.a.dim ? row[d] : T{0};
         return out;
@@ -26,10 +25,8 @@ struct Places {
     }
     // The shared rows of a block, and no others.
     void place_shared(int64_t start) {
-        if (w.low >= w.high) return clear(0, key_block);
-        clear(0, w.low);
-        clear(w.high, key_block);
-        find<T>(w, start + w.low, start + w.high, at + w.low, at + key_block + w.low, w.low);
+        clear(0, key_block);
+        if (w.low < w.high) find<T>(w, start + w.low, start + w.high, at + w.low, at + key_block + w.low, w.low);
     }
     // Row i's own, from place `from` on; `clear` takes them out.
     void place_own(int64_t i, int64_t start, int64_t from) {
@@ -40,15 +37,14 @@ struct Places {
     }
     int64_t own_begin(int64_t i) const { return w.begin[i] > w.known ? w.begin[i] : w.known; }
 
-    // The 16 keys from `place` on, padded into `room`; asks for their values, and for the keys `ahead` places later.
-    const T* const* take_keys(int64_t place, int64_t ahead, const T** room) {
-        for (int64_t i = place; i < place + lanes; i++) {
-            if (place + ahead < key_block) prefetch_row(at[i + ahead], w.a.dim);
-            prefetch_row(at[key_block + i], w.a.dim);
+    // The 16 keys from `place` on; asks for their values, and for the keys `ahead` places later.
+    void take_keys(int64_t place, int64_t ahead, const T** rows) {
+        for (int64_t i = 0; i < lanes; i++) {
+            const T *next = at[place + i + ahead], *value = at[key_block + place + i];
+            if (place + ahead < key_block && next != zero_row<T>) prefetch_row(next, w.a.dim);
+            if (value != zero_row<T>) prefetch_row(value, w.a.dim);
+            rows[i] = padded(at[place + i], i);
         }
-        if (whole()) return at + place;
-        for (int64_t i = 0; i < lanes; i++) room[i] = padded(at[place + i], i);
-        return room;
     }
     // Ask for the first keys of the block that begins at position `begin`.
     void fetch_next(int64_t begin, int64_t count) const {

@@ -23,7 +23,7 @@ INLINE void prefetch_row(const T* row, int64_t dim) {
     const char* p = reinterpret_cast<const char*>(row);
     const int64_t bytes = decoded<T> ? dim / 2 + 2 : dim * static_cast<int64_t>(sizeof(T));
     for (int64_t i = 0; i < bytes; i += 64) prefetch(p + i);
-    if (reinterpret_cast<uintptr_t>(p) % 64 + static_cast<uintptr_t>((bytes - 1) % 64) >= 64) prefetch(p + bytes - 1);
+    prefetch(p + bytes - 1);  // a row may begin inside a line
 }
 
 // Rows of keys or of values as they are stored: `count` of them, and then `count_ahead` more to fetch early.
