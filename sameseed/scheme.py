@@ -203,7 +203,12 @@ def kv_row_bytes(name: str, head_dim: int) -> int:
 
 
 def cache_format(asked: str, dense: str) -> str:
-    """Storage format of a cache: as asked; for "auto" half precision where the dense weights are, else fp32."""
+    """Storage format of a cache: as asked; for "auto" half precision where the dense weights are, else fp32.
+
+    "int8/int8" is "int8", which kernels know.
+    """
+    keys, _, values = asked.partition("/")
+    asked = keys if keys == values else asked
     return asked if asked != "auto" else dense if dense in ("bf16", "fp16") else "fp32"
 
 

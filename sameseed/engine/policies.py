@@ -9,6 +9,7 @@ from sameseed import registry
 from sameseed.config import MAX_DRAFT_TOKENS, SpecConfig
 from sameseed.engine.learned import LearnedTable
 from sameseed.lengths._cost import EngineCost
+from sameseed.lengths.disco import DiscoLength
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.lengths.history import HistoryLength
@@ -43,11 +44,6 @@ class RequestPolicies:
         self.default = default
         self._trimmed: set[int] = set()  # sequences whose draft of this round was dropped whole
         self._has_forced = False  # does a request of this round fix its length?
-
-    @property
-    def _goodput(self) -> GoodputLength | None:
-        found = self.default if isinstance(self.default, GoodputLength) else self._own.get("goodput")
-        return found if isinstance(found, GoodputLength) else None
 
     def calibrate(self, measure: Callable[[], EngineCost]) -> None:
         """Let the engine's policy learn what rounds cost, before the first one."""
@@ -98,15 +94,13 @@ class RequestPolicies:
         return lengths
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
-        """The draft without nodes that do not pay, where goodput decides and the request gives no length."""
-        policy = self._goodput
-        if policy is None or not len(draft.tokens):
-            return draft
-        free = [b for b, seq in enumerate(seqs) if self._of(seq) is policy and self._forced(seq) is None]
-        trimmed = policy.trim(draft, seqs, num_rows, free)
-        if trimmed is not draft:
-            self._trimmed = {seqs[b].seq_id for b in free if draft.count(b) and not trimmed.count(b)}
-        return trimmed
+        """The draft without nodes that a sequence's policy drops, where the request gives no length."""
+        for policy in self._all() if len(draft.tokens) else ():
+            free = [b for b, seq in enumerate(seqs) if self._of(seq) is policy and self._forced(seq) is None]
+            before, draft = draft, policy.trim(draft, seqs, num_rows, free)
+            if draft is not before:
+                self._trimmed |= {seqs[b].seq_id for b in free if before.count(b) and not draft.count(b)}
+        return draft
 
     def why_none(self, seq: Sequence, num_draft: int) -> str:
         """Why a sequence had no draft in this round, for which `num_draft` tokens were asked for.
@@ -127,7 +121,7 @@ class RequestPolicies:
         if own is None or own.policy not in ("off", "fixed"):
             return None
         if own.policy == "fixed" and own.num_draft_tokens is None:
-            if isinstance(self.default, GoodputLength | HistoryLength):
+            if isinstance(self.default, DiscoLength | GoodputLength | HistoryLength):
                 return min(self.default.num_draft_tokens, SpecConfig().num_draft_tokens)
             return None
         return own.of(0)

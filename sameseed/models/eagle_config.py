@@ -102,10 +102,13 @@ def check_rotation(head: Path, target: Path) -> None:
     """Raise ConfigError for a head that was turned for another model; say so once where one may have to be turned."""
     own, wanted = read_json(head / "config.json").get(ROTATED_FOR), rotation_of(target)
     if own is not None and own != wanted:
-        has = "none" if wanted is None else f"the seed {wanted}"
+        has, remedy = "none", "take the head as it was before"
+        if wanted is not None:
+            has = f"the seed {wanted}"
+            remedy += f", and turn that one for this target (sameseed quantize HEAD --head-for {target} -o DIR)"
         raise ConfigError(
-            f"the head {head} was turned for a target whose rotation has the seed {own}, and {target} has {has}; take "
-            "the head as it was before, or turn that one for this target (sameseed quantize HEAD --head-for DIR)"
+            f"the head {head} was turned for a target whose rotation has the seed {own}, and {target} has {has}; "
+            f"{remedy}"
         )
     if own is None and wanted is not None:
         from sameseed.models.layouts.base import say_once  # loads torch, which a command line for vLLM does without

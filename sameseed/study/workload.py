@@ -82,6 +82,8 @@ def read_prompts(source: Path, limit: int | None = None) -> list[Prompt]:
 
 
 def _read_file(path: Path) -> list[Prompt]:
+    from sameseed.study import prompt_sets
+
     if path.suffix == ".jsonl":
         prompts = [_prompt(line) for line in read_lines(path, "messages", "prompt")]
     else:
@@ -89,7 +91,10 @@ def _read_file(path: Path) -> list[Prompt]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"cannot read prompts from {path} ({why}); give a .jsonl or .txt file") from None
+            sets = ", ".join(prompt_sets.SETS)
+            raise ConfigError(
+                f"cannot read prompts from {path} ({why}); give a .jsonl or .txt file, or a set ({sets})"
+            ) from None
         prompts = [Prompt(str(n), "text", line) for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ConfigError(f"{path} holds no prompts; write one a line")

@@ -22,6 +22,10 @@ PAIRS = ["int8/bf16", "bf16/int4", "fp8_e4m3/fp32", "int4/int8"]
 def test_one_name_is_both() -> None:
     assert [f.name for f in scheme.kv_formats("int8")] == ["int8", "int8"]
     assert [f.name for f in scheme.kv_formats("int8/bf16")] == ["int8", "bf16"]
+    assert scheme.cache_format("int8/int8", "bf16") == "int8", "kernels know it by one name"
+    assert (
+        scheme.cache_format("int8/bf16", "bf16") == "int8/bf16" and scheme.cache_format("auto/auto", "fp16") == "fp16"
+    )
 
 
 @pytest.mark.parametrize("name", PAIRS)
