@@ -115,7 +115,7 @@ class GoodputLength:
             hold = 1
         elif not any(lengths):
             self._rest, self._resting = self.budget.nap(ids, NAP) - 1, (len(seqs), seqs[-1].seq_id)
-            self._held, self._asked = None, set()
+            self._held, self._asked, self._late = None, set(), (0, 0.0)
             return lengths
         elif self._unclear and self._since_plain >= CHECK:  # what is not measured any more may have changed
             lengths, hold = [0] * len(seqs), 1
@@ -273,7 +273,9 @@ class GoodputLength:
         self._since_plain = self._since_plain + 1 if asked_now else 0
         self.acceptance.learn_round(round_, self._nodes)
         times = round_.times
-        if times is not None and catching_up and self.cost is not None:
+        if not catching_up:  # nobody asked again: how long the rest took is not known
+            self._late = 0, 0.0
+        elif times is not None and self.cost is not None:
             self._caught_up(round_, new, times.draft)
         if times is not None and round_.seqs:
             seconds = times.draft + times.target + times.verify + times.schedule

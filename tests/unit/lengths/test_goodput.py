@@ -319,3 +319,20 @@ def test_in_an_engine(pair: Pair) -> None:
         done += [d.completion for d in engine.step() if d.completion]
     spec = done[0].metrics.spec
     assert (spec.num_draft_tokens, spec.undrafted) == (0, {"prompt": 1, "off": 39})
+
+
+def test_a_catching_up_that_nobody_saw_the_end_of_tells_nothing():
+    """A head reads a prompt a round late: where it is not asked then, its tokens are not set against no time."""
+    policy, seqs = GoodputLength(4), [Sequence(b, [1] * 100, SamplingParams(), 0) for b in range(2)]
+    policy.cost = EngineCost(Curve([(1, 0.01), (8, 0.011)]), catch_up=1e-3)
+    at_once = Sequence(2, [1] * 100, SamplingParams(), 0)
+    at_once.token_ids += [1] * 20  # its prompt was read long ago
+
+    def update(seq: Sequence, asked: int, draft: float) -> None:
+        policy.update(Round([seq], [asked], [0], [0], 1, TimeSplit(draft=draft, target=0.01)))
+
+    update(seqs[0], 4, 1e-4)  # with the pass over its prompt, of which a head then knows nothing
+    assert policy.cost.catch_up == 1e-3, "it waits for the round in which the prompt is read"
+    update(seqs[0], 0, 0.0)
+    update(at_once, 4, 0.12)
+    assert policy.cost.catch_up == pytest.approx(1e-3, rel=0.01)
