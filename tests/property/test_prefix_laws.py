@@ -119,7 +119,10 @@ def test_it_can_be_turned_off(pair_folders: tuple[Path, Path], draft: str) -> No
     target, small = map(str, pair_folders)
     found = []
     for on in (True, False):
-        llm = LLM(target, None if draft == "none" else small, prefix_cache=on, max_num_seqs=2)
+        drafting: dict[str, Any] = (
+            {} if draft == "none" else {"draft": small, "policy": "fixed"}
+        )  # another may see no use in drafts
+        llm = LLM(target, **drafting, prefix_cache=on, max_num_seqs=2)
         params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
         done = [llm.generate([PROMPTS[0]], params)[0] for _ in range(2)]
         assert done[0].token_ids == done[1].token_ids
