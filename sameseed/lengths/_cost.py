@@ -187,7 +187,7 @@ class DraftCost(FadingFit):
 
 def gap_cost() -> FadingFit:
     """Seconds between passes, of which nothing is known: of 1, the rows, and whether anything was drafted."""
-    return FadingFit((0.1, 1e-6, 1.0))
+    return FadingFit((1e-6, 0.1, 1.0))
 
 
 @dataclass
