@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from fixtures_ops import Part, Pass, alone, make_pass, threads
+from torch import Tensor
 
 from sameseed.ops import cpu
 
@@ -37,3 +39,36 @@ def here(name: str) -> bool:
 
 ISAS = [name for name in ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16") if here(name)]
 every_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+Near = Callable[[Tensor, Pass, float, "int | None"], bool]
+
+
+def hold_rows(isa: str, p: Pass, window: int | None, near: Near) -> None:
+    """Attention is `near` the formula; a row's bits are its own: alone, with two threads, on the portable set."""
+    scale = p.q.shape[2] ** -0.5
+    with instructions(isa):
+        got = cpu.attention(p.q, p.layer, p.batch, scale, window)
+        assert near(got, p, scale, window)
+        for b, part in enumerate(p.parts):
+            count = part.pending + len(part.parents)
+            for row in {(7 * b + 3) % count, count - 1}:
+                single = alone(p, b, row, 3)
+                lonely = cpu.attention(single.q, single.layer, single.batch, scale, window)
+                assert lonely[0].equal(got[int(p.batch.row_offsets[b]) + row])
+        with threads(2):
+            assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+    with instructions("portable"):
+        assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+
+
+def hold_long(isa: str, name: str, near: Near) -> None:
+    """The same of one row after 8,191 cached tokens, which three threads share."""
+    p = make_pass([Part(8191, 1)], name, heads=3, kv_heads=1, dim=16, block_size=16)
+    with instructions(isa):
+        walked = cpu.attention(p.q, p.layer, p.batch, 0.4)
+        with threads(3):
+            assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
+    assert near(walked, p, 0.4, None)
+    with instructions("portable"):
+        assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)

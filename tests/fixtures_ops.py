@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from fixtures_kv import kv_oracle
+from hypothesis import strategies as st
 from torch import Tensor
 
 from sameseed import ops, scheme
@@ -170,3 +171,19 @@ def alone(p: Pass, b: int, row: int, block_size: int) -> Pass:
         ours[target] = theirs[[source[k] for k in keys]]
     first = int(p.batch.row_offsets[b])
     return replace(p, parts=[single], batch=batch, layer=layer, q=p.q[first + row : first + row + 1].clone())
+
+
+@st.composite
+def passes(draw: st.DrawFn, names: Seq[str], dims: Seq[int], even: Seq[str] = ()) -> tuple[Pass, int | None]:
+    """A random pass (chains, trees, chunks, odd head dims) and a window. `even`: formats of even dims alone."""
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        pending = draw(st.integers(1, 20))
+        nodes = draw(st.integers(0, 12) | st.just(64)) if pending < 3 else 0
+        parents = [draw(st.integers(-1, i - 1)) if nodes < 64 else i - 1 - i % 3 for i in range(nodes)]
+        parts.append(Part(draw(st.integers(0, 140) | st.integers(240, 560)), pending, [max(-1, p) for p in parents]))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 17]))
+    dim, block_size = draw(st.sampled_from(dims)), draw(st.sampled_from([1, 5, 16, 64]))
+    name = draw(st.sampled_from([*names, *(() if dim % 2 else even)]))
+    made = make_pass(parts, name, kv_heads * group, kv_heads, dim, block_size, draw(st.integers(0, 99)))
+    return made, draw(st.none() | st.integers(1, 400))

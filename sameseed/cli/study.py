@@ -46,10 +46,10 @@ def run(argv: Seq[str], prog: str) -> int:
         return _list()
     from sameseed.cli.console import progress, stderr_console, warn_if_busy
     from sameseed.studies import _runner
-    from sameseed.studies._setup import Setup
+    from sameseed.studies._setup import StudySetup
 
     with progress(args.name) as bar:
-        setup = Setup(
+        setup = StudySetup(
             args.size,
             args.out or Path("studies") / args.name,
             args.prompts,

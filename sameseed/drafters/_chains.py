@@ -13,16 +13,32 @@ from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.choices import choices
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import LengthPolicy
+from sameseed.spec.drafter import Drafter, LengthPolicy
 from sameseed.spec.sampling import FAILED, choose, plain_greedy, probability
 
 MOST_SIBLINGS = 8  # leaves beside a token
 
 
-def check_siblings(count: int) -> None:
-    """Raise ConfigError for a number of leaves that no tree has."""
-    if not 0 <= count <= MOST_SIBLINGS:
-        raise ConfigError(f"siblings must lie in 0..{MOST_SIBLINGS}, got {count}")
+class ChainDrafter(Drafter):
+    """Base of drafters that write chains, with leaves beside them where the option `siblings` asks for some."""
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`siblings`: other tokens at each place of a chain, 0 to 8. Raises ConfigError for other numbers."""
+
+        siblings: int = 0
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.siblings <= MOST_SIBLINGS:
+                raise ConfigError(f"siblings must lie in 0..{MOST_SIBLINGS}, got {self.siblings}")
+
+    cuttable = True
+    judges = True
+
+    @classmethod
+    def branches_with(cls, options: Drafter.Options) -> bool:
+        assert isinstance(options, ChainDrafter.Options)
+        return options.siblings > 0
 
 
 @dataclass

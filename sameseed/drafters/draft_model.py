@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._chains import Chain, chain_lengths, check_siblings, draft_of, extend_chains
+from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, extend_chains
 from sameseed.drafters._followers import Followers
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
@@ -18,11 +18,11 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(ChainDrafter):
     """A second model with its own format and cache; a Shadow follows each sequence."""
 
     @dataclass(frozen=True)
-    class Options(Drafter.Options):
+    class Options(ChainDrafter.Options):
         """`prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
         tokens that it may guess, where not all: a number (the first ones), or a file with their ids (JSON or lines),
         as `sameseed vocabulary` makes; fewer cost less. `siblings`: at each place so many other likely tokens may join
@@ -31,17 +31,14 @@ class DraftModelDrafter(Drafter):
 
         prefill_rows: int = 512
         vocabulary: str = ""
-        siblings: int = 0
 
         def __post_init__(self) -> None:
             if self.prefill_rows < 1:
                 raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
-            check_siblings(self.siblings)
+            super().__post_init__()
 
     owns = "model"
     text = "MODEL"
-    cuttable = True
-    judges = True
 
     def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
         self.options = options
@@ -52,11 +49,6 @@ class DraftModelDrafter(Drafter):
         self.cuttable = not self.branches
         # What was guessed ahead, by sequence: from which length of the text on, and the chain, which the shadow holds.
         self._ready: dict[int, tuple[int, Chain]] = {}
-
-    @classmethod
-    def branches_with(cls, options: Drafter.Options) -> bool:
-        assert isinstance(options, cls.Options)
-        return options.siblings > 0
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> DraftModelDrafter:

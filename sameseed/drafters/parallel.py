@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sameseed.batch import MAX_NODES
-from sameseed.drafters._chains import Chain, chain_lengths, check_siblings, draft_of, likely_after
+from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, likely_after
 from sameseed.drafters._followers import Followers
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
@@ -24,14 +24,14 @@ from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 log = logging.getLogger("sameseed")
 
 
-class ParallelDrafter(Drafter):
+class ParallelDrafter(ChainDrafter):
     """A model trained to guess behind mask tokens, with its own format and cache; a Shadow follows each sequence.
 
     A draft of k tokens takes one pass over k rows beside those not read yet, and any length up to k comes of it.
     """
 
     @dataclass(frozen=True)
-    class Options(Drafter.Options):
+    class Options(ChainDrafter.Options):
         """`mask_token`: the id that stands for a token not known yet (-1: as the model's config.json says).
         `prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
         tokens that it may guess, where not all: a number (the first ones), or a file with their ids (JSON or lines),
@@ -42,18 +42,15 @@ class ParallelDrafter(Drafter):
         mask_token: int = -1
         prefill_rows: int = 512
         vocabulary: str = ""
-        siblings: int = 0
 
         def __post_init__(self) -> None:
             if self.prefill_rows < 1:
                 raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
-            check_siblings(self.siblings)
+            super().__post_init__()
 
     owns = "model"
     text = "PARALLEL"
-    cuttable = True
     at_once = True
-    judges = True
 
     def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
         """Raises ConfigError for a model without a mask token."""
@@ -74,11 +71,6 @@ class ParallelDrafter(Drafter):
         self._said = False
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
-
-    @classmethod
-    def branches_with(cls, options: Drafter.Options) -> bool:
-        assert isinstance(options, cls.Options)
-        return options.siblings > 0
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> ParallelDrafter:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._chains import Chain, chain_lengths, check_siblings, draft_of, extend_chains
+from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, extend_chains
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
@@ -20,14 +20,14 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 
 
-class SelfQuantDrafter(Drafter):
+class SelfQuantDrafter(ChainDrafter):
     """The target in a lower format (`--draft-format`): `nested`, the lower weights inside its own, or a low-bit copy.
 
     If none is said: nested where the target's format has it (w8a8n), else 4-bit weights.
     """
 
     @dataclass(frozen=True)
-    class Options(Drafter.Options):
+    class Options(ChainDrafter.Options):
         """`kv_window`: a draft attends to so many of the context's last tokens (0: all) and to the first `kv_sink`,
         both rounded up to blocks of the cache; the text is the same, guesses may be worse, and at long contexts a
         draft's pass is shorter. `vocabulary`: the tokens that may be guessed, where not all: a number (the first
@@ -39,17 +39,14 @@ class SelfQuantDrafter(Drafter):
         kv_window: int = 0
         kv_sink: int = 16
         vocabulary: str = ""
-        siblings: int = 0
 
         def __post_init__(self) -> None:
             for name in ("kv_window", "kv_sink"):
                 if getattr(self, name) < 0:
                     raise ConfigError(f"{name} must be a number of tokens, 0 or more, got {getattr(self, name)}")
-            check_siblings(self.siblings)
+            super().__post_init__()
 
     owns = "target"
-    cuttable = True
-    judges = True
 
     def __init__(self, options: Options, runner: ModelRunner, policy: LengthPolicy) -> None:
         self.options = options
@@ -57,11 +54,6 @@ class SelfQuantDrafter(Drafter):
         self.policy = policy
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
-
-    @classmethod
-    def branches_with(cls, options: Drafter.Options) -> bool:
-        assert isinstance(options, cls.Options)
-        return options.siblings > 0
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> SelfQuantDrafter:

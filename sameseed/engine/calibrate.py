@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -70,7 +73,7 @@ def measure_rounds(
     """The target's passes, then whole rounds of texts without a pattern, with drafts and without.
 
     `known`: what they took in another process; then only how fast the machine is now is measured. Blocks, and what the
-    drafter has counted, are as before when this returns.
+    drafter has counted, are as before when this returns. What lies between passes is left open (`measure_engine`).
     """
     if known is not None:
         known.scale(_slowdown(runner, known.target))
@@ -96,19 +99,20 @@ def measure_rounds(
 def measure_engine(engine: Engine, seconds: float) -> EngineCost:
     """`measure_rounds`, corrected by rounds of texts that the engine itself writes, with what lies between passes.
 
-    The engine counts nothing of it, and its drafter remembers nothing for others.
+    The engine counts nothing of it. The texts belong to a tenant of their own.
     """
     cost = measure_rounds(engine.runner, engine.drafter, seconds)
     counted = [(metrics, vars(metrics.copy())) for _, metrics in engine.drafter.counted()]
     kept = {name: vars(engine)[name] for name in ("alarm", "times", "metrics")}
     policy, rng, vocab_size = engine.policy, random.Random(1), engine.runner.model.config.vocab_size
     engine.alarm, engine.times, engine.metrics = Alarm(), TimeSplit(), SpecMetrics()
-    params = SamplingParams(max_tokens=min(TOKENS, engine.max_model_len - PROMPT), ignore_eos=True)
+    length = min(PROMPT, engine.max_model_len // 2)
+    params = SamplingParams(max_tokens=min(TOKENS, engine.max_model_len - length), ignore_eos=True)
     try:
         for size, k in ((size, k) for size in BATCHES for k in LENGTHS):
-            engine.policy = _Listener(k, cost)
+            engine.policy = _Listener(k, partial(_learn_late, cost, count()))
             for i in range(size):
-                prompt = tuple(rng.randrange(vocab_size) for _ in range(PROMPT))
+                prompt = tuple(rng.randrange(vocab_size) for _ in range(length))
                 engine.add(Request(f"{__name__}-{size}-{k}-{i}", prompt, params, 0, tenant=__name__))
             while engine.has_work:
                 engine.step()
@@ -120,17 +124,20 @@ def measure_engine(engine: Engine, seconds: float) -> EngineCost:
     return cost
 
 
+@dataclass(frozen=True)
 class _Listener(FixedLength):
-    """Drafts as often as it is told, and lets a cost learn from each round but those of prompts, and the next ones."""
+    """A fixed length, and who hears of each round."""
 
-    def __init__(self, num_draft_tokens: int, cost: EngineCost) -> None:
-        super().__init__(num_draft_tokens)
-        self._cost, self._rounds = cost, 0
+    hear: Callable[[Round], None] = lambda round_: None
 
     def update(self, round_: Round) -> None:
-        self._rounds += 1
-        if self._rounds > 2 and round_.num_rows == len(round_.seqs) + sum(round_.num_draft):
-            self._cost.learn(round_, self.num_draft_tokens, False)
+        self.hear(round_)
+
+
+def _learn_late(cost: EngineCost, rounds: Iterator[int], round_: Round) -> None:
+    """Learn from all rounds but those of prompts and the first two, in which a drafter catches up."""
+    if next(rounds) > 1 and round_.num_rows == len(round_.seqs) + sum(round_.num_draft):
+        cost.learn(round_, max(round_.num_asked), False)
 
 
 def _rounds(

@@ -13,7 +13,7 @@ from sameseed.engine.levels import heeds_confidence, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.models.loader import resolve_model
 from sameseed.request import SamplingParams
-from sameseed.studies._setup import Setup
+from sameseed.studies._setup import StudySetup
 from sameseed.studies._study import Tell
 from sameseed.study import record
 from sameseed.study.measure import Bench, Run, fitted
@@ -64,7 +64,7 @@ class BenchCell:
     def weight(self) -> float:
         return 1.0 + sum(len(way.ks) for way in self.ways)
 
-    def check(self, setup: Setup) -> None:
+    def check(self, setup: StudySetup) -> None:
         """Raise SameseedError where a format or a draft does not fit, or memory is short."""
         target = resolve_model(setup.source("target"))
         for way in self.ways:
@@ -72,7 +72,7 @@ class BenchCell:
             check_parts(target, make_config(spec, format=self.format, kv_format=self.kv_format))
             setup.check_memory({"target": self.format, **dict.fromkeys(way.roles, way.format)})
 
-    def measure(self, setup: Setup, tell: Tell) -> list[dict[str, Any]]:
+    def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         """A record each way and length, plain decoding first."""
         roles = dict.fromkeys(role for way in self.ways for role in way.roles)
         models, model = {role: setup.model(role) for role in roles}, setup.model("target")

@@ -20,7 +20,7 @@ from sameseed.engine.levels import with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
-from sameseed.studies._setup import Setup
+from sameseed.studies._setup import StudySetup
 from sameseed.studies._study import Tell
 from sameseed.study import record
 from sameseed.study.load import wire
@@ -54,7 +54,7 @@ class LoadCell:
     def weight(self) -> float:
         return 2.0 * len(self.formats) * len(self.clients)
 
-    def check(self, setup: Setup) -> None:
+    def check(self, setup: StudySetup) -> None:
         """Raise SameseedError where a format or a draft does not fit, or memory is short."""
         for form, kv in self.formats:
             spec = with_heads(make_config(setup.source(self.draft)).spec)
@@ -64,7 +64,7 @@ class LoadCell:
             raise ConfigError("servers of several formats at once are for --size small")
         setup.check_memory(dict.fromkeys(("target", self.draft), self.formats[0][0]))  # the draft takes the target's
 
-    def measure(self, setup: Setup, tell: Tell) -> list[dict[str, Any]]:
+    def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         """A record an arm and number of clients; speculation off comes first."""
         target, draft = setup.model("target"), setup.model(self.draft)
         policy = ["--policy", "fixed", "--k", str(self.k)] if self.k else ["--policy", "goodput"]
@@ -85,7 +85,7 @@ class LoadCell:
         """What an arm of several formats is called before its off or on."""
         return f"{form}{'' if kv == 'auto' else ' kv ' + kv} " if len(self.formats) > 1 else ""
 
-    async def _measure(self, setup: Setup, arms: list[Endpoint], pids: Mapping[str, int]) -> list[dict[str, Any]]:
+    async def _measure(self, setup: StudySetup, arms: list[Endpoint], pids: Mapping[str, int]) -> list[dict[str, Any]]:
         shape = Shape(None, setup.max_tokens) if self.lengths is None else parse_shape(self.lengths, 1.0)
         prompts = str(setup.prompts or DEFAULT_PROMPTS) if self.lengths is None else "text"
         sampling = {"temperature": 0.0} | ({"ignore_eos": True} if self.lengths else {})

@@ -12,7 +12,7 @@ from sameseed.engine.llm import LLM
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
-from sameseed.studies._setup import Setup
+from sameseed.studies._setup import StudySetup
 from sameseed.studies._study import Panel, Plot, Published, Records, Report, Series, Table, Tell, figure, only
 from sameseed.study.quality import data, humaneval, records
 from sameseed.study.quality.perplexity import perplexity
@@ -39,7 +39,7 @@ class QualityCell:
     def weight(self) -> float:
         return 2.0
 
-    def check(self, setup: Setup) -> None:
+    def check(self, setup: StudySetup) -> None:
         """Raise SameseedError where a format does not fit, memory is short, or data are missing."""
         check_parts(resolve_model(setup.source("target")), make_config(None, format=self.format))
         setup.check_memory({"target": self.format})
@@ -48,14 +48,14 @@ class QualityCell:
                 raise ConfigError(f"it is read from --data DIR: fetch {FETCH}, and name its folder")
             data.locate(data.HUMANEVAL, setup.data)
 
-    def measure(self, setup: Setup, tell: Tell) -> list[dict[str, Any]]:
+    def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         """A record, of humaneval one greedy and one sampled."""
         model = setup.model("target")
         settings: dict[str, Any] = {"format": self.format} | ({"threads": setup.threads} if setup.threads else {})
         llm = LLM(model, **settings)
         return [self._one(llm, model, setup, t) for t in (MODES if self.task == HUMANEVAL else (0.0,))]
 
-    def _one(self, llm: LLM, model: str, setup: Setup, temperature: float) -> dict[str, Any]:
+    def _one(self, llm: LLM, model: str, setup: StudySetup, temperature: float) -> dict[str, Any]:
         asked = TaskSettings(setup.data, setup.num_prompts, False, temperature, 0.95 if temperature else 1.0)
         text, meter = PerplexityText(tokens=MOST), Meter()
         report = partial(setup.progress, self.name)

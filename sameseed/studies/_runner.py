@@ -12,7 +12,7 @@ from typing import Any
 from sameseed import ops, registry
 from sameseed.errors import ConfigError, SameseedError
 from sameseed.studies import _page, _picture
-from sameseed.studies._setup import Setup
+from sameseed.studies._setup import StudySetup
 from sameseed.studies._study import Cell, Study, same_text
 from sameseed.study import record
 
@@ -33,17 +33,17 @@ def load(name: str) -> Study:
     return found
 
 
-def records_file(name: str, setup: Setup) -> Path:
+def records_file(name: str, setup: StudySetup) -> Path:
     """Where a study's records are."""
     return setup.out / f"{name}.jsonl"
 
 
-def _read(name: str, setup: Setup) -> list[dict[str, Any]]:
+def _read(name: str, setup: StudySetup) -> list[dict[str, Any]]:
     file = records_file(name, setup)
     return record.read(file) if file.exists() else []
 
 
-def plan(name: str, setup: Setup, only: Seq[str] = ()) -> list[Planned]:
+def plan(name: str, setup: StudySetup, only: Seq[str] = ()) -> list[Planned]:
     """The grid; nothing is loaded. `only`: patterns of cells' names. Raises ConfigError where no cell is left."""
     study = load(name)
     try:
@@ -66,7 +66,7 @@ def plan(name: str, setup: Setup, only: Seq[str] = ()) -> list[Planned]:
     return planned
 
 
-def run(name: str, setup: Setup, planned: Seq[Planned], tell: Callable[[str], None]) -> list[Planned]:
+def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str], None]) -> list[Planned]:
     """Measure what is to be measured; records of a cell are appended together when it has ended.
 
     Returns the cells with what went wrong on the way: one that fails does not end the others.
@@ -94,7 +94,7 @@ def run(name: str, setup: Setup, planned: Seq[Planned], tell: Callable[[str], No
     return [replace(p, wrong=failed.get(p.digest, p.wrong)) for p in planned]
 
 
-def write(name: str, setup: Setup, planned: Seq[Planned]) -> list[Path]:
+def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
     """Plots and the page, of the newest records of these cells; the files written."""
     study, wanted = load(name), {p.digest for p in planned}
     found = [r for r in _read(name, setup) if r.get("digest") in wanted]
@@ -111,7 +111,7 @@ def write(name: str, setup: Setup, planned: Seq[Planned]) -> list[Path]:
     return [page, *(path for pair in pictures.values() for path in pair)]
 
 
-def same_texts(name: str, setup: Setup, planned: Seq[Planned]) -> bool:
+def same_texts(name: str, setup: StudySetup, planned: Seq[Planned]) -> bool:
     """Did speculation write plain decoding's texts in all records of these cells?"""
     wanted = {p.digest for p in planned}
     return all(same_text(r) is not False for r in _read(name, setup) if r.get("digest") in wanted)

@@ -37,7 +37,7 @@ def role_name(role: str, size: str) -> str:
 
 
 @dataclass(frozen=True)
-class Setup:
+class StudySetup:
     """`size`: "small" is the embedded family, "true" its twins at true shapes, which are written once to OUT/twins.
 
     `data`: the folder of evaluation sets, where quality is measured on one.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sameseed.studies._setup import Setup
+from sameseed.studies._setup import StudySetup
 
 WIDTH = 20  # tokens a bar of the histogram of prompts
 Records = Seq[Mapping[str, Any]]
@@ -24,10 +24,10 @@ class Cell(Protocol):
         """How long it takes against others, in ways to decode."""
         ...
 
-    def check(self, setup: Setup) -> None:
+    def check(self, setup: StudySetup) -> None:
         """Raise SameseedError where it cannot run, before anything is loaded."""
 
-    def measure(self, setup: Setup, tell: Tell) -> list[dict[str, Any]]:
+    def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         """Its records."""
         ...
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import sameseed
 from sameseed.errors import ConfigError
-from sameseed.studies._setup import Setup
+from sameseed.studies._setup import StudySetup
 from sameseed.studies._study import Panel, Plot, Records, Report, Series, Study, Table, Tell, figure
 from sameseed.study.schemas import PEER_SCHEMA
 
@@ -48,7 +48,7 @@ class PeerCell:
         """Where the checkpoints are."""
         return Path(os.environ.get("PEERS_WORK", Path.home() / ".cache" / "sameseed-peers"))
 
-    def check(self, setup: Setup) -> None:
+    def check(self, setup: StudySetup) -> None:
         """Raise ConfigError where the engine, or its checkpoints, are not here."""
         if not PEERS.is_dir():
             raise ConfigError(
@@ -62,7 +62,7 @@ class PeerCell:
                 f"no checkpoints in PEERS_WORK ({self.work}); `make peers PEERS_SHAPE={shape}` makes them"
             )
 
-    def measure(self, setup: Setup, tell: Tell) -> list[dict[str, Any]]:
+    def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         """A record an arm. Raises ConfigError with the runner's words."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "peers.jsonl"

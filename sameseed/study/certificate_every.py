@@ -39,7 +39,7 @@ LEAST = 0.25  # share of the least sizes, where many cells are looked at
 
 
 @dataclass(frozen=True)
-class Cell:
+class Combination:
     """One configuration: how to guess, weights, cache, sequences that run together; `whole`: every check."""
 
     draft: SpecConfig
@@ -54,7 +54,7 @@ class Cell:
 class Outcome:
     """What became of a cell: its record, or why there is none."""
 
-    cell: Cell
+    cell: Combination
     record: dict[str, Any] | None
     failure: str = ""
 
@@ -64,18 +64,18 @@ class Outcome:
         return "impossible" if self.record is None else str(self.record["verdict"])
 
 
-def cells(drafts: Mapping[str, SpecConfig], formats: Seq[str] = FORMATS) -> list[Cell]:
+def cells(drafts: Mapping[str, SpecConfig], formats: Seq[str] = FORMATS) -> list[Combination]:
     """Every draft in every format; cache formats and batch sizes in turn, so that each meets every draft and format."""
     made = []
     for i, weights in enumerate(formats):
         for j, (name, spec) in enumerate(drafts.items()):
             kv, batch = KV_FORMATS[(i + j) % len(KV_FORMATS)], BATCHES[(i + 2 * j) % len(BATCHES)]
-            made.append(Cell(spec, name, weights, kv, batch, j == 0))
+            made.append(Combination(spec, name, weights, kv, batch, j == 0))
     return made
 
 
 def run(
-    every: Seq[Cell],
+    every: Seq[Combination],
     asked: suite.Asked,
     config: EngineConfig,
     params: SamplingParams,
@@ -97,7 +97,7 @@ def run(
             torch.cuda.empty_cache()
 
 
-def _outcome(cell: Cell, asked: suite.Asked, config: EngineConfig, params: SamplingParams) -> Outcome:
+def _outcome(cell: Combination, asked: suite.Asked, config: EngineConfig, params: SamplingParams) -> Outcome:
     """One cell's certificate. The subject is held by nothing else: it goes with this call."""
     try:
         try:

@@ -17,7 +17,7 @@ from sameseed.cli import main
 from sameseed.errors import ConfigError
 from sameseed.studies import _runner, _setup, assisted, concurrency, rivals, serving
 from sameseed.studies._bench import BenchCell
-from sameseed.studies._setup import SIZES, Setup
+from sameseed.studies._setup import SIZES, StudySetup
 from sameseed.studies._study import Study, Tell
 from sameseed.study import record
 
@@ -72,7 +72,7 @@ def test_engines_that_are_not_here_are_named(
     assert main(["study", "rivals", "--out", str(tmp_path)]) == 2
     assert "nothing of rivals is measured" in capsys.readouterr().err
     monkeypatch.setattr(rivals, "PEERS", tmp_path / "gone")
-    assert "a checkout" in _runner.plan("rivals", Setup("small", tmp_path))[0].wrong
+    assert "a checkout" in _runner.plan("rivals", StudySetup("small", tmp_path))[0].wrong
 
 
 def test_a_comparison_with_engines_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_the_grid_of_a_size(name: str, size: str, tmp_path: Path) -> None:
     assert isinstance(study, Study) and study.source and study.data and study.differs
     names = [cell.name for cell in study.cells(size)]
     assert names and len(set(names)) == len(names)
-    planned = _runner.plan(name, Setup(size, tmp_path))
+    planned = _runner.plan(name, StudySetup(size, tmp_path))
     assert not any(p.done for p in planned) and len({p.digest for p in planned}) == len(planned)
     if size == "small" and name in CELLS:
         wrong = {p.cell.name: p.wrong for p in planned if p.wrong}
@@ -105,7 +105,7 @@ def test_the_grid_of_a_size(name: str, size: str, tmp_path: Path) -> None:
 def test_settings_decide_what_is_there(tmp_path: Path) -> None:
     cell = _runner.load("assisted").cells("small")[0]
     keys = {
-        Setup("small", tmp_path, **more).digest(cell)
+        StudySetup("small", tmp_path, **more).digest(cell)
         for more in ({}, {"repeat": 2}, {"max_tokens": 9}, {"num_prompts": 3}, {"threads": 1})
     }
     assert len(keys) in (4, 5)  # one thread is all that a machine with one core has
@@ -170,7 +170,7 @@ def test_only_what_ran_now_decides_the_exit_code(tmp_path: Path) -> None:
 
 def test_a_true_size_that_memory_does_not_hold_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_setup, "available_memory", lambda: 8 * 2**30)
-    wrong = {p.cell.name: p.wrong for p in _runner.plan("assisted", Setup("true", tmp_path))}
+    wrong = {p.cell.name: p.wrong for p in _runner.plan("assisted", StudySetup("true", tmp_path))}
     assert "llama-3.1-8b bf16 15.0" in wrong["1b lengths greedy"] and "8.0 are free" in wrong["1b lengths greedy"]
     assert not wrong["1b mixes of w4a8"]
 
@@ -200,7 +200,7 @@ def test_a_cell_that_fails_does_not_end_the_others(
     pytest.importorskip("matplotlib")
     measure = BenchCell.measure
 
-    def failing(cell: BenchCell, setup: Setup, tell: Tell) -> list[dict[str, Any]]:
+    def failing(cell: BenchCell, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         if cell.format == "nf4":
             raise ConfigError("no luck with nf4")
         return measure(cell, setup, tell)

@@ -53,3 +53,8 @@ def test_an_engine_tells_what_lies_between_its_passes_and_counts_nothing_of_it(p
     assert engine.policy is policy and engine.alarm is alarm and not engine.has_work
     assert not engine.metrics.num_rounds and not engine.times.target
     assert [vars(m) for _, m in engine.drafter.counted()] == before
+
+
+def test_an_engine_with_a_tiny_context_is_measured_too(pair_folders: tuple[Path, Path]) -> None:
+    engine = LLM(str(pair_folders[0]), max_model_len=8, max_num_seqs=1).engine
+    assert measure_engine(engine, 0.1).gap.seen

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fixtures_cpu import every_isa, instructions
 from fixtures_kv import FP8, KV_FORMATS, LARGEST, kv_oracle
-from fixtures_ops import Part, Pass, alone, empty_layer, exact_attention, flat, make_pass, randn, threads
+from fixtures_ops import Part, alone, empty_layer, exact_attention, flat, make_pass, passes, randn, threads
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
@@ -15,25 +15,9 @@ from sameseed.ops import cpu
 from sameseed.scheme import KVLayer, QuantTensor
 
 FOUR_BITS = ["int4", "int4_sparse"]
+DIMS = [2, 10, 16, 32, 33, 80, 128]
 every_kv_format = pytest.mark.parametrize("name", [*KV_FORMATS, *FOUR_BITS])
 every_scaled_format = pytest.mark.parametrize("name", sorted(LARGEST))
-
-
-@st.composite
-def passes(draw: st.DrawFn) -> tuple[Pass, int | None]:
-    """A random pass: chains, trees, chunks, odd head dims, any block size; and a window."""
-    parts = []
-    for _ in range(draw(st.integers(1, 3))):
-        pending = draw(st.integers(1, 20))
-        nodes = draw(st.integers(0, 12) | st.just(64)) if pending < 3 else 0
-        parents = [draw(st.integers(-1, i - 1)) if nodes < 64 else i - 1 - i % 3 for i in range(nodes)]
-        parts.append(Part(draw(st.integers(0, 140) | st.integers(240, 560)), pending, [max(-1, p) for p in parents]))
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 17]))
-    dim, block_size = draw(st.sampled_from([2, 10, 16, 32, 33, 80, 128])), draw(st.sampled_from([1, 5, 16, 64]))
-    name = draw(st.sampled_from(KV_FORMATS if dim % 2 else [*KV_FORMATS, *FOUR_BITS]))
-    made = make_pass(parts, name, kv_heads * group, kv_heads, dim, block_size, draw(st.integers(0, 99)))
-    return made, draw(st.none() | st.integers(1, 400))
-
 
 # --- what is stored ---
 
@@ -208,7 +192,7 @@ def test_every_key_code_is_read_as_torch_reads_it(isa, name, queries):
 
 
 @every_isa
-@given(drawn=passes())
+@given(drawn=passes(KV_FORMATS, DIMS, FOUR_BITS))
 @settings(max_examples=60)
 def test_attention_is_right_and_its_bits_belong_to_the_row(isa, drawn):
     p, window = drawn

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fixtures_cpu import every_isa, instructions
-from fixtures_ops import Part, Pass, alone, exact_attention, flat, make_pass, threads
-from hypothesis import given, settings, strategies as st
+from fixtures_cpu import every_isa, hold_long, hold_rows, instructions
+from fixtures_ops import Part, Pass, exact_attention, flat, make_pass, passes
+from hypothesis import given, settings
 from torch import Tensor
 
 from sameseed import scheme
@@ -19,21 +19,6 @@ from sameseed.ops import cpu, reference
 
 NAME = "int8_a8"
 OF_NOISE = 5e-4  # half a step is 1.5e-5; of 256 keys as many round up as down
-
-
-@st.composite
-def passes(draw: st.DrawFn) -> tuple[Pass, int | None]:
-    """A random pass: chains, trees, chunks, odd head dims, any block size; and a window."""
-    parts = []
-    for _ in range(draw(st.integers(1, 3))):
-        pending = draw(st.integers(1, 20))
-        nodes = draw(st.integers(0, 12) | st.just(64)) if pending < 3 else 0
-        parents = [draw(st.integers(-1, i - 1)) if nodes < 64 else i - 1 - i % 3 for i in range(nodes)]
-        parts.append(Part(draw(st.integers(0, 140) | st.integers(240, 560)), pending, [max(-1, p) for p in parents]))
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 17]))
-    dim, block_size = draw(st.sampled_from([1, 10, 16, 33, 64, 80, 128, 320])), draw(st.sampled_from([1, 5, 16, 64]))
-    made = make_pass(parts, NAME, kv_heads * group, kv_heads, dim, block_size, draw(st.integers(0, 99)))
-    return made, draw(st.none() | st.integers(1, 400))
 
 
 def largest(p: Pass) -> float:
@@ -49,36 +34,15 @@ def near(got: Tensor, p: Pass, scale: float, window: int | None = None) -> bool:
 
 
 @every_isa
-@given(drawn=passes())
+@given(drawn=passes([NAME], [1, 10, 16, 33, 64, 80, 128, 320]))
 @settings(max_examples=50, deadline=None)
 def test_attention_is_right_and_its_bits_belong_to_the_row(isa, drawn):
-    p, window = drawn
-    scale = p.q.shape[2] ** -0.5
-    with instructions(isa):
-        got = cpu.attention(p.q, p.layer, p.batch, scale, window)
-        assert near(got, p, scale, window)
-        for b, part in enumerate(p.parts):
-            count = part.pending + len(part.parents)
-            for row in {(7 * b + 3) % count, count - 1}:
-                single = alone(p, b, row, 3)
-                lonely = cpu.attention(single.q, single.layer, single.batch, scale, window)
-                assert lonely[0].equal(got[int(p.batch.row_offsets[b]) + row])
-        with threads(2):
-            assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
-    with instructions("portable"):
-        assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+    hold_rows(isa, *drawn, near)
 
 
 @every_isa
 def test_one_row_over_a_long_context(isa):
-    p = make_pass([Part(8191, 1)], NAME, heads=3, kv_heads=1, dim=16, block_size=16)
-    with instructions(isa):
-        walked = cpu.attention(p.q, p.layer, p.batch, 0.4)
-        with threads(3):
-            assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
-    assert near(walked, p, 0.4)
-    with instructions("portable"):
-        assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
+    hold_long(isa, NAME, near)
 
 
 @every_isa
