@@ -152,6 +152,6 @@ def test_a_wrong_engine_and_an_impossible_cell(
 
 
 def test_a_page_of_nothing() -> None:
-    cell = every.Cell(SpecConfig("ngram"), "ngram", "bf16", "bf16", 1, True)
+    cell = every.Combination(SpecConfig("ngram"), "ngram", "bf16", "bf16", 1, True)
     text = render_every([every.Outcome(cell, None, "a <b>reason</b>")], "these checks passed")
     assert "a &lt;b&gt;reason&lt;/b&gt;" in text
