@@ -78,14 +78,19 @@ class Curve:
         beyond = ((max(0, c - self.context), n) for c, n in zip(contexts, num_rows, strict=True))
         return sum(c * (self.per_token + self.per_row * n) for c, n in beyond)
 
-    def correct(self, rows: float, seconds: float, extra: float = 0.0, weight: float = 0.1) -> None:
+    def slower(self, rows: float, seconds: float, extra: float = 0.0) -> float:
+        """By which share to correct what is known, after a pass that took so long, `extra` of it expected for contexts.
+
+        One slow round of a busy machine decides little.
+        """
+        return LEARN * (min(max(seconds / (self.at(rows) + extra), 0.5), 2.0) - 1.0)
+
+    def correct(self, rows: float, seconds: float, extra: float = 0.0) -> None:
         """A pass took so long, `extra` of it expected for its contexts.
 
         The points on both sides of it move by that, the others by half: most of what changes is the time to read.
         """
-        known = self.at(rows) + extra
-        ratio = min(max(seconds / known, 0.5), 2.0)  # one slow round of a busy machine decides little
-        change = weight * (ratio - 1.0)
+        change = self.slower(rows, seconds, extra)
         moved = change * self.at(rows)
         for j, share in enumerate(self._shares(rows)):
             self.seconds[j] = max(self.seconds[j] + moved * (0.5 + 0.5 * share), 0.5 * self.seconds[j])
@@ -259,8 +264,11 @@ class EngineCost:
         both = (self.ratio(False, count), self.ratio(True, count)) if ratios else (1.0, 1.0)
         return Prices(self.target, count, num_rows, fixed, slope, start + drafted, step, *both)
 
-    def learn(self, round_: Round, steps: float, catching_up: bool) -> None:
-        """A round took so long; `steps`: expected of its proposal. One that catches up tells nothing of later ones."""
+    def learn(self, round_: Round, steps: float, catching_up: bool, start: bool = False) -> None:
+        """A round took so long; `steps`: expected of its proposal. One that catches up tells nothing of later ones.
+
+        At the `start` a change is that of the whole machine: all that models do takes as much longer or shorter.
+        """
         times, num_seqs, num_nodes = round_.times, len(round_.seqs), sum(round_.num_draft)
         assert times is not None
         contexts = [len(seq) for seq in round_.seqs]
@@ -279,7 +287,10 @@ class EngineCost:
         self.gap.correct((1.0, num_seqs + num_nodes, float(drafted)), times.verify + times.schedule)
         if round_.num_rows <= 2 * self.target.rows[-1]:
             extra = self.target.extra(contexts, [1 + n for n in round_.num_draft])
-            self.target.correct(round_.num_rows, times.target, extra)
+            if start:
+                self.scale(1.0 + self.target.slower(round_.num_rows, times.target, extra))
+            else:
+                self.target.correct(round_.num_rows, times.target, extra)
 
 
 @dataclass(frozen=True)

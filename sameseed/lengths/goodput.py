@@ -24,6 +24,7 @@ from sameseed.spec.drafter import Round
 HOLD, LONGEST_HOLD = 4, 16  # rounds for which a decision stands while the same sequences run, of short rounds more
 HELD = 0.015  # seconds that they should last then
 LEARNED = 0.005  # seconds between rounds of which what they took is learned
+WARM_UP = 48  # learned rounds; what was measured before them may be off altogether
 FIRST_GAPS = 16  # of the first rounds each is learned: nothing else tells what lies between passes
 NAP = 64  # rounds without a draft before it is decided anew, at most
 CLEAR = 1.25  # times as fast as plain decoding: below, a round without a draft is measured in every `CHECK`
@@ -63,6 +64,7 @@ class GoodputLength:
         self._nodes: dict[int, DraftNodes] = {}  # of the round that runs
         self._hold = HOLD
         self._unlearned = LEARNED  # seconds of rounds since one was learned
+        self._num_learned = 0  # rounds
         self._steps = 0.0  # that a proposal as decided is expected to take
         self._unclear = False  # does drafting promise little more than plain decoding?
         self._since_plain = 0  # rounds since the last one without a draft
@@ -279,7 +281,7 @@ class GoodputLength:
             self._caught_up(round_, new, times.draft)
         if times is not None and round_.seqs:
             seconds = times.draft + times.target + times.verify + times.schedule
-            self._unlearned += seconds
+            self._unlearned += seconds * (SAMPLED if self._rest else 1)
             if asked_now and not catching_up:
                 tokens = len(round_.seqs) + sum(round_.num_accepted)
                 if round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt's rows among them
@@ -288,7 +290,8 @@ class GoodputLength:
             if self.cost is None:  # in shape as measured for 8-bit weights: nearly flat, then a slope
                 one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
                 self.cost = EngineCost(Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)]))
-            if self._unlearned >= LEARNED or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
+            trial = self.budget.trying is not None
+            if trial or self._unlearned >= LEARNED or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
@@ -297,7 +300,9 @@ class GoodputLength:
     def _learn(self, round_: Round, times: TimeSplit, catching_up: bool) -> None:
         """Learn what a round took; a proposal that could end early by the steps that it took, not those expected."""
         assert self.cost is not None
-        self.cost.learn(round_, self._depth if self._could_end else self._steps, catching_up)
+        self._num_learned += 1
+        steps = self._depth if self._could_end else self._steps
+        self.cost.learn(round_, steps, catching_up, start=self._num_learned <= WARM_UP)
         if self._could_end and self._depth and not catching_up:
             asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
             self._chains.learn(self._depth, len(asking), sum(asking) / len(asking), times.draft)

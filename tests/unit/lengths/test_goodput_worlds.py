@@ -44,6 +44,7 @@ class World:
     prompt: int = 1  # tokens of a text that are there already
     catch_up: float = 0.0  # milliseconds of the drafter for each token that it has yet to see
     ends: bool = True  # does the drafter ask whether a chain should end? One that writes trees does not
+    slow_start: float = 1.0  # passes took so many times as long when they were measured
 
     def read(self, now: float) -> float:
         return self.memory * (1.0 + self.drift * (0.5 - 0.5 * math.cos(now / (150 * self.memory))))
@@ -53,13 +54,14 @@ class World:
 
     def measured(self) -> EngineCost:
         """What calibration would find: passes, then rounds with drafts."""
-        cost = EngineCost(Curve([(m, 1e-3 * self.target(m)) for m in (1, 2, 4, 8, 16, 32)]))
+        slow = 1e-3 * self.slow_start
+        cost = EngineCost(Curve([(m, slow * self.target(m)) for m in (1, 2, 4, 8, 16, 32)]))
         for size in (1, 4):
             seqs = [Sequence(-1 - b, [1], SamplingParams(), 0) for b in range(size)]
             for k in [4, 2, 0] * 4:
                 rows = size * (1 + k)
-                draft = 1e-3 * (self.start + self.step * k) if k else 0.0
-                times = TimeSplit(draft=draft, target=1e-3 * self.target(rows), verify=1e-3 * self.gap)
+                draft = slow * (self.start + self.step * k) if k else 0.0
+                times = TimeSplit(draft=draft, target=slow * self.target(rows), verify=1e-3 * self.gap)
                 cost.learn(Round(seqs, [k] * size, [k] * size, [0] * size, rows, times), k, False)
         cost.catch_up = 1e-3 * self.catch_up
         return cost
@@ -159,6 +161,10 @@ WORLDS = {
     "1B head that writes trees, code": World(35, 11.0, 0.5, 7.5, (0.7,), ends=False),
     "free rows, batch of 16": World(30, 0.5, 1.0, 2.0, (0.7, 0.3), 16),
     "1B head, long prompts, batch of 4": World(24, 3.3, 0.5, 4.5, (0.55,), 4, prompt=600, catch_up=0.33),
+    "small pair, slow start": World(0.2, 0.042, 0.02, 0.12, (0.7,), gap=0.2, slow_start=2.2),
+    "small pair, slow start, batch of 4": World(0.2, 0.042, 0.03, 0.14, (0.8,), 4, gap=0.2, slow_start=2.2),
+    "small pair, slow start, batch of 8": World(0.25, 0.03, 0.03, 0.14, (0.75,), 8, gap=0.4, slow_start=2.2),
+    "1B head, slow start": World(20, 2.6, 0.5, 4.0, (0.7,), slow_start=2.0),
     "1B head, long prompts, code": World(20, 2.6, 0.5, 1.4, (0.8,), prompt=300, catch_up=0.33),
 }
 

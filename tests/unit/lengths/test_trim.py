@@ -279,7 +279,7 @@ def test_text_is_the_same_whatever_is_trimmed(pair: Pair, sampled: bool) -> None
     engine = tree_engine(pair, prompts, plain)
     engine.policy = cheap = GoodputLength(24, Curve([(1, 0.001), (64, 0.004)]))
     assert cheap.cost is not None
-    cheap.cost.learn = lambda *_: None  # type: ignore[method-assign,assignment]
+    cheap.cost.learn = lambda *_, **__: None  # type: ignore[method-assign,assignment]
     assert texts(run(engine, prompts, params)) == plain
     assert engine.metrics.num_accepted_tokens > 0
 
