@@ -1,6 +1,7 @@
 """K-quants of a GGUF file as parts of our formats q4_k, q5_k and q6_k: code for code, scale for scale.
 
-Blocks as ggml lays them out (block_q4_K, block_q5_K, block_q6_K in ggml-common.h), 256 values each.
+Blocks as ggml lays them out (block_q3_K to block_q6_K in ggml-common.h), 256 values each. Q3_K is Q6_K with codes of
+three bits: it takes the room of q6_k here, and its kernel.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from sameseed.scheme import KQUANTS, QuantScheme
 
 # Rows are rounded to int8 by super-block, as llama.cpp itself rounds them (Q8_K).
 TYPES = {name.upper(): QuantScheme(name, activations="int8") for name in KQUANTS}
+TYPES["Q3_K"] = TYPES["Q6_K"]
 
 
 def parts(kind: str, blocks: Tensor, height: int) -> dict[str, Tensor]:
     """The parts of a weight of `height` rows from its blocks uint8 [height * K / 256, bytes]."""
-    found = _q6(blocks) if kind == "Q6_K" else _q45(blocks, kind == "Q5_K")
+    read = {"Q3_K": _q3, "Q4_K": _q45, "Q5_K": _q45, "Q6_K": _q6}[kind]
+    found = read(blocks)
     return {name: t.reshape(height, -1) for name, t in found.items()}
 
 
@@ -30,14 +33,28 @@ def _bits(packed: Tensor, count: int, step: int) -> Tensor:
     return (packed[:, None] >> shifts) & ((1 << step) - 1)
 
 
-def _q45(blocks: Tensor, fifth: bool) -> dict[str, Tensor]:
+def _q3(blocks: Tensor) -> dict[str, Tensor]:
+    """256 third bits (set: not 4 less), in halves of 128 four times 32 pairs of bits; 16 6-bit steps; an fp16 scale."""
+    third = _bits(blocks[:, :32], 8, 1).view(-1, 256)
+    low = _bits(blocks[:, 32:96].reshape(-1, 32), 4, 2).view(-1, 256)
+    packed = blocks[:, 96:108].view(-1, 3, 4)
+    fours = torch.cat([packed[:, :2] & 15, packed[:, :2] >> 4], dim=1)
+    steps = fours | _bits(packed[:, 2], 4, 2) << 4
+    return {
+        "codes": low + (third << 2) + (32 - 4),
+        "steps": steps.flatten(1).view(torch.int8) - 32,
+        "scales": _half(blocks, 108),
+    }
+
+
+def _q45(blocks: Tensor) -> dict[str, Tensor]:
     """fp16 scale and least; eight 6-bit steps and minima in 12 bytes; perhaps fifth bits by 32; four times 32 pairs."""
     packed, count = blocks[:, 4:16], len(blocks)
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     steps = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=1)
     minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1)
     codes = _bits(blocks[:, -128:].reshape(count * 4, 32), 2, 4).view(count, 8, 32)
-    if fifth:
+    if blocks.shape[1] > 144:
         codes = codes | _bits(blocks[:, 16:48], 8, 1) << 4
     found = {"scales": _half(blocks, 0), "least": _half(blocks, 2)}
     return {"codes": codes, "steps": steps.view(torch.int8), "minima": minima.view(torch.int8), **found}

@@ -203,6 +203,22 @@ def q4_k(block: bytes) -> list[float]:
     return out
 
 
+def q3_k(block: bytes) -> list[float]:
+    """256 third bits, 256 pairs of bits, 16 scales of six bits (four and two of them apart) less 32, one in fp16."""
+    third, low, packed, out = block[:32], block[32:96], block[96:108], []
+    (d,) = struct.unpack("<e", block[108:])
+    for k in range(256):
+        half, at = divmod(k, 128)
+        quarter, i = divmod(at, 32)
+        two = low[32 * half + i] >> (2 * quarter) & 3
+        code = two - (0 if third[i] >> (4 * half + quarter) & 1 else 4)
+        s = k // 16
+        four = packed[s % 8] >> (4 if s >= 8 else 0) & 15
+        scale = (four | (packed[8 + s % 4] >> (2 * (s // 4)) & 3) << 4) - 32
+        out.append(float(np.float32(np.float32(d) * np.float32(scale)) * np.float32(code)))
+    return out
+
+
 def q6_k(block: bytes) -> list[float]:
     """128 low halves, 64 pairs of high bits, 16 scales in int8, one in fp16."""
     low, high, scales = block[:128], block[128:192], struct.unpack("16b", block[192:208])
@@ -233,26 +249,62 @@ def q5_k(block: bytes) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize(("kind", "size", "meaning"), [("Q4_K", 144, q4_k), ("Q5_K", 176, q5_k), ("Q6_K", 210, q6_k)])
+SUPER_BLOCKS = [("Q3_K", 110, q3_k), ("Q4_K", 144, q4_k), ("Q5_K", 176, q5_k), ("Q6_K", 210, q6_k)]
+
+
+@pytest.mark.parametrize(("kind", "size", "meaning"), SUPER_BLOCKS)
 def test_k_quants_mean_what_ggml_says(kind, size, meaning, tmp_path):
     tensors = random_tensors(parse_config(RAW))
     rng = np.random.default_rng(1)
     name = "model.layers.0.self_attn.k_proj.weight"  # its heads are in another order, too
     blocks = rng.integers(0, 256, (128, size), dtype=np.uint8)
-    halves = [(208, 0.005)] if kind == "Q6_K" else [(0, 0.01), (2, 0.02)]
+    halves = [(size - 2, 0.005)] if kind in {"Q3_K", "Q6_K"} else [(0, 0.01), (2, 0.02)]
     for at, scale in halves:
         blocks[:, at : at + 2] = (rng.random(128).astype(np.float16) * np.float16(scale))[:, None].view(np.uint8)
     path = write_gguf(tmp_path / "model.gguf", RAW, tensors, blobs={gguf_name(name): (blocks, kind)})
     with GGUFCheckpoint(path) as source:
         source.check(read_config(path))
         q, got = source.stored(name), source.tensor(name)
-        assert str(source.scheme(name)) == f"{kind.lower()}-a8" and source.dtype(name) == torch.float32
+        assert (
+            str(source.scheme(name)) == f"{kind.lower().replace('3', '6')}-a8" and source.dtype(name) == torch.float32
+        )
         assert get(q.format).decode(q).equal(got) and q.activations == "int8"
         chunks = torch.cat([source.rows(name, a, b) for a, b in ((0, 5), (5, 70), (70, 128))])
     file_order = torch.tensor([meaning(b.tobytes()) for b in blocks])
     want = file_order.view(2, 32, 2, 256).transpose(1, 2).reshape(128, 256)
     assert torch.allclose(got, want, rtol=1e-6, atol=1e-7)  # exactly, but for the order of two products
     assert got.equal(chunks)
+
+
+def random_blocks(height: int, width: int, kind: str, scales_at: int) -> np.ndarray[Any, Any]:
+    """Rows of blocks of any bits, with small scales."""
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(1)
+    blocks = rng.integers(0, 256, (height * width // values, size), dtype=np.uint8)
+    small = (rng.random(len(blocks)).astype(np.float16) - np.float16(0.5)) * np.float16(0.002)
+    blocks[:, scales_at : scales_at + 2] = small[:, None].view(np.uint8)
+    return blocks.reshape(height, -1)
+
+
+@pytest.mark.parametrize(("kind", "at", "text_"), [("Q3_K", 108, "q6_k-a8"), ("IQ4_NL", 0, "w8a16-g32")])
+def test_types_that_fit_in_the_codes_of_others(kind, at, text_, tmp_path, caplog):
+    """Exactly the file's values, and a model of them on every backend."""
+    tensors = random_tensors(parse_config(RAW))
+    matrices = {gguf_name(n): t.shape for n, t in tensors.items() if t.ndim == 2}
+    blobs = {n: (random_blocks(*shape, kind, at), kind) for n, shape in matrices.items()}
+    path = write_gguf(tmp_path / "model.gguf", RAW, tensors, blobs=blobs)
+    with caplog.at_level(logging.WARNING), GGUFCheckpoint(path) as source:
+        source.check(read_config(path))
+        name = "model.layers.0.mlp.up_proj.weight"
+        q = source.stored(name)
+        meant = gguf.quants.dequantize(blobs[gguf_name(name)][0], gguf.GGMLQuantizationType[kind])
+        assert get(q.format).decode(q).equal(torch.from_numpy(meant)) and str(source.scheme(name)) == text_
+    want = all_logits(load(path, weights="fp32"), prompt(12))
+    for backend in backends():
+        model = load(path, backend)
+        assert {m.format for m in model.weights.matrices} == {q.format}
+        assert (all_logits(model, prompt(12)) - want).norm() < 0.05 * want.norm()
+    assert not any("rounded" in r.getMessage() for r in caplog.records)
 
 
 def mixed(name: str) -> str:
