@@ -33,7 +33,7 @@ def destination(page: Path) -> Path:
 
 def sources() -> list[Path]:
     """Every page and picture of the site, relative to the repository."""
-    inside = [p for kind in ("md", "png", "svg", "json") for p in sorted((ROOT / "docs").rglob(f"*.{kind}"))]
+    inside = [p for kind in ("md", "html", "png", "svg", "json") for p in sorted((ROOT / "docs").rglob(f"*.{kind}"))]
     return [*FIRST, *map(Path, BESIDE), *(p.relative_to(ROOT) for p in inside)]
 
 
