@@ -101,7 +101,7 @@ def parse_draft(text: str) -> SpecConfig:
 
 
 def written_as(text: str) -> str:
-    """The drafter that a form of text stands for: "MODEL", "HEAD", "A > MODEL", "A + B"."""
+    """The drafter that a form of text stands for: "MODEL", "HEAD", "BLOCK", "A > MODEL", "A + B"."""
     return next(name for name in registry.names("drafters") if _text(name) == text)
 
 

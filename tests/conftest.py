@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fixtures_block import fit_block
 from fixtures_eagle import fit_head
 from hypothesis import HealthCheck, settings
 from lawkit import Pair, load_pair, write_model
@@ -49,7 +50,9 @@ def pair_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("pair")
     write_model(root / "target")
     write_model(root / "draft", noise=DRAFT_NOISE)
-    fit_head(root / "head", load_model(root / "target", ops.resolve("reference")))
+    target = load_model(root / "target", ops.resolve("reference"))
+    fit_head(root / "head", target)
+    fit_block(root / "block", load_model(root / "target", ops.resolve()))
     return root / "target", root / "draft"
 
 

@@ -134,12 +134,14 @@ def plain_head(
     return normed @ lm_head.T, normed if config.norm_output else x
 
 
-def target_states(target: Llama, texts: list[list[int]], captures: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+def target_states(
+    target: Llama, texts: list[list[int]], captures: tuple[int, ...], kv: str = "fp32"
+) -> list[tuple[Tensor, Tensor]]:
     """For each text, captured hidden states [T, F] and logits [T, V] of all its positions."""
     c = target.config
     found = []
     for text in texts:
-        cache = KVCache(c.num_layers, 16, 16, c.num_kv_heads, c.head_dim)
+        cache = KVCache(c.num_layers, 16, 16, c.num_kv_heads, c.head_dim, kv)
         batch = build_batch([Rows(text, 0, [], [], list(range(16)), True)], 16)
         rows = torch.arange(len(text), dtype=torch.int32)
         logits, hidden = target.forward(replace(batch, logit_rows=rows), cache, captures)

@@ -19,6 +19,7 @@ from sameseed.engine.build import assemble
 from sameseed.engine.engine import Engine
 from sameseed.laws import trial
 from sameseed.laws.trees import TreeDrafter as TreeDrafter, knowing as knowing
+from sameseed.models.block import BlockHead
 from sameseed.models.config import parse_config
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head
@@ -45,13 +46,14 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with its draft and its draft head, loaded, and their tokenizer; `low`: the target in a lower format."""
+    """A target with its draft and its draft heads, loaded, and their tokenizer; `low`: the target in a lower format."""
 
     target: Llama
     draft: Llama
     tokenizer: Tokenizer
     low: Llama | None = None
     head: EagleHead | None = None
+    block: BlockHead | None = None
 
 
 def write_tokenizer(folder: Path, size: int = TOKENIZER_SIZE) -> None:
@@ -116,8 +118,12 @@ def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "
     big, small = (load_model(folder, chosen, quant, device=device) for folder in (target, draft))
     folder = target.parent / "head"
     head = load_head(folder, big, chosen, device=device) if folder.exists() else None
+    block_folder = target.parent / "block"
+    block = load_head(block_folder, big, chosen, device=device) if block_folder.exists() else None
+    assert not isinstance(head, BlockHead)
+    assert not isinstance(block, EagleHead)
     small.config = replace(small.config, mask_token=MODEL_VOCAB - 1)  # so that it can guess in parallel too
-    return Pair(big, small, Tokenizer.from_folder(target), low, head)
+    return Pair(big, small, Tokenizer.from_folder(target), low, head, block)
 
 
 # What drafters that work with others get, unless a test says otherwise.
@@ -133,12 +139,13 @@ def below_of(method: str) -> tuple[SpecConfig, ...]:
     return BELOW.get(method, (SpecConfig("ngram", num_draft_tokens=3),) * least)
 
 
-def models_of(spec: SpecConfig, pair: Pair, target: Llama) -> list[Llama | EagleHead]:
+def models_of(spec: SpecConfig, pair: Pair, target: Llama) -> list[Llama | EagleHead | BlockHead]:
     """The models that the drafters of a SpecConfig own, all levels together. A head is always the target's."""
     drafter = None if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER
     if drafter is not None and drafter.owns == "head":
-        assert pair.head is not None, "the pair has no draft head"
-        return [pair.head]
+        own_head = pair.block if drafter.text == "BLOCK" else pair.head
+        assert own_head is not None, "the pair has no draft head"
+        return [own_head]
     own = [] if drafter is None or not drafter.owns else [target if drafter.owns == "target" else pair.draft]
     if drafter is not None and drafter.owns == "target" and target is pair.target and pair.low is not None:
         own = [pair.low]

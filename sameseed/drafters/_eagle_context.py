@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.request import Sequence
 from sameseed.spec.drafter import Span
@@ -111,7 +112,7 @@ class Context:
 class Contexts:
     """Contexts by sequence, in the cache of one runner."""
 
-    def __init__(self, runner: HeadRunner, prefill_rows: int, limit: int) -> None:
+    def __init__(self, runner: HeadRunner | BlockRunner, prefill_rows: int, limit: int) -> None:
         """`prefill_rows`: the most rows of one pass over known positions; `limit`: the most rows of one sequence."""
         self.runner = runner
         self.prefill_rows = prefill_rows

@@ -91,7 +91,7 @@ class EagleDrafter(Drafter):
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> EagleDrafter:
-        assert isinstance(options, cls.Options) and parts.head is not None
+        assert isinstance(options, cls.Options) and isinstance(parts.head, HeadRunner)
         target, head = parts.target.model.config, parts.head.model
         head.config.check_target(target)
         runner = parts.head

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from sameseed import ops, registry
-from sameseed.config import EngineConfig, SpecConfig
+from sameseed.config import EngineConfig, SpecConfig, written_as
 from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.learned import learned_key
@@ -19,6 +19,7 @@ from sameseed.engine.levels import (
     check_overlap,
     check_policies,
     drafter_class,
+    head_text,
     with_heads,
 )
 from sameseed.engine.memory import Demand, demand, head_demand, plan_blocks
@@ -30,6 +31,8 @@ from sameseed.errors import ConfigError, VocabularyError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.lengths._capped import CappedLength
+from sameseed.models.block import BlockHead
+from sameseed.models.block_runner import BlockRunner
 from sameseed.models.config import ModelConfig, read_config
 from sameseed.models.draft_format import draft_scheme, is_smaller
 from sameseed.models.eagle import EagleHead
@@ -46,6 +49,7 @@ from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts, parse_opt
 from sameseed.tokenizer import Tokenizer
 from sameseed.tuned import Scope, Tuned
 
+Model = Llama | EagleHead | BlockHead
 SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said and none is nested in its own
 
 
@@ -57,7 +61,7 @@ class Loaded:
     tokenizer: Tokenizer
     num_blocks: int
     target: Llama
-    drafts: tuple[Llama | EagleHead, ...]
+    drafts: tuple[Model, ...]
     learned: str | None = None  # the key under which such engines keep what they learn
 
 
@@ -95,7 +99,7 @@ def load_parts(
     num_blocks = plan_blocks(config, max_len, [own, *others])
     if target is None:
         target = load_model(folder, backend, quant, max_len, config.device, progress)
-    drafts: list[Llama | EagleHead] = []
+    drafts: list[Model] = []
     for m in models:
         if m.is_head or m.is_view:
             owner = target if m.owner is None else drafts[m.owner]
@@ -138,7 +142,7 @@ def assemble(
     tokenizer: Tokenizer,
     num_blocks: int,
     target: Llama | ModelRunner,
-    drafts: Seq[Llama | EagleHead] = (),
+    drafts: Seq[Model] = (),
     learned: str | None = None,
 ) -> Engine:
     """An Engine of models that are loaded already: caches of `num_blocks` blocks, drafter, length policy, scheduler.
@@ -163,18 +167,19 @@ def _build_drafter(
     num_blocks: int,
     target: ModelRunner,
     policy: LengthPolicy,
-    models: Iterator[Llama | EagleHead],
+    models: Iterator[Model],
 ) -> Drafter:
     """The drafter of one level for `target`, and those below it."""
     if isinstance(spec.drafter, Drafter):
         return spec.drafter
     cls = drafter_class(spec)
     own: ModelRunner | None = None
-    head: HeadRunner | None = None
+    head: HeadRunner | BlockRunner | None = None
     if cls.owns:
         model = next(models)
-        if isinstance(model, EagleHead):
-            head = HeadRunner(model, _cache(model.config.layer, model.weights.dense, config, num_blocks))
+        if isinstance(model, EagleHead | BlockHead):
+            cache = _cache(model.config.layer, model.weights.dense, config, num_blocks)
+            head = HeadRunner(model, cache) if isinstance(model, EagleHead) else BlockRunner(model, cache)
         elif cls.owns == "target":
             own = target.beside(model)
         else:
@@ -235,6 +240,11 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
             what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
             raise ConfigError(
                 f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
+            )
+        if cls.owns == "head" and cls.text not in ("", head_text(own)):
+            raise ConfigError(
+                f"drafter {spec.method!r} cannot draft with {name}, a head of another kind; write --draft {name}, or "
+                f"--draft {written_as(head_text(own))}:{name}"
             )
         is_view = _drafts_with_view(spec, cls, folder, quant)
         own_quant = quant if is_view else _draft_scheme(spec, cls, own, folder, quant)

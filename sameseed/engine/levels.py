@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from sameseed import ops, registry
 from sameseed.config import SpecConfig, written_as
 from sameseed.errors import ConfigError
 from sameseed.models.config import is_parallel
-from sameseed.models.eagle_config import is_head
+from sameseed.models.eagle_config import is_block, is_head
 from sameseed.models.loader import resolve_model
 from sameseed.scheme import QuantScheme
 from sameseed.spec.drafter import Drafter, NoDrafter, goes_ahead, parse_options
@@ -123,9 +124,14 @@ def with_heads(spec: SpecConfig) -> SpecConfig:
     below = tuple(with_heads(b) for b in spec.below)
     if spec.model is not None and drafter_class(spec).text == "MODEL":
         folder = resolve_model(str(spec.model))
-        kind = "HEAD" if is_head(folder) else "PARALLEL" if is_parallel(folder) else "MODEL"
+        kind = head_text(folder) if is_head(folder) else "PARALLEL" if is_parallel(folder) else "MODEL"
         return replace(spec, method=spec.method if kind == "MODEL" else written_as(kind), below=below)
     return replace(spec, below=below)
+
+
+def head_text(folder: Path) -> str:
+    """What the drafter of the head in `folder` says in `text`."""
+    return "BLOCK" if is_block(folder) else "HEAD"
 
 
 def resolved_options(spec: SpecConfig) -> dict[str, object]:

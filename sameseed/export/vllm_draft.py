@@ -48,6 +48,7 @@ _DRAFTERS = {
     "draft_model": "draft_model",
     "parallel": "draft_model",
     "eagle": "eagle",
+    "block": "dflash",
 }
 # Part of an architecture's name, or of a hub id -> method; the first that is found.
 _MARKS = {
@@ -128,7 +129,7 @@ def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str,
     if model is not None:
         made["model"] = model_path(model)
         method = method or _method_of(made["model"])
-    elif method in ("draft_model", "parallel", "eagle", "dflash"):
+    elif method in ("draft_model", "parallel", "eagle", "block", "dflash"):
         raise ConfigError(f"--draft {method}: vLLM needs the draft's checkpoint; give its folder or hub id")
     assert method is not None
     made = {"method": method, **made}

@@ -1,4 +1,7 @@
-"""HeadConfig: an EAGLE head as flags, read from its config.json, and the tensors that its checkpoint holds."""
+"""HeadConfig: a draft head as flags, read from its config.json, and the tensors that its checkpoint holds.
+
+EAGLE heads are here, block heads in `block_config`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.models.config import GGUF, ModelConfig, layer_shapes, parse_config, read_json, whole_number
 
-# Architecture (or speculators_model_type) -> which of the two kinds of head it is.
+# Architecture (or speculators_model_type) -> which kind of head it is.
 HEADS = {
     "EagleLlamaForCausalLM": "eagle",
     "LlamaForCausalLMEagle3": "eagle3",
@@ -18,7 +21,13 @@ HEADS = {
     "Eagle3Qwen3ForCausalLM": "eagle3",
     "Eagle3Speculator": "eagle3",
     "Eagle3DraftModel": "eagle3",
+    "DFlashDraftModel": "block",  # z-lab
+    "Qwen3DSparkModel": "block",  # DeepSpec
+    "DSparkDraftModel": "block",
+    "DFlashSpeculator": "block",
+    "DSparkSpeculator": "block",
 }
+BLOCKS = ("dflash", "dspark")  # speculators_model_type of block heads
 _LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type of a speculator's layer
 ROTATED_FOR = "rotated_for"  # key of config.json: the seed of the rotation that a head is for
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # without them: the target's, none, no offsets
@@ -28,11 +37,11 @@ OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # withou
 class HeadConfig:
     """Shape and flags of a draft head.
 
-    `kind`: "eagle" (EAGLE-1 and 2) or "eagle3". `layer`: its one decoder layer, as of a model of one layer; of it come
-    hidden size H, vocabulary and context. `aux_layers`: the target's layers whose inputs it reads (n: what leaves the
-    last of n); None: the published choice. `norm_before_residual`: the normed feature goes on beside the attention.
-    `norm_before_fc`: one norm over all captured states; `fc_norm`: one for each (EAGLE-3.1), behind it where both are.
-    `norm_output`: the head's own feature is its normed output (EAGLE-3.1).
+    `kind`: "eagle" (EAGLE-1 and 2), "eagle3" or "block". `layer`: its one decoder layer, as of a model of one (a block
+    head has several); of it come hidden size H, vocabulary and context. `aux_layers`: the target's layers whose inputs
+    it reads (n: what leaves the last of n); None: the published choice. `norm_before_residual`: the normed feature goes
+    on beside the attention. `norm_before_fc`: one norm over all captured states; `fc_norm`: one for each (EAGLE-3.1),
+    behind it where both are. `norm_output`: the head's own feature is its normed output (EAGLE-3.1).
     """
 
     kind: str
@@ -74,6 +83,26 @@ class HeadConfig:
                 "head that was trained for this target"
             )
         self.captures(target.num_layers)
+
+    def tensors(self, layer: str) -> dict[str, tuple[int, ...]]:
+        """See `expected_tensors`."""
+        c, third = self.layer, self.kind == "eagle3"
+        hidden, wide = c.hidden_size, self.num_captures * self.target_hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, hidden)}
+        shapes["fc.weight"] = (hidden, wide if third else 2 * hidden)
+        if not third:
+            shapes["fc.bias"] = (hidden,)
+        if self.norm_before_fc:
+            shapes["input_norm.weight"] = (wide,)
+        if self.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": (self.target_hidden_size,) for i in range(self.num_captures)}
+        norms = ("input_layernorm", "hidden_norm") if third else ()
+        shapes |= layer_shapes(c, layer, (*norms, "post_attention_layernorm"), 2 * hidden if third else hidden)
+        if third:
+            shapes["norm.weight"] = (hidden,)
+            shapes["d2t"] = (self.draft_vocab_size,)
+        shapes["lm_head.weight"] = (self.draft_vocab_size, hidden)
+        return shapes
 
 
 def is_head(folder: Path) -> bool:
@@ -124,6 +153,33 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else "?"
 
 
+def is_block_config(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is a block head's."""
+    algorithm = raw.get("speculators_model_type")
+    return algorithm in BLOCKS or (algorithm is None and HEADS.get(_architecture(raw)) == "block")
+
+
+def is_block(folder: Path) -> bool:
+    """Whether a draft head's folder holds a block head."""
+    return is_block_config(read_json(folder / "config.json"))
+
+
+def layer_settings(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """What a head's config.json says of its layers. Raises ModelLoadError."""
+    inner = raw if raw.get("speculators_model_type") is None else raw.get("transformer_layer_config")
+    if not isinstance(inner, Mapping):
+        raise ModelLoadError(f"{where}: transformer_layer_config must be an object, got {str(inner)[:80]}")
+    return inner
+
+
+def layer_architecture(inner: Mapping[str, Any], usual: str, where: str) -> str:
+    """The architecture that a head's layers are of; `usual`: the model_type where none is named."""
+    architecture = _LAYERS.get(str(inner.get("model_type", usual)))
+    if architecture is None:
+        raise ModelLoadError(f"{where}: a head of model_type {inner['model_type']!r}; these are: {', '.join(_LAYERS)}")
+    return architecture
+
+
 def read_head_config(folder: Path) -> HeadConfig:
     """HeadConfig of a folder. Raises ModelLoadError that names the field."""
     return parse_head_config(read_json(folder / "config.json"), str(folder / "config.json"))
@@ -133,19 +189,21 @@ def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> Hea
     """HeadConfig of a parsed config.json: a plain one, or a speculator's (its layer under transformer_layer_config)."""
     algorithm = raw.get("speculators_model_type")
     name = _architecture(raw)
+    if is_block_config(raw):
+        from sameseed.models.block_config import parse_block_config  # which derives from HeadConfig
+
+        return parse_block_config(raw, where)
     kind = HEADS.get(name, "eagle" if name in _LAYERS.values() else None)
-    if kind is None or algorithm not in (None, "eagle3"):
+    if kind in (None, "block") or algorithm not in (None, "eagle3"):
         raise ModelLoadError(
             f"{where}: a draft head of kind {algorithm or name!r} is not supported; these are: {', '.join(HEADS)}"
         )
-    inner = raw if algorithm is None else raw.get("transformer_layer_config")
-    if not isinstance(inner, dict):
-        raise ModelLoadError(f"{where}: transformer_layer_config must be an object, got {str(inner)[:80]}")
+    inner = layer_settings(raw, where)
     if inner.get("num_hidden_layers", 1) != 1:
-        raise ModelLoadError(f"{where}: a head of {inner['num_hidden_layers']} layers; only heads of one are supported")
-    architecture = _LAYERS.get(str(inner.get("model_type", "qwen3" if "Qwen3" in name else "llama")))
-    if architecture is None:
-        raise ModelLoadError(f"{where}: a head of model_type {inner['model_type']!r}; these are: {', '.join(_LAYERS)}")
+        raise ModelLoadError(
+            f"{where}: a head of {inner['num_hidden_layers']} layers; only EAGLE heads of one are supported"
+        )
+    architecture = layer_architecture(inner, "qwen3" if "Qwen3" in name else "llama", where)
     layer = parse_config({**inner, "architectures": [architecture], "num_hidden_layers": 1}, where)
     kinds = inner.get("layer_types")  # may be those of its target's layers; the first is its own
     slides = kinds[0] == "sliding_attention" if isinstance(kinds, list) and kinds else inner.get("use_sliding_window")
@@ -173,20 +231,4 @@ def expected_tensors(config: HeadConfig, layer: str = "midlayer") -> dict[str, t
 
     `layer`: what the decoder layer is called: "midlayer" (EAGLE-3) or "layers.0" (EAGLE-1, speculators).
     """
-    c, third = config.layer, config.kind == "eagle3"
-    hidden, wide = c.hidden_size, config.num_captures * config.target_hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, hidden)}
-    shapes["fc.weight"] = (hidden, wide if third else 2 * hidden)
-    if not third:
-        shapes["fc.bias"] = (hidden,)
-    if config.norm_before_fc:
-        shapes["input_norm.weight"] = (wide,)
-    if config.fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(config.num_captures)}
-    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm") if third else ("post_attention_layernorm",)
-    shapes |= layer_shapes(c, layer, norms, 2 * hidden if third else hidden)
-    if third:
-        shapes["norm.weight"] = (hidden,)
-        shapes["d2t"] = (config.draft_vocab_size,)
-    shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
-    return shapes
+    return config.tensors(layer)

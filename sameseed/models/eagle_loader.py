@@ -1,4 +1,4 @@
-"""Load an EAGLE head: a folder with config.json and safetensors, checked against its config and its target."""
+"""Load a draft head: a folder with config.json and safetensors, checked against its config and its target."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from sameseed import scheme
 from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.models.block import BlockHead, BlockWeights
+from sameseed.models.block_config import BlockConfig
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ModelConfig
 from sameseed.models.eagle import EagleHead, HeadWeights
@@ -23,6 +26,7 @@ from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
 
 SPARE = ("d2t", "t2d")  # whole numbers; what the second says, the first does too
+UNREAD = "confidence_head."  # of block heads: what a length policy measures by itself
 CHUNK = 4096  # rows that are floats at one time
 
 
@@ -46,7 +50,8 @@ def open_head(
             if name in shapes and name not in files and (name.endswith(".bias") or module not in present):
                 del shapes[name]
         shapes.pop("d2t", None)
-        files.check(config.layer, shapes, SPARE)
+        unread = [n for n in files.names() if n.startswith(UNREAD)] if config.kind == "block" else []
+        files.check(config.layer, shapes, (*SPARE, *unread))
         if target is not None:
             config.check_target(target)
             for name in ("embed_tokens.weight", "lm_head.weight"):
@@ -78,7 +83,7 @@ def load_head(
     quant: QuantScheme | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
-) -> EagleHead:
+) -> EagleHead | BlockHead:
     """The head in `folder` for `target`, its weights stored by `quant` (default: as the checkpoint has them).
 
     What it lacks (embedding, LM head) it shares with the target; the LM head in the format that `quant` names.
@@ -87,20 +92,18 @@ def load_head(
     with open_head(folder, target.config) as (config, files, shapes, layer):
         weight_bytes(config.layer, files, quant, shapes)
         reader = WeightReader(config.layer, files, quant, ops, device, progress, shapes)
-        return read_head(config, reader, layer, target_ids(folder, config, files), target, ops)
+        ids = target_ids(folder, config, files)
+        if isinstance(config, BlockConfig):
+            return read_block(config, reader, ids, target, ops)
+        return read_head(config, reader, layer, ids, target, ops)
 
 
 def read_head(
     config: HeadConfig, reader: WeightReader, layer: str, ids: Tensor | None, target: Llama, ops: Ops
 ) -> EagleHead:
-    """A head of the tensors that `reader` reads, whose decoder layer is called `layer`; `ids`: as `target_ids`."""
+    """An EAGLE head of what `reader` reads, whose decoder layer is called `layer`; `ids`: as `target_ids`."""
     shapes, source, quant = reader.shapes, reader.source, reader.quant
-    own = "embed_tokens.weight" in shapes
-    embedding = reader.matrix("embed_tokens") if own else target.weights.embedding
-    if "lm_head.weight" in shapes:
-        lm_head = reader.matrix("lm_head")
-    else:
-        lm_head = _in_format(ops, target.weights.lm_head, quant.at("lm_head"))
+    embedding, lm_head = _ends(reader, target, ops)
     third = config.kind == "eagle3"
     names = ["input_norm"] if config.norm_before_fc else []
     names += [f"fc_norm.{i}" for i in range(config.num_captures)] if config.fc_norm else []
@@ -118,6 +121,33 @@ def read_head(
         dense=quant.dense_for(source.dtype(f"{layer}.post_attention_layernorm.weight")),
     )
     return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
+
+
+def read_block(config: BlockConfig, reader: WeightReader, ids: Tensor | None, target: Llama, ops: Ops) -> BlockHead:
+    """A block head of the tensors that `reader` reads; `ids`: as `target_ids`."""
+    embedding, lm_head = _ends(reader, target, ops)
+    markov = [reader.matrix(f"markov_head.markov_w{i}") for i in (1, 2)] if config.markov_rank else None
+    weights = BlockWeights(
+        embedding=embedding,
+        fc=reader.matrix("fc"),
+        hidden_norm=reader.vector("hidden_norm.weight"),
+        layers=tuple(reader.layer(f"layers.{i}") for i in range(config.layer.num_layers)),
+        norm=reader.vector("norm.weight"),
+        lm_head=lm_head,
+        markov=None if markov is None else (markov[0], markov[1]),
+        target_ids=ids,
+        dense=reader.quant.dense_for(reader.source.dtype("norm.weight")),
+    )
+    return BlockHead(config, weights, ops, target.max_model_len)
+
+
+def _ends(reader: WeightReader, target: Llama, ops: Ops) -> tuple[QuantTensor, QuantTensor]:
+    """Embedding and LM head: its own, or the target's, the LM head in the format that is asked for."""
+    own = "embed_tokens.weight" in reader.shapes
+    embedding = reader.matrix("embed_tokens") if own else target.weights.embedding
+    if "lm_head.weight" in reader.shapes:
+        return embedding, reader.matrix("lm_head")
+    return embedding, _in_format(ops, target.weights.lm_head, reader.quant.at("lm_head"))
 
 
 def target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:
@@ -150,7 +180,10 @@ def _in_format(ops: Ops, w: QuantTensor, quant: QuantScheme) -> QuantTensor:
     return ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))
 
 
-def with_vocabulary(head: EagleHead, ids: Tensor) -> EagleHead:
+H = TypeVar("H", EagleHead, BlockHead)
+
+
+def with_vocabulary(head: H, ids: Tensor) -> H:
     """The head over some of its tokens only (FR-Spec: Zhao et al., 2025): `ids` [n] of the target, each once.
 
     Those that the head has not are left out. Raises ConfigError where none is left.
@@ -160,5 +193,10 @@ def with_vocabulary(head: EagleHead, ids: Tensor) -> EagleHead:
     kept = torch.isin(own, ids.to(own.dtype)).nonzero().flatten()
     if not len(kept):
         raise ConfigError("the head has none of the tokens of `vocabulary`; name others, or leave the option out")
-    weights = replace(w, lm_head=take_rows(head.ops, w.lm_head, kept), target_ids=own[kept].int())
-    return EagleHead(head.config, weights, head.ops, head.target_eps, head.max_model_len)
+    taken: dict[str, Any] = {"lm_head": take_rows(head.ops, w.lm_head, kept), "target_ids": own[kept].int()}
+    if isinstance(head, EagleHead):
+        return EagleHead(head.config, replace(head.weights, **taken), head.ops, head.target_eps, head.max_model_len)
+    if head.weights.markov is not None:
+        before, after = head.weights.markov
+        taken["markov"] = before, take_rows(head.ops, after, kept)
+    return BlockHead(head.config, replace(head.weights, **taken), head.ops, head.max_model_len)

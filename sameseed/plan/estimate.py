@@ -17,7 +17,7 @@ from sameseed.config import SpecConfig, parse_draft
 from sameseed.engine.memory import available_memory
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.models.config import is_parallel
-from sameseed.models.eagle_config import is_head
+from sameseed.models.eagle_config import is_block, is_head
 from sameseed.plan.anchor import AnchoredTimes, anchor
 from sameseed.plan.memory import Memory, memory, too_small
 from sameseed.plan.outlook import (
@@ -253,15 +253,16 @@ def _plan(
         path = None if spec.model.lower() in SHAPES else find(spec.model)
         if path is not None and path.is_dir() and is_head(path):
             own = head_sheet(path, asked.draft_format, asked.kv_format, target)
+            at_once = is_block(path)
         else:
             own = sheet(spec.model, asked.draft_format, asked.kv_format, target)
             at_once = registry.load("drafters", spec.method).DRAFTER.at_once or (path is not None and is_parallel(path))
-        sizes = sorted((own.config.vocab_size, target.config.vocab_size))
-        if own.config.num_layers > 1 and path is not None and sizes[1] > PADDED * sizes[0]:
-            raise VocabularyError(
-                f"{spec.model} has {own.config.vocab_size} tokens, {asked.model} "
-                f"{target.config.vocab_size}: take a draft of the target's family"
-            )
+            sizes = sorted((own.config.vocab_size, target.config.vocab_size))
+            if own.config.num_layers > 1 and path is not None and sizes[1] > PADDED * sizes[0]:
+                raise VocabularyError(
+                    f"{spec.model} has {own.config.vocab_size} tokens, {asked.model} "
+                    f"{target.config.vocab_size}: take a draft of the target's family"
+                )
         sheets.append(own)
         times.append(_draft_times(own, limits, profile))
     step = max(times, key=lambda t: t.seconds(1, 1, CONTEXT), default=None)

@@ -18,7 +18,7 @@ from sameseed.errors import ConfigError, SameseedError
 from sameseed.export import vllm
 from sameseed.models.config import GGUF, is_parallel
 from sameseed.models.draft_format import draft_scheme
-from sameseed.models.eagle_config import is_head
+from sameseed.models.eagle_config import is_block, is_head
 from sameseed.scheme import QuantScheme
 from sameseed.tuned import TABLE_END, Chosen, Tuned
 
@@ -106,12 +106,14 @@ def _one_drafter(tuned: Tuned, able: Mapping[str, str], notes: list[str]) -> Spe
 
 
 def _kind(spec: SpecConfig) -> str:
-    """ngram, suffix, head or model; "" for what owns nothing that others know."""
+    """ngram, suffix, head (EAGLE), block or model; "" for what owns nothing that others know."""
     if spec.method in ("ngram", "suffix"):
         return spec.method
     if spec.model is None:
         return ""
     path = Path(vllm.model_path(spec.model)) if not spec.model.endswith(".gguf") else Path(spec.model)
+    if spec.method == "block" or (path.is_dir() and is_head(path) and is_block(path)):
+        return "block"
     return "head" if spec.method == "eagle" or (path.is_dir() and is_head(path)) else "model"
 
 
@@ -140,7 +142,7 @@ def _table_note(chosen: Chosen, notes: list[str]) -> None:
 def _vllm(tuned: Tuned) -> Exported:
     chosen = tuned.chosen
     notes: list[str] = []
-    able = {"ngram": "ngram", "suffix": "suffix", "head": "eagle3", "model": "draft_model"}
+    able = {"ngram": "ngram", "suffix": "suffix", "head": "eagle3", "block": "dflash", "model": "draft_model"}
     spec = _one_drafter(tuned, able, notes)
     settings: dict[str, Any] = {"draft": spec, "num_draft_tokens": _most(chosen), "threads": chosen.threads}
     if chosen.max_num_seqs:

@@ -74,6 +74,8 @@ def _seed(target: Path) -> int:
 
 
 def _check(head: Path, config: HeadConfig, files: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
+    if config.kind == "block":
+        raise ConfigError(f"{head} is a block head, and only EAGLE-3 heads are turned; train one for that target")
     if config.kind != "eagle3":
         raise ConfigError(
             f"{head} is an EAGLE-1 or 2 head: its features are the target's own, whose last norm the rotation folded "

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor
 
 from sameseed import fields
+from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, SpecMetrics, TimeSplit
@@ -105,7 +106,7 @@ class Parts:
     policy: LengthPolicy
     runner: ModelRunner | None = None
     below: tuple[Below, ...] = ()
-    head: HeadRunner | None = None
+    head: HeadRunner | BlockRunner | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -122,7 +123,9 @@ class Drafter:
 
     owns: ClassVar[Owned] = ""  # the model of its own that `build` gets; "target": the target in another format
     num_below: ClassVar[tuple[int, int]] = (0, 0)  # the fewest and the most drafters that it works with
-    text: ClassVar[str] = ""  # what also means it in --draft: "MODEL", "HEAD", "PARALLEL", "A > MODEL", "A + B"
+    text: ClassVar[str] = (
+        ""  # what also means it in --draft: "MODEL", "HEAD", "BLOCK", "PARALLEL", "A > MODEL", "A + B"
+    )
     cuttable = False  # is a draft of k tokens the k first (of a tree: likeliest) of a longer one?
     at_once: ClassVar[bool] = False  # does its model guess a whole draft in one pass?
     judges: ClassVar[bool] = False  # does it know how likely its tokens are, so that `confidence` can end its drafts?

@@ -56,7 +56,7 @@ def make_head_layout(
     """
     head.check_target(target.small)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    odd = ["of EAGLE-1"] if head.kind != "eagle3" else [f"with {f}" for f in flags if getattr(head, f)]
+    odd = [f"of kind {head.kind!r}"] if head.kind != "eagle3" else [f"with {f}" for f in flags if getattr(head, f)]
     if head.layer.hidden_size != head.target_hidden_size:
         odd.append("of another width than its target")
     if odd:

@@ -316,7 +316,7 @@ def test_captured_layers_are_inputs() -> None:
         ({"draft_vocab_size": "many"}, "draft_vocab_size must be a whole number"),
         ({"eagle_aux_hidden_state_layer_ids": [1.5]}, "must list layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        ({"speculators_model_type": "dflash"}, "kind 'dflash' is not supported"),
+        ({"speculators_model_type": "medusa"}, "kind 'medusa' is not supported"),
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
     ],
 )

@@ -143,7 +143,7 @@ def test_eagle_1_and_odd_vocabularies(small: Path, tmp_path: Path) -> None:
     write_head(tmp_path / "head", raw, random_head(parse_head_config(raw), 0, "layers.0"))
     big, same = FITTING["two copies"][0], FITTING["no more tokens"][0]
     for head, where, tokens, named in (
-        (tmp_path / "head", big, None, "of EAGLE-1"),
+        (tmp_path / "head", big, None, "of kind 'eagle'"),
         (small / "knows", big, 289, "290 to 400 tokens, got 289"),
         (small / "knows", big, 401, "290 to 400"),
         (small / "knows", same, 300, "290 to 290"),

@@ -1,0 +1,183 @@
+"""block drafter (DFlash: Chen et al., 2026): a head reads the target's hidden states and guesses a chain in one pass.
+
+Its pass reads the last known token and masks, before which lie keys and values of the target's own hidden states. A
+Markov head, where there is one, tells each place what the one before became (DSpark: DeepSeek-AI, 2026).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of
+from sameseed.drafters._eagle_context import Contexts
+from sameseed.drafters._eagle_guesses import Guesses
+from sameseed.drafters._vocabulary import read_vocabulary
+from sameseed.errors import ConfigError
+from sameseed.models.block_runner import BlockRunner
+from sameseed.models.eagle_loader import with_vocabulary
+from sameseed.request import Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
+from sameseed.spec.sampling import needs_adjusting
+
+log = logging.getLogger("sameseed")
+
+
+class BlockDrafter(ChainDrafter):
+    """A block head with its own format and cache, which follows each sequence by the target's hidden states.
+
+    The whole block is run whatever number of tokens is asked for: a short draft is the beginning of a long one.
+    """
+
+    @dataclass(frozen=True)
+    class Options(ChainDrafter.Options):
+        """`vocabulary`: the tokens that the head may guess, where not all that it has: a number (the first ones), or a
+        file with their ids (JSON or lines); fewer cost less. `prefill_rows`: the most rows of one pass while it catches
+        up. `siblings`: at each place so many other likely tokens may join the chain, as leaves of a tree; `--k` then
+        counts nodes.
+        """
+
+        vocabulary: str = ""
+        prefill_rows: int = 512
+
+        def __post_init__(self) -> None:
+            if self.prefill_rows < 1:
+                raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
+            super().__post_init__()
+
+    owns = "head"
+    text = "BLOCK"
+    at_once = True
+
+    def __init__(
+        self,
+        options: Options,
+        runner: BlockRunner,
+        captures: tuple[int, ...],
+        policy: LengthPolicy,
+        eos_token_ids: Seq[int] = (),
+    ) -> None:
+        """`captures`: the target's layers that the head reads; `eos_token_ids`: the target's."""
+        head = runner.model
+        self.options = options
+        self.runner = runner
+        self.captures = captures
+        self.policy = policy
+        self.most = head.config.num_guesses
+        self.followers = Contexts(runner, options.prefill_rows, head.max_model_len)
+        self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
+        self._said = False
+        self.branches = self.branches_with(options)
+        self.cuttable = not self.branches
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> BlockDrafter:
+        assert isinstance(options, cls.Options) and isinstance(parts.head, BlockRunner)
+        target, runner = parts.target.model.config, parts.head
+        config = runner.model.config
+        config.check_target(target)
+        if options.vocabulary:
+            own = with_vocabulary(runner.model, read_vocabulary(options.vocabulary, target.vocab_size))
+            runner = BlockRunner(own, runner.cache)
+        return cls(options, runner, config.captures(target.num_layers), parts.policy, target.eos_token_ids)
+
+    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+        if hidden is not None:
+            self.followers.observe(seqs, spans, hidden)
+
+    @property
+    def limit(self) -> int:
+        return self.followers.limit + 2  # the last known token has no row of its own
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        self.followers.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        self.followers.release(seq)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        """Chains for all sequences together, by one pass; leaves beside them."""
+        self.followers.make_room(seqs)
+        siblings = self.options.siblings
+        lengths = chain_lengths(seqs, num_draft, siblings)
+        chains, growing = [Chain() for _ in seqs], list[_Growing]()
+        for b, (seq, k) in enumerate(zip(seqs, lengths, strict=True)):
+            count = self._able(seq, k)
+            if count and self.followers.reserve(seq, self.runner.model.config.block_size):
+                growing.append(_Growing(seq, count, chains[b]))
+        if growing:
+            self._guess(growing)
+        for g in growing:
+            holder = self.followers[g.seq].holder
+            self.runner.blocks.trim(holder, holder.num_cached)  # blocks of guessed rows
+        return draft_of(chains, num_draft, self.policy.uses_confidence, siblings)
+
+    def _able(self, seq: Sequence, num_draft: int) -> int:
+        """So many of these tokens can be guessed: what it was trained for, where its context has room."""
+        if num_draft > self.most and not self._said:
+            self._said = True
+            log.warning(
+                "drafter 'block': trained for %d tokens at once, not %d; it guesses so many", self.most, num_draft
+            )
+        wanted = min(num_draft, self.most)
+        return wanted if wanted > 0 and self.followers.room(seq, 1) else 0
+
+    def _guess(self, growing: Seq[_Growing]) -> None:
+        """Catch up, run all blocks, and read the chains off the logits, place by place where there is a Markov head."""
+        seqs = [g.seq for g in growing]
+        self.followers.catch_up(seqs)
+        counts = [g.count for g in growing]
+        holders = [self.followers[seq].holder for seq in seqs]
+        rows = self.guesses.rows(self.runner.guess(holders, [s.token_ids[-1] for s in seqs], counts))
+        ends = np.cumsum(counts)
+        for g, end in zip(growing, ends.tolist(), strict=True):
+            g.first = end - g.count
+        has_bias = self.runner.model.weights.markov is not None
+        for place in range(max(counts)):
+            active = [g for g in growing if place < g.count and not g.chain.ended]
+            if not active:
+                return
+            now = rows[[g.first + place for g in active]]
+            if has_bias:
+                now += self._bias(active)
+            for i, g in enumerate(active):
+                self._read(g, now[i : i + 1])
+
+    def _bias(self, active: Seq[_Growing]) -> NDArray[np.float32]:
+        """What the Markov head adds [n, Vd] after the last token of each chain."""
+        last = [g.chain.tokens[-1] if g.chain.tokens else g.seq.token_ids[-1] for g in active]
+        model = self.runner.model
+        return self.guesses.rows(model.bias(torch.tensor(last, dtype=torch.int32, device=model.device)))
+
+    def _read(self, g: _Growing, row: NDArray[np.float32]) -> None:
+        """The head's choice at the next place by logits [1, Vd], under the target's own noise (coupled sampling)."""
+        chain, count = g.chain, 1 + self.options.siblings
+        if needs_adjusting(g.seq, len(chain.tokens)):
+            tokens, shares = self.guesses.adjusted(row, g.seq, [chain.tokens], count)
+        else:
+            tokens, shares = self.guesses.likeliest(row, g.seq, len(chain.tokens), count)
+        found = [(t, p) for t, p in zip(tokens[0].tolist(), np.exp(shares[0]).tolist(), strict=True) if p > 0]
+        if found:
+            chain.grow(found, self.policy, self.guesses.vocab_size)
+        else:
+            chain.ended = True
+
+
+@dataclass
+class _Growing:
+    """One sequence's chain in the making, of `count` tokens; `first`: the row of its logits."""
+
+    seq: Sequence
+    count: int
+    chain: Chain
+    first: int = 0
+
+
+DRAFTER = BlockDrafter

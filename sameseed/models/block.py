@@ -1,0 +1,103 @@
+"""Block heads: all tokens of a draft in one pass (DFlash: Chen et al., 2026; DSpark: DeepSeek-AI, 2026).
+
+A few decoder layers read the last known token and masks behind it, each place of this block all others. Before them
+every layer finds keys and values of the target's own hidden states: fc of several of its layers, normed, through the
+layer's own projections. A Markov head may add a bias that the token before gives to the next.
+
+Letters as in `ops`; F: width of the hidden states that the head takes from the target, Vd: its own vocabulary,
+A: rank of the Markov head.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sameseed.batch import Batch
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.block_config import BlockConfig
+from sameseed.models.layers import LayerWeights, rope_table, run_layer
+from sameseed.ops import Ops, normed_rows, plain_rows
+from sameseed.scheme import QuantTensor
+
+INJECT, GUESS = (1,), (0,)  # the two passes
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """Weights of a block head. Norms are float32; `target_ids` int32 [Vd] as `HeadWeights` has them.
+
+    `markov`: embedding [V, A] and projection [Vd, A] of the Markov head, or None.
+    """
+
+    embedding: QuantTensor  # [V, C]
+    fc: QuantTensor  # [C, F]
+    hidden_norm: Tensor  # [C]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [C]
+    lm_head: QuantTensor  # [Vd, C]
+    markov: tuple[QuantTensor, QuantTensor] | None
+    target_ids: Tensor | None
+    dense: str = "fp32"
+
+
+class BlockHead:
+    """A block head with its weights and the ops that run it; batch, hidden states and cache arrive as arguments."""
+
+    def __init__(self, config: BlockConfig, weights: BlockWeights, ops: Ops, max_model_len: int) -> None:
+        """`max_model_len`: of the target; its own may be shorter."""
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.device = weights.norm.device
+        self.max_model_len = min(max_model_len, config.layer.max_model_len)
+        # A block may begin with the last token that there is room for.
+        rope = rope_table(config.layer.rope, config.layer.head_dim, self.max_model_len + config.block_size)
+        self.rope = rope.to(self.device)
+        # Weakly: a cycle would keep the weights alive until the garbage collector comes by.
+        forward = weakref.WeakMethod(self._forward)
+        self._run = ops.replayer(lambda *args: cast(Any, forward())(*args))
+
+    @torch.inference_mode()
+    def inject(self, states: Tensor, batch: Batch, cache: KVCache) -> None:
+        """Store keys and values of the target's captured hidden states [T, F] for the rows of `batch`."""
+        self._run(batch, cache, INJECT, states)
+
+    @torch.inference_mode()
+    def guess(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Logits float32 [R, Vd] of `batch.logit_rows`, rows of blocks behind what was stored; no Markov head yet."""
+        logits: Tensor = self._run(batch, cache, GUESS)[0]
+        return logits
+
+    @torch.inference_mode()
+    def bias(self, token_ids: Tensor) -> Tensor:
+        """What the Markov head adds [B, Vd] to the logits after tokens [B] of the target."""
+        assert self.weights.markov is not None
+        before, after = self.weights.markov
+        return self.ops.product(plain_rows(self.ops.embedding(token_ids, before)), after)
+
+    def _forward(
+        self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, ...], *states: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
+        if how == INJECT:
+            self._store(ops, batch, cache, ops.product(plain_rows(states[0]), w.fc))
+            return torch.empty(0, 1), None
+        x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
+        for layer, kv in zip(w.layers, cache.layers, strict=True):
+            rows = normed_rows(x, layer.input_norm, eps)
+            x = run_layer(ops, c, layer, rows, x, batch, kv, self.rope, None)
+        return ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head), None
+
+    def _store(self, ops: Ops, batch: Batch, cache: KVCache, features: Tensor) -> None:
+        """Keys and values of features [T, C] in every layer's cache."""
+        c, eps = self.config.layer, self.config.layer.rms_eps
+        rows = normed_rows(features, self.weights.hidden_norm, eps)
+        for w, kv in zip(self.weights.layers, cache.layers, strict=True):
+            norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+            qkv = ops.product(rows, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
+            ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, eps)  # nobody asks for the queries

@@ -1,0 +1,104 @@
+"""Block heads for the tests: the papers' formulas in plain PyTorch, and a tiny head that knows what follows a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from fixtures_eagle import LAYER, _norm, _rotate, target_states, write_head
+from torch import Tensor
+
+from sameseed.models.block_config import BlockConfig
+from sameseed.models.eagle_config import expected_tensors, parse_head_config
+from sameseed.models.llama import Llama
+
+LAYOUTS = ("z-lab", "DeepSpec", "dflash", "dspark")
+
+
+def raw_config(layout: str, vocab_size: int, layers: list[int], **changes: Any) -> dict[str, Any]:
+    """config.json of a block head of two layers; `layers`: those of the target whose outputs it reads."""
+    layer = {**LAYER, "num_hidden_layers": 2, "vocab_size": vocab_size, "model_type": "qwen3"}
+    layer |= {k: v for k, v in changes.items() if k in layer}
+    rest = {"block_size": 5, **{k: v for k, v in changes.items() if k not in layer}}
+    mask = {"mask_token_id": rest.pop("mask_token_id", vocab_size - 1)}
+    if layout == "z-lab":
+        own = {"dflash_config": {**mask, "target_layer_ids": layers}, "num_target_layers": 3}
+        return {"architectures": ["DFlashDraftModel"], **layer, **own, **rest}
+    if layout == "DeepSpec":
+        markov = {"markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True, "num_anchors": 512}
+        return {"architectures": ["Qwen3DSparkModel"], **layer, **markov, **mask, "target_layer_ids": layers, **rest}
+    own = {"speculators_model_type": layout, "aux_hidden_state_layer_ids": [i + 1 for i in layers], **mask}
+    markov = {"markov_rank": 6, "markov_head_type": "vanilla"} if layout == "dspark" else {}
+    names = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
+    return {"architectures": [names[layout]], **own, **markov, "transformer_layer_config": layer, **rest}
+
+
+def parsed(raw: dict[str, Any]) -> BlockConfig:
+    config = parse_head_config(raw)
+    assert isinstance(config, BlockConfig)
+    return config
+
+
+def random_block(config: BlockConfig, seed: int = 0, scale: float = 1.0) -> dict[str, Tensor]:
+    """Tensors of a random block head, d2t spread over the vocabulary where the head's is smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, shape in expected_tensors(config).items():
+        noise = torch.randn(shape, generator=generator)
+        if name == "d2t":
+            chosen = torch.randperm(config.layer.vocab_size, generator=generator)[: shape[0]].sort().values
+            tensors[name] = chosen - torch.arange(shape[0])
+        elif len(shape) == 1:
+            tensors[name] = 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
+        else:
+            tensors[name] = noise * scale if "embed" in name or "w1" in name else noise * scale * shape[1] ** -0.5
+    return tensors
+
+
+def plain_block(config: BlockConfig, w: dict[str, Tensor], states: Tensor, last: int, target: Llama) -> Tensor:
+    """Logits [guesses, Vd] of one block after states [n, F], as one dense pass; without a Markov head."""
+    c, eps, n = config.layer, config.layer.rms_eps, len(states)
+    embedding = w.get("embed_tokens.weight", target.ops.unpack(target.weights.embedding).parts["weight"].float())
+    context = _norm(states @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+    x = embedding[torch.tensor([last] + [config.mask_token] * (config.block_size - 1))]
+    places = torch.arange(n + config.block_size)
+    for i in range(c.num_layers):
+        at = f"layers.{i}"
+
+        def linear(name: str, rows: Tensor, at: str = at) -> Tensor:
+            return rows @ w[f"{at}.{name}.weight"].T + w.get(f"{at}.{name}.bias", torch.tensor(0.0))
+
+        normed = _norm(x, w[f"{at}.input_layernorm.weight"], eps)
+        q = linear("self_attn.q_proj", normed).view(len(x), -1, c.head_dim)
+        both = torch.cat([context, normed])
+        k, v = (linear(f"self_attn.{p}_proj", both).view(len(both), -1, c.head_dim) for p in "kv")
+        if c.qk_norm:
+            q, k = (_norm(y, w[f"{at}.self_attn.{p}_norm.weight"], eps) for y, p in ((q, "q"), (k, "k")))
+        q, k = _rotate(q, places[n:], c.rope.theta), _rotate(k, places, c.rope.theta)
+        k, v = (y.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for y in (k, v))
+        weights = (torch.einsum("thd,shd->hts", q, k) * c.head_dim**-0.5).softmax(-1)  # all see all
+        x = x + linear("self_attn.o_proj", torch.einsum("hts,shd->thd", weights, v).flatten(1))
+        inner = _norm(x, w[f"{at}.post_attention_layernorm.weight"], eps)
+        gate = torch.nn.functional.silu(linear("mlp.gate_proj", inner))
+        x = x + linear("mlp.down_proj", gate * linear("mlp.up_proj", inner))
+    lm_head = w.get("lm_head.weight", target.ops.unpack(target.weights.lm_head).parts["weight"].float())
+    return _norm(x, w["norm.weight"], eps)[config.block_size - config.num_guesses :] @ lm_head.T
+
+
+def fit_block(folder: Path, target: Llama, seed: int = 0) -> Path:
+    """Write a block head whose Markov head knows what the target mostly says after a token; the rest is quiet."""
+    size, rank = target.config.vocab_size, 48
+    raw = raw_config("dspark", size, [0, 1], markov_rank=rank, block_size=7)
+    w = random_block(parsed(raw), seed, scale=0.05)
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(1, 300, (250,), generator=generator).tolist() for _ in range(6)]
+    total, count = torch.zeros(size, size), torch.zeros(size, 1)
+    for text, (_, logits) in zip(texts, target_states(target, texts, (0,)), strict=True):
+        total.index_add_(0, torch.tensor(text), logits)
+        count.index_add_(0, torch.tensor(text), torch.ones(len(text), 1))
+    u, s, v = torch.linalg.svd((total + 2 * total.sum(0) / count.sum()) / (count + 2))
+    w["markov_head.markov_w1.weight"] = u[:, :rank] * s[:rank].sqrt()
+    w["markov_head.markov_w2.weight"] = v[:rank].T * s[:rank].sqrt()
+    del w["embed_tokens.weight"], w["d2t"]
+    return write_head(folder, raw, w)

@@ -1,0 +1,234 @@
+"""The block drafter: guesses from the target's own states in one pass, and a cache that no rejected guess marks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures_block import parsed, plain_block, random_block, raw_config
+from fixtures_eagle import target_states, write_head
+from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
+from torch import Tensor
+
+from sameseed.config import EngineConfig, SpecConfig, parse_draft
+from sameseed.drafters.block import BlockDrafter
+from sameseed.engine.build import build_engine
+from sameseed.engine.engine import Engine
+from sameseed.engine.levels import with_heads
+from sameseed.errors import ConfigError
+from sameseed.kvcache.cache import KVCache
+from sameseed.laws.mutant import Mutant
+from sameseed.models.block import BlockHead
+from sameseed.models.block_runner import BlockRunner
+from sameseed.models.eagle_loader import load_head
+from sameseed.request import Request, SamplingParams, Sequence
+from sameseed.spec.sampling import choose
+from sameseed.spec.step import decode_step
+
+PROMPTS = random_prompts(5, seed=4)
+ASKED = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, **SAMPLED)
+WARM = SamplingParams(temperature=0.8)
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+def drafter_of(engine: Engine) -> BlockDrafter:
+    assert isinstance(engine.drafter, BlockDrafter)
+    return engine.drafter
+
+
+def head_of(pair: Pair) -> BlockHead:
+    assert pair.block is not None
+    return pair.block
+
+
+@dataclass(frozen=True)
+class Loud:
+    """A pair whose block head is random through and through: every part of it decides what is guessed."""
+
+    pair: Pair
+    tensors: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def loud(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Loud:
+    raw = raw_config("dspark", MODEL_VOCAB, [0, 1], block_size=7)
+    tensors = random_block(parsed(raw), 1)
+    del tensors["d2t"]
+    head = load_head(write_head(tmp_path_factory.mktemp("loud"), raw, tensors), pair.target, pair.target.ops)
+    assert isinstance(head, BlockHead)
+    return Loud(replace(pair, block=head), tensors)
+
+
+def by_hand(loud: Loud, seq: Sequence, count: int) -> list[int]:
+    """The chain by the papers' formulas, from the target's states over the whole text."""
+    config, w, target = head_of(loud.pair).config, loud.tensors, loud.pair.target
+    ((states, _),) = target_states(target, [seq.token_ids[:-1]], config.captures(2))
+    chain: list[int] = []
+    for row in plain_block(config, w, states, seq.token_ids[-1], target)[:count]:
+        last = (chain or seq.token_ids)[-1]
+        biased = row + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][last]
+        chain.append(choose(biased.numpy(), seq, chain, target.config.eos_token_ids))
+    return chain
+
+
+def guesses_right(loud: Loud) -> bool:
+    """Are its drafts, over rounds with right and wrong guesses, those made by hand?"""
+    engine = make_engine(loud.pair, "block", k=5, block=4)
+    seqs = [Sequence(i, p, [GREEDY, WARM][i % 2], 7 + i) for i, p in enumerate(PROMPTS[1:])]
+    for seq in seqs:
+        assert engine.runner.blocks.reserve(seq, 200)
+    for _ in range(5):
+        decode_step(engine.runner, engine.drafter, seqs, [s.num_pending for s in seqs], [5] * len(seqs))
+        again = engine.drafter.propose(seqs, [5] * len(seqs))
+        if any(again.nodes(b)[0] != by_hand(loud, seq, 5) for b, seq in enumerate(seqs)):
+            return False
+    return True
+
+
+def test_guesses_are_the_heads_own_over_the_targets_states(loud: Loud) -> None:
+    assert guesses_right(loud)
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new"),
+    [
+        (BlockRunner._batch, "+= range(known, known + size)", "+= range(known + 1, known + size + 1)"),
+        (BlockRunner._batch, "[token] + [config.mask_token] * (size - 1)", "[config.mask_token] * size"),
+        (BlockRunner._batch, "config.block_size - config.num_guesses", "1 + config.block_size - config.num_guesses"),
+        (BlockDrafter._bias, "g.chain.tokens[-1] if g.chain.tokens else g.seq", "g.seq"),
+        (BlockDrafter._read, "g.seq, len(chain.tokens), count", "g.seq, len(chain.tokens) - 1, count"),
+    ],
+    ids=["places", "anchor", "rows", "Markov", "noise"],
+)
+def test_mistakes_that_cost_acceptance_alone_are_noticed(loud: Loud, function: Any, old: str, new: str) -> None:
+    """The laws do not see them, so this test must."""
+    with Mutant("shifted", function, old, new, native=True).alive():
+        assert not guesses_right(loud)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8"])
+def test_the_cache_after_every_round_is_that_of_fresh_states(pair: Pair, kv: str) -> None:
+    """Bit for bit: no row of a block stays, and what was guessed wrongly leaves no trace."""
+    engine = make_engine(pair, "block", k=5, block=4, kv=kv)
+    drafter, compared = drafter_of(engine), 0
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(Request(f"r{i}", tuple(prompt), [ASKED, GREEDY][i % 2], i, 0))
+    while engine.has_work:
+        engine.step()
+        for seq in engine.scheduler.running:
+            if seq.seq_id not in drafter.followers._contexts:
+                continue
+            holder = drafter.followers[seq].holder
+            if not holder.num_cached:
+                continue
+            head = head_of(pair)
+            c, cache = head.config.layer, drafter.runner.cache
+            fresh = BlockRunner(head, KVCache(c.num_layers, 64, 4, c.num_kv_heads, c.head_dim, kv))
+            kept = Sequence(0, (), SamplingParams(), 0)
+            assert fresh.blocks.reserve(kept, holder.num_cached)
+            ((states, _),) = target_states(pair.target, [seq.token_ids[: holder.num_cached]], drafter.captures, kv)
+            fresh.extend([kept], [seq.token_ids[: holder.num_cached]], [states], False)
+            for own, other in zip(cache.layers, fresh.cache.layers, strict=True):
+                for part in ("k", "v"):
+                    mine, its = (
+                        getattr(layer, part)[blocks].flatten(0, 1)[: holder.num_cached]
+                        for layer, blocks in ((own, holder.blocks), (other, kept.blocks))
+                    )
+                    assert mine.equal(its)
+            compared += holder.num_cached
+    assert compared > 500
+    assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
+    assert_nothing_left(engine)
+
+
+def test_a_draft_of_any_length_is_one_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(pair, "block", k=7)
+    seqs = [Sequence(i, p, GREEDY, 0) for i, p in enumerate(PROMPTS)]
+    for seq in seqs:
+        assert engine.runner.blocks.reserve(seq, 200)
+    decode_step(engine.runner, engine.drafter, seqs, [s.num_pending for s in seqs], [0] * 5)
+    runner, passes = drafter_of(engine).runner, []
+    guess = runner.guess
+    monkeypatch.setattr(runner, "guess", lambda h, t, counts: passes.append(counts) or guess(h, t, counts))
+    draft = engine.drafter.propose(seqs, [7, 1, 0, 3, 7])
+    assert [draft.count(b) for b in range(5)] == [7, 1, 0, 3, 7]
+    assert passes == [[7, 1, 3, 7]]
+
+
+@pytest.mark.parametrize("prefill_rows", [1, 7, 512])
+@pytest.mark.parametrize("options", [{}, {"siblings": 2}, {"vocabulary": "200"}], ids=str)
+def test_laws_with_every_option(pair: Pair, prefill_rows: int, options: dict[str, Any]) -> None:
+    engine = make_engine(pair, "block", k=7, options={"prefill_rows": prefill_rows, **options})
+    for asked in (ASKED, GREEDY):
+        assert texts(run(engine, PROMPTS, asked)) == texts(run(make_engine(pair), PROMPTS, asked))
+    assert engine.metrics.num_accepted_tokens > 0
+
+
+def test_leaves_beside_a_chain_are_accepted_more_often(pair: Pair) -> None:
+    """A tree of the same distributions, without another pass."""
+    rates = []
+    for siblings in (0, 3):
+        engine = make_engine(pair, "block", k=4 * (1 + siblings), options={"siblings": siblings})
+        run(engine, PROMPTS, ASKED)
+        rates.append(engine.metrics.num_accepted_tokens / engine.metrics.num_drafts)
+    assert rates[1] > rates[0]
+
+
+def test_more_than_it_was_trained_for_is_capped_and_said_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(pair, "block", k=12)
+    with caplog.at_level(logging.WARNING, "sameseed"):
+        done = run(engine, PROMPTS, ASKED)
+    assert texts(done) == texts(run(make_engine(pair), PROMPTS, ASKED))
+    assert engine.metrics.num_draft_tokens <= 7 * engine.metrics.num_drafts
+    said = [r.getMessage() for r in caplog.records if "trained for 7 tokens at once, not 12" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_a_shorter_context_than_the_request(pair: Pair) -> None:
+    """To the end of the head's context, and nothing beyond it."""
+    head = head_of(pair)
+    layer = replace(head.config.layer, max_model_len=40)
+    short = BlockHead(replace(head.config, layer=layer), head.weights, head.ops, 256)
+    engine = make_engine(replace(pair, block=short), "block", k=6)
+    asked = replace(GREEDY, max_tokens=60)
+    assert texts(run(engine, PROMPTS, asked)) == texts(run(make_engine(pair), PROMPTS, asked))
+    assert engine.drafter.limit == 42
+    assert engine.metrics.num_drafts > 0
+
+
+def test_goodput_takes_a_prefix_and_the_text_stays(pair: Pair) -> None:
+    engine = make_engine(pair, "block", k=7, policy="goodput")
+    assert texts(run(engine, PROMPTS, ASKED)) == texts(run(make_engine(pair), PROMPTS, ASKED))
+
+
+def test_a_text_found_in_the_prefix_cache(pair: Pair) -> None:
+    """Its states never come: the head begins in the middle, and guesses on."""
+    engine = make_engine(pair, "block", k=5, block=4)
+    prompt = PROMPTS[3] * 2
+    plain = texts(run(make_engine(pair), [prompt], GREEDY))
+    assert [texts(run(engine, [prompt], GREEDY)) for _ in range(2)] == [plain, plain]
+    assert engine.metrics.num_accepted_tokens > 0
+
+
+def test_a_folder_of_a_block_head_is_drafted_with_as_one(pair_folders: tuple[Path, Path]) -> None:
+    target = pair_folders[0]
+    block, head = str(target.parent / "block"), str(target.parent / "head")
+    assert with_heads(parse_draft(block)).method == "block"
+    assert with_heads(parse_draft(head)).method == "eagle"
+    engine = build_engine(str(target), EngineConfig(max_num_seqs=2, spec=parse_draft(block)))
+    assert drafter_of(engine).most == 7
+    for method, model, other in (("eagle", block, "block"), ("block", head, "eagle")):
+        with pytest.raises(ConfigError, match=f"a head of another kind; write --draft .*, or --draft {other}:"):
+            build_engine(str(target), EngineConfig(max_num_seqs=2, spec=SpecConfig(method, model)))
+    with pytest.raises(ConfigError, match="is a model, not a draft head"):
+        build_engine(str(target), EngineConfig(max_num_seqs=2, spec=SpecConfig("block", str(pair_folders[1]))))
+
+
+def test_a_head_of_another_target(pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    raw = raw_config("dspark", MODEL_VOCAB, [0, 1], target_hidden_size=48)
+    write_head(tmp_path, raw, random_block(parsed(raw)))
+    with pytest.raises(ConfigError, match="hidden states of 48 values, the target's have 32; use a head that was"):
+        build_engine(str(pair_folders[0]), EngineConfig(max_num_seqs=2, spec=parse_draft(str(tmp_path))))

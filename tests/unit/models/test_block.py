@@ -1,0 +1,187 @@
+"""Block heads: equal to the papers' formulas, in every published layout; unsound ones are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures_block import LAYOUTS, parsed, plain_block, random_block, raw_config
+from fixtures_eagle import write_head
+from fixtures_models import backends
+from lawkit import MODEL_VOCAB, write_model
+from torch import Tensor
+
+from sameseed import ops
+from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.block import BlockHead
+from sameseed.models.block_config import BlockConfig
+from sameseed.models.block_runner import BlockRunner
+from sameseed.models.eagle_config import is_block, is_head, read_head_config
+from sameseed.models.eagle_loader import head_bytes, load_head, with_vocabulary
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model
+from sameseed.request import SamplingParams, Sequence
+from sameseed.scheme import QuantScheme
+
+BORROWED = ("embed_tokens.weight", "lm_head.weight", "d2t")
+KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "z-lab": ("z-lab", {}, BORROWED),
+    "DeepSpec": ("DeepSpec", {}, ("d2t",)),
+    "dflash": ("dflash", {"draft_vocab_size": 130}, ("embed_tokens.weight",)),
+    "dspark": ("dspark", {"draft_vocab_size": 130}, ("embed_tokens.weight",)),
+    "dspark, whole vocabulary": ("dspark", {}, BORROWED),
+    "dspark from masks alone": ("dspark", {"sample_from_anchor": False}, BORROWED),
+    "dflash from its anchor": ("dflash", {"sample_from_anchor": True}, BORROWED),
+    "five layers": ("z-lab", {"num_hidden_layers": 5, "block_size": 16}, BORROWED),
+    "llama layers": ("dflash", {"model_type": "llama"}, BORROWED),
+    "biases": ("dflash", {"attention_bias": True, "mlp_bias": True}, BORROWED),
+    "another width": ("dspark", {"hidden_size": 24, "target_hidden_size": 32, "draft_vocab_size": 100}, ()),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("block") / "target"
+    write_model(root, num_hidden_layers=3)
+    return root
+
+
+@pytest.fixture(scope="module", params=backends())
+def target(request: pytest.FixtureRequest, folder: Path) -> Llama:
+    return load_model(folder, ops.resolve(request.param))
+
+
+def made(root: Path, kind: str) -> tuple[Path, BlockConfig, dict[str, Tensor]]:
+    layout, changes, drop = KINDS[kind]
+    raw = raw_config(layout, MODEL_VOCAB, [0, 2], **changes)
+    config = parsed(raw)
+    tensors = {n: t for n, t in random_block(config, 3).items() if n not in drop}
+    spare = {"confidence_head.proj.weight": torch.zeros(1, 8)} if layout == "DeepSpec" else {}
+    return write_head(root, raw, tensors | spare), config, tensors
+
+
+def runner_of(head: Any, block: int = 4) -> BlockRunner:
+    assert isinstance(head, BlockHead)
+    c = head.config.layer
+    return BlockRunner(head, KVCache(c.num_layers, 24, block, c.num_kv_heads, c.head_dim))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
+    """Two prompts in unequal steps, then a block behind each: as if all were one dense pass, whose rows see all."""
+    folder, config, w = made(tmp_path, kind)
+    assert is_head(folder) and is_block(folder)
+    head = load_head(folder, target, target.ops)
+    runner = runner_of(head)
+    generator = torch.Generator().manual_seed(1)
+    hidden = [torch.randn(n, 2 * config.target_hidden_size, generator=generator) for n in (9, 5)]
+    holders = [Sequence(i, (), SamplingParams(), 0) for i in range(2)]
+    for holder in holders:
+        assert runner.blocks.reserve(holder, 9 + config.block_size)
+    runner.extend(holders, [[1, 1]] * 2, [h[:2] for h in hidden], False)
+    runner.extend(holders, [[1] * (len(h) - 2) for h in hidden], [h[2:] for h in hidden], False)
+    for _ in range(2):  # what a block leaves in the cache is no part of the next
+        logits = runner.guess(holders, [7, 9], [config.num_guesses, 2])
+    wanted = [plain_block(config, w, h, last, target) for h, last in zip(hidden, (7, 9))]
+    torch.testing.assert_close(logits, torch.cat([wanted[0], wanted[1][:2]]), rtol=1e-4, atol=1e-4)
+
+
+def test_layouts_agree(target: Llama, tmp_path: Path) -> None:
+    """The same settings in all layouts; z-lab and DeepSpec count a layer by its output, speculators by its input."""
+    read = {layout: parsed(raw_config(layout, MODEL_VOCAB, [0, 2])) for layout in LAYOUTS}
+    for layout, config in read.items():
+        assert config.captures(3) == (0, 2) and config.mask_token == MODEL_VOCAB - 1
+        spark = layout in ("DeepSpec", "dspark")
+        assert (config.from_anchor, config.markov_rank, config.num_guesses) == (spark, 6 * spark, 4 + spark)
+
+
+def test_the_markov_head_is_its_two_matrices(target: Llama, tmp_path: Path) -> None:
+    folder, _, w = made(tmp_path, "dspark")
+    head = load_head(folder, target, target.ops)
+    assert isinstance(head, BlockHead)
+    bias = head.bias(torch.tensor([3, 200], dtype=torch.int32))
+    wanted = w["markov_head.markov_w1.weight"][[3, 200]] @ w["markov_head.markov_w2.weight"].T
+    torch.testing.assert_close(bias, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_fewer_tokens_have_the_same_logits(target: Llama, tmp_path: Path) -> None:
+    folder, _, _ = made(tmp_path, "dspark")
+    head = load_head(folder, target, target.ops)
+    assert isinstance(head, BlockHead) and head.weights.target_ids is not None
+    some = head.weights.target_ids[::3]
+    fewer = with_vocabulary(head, torch.cat([some, torch.tensor([0], dtype=torch.int32)]).unique())
+    places = torch.isin(head.weights.target_ids, fewer.weights.target_ids)
+    token = torch.tensor([5], dtype=torch.int32)
+    torch.testing.assert_close(fewer.bias(token), head.bias(token)[:, places])
+    with pytest.raises(ConfigError, match="none of the tokens"):
+        with_vocabulary(head, torch.tensor([MODEL_VOCAB + 1]))
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "w8a8"])
+def test_formats_store_what_is_said(target: Llama, tmp_path: Path, form: str) -> None:
+    """In every format the head runs, and no weight is read to know its size."""
+    folder, _, _ = made(tmp_path, "z-lab")
+    layer, size, _ = head_bytes(folder, QuantScheme.parse(form), target.config)
+    assert layer.num_layers == 2 and size > 0
+    runner = runner_of(load_head(folder, target, target.ops, QuantScheme.parse(form)))
+    holder = Sequence(0, (), SamplingParams(), 0)
+    assert runner.blocks.reserve(holder, 12)
+    runner.extend([holder], [[1] * 4], [torch.randn(4, 64)], False)
+    assert runner.guess([holder], [7], [3]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "said"),
+    [
+        ("z-lab", {"mask_token_id": None}, "mask_token_id must be a whole number"),
+        ("z-lab", {"mask_token_id": MODEL_VOCAB}, f"mask_token_id must be a whole number in 0..{MODEL_VOCAB - 1}"),
+        ("z-lab", {"block_size": 1}, "block_size must be a whole number in 2..64"),
+        ("dflash", {"block_size": 65}, "block_size must be a whole number in 2..64"),
+        ("dspark", {"markov_head_type": "rnn"}, "Markov head of type 'rnn' is not supported; only 'vanilla'"),
+        ("dflash", {"projector_type": "domino"}, "projector_type 'domino' is not supported"),
+        ("dspark", {"aux_hidden_state_layer_ids": []}, "aux_hidden_state_layer_ids must list the target's layers"),
+        ("z-lab", {"dflash_config": {"mask_token_id": 3}}, "target_layer_ids must list the target's layers"),
+        ("z-lab", {"dflash_config": [3]}, "dflash_config must be an object"),
+        ("z-lab", {"layer_types": ["sliding_attention", "full_attention"]}, "a sliding window is not supported"),
+        ("z-lab", {"is_causal": True}, "causal or see a sliding window is not supported"),
+        ("z-lab", {"model_type": "gemma4"}, "a head of model_type 'gemma4'; these are: llama, qwen3"),
+        ("z-lab", {"input_embedding_scale": 2.0}, "input_embedding_scale 2.0 is not supported; only 1 is"),
+    ],
+)
+def test_what_changes_the_arithmetic_is_refused(tmp_path: Path, layout: str, changes: Any, said: str) -> None:
+    raw = {**raw_config(layout, MODEL_VOCAB, [0, 2]), **changes}
+    if "mask_token_id" in changes and layout == "z-lab":
+        raw["dflash_config"] = {"target_layer_ids": [0, 2]}
+    write_head(tmp_path, raw, {})
+    with pytest.raises(ModelLoadError, match=said):
+        read_head_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"target_hidden_size": 48}, ConfigError, "reads hidden states of 48 values, the target's have 32"),
+        ({"tokens": 200}, VocabularyError, "has 200 tokens, the target's 304"),
+        ({"aux_hidden_state_layer_ids": [1, 9]}, ConfigError, r"enters the target's layers \[1, 9\]"),
+    ],
+)
+def test_a_head_for_another_target(target: Llama, tmp_path: Path, changes: Any, error: Any, said: str) -> None:
+    changes = dict(changes)
+    raw = raw_config("dspark", changes.pop("tokens", MODEL_VOCAB), [0, 2]) | changes
+    write_head(tmp_path, raw, random_block(parsed(raw)))
+    with pytest.raises(error, match=said):
+        load_head(tmp_path, target, target.ops)
+
+
+def test_a_tensor_too_few_or_too_many(target: Llama, tmp_path: Path) -> None:
+    _, _, tensors = made(tmp_path / "a", "dspark")
+    raw = raw_config("dspark", MODEL_VOCAB, [0, 2], draft_vocab_size=130)
+    fewer = {n: t for n, t in tensors.items() if n != "layers.1.mlp.up_proj.weight"}
+    with pytest.raises(ModelLoadError, match=r"layers.1.mlp.up_proj.weight is missing"):
+        load_head(write_head(tmp_path / "b", raw, fewer), target, target.ops)
+    more = {**tensors, "refiner.weight": torch.zeros(2, 2)}
+    with pytest.raises(ModelLoadError, match=r"unexpected tensor refiner\.weight"):
+        load_head(write_head(tmp_path / "c", raw, more), target, target.ops)
