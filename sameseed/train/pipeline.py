@@ -23,6 +23,8 @@ from sameseed.train.tokenizer import BEGIN, END, PAD, save_tokenizer, token_id, 
 from sameseed.train.trainer import Log, TrainJob, checkpoint_path, train
 from sameseed.train.unlikelihood import unlikelihood_job
 
+STAGES = ("target", "unlikelihood", "draft")
+
 
 def tokenizer_stage(recipe: Recipe, data: Path, out: Path) -> Tokenizer:
     """Train the tokenizer on a sample of the mixture, or read the one that is there."""
@@ -106,6 +108,8 @@ def run_stages(
             progress = train(job, log, quiet=quiet)
             assert isinstance(job.model, LlamaForTraining)
             export_model(job.model, out / (folder or name), begin, (end,), pad)
+            for later in STAGES[STAGES.index(name) + 1 :]:  # what an earlier run began of them was for another model
+                checkpoint_path(out, later).unlink(missing_ok=True)
             done.write_text(json.dumps({"digest": digest, **progress}) + "\n", encoding="utf-8")
         return load_model(out / (folder or name), shape, device)
 
