@@ -9,7 +9,7 @@ pays, finding out whether that has changed costs at most a share of the time (`_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -26,6 +26,7 @@ HELD = 0.015  # seconds that they should last then
 LEARNED = 0.005  # seconds between rounds of which what they took is learned
 WARM_UP = 48  # learned rounds; what was measured before them may be off altogether
 FIRST_GAPS = 16  # of the first rounds each is learned: nothing else tells what lies between passes
+SIMILAR = 0.25  # share by which a batch may change in size while a decision stands
 NAP = 64  # rounds without a draft before it is decided anew, at most
 CLEAR = 1.25  # times as fast as plain decoding: below, a round without a draft is measured in every `CHECK`
 CHECK = 64
@@ -34,6 +35,7 @@ SAMPLED = 16  # of so many rounds without a draft one is measured, after the fir
 FADE = 0.95  # a round later, of how promises were kept; a text later, of how long texts are
 KNOWN = 8  # proposals from which what a step of one costs is known
 SEEN = 8  # tokens, at most, with which a drafter that is asked now and then has to catch up
+_id = attrgetter("seq_id")
 HOPED = 0.3  # of a round without a draft, for all its sequences: what drafting may save
 
 
@@ -53,7 +55,7 @@ class GoodputLength:
         # How often a token is right after right ones; what its row, and a step of the drafter, must bring.
         self._next: tuple[float, float, float] | None = None
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
-        self._rest, self._resting = 0, (0, 0)  # rounds for which nobody drafts, while so many run and this one last
+        self._rest, self._resting = 0, 0  # rounds for which nobody drafts, while about so many run
         self._num_plain = 0
         self._drafting: set[int] = set()  # sequences that the last decision lets draft
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
@@ -102,7 +104,7 @@ class GoodputLength:
         """Lengths that promise the most tokens a second; at most `budget` draft tokens in all."""
         if self.num_draft_tokens == 0 or not seqs or self.cost is None:
             return [0] * len(seqs)
-        if self._rest and (len(seqs), seqs[-1].seq_id) == self._resting:
+        if self._rest and abs(len(seqs) - self._resting) <= SIMILAR * self._resting:
             self._rest -= 1
             return [0] * len(seqs)
         self._rest = 0
@@ -116,7 +118,7 @@ class GoodputLength:
         if self.budget.trying is not None:
             hold = 1
         elif not any(lengths):
-            self._rest, self._resting = self.budget.nap(ids, NAP) - 1, (len(seqs), seqs[-1].seq_id)
+            self._rest, self._resting = self.budget.nap(ids, NAP) - 1, len(seqs)
             self._held, self._asked, self._late = None, set(), (0, 0.0)
             return lengths
         elif self._unclear and self._since_plain >= CHECK:  # what is not measured any more may have changed
@@ -126,7 +128,9 @@ class GoodputLength:
 
     def _decided(self, seqs: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
         """Lengths that promise the most; a sequence for which drafting does not pay may be tried."""
-        offers = [self.acceptance.offers(seq.seq_id, self.num_draft_tokens) for seq in seqs]
+        known = self.acceptance.own
+        one = self.acceptance.offers(-1, self.num_draft_tokens)  # of those of whom nothing is known
+        offers = [self.acceptance.offers(i, self.num_draft_tokens) if i in known else one for i in map(_id, seqs)]
         lengths, prices = self._best(offers, seqs, rows, budget)
         starts = [self._start(seq) for seq in seqs]
         late = self._too_late(seqs, offers, lengths, starts, prices)
