@@ -62,7 +62,8 @@ def test_finished_stages_are_skipped(
 def test_more_steps_of_the_target_begin_the_later_stages_anew(recipe_path: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(recipe_path, data=data, out=out, quiet=True)
-    recipe_path.write_text(recipe_path.read_text(encoding="utf-8").replace("steps = 12", "steps = 14"), encoding="utf-8")
+    more = recipe_path.read_text(encoding="utf-8").replace("steps = 12", "steps = 14")
+    recipe_path.write_text(more, encoding="utf-8")
     run(recipe_path, data=data, out=out, resume=True, quiet=True)
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["step"] for row in lines if row["stage"] == "target"] == list(range(14))
