@@ -21,6 +21,7 @@ DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 KQUANTS = {"q4_k": 4, "q5_k": 5, "q6_k": 6}  # bits of a code, in super-blocks of 256 (llama.cpp)
 GROUPS = (32, 64, 128)  # values of a row that may share a scale, besides the whole row,
 CHANNEL = -1  # which is a scale per output (per channel)
+OUTLIER = 6.0  # numbers of a row beyond it are outliers, where a weight keeps these floats (LLM.int8)
 SMALLEST = 2.0**-100  # rows whose absmax is below are zeros: 127 / absmax would near the end of float32
 
 
@@ -41,7 +42,8 @@ class QuantTensor:
     """A weight [O, K] as one format stores it; `parts` are its tensors by name (dense formats: one, "weight").
 
     `activations` "int8": rows of x are quantized before the product (`quantize_rows`, in the weight's groups); "fp8":
-    rounded to e4m3 (`round_rows`); "bf16": to bfloat16; None: x stays float32. `layout` "plain" is the format's own,
+    rounded to e4m3 (`round_rows`); "bf16": to bfloat16; "outliers": as "int8", but numbers beyond `OUTLIER` stay floats
+    (`split_outliers`); None: x stays float32. `layout` "plain" is the format's own,
     any other one a backend's (`ops.pack`, `ops.unpack`). `order` int64 [K]: column i of codes and scales is column
     order[i] of the weight (GPTQ's act-order); products gather x by it (`Ops.product`), `decode` puts columns back.
     """
@@ -86,10 +88,10 @@ class Format:
     `bits`: of a code, without scales: the precision to expect; codes uint8 of 1, 2 or 4 bits are packed in files.
     `weights`: whether it serves weights. `kv_dtype`: storage type of cached rows; `query_dtype`: to which scaled
     queries are rounded. `options`: what a scheme may ask of it: "group", "asymmetric", "activations",
-    "activations-fp8", "activations-bf16", names of variants. `groups`: tried in turn where a scheme asks for none;
-    where none divides K, a row has one scale. `nests`: the activations for which a backend keeps a weight of fewer bits
-    apart inside one of these. `scale_parts`: those that multiply integers, in the order of a product. What a format
-    does not serve raises ConfigError.
+    "activations-fp8", "activations-bf16", "activations-outliers", names of variants. `groups`: tried in turn where a
+    scheme asks for none; where none divides K, a row has one scale. `nests`: the activations for which a backend keeps
+    a weight of fewer bits apart inside one of these. `scale_parts`: those that multiply integers, in the order of a
+    product. What a format does not serve raises ConfigError.
     """
 
     name: str
@@ -255,6 +257,16 @@ def round_rows(x: Tensor, group: int | None = None) -> Tensor:
     return (codes.float() * scales).reshape(x.shape)
 
 
+def split_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows x [..., K] without their outliers, to be quantized; and these alone, which stay floats. 0 elsewhere.
+
+    A number is an outlier if it lies beyond 6, whatever its company. After Dettmers et al. (2022), "LLM.int8()"; there
+    a whole column is kept if one row of a pass has an outlier in it, so that a row depends on its neighbours.
+    """
+    beyond = x.abs() > OUTLIER
+    return x.masked_fill(beyond, 0.0), x.masked_fill(~beyond, 0.0)
+
+
 def float_rows(x: Tensor, q: QuantTensor) -> Tensor:
     """Rows x [..., K] as a product with `q` reads them, float32, where its activations are floats.
 
@@ -269,6 +281,7 @@ def float_rows(x: Tensor, q: QuantTensor) -> Tensor:
 PRESETS: dict[str, tuple[str, str | None]] = {
     "w8a8": ("int8", "int8"),
     "w8a16": ("int8", None),
+    "w8a8-outliers": ("int8", "outliers"),
     "w8a8n": ("int8n", "int8"),
     "w4a8": ("int4", "int8"),
     "w4a16": ("int4", None),
@@ -280,7 +293,9 @@ PRESETS: dict[str, tuple[str, str | None]] = {
     "auto-a8": ("auto", "int8"),
 }
 # Those that are no names of variants.
-OPTIONS = frozenset({"group", "asymmetric", "activations", "activations-fp8", "activations-bf16"})
+OPTIONS = frozenset(
+    {"group", "asymmetric", "activations", "activations-fp8", "activations-bf16", "activations-outliers"}
+)
 _SUFFIXES = re.compile(
     r"(?P<a8>-a8)?(-(?P<variant>(?!g\d|asym|a8|channel)[a-z]\w*))?(-(g(?P<group>\d+)|(?P<channel>channel)))?(?P<asymmetric>-asym)?"
 )
@@ -291,10 +306,10 @@ class QuantScheme:
     """How a model's matrices are stored and multiplied; norms and biases stay float32.
 
     `weights` is a format's name, or "auto": what the checkpoint stores. `group`: values along K that share a scale
-    (None: the format's choice for each K; CHANNEL: all of a row). `activations`: "int8", "fp8", "bf16" or None (see
-    QuantTensor); of "auto": for what can take them. `variant`: see QuantArgs. `rules`: schemes of their own for modules
-    whose names fit a glob (`lm_head`, `model.layers.0.*`); the first that fits counts (`at`). Raises ConfigError for
-    what the format has not, RegistryError for an unknown one.
+    (None: the format's choice for each K; CHANNEL: all of a row). `activations`: "int8", "fp8", "bf16", "outliers" or
+    None (see QuantTensor); of "auto": for what can take them. `variant`: see QuantArgs. `rules`: schemes of their own
+    for modules whose names fit a glob (`lm_head`, `model.layers.0.*`); the first that fits counts (`at`). Raises
+    ConfigError for what the format has not, RegistryError for an unknown one.
     """
 
     weights: str = "auto"
@@ -322,7 +337,7 @@ class QuantScheme:
             raise ConfigError(
                 f"weights in {self.weights!r} take no activations in {self.activations!r}: only integer weights take "
                 "int8 activations (w8a8, w8a8n, w4a8, w4a8-qoq), only fp8 weights fp8 ones (fp8-a8), only bf16 weights "
-                "bf16 ones (bf16-a16)"
+                "bf16 ones (bf16-a16), only int8 weights ones with outliers apart (w8a8-outliers)"
             )
 
     @classmethod

@@ -16,7 +16,7 @@ class Int8(Coded):
     name = "int8"
     bits = 8
     kv_dtype = torch.int8
-    options = frozenset({"group", "activations"})
+    options = frozenset({"group", "activations", "activations-outliers"})
 
     def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
         if args.group is None:
@@ -49,6 +49,8 @@ class Int8(Coded):
         }
 
     def config(self, q: QuantTensor) -> dict[str, object]:
+        if q.activations == "outliers":  # compressed-tensors knows of none
+            return {}
         return compressed_tensors("int-quantized" if q.activations else "pack-quantized", q, 8, "int")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -36,6 +37,10 @@ def array(x: Tensor) -> Floats:
 
 def product(x: Floats, w: QuantTensor) -> Floats:
     """x [T, K] times w [O, K] transposed, in the weight's format; rows are rounded first where it says so."""
+    if w.activations == "outliers":  # those in float64, all else as below
+        kept = np.abs(x) > scheme.OUTLIER
+        floats = replace(w, activations=None)
+        return product(np.where(kept, 0.0, x), replace(w, activations="int8")) + product(np.where(kept, x, 0.0), floats)
     if w.activations == "int8":  # each group of a row as codes times absmax / 127; in float32, as the format defines it
         parts = x.astype(np.float32).reshape(len(x), -1, w.group)
         largest = np.abs(parts).max(-1, keepdims=True)

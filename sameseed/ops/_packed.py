@@ -21,6 +21,7 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("bf16", None): 1,
     ("bf16", "bf16"): 1,
     ("int8", None): 3,
+    ("int8", "outliers"): 3,  # cpu.py splits the rows before
     ("int4", None): 4,
     ("nf4", None): 5,
     ("fp8_e4m3", None): 6,

@@ -89,8 +89,8 @@ class Recorder:
     def _served(self, w: QuantTensor, *vectors: Tensor | None) -> None:
         if not cpu.serves(w):
             raise NotRecordableError(f"weights in {w.format!r} with group {w.group}")
-        if w.activations == "fp8":
-            raise NotRecordableError("fp8 activations")
+        if w.activations in ("fp8", "outliers"):
+            raise NotRecordableError(f"rows for {w.activations}")
         if any(v is not None and not v.is_contiguous() for v in vectors):
             # A contiguous copy of it would not live long enough.
             raise NotRecordableError("a bias or norm that is no contiguous tensor")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.errors import ConfigError
-from sameseed.ops import _packed, _super
+from sameseed.ops import _outliers, _packed, _super
 from sameseed.ops._rows import RowSource, plain_rows
 from sameseed.scheme import KQUANTS, KVLayer, QuantTensor, round_rows
 
@@ -54,6 +54,7 @@ KV_FORMATS = frozenset(_KV)
 encode = _packed.encode
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
+_views: dict[int, _outliers.Views] = {}  # likewise
 _caches: dict[int, _native.Cache] = {}  # likewise, of the KVLayer
 _MAX_DIM = 512  # max_dim in csrc/kernels.h
 _NO_WINDOW = 1 << 40
@@ -224,8 +225,11 @@ def product(
 ) -> Tensor:
     """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-    Rows for fp8 activations are rounded here, which no plan can record.
+    Rows for fp8 activations are rounded here, and outliers split off, which no plan can record.
     """
+    if w.activations == "outliers":
+        x = rows.prepared(rms_norm, silu_mul)
+        return _outliers.product(product, x, _described(_views, w, _outliers.views), bias, residual)
     if w.activations == "fp8":
         rows = plain_rows(round_rows(rows.prepared(rms_norm, silu_mul), w.group))
     outputs, depth = w.shape

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sameseed import registry, scheme
 from sameseed.batch import MAX_NODES, Batch
+from sameseed.ops import _outliers
 from sameseed.ops._rows import RowSource
 from sameseed.scheme import Format, KVLayer, QuantTensor
 
@@ -60,10 +61,12 @@ def product(rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residua
 
     Where the weight asks for int8 activations, the rows are quantized first (`scheme.quantize_rows`); for fp8,
     they are rounded (`scheme.round_rows`): either by row and group of the weight, so that company changes nothing. For
-    bf16, each number is rounded by itself.
+    bf16, each number is rounded by itself; outliers take a product of their own (`_outliers.product`).
     Where the weight has an `order`, so have the columns of x already.
     """
     x, w = rows.prepared(rms_norm, silu_mul), replace(w, order=None)
+    if w.activations == "outliers":
+        return _outliers.product(product, x, _outliers.views(w), bias, residual)
     if w.activations == "int8":
         out = _integer_product(x, w)
     else:

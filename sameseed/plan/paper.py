@@ -169,7 +169,9 @@ def _sheet(
 
 
 def _peak(quant: QuantScheme, dtype: torch.dtype) -> str:
-    return "int8" if quant.activations == "int8" else "bf16" if quant.format_for(dtype) == "bf16" else "fp32"
+    return (
+        "int8" if quant.activations in ("int8", "outliers") else "bf16" if quant.format_for(dtype) == "bf16" else "fp32"
+    )
 
 
 def _matrix(c: ModelConfig, source: TensorSource, quant: QuantScheme, shapes: Shapes | None, name: str) -> float:

@@ -56,6 +56,9 @@ def moved(q: QuantTensor, device: torch.device) -> QuantTensor:
 
 def as_read(x: Tensor, q: QuantTensor) -> Tensor:
     """x [..., K] as a product with `q` sees it: rounded to int8, fp8 or bf16 where the weight asks for that."""
+    if q.activations == "outliers":
+        rest, outliers = formats.split_outliers(x)
+        return as_read(rest, replace(q, activations="int8")) + outliers
     if q.activations != "int8":
         return formats.float_rows(x, q)
     codes, scales = formats.quantize_rows(x, q.group)

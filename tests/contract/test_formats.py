@@ -356,7 +356,17 @@ FLOATS = [
     "int8n",
     "ternary",
 ]
-SCHEMES = [*INTEGERS, *FLOATS, "q4_k-a8", "q5_k-a8", "fp8-a8", "fp8_e5m2-a8", "fp8-a8-b128", "bf16-a16"]
+SCHEMES = [
+    *INTEGERS,
+    *FLOATS,
+    "q4_k-a8",
+    "q5_k-a8",
+    "fp8-a8",
+    "fp8_e5m2-a8",
+    "fp8-a8-b128",
+    "bf16-a16",
+    "w8a8-outliers",
+]
 INVARIANT = [b for b in backends() if ops.resolve(b).row_invariant]
 
 

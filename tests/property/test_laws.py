@@ -22,7 +22,11 @@ from sameseed.request import SamplingParams
 from sameseed.spec.drafter import goes_ahead
 
 FORMATS = [("cpu", "auto", weights, kv) for weights in ("bf16", "w8a8", "w4a8") for kv in ("bf16", "int8")]
-ROUNDED = [("cpu", "auto", "bf16-a16", "bf16"), ("cpu", "auto", "w8a8", "int8_a8")]
+ROUNDED = [
+    ("cpu", "auto", "bf16-a16", "bf16"),
+    ("cpu", "auto", "w8a8", "int8_a8"),
+    ("cpu", "auto", "w8a8-outliers", "bf16"),
+]
 ON_GPU = [
     *(("cuda", "triton", weights, kv) for _, _, weights, kv in FORMATS),
     *(

@@ -41,6 +41,8 @@ from sameseed.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
         ("fp8_e5m2-a8", QuantScheme("fp8_e5m2", activations="fp8")),
         ("bf16-a16", QuantScheme("bf16", activations="bf16")),
         ("int4-a8-g32", QuantScheme("int4", 32, activations="int8")),
+        ("w8a8-outliers", QuantScheme("int8", activations="outliers")),
+        ("w8a8-outliers-g64", QuantScheme("int8", 64, activations="outliers")),
     ],
 )
 def test_names(text, expected):

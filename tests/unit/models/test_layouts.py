@@ -257,6 +257,14 @@ def test_int8_activations_are_kept(tmp_path):
     assert {m.activations for m in load(tmp_path).weights.layers[0].matrices} == {"int8"}
 
 
+def test_codes_of_bitsandbytes_run_as_there(tmp_path):
+    """LLM.int8(): the checkpoint's own codes and scales, outliers of the rows apart."""
+    write_layout(tmp_path, bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    own, asked = (load(tmp_path, weights=f).weights.layers[0].down for f in ("auto", "w8a8-outliers"))
+    assert (own.format, own.activations, asked.format, asked.activations) == ("int8", None, "int8", "outliers")
+    assert all(asked.parts[name].equal(part) for name, part in own.parts.items())
+
+
 @pytest.mark.parametrize("shape", [(96, 128), (64, 136), (64, 192)])
 def test_sizes_that_no_tiles_have_are_refused(shape):
     layout = METHODS["qqq"](QQQ, "config.json")

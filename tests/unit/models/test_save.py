@@ -81,6 +81,7 @@ SCHEMES = {
     "w4a8-qoq": "sameseed",
     "qoq-g32": "sameseed",
     "w8a8n": "sameseed",
+    "w8a8-outliers": "sameseed",
     "int8n-g32": "sameseed",
     "fp8_e5m2": "sameseed",
     "nf4,*.down_proj=w4a16-g64-asym": "sameseed",

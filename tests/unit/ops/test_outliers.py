@@ -1,0 +1,103 @@
+"""w8a8-outliers: numbers of a row beyond 6 stay floats, the others are int8 (LLM.int8(), row by row)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fixtures_models import backends
+from fixtures_ops import randn
+from torch import Tensor
+
+from sameseed import ops
+from sameseed.errors import ConfigError
+from sameseed.ops import gated_rows, normed_rows, plain_rows
+from sameseed.scheme import OUTLIER, QuantScheme, split_outliers
+
+K = 256
+every_backend = pytest.mark.parametrize("backend", backends())
+
+
+def planted() -> Tensor:
+    """Rows [6, K] within 6, but for column 7 of three rows, a hundred times as large."""
+    x = randn(6, K).clamp(-5, 5)
+    x[:, 7] = 1.0
+    x[::2, 7] *= 100.0
+    return x
+
+
+def test_each_number_is_in_one_half():
+    x = torch.tensor([[6.0, -6.0, 6.5, -7.0, 0.0, torch.nan, torch.inf]])
+    rest, outliers = split_outliers(x)
+    assert rest[0, :5].tolist() == [OUTLIER, -OUTLIER, 0.0, 0.0, 0.0] and rest[0, 5].isnan() and rest[0, 6] == 0
+    assert outliers[0].tolist() == [0.0, 0.0, 6.5, -7.0, 0.0, 0.0, torch.inf]
+
+
+@every_backend
+def test_an_outlier_costs_the_others_nothing(backend):
+    chosen, weight, x = ops.resolve(backend), randn(40, K, seed=1), planted()
+    wanted = x.double() @ weight.double().T
+
+    def error(name: str) -> float:
+        got = chosen.product(plain_rows(x), chosen.encode(weight, QuantScheme.parse(name)))
+        return float((got - wanted)[::2].norm() / wanted[::2].norm())
+
+    assert error("w8a8") > 0.03  # steps of 100 / 127 for numbers of size 1
+    # What is left is what the weights and the others lose, as in rows without an outlier.
+    assert error("w8a8-outliers") < min(0.3 * error("w8a8"), 1.2 * error("w8a16"))
+
+
+@every_backend
+@pytest.mark.parametrize("suffix", ["", "-g64"])
+def test_rows_without_one_have_the_bits_of_w8a8(backend, suffix):
+    """Though their company has some: law 1."""
+    chosen, weight, x = ops.resolve(backend), randn(33, K, seed=1), planted()
+    bias, residual = randn(33, seed=2), randn(6, 33, seed=3)
+    mixed, integers = (chosen.encode(weight, QuantScheme.parse(name + suffix)) for name in ("w8a8-outliers", "w8a8"))
+    got = chosen.product(plain_rows(x), mixed, bias, residual)
+    wanted = chosen.product(plain_rows(x), integers, bias, residual)
+    same = (got.view(torch.int32) == wanted.view(torch.int32)).all(1)
+    assert same.tolist() == [False, True] * 3
+
+
+@every_backend
+def test_rows_that_are_made_on_the_way(backend):
+    chosen = ops.resolve(backend)
+    w = chosen.encode(randn(33, K, seed=1), QuantScheme.parse("w8a8-outliers"))
+    x, norm, rows = planted(), 3 * randn(K, seed=2), torch.tensor([4, 1], dtype=torch.int32)
+    normed = chosen.rms_norm(x[rows.long()], norm, 1e-5)
+    assert normed.abs().max() > OUTLIER
+    got = chosen.product(normed_rows(x, norm, 1e-5, rows), w)
+    assert got.equal(chosen.product(plain_rows(normed), w))
+    gate_up = torch.cat([planted(), planted()], 1)
+    assert chosen.product(gated_rows(gate_up), w).equal(chosen.product(plain_rows(chosen.silu_mul(gate_up)), w))
+
+
+@every_backend
+def test_backends_agree(backend):
+    chosen, reference = ops.resolve(backend), ops.resolve("reference")
+    scheme = QuantScheme.parse("w8a8-outliers")
+    w, plain = (o.encode(randn(70, K, seed=1), scheme) for o in (chosen, reference))
+    x = planted()
+    got, wanted = chosen.product(plain_rows(x), w), reference.product(plain_rows(x), plain)
+    assert (got - wanted).abs().max() <= chosen.rounding(w) * (x.abs() @ plain_values(plain).abs().T).max()
+
+
+def plain_values(w):
+    return ops.resolve("reference").embedding(torch.arange(w.shape[0], dtype=torch.int32), w)
+
+
+@every_backend
+def test_memory_is_that_of_int8(backend):
+    weight = randn(64, K, seed=1)
+    mixed, integers = (ops.resolve(backend).encode(weight, QuantScheme.parse(n)) for n in ("w8a8-outliers", "w8a8"))
+    assert mixed.nbytes == integers.nbytes == 64 * (K + 4)
+    assert all(mixed.parts[name].equal(part) for name, part in integers.parts.items())
+    assert replace(mixed, activations="int8").shape == integers.shape
+
+
+@pytest.mark.parametrize("weights", ["int4", "bf16", "fp8_e4m3"])
+def test_other_weights_have_no_such_rows(weights):
+    with pytest.raises(ConfigError, match="only int8 weights ones with outliers apart"):
+        QuantScheme(weights, activations="outliers")
