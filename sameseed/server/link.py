@@ -5,17 +5,18 @@ There is no host and no port in here: what a request says cannot choose where it
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import httpx
+import aiohttp
 
 from sameseed.server.errors import ApiError, unavailable
 
 STOPPED = "the engine stopped while this request ran; send it again"
 IDLE = 2.0  # seconds that an unused connection is kept; vLLM closes one after 5, and a request must not meet that
+CONNECTING = 5.0  # seconds for a connection
 MAX_PAGE = 16 * 2**20  # bytes of an answer that is read whole
-Response = httpx.Response
 
 
 class NotReachedError(ApiError):
@@ -25,32 +26,46 @@ class NotReachedError(ApiError):
         super().__init__(503, "the engine is not there; try again later", code="unavailable", retry_after=5)
 
 
+class Response:
+    """The beginning of an answer, and the rest as it comes."""
+
+    def __init__(self, made: aiohttp.ClientResponse) -> None:
+        self.status = made.status
+        self.kind = made.headers.get("content-type", "application/json")
+        self._content = made.content
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body; what has arrived at once is one chunk."""
+        return self._content.iter_any()
+
+
 class Link:
-    """HTTP over one unix socket, with the key that only both ends know.
+    """HTTP over one unix socket, with the key that only both ends know; made where an event loop runs.
 
     `doubted`: a connection broke, and nothing has said since that vLLM is well.
     """
 
     def __init__(self, path: str, key: str) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE)
-        self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
+        self._client = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(path=path, limit=0, keepalive_timeout=IDLE),
             base_url="http://vllm",
             headers={"authorization": f"Bearer {key}", "accept-encoding": "identity"},
-            timeout=httpx.Timeout(None, connect=5.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECTING),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
             trust_env=False,
         )
         self.doubted = False
 
     async def close(self) -> None:
         """Every stream that is still open ends."""
-        await self._client.aclose()
+        await self._client.close()
 
     async def healthy(self, patience: float) -> bool | None:
         """Does it answer that it is well? None: no answer within `patience` seconds."""
         try:
-            well = (await self._client.get("/health", timeout=patience)).status_code == 200
-        except httpx.HTTPError:
+            well = (await self._get("/health", patience))[0] == 200
+        except (aiohttp.ClientError, asyncio.TimeoutError):
             return None
         self.doubted = self.doubted and not well
         return well
@@ -58,12 +73,17 @@ class Link:
     async def get(self, path: str, patience: float = 30.0) -> bytes:
         """A page, within so many seconds. Raises ApiError 503 where none comes."""
         try:
-            response = await self._client.get(path, timeout=patience)
-        except httpx.HTTPError:
+            status, page = await self._get(path, patience)
+        except (aiohttp.ClientError, asyncio.TimeoutError):
             raise unavailable("the engine does not answer; try again later") from None
-        if response.status_code != 200:
+        if status != 200:
             raise unavailable("the engine has no such page; try again later")
-        return response.content
+        return page
+
+    async def _get(self, path: str, patience: float) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=patience)
+        async with self._client.get(path, timeout=timeout, allow_redirects=False) as response:
+            return response.status, await response.read()
 
     @asynccontextmanager
     async def post(self, path: str, body: bytes) -> AsyncIterator[Response]:
@@ -73,18 +93,18 @@ class Link:
         """
         headers = {"content-type": "application/json"}
         try:
-            async with self._client.stream("POST", path, content=body, headers=headers) as response:
-                yield response
-        except httpx.TransportError as error:
+            async with self._client.post(path, data=body, headers=headers, allow_redirects=False) as response:
+                yield Response(response)
+        except aiohttp.ClientError as error:
             self.doubted = True
-            reached = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            reached = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
             raise (unavailable(STOPPED) if reached else NotReachedError()) from None
 
 
 async def read_some(response: Response) -> bytes:
     """The body of an answer, as far as the limit."""
     parts, size = [], 0
-    async for part in response.aiter_raw():
+    async for part in response.chunks():
         parts.append(part)
         size += len(part)
         if size > MAX_PAGE:

@@ -43,14 +43,14 @@ class Relay(Answering):
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The answer, as it comes. vLLM stops when the connection is closed."""
         async with self._replicas.post(self, self._call) as response:
-            if response.status_code != 200:
-                raise told(response.status_code, await read_some(response))
-            kind = response.headers.get("content-type", "application/json")
+            if response.status != 200:
+                raise told(response.status, await read_some(response))
+            kind = response.kind
             events = self._events = Events() if kind.startswith("text/event-stream") else None
             headers = [(b"content-type", kind.encode("latin-1")), (b"cache-control", b"no-cache")]
             self._status = 200
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for chunk in response.aiter_raw():
+            async for chunk in response.chunks():
                 whole = chunk if events is None else events.feed(chunk)
                 if whole:
                     await send({"type": "http.response.body", "body": whole, "more_body": True})

@@ -98,7 +98,7 @@ def serve_vllm(
         from sameseed.server.replicas import Replicas
         from sameseed.server.vllm import VllmClient
     except ImportError as error:
-        raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install '.[vllm]'") from None
+        raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install '.[server]'") from None
 
     several = len(environments) > 1
 

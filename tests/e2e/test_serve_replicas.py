@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fixtures_server import children, wait_until
+from fixtures_server import children, events, wait_until
 from fixtures_vllm import Fronted, stream
 
 COMMON = "All requests of this kind begin with the same words, of which there are quite a few. " * 4
@@ -87,13 +87,18 @@ def hold(fronted: Fronted, prompt: str) -> tuple[httpx.Client, httpx.Response]:
 
 
 def test_a_killed_one_takes_nobody_with_it(fronted: Fronted) -> None:
+    begun: set[int] = set()
+
     def asked(i: int) -> tuple[int, list[dict[str, Any]]]:
-        with fronted.client() as http:
-            return i, stream(http, f"{i} of the streams", max_tokens=400)
+        body = {"prompt": f"{i} of the streams", "stream": True, "max_tokens": 400}
+        with fronted.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            begun.add(i)
+            return i, events(response)
 
     with fronted.client() as http, ThreadPoolExecutor(8) as pool:
         running = [pool.submit(asked, i) for i in range(8)]
-        wait_until(lambda: sum("body" in entry for entry in fronted.seen) == 8)
+        wait_until(lambda: len(begun) == 8)
         took = Counter(entry["pid"] for entry in fronted.seen if "body" in entry)
         assert sorted(took.values()) == [4, 4]
         dead = pids(fronted)[0]

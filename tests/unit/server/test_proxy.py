@@ -221,7 +221,7 @@ async def test_one_that_never_gets_ready_is_a_dead_one(tmp_path: Path) -> None:
 
 async def test_no_unused_connection_outlives_vllms_patience() -> None:
     link = Link("nowhere", "key")
-    assert link._client._transport._pool._keepalive_expiry < 5.0  # type: ignore[attr-defined]
+    assert link._client.connector is not None and link._client.connector._keepalive_timeout < 5.0
     await link.close()
 
 
@@ -263,7 +263,8 @@ async def test_the_one_connection_is_to_the_socket(tmp_path: Path) -> None:
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 307 Elsewhere\r\nlocation: http://127.0.0.1:9/x\r\ncontent-length: 2\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 307 Elsewhere\r\nlocation: http://127.0.0.1:9/x\r\nconnection: close\r\n")
+        writer.write(b"content-length: 2\r\n\r\n{}")
         await writer.drain()
         writer.close()
 
@@ -272,7 +273,7 @@ async def test_the_one_connection_is_to_the_socket(tmp_path: Path) -> None:
     try:
         assert await link.healthy(5.0) is False  # a redirection is not followed
         async with link.post("/v1/completions", b"{}") as response:
-            assert response.status_code == 307
+            assert response.status == 307
         with pytest.raises(ApiError):
             await link.get("//elsewhere/x")
     finally:
@@ -281,6 +282,24 @@ async def test_the_one_connection_is_to_the_socket(tmp_path: Path) -> None:
         on = False
     assert seen and set(seen) == {path}
     assert all(b"Bearer secret" in head for head in heads)
+
+
+async def test_what_arrives_at_once_is_one_piece(tmp_path: Path) -> None:
+    """Several events leave in one write where they came in one."""
+    path, chunk = str(tmp_path / "s"), b"9\r\ndata: x\n\n\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(chunk * 100 + b"0\r\n\r\n")
+
+    server = await asyncio.start_unix_server(answer, path)
+    link = Link(path, "secret")
+    async with link.post("/v1/completions", b"{}") as response:
+        found = [piece async for piece in response.chunks()]
+    assert response.kind == "text/event-stream" and b"".join(found) == b"data: x\n\n" * 100 and len(found) <= 3
+    await link.close()
+    server.close()
 
 
 ENTRY = "import sys, time\ndef main():\n    print(sys.argv, sys.path[0], flush=True)\n    time.sleep(60)\n"

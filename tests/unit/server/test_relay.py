@@ -29,14 +29,14 @@ STREAM, WHOLE = "text/event-stream; charset=utf-8", "application/json"
 class Answered:
     """What vLLM answers: chunks, then an end, silence, or its death."""
 
-    status_code = 200
+    status = 200
 
     def __init__(self, kind: str, chunks: list[bytes], end: str = "ends") -> None:
-        self.headers = {"content-type": kind}
-        self._chunks, self._end = chunks, end
+        self.kind = kind
+        self._arrives, self._end = chunks, end
 
-    async def aiter_raw(self) -> AsyncIterator[bytes]:
-        for chunk in self._chunks:
+    async def chunks(self) -> AsyncIterator[bytes]:
+        for chunk in self._arrives:
             yield chunk
             await asyncio.sleep(0)
         while self._end == "floods":

@@ -57,7 +57,7 @@ def test_nothing_runs_from_data() -> None:
 @pytest.mark.parametrize("path", SERVER, ids=lambda p: p.name)
 def test_the_server_starts_no_program_and_calls_nobody(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    allowed = {LINK: {"httpx"}, "aside.py": {"multiprocessing"}}.get(path.name, set())
+    allowed = {LINK: {"aiohttp"}, "aside.py": {"multiprocessing"}}.get(path.name, set())
     assert not imports(tree) & (PROGRAMS | OUTWARDS) - allowed
     called = calls(tree)
     starts = [c for c in called if c.startswith("os.") and (c[3:] in STARTS or c[3:].startswith(("exec", "spawn")))]
@@ -78,15 +78,23 @@ def test_only_two_programs_can_be_started() -> None:
 
 
 def test_the_one_connection_can_go_nowhere_else() -> None:
-    """Every use of httpx is a name, or the one client over the one transport, which has a socket's path and no host."""
+    """Every use of aiohttp is a name, or the one client over the one connector, which has a socket's path, no host."""
     tree = ast.parse((PACKAGE / "server" / LINK).read_text())
-    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("httpx.")]
-    keywords = {ast.unparse(n.func): {k.arg: ast.unparse(k.value) for k in n.keywords} for n in made}
-    assert keywords.keys() == {"httpx.Limits", "httpx.Timeout", "httpx.AsyncClient", "httpx.AsyncHTTPTransport"}
-    assert len(made) == 4 and keywords["httpx.AsyncHTTPTransport"]["uds"] == "path"
-    client = keywords["httpx.AsyncClient"]
-    assert client["transport"].startswith("httpx.AsyncHTTPTransport(") and client["trust_env"] == "False"
-    assert "follow_redirects" not in client and "mounts" not in client and "proxy" not in client
+    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("aiohttp.")]
+    names = [ast.unparse(n.func).removeprefix("aiohttp.") for n in made]
+    assert sorted({*names}) == ["ClientSession", "ClientTimeout", "DummyCookieJar", "UnixConnector"]
+    assert names.count("ClientSession") == names.count("UnixConnector") == 1
+    keywords = {name: {k.arg: ast.unparse(k.value) for k in n.keywords} for name, n in zip(names, made, strict=True)}
+    assert keywords["UnixConnector"]["path"] == "path"
+    client = keywords["ClientSession"]
+    assert client["connector"].startswith("aiohttp.UnixConnector(") and client["trust_env"] == "False"
+    assert "proxy" not in client
+    asked = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("self._client.")]
+    asks = [n for n in asked if ast.unparse(n.func) != "self._client.close"]
+    assert len(asks) == 2
+    for ask in asks:
+        given = {k.arg: ast.unparse(k.value) for k in ask.keywords}
+        assert given["allow_redirects"] == "False" and "proxy" not in given
 
 
 def test_the_server_loads_no_model_library() -> None:
