@@ -62,10 +62,17 @@ class OwnArgs:
 
 @dataclass(frozen=True)
 class HeadArgs(OwnArgs):
-    """Train an EAGLE-3 head for a target, on the texts and hidden states that it makes itself. Use: --draft OUT/head"""
+    """Train a head for a target, on the texts and hidden states that it makes itself: EAGLE-3, or a block head (DFlash,
+    DSpark). Use: --draft OUT/head
+    """
 
     layers: Annotated[tuple[int, ...] | None, option("N N N")] = None  # it reads what enters these layers of the target
     draft_vocab_size: Annotated[int | None, option("N")] = None  # of the target's tokens, the most frequent so many
+    kind: Annotated[str | None, option("eagle3|block")] = None  # block: it guesses all tokens of a draft in one pass
+    block_size: Annotated[int | None, option("N")] = None  # of a block head: tokens that it guesses at once
+    markov_rank: Annotated[int | None, option("N")] = None  # of a block head: of the bias by the token before; 0: none
+    num_layers: Annotated[int | None, option("N")] = None  # of a block head
+    mask_token: Annotated[int | None, option("ID")] = None  # of a block head; unset: one that no text has
     unroll: Annotated[int | None, option("N")] = None  # steps on its own features: how deep it learns to draft
 
 
@@ -85,7 +92,7 @@ class DraftArgs(OwnArgs):
 
 
 OWN: dict[str, type[OwnArgs]] = {"head": HeadArgs, "draft": DraftArgs}
-PARTS = ("texts", "train", "loss", "size")  # tables of a recipe that flags stand for
+PARTS = ("texts", "train", "loss", "size", "block")  # tables of a recipe that flags stand for
 
 
 def with_flags(recipe: Any, args: OwnArgs) -> Any:

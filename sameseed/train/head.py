@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sameseed.models.block_config import BlockConfig
 from sameseed.models.eagle_config import rotation_of
 from sameseed.models.loader import load_tokenizer
-from sameseed.train import head_measure
+from sameseed.train import block_job, head_measure
+from sameseed.train.block_model import BlockForTraining
 from sameseed.train.head_job import NAME, export_head, head_job, start_from_target
 from sameseed.train.head_model import HeadForTraining
 from sameseed.train.head_recipe import HeadRecipe, head_config
 from sameseed.train.own import Sources, Trained, check_run, write_all, write_results
 from sameseed.train.own_card import write_head_card
+from sameseed.train.parallel import mask_of
 from sameseed.train.seeds import held_out
 from sameseed.train.states import StoredTexts
 from sameseed.train.trainer import Log, train
@@ -40,7 +43,8 @@ def run_head(
     many steps, as an interruption would. Raises ConfigError or ModelLoadError with the remedy.
     """
     folder, target_config = check_run(recipe, sources, out, resume)
-    config = head_config(recipe, target_config)
+    mask = mask_of(recipe.block.mask_token, folder, target_config) if recipe.kind == "block" else None
+    config = head_config(recipe, target_config, mask)
     prompts = []
     if sources.measure is not None:  # read before anything is spent
         context = target_config.max_model_len
@@ -49,12 +53,20 @@ def run_head(
     target, texts, num_first = write_all(recipe, sources, folder, layers, NAME, log, **on, quiet=quiet)
     target_ids = frequent_tokens(texts, num_first, config.draft_vocab_size, target_config.vocab_size)
     target_ids = None if target_ids is None else target_ids.to(device)
-    head = HeadForTraining(config, recipe.seed)
-    start_from_target(head, target, target_ids)
-    head.to(device)
-    job = head_job(head, target, texts, target_ids, recipe, out)
-    progress = train(job, log, quiet=quiet, stop_after=stop_after)
-    export_head(head, target_ids, out / "head", rotation=rotation_of(folder))
+    head: HeadForTraining | BlockForTraining
+    rotation = rotation_of(folder)
+    if isinstance(config, BlockConfig):
+        head = BlockForTraining(config, recipe.seed)
+        block_job.start_from_target(head, target, target_ids)
+        job = block_job.block_job(head.to(device), target, texts, target_ids, recipe, out)
+        progress = train(job, log, quiet=quiet, stop_after=stop_after)
+        block_job.export_block(head, target_ids, out / "head", rotation=rotation)
+    else:
+        head = HeadForTraining(config, recipe.seed)
+        start_from_target(head, target, target_ids)
+        job = head_job(head.to(device), target, texts, target_ids, recipe, out)
+        progress = train(job, log, quiet=quiet, stop_after=stop_after)
+        export_head(head, target_ids, out / "head", rotation=rotation)
     more: dict[str, Any] = {"layers": layers}
     if prompts:
         more["acceptance"] = head_measure.measure_head(out / "head", target, prompts, recipe.kv_format)

@@ -193,10 +193,7 @@ def export_head(
     """
     c, layer = head.config, head.config.layer
     tensors = {n: p.to(getattr(torch, dtype)) for n, p in head.named_parameters()}
-    if target_ids is not None:
-        ids = target_ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    tensors |= vocabulary_tensors(target_ids, layer.vocab_size)
     config = llama_config(layer, layer.max_model_len, layer.rope.theta) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": c.draft_vocab_size,
@@ -209,6 +206,15 @@ def export_head(
     }
     turned = {} if rotation is None else {ROTATED_FOR: rotation}
     write_model(folder, tensors, {"config.json": config | turned})
+
+
+def vocabulary_tensors(target_ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
+    """d2t and t2d of a head whose tokens are the target's `target_ids`; None: all of them, which needs neither."""
+    if target_ids is None:
+        return {}
+    ids = target_ids.cpu()
+    marks = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": marks}
 
 
 def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:

@@ -8,9 +8,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from sameseed.models.block_config import BlockConfig
 from sameseed.models.eagle_config import read_head_config
 from sameseed.models.llama import Llama
 from sameseed.scheme import cache_format
+from sameseed.train.block_job import block_batch, choose_anchors, inputs, whole_rows, whole_weight
+from sameseed.train.block_model import BlockForTraining
 from sameseed.train.head_job import dense, make_batch
 from sameseed.train.head_model import HeadForTraining
 from sameseed.train.measure import count_chains
@@ -27,6 +30,7 @@ Guesses = list[list[bool]]  # [s][t]: along a text, is the guess of row t at ste
 def measure_head(folder: Path, target: Llama, prompts: Seq[Prompt], kv_format: str) -> dict[str, dict[str, object]]:
     """Counts by domain, and over all prompts under `all`, of the head as it was exported, on the target's device."""
     config, device, weights = read_head_config(folder), str(target.device), target.weights
+    is_block = isinstance(config, BlockConfig)
     captures = config.captures(target.config.num_layers)
     stored = captured_layers(captures, target.config.num_layers)
     columns = [stored.index(c) for c in captures]
@@ -34,7 +38,7 @@ def measure_head(folder: Path, target: Llama, prompts: Seq[Prompt], kv_format: s
     cache, batch = cache_format(kv_format, weights.dense), min(BATCH, len(seeds))
     runner = new_runner(target, stored, batch, max(len(s.ids) for s in seeds) + NEW_TOKENS, cache)
     texts = write_texts(runner, seeds, batch, 0)
-    head = HeadForTraining(config, 0)
+    head = BlockForTraining(config, 0) if isinstance(config, BlockConfig) else HeadForTraining(config, 0)
     tensors = load_file(str(folder / "model.safetensors"))
     ids = torch.arange(config.layer.vocab_size)  # the target's tokens that the head has
     if "d2t" in tensors:
@@ -46,7 +50,27 @@ def measure_head(folder: Path, target: Llama, prompts: Seq[Prompt], kv_format: s
     lm_head = dense(target.ops, weights.lm_head) if not hasattr(head, "lm_head") else head.lm_head.weight
 
     @torch.no_grad()
+    def block_guesses(text: TextStates) -> Guesses:
+        assert isinstance(head, BlockForTraining)
+        num, count = head.config.num_guesses, len(text.ids) - 1 - max(1, text.num_given)
+        right = [[False] * max(0, count) for _ in range(NUM_DRAFT_TOKENS)]
+        if count < 1:
+            return right
+        anchors = [choose_anchors(text, count, None)]
+        batch = block_batch([text], anchors, columns, target.config.hidden_size, num, device)
+        outputs = head(inputs(head.config, batch, embedding), batch.states, batch.anchors)[0]  # [K, G, C]
+        rows = whole_rows(head, outputs.flatten(0, 1), batch.tokens[0].flatten())
+        best = ids[(rows @ whole_weight(head, lm_head).T).argmax(-1).cpu()].view(-1, num)
+        for k, anchor in enumerate(batch.anchors[0].tolist()):
+            for g in range(min(NUM_DRAFT_TOKENS, count - k)):
+                right[g][k + g] = int(best[k, g]) == int(text.ids[anchor + 1 + g])
+        return right
+
+    @torch.no_grad()
     def guesses(text: TextStates) -> Guesses:
+        if is_block:
+            return block_guesses(text)
+        assert isinstance(head, HeadForTraining)
         whole = TextStates(text.ids, 0, text.states)
         if len(text.states) < 2:
             return [[] for _ in range(NUM_DRAFT_TOKENS)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
+from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig, RopeConfig
 from sameseed.models.eagle_config import HeadConfig
 from sameseed.train.optim import OptimSettings
@@ -37,6 +39,24 @@ class LossSettings:
     candidates: int = 0
 
 
+@dataclass(frozen=True)
+class BlockSettings:
+    """Of a block head: `num_layers`; `block_size`: tokens that it guesses at once; `markov_rank`: of the bias by the
+    token before (0: none); `mask_token`: the masks' id (-1: one that no text has). A text of a batch gives `anchors`
+    blocks, whose guess g counts exp(-g / `decay`).
+    """
+
+    num_layers: int = 3
+    block_size: int = 7
+    markov_rank: int = 64
+    mask_token: int = -1
+    anchors: int = 24
+    decay: float = 4.0
+
+
+KINDS = ("eagle3", "block")
+
+
 # Small enough an update that a layer taken from the target is not thrown away at once.
 TRAINING = TrainSettings(600, rows=24, row_tokens=512, warmup=20, decay=0.5, optim=OptimSettings(0.02, 0.002))
 
@@ -45,26 +65,40 @@ TRAINING = TrainSettings(600, rows=24, row_tokens=512, warmup=20, decay=0.5, opt
 class HeadRecipe(OwnRecipe):
     """Everything that decides a head's weights, but for the data and the machine's arithmetic.
 
+    `kind`: "eagle3", or "block" (of `loss`, a block head heeds `argmax_weight` and `candidates`).
     `layers`: it reads what enters these layers of the target (n: what leaves the last of n); none: the published choice
     2, n / 2, n - 3.
     """
 
     name: str = "head"
+    kind: str = "eagle3"
     layers: tuple[int, ...] = ()
     size: SizeSettings = field(default_factory=SizeSettings)
     loss: LossSettings = field(default_factory=LossSettings)
+    block: BlockSettings = field(default_factory=BlockSettings)
     train: TrainSettings = TRAINING
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind must be {' or '.join(KINDS)}, got {self.kind!r}")
+        block = self.block
+        if not (block.num_layers >= 1 and 4 <= block.block_size <= MAX_NODES and block.markov_rank >= 0):
+            raise ConfigError(
+                f"a block head has at least 1 layer, blocks of 4 to {MAX_NODES} tokens and a markov_rank of at least "
+                f"0, got {block.num_layers}, {block.block_size} and {block.markov_rank}"
+            )
+        if block.anchors < 1 or block.decay <= 0:
+            raise ConfigError(f"anchors must be at least 1 and decay above 0, got {block.anchors} and {block.decay}")
         if self.loss.unroll < 1:
             raise ConfigError(
                 f"unroll (the depth that a head is trained for) must be at least 1, got {self.loss.unroll}"
             )
 
 
-def head_config(recipe: HeadRecipe, target: ModelConfig) -> HeadConfig:
-    """The head for a target. Raises ConfigError for tokens or layers that the target has not, or odd groups.
+def head_config(recipe: HeadRecipe, target: ModelConfig, mask_token: int | None = None) -> HeadConfig:
+    """The head for a target; `mask_token`: of a block head. Raises ConfigError for tokens or layers that the target has
+    not, or odd groups.
 
     Its rotary embedding is the target's where a head's config.json can say it, else one with its base alone.
     """
@@ -78,16 +112,38 @@ def head_config(recipe: HeadRecipe, target: ModelConfig) -> HeadConfig:
         )
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})")
-    if len(layers) != 3 or any(not 1 <= i <= n for i in layers):
+    if (len(layers) != 3 and recipe.kind == "eagle3") or any(not 1 <= i <= n for i in layers):
         raise ConfigError(
-            f"layers {list(layers)}: a head reads three of what enters the target's layers 1 to {n}; name them"
+            f"layers {list(layers)}: a head reads three (a block head any number) of what enters the target's layers 1 "
+            f"to {n}; name them"
         )
+    block, is_block = recipe.block, recipe.kind == "block"
+    num_layers = block.num_layers if is_block else 1
     layer = replace(
         target,
-        num_layers=1,
+        num_layers=num_layers,
+        windows=(None,) * num_layers,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
         num_heads=heads,
         num_kv_heads=kv_heads,
         intermediate_size=size.intermediate_size or target.intermediate_size,
         rope=target.rope if target.rope.kind in ("linear", "llama3") else RopeConfig(theta=target.rope.theta),
     )
-    return HeadConfig("eagle3", layer, vocab, target.hidden_size, layers)
+    if not is_block:
+        return HeadConfig("eagle3", layer, vocab, target.hidden_size, layers)
+    if mask_token is None:
+        raise ConfigError("a block head needs a mask token; name one that no text has with --mask-token ID")
+    layer = replace(layer, architecture="Qwen3ForCausalLM" if layer.qk_norm else "LlamaForCausalLM")
+    return BlockConfig(
+        "block",
+        layer,
+        vocab,
+        target.hidden_size,
+        layers,
+        block_size=block.block_size,
+        mask_token=mask_token,
+        from_anchor=True,
+        markov_rank=block.markov_rank,
+    )

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 # Quintic iteration x <- a x + b (x x^T) x + c (x x^T)^2 x, tuned for slope at zero rather than convergence to one.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # matrices whose rows are tokens: not Muon's
+# Matrices whose rows are tokens: not Muon's.
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "markov_w2.weight")
 
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sameseed.models.block_config import BlockConfig
 from sameseed.models.eagle_config import HeadConfig
 from sameseed.train.card import FRONT_MATTER, source_table, table
 from sameseed.train.head_measure import NEW_TOKENS, NUM_DRAFT_TOKENS
@@ -20,6 +21,10 @@ def write_head_card(recipe: HeadRecipe, config: HeadConfig, results: dict[str, A
     what = f"has {own} of the target's {layer.vocab_size} tokens"
     if own == layer.vocab_size:
         what = "shares embedding and LM head with its target"
+    if isinstance(config, BlockConfig):
+        text = _block(recipe, config, what, results)
+        write_card(recipe, results, text, acceptance(results) if "acceptance" in results else "", folder)
+        return
     text = (
         f"EAGLE-3 head (Li et al., 2025) for `{recipe.target}`, {results['parameters'] / 1e6:.2f} M parameters of its "
         f"own: one layer, hidden {layer.hidden_size}, {layer.num_heads} heads and {layer.num_kv_heads} KV heads of "
@@ -31,6 +36,24 @@ def write_head_card(recipe: HeadRecipe, config: HeadConfig, results: dict[str, A
         " The layer began as the target's last.\n\n"
     )
     write_card(recipe, results, text, acceptance(results) if "acceptance" in results else "", folder)
+
+
+def _block(recipe: HeadRecipe, config: BlockConfig, what: str, results: dict[str, Any]) -> str:
+    """What a block head is, and how it was trained."""
+    layer, block = config.layer, recipe.block
+    rank = config.markov_rank
+    markov = f" A Markov head of rank {rank} tells a place the token before it." if rank else ""
+    return (
+        f"Block head (DFlash: Chen et al., 2026; DSpark: DeepSeek-AI, 2026) for `{recipe.target}`, "
+        f"{results['parameters'] / 1e6:.2f} M parameters of its own: {layer.num_layers} layers, hidden "
+        f"{layer.hidden_size}, {layer.num_heads} heads and {layer.num_kv_heads} KV heads of {layer.head_dim}, "
+        f"feed-forward {layer.intermediate_size}; it guesses {config.num_guesses} tokens in one pass, over masks of "
+        f"the id {config.mask_token}. It reads what enters the target's layers "
+        f"{', '.join(map(str, results['layers']))}, and {what}.{markov} bfloat16, in the layout of speculators.\n\n"
+        f"{training(recipe, results)} The loss is KL(target || head) plus {recipe.loss.argmax_weight:g} times the "
+        f"cross entropy on the target's argmax; guess g of a block counts exp(-g / {block.decay:g}); a text gave up to "
+        f"{block.anchors} blocks an update. The layers began as the target's last.\n\n"
+    )
 
 
 def write_draft_card(recipe: OwnRecipe, shape: ModelShape, results: dict[str, Any], folder: Path) -> None:
