@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import torch
@@ -92,17 +93,31 @@ def draft_batch(recipe: Recipe, rollouts: Tensor, rows: Tensor, step: int) -> Te
     return torch.cat((rows[index].long(), others))
 
 
-def draft_job(
-    recipe: Recipe, target: LlamaForTraining, rollouts: Tensor, rows: Tensor, pad: int, out: Path
-) -> TrainJob:
-    """The draft's training: the target's distribution on rows of its own text and of the corpus."""
-    draft = LlamaForTraining(recipe.draft.shape, recipe.seed + 7)
-    # The embedding starts as the principal components of the target's: words start where the target has them.
+def _begin_as(draft: LlamaForTraining, target: LlamaForTraining, layers: Seq[int]) -> None:
+    """Give the draft what it can take over of the target: of these layers all, else directions of its embedding.
+
+    The embedding starts as the principal components of the target's: words start where the target has them.
+    """
+    if layers:
+        own, its = draft.model, target.model
+        pairs = [(own.embed_tokens, its.embed_tokens), (own.norm, its.norm)]
+        pairs += [(layer, its.layers[j]) for layer, j in zip(own.layers, layers, strict=True)]
+        for mine, other in pairs:
+            mine.load_state_dict(other.state_dict())
+        return
     weight = target.model.embed_tokens.weight.detach().to(draft.device)
     width = min(draft.shape.hidden_size, target.shape.hidden_size)
     _, _, basis = torch.linalg.svd(weight, full_matrices=False)
     with torch.no_grad():
         draft.model.embed_tokens.weight[:, :width] = weight @ basis[:width].T
+
+
+def draft_job(
+    recipe: Recipe, target: LlamaForTraining, rollouts: Tensor, rows: Tensor, pad: int, out: Path
+) -> TrainJob:
+    """The draft's training: the target's distribution on rows of its own text and of the corpus."""
+    draft = LlamaForTraining(recipe.draft.shape, recipe.seed + 7)
+    _begin_as(draft, target, recipe.draft.layers)
     draft.to(target.device)  # only now: the first weights are the CPU's on every device
     target.eval()
     teacher = target

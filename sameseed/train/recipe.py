@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -109,6 +109,7 @@ class DraftSettings(ModelSettings):
     rollouts: RolloutSettings
     corpus_share: float = 0.25  # share of rows from the corpus; the others are the target's own text
     argmax_weight: float = 0.5  # cross entropy on the target's argmax, beside the KL divergence
+    layers: tuple[int, ...] = ()  # of the target, which the draft begins as, one for each of its own; none: as new ones
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,22 @@ def load_recipe(path: Path) -> Recipe:
         ):
             if wrong:
                 raise ConfigError(f"{where}: {name}.{words}")
+    _check_layers(recipe, where)
     return recipe
+
+
+def _check_layers(recipe: Recipe, where: str) -> None:
+    """Can the draft begin as the layers of the target that it names?"""
+    layers, own, its = recipe.draft.layers, recipe.draft.shape, recipe.target.shape
+    if not layers:
+        return
+    if len(layers) != own.num_layers or not all(0 <= j < its.num_layers for j in layers):
+        raise ConfigError(
+            f"{where}: draft.layers names one layer of the target, 0 to {its.num_layers - 1}, for each of the draft's "
+            f"{own.num_layers}"
+        )
+    if replace(own, num_layers=its.num_layers) != its:
+        raise ConfigError(f"{where}: draft.layers needs a draft of the target's sizes in all but num_layers")
 
 
 def read_table(kind: type[T], path: Path, own: str) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from sameseed.cli import main
 from sameseed.train import pipeline, run
 from sameseed.train.checkpoint import read_tensors
 from sameseed.train.data import encode
-from sameseed.train.distill import PROMPT_BIT, draft_batch, training_prompts
+from sameseed.train.distill import PROMPT_BIT, draft_batch, draft_job, training_prompts
+from sameseed.train.model import LlamaForTraining
 from sameseed.train.recipe import load_recipe
 from sameseed.train.trainer import Log, TrainJob, train as real_train
 
@@ -99,6 +101,20 @@ def test_prompts_for_the_draft_come_from_training_data_only(recipe_path: Path, d
     prompts = training_prompts(recipe, data, tokenizer)
     assert len(prompts) > 10
     assert not any(ids[: len(p)] == p for p in prompts for ids in held_out if len(p) > 12)
+
+
+def test_a_draft_begins_as_layers_of_its_target(recipe_path: Path, tmp_path: Path) -> None:
+    text = recipe_path.read_text(encoding="utf-8")
+    size = re.search(r"\[target\.shape\]\n(.*?)\n\n", text, re.S)
+    assert size is not None
+    own = "[draft]\nlayers = [1]\n[draft.shape]\n" + size[1].replace("num_layers = 2", "num_layers = 1")
+    recipe_path.write_text(re.sub(r"\[draft\.shape\]\n.*?\n\n", own + "\n\n", text, flags=re.S), encoding="utf-8")
+    recipe = load_recipe(recipe_path)
+    target, rows = LlamaForTraining(recipe.target.shape, 1), torch.zeros(4, 65, dtype=torch.int32)
+    draft = draft_job(recipe, target, rows, rows, 0, tmp_path).model
+    its = target.state_dict()
+    for name, weight in draft.state_dict().items():
+        assert weight.equal(its[name.replace("layers.0", "layers.1")]), name
 
 
 def test_draft_batches_mix_corpus_and_rollouts(recipe_path: Path) -> None:
