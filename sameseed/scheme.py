@@ -22,6 +22,8 @@ KQUANTS = {"q4_k": 4, "q5_k": 5, "q6_k": 6}  # bits of a code, in super-blocks o
 GROUPS = (32, 64, 128)  # values of a row that may share a scale, besides the whole row,
 CHANNEL = -1  # which is a scale per output (per channel)
 OUTLIER = 6.0  # numbers of a row beyond it are outliers, where a weight keeps these floats (LLM.int8)
+FIRST, RECENT = 32, 128  # tokens of a text that piecewise caches keep: its first ones, and a query's last ones
+TOKENS = 32  # which share a scale by channel there; FIRST is a multiple
 SMALLEST = 2.0**-100  # rows whose absmax is below are zeros: 127 / absmax would near the end of float32
 
 
@@ -142,6 +144,21 @@ class Format:
         """The inverse of encode_kv, float32."""
         raise self._no_cache()
 
+    def reread(self, x: Tensor, by_channel: bool) -> Tensor:
+        """Decoded rows x [n * 32, Hk, D], rounded to this format by channel and 32 tokens, or by row; float32."""
+        if not by_channel:
+            return self.decode_kv(*self.encode_kv(x))
+        rows = x.reshape(-1, TOKENS, *x.shape[1:]).permute(0, 2, 3, 1)  # [n, Hk, D, 32]
+        return self.by_channel(rows.flatten(0, 1)).view_as(rows).permute(0, 3, 1, 2).reshape(x.shape)
+
+    def by_channel(self, rows: Tensor) -> Tensor:
+        """Rows [n, D, 32] of a channel's values, rounded to this format, float32."""
+        return self.decode_kv(*self.encode_kv(rows))
+
+    def seen(self, x: Tensor, first: int, length: int) -> Tensor:
+        """Decoded rows x [S, Hk, D] of tokens `first`.. (a multiple of 32) as the last of `length` tokens sees them."""
+        return x
+
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         """The tensors of layer `name` as the engines that `config` is for read them."""
         raise NotImplementedError(f"{self.name} has a config for other engines, and no tensors")
@@ -157,6 +174,34 @@ class Format:
 
     def _no_cache(self) -> ConfigError:
         return ConfigError(f"format {self.name!r} does not serve the KV cache; use e.g. 'bf16' or 'int8'")
+
+
+class Piecewise(Format):
+    """Keys or values stored as `near` has them, of which tokens far away are read as if they were stored as `far` has.
+
+    Far is what is neither among the first 32 tokens nor in one of the groups of 32 that hold a query's last 128: a
+    function of two positions alone (law 1). Keys are rounded by channel and group, values by token (Liu et al., 2024,
+    "KIVI"; the first tokens: Xiao et al., 2024). Memory is that of `near`: all rows stay as they were stored.
+    """
+
+    weights = False
+
+    def __init__(self, near: Format, far: Format, keys: bool) -> None:
+        self.name, self.bits = f"{near.name}+{far.name}", near.bits
+        self.kv_dtype, self.query_dtype = near.kv_dtype, near.query_dtype
+        self.near, self.far, self.keys = near, far, keys
+
+    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.near.encode_kv(x)
+
+    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        return self.near.decode_kv(codes, scales)
+
+    def seen(self, x: Tensor, first: int, length: int) -> Tensor:
+        start, end = max(first, FIRST) - first, (length - RECENT) // TOKENS * TOKENS - first
+        if start >= end:
+            return x
+        return torch.cat([x[:start], self.far.reread(x[start:end], self.keys), x[end:]])
 
 
 def plain(q: QuantTensor) -> QuantTensor:
@@ -193,9 +238,17 @@ def kv_format(name: str) -> Format:
 
 
 def kv_formats(name: str) -> tuple[Format, Format]:
-    """What keys and what values are stored in: one name for both, or "int8/bf16" apart. Raises as `kv_format`."""
+    """What keys and what values are stored in: one name for both, or "int8/bf16" apart. Raises as `kv_format`.
+
+    Either may be piecewise: "bf16+int4", near and far tokens.
+    """
     keys, _, values = name.partition("/")
-    return kv_format(keys), kv_format(values if "/" in name else keys)
+    return _half(keys, True), _half(values if "/" in name else keys, False)
+
+
+def _half(name: str, keys: bool) -> Format:
+    near, _, far = name.partition("+")
+    return Piecewise(kv_format(near), kv_format(far), keys) if "+" in name else kv_format(near)
 
 
 def kv_row_bytes(name: str, head_dim: int) -> int:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from sameseed.spec.drafter import Drafter
 
 TEXT = 4096  # tokens that a model to start with should hold
+KV_FORMS = {
+    "KEYS/VALUES": "formats apart, e.g. int8/bf16; no kernel: the reference, slow",
+    "NEAR+FAR": "piecewise, e.g. bf16+int4, in the memory of NEAR; no kernel: the reference, slow",
+}
 WIDTH = 4096  # values in a row of the weights whose size is told
 FACTS = ("perplexity", "acceptance", "licence", "license")  # words of a card's lines with a measurement or the licence
 
@@ -132,6 +136,7 @@ def registries() -> dict[str, dict[str, Any]]:
         found["formats"][name] = {"what": what, "bits_per_weight": bits, "kv_cache": fmt.kv_dtype is not None}
     for name, (weights, activations) in scheme.PRESETS.items():
         found["presets"][name] = {"weights": weights, "activations": activations or "float32"}
+    found["kv_forms"] = dict(KV_FORMS)
     for name in registry.names("drafters"):
         module = registry.load("drafters", name)
         options = {f.name: f.default for f in dataclasses.fields(module.DRAFTER.Options)}
@@ -202,6 +207,7 @@ def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Seq[str], Seq[Seq[o
     title = "more names for --format (variants: docs/guides/formats.md)"
     presets = [(n, p["weights"], p["activations"]) for n, p in found["presets"].items()]
     yield title, ("name", "weights", "activations"), presets
+    yield "more names for --kv-format", ("name", "what"), list(found["kv_forms"].items())
     drafters = [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()]
     yield "drafters", ("name", "what", "needs", "options (--draft-options)"), drafters
     for name, model in found["models"].items():

@@ -55,6 +55,10 @@ class Int4(Coded):
         assert scales is not None
         return hadamard(_kv4.decode_rows(codes, scales, 2 * (codes.shape[-1] - _kv4.LOWEST_BYTES)))
 
+    def by_channel(self, rows: Tensor) -> Tensor:
+        """Without the rotation: a channel far from 0 has a narrow range of its own, and would spoil a sum."""
+        return _kv4.decode_rows(*_kv4.encode_rows(rows), rows.shape[-1])
+
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         """Tensors in compressed-tensors' pack-quantized layout: eight codes an int32, the first in its lowest bits."""
         parts = plain(q).parts

@@ -14,7 +14,8 @@ class KVCache:
 
     A layer holds k, v [num_blocks, block_size, Hk, W] in the format's storage type (W: D, or the bytes of a packed
     row), and scales float32 [num_blocks, block_size, Hk] for formats that have them. Rows are addressed by
-    slot = block * block_size + offset. `format`: of both, or of keys and values apart ("int8/bf16").
+    slot = block * block_size + offset. `format`: of both, or of keys and values apart ("int8/bf16"), also near and far
+    ones ("bf16+int4").
     """
 
     def __init__(

@@ -117,6 +117,8 @@ def _attention(subject: Subject) -> Iterator[tuple[str, Tensor, Floats, float]]:
         got = cached.attend(q, start, length - start)
         k, v = textbook.stored(array(kv[0]), array(kv[1]), name)
         asked = textbook.queries(array(q[start:]), c.head_dim**-0.5, name)
-        expected = textbook.attention(asked, k, v, 1.0, start).reshape(length - start, -1)
+        expected = textbook.attention(asked, k, v, 1.0, start, far=textbook.distant(k, v, name)).reshape(
+            length - start, -1
+        )
         bound = model.ops.kv_rounding(name) * float(kv[1].abs().max())
         yield f"attention over {length} keys, cache in {name}", got, expected, bound

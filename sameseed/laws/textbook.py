@@ -72,16 +72,33 @@ def rope(x: Floats, positions: Seq[int], table: Tensor) -> Floats:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attention(q: Floats, k: Floats, v: Floats, scale: float, start: int = 0, window: int | None = None) -> Floats:
-    """Causal attention of q [T, H, D], rows from position `start` on, over k, v [S, Hk, D]; returns [T, H, D]."""
-    group = q.shape[1] // k.shape[1]
-    keys, values = (np.repeat(x, group, 1).transpose(1, 0, 2) for x in (k, v))  # [H, S, D]
-    scores = q.transpose(1, 0, 2) @ keys.transpose(0, 2, 1) * scale  # [H, T, S]
-    distance = start + np.arange(len(q))[:, None] - np.arange(len(k))
+def attention(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    scale: float,
+    start: int = 0,
+    window: int | None = None,
+    far: Seq[Floats] | None = None,
+) -> Floats:
+    """Causal attention of q [T, H, D], rows from position `start` on, over k, v [S, Hk, D]; returns [T, H, D].
+
+    `far`: keys and values as tokens far away are read (`distant`); None where a cache has one piece.
+    """
+    at, place = start + np.arange(len(q))[:, None], np.arange(len(k))
+    distance = at - place
+    # Those of groups of 32 that end before the last 128 tokens begin; never the first group.
+    away = (place // 32 > 0) & ((place // 32 + 1) * 32 + 128 <= at + 1)
+    group, q = q.shape[1] // k.shape[1], q.transpose(1, 0, 2)
+    keys, values, *others = (np.repeat(x, group, 1).transpose(1, 0, 2) for x in (k, v, *(far or ())))  # [H, S, D]
+    scores = q @ keys.transpose(0, 2, 1) * scale  # [H, T, S]
+    if far is not None:
+        scores = np.where(away, q @ others[0].transpose(0, 2, 1) * scale, scores)
     seen = (distance >= 0) & (distance < (window or len(k) + 1))
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    out: Floats = weights / weights.sum(-1, keepdims=True) @ values
+    weights /= weights.sum(-1, keepdims=True)
+    out: Floats = weights @ values if far is None else (weights * ~away) @ values + (weights * away) @ others[1]
     return out.transpose(1, 0, 2)
 
 
@@ -89,6 +106,19 @@ def stored(k: Floats, v: Floats, kv_format: str) -> list[Floats]:
     """Keys and values [T, Hk, D] as a cache in this format gives them back."""
     both = zip(scheme.kv_formats(kv_format), (k, v))
     return [array(fmt.decode_kv(*fmt.encode_kv(torch.from_numpy(x).float()))) for fmt, x in both]
+
+
+def distant(k: Floats, v: Floats, kv_format: str) -> list[Floats] | None:
+    """Stored keys and values [S, Hk, D] of one text as tokens far away are read; None where no half is piecewise."""
+
+    def read(x: Floats, half: scheme.Format) -> Floats:
+        whole = len(x) // 32 * 32  # of groups that are not full all tokens are near
+        if not isinstance(half, scheme.Piecewise) or not whole:
+            return x
+        return np.concatenate([array(half.far.reread(torch.from_numpy(x[:whole]).float(), half.keys)), x[whole:]])
+
+    halves = scheme.kv_formats(kv_format)
+    return [read(x, half) for x, half in zip((k, v), halves)] if "+" in kv_format else None
 
 
 def queries(q: Floats, scale: float, kv_format: str) -> Floats:
@@ -122,7 +152,7 @@ def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str) -> list[Floats]:
         q, k = (rope(part, positions, model.rope) for part in (q, k))
         q, (k, v) = queries(q, c.head_dim**-0.5, kv_format), stored(k, v, kv_format)
         each = zip(np.split(q, cuts), np.split(k, cuts), np.split(v, cuts), strict=True)
-        mixed = np.concatenate([attention(*parts, 1.0, 0, c.windows[i]) for parts in each])
+        mixed = np.concatenate([attention(*qkv, 1.0, 0, c.windows[i], distant(*qkv[1:], kv_format)) for qkv in each])
         x = x + linear(mixed.reshape(len(x), -1), layer.o, layer.o_bias)
         gate_up = linear(rms_norm(x, layer.post_norm, c.rms_eps), layer.gate_up, layer.gate_up_bias)
         x = x + linear(silu_mul(gate_up), layer.down, layer.down_bias)

@@ -19,7 +19,7 @@ from sameseed import registry, scheme
 from sameseed.batch import MAX_NODES, Batch
 from sameseed.ops import _outliers
 from sameseed.ops._rows import RowSource
-from sameseed.scheme import Format, KVLayer, QuantTensor
+from sameseed.scheme import TOKENS, Format, KVLayer, QuantTensor
 
 row_invariant = True
 LINEAR_FORMATS = frozenset(name for name in registry.names("formats") if scheme.get(name).weights)
@@ -217,11 +217,14 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
                 nodes = [kv_len + i for i in range(MAX_NODES) if masks[t] >> i & 1]
                 known = torch.arange(kv_len, device=q.device)
                 index = torch.cat([known, torch.tensor(nodes, dtype=torch.long, device=q.device)])
-            if window is not None:
-                index = index[-window:]
+            length = len(index)
+            first = 0 if window is None else max(0, length - window)
+            base = first // TOKENS * TOKENS  # of the group with the first key
+            index = index[base:]
             slots = table[index // block_size] * block_size + index % block_size
             k = keys.decode_kv(k_rows[slots], None if k_scales is None else k_scales[slots])  # [S, Hk, D]
             v = values.decode_kv(v_rows[slots], None if v_scales is None else v_scales[slots])
+            k, v = keys.seen(k, base, length)[first - base :], values.seen(v, base, length)[first - base :]
             grouped = q[t].clone().view(k.shape[1], -1, q.shape[2])  # query head h reads KV head h // (H / Hk)
             if keys.query_dtype is torch.float32:
                 scores = torch.bmm(grouped, k.permute(1, 2, 0)) * scale  # [Hk, H / Hk, S]

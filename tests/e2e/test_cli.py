@@ -170,6 +170,7 @@ def test_info_json_names_the_registries(cli: Cli) -> None:
     bits = {name: f["bits_per_weight"] for name, f in found["formats"].items()}
     assert bits["int4"] == 4.125 and bits["int4_sparse"] is None
     assert all(f["kv_cache"] for name, f in found["formats"].items() if bits[name] is None)
+    assert all("no kernel" in what for what in found["kv_forms"].values()) and "NEAR+FAR" in found["kv_forms"]
 
 
 def test_info_for_people_fits_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
