@@ -127,7 +127,7 @@ def _check_int(name: str, value: int, low: int, high: int | None) -> None:
         raise RequestError(f"{name} must be a whole number, at least {low}{upper}, got {value!r}")
 
 
-SPECULATION_POLICIES = ("off", "fixed", "history", "goodput")
+SPECULATION_POLICIES = ("off", "fixed", "history", "disco", "goodput")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,11 @@ from sameseed.tuned import Scope
 log = logging.getLogger("sameseed")
 
 
-OWN: dict[str, type[GoodputLength | HistoryLength]] = {"goodput": GoodputLength, "history": HistoryLength}
+OWN: dict[str, type[DiscoLength | GoodputLength | HistoryLength]] = {
+    "disco": DiscoLength,
+    "goodput": GoodputLength,
+    "history": HistoryLength,
+}
 
 
 def make_policy(spec: SpecConfig) -> LengthPolicy:

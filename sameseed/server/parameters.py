@@ -73,7 +73,7 @@ def speculation(fields: Common, most: int) -> Speculation | None:
     if asked is None:
         return None
     policy, number = (asked, None) if isinstance(asked, str) else (asked.policy, asked.num_draft_tokens)
-    return Speculation(policy, most if number is None and policy in ("history", "goodput") else number)
+    return Speculation(policy, most if number is None and policy in ("history", "disco", "goodput") else number)
 
 
 def tenant(visit: Visit, salt: str | None) -> str:

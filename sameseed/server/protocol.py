@@ -21,7 +21,7 @@ Tokens = list[TokenId]
 class SpeculationFields(Fields):
     """This request's own policy, and the most draft tokens a round. Never changes the text."""
 
-    policy: Literal["off", "fixed", "history", "goodput"] | None = None
+    policy: Literal["off", "fixed", "history", "disco", "goodput"] | None = None
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
 
 
@@ -63,7 +63,7 @@ class Common(Fields):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None  # -1: what leaves room to answer
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    speculation: SpeculationFields | Literal["off", "fixed", "history", "goodput"] | None = None
+    speculation: SpeculationFields | Literal["off", "fixed", "history", "disco", "goodput"] | None = None
     response_format: structured.ResponseFormat | None = None
     structured_outputs: structured.StructuredOutputs | None = None
     guided_choice: structured.Choices | None = None

@@ -299,6 +299,17 @@ def test_a_wish_for_history_has_a_length_of_its_own() -> None:
     assert policies.lengths([mine], 1) == [5]
 
 
+def test_a_wish_for_disco_ends_where_its_drafts_were_wrong() -> None:
+    policies = RequestPolicies(FixedLength(4))
+    mine, other = sequences(2)
+    mine.speculation = Speculation("disco", 6)
+    for _ in range(30):
+        asked = policies.lengths([mine, other], 2)
+        assert asked[1] == 4
+        policies.update(Round([mine, other], asked, asked, [1, 4], 2 + sum(asked), TimeSplit()))  # its second was wrong
+    assert policies.lengths([mine, other], 2) == [2, 4]
+
+
 def test_bad_wishes() -> None:
     for bad in ({"policy": "fast"}, {"num_draft_tokens": -1}, {"num_draft_tokens": 65}, {"num_draft_tokens": True}):
         with pytest.raises(RequestError, match="speculation"):
