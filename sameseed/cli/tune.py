@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -61,6 +61,10 @@ class TuneArgs:
         False  # run every setting, on half of the prompts each for choice and check: how good was the choice?
     )
     device: str = "cpu"  # cpu, cuda, cuda:1, ...
+    engine: Literal["sameseed", "vllm"] = "sameseed"  # vllm: measure the one that runs at --url with one of --drafts
+    url: str | None = None  # vllm: its address
+    cost: Annotated[Path, option("FILE")] = Path("vllm-costs.json")  # vllm: what its runs showed; read, and added to
+    api_key_file: Annotated[Path | None, option("FILE")] = None  # vllm: its key, on the first line
     out: Annotated[Path, OUT] = Path("tuned.toml")  # the profile
     records: Annotated[Path | None, option("FILE")] = None  # with --exhaustive: append the record of regrets here
     check: Annotated[Path | None, option("FILE")] = None  # measure a profile's choice again instead, and say its drift
@@ -71,6 +75,12 @@ class TuneArgs:
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, measure, write; exit code 1 if a text differed from plain decoding's."""
     args = parse(TuneArgs, argv, prog).args
+    if args.engine == "vllm":
+        from sameseed.cli.tune_vllm import run_vllm
+
+        return run_vllm(args)
+    if args.url is not None:
+        raise ConfigError("--url is for --engine vllm: sameseed's own engine is started here")
     from sameseed.cli.console import keep, load_llm, stages
     from sameseed.plan.profile_file import write
     from sameseed.plan.tune import as_tuned, tune

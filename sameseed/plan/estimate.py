@@ -152,7 +152,7 @@ def estimate_engine(asked: Question, costs: EngineCosts) -> Estimate:
         raise ConfigError(f"the costs are of format {costs.format or 'unknown'}: leave out --format")
     plans = []
     for text, chance in zip(asked.drafts, asked.chances(), strict=True):
-        steps = _owning(parse_draft(text))
+        steps = _owning(parse_draft(text)) if text != costs.draft else []  # its time is within the passes
         if steps and not costs.draft_ms:
             raise ConfigError(f"the costs have no draft_ms, which --draft {text!r} needs; measure a step of it")
         plans.append(DraftPlan(text, StepTimes(costs) if steps else None, chance))

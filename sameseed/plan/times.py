@@ -122,7 +122,9 @@ class EnginePrompt:
 class EngineCosts:
     """What another engine's passes take: a JSON file with these fields and `"schema": "sameseed.engine-costs/1"`.
 
-    `gap_ms`: between passes, where `passes` lack it. `draft_ms`: of each draft token, by batch.
+    `gap_ms`: between passes, where `passes` lack it. `draft_ms`: of each draft token, by batch. Where whole rounds were
+    measured, `draft` is the one whose time is within `passes`; `survival`: the share of `rounds` rounds in which each
+    place of it was right.
     """
 
     engine: str
@@ -133,6 +135,9 @@ class EngineCosts:
     machine: str = ""
     format: str = ""
     context: int = 0
+    draft: str = ""
+    survival: tuple[float, ...] = ()
+    rounds: int = 0
 
     def __post_init__(self) -> None:
         times = [p.ms for p in self.passes] + [p.ms for p in self.draft_ms] + [p.ms for p in self.prompts]

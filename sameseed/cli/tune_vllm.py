@@ -1,0 +1,75 @@
+"""`sameseed tune --engine vllm --url U`: which draft length pays in a vLLM that runs, by sequences at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from sameseed.cli.profile import numbers
+from sameseed.errors import ConfigError
+from sameseed.request import SamplingParams
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sameseed.cli.tune import TuneArgs
+    from sameseed.plan.tune_server import LengthRow
+
+
+def run_vllm(args: TuneArgs) -> int:
+    """Measure, add to the costs, and, once lengths can be compared, write the profile."""
+    from sameseed.cli.console import show_table, stages, stdout_console
+    from sameseed.plan import tune_server
+    from sameseed.plan.profile_file import write
+    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
+
+    if args.url is None:
+        raise ConfigError("--engine vllm measures a vLLM that runs: give its address with --url")
+    if len(args.drafts) != 1:
+        raise ConfigError("--engine vllm: name the one draft that it runs with, or would, with --drafts")
+    if not args.seconds > 0:
+        raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
+    before = tune_server.read_before(args.cost)
+    key = None if args.api_key_file is None else args.api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
+    asked = tune_server.ServerTuneRequest(
+        args.url,
+        args.drafts[0],
+        tuple(read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)),
+        SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed),
+        numbers("batch", args.batch),
+        args.seconds,
+        key,
+    )
+    with stages(f"tuning {args.url}", args.json) as tell:
+        looks = tune_server.measure(asked, tell)
+    costs = tune_server.added(before, looks, asked.draft)
+    tune_server.write_costs(costs, args.cost)
+    rows, todo = tune_server.rows_of(costs), tune_server.next_run(costs)
+    if rows:
+        write(tune_server.as_tuned(asked, args.model, costs), args.out)
+    if args.json:
+        said = {"looks": [asdict(x) for x in looks], "rows": [asdict(r) for r in rows], "restart": todo}
+        print(json.dumps(said))
+        return 0
+    console = stdout_console()
+    for x in looks:
+        what = f"{x.k} draft tokens, {1 + sum(x.survival):.2f} tokens a round" if x.k else "no draft"
+        console.print(f"{x.batch} at once: {what}, {x.round_ms:.2f} ms a round ({x.num_rounds} rounds)", markup=False)
+    if rows:
+        show_table(_table(rows, tune_server.best_of(rows)))
+        console.print(f"written: {args.out}; its command: sameseed export vllm {args.out}", markup=False)
+    if todo:
+        console.print(f"vLLM has one length at a time: restart it {todo}, and run this again", markup=False)
+    return 0
+
+
+def _table(rows: list[LengthRow], best: dict[int, LengthRow]) -> Table:
+    """Each length at each batch size."""
+    from rich.table import Table
+
+    table = Table("at once", "draft tokens", "tokens a round", "ms a round", "times plain decoding", "")
+    for r in rows:
+        said = " ".join(word for word, holds in (("best", best[r.batch] == r), ("computed", not r.measured)) if holds)
+        table.add_row(str(r.batch), str(r.k or "off"), f"{r.tokens:.2f}", f"{r.round_ms:.2f}", f"{r.speedup:.2f}", said)
+    return table

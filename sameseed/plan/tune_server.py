@@ -1,0 +1,233 @@
+"""Tuning a vLLM that runs: how long its rounds take and what is accepted, by sequences at once; which length pays.
+
+vLLM drafts for all requests alike, so one run sees one length (or one table of lengths). The file of costs keeps what
+runs before this one saw: restart vLLM with another length, or without a draft, and run again. A round pays where its
+tokens are more than its time over that of plain decoding (Leviathan et al., 2023, section 3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError
+from sameseed.plan.doctor import PAYS, state_of
+from sameseed.plan.faults import length_flags
+from sameseed.plan.metrics import Counted, fetch, watch
+from sameseed.plan.times import ENGINE_SCHEMA, EngineCosts, EnginePass, EngineTimes, read_costs
+from sameseed.request import SamplingParams
+from sameseed.study import record
+from sameseed.study.load.wire import Endpoint, base_url, exchange, introduce, open_client
+from sameseed.study.workload import Prompt
+from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
+
+ENOUGH = 20  # rounds of single sequences, below which a batch size says nothing
+FULL = 0.75  # of the asked sequences that must run at once
+SETTLE = 0.5  # seconds until all prompts are read, before the first look
+TIMEOUT = 600.0  # seconds for one answer
+
+
+@dataclass(frozen=True)
+class ServerTuneRequest:
+    """What is asked of the server at `url`. `seconds`: for all batch sizes together, a few more for each beside."""
+
+    url: str
+    draft: str
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    batches: tuple[int, ...]
+    seconds: float
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """Rounds of `batch` sequences: their draft tokens, milliseconds, and by place the share in which it was right."""
+
+    batch: int
+    k: int
+    round_ms: float
+    survival: tuple[float, ...] = ()
+    num_rounds: int = 0
+
+
+@dataclass(frozen=True)
+class LengthRow:
+    """One length at one batch size: tokens and milliseconds a round, times plain decoding; was it run, or computed?"""
+
+    batch: int
+    k: int
+    tokens: float
+    round_ms: float
+    speedup: float
+    measured: bool
+
+
+def look_of(counted: Counted, batch: int) -> Look:
+    """What vLLM counted under `batch` sequences. Raises ConfigError where that says nothing of its rounds."""
+    if counted.engine != "vllm":
+        raise ConfigError(f"these are the metrics of {counted.engine}; tune --engine vllm wants a vLLM's address")
+    if (counted.running or 0.0) < FULL * batch:
+        raise ConfigError(
+            f"only {counted.running or 0:.1f} of {batch} sequences ran at once: lower --batch, or start vLLM with a "
+            "higher --max-num-seqs"
+        )
+    if not counted.gaps or not counted.gap_seconds or counted.gaps < ENOUGH:
+        raise ConfigError(f"{counted.gaps or 0:g} rounds at batch {batch} are too few: give more --seconds")
+    found = Look(batch, 0, 1e3 * counted.gap_seconds / counted.gaps, num_rounds=round(counted.gaps))
+    state = state_of(counted)
+    if state is None:
+        return found
+    drafted = min(1.0, (counted.drafts or 0.0) / counted.gaps)  # a search finds no draft in the other rounds
+    return replace(found, k=round(state.k), survival=tuple(drafted * s for s in state.survival))
+
+
+def measure(
+    asked: ServerTuneRequest, tell: Callable[[str, int, int], None] = lambda stage, done, total: None
+) -> list[Look]:
+    """Send load at each batch size, and read what is counted meanwhile. Raises ConfigError with what to do."""
+    return asyncio.run(_measure(asked, tell))
+
+
+async def _measure(asked: ServerTuneRequest, tell: Callable[[str, int, int], None]) -> list[Look]:
+    server = Endpoint("server", base_url(asked.url))
+    found = []
+    async with open_client(asked.key, max(asked.batches), TIMEOUT) as client:
+        server = replace(server, model=str((await introduce(client, server)).get("id", "")))
+        for i, batch in enumerate(asked.batches):
+            tell(f"{batch} at once", i, len(asked.batches))
+            found.append(look_of(await _loaded(client, server, asked, batch), batch))
+    return found
+
+
+async def _loaded(client: Any, server: Endpoint, asked: ServerTuneRequest, batch: int) -> Counted:
+    """What is counted while `batch` requests are always under way."""
+    params = asked.params
+    fields = {"max_tokens": params.max_tokens, "temperature": params.temperature, "stream": True}
+
+    async def always(number: int) -> None:
+        while True:
+            prompt = asked.prompts[number % len(asked.prompts)]
+            made = await exchange(
+                client, server, {"model": server.model, "prompt": prompt.said, **fields}, TIMEOUT, max_retries=3
+            )
+            if made.error is not None:
+                raise ConfigError(f"{server.url} failed on a request ({made.error}): {made.detail}; see its log")
+            number += batch
+
+    def counted() -> Counted:
+        return watch(lambda: fetch(server.url, key=asked.key), asked.seconds / len(asked.batches), server.url)
+
+    tasks = [asyncio.create_task(always(i)) for i in range(batch)]
+    try:
+        await asyncio.sleep(SETTLE)
+        watching = asyncio.create_task(asyncio.to_thread(counted))
+        done, _ = await asyncio.wait({watching, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {watching}:
+            task.result()
+        return await watching
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def added(before: EngineCosts | None, looks: Seq[Look], draft: str) -> EngineCosts:
+    """Earlier costs with these; of equal batch and length the new one counts. Raises ConfigError for another draft."""
+    known = {} if before is None else {(p.batch, p.rows): p for p in before.passes}
+    known |= {(x.batch, rows): EnginePass(x.batch, rows, x.round_ms) for x in looks for rows in [x.batch * (1 + x.k)]}
+    drafted = [x for x in looks if x.k]
+    if before is not None and before.draft and drafted and before.draft != draft:
+        raise ConfigError(f"the costs were measured with --drafts {before.draft!r}: give another --cost file")
+    passes = tuple(known[at] for at in sorted(known))
+    old = EngineCosts("vllm", passes) if before is None else replace(before, passes=passes)
+    most = max((x.k for x in drafted), default=0)
+    if not drafted or most < len(old.survival):
+        return old
+    rounds = sum(x.num_rounds for x in drafted if x.k == most)
+    longest = [x for x in drafted if x.k == most]
+    survival = tuple(sum(x.survival[i] * x.num_rounds for x in longest) / rounds for i in range(most))
+    return replace(old, draft=draft, survival=survival, rounds=rounds)
+
+
+def rows_of(costs: EngineCosts) -> list[LengthRow]:
+    """Every length up to the longest that was run, at each batch size that ran with it and without a draft."""
+    times, made = EngineTimes(costs), []
+    for batch in costs.batches:
+        ran = {p.rows // batch - 1 for p in costs.passes if p.batch == batch}
+        if 0 not in ran or len(ran) < 2:
+            continue
+        plain = times.seconds(batch, 1, 0)
+        for k in range(min(max(ran), len(costs.survival)) + 1):
+            tokens, seconds = 1.0 + sum(costs.survival[:k]), times.seconds(batch, 1 + k, 0)
+            made.append(LengthRow(batch, k, tokens, 1e3 * seconds, tokens * plain / seconds, k in ran))
+    return made
+
+
+def best_of(rows: Seq[LengthRow]) -> dict[int, LengthRow]:
+    """The row of each batch size that promises most; plain decoding where none is worth it."""
+    found = {}
+    for batch in sorted({r.batch for r in rows}):
+        own = [r for r in rows if r.batch == batch]
+        best = max(own, key=lambda r: (r.speedup, -r.k))
+        found[batch] = best if best.speedup >= PAYS else own[0]
+    return found
+
+
+def next_run(costs: EngineCosts) -> str | None:
+    """What vLLM must be restarted with before lengths can be compared; None: nothing."""
+    widths = [{p.rows // b - 1 for p in costs.passes if p.batch == b} for b in costs.batches]
+    if not any(0 in ran for ran in widths):
+        return "without a draft (leave --speculative-config out)"
+    if not any(ran - {0} for ran in widths):
+        return f"with a draft ({length_flags('vllm', 4)[0]})"
+    if not any(0 in ran and len(ran) > 1 for ran in widths):
+        return "at the same --batch, with a draft and without"
+    unseen = sorted({r.k for r in best_of(rows_of(costs)).values() if not r.measured})
+    return f"with {length_flags('vllm', unseen[-1])[0]} (computed so far, not run)" if unseen else None
+
+
+def as_tuned(asked: ServerTuneRequest, model: str, costs: EngineCosts) -> Tuned:
+    """What `export vllm` reads: the lengths by sequences at once. Raises ConfigError where none can be compared yet."""
+    best = best_of(rows_of(costs))
+    if not best:
+        raise ConfigError(f"no length can be compared yet: restart vLLM {next_run(costs)} and run this again")
+    table = [(1 if i == 0 else batch, row.k) for i, (batch, row) in enumerate(best.items())]
+    table = [row for i, row in enumerate(table) if i == 0 or row[1] != table[i - 1][1]]
+    most, survival = max(k for _, k in table), costs.survival
+    pairs = zip(survival, (1.0, *survival), strict=False)
+    chosen = Chosen(draft="none", max_num_seqs=max(best))
+    if most:
+        chosen = Chosen(draft=costs.draft, num_draft_tokens=most, max_num_seqs=max(best), by_batch=tuple(table))
+    return Tuned(
+        machine=TunedMachine(costs.machine or "that of a vLLM", 1),
+        model=TunedModel(model),
+        chosen=chosen,
+        scope=Scope(num_prompts=len(asked.prompts), temperature=(asked.params.temperature,), batch=tuple(best)),
+        acceptance=AcceptRates(
+            tuple(s / b if b else 0.0 for s, b in pairs), survival, 1.0 + sum(survival), costs.rounds
+        ),
+        date=record.now(),
+        commit=record.commit(),
+    )
+
+
+def read_before(path: Path) -> EngineCosts | None:
+    """Costs of earlier runs; None where there is no file yet. Raises ConfigError for another engine's."""
+    found = read_costs(path, "vllm") if path.exists() else None
+    assert found is None or isinstance(found, EngineCosts)
+    return found
+
+
+def write_costs(costs: EngineCosts, path: Path) -> None:
+    """The file that `estimate --engine vllm --cost` and the next run read. Raises ConfigError."""
+    data = asdict(costs)
+    data["passes"] = [{k: v for k, v in p.items() if v is not None} for p in data["passes"]]
+    try:
+        path.write_text(json.dumps({"schema": ENGINE_SCHEMA, **data}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write costs to {path} ({error.strerror}); choose another --cost") from None
