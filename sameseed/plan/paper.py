@@ -99,7 +99,8 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
     source = RandomCheckpoint(layer, shapes=shapes)
     quant = _beside(target, quant, layer, source, shapes)
     size = weight_bytes(layer, source, quant, shapes)
-    read = float(size) - _matrix(layer, source, quant, shapes, "embed_tokens.weight")
+    tables = ("embed_tokens.weight", "markov_head.markov_w1.weight")  # of which a pass reads some rows
+    read = float(size) - sum(_matrix(layer, source, quant, shapes, name) for name in tables)
     if "lm_head.weight" not in shapes:
         read += target.read * layer.vocab_size * layer.hidden_size / _parameters_read(target.config)
     kv = scheme.cache_format(kv_format, quant.dense_for(torch.bfloat16))
