@@ -26,7 +26,7 @@ from sameseed.study.workload import Prompt
 from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
 
 ENOUGH = 20  # rounds of single sequences, below which a batch size says nothing
-FULL = 0.75  # of the asked sequences that must run at once
+FULL = 0.5  # of the asked sequences that must run at once, in the mean: between two requests there is a pause
 SETTLE = 0.5  # seconds until all prompts are read, before the first look
 TIMEOUT = 600.0  # seconds for one answer
 

@@ -103,7 +103,7 @@ def test_what_a_look_says() -> None:
     assert look_of(counted(2, 0), 2).k == 0
     half = look_of(counted(2, 3, gaps=2000.0, gap_seconds=28.0), 2)
     assert half.survival == pytest.approx([s / 2 for s in RIGHT]), "half of its rounds found no draft"
-    for wrong, says in ((counted(1, 3), "max-num-seqs"), (counted(2, 3, gaps=3.0), "--seconds")):
+    for wrong, says in ((counted(2, 3, running=0.9), "max-num-seqs"), (counted(2, 3, gaps=3.0), "--seconds")):
         with pytest.raises(ConfigError, match=says):
             look_of(wrong, 2)
     with pytest.raises(ConfigError, match=r"metrics of llama\.cpp"):
