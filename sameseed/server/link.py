@@ -56,9 +56,12 @@ class Link:
             trust_env=False,
         )
         self.doubted = False
+        self._open: set[aiohttp.ClientResponse] = set()
 
     async def close(self) -> None:
-        """Every stream that is still open ends."""
+        """Every stream that is still open ends, with ApiError 503."""
+        for response in self._open:  # who waits for more of it would wait for ever if only the connection went
+            response.close()
         await self._client.close()
 
     async def healthy(self, patience: float) -> bool | None:
@@ -94,7 +97,11 @@ class Link:
         headers = {"content-type": "application/json"}
         try:
             async with self._client.post(path, data=body, headers=headers, allow_redirects=False) as response:
-                yield Response(response)
+                self._open.add(response)
+                try:
+                    yield Response(response)
+                finally:
+                    self._open.discard(response)
         except aiohttp.ClientError as error:
             self.doubted = True
             reached = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))

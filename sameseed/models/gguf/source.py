@@ -172,7 +172,8 @@ class GGUFCheckpoint:
                 bits = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
                 codes = (codes | bits.flatten(1) << 4).view(torch.int8) - 16
             if info.type == "IQ4_NL":
-                codes = torch.tensor(IQ4_NL, dtype=torch.int8)[codes.int()]
+                values = torch.tensor(IQ4_NL, dtype=torch.int8)  # some blocks at a time: indices take 8 bytes each
+                codes = torch.cat([values[part.long()] for part in codes.chunk(1 + len(codes) // (1 << 16))])
         return {"codes": codes.reshape(height, width), "scales": scales}
 
     def tensor(self, name: str) -> Tensor:

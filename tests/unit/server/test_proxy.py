@@ -284,6 +284,38 @@ async def test_the_one_connection_is_to_the_socket(tmp_path: Path) -> None:
     assert all(b"Bearer secret" in head for head in heads)
 
 
+@pytest.mark.parametrize(
+    "length", [b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n", b"content-length: 9\r\n\r\nhello"]
+)
+async def test_open_streams_end_with_the_connection(tmp_path: Path, length: bytes) -> None:
+    path, left = str(tmp_path / "s"), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 200 OK\r\n" + length)
+        assert await reader.read() == b""
+        left.set()
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, path)
+    link = Link(path, "secret")
+
+    async def read() -> None:
+        async with link.post("/v1/completions", b"{}") as response:
+            async for piece in response.chunks():
+                assert piece == b"hello"
+                closing.set()
+
+    closing = asyncio.Event()
+    reading = asyncio.create_task(read())
+    await closing.wait()
+    await link.close()
+    with pytest.raises(ApiError, match="stopped while this request ran"):
+        await asyncio.wait_for(reading, 20)
+    await asyncio.wait_for(left.wait(), 20)
+    server.close()
+
+
 async def test_what_arrives_at_once_is_one_piece(tmp_path: Path) -> None:
     """Several events leave in one write where they came in one."""
     path, chunk = str(tmp_path / "s"), b"9\r\ndata: x\n\n\r\n"
