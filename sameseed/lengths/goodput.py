@@ -27,6 +27,7 @@ LEARNED = 0.005  # seconds between rounds of which what they took is learned
 WARM_UP = 48  # learned rounds; what was measured before them may be off altogether
 FIRST_GAPS = 16  # of the first rounds each is learned: nothing else tells what lies between passes
 SIMILAR = 0.25  # share by which a batch may change in size while a decision stands
+FEW = 3  # sequences, at most, of which a new one ends a rest: it may be a good part of what comes
 NAP = 64  # rounds without a draft before it is decided anew, at most
 CLEAR = 1.25  # times as fast as plain decoding: below, a round without a draft is measured in every `CHECK`
 CHECK = 64
@@ -55,7 +56,7 @@ class GoodputLength:
         # How often a token is right after right ones; what its row, and a step of the drafter, must bring.
         self._next: tuple[float, float, float] | None = None
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
-        self._rest, self._resting = 0, 0  # rounds for which nobody drafts, while about so many run
+        self._rest, self._resting = 0, (0, 0)  # rounds for which nobody drafts, while about so many run, this one last
         self._num_plain = 0
         self._drafting: set[int] = set()  # sequences that the last decision lets draft
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
@@ -104,7 +105,9 @@ class GoodputLength:
         """Lengths that promise the most tokens a second; at most `budget` draft tokens in all."""
         if self.num_draft_tokens == 0 or not seqs or self.cost is None:
             return [0] * len(seqs)
-        if self._rest and abs(len(seqs) - self._resting) <= SIMILAR * self._resting:
+        size, last = self._resting
+        alike = abs(len(seqs) - size) <= SIMILAR * size and (size > FEW or seqs[-1].seq_id == last)
+        if self._rest and alike:
             self._rest -= 1
             return [0] * len(seqs)
         self._rest = 0
@@ -118,7 +121,7 @@ class GoodputLength:
         if self.budget.trying is not None:
             hold = 1
         elif not any(lengths):
-            self._rest, self._resting = self.budget.nap(ids, NAP) - 1, len(seqs)
+            self._rest, self._resting = self.budget.nap(ids, NAP) - 1, (len(seqs), ids[-1])
             self._held, self._asked, self._late = None, set(), (0, 0.0)
             return lengths
         elif self._unclear and self._since_plain >= CHECK:  # what is not measured any more may have changed
