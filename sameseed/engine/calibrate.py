@@ -77,6 +77,7 @@ def measure_rounds(
     """
     if known is not None:
         known.scale(_slowdown(runner, known.target))
+        known.gap, known.ratios = gap_cost(), {}  # of another moment of the machine, and soon learned again
         return known
     cost = EngineCost(measure_curve(runner, seconds), DraftCost(type(drafter).at_once))
     counted = [(metrics, vars(metrics.copy())) for _, metrics in drafter.counted()]

@@ -53,6 +53,7 @@ class Engine:
         self._pass: list[Sequence] = []  # sequences of the step that runs
         self._num_added = 0
         self._tail = 0.0  # seconds of the last step after its pass
+        self._ended, self._went_on = 0.0, False  # when it ended, and whether there was more to do
 
     def check(self, prompt_token_ids: tuple[int, ...]) -> None:
         """Raise RequestError if such a prompt cannot be served."""
@@ -130,7 +131,8 @@ class Engine:
         counts = [draft.count(b) for b in range(len(plan.seqs))]
         accepted = [len(n) for n in result.nodes]
         free = [b for b, known in enumerate(scripted) if not known]
-        whole = replace(times, schedule=times.schedule + self._tail)
+        between = start - self._ended if self._went_on else 0.0  # of whoever calls: he hands tokens on
+        whole = replace(times, schedule=times.schedule + self._tail + min(between, self._tail + times.target))
         self._policies.update(
             Round(
                 [plan.seqs[b] for b in free],
@@ -150,6 +152,7 @@ class Engine:
         for seq in plan.seqs:
             seq.times.add(times, 1.0 / len(plan.seqs))
         self._pass = []
+        self._ended, self._went_on = time.perf_counter(), self.has_work
         return deltas
 
     def fail_step(self) -> list[Delta]:

@@ -199,10 +199,10 @@ class Acceptance:
         """Of drafts with probabilities: what nodes of that rank were like. Unknown ranks go on as those before."""
         every, own = self.all, self.own.get(seq_id)
         w, mine = every.weight, own.weight * OWN_WEIGHT if own is not None else 0.0
-        offers, gain, there, steps = [], 1.0, 1.0, 0.0
+        offers, gain, there, steps, falls = [], 1.0, 1.0, 0.0, PRIOR_RATE
         for j in range(count):
-            seen = every.there[j]
-            gain = (every.gain[j] + PRIOR_WEIGHT * w * gain * PRIOR_RATE) / (every.asked[j] + PRIOR_WEIGHT * w)
+            seen, before = every.there[j], gain
+            gain = (every.gain[j] + PRIOR_WEIGHT * w * before * falls) / (every.asked[j] + PRIOR_WEIGHT * w)
             there = (seen + w * there) / (every.asked[j] + w)
             deeper = (every.steps[j] + w * (steps + 1.0)) / (seen + w)
             if own is not None:
@@ -210,11 +210,15 @@ class Acceptance:
                 there = (own.there[j] + mine * there) / (own.asked[j] + mine)
                 deeper = (own.steps[j] + mine * deeper) / (own.there[j] + mine)
             steps = max(steps, deeper)
+            falls = min(gain / before, SURE) if before > 0.0 else PRIOR_RATE
             offers.append((gain, there, steps))
         return offers
 
-    def learn_round(self, round_: Round, read: Mapping[int, DraftNodes]) -> None:
-        """Learn from all drafts of a round; `read`: their nodes, as they were checked."""
+    def learn_round(self, round_: Round, read: Mapping[int, DraftNodes], ended: bool = False) -> None:
+        """Learn from all drafts of a round; `read`: their nodes, as they were checked.
+
+        `ended`: the chains would have gone on, had it paid.
+        """
         for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
             if not asked:
                 continue
@@ -224,10 +228,13 @@ class Acceptance:
                 nodes = NOTHING
             elif nodes is None or len(nodes.parents) != round_.num_draft[b]:  # nobody trimmed: a chain
                 nodes = DraftNodes(range(-1, round_.num_draft[b] - 1), None, self.rates(seq.seq_id))
-            self.learn(seq.seq_id, asked, nodes, accepted)
+            self.learn(seq.seq_id, asked, nodes, accepted, ended)
 
-    def learn(self, seq_id: int, asked: int, nodes: DraftNodes, accepted: Seq[int]) -> None:
-        """A round: nodes asked for, the draft as it was checked, and the path of it that was right."""
+    def learn(self, seq_id: int, asked: int, nodes: DraftNodes, accepted: Seq[int], ended: bool = False) -> None:
+        """A round: nodes asked for, the draft as it was checked, and the path of it that was right.
+
+        Of a chain that `ended` where it no longer paid, the rest is taken to be as likely as its end promised.
+        """
         asked = min(asked, self.num_draft_tokens)  # a request itself may ask for more
         own = self.own.get(seq_id)
         if own is None:
@@ -240,6 +247,12 @@ class Acceptance:
             for i in nodes.ranked():
                 steps = max(steps, nodes.depths[i] + 1)
                 ranks.append((nodes.likely[i], steps))
+            there = asked if ended and ranks else len(ranks)
+            for j in range(len(ranks), there):
+                last = ranks[-1][0]
+                ranks.append((last * min(SURE, last ** (1 / j)), j + 1))
+        else:
+            there = len(nodes.parents)
         for record in (own, self.all):
             record.next()
             w = record.weight
@@ -250,7 +263,7 @@ class Acceptance:
                 record.said += w * _PRIORS[of]
             for j in range(asked):
                 record.asked[j] += w
-            for j in range(min(len(nodes.parents), asked)):
+            for j in range(min(there, asked)):
                 record.there[j] += w
             for j, (likely, steps) in enumerate(ranks[:asked]):
                 record.gain[j] += w * likely

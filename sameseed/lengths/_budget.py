@@ -44,7 +44,7 @@ class Budget:
         for seq in seqs:
             if seq.seq_id not in self._waits:
                 self._waits[seq.seq_id] = (self._now if hopeful else self._now + FIRST_WAIT), 0
-        if cost > self.rounds:
+        if min(cost, MOST) > self.rounds:  # what costs more is tried as well, for costs may be wrong, but more seldom
             return None
         seq = min(seqs, key=lambda s: self._waits[s.seq_id])
         if self._waits[seq.seq_id][0] > self._now:
@@ -61,7 +61,7 @@ class Budget:
     def nap(self, seq_ids: Seq[int], most: int) -> int:
         """Rounds until one of these sequences may be tried, 1 to `most`."""
         due = min(self._waits.get(i, (self._now, 0))[0] for i in seq_ids) - self._now
-        return round(min(max(due, (self._cost - self.rounds) / SHARE, 1.0), most))
+        return round(min(max(due, (min(self._cost, MOST) - self.rounds) / SHARE, 1.0), most))
 
     def note(self, seq: Sequence, pays: bool) -> None:
         """Drafting for a sequence now pays, or does not."""

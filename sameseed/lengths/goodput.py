@@ -8,7 +8,9 @@ pays, finding out whether that has changed costs at most a share of the time (`_
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence as Seq
+from dataclasses import replace
 from operator import attrgetter, itemgetter
 
 import numpy as np
@@ -68,11 +70,12 @@ class GoodputLength:
         self._hold = HOLD
         self._unlearned = LEARNED  # seconds of rounds since one was learned
         self._num_learned = 0  # rounds
+        self._deciding = 0.0  # seconds of this round's decision, which stands for more rounds than this one
         self._steps = 0.0  # that a proposal as decided is expected to take
         self._unclear = False  # does drafting promise little more than plain decoding?
         self._since_plain = 0  # rounds since the last one without a draft
         self._chains = DraftCost()  # of proposals that could end early, by the steps that they really took
-        self._could_end = False  # the one of this round
+        self._could_end = self._ended = False  # the one of this round; did it?
         self._depth = 0  # of this round's draft, before it was trimmed
         self._may_end = False  # did any?
 
@@ -99,7 +102,8 @@ class GoodputLength:
         for path in paths:
             likely = DraftNodes(range(-1, len(path) - 1), path, rates).likely[-1]
             gain += max(0.0, likely * rate - row)
-        return gain < step
+        self._ended = gain < step
+        return self._ended
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         """Lengths that promise the most tokens a second; at most `budget` draft tokens in all."""
@@ -117,7 +121,9 @@ class GoodputLength:
             if budget is None or sum(lengths) <= budget:
                 self._held = ids, self._held[1] - 1, lengths
                 return list(lengths)
+        start = time.perf_counter()
         lengths, hold = self._decided(seqs, num_rows or len(seqs), budget), self._hold
+        self._deciding = time.perf_counter() - start
         if self.budget.trying is not None:
             hold = 1
         elif not any(lengths):
@@ -280,7 +286,7 @@ class GoodputLength:
             counts = zip(round_.seqs, round_.num_accepted, strict=True)
             self._new = new & {seq.seq_id for seq, accepted in counts if seq.num_output <= 1 + accepted}
         self._since_plain = self._since_plain + 1 if asked_now else 0
-        self.acceptance.learn_round(round_, self._nodes)
+        self.acceptance.learn_round(round_, self._nodes, self._ended)
         times = round_.times
         if not catching_up:  # nobody asked again: how long the rest took is not known
             self._late = 0, 0.0
@@ -302,12 +308,15 @@ class GoodputLength:
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
-        self._nodes, self._could_end, self._depth = {}, False, 0
+        self._nodes, self._could_end, self._ended, self._depth, self._deciding = {}, False, False, 0, 0.0
 
     def _learn(self, round_: Round, times: TimeSplit, catching_up: bool) -> None:
         """Learn what a round took; a proposal that could end early by the steps that it took, not those expected."""
         assert self.cost is not None
         self._num_learned += 1
+        if self._deciding:
+            times = replace(times, schedule=max(0.0, times.schedule - self._deciding))
+            round_ = replace(round_, times=times)
         steps = self._depth if self._could_end else self._steps
         self.cost.learn(round_, steps, catching_up, start=self._num_learned <= WARM_UP)
         if self._could_end and self._depth and not catching_up:

@@ -9,6 +9,7 @@ import pytest
 
 from sameseed import store
 from sameseed.config import SpecConfig
+from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.learned import FIRST, KIND, LearnedTable
 from sameseed.engine.llm import LLM
 from sameseed.lengths._acceptance import KEPT, Acceptance, DraftNodes
@@ -74,6 +75,14 @@ def test_scaled_costs_are_those_of_a_slower_machine() -> None:
     assert policy.cost.target.at(8) == pytest.approx(2 * curve)
     assert policy.cost.draft.terms(2, 100.0) == pytest.approx([2 * s for s in draft])
     assert policy.cost.gap.at((1, 2, 1)) == gap, "Python is no slower where memory is"
+
+
+def test_what_lay_between_passes_is_learned_anew(pair_folders: tuple[Path, Path]) -> None:
+    """Else a busy hour's costs of drafting could keep later engines from it."""
+    engine = LLM(str(pair_folders[0]), draft=str(pair_folders[1]), num_draft_tokens=4, policy="fixed").engine
+    known = policy_that_knows().cost
+    cost = measure_rounds(engine.runner, engine.drafter, 0.1, known)
+    assert cost is known and cost.gap.seen == 0 and not cost.ratios and cost.draft.seen
 
 
 def test_what_is_broken_or_of_another_shape_is_measured_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from lawkit import Pair, make_engine, random_prompts, run, texts
 from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
 from sameseed.lengths._acceptance import PRIOR_RATE, Acceptance, DraftNodes
-from sameseed.lengths._budget import FIRST, SHARE
+from sameseed.lengths._budget import FIRST, MOST, SHARE, Budget
 from sameseed.lengths._cost import Curve, EngineCost
 from sameseed.lengths._search import MARGIN
 from sameseed.lengths.fixed import FixedLength
@@ -308,6 +308,40 @@ def test_a_wish_for_disco_ends_where_its_drafts_were_wrong() -> None:
         assert asked[1] == 4
         policies.update(Round([mine, other], asked, asked, [1, 4], 2 + sum(asked), TimeSplit()))  # its second was wrong
     assert policies.lengths([mine, other], 2) == [2, 4]
+
+
+def test_a_trial_held_for_too_dear_is_made_once_the_budget_is_full_and_paid_for_later() -> None:
+    budget, (seq,) = Budget(), sequences(1)
+    for _ in range(4 * round(MOST / SHARE)):
+        budget.passed()
+        if budget.next([seq], 2.0 * MOST) is not None:
+            break
+    assert budget.trying == seq.seq_id and budget.rounds == pytest.approx(-MOST)
+
+
+def test_of_a_chain_that_ended_the_rest_is_as_likely_as_its_end_promised() -> None:
+    whole, ended = Acceptance(6), Acceptance(6)
+    for estimates in (whole, ended):
+        estimates.tells = True
+        for _ in range(40):
+            sure = [0.9**n for n in range(1, 7)]
+            nodes = DraftNodes(range(-1, 5), sure, estimates.rates(0))
+            if estimates is ended:
+                nodes = nodes.kept([0, 1, 2])
+            estimates.learn(0, 6, nodes, range(len(nodes.parents)), estimates is ended)
+    for (a, there, _), (b, whole_there, _) in zip(ended.offers(0, 6), whole.offers(0, 6)):
+        assert a == pytest.approx(b, rel=0.1) and there == pytest.approx(whole_there)
+
+
+def test_the_time_of_a_decision_is_no_part_of_what_drafting_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, (seq,) = GoodputLength(4, Curve([(1, 0.01), (8, 0.01)])), sequences(1)
+    clock = itertools.count()
+    monkeypatch.setattr("sameseed.lengths.goodput.time.perf_counter", lambda: float(next(clock)))  # a second each time
+    for _ in range(8):
+        policy._held = None
+        asked = policy.lengths([seq], 1)
+        policy.update(Round([seq], asked, asked, [0], 1 + sum(asked), TimeSplit(target=0.01, schedule=1.001)))
+    assert policy.cost is not None and policy.cost.gap.at((1.0, 1.0, 0.0)) < 0.01
 
 
 def test_bad_wishes() -> None:
