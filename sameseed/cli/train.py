@@ -92,16 +92,16 @@ class DraftArgs(OwnArgs):
 
 
 OWN: dict[str, type[OwnArgs]] = {"head": HeadArgs, "draft": DraftArgs}
-PARTS = ("texts", "train", "loss", "size", "block")  # tables of a recipe that flags stand for
 
 
 def with_flags(recipe: Any, args: OwnArgs) -> Any:
-    """The recipe, changed by the flags that are given."""
+    """The recipe, and its tables, changed by the flags that are given."""
+    parts = [f.name for f in dataclasses.fields(recipe) if dataclasses.is_dataclass(getattr(recipe, f.name))]
     for name, value in vars(args).items():
         if value is not None and name != "recipe" and hasattr(recipe, name):
             recipe = dataclasses.replace(recipe, **{name: value})
-        for part in PARTS:
-            if value is not None and hasattr(getattr(recipe, part, None), name):
+        for part in parts:
+            if value is not None and hasattr(getattr(recipe, part), name):
                 changed = dataclasses.replace(getattr(recipe, part), **{name: value})
                 recipe = dataclasses.replace(recipe, **{part: changed})
     return recipe
