@@ -24,7 +24,11 @@ def source_table(sources: Iterable[SourceSettings]) -> str:
     rows = []
     for s in sources:
         stdlib = "standard library of the running Python (no tests, no data)"
-        made = {"stdlib": stdlib, "sums": "small sums in words, made up by sameseed"}
+        made = {
+            "stdlib": stdlib,
+            "sums": "small sums in words, made up by sameseed",
+            "records": "small records (people as JSON, tables, lists), made up by sameseed",
+        }
         names = made.get(s.kind) or ", ".join(f"`{n}`" for n in s.names)
         kept = f", at most {s.max_mb:g} MB" if s.max_mb < 1e6 else ""
         rows.append((s.domain, names, f"{s.epochs:g}{kept}", s.licence))

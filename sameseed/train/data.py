@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.train.recipe import MADE, Recipe, SourceSettings
+from sameseed.train.recipe import ENDLESS, MADE, Recipe, SourceSettings
+from sameseed.train.records import record_texts
 from sameseed.train.sums import sum_texts
 from sameseed.train.tokenizer import ASSISTANT, BEGIN, END, USER, token_id
 
@@ -110,17 +111,15 @@ def stdlib_documents(domain: str, held_out: bool) -> Iterator[Document]:
             yield Document(domain, f"python-stdlib/{name}", path.read_text(encoding="utf-8", errors="replace"))
 
 
-def sum_documents(domain: str, seed: int, *, held_out: bool) -> Iterator[Document]:
-    """Sums in words: either those trained on, without end, or those held out."""
-    for question, answer in sum_texts(seed, held_out=held_out):
-        yield Document(domain, "sums", f"{question}\n{answer}", (("user", question), ("assistant", answer)))
-
-
 def made_documents(source: SourceSettings, seed: int, *, held_out: bool) -> Iterator[Document]:
-    """Documents of a kind that reads no file of the data folder."""
-    if source.kind == "sums":
-        return sum_documents(source.domain, seed, held_out=held_out)
-    return stdlib_documents(source.domain, held_out)
+    """Documents of a kind that reads no file of the data folder: of ENDLESS ones either a few or those without end."""
+    if source.kind == "stdlib":
+        yield from stdlib_documents(source.domain, held_out)
+        return
+    texts = sum_texts if source.kind == "sums" else record_texts
+    for question, answer in texts(seed, held_out=held_out):
+        turns = (("user", question), ("assistant", answer))
+        yield Document(source.domain, source.kind, f"{question}\n{answer}", turns)
 
 
 def to_document(row: dict[str, object], source: SourceSettings) -> Document | None:
@@ -139,7 +138,7 @@ def to_document(row: dict[str, object], source: SourceSettings) -> Document | No
 def source_documents(source: SourceSettings, data: Path, seed: int) -> list[Document]:
     """All documents of one source, shuffled, cut to `max_mb`."""
     documents: Iterable[Document]
-    if source.kind == "sums":  # without end, and in an order of chance
+    if source.kind in ENDLESS:  # in an order of chance
         documents = made_documents(source, seed, held_out=False)
     else:
         made = source.kind in MADE

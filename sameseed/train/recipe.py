@@ -18,8 +18,9 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-KINDS = ("chat", "dialog", "text", "stdlib", "sums")
-MADE = ("stdlib", "sums")  # kinds that read no file of the data folder
+ENDLESS = ("sums", "records")  # kinds that are made up, as much as is asked for
+MADE = ("stdlib", *ENDLESS)  # kinds that read no file of the data folder
+KINDS = ("chat", "dialog", "text", *MADE)
 PRECISIONS = ("float32", "bfloat16")
 
 
@@ -30,7 +31,7 @@ class SourceSettings:
     domain: str
     kind: str  # how a row becomes tokens: one of KINDS
     licence: str
-    file: str = ""  # a .jsonl.gz in the data folder; unused for "stdlib" and "sums"
+    file: str = ""  # a .jsonl.gz in the data folder; unused for the kinds of MADE
     names: tuple[str, ...] = ()  # values of a row's "source"; a trailing * matches any ending
     epochs: float = 1.0
     max_mb: float = 1e9  # megabytes of text kept, before epochs
@@ -137,8 +138,8 @@ def load_recipe(path: Path) -> Recipe:
         if source.kind not in KINDS:
             hint = nearest(source.kind, KINDS) + f" (there are: {', '.join(KINDS)})"
             raise ConfigError(f"{where}: source kind {source.kind!r} is unknown{hint}")
-        if source.kind == "sums" and source.max_mb > 1000:
-            raise ConfigError(f"{where}: source {source.domain!r} needs 'max_mb': sums have no end")
+        if source.kind in ENDLESS and source.max_mb > 1000:
+            raise ConfigError(f"{where}: source {source.domain!r} needs 'max_mb': {source.kind} have no end")
         if source.kind not in MADE and not (source.file and source.names):
             raise ConfigError(f"{where}: source {source.domain!r} needs 'file' and 'names'")
     for name, settings in (("target", recipe.target), ("draft", recipe.draft)):

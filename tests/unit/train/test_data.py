@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tokenizers import Tokenizer
 from sameseed.errors import SameseedError
 from sameseed.train import data as corpus
 from sameseed.train.recipe import load_recipe
+from sameseed.train.records import HELD_OUT_TEXTS, record_texts
 from sameseed.train.tokenizer import ASSISTANT, BEGIN, END, USER
 
 PAD = 0
@@ -102,3 +105,23 @@ def test_damaged_archive_and_unmatched_source(data: Path, recipe_path: Path) -> 
     recipe_path.write_text(recipe_path.read_text(encoding="utf-8").replace('["talk"]', '["tolk"]'), encoding="utf-8")
     with pytest.raises(SameseedError, match=r"no row of talk\.jsonl\.gz is named tolk"):
         corpus.training_order(load_recipe(recipe_path), data)
+
+
+def test_records_say_what_was_asked_and_held_out_people_are_not_trained_on() -> None:
+    trained, held = islice(record_texts(1, held_out=False), 2000), list(record_texts(1, held_out=True))
+    people: dict[bool, set[str]] = {}
+    for is_held, texts in ((False, trained), (True, held)):
+        seen = people.setdefault(is_held, set())
+        for question, answer in texts:
+            rows = None
+            if answer.startswith(("{", "[")):
+                said = json.loads(answer)
+                rows = said if isinstance(said, list) else [said]
+            elif answer.startswith("|"):
+                cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in answer.splitlines()[2:]]
+                rows = [dict(zip(("name", "age", "city", "job"), row, strict=True)) for row in cells]
+            names = [row["name"] for row in rows] if rows else [line[2:].split(":")[0] for line in answer.splitlines()]
+            assert all(str(value) in question for row in rows or () for value in row.values()), answer
+            assert all(name in question for name in names) and names, answer
+            seen.update(names)
+    assert len(held) == HELD_OUT_TEXTS and not people[True] & people[False]

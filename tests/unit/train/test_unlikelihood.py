@@ -89,8 +89,10 @@ def test_sums_are_right_and_held_out_ones_are_not_trained_on() -> None:
     assert len(list(sum_texts(1, held_out=True))) == 60
 
 
-def test_endless_sums_need_a_size(recipe_path: Path) -> None:
-    recipe_path.write_text(recipe_path.read_text().replace("max_mb = 0.002\n", ""))
+@pytest.mark.parametrize("kind", ["sums", "records"])
+def test_endless_kinds_need_a_size(recipe_path: Path, kind: str) -> None:
+    text = recipe_path.read_text().replace("max_mb = 0.002\n", "").replace('kind = "sums"', f'kind = "{kind}"')
+    recipe_path.write_text(text)
     with pytest.raises(ConfigError, match="max_mb"):
         load_recipe(recipe_path)
 
