@@ -35,7 +35,7 @@ from sameseed.study.workload import ASSETS, DEFAULT_PROMPTS, Arm, Prompt, Worklo
 
 RESULTS = Path(__file__).parent / "results" / "policies.jsonl"
 SCHEMA = "sameseed.policies/1"
-CHAT = ("instructions", "orders", "exam", "code-tasks")
+CHAT = ("orders", "records", "sums")
 TEXTS = ("code", "chat", "maths", "repetitive", "random")
 LONGEST = 192  # tokens of a prompt that are taken, its end
 FEWEST = 4  # pairs of a cell, however long they take
@@ -44,11 +44,10 @@ FEWEST = 4  # pairs of a cell, however long they take
 def prompts_of(data: Path | None, encode: Any, vocab_size: int) -> dict[str, list[tuple[int, ...]]]:
     """Prompts by kind of text, as token ids."""
     found = [*read_prompts(ASSETS / "prompts_heldout.jsonl"), *read_prompts(DEFAULT_PROMPTS)]
-    texts = [p for p in found if p.text is not None]
-    code = [p for p in texts if p.domain == "code"]
+    code = [p for p in found if p.domain == "code-tasks"]
     maths = [p for p in found if p.domain == "math"]
     chat = [p for p in found if p.domain in CHAT]
-    copied = [replace(p, text=f"{p.text}\n\n{p.text}\n\n{(p.text or '')[:80]}") for p in texts]
+    copied = [Prompt(p.id, "repetitive", f"{p.said}\n\n{p.said}\n\n{p.said[:80]}") for p in found]
     if data is not None:
         user = {"role": "user"}
         code = [Prompt(r["task_id"], "code", r["prompt"]) for r in lines(data / "humaneval.jsonl.gz")]

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 SHAPE = "llama-3.2-1b"
 TARGET, HEAD = "embedded-target", "embedded-head"
 CHAIN: dict[str, object] = {"top_k": 1}  # guesses one after the other: on a CPU a tree costs more than it brings
-SHOWN_DOMAIN = "orders"  # of the embedded pair's texts those that read well
+SHOWN = ("records", "sums", "orders")  # of the embedded pair's texts those that read well
+SHOWN_EACH = 3
 SHOWN_TOKENS, TOKENS = 96, 64
 MOST_PROMPTS = 8
 HOW: dict[str, Any] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
@@ -74,9 +75,11 @@ def show_pair(console: Console) -> bool:
     plain = LLM(TARGET, prefix_cache=False)
     guessing = LLM(TARGET, HEAD, policy="fixed", draft_options=CHAIN, prefix_cache=False, target=plain.engine.runner)
     params = SamplingParams(max_tokens=SHOWN_TOKENS)
-    console.print("1. A small model takes orders for coffee, and a draft head guesses ahead", style="bold")
+    title = "1. A small model writes records, adds and takes orders for coffee; a draft head guesses ahead"
+    console.print(title, style="bold")
     total, num_tokens, num_plain, same = SpecMetrics(), 0, 0, True
-    for prompt in (p for p in read_prompts(DEFAULT_PROMPTS) if p.domain == SHOWN_DOMAIN):
+    prompts = read_prompts(DEFAULT_PROMPTS)
+    for prompt in (p for name in SHOWN for p in [q for q in prompts if q.domain == name][:SHOWN_EACH]):
         console.print(f"\n{prompt.messages[-1]['content']}", style="dim", markup=False)
         tokens = prompt.encode(plain.tokenizer)
         writer = TextWriter(sys.stdout, plain.tokenizer, show_draft=True)

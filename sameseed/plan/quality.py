@@ -16,7 +16,7 @@ from sameseed.study.workload import ASSETS, read_prompts
 from sameseed.tuned import Loser
 
 WINDOW, STRIDE = 256, 128  # short ones: a few thousand tokens shall make many stretches to resample
-HELD_OUT = ASSETS / "prompts_heldout.jsonl"
+HELD_OUT = (ASSETS / "prompts_heldout.jsonl", ASSETS / "prompts.jsonl")
 Ratios = dict[tuple[str, str], Interval]  # by formats of weights and cache; intervals hold 95 %
 
 
@@ -54,7 +54,7 @@ def _perplexity(llm: Any, text: str, asked: TuneRequest, tell: Tell, name: str) 
 
 def held_out() -> str:
     """The text of the package's held-out prompts."""
-    return "\n\n".join(p.said for p in read_prompts(HELD_OUT))
+    return "\n\n".join(p.said for file in HELD_OUT for p in read_prompts(file))
 
 
 def kept(asked: TuneRequest, targets: Seq[TargetBench], found: Ratios, lost: list[Loser]) -> list[TargetBench]:

@@ -26,7 +26,7 @@ CODES = {
     if "DRAFTER" in code
 }
 PARAMS = SamplingParams(max_tokens=24)
-PROMPT = "1, 2, 1, 2, 1,"
+PROMPT = "1 1 1 1 1 1 1 1"
 
 # In a process of its own: each way to write the drafter, by LLM and on the command line.
 SCRIPT = """
@@ -40,10 +40,10 @@ from sameseed.cli import main
 assert {"repeat", "writer"} <= set(registry.names("drafters"))
 params, plain = SamplingParams(max_tokens=24), sys.argv[1]
 for draft in ("repeat", "writer:embedded-draft", "ngram > writer:embedded-draft", "ngram + writer:embedded-draft"):
-    done = LLM("embedded", draft=draft, policy="fixed", num_draft_tokens=4).generate("1, 2, 1, 2, 1,", params)[0]
+    done = LLM("embedded", draft=draft, policy="fixed", num_draft_tokens=4).generate("1 1 1 1 1 1 1 1", params)[0]
     assert done.text == plain and done.metrics.spec.num_accepted_tokens > 0, draft
     assert {n for n in done.levels if n} <= {"ngram", "repeat", "writer"}, done.levels
-sys.exit(main(["generate", "1, 2, 1, 2, 1,", "--draft", "ngram > writer", "--max-tokens", "4"]))
+sys.exit(main(["generate", "1 1 1 1 1 1 1 1", "--draft", "ngram > writer", "--max-tokens", "4"]))
 """
 
 

@@ -21,7 +21,7 @@ PROMPTS = [
     "What is the capital of France?",
     "Tom has 3 boxes with 12 pencils each. He gives away 7 pencils. How many pencils are left?",
     "Write a Python function that returns the largest number of a list.",
-    "Explain in two sentences what a river is.",
+    "Write this as JSON.\nAnna Weber is 31 years old, lives in Oslo and works as a pilot.",
     "I am looking for a cheap restaurant in the centre of town.",
     "Once upon a time there was a fox who",
     "List three things that plants need to grow.",

@@ -156,8 +156,9 @@ def choose_prompts(settings: ServerSettings, chat: bool) -> list[Prompt]:
     if settings.prompts is not None:
         every = read_prompts(settings.prompts)
     else:
-        own = [p for name in load_prompts.BUILT_IN for p in read_prompts(ASSETS / name)]
-        every = [p for p in own if bool(p.messages) == chat]  # a conversation without its template may end at once
+        every = [p for name in load_prompts.BUILT_IN for p in read_prompts(ASSETS / name)]
+        if not chat:  # a whole turn without its template may end at once
+            every = [Prompt(p.id, p.domain, p.said[: len(p.said) // 2].rstrip()) for p in every]
     allowed = [n for n in range(1, len(every) + 1) if needed(n) <= settings.requests]
     count = min(len(allowed), settings.num_prompts or len(every))
     return [every[i * len(every) // count] for i in range(count)]

@@ -151,7 +151,7 @@ def test_flags_win_over_the_profile(tmp_path: Path) -> None:
 
 def test_generate_uses_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(made(), tmp_path)
-    argv = ["generate", "a b a b a b a b", "--profile", path, "--json", "--max-tokens", "8"]
+    argv = ["generate", "1 1 1 1 1 1 1 1", "--profile", path, "--json", "--max-tokens", "8"]
     assert main(argv) == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["num_draft_tokens"] > 0
     assert main([*argv, "--draft", "none"]) == 0
