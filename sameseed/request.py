@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import InitVar, asdict, dataclass, field
 from enum import Enum
 from functools import wraps
@@ -108,6 +108,10 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def ending(self, eos_token_ids: Iterable[int]) -> set[int]:
+        """The tokens with which a text ends; `eos_token_ids`: the model's."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
 
 
 def _check(name: str, value: float, low: float, high: float | None, low_open: bool = False) -> None:

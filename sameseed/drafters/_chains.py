@@ -121,9 +121,9 @@ def extend_chains(
 
     Confidence is of whole paths: the product of the tokens' probabilities up to each.
 
-    A chain ends early where `policy` says so, at the model's context, and before a token from `vocab_limit` on. The
-    noise is the target's own (coupled sampling). With `siblings` each place gets others beside its token.
-    `prepare(shadows)` runs before each pass. No pass begins once `going()` is false.
+    A chain ends early where `policy` says so, with a token that ends its text, at the model's context, and before a
+    token from `vocab_limit` on. The noise is the target's own (coupled sampling). With `siblings` each place gets
+    others beside its token. `prepare(shadows)` runs before each pass. No pass begins once `going()` is false.
     """
 
     def wanted(b: int) -> bool:
@@ -136,7 +136,9 @@ def extend_chains(
             prepare(running)
         for b, found in zip(active, _next(runner, running, policy.uses_confidence, siblings), strict=True):
             if chains[b].grow(found, policy, vocab_limit):
-                shadows[b].token_ids.append(chains[b].tokens[-1])
+                token = chains[b].tokens[-1]
+                shadows[b].token_ids.append(token)
+                chains[b].ended |= token in shadows[b].params.ending(runner.model.config.eos_token_ids)
         active = [b for b in active if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
         if active and policy.ends([chains[b].sure for b in active]):
             break

@@ -7,7 +7,7 @@ probabilities: that noise is known before the target's choice is (coupled sampli
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence as Seq, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -125,7 +125,8 @@ class EagleDrafter(Drafter):
             depth = self.followers.room(seq, min(self.options.depth, k, seq.draft_depth))
             width = min(self.options.top_k, k)
             if depth > 0 and self.followers.reserve(seq, min(width * (depth - 1), MAX_NODES)):
-                growing[b] = _Growing(seq, Tree(min(k, MAX_NODES)), depth, width)
+                ending = seq.params.ending(self.guesses.eos_token_ids)
+                growing[b] = _Growing(seq, Tree(min(k, MAX_NODES)), depth, width, ending)
         if growing:
             (self._lengthen if chains else self._grow)(list(growing.values()))
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
@@ -179,9 +180,9 @@ class EagleDrafter(Drafter):
             tokens, log_probs = self.guesses.adjusted(rows, g.seq, paths, self.options.top_k)
         else:
             tokens, log_probs = self.guesses.likeliest(rows, g.seq, depth, self.options.top_k)
-        ended = None
+        ended = np.isin(tokens, list(g.ending))
         if self.policy.uses_confidence:
-            ended = [[self.policy.stop(p) for p in row] for row in np.exp(log_probs).tolist()]
+            ended |= [[self.policy.stop(p) for p in row] for row in np.exp(log_probs).tolist()]
         tree.grow(nodes, tokens, log_probs, ended)
 
     def _lengthen(self, growing: Seq[_Growing]) -> None:
@@ -202,7 +203,7 @@ class EagleDrafter(Drafter):
                     continue
                 chain.append(int(token[0, 0]))
                 g.sure.append(sure * (g.sure[-1] if g.sure else 1.0))
-                if depth + 1 < g.depth and not self.policy.stop(sure):
+                if depth + 1 < g.depth and chain[-1] not in g.ending and not self.policy.stop(sure):
                     going.append(i)
             depth += 1
             if not going or self.policy.ends([active[i].sure for i in going]):
@@ -219,13 +220,15 @@ class EagleDrafter(Drafter):
 class _Growing:
     """One sequence's tree in the making, or its chain: `tokens`, and `sure`, the probability of each path.
 
-    `first`: of the nodes of the tree's last level, the first one's row in the pass.
+    `ending`: tokens after which nothing comes. `first`: of the nodes of the tree's last level, the first one's row in
+    the pass.
     """
 
     seq: Sequence
     tree: Tree
     depth: int
     width: int
+    ending: Set[int]
     first: int = 0
     tokens: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)

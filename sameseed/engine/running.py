@@ -44,7 +44,7 @@ class Running:
     def _end(self, token: int, length: int) -> FinishReason | None:
         """Does this token end the sequence, which it brings to `length` tokens?"""
         params = self.request.params
-        if token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
+        if token in params.ending(self.eos):
             return FinishReason.STOP
         num_output = length - self.seq.num_prompt
         if self.output.push(token, may_stop=num_output >= params.min_tokens):

@@ -138,7 +138,7 @@ _ENDS = (
         "self.text[: min(found)]",
         "self.text[: min(found) + 1]",
     ),
-    _text("an end token ends nothing", Running._end, "(token in self.eos and not params.ignore_eos)", "False"),
+    _text("an end token ends nothing", Running._end, "params.ending(self.eos)", "params.stop_token_ids"),
     _text(
         "a token less than asked for",
         Running._end,

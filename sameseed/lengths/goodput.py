@@ -55,8 +55,9 @@ class GoodputLength:
         self.budget = Budget()
         self._rate = 0.0  # tokens a second that the last decision promised
         self._promise = [10.0, 10.0]  # tokens that rounds brought, and that their time was to bring by the promise
-        # How often a token is right after right ones; what its row, and a step of the drafter, must bring.
-        self._next: tuple[float, float, float] | None = None
+        # How often a token is right after right ones; tokens a second that time is worth; seconds of a row for what is
+        # cached; tokens that a step of the drafter must bring; rows of the pass without drafts.
+        self._next: tuple[float, float, float, float, float] | None = None
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
         self._rest, self._resting = 0, (0, 0)  # rounds for which nobody drafts, while about so many run, this one last
         self._num_plain = 0
@@ -97,7 +98,11 @@ class GoodputLength:
         if self._next is None:
             return False
         self._could_end = self._may_end = True
-        rate, row, step = self._next
+        assert self.cost is not None
+        rate, worth, slope, step, rows = self._next
+        count, at = max(1, len(paths)), self.cost.target.at
+        rows += sum(map(len, paths))  # passes cost more a row the longer they get
+        row = worth * ((at(rows + count) - at(rows)) / count + slope)
         rates, gain = Rates(self.acceptance.all, None), 0.0
         for path in paths:
             likely = DraftNodes(range(-1, len(path) - 1), path, rates).likely[-1]
@@ -207,7 +212,7 @@ class GoodputLength:
         self._unclear = promised < CLEAR * len(seqs) / prices.plain
         self._hold = min(max(HOLD, round(HELD / prices.plain)), LONGEST_HOLD)
         self._rate = promised
-        self._set_next(rows + sum(best), prices, max(1, sum(k > 0 for k in best)), sum(contexts) / len(seqs))
+        self._set_next(rows, prices, max(1, sum(k > 0 for k in best)), sum(contexts) / len(seqs))
         return best, prices
 
     @property
@@ -217,11 +222,10 @@ class GoodputLength:
 
     def _set_next(self, rows: float, prices: Prices, num_seqs: int, context: float) -> None:
         """What one token more of each chain, and the step that writes them, must bring."""
-        every, target, worth = self.acceptance.all, prices.target, self._worth_of_time
+        every, worth = self.acceptance.all, self._worth_of_time
         rate = (sum(every.hits) + every.weight) / (sum(every.tries) + every.weight)
-        row = target.at(rows + 1) - target.at(rows) + prices.slope
         step = self._chains.terms(num_seqs, context)[1] if self._chains.seen > KNOWN else prices.step
-        self._next = rate, worth * row, worth * step
+        self._next = rate, worth, prices.slope, worth * step, rows
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft without the nodes of `members` (None: all) that cost more time than their tokens are worth.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence as Seq, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +102,19 @@ class Draft:
                 by = self.node_levels(b)
                 levels.append([by[i] for i in nodes])
         return Draft.trees(trees, None if self.confidence is None else sure, None if self.levels is None else levels)
+
+    def ended(self, ending: Seq[Set[int]]) -> Draft:
+        """The draft without nodes after one of the tokens ending[b], with which text b ends."""
+        if frozenset[int]().union(*ending).isdisjoint(self.tokens.tolist()):
+            return self
+        keep: list[list[int] | None] = []
+        for b, last in enumerate(ending):
+            tokens, parents = self.nodes(b)
+            follows: list[bool] = []  # such a token
+            for parent in parents:
+                follows.append(parent >= 0 and (follows[parent] or tokens[parent] in last))
+            keep.append([i for i, after in enumerate(follows) if not after])
+        return self.kept(keep)
 
     def shallow(self, depths: Seq[int]) -> Draft:
         """The draft without nodes that have depths[b] others above them or more."""

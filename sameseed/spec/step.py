@@ -51,7 +51,7 @@ def decode_step(
 
     Appends the decided tokens to the sequences. `times`, if given, is increased by the seconds of each stage; `policy`,
     if given, may drop nodes of the draft before they are checked; `ahead`: what the drafter does while the model's
-    pass runs. A draft's paths end where a sequence must.
+    pass runs. A draft's paths end where a sequence must, and with a token that ends its text.
     """
     clock = time.perf_counter
     start = clock()
@@ -60,6 +60,9 @@ def decode_step(
     depths = [seq.draft_depth for seq in seqs]
     if any(k > depth for k, depth in zip(asked, depths, strict=True)):
         own = own.shallow(depths)
+    eos = runner.model.config.eos_token_ids
+    if len(own.tokens):
+        own = own.ended([seq.params.ending(eos) for seq in seqs])
     if policy is not None and len(own.tokens):
         own = policy.trim(own, seqs, sum(num_pending))
     draft = _with_scripts(own, seqs, num_draft)
@@ -68,7 +71,7 @@ def decode_step(
         out = runner.forward(seqs, draft, num_pending)
         end_ahead()
         checked = clock()
-        result = verify(draft, out.logits, seqs, out.wants_logits, runner.model.config.eos_token_ids)
+        result = verify(draft, out.logits, seqs, out.wants_logits, eos)
         starts = [seq.num_cached for seq in seqs]
         hidden = runner.commit(seqs, num_pending, result.nodes, out)
         for seq, tokens in zip(seqs, result.tokens, strict=True):

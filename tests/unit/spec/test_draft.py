@@ -46,3 +46,13 @@ def test_limits() -> None:
     for parents in ([0], [-1, 1], [-1, 2, 0], [-2]):
         with pytest.raises(ConfigError, match="parents must come before"):
             Draft.trees([([1] * len(parents), parents)])
+
+
+def test_nothing_follows_a_token_that_ends_a_text() -> None:
+    draft = Draft.trees(
+        [([5, 2, 6, 7], [-1, 0, 0, 1]), ([5, 2, 6], [-1, 0, 1])], [[0.9, 0.5, 0.4, 0.3], [0.9, 0.8, 0.7]]
+    )
+    cut = draft.ended([{2}, set()])
+    assert [cut.nodes(b) for b in range(2)] == [([5, 2, 6], [-1, 0, 0]), ([5, 2, 6], [-1, 0, 1])]
+    assert cut.confidence is not None and cut.confidence.tolist() == pytest.approx([0.9, 0.5, 0.4, 0.9, 0.8, 0.7])
+    assert draft.ended([{9}, {8}]) is draft

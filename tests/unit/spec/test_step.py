@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from lawkit import Pair, make_engine
 
-from sameseed.request import SamplingParams, Sequence, TimeSplit
+from sameseed import LLM
+from sameseed.drafters._chains import ChainDrafter
+from sameseed.request import FinishReason, SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, NoDrafter, Span
 from sameseed.spec.step import decode_step
@@ -70,3 +72,28 @@ def test_observe_tells_what_became_certain(pair: Pair) -> None:
 
 def test_plain_decoding_is_an_empty_draft(pair: Pair) -> None:
     assert NoDrafter().propose([Sequence(0, [1], SamplingParams(), 0)] * 3, [4, 4, 4]).offsets.tolist() == [0] * 4
+
+
+def test_nothing_is_checked_after_a_token_that_ends_the_text(pair: Pair) -> None:
+    engine = make_engine(pair)
+    runner = engine.runner
+    eos = runner.model.config.eos_token_ids[0]
+    settings = [SamplingParams(), SamplingParams(ignore_eos=True), SamplingParams(stop_token_ids=(8,))]
+    seqs = [Sequence(i, [5, 6, 7], params, 0) for i, params in enumerate(settings)]
+    for seq in seqs:
+        runner.blocks.reserve(seq, 40)
+    draft, _ = decode_step(runner, Recorder([8, eos, 9, 10]), seqs, [3, 3, 3], [4, 4, 4])
+    assert [draft.nodes(b)[0] for b in range(3)] == [[8, eos], [8, eos, 9, 10], [8]]
+
+
+def test_a_chain_ends_with_its_text() -> None:
+    """The embedded draft writes the end of an answer: no pass of it follows."""
+    llm = LLM("embedded", draft="embedded-draft", num_draft_tokens=24, policy="fixed")
+    passes: list[int] = []
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, ChainDrafter)
+    forward = drafter.runner.forward
+    drafter.runner.forward = lambda *args: (passes.append(1), forward(*args))[1]  # type: ignore[method-assign]
+    done = llm.chat([{"role": "user", "content": "What is 23 + 45?"}], SamplingParams(max_tokens=200))
+    assert done.finish_reason is FinishReason.STOP
+    assert len(passes) <= len(done.token_ids) + 2 * done.metrics.spec.num_rounds
