@@ -184,8 +184,8 @@ def _list(kind: type[Any], values: Seq[str], flag: str) -> list[Any]:
     return found
 
 
-def read_key(file: Path | None, variable: str) -> str | None:
-    """The API key: the file's first line, or the first of the variable's. Raises ConfigError."""
+def read_key(file: Path | None, variable: str = "") -> str | None:
+    """The API key: the file's first line, or the first of the variable's (none without one). Raises ConfigError."""
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").split()

@@ -48,10 +48,9 @@ def run(argv: Seq[str], prog: str) -> int:
 
     costs = None if args.cost is None else read_costs(args.cost)
     if args.source.startswith(("http://", "https://")):
-        key = (
-            None if args.api_key_file is None else args.api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
-        )
-        counted = watch(partial(fetch, args.source, key=key), args.seconds, args.source)
+        from sameseed.cli.bench_serve import read_key
+
+        counted = watch(partial(fetch, args.source, key=read_key(args.api_key_file)), args.seconds, args.source)
     else:
         counted = read_file(Path(args.source))
     found = diagnose(counted, costs, args.plain_tokens_per_s)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def run_vllm(args: TuneArgs) -> int:
     """Measure, add to the costs, and, once lengths can be compared, write the profile."""
+    from sameseed.cli.bench_serve import read_key
     from sameseed.cli.console import show_table, stages, stdout_console
     from sameseed.plan import tune_server
     from sameseed.plan.profile_file import write
@@ -31,7 +32,7 @@ def run_vllm(args: TuneArgs) -> int:
     if not args.seconds > 0:
         raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
     before = tune_server.read_before(args.cost)
-    key = None if args.api_key_file is None else args.api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
+    key = read_key(args.api_key_file)
     asked = tune_server.ServerTuneRequest(
         args.url,
         args.drafts[0],

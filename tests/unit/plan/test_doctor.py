@@ -301,6 +301,17 @@ def test_servers_that_say_nothing(
     assert message in capsys.readouterr().err
 
 
+def test_a_key_that_is_not_there(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = ["--api-key-file", str(tmp_path / "none.txt")]
+    assert main(["doctor", server, *key]) == 2
+    assert "cannot read the API key" in capsys.readouterr().err
+    assert main(["tune", "m", "--engine", "vllm", "--url", server, "--drafts", "ngram", *key]) == 2
+    assert "cannot read the API key" in capsys.readouterr().err
+    (tmp_path / "none.txt").write_text("\n")
+    assert main(["doctor", server, *key]) == 2
+    assert "write it on the first line" in capsys.readouterr().err
+
+
 def test_nobody_answers() -> None:
     with pytest.raises(ConfigError, match="is the server running"):
         fetch("http://127.0.0.1:9", timeout=0.5)
