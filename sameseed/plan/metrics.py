@@ -162,7 +162,7 @@ def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> str:
 
 
 def watch(
-    get: Callable[[], str], seconds: float, where: str, sleep: Callable[[float], None] = time.sleep, looks: int = 10
+    get: Callable[[], str], seconds: float, where: str, sleep: Callable[[float], object] = time.sleep, looks: int = 10
 ) -> Counted:
     """What is counted in so many seconds; gauges are means over `looks` looks. Raises ConfigError without traffic."""
     start = time.perf_counter()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -119,8 +120,11 @@ async def _loaded(client: Any, server: Endpoint, asked: ServerTuneRequest, batch
                 raise ConfigError(f"{server.url} failed on a request ({made.error}): {made.detail}; see its log")
             number += batch
 
+    stopped = threading.Event()  # an error is told at once, not when the seconds are over
+
     def counted() -> Counted:
-        return watch(lambda: fetch(server.url, key=asked.key), asked.seconds / len(asked.batches), server.url)
+        seconds = asked.seconds / len(asked.batches)
+        return watch(lambda: fetch(server.url, key=asked.key), seconds, server.url, stopped.wait)
 
     tasks = [asyncio.create_task(always(i)) for i in range(batch)]
     try:
@@ -131,6 +135,7 @@ async def _loaded(client: Any, server: Endpoint, asked: ServerTuneRequest, batch
             task.result()
         return await watching
     finally:
+        stopped.set()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

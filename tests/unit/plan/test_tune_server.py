@@ -168,5 +168,5 @@ def test_what_goes_wrong_is_said(server: StandIn, tmp_path: Path, capsys: pytest
     both = ("--url", server.url, "--drafts", "ngram")
     assert "--seconds" in said(*both, "--seconds", "0")
     server.status = 400
-    assert "failed on a request" in said(*both, "--seconds", "0.3")
+    assert "failed on a request" in said(*both, "--seconds", "3600")
     assert main(["tune", "embedded", "--url", server.url]) != 0
