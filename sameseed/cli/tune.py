@@ -108,8 +108,8 @@ def run(argv: Seq[str], prog: str) -> int:
 
         draw(found, args.plot)
     if args.json:
-        more = {} if found.regret is None else {"regret": found.regret.as_record(asked, found.seconds)}
-        print(json.dumps({**asdict(made), "seconds": found.seconds, **more}))
+        regret = {} if found.regret is None else {"regret": found.regret.as_record(asked, found.seconds)}
+        print(json.dumps({**asdict(made), "seconds": found.seconds, **regret}))
     else:
         _show(found, made, args, before)
     return 1 if found.differing else 0

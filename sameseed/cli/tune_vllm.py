@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence as Seq
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sameseed.cli.profile import numbers
@@ -14,13 +16,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sameseed.cli.tune import TuneArgs
-    from sameseed.plan.tune_server import LengthRow
+    from sameseed.plan.tune_server import LengthRow, Look
 
 
 def run_vllm(args: TuneArgs) -> int:
     """Measure, add to the costs, and, once lengths can be compared, write the profile."""
     from sameseed.cli.bench_serve import read_key
-    from sameseed.cli.console import show_table, stages, stdout_console
+    from sameseed.cli.console import stages
     from sameseed.plan import tune_server
     from sameseed.plan.profile_file import write
     from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
@@ -52,17 +54,25 @@ def run_vllm(args: TuneArgs) -> int:
     if args.json:
         said = {"looks": [asdict(x) for x in looks], "rows": [asdict(r) for r in rows], "restart": todo}
         print(json.dumps(said))
-        return 0
+    else:
+        _show(looks, rows, todo, args.out)
+    return 0
+
+
+def _show(looks: Seq[Look], rows: list[LengthRow], todo: str | None, out: Path) -> None:
+    """What was seen, which length pays, and what to run next."""
+    from sameseed.cli.console import show_table, stdout_console
+    from sameseed.plan.tune_server import best_of
+
     console = stdout_console()
     for x in looks:
         what = f"{x.k} draft tokens, {1 + sum(x.survival):.2f} tokens a round" if x.k else "no draft"
         console.print(f"{x.batch} at once: {what}, {x.round_ms:.2f} ms a round ({x.num_rounds} rounds)", markup=False)
     if rows:
-        show_table(_table(rows, tune_server.best_of(rows)))
-        console.print(f"written: {args.out}; its command: sameseed export vllm {args.out}", markup=False)
+        show_table(_table(rows, best_of(rows)))
+        console.print(f"written: {out}; its command: sameseed export vllm {out}", markup=False)
     if todo:
         console.print(f"vLLM has one length at a time: restart it {todo}, and run this again", markup=False)
-    return 0
 
 
 def _table(rows: list[LengthRow], best: dict[int, LengthRow]) -> Table:

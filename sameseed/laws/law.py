@@ -61,6 +61,15 @@ def exact_law(
     return law
 
 
+def _arms(toy: Subject, drafts: Seq[str]) -> list[tuple[str, SamplingParams, str, Subject]]:
+    """What is drawn: each way to sample by each of `drafts`; the first way by every policy too, where there is one."""
+    arms = [(name, params, draft, toy) for (name, params), draft in itertools.product(LAWS.items(), drafts)]
+    if "the draft" in drafts:
+        chosen = next(iter(LAWS.items()))
+        arms += [(*chosen, f"the draft, {policy}", _with_policy(toy, policy)) for policy in POLICIES]
+    return arms
+
+
 @check(
     "L5",
     "the law of whole texts",
@@ -82,10 +91,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
     toy = Subject(loaded, [PROMPT], SamplingParams(), max_tokens=LENGTH + 2, batch=64)
     kv = toy.kv_format
     drafts = ("trees",) if headed else ("the draft", "trees")
-    arms = [(name, params, draft, toy) for (name, params), draft in itertools.product(LAWS.items(), drafts)]
-    if not headed:
-        chosen = next(iter(LAWS.items()))
-        arms += [(*chosen, f"the draft, {policy}", _with_policy(toy, policy)) for policy in POLICIES]
+    arms = _arms(toy, drafts)
     share = -(-wanted // len(arms))
     found = Found({"sequences": 0, "tests": 0}, {"least_p_value": 1.0, "most_variation_of_limit": 0.0, "impossible": 0})
     laws = {name: exact_law(loaded.target, kv, params) for name, params in LAWS.items()}

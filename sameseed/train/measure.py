@@ -42,17 +42,7 @@ def measure(
     draft: LlamaForTraining,
 ) -> dict[str, Any]:
     """Perplexity of both models on held-out `documents`, greedy acceptance of the pair, by domain; all files beside."""
-    domains = list(dict.fromkeys(s.domain for s in recipe.source))
-    by_domain = [[d for d in documents if d.domain == domain] for domain in domains]
-    # Prompts for acceptance and those for demonstrations are of different documents.
-    shown = [d for own in by_domain for d in own[::3]]
-    measured = [d for own in by_domain for i, d in enumerate(own) if i % 3]
-    records = held_out_prompts(measured, domains, PROMPTS_PER_DOMAIN, recipe.seed)
-    shown_domains = list(dict.fromkeys(s.domain for s in recipe.source if s.shown))
-    demos = held_out_prompts(shown, shown_domains, DEMO_PROMPTS_PER_DOMAIN, recipe.seed)
-    for name, own in (("prompts_heldout.jsonl", records), ("prompts.jsonl", demos)):
-        lines = (json.dumps(r, ensure_ascii=False) + "\n" for r in own)
-        (out / name).write_text("".join(lines), encoding="utf-8")
+    records = write_prompts(recipe, documents, out)
     prompts = [encode_prompt(tokenizer, r) for r in records]
     rollouts = write(target, prompts, tokenizer, NEW_TOKENS, 32, [0.0] * len(records), 0)
     groups: dict[str, list[Rollout]] = {"all": rollouts}
@@ -80,6 +70,21 @@ def measure(
     plot_losses(out / "log.jsonl", out / "loss.png")
     write_cards(recipe, results, out)
     return results
+
+
+def write_prompts(recipe: Recipe, documents: list[Document], out: Path) -> list[dict[str, Any]]:
+    """Prompts of held-out `documents`: those for acceptance, which are returned, and those for demonstrations."""
+    domains = list(dict.fromkeys(s.domain for s in recipe.source))
+    by_domain = [[d for d in documents if d.domain == domain] for domain in domains]
+    shown = [d for own in by_domain for d in own[::3]]  # of other documents than the prompts for acceptance
+    measured = [d for own in by_domain for i, d in enumerate(own) if i % 3]
+    records = held_out_prompts(measured, domains, PROMPTS_PER_DOMAIN, recipe.seed)
+    shown_domains = list(dict.fromkeys(s.domain for s in recipe.source if s.shown))
+    demos = held_out_prompts(shown, shown_domains, DEMO_PROMPTS_PER_DOMAIN, recipe.seed)
+    for name, own in (("prompts_heldout.jsonl", records), ("prompts.jsonl", demos)):
+        lines = (json.dumps(r, ensure_ascii=False) + "\n" for r in own)
+        (out / name).write_text("".join(lines), encoding="utf-8")
+    return records
 
 
 def repetition(rollouts: list[Rollout]) -> float:
