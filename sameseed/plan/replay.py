@@ -138,7 +138,8 @@ class _Reader:
             for seq in seqs:
                 self._reserve(seq, min(len(seq) + size, self.engine.runner.blocks.reservable(seq)))
         draft = self.drafter.propose(seqs, asked) if any(asked) else Draft.empty(len(seqs))
-        return draft.shallow([seq.draft_depth for seq in seqs])
+        eos = self.engine.runner.model.config.eos_token_ids
+        return draft.shallow([s.draft_depth for s in seqs]).ended([s.params.ending(eos) for s in seqs])
 
     def _go_on(self, readings: Seq[_Reading], counts: Seq[int]) -> None:
         """Tokens of each text become certain; where all known ones are, the next of the text becomes known."""
