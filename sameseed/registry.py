@@ -7,6 +7,7 @@ A file whose name begins with an underscore is no entry. An installed package ad
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 
 from sameseed.errors import RegistryError, nearest
+
+log = logging.getLogger("sameseed")
 
 
 @cache
@@ -36,6 +39,18 @@ def load(registry: str, name: str) -> ModuleType:
         return importlib.import_module(point.value)
     except Exception as error:  # code of another package
         raise RegistryError(f"{_package(point)} gives {registry} {name!r}, which cannot be loaded: {error}") from error
+
+
+@cache
+def loaded(registry: str) -> dict[str, ModuleType]:
+    """All entries by name that can be loaded; one of another package that cannot is left out, with a warning."""
+    found = dict[str, ModuleType]()
+    for name in names(registry):
+        try:
+            found[name] = load(registry, name)
+        except RegistryError as error:
+            log.warning("%s; it is left out", error)
+    return found
 
 
 def _own(registry: str) -> set[str]:

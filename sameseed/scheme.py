@@ -417,7 +417,7 @@ class QuantScheme:
         base = max((n for n in known if f"{text}-".startswith(f"{n}-")), key=len, default="")
         found = _SUFFIXES.fullmatch(text[len(base) :])
         if not base or found is None:
-            own = [f"{n}-{v}" for n in registry.names("formats") for v in sorted(get(n).options - OPTIONS)]
+            own = [f"{n}-{v}" for n in registry.loaded("formats") for v in sorted(get(n).options - OPTIONS)]
             raise RegistryError(
                 f"no format {text!r}{nearest(text.split('-g')[0], known)} (there are: {', '.join(known)}; some of them "
                 "with int8 activations: -a8, in groups: -g32, -g64, -g128, or -channel, with zero points: -asym, and "

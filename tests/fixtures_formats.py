@@ -43,7 +43,7 @@ def write_package(folder: Path) -> None:
 
 def forget() -> None:
     """What the registry found so far."""
-    for cached in (registry.names, registry.load, registry._installed):
+    for cached in (registry.names, registry.load, registry.loaded, registry._installed):
         cached.cache_clear()
 
 

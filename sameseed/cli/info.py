@@ -117,10 +117,9 @@ def registries() -> dict[str, dict[str, Any]]:
     from sameseed import registry, scheme
 
     found: dict[str, dict[str, Any]] = {"backends": {}, "formats": {}, "presets": {}, "drafters": {}}
-    for name in registry.names("ops"):
-        module = registry.load("ops", name)
+    for name, module in registry.loaded("ops").items():
         known = getattr(module, "has_kernel", lambda *_: False)  # K-quants have kernels for rows in int8 alone
-        integer = {n for n in registry.names("formats") if known(n, "int8")}
+        integer = {n for n in registry.loaded("formats") if known(n, "int8")}
         found["backends"][name] = {
             "runs_here": module.unavailable() is None,
             "reason": module.unavailable(),
@@ -129,16 +128,15 @@ def registries() -> dict[str, dict[str, Any]]:
             "weights": sorted(module.LINEAR_FORMATS | integer),
             "kv_cache": sorted(module.KV_FORMATS),
         }
-    for name in registry.names("formats"):
-        fmt = scheme.get(name)
+    for name, module in registry.loaded("formats").items():
+        fmt = module.FORMAT
         bits = round(fmt.bits_per_weight(WIDTH, scheme.own_args(fmt.groups, WIDTH)), 3) if fmt.weights else None
-        what = _first_line(registry.load("formats", name).__doc__)
+        what = _first_line(module.__doc__)
         found["formats"][name] = {"what": what, "bits_per_weight": bits, "kv_cache": fmt.kv_dtype is not None}
     for name, (weights, activations) in scheme.PRESETS.items():
         found["presets"][name] = {"weights": weights, "activations": activations or "float32"}
     found["kv_forms"] = dict(KV_FORMS)
-    for name in registry.names("drafters"):
-        module = registry.load("drafters", name)
+    for name, module in registry.loaded("drafters").items():
         options = {f.name: f.default for f in dataclasses.fields(module.DRAFTER.Options)}
         facts = {"what": _first_line(module.__doc__), "needs": _needs(module.DRAFTER), "options": options}
         found["drafters"][name] = facts

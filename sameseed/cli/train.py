@@ -91,6 +91,7 @@ class DraftArgs(OwnArgs):
     intermediate_size: Annotated[int | None, option("N")] = None
 
 
+KIND_FLAGS = {"eagle3": ("unroll",), "block": ("block_size", "markov_rank", "num_layers", "mask_token")}
 OWN: dict[str, type[OwnArgs]] = {"head": HeadArgs, "draft": DraftArgs}
 
 
@@ -105,6 +106,13 @@ def with_flags(recipe: Any, args: OwnArgs) -> Any:
                 changed = dataclasses.replace(getattr(recipe, part), **{name: value})
                 recipe = dataclasses.replace(recipe, **{part: changed})
     return recipe
+
+
+def refuse_unused(flags: Seq[str], args: OwnArgs, need: str) -> None:
+    """Raise ConfigError if one of the flags is given, which only `need` heeds."""
+    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name, None) is not None]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: only with {need}; add that, or leave it out")
 
 
 @contextmanager
@@ -157,9 +165,13 @@ def run_own(what: str, argv: Seq[str], prog: str) -> int:
     with resumable():
         if what == "head":
             head = with_flags(load_own_recipe(HeadRecipe, args.recipe, "recipes/embedded-head.toml"), args)
+            other = "eagle3" if head.kind == "block" else "block"
+            refuse_unused(KIND_FLAGS[other], args, f"--kind {other}")
             done = run_head(head, sources, args.out, **how)
         else:
             draft = with_flags(load_own_recipe(DraftRecipe, args.recipe, "none: flags suffice"), args)
+            if not draft.parallel:
+                refuse_unused(("mask_token",), args, "--parallel K")
             done = run_draft(draft, sources, args.out, **how)
     if args.json:
         print(json.dumps({what: str(done.folder), "results": done.results}))

@@ -82,6 +82,7 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.url is not None:
         raise ConfigError("--url is for --engine vllm: sameseed's own engine is started here")
     from sameseed.cli.console import keep, load_llm, stages
+    from sameseed.plan.picture import draw
     from sameseed.plan.profile_file import write
     from sameseed.plan.tune import as_tuned, tune
     from sameseed.study import record
@@ -104,8 +105,6 @@ def run(argv: Seq[str], prog: str) -> int:
     if before is None:
         write(made, args.out)
     if args.plot is not None:
-        from sameseed.plan.picture import draw
-
         draw(found, args.plot)
     if args.json:
         regret = {} if found.regret is None else {"regret": found.regret.as_record(asked, found.seconds)}
@@ -146,7 +145,7 @@ def _asked(args: TuneArgs) -> TuneRequest:
 
 def _usual(model: str) -> tuple[str, ...]:
     """All drafters that need no model; for the embedded target its draft, and its head after one of them."""
-    classes = {name: registry.load("drafters", name).DRAFTER for name in registry.names("drafters")}
+    classes = {name: module.DRAFTER for name, module in registry.loaded("drafters").items()}
     alone = [name for name, cls in classes.items() if not cls.owns and cls.num_below == (0, 0)]
     return (*alone, EMBEDDED_DRAFT, f"{alone[-1]} + {EMBEDDED_HEAD}") if model in EMBEDDED else tuple(alone)
 

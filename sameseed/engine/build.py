@@ -272,7 +272,7 @@ def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant:
     Raises ConfigError where that is asked for, and there are none.
     """
     if spec.format == NESTED and cls.owns != "target":
-        able = [n for n in registry.names("drafters") if registry.load("drafters", n).DRAFTER.owns == "target"]
+        able = [n for n, module in registry.loaded("drafters").items() if module.DRAFTER.owns == "target"]
         raise ConfigError(
             f"draft format {NESTED!r} is a view of the target's own weights, which drafter {spec.method!r} does not "
             f"draft with; take --draft {' or '.join(able)}, or another --draft-format"

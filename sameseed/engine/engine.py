@@ -116,36 +116,19 @@ class Engine:
         times = TimeSplit(schedule=time.perf_counter() - start)
         scripted = [seq.num_scripted > 0 for seq in plan.seqs]
         with one_thread():  # PyTorch's others would wait, spinning, on the cores that the kernels need
-            draft, result = decode_step(
-                self.runner,
-                self.drafter,
-                plan.seqs,
-                plan.num_pending,
-                plan.num_draft,
-                times,
-                self._policies,
-                self.ahead,
-            )
+            how = plan.seqs, plan.num_pending, plan.num_draft, times, self._policies, self.ahead
+            draft, result = decode_step(self.runner, self.drafter, *how)
         decided = time.perf_counter()
         self.num_rows = sum(plan.num_pending) + len(draft.tokens)
-        counts = [draft.count(b) for b in range(len(plan.seqs))]
-        accepted = [len(n) for n in result.nodes]
         free = [b for b, known in enumerate(scripted) if not known]
         between = start - self._ended if self._went_on else 0.0  # of whoever calls: he hands tokens on
         whole = replace(times, schedule=times.schedule + self._tail + min(between, self._tail + times.target))
-        self._policies.update(
-            Round(
-                [plan.seqs[b] for b in free],
-                [plan.num_draft[b] for b in free],
-                [counts[b] for b in free],
-                [accepted[b] for b in free],
-                sum(plan.num_pending) + sum(counts),
-                whole,
-                [result.nodes[b] for b in free],
-            )
-        )
+        seqs, asked = [plan.seqs[b] for b in free], [plan.num_draft[b] for b in free]
+        counts, nodes = [draft.count(b) for b in free], [result.nodes[b] for b in free]
+        accepted = [len(n) for n in nodes]
+        self._policies.update(Round(seqs, asked, counts, accepted, self.num_rows, whole, nodes))
         deltas = self._deliver(plan, draft, result, decided, scripted)
-        self.alarm.update(self.drafter, [counts[b] for b in free], [accepted[b] for b in free])
+        self.alarm.update(self.drafter, counts, accepted)
         self._tail = time.perf_counter() - decided
         times.schedule += self._tail
         self.times.add(times)

@@ -40,7 +40,7 @@ def check_overlap(spec: SpecConfig) -> None:
             f"what makes trees of drafter {spec.method!r}: {', '.join(making) or 'take another'}"
         )
     if not goes_ahead(cls) or any(b.overlap for level in spec.below for b in levels(level)):
-        able = [n for n in registry.names("drafters") if goes_ahead(registry.load("drafters", n).DRAFTER)]
+        able = [n for n, module in registry.loaded("drafters").items() if goes_ahead(module.DRAFTER)]
         raise ConfigError(
             f"--overlap {spec.overlap}: drafter {spec.method!r} cannot guess on while the target checks; "
             f"{' and '.join(able)} can, as the only level"

@@ -166,7 +166,7 @@ def own_weights(subject: Subject) -> Iterator[tuple[str, Ops, QuantTensor]]:
 def random_weights(subject: Subject, rng: random.Random) -> Iterator[tuple[str, QuantTensor]]:
     """Random weights by the name of their scheme: the configured one at every width, then every other one."""
     own, ops = subject.config.format, subject.target.ops
-    for name in dict.fromkeys((own, *PRESETS, *registry.names("formats"))):
+    for name in dict.fromkeys((own, *PRESETS, *registry.loaded("formats"))):
         for width in rng.sample(WIDTHS, len(WIDTHS)):
             weight = randn(rng.choice(OUTPUTS), width, seed=width, device=subject.device)
             try:

@@ -91,7 +91,7 @@ def _aux_layers(settings: Mapping[str, Any], where: str) -> tuple[int, ...]:
 
 def _refuse(inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
     """Raise ModelLoadError for what changes the arithmetic, and is not built."""
-    kinds = inner.get("layer_types") or ()
+    kinds = inner.get("layer_types") or (["sliding_attention"] if inner.get("use_sliding_window") else ())
     if "sliding_attention" in kinds or settings.get("is_causal") or settings.get("causal"):
         raise ModelLoadError(
             f"{where}: a block head whose layers are causal or see a sliding window is not supported; take one of full "

@@ -137,8 +137,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
         )
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelLoadError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
-    layers = whole("num_hidden_layers", most=MAX_LAYERS)
-    max_len = whole("max_position_embeddings", 2048)
+    layers, max_len = whole("num_hidden_layers", most=MAX_LAYERS), whole("max_position_embeddings", 2048)
     bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,

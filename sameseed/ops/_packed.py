@@ -169,20 +169,17 @@ def encode(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
         return None
     if not weight.is_cpu or weight.stride(1) != 1 or 0 in weight.shape or depth > _MAX_DEPTH:
         return None
-    args, symmetric = quant.args(depth), quant.symmetric
-    columns = args.group or depth
-    blocks, groups, wide = -(-outputs // ROWS_PER_PACK), depth // columns, name == "int8" and args.group is None
-    nested = name == _NESTED[0]
+    columns, symmetric = quant.args(depth).group or depth, quant.symmetric
+    wide, nested = name == "int8" and quant.args(depth).group is None, name == _NESTED[0]
     step, first = 8 if nested or name in _NIBBLES else 4, "high" if nested else "codes"
-    codes = (blocks, -(-depth // 8) * 8 // step, 2, 16, 4)
-    parts = {
-        first: roomy(codes, torch.uint8),
-        "scales": roomy((blocks, groups, ROWS_PER_PACK), torch.float32 if wide else torch.bfloat16),
-    }
+    blocks = -(-outputs // ROWS_PER_PACK)
+    codes, scales = (blocks, -(-depth // 8) * 8 // step, 2, 16, 4), (blocks, depth // columns, ROWS_PER_PACK)
+    parts = {first: roomy(codes, torch.uint8)}
+    parts["scales"] = roomy(scales, torch.float32 if wide else torch.bfloat16)
     if nested:
         parts["low"] = roomy(codes, torch.uint8)
     if not symmetric:
-        parts["zeros"] = roomy((blocks, groups, ROWS_PER_PACK), torch.uint8)
+        parts["zeros"] = roomy(scales, torch.uint8)
     _native.encode_packed(
         _native.EncodeArgs(
             weight=weight.data_ptr(),

@@ -252,11 +252,8 @@ def product(
         index_limit=x.shape[0],
     )
     out = on.empty(count, outputs)
-    on.calls.product(
-        _native.Product(
-            source=source, weight=_weight(w), bias=_at(bias), residual=_at(residual), out=out.data_ptr(), rows=count
-        )
-    )
+    added = {"bias": _at(bias), "residual": _at(residual)}
+    on.calls.product(_native.Product(source=source, weight=_weight(w), **added, out=out.data_ptr(), rows=count))
     return out
 
 

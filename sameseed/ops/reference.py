@@ -22,8 +22,8 @@ from sameseed.ops._rows import RowSource
 from sameseed.scheme import TOKENS, Format, KVLayer, QuantTensor
 
 row_invariant = True
-LINEAR_FORMATS = frozenset(name for name in registry.names("formats") if scheme.get(name).weights)
-KV_FORMATS = frozenset(name for name in registry.names("formats") if scheme.get(name).kv_dtype is not None)
+LINEAR_FORMATS = frozenset(name for name, module in registry.loaded("formats").items() if module.FORMAT.weights)
+KV_FORMATS = frozenset(n for n, module in registry.loaded("formats").items() if module.FORMAT.kv_dtype is not None)
 
 
 def unavailable() -> str | None:
@@ -197,8 +197,7 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
     are a function of p alone, wherever its keys are stored and whatever tree it belongs to.
     """
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    keys, values = scheme.kv_formats(layer.format)
-    block_size = layer.k.shape[1]
+    (keys, values), block_size = scheme.kv_formats(layer.format), layer.k.shape[1]
     # As lists, at once: a device is waited for five times, not with every row.
     positions = (batch.positions if batch.key_positions is None else batch.key_positions).tolist()
     offsets, kv_lens, pending = (t.tolist() for t in (batch.row_offsets, batch.kv_lens, batch.num_pending))
@@ -206,10 +205,9 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
     k_rows, v_rows, k_scales, v_scales = _flat(layer)
     assert k_rows is not None and v_rows is not None
     for b in range(batch.num_seqs):
-        table = batch.block_tables[b].long()
-        begin, end, kv_len, num_pending = offsets[b], offsets[b + 1], kv_lens[b], pending[b]
-        for t in range(begin, end):
-            if t < begin + num_pending:
+        table, begin, kv_len = batch.block_tables[b].long(), offsets[b], kv_lens[b]
+        for t in range(begin, offsets[b + 1]):
+            if t < begin + pending[b]:
                 index = torch.arange(positions[t] + 1, device=q.device)
             else:
                 assert masks is not None

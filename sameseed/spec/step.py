@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
@@ -55,14 +57,9 @@ def decode_step(
     """
     clock = time.perf_counter
     start = clock()
-    asked = [0 if seq.num_scripted else k for seq, k in zip(seqs, num_draft, strict=True)]
-    own = _propose(drafter, seqs, asked)
-    depths = [seq.draft_depth for seq in seqs]
-    if any(k > depth for k, depth in zip(asked, depths, strict=True)):
-        own = own.shallow(depths)
     eos = runner.model.config.eos_token_ids
-    if len(own.tokens):
-        own = own.ended([seq.params.ending(eos) for seq in seqs])
+    asked = [0 if seq.num_scripted else k for seq, k in zip(seqs, num_draft, strict=True)]
+    own = _propose(drafter, seqs, asked, eos)
     if policy is not None and len(own.tokens):
         own = policy.trim(own, seqs, sum(num_pending))
     draft = _with_scripts(own, seqs, num_draft)
@@ -78,12 +75,7 @@ def decode_step(
             seq.token_ids += tokens
         verified = clock()
     spans = [Span(s, seq.num_cached, own.count(b)) for b, (s, seq) in enumerate(zip(starts, seqs, strict=True))]
-    try:
-        drafter.observe(seqs, spans, hidden)
-    except Exception:
-        log.exception("the drafter failed; it starts anew with these sequences")
-        for seq in seqs:
-            drafter.release(seq)
+    _observe(drafter, seqs, spans, hidden)
     if times is not None:
         times.draft += drafted - start + clock() - verified
         times.target += checked - drafted
@@ -91,14 +83,28 @@ def decode_step(
     return draft, result
 
 
-def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-    """The drafter's guesses. One that fails costs speed, never the text."""
+def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int], eos: Seq[int]) -> Draft:
+    """The drafter's guesses, as far as a text may go. A drafter that fails costs speed, never the text."""
+    draft = Draft.empty(len(seqs))
     if any(num_draft):
         try:
-            return drafter.propose(seqs, num_draft)
+            draft = drafter.propose(seqs, num_draft)
         except Exception:
             log.exception("the drafter failed; this round goes without drafts")
-    return Draft.empty(len(seqs))
+    depths = [seq.draft_depth for seq in seqs]
+    if any(k > depth for k, depth in zip(num_draft, depths, strict=True)):
+        draft = draft.shallow(depths)
+    return draft.ended([seq.params.ending(eos) for seq in seqs]) if len(draft.tokens) else draft
+
+
+def _observe(drafter: Drafter, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+    """Tell the drafter what was decided. One that fails forgets these sequences."""
+    try:
+        drafter.observe(seqs, spans, hidden)
+    except Exception:
+        log.exception("the drafter failed; it starts anew with these sequences")
+        for seq in seqs:
+            drafter.release(seq)
 
 
 def _with_scripts(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:

@@ -64,17 +64,7 @@ def card(recipe: Recipe, results: dict[str, Any], name: str, made: str, more: st
     settings = recipe.target if name == "target" else recipe.draft
     s, train, done = settings.shape, settings.train, results[name]
     context = s.max_positions
-    figures = [
-        (d, v["tokens"], f"{v['perplexity']:.2f}", f"{v['bits_per_byte']:.3f}")
-        for d, v in results["perplexity"][name].items()
-    ]
-    chains = [
-        (d, v["tokens"], v["drafted"], v["accepted"], f"{v['rate']:.3f}", f"{v['agreement']:.3f}")
-        for d, v in results["acceptance"].items()
-    ]
     note = f"\n{recipe.note.strip()}\n" if recipe.note else ""
-    right = results["right_sums"]
-    sums = f" Of {right['asked']} held-out sums it answered {right['right']} rightly." if right else ""
     precision = "float32" if train.precision == "float32" else "float32, with matrix products in bfloat16"
     return f"""{FRONT_MATTER}# sameseed {recipe.name}: {name}
 
@@ -91,11 +81,35 @@ on a CPU in {precision}; Muon for the matrices, AdamW for the rest.{more}
 
 The target read {results["passes"]:g} passes over this mixture, in a seeded random order.
 
-## Held-out perplexity
+{figures(results, name)}
+
+## Limits
+
+This model is a part of sameseed's tests and demonstrations. It writes text in the manner of its domains; it does not
+know facts, and it must not be asked for advice. It was trained on rows of \
+{train.row_tokens}
+tokens: longer contexts run (up to {context}) but were never seen. English and Python only; any UTF-8 text can be
+encoded.
+{note}"""
+
+
+def figures(results: dict[str, Any], name: str) -> str:
+    """The card's part on what was measured, of "target" or "draft"."""
+    rows = [
+        (d, v["tokens"], f"{v['perplexity']:.2f}", f"{v['bits_per_byte']:.3f}")
+        for d, v in results["perplexity"][name].items()
+    ]
+    chains = [
+        (d, v["tokens"], v["drafted"], v["accepted"], f"{v['rate']:.3f}", f"{v['agreement']:.3f}")
+        for d, v in results["acceptance"].items()
+    ]
+    right = results["right_sums"]
+    sums = f" Of {right['asked']} held-out sums it answered {right['right']} rightly." if right else ""
+    return f"""## Held-out perplexity
 
 On documents that no stage trained on, as many tokens of each as a training row has:
 
-{table("domain | tokens | perplexity a token | bits a byte", 1, figures)}
+{table("domain | tokens | perplexity a token | bits a byte", 1, rows)}
 
 ## Acceptance
 
@@ -107,13 +121,4 @@ token is drafted past the text's end), on {results["prompts"]} held-out prompts 
 ## Its greedy texts
 
 On the same prompts, {results["repeated"]["all"]:.1%} of the 8-grams of the target's texts repeat one of the same text \
-({", ".join(f"{d} {v:.1%}" for d, v in results["repeated"].items() if d != "all")}).{sums}
-
-## Limits
-
-This model is a part of sameseed's tests and demonstrations. It writes text in the manner of its domains; it does not
-know facts, and it must not be asked for advice. It was trained on rows of \
-{train.row_tokens}
-tokens: longer contexts run (up to {context}) but were never seen. English and Python only; any UTF-8 text can be
-encoded.
-{note}"""
+({", ".join(f"{d} {v:.1%}" for d, v in results["repeated"].items() if d != "all")}).{sums}"""

@@ -29,62 +29,64 @@ Guesses = list[list[bool]]  # [s][t]: along a text, is the guess of row t at ste
 
 def measure_head(folder: Path, target: Llama, prompts: Seq[Prompt], kv_format: str) -> dict[str, dict[str, object]]:
     """Counts by domain, and over all prompts under `all`, of the head as it was exported, on the target's device."""
-    config, device, weights = read_head_config(folder), str(target.device), target.weights
-    is_block = isinstance(config, BlockConfig)
-    captures = config.captures(target.config.num_layers)
-    stored = captured_layers(captures, target.config.num_layers)
-    columns = [stored.index(c) for c in captures]
+    head = _ExportedHead(folder, target)
     seeds = [Seed(ids, NEW_TOKENS) for ids, _ in prompts]
-    cache, batch = cache_format(kv_format, weights.dense), min(BATCH, len(seeds))
-    runner = new_runner(target, stored, batch, max(len(s.ids) for s in seeds) + NEW_TOKENS, cache)
-    texts = write_texts(runner, seeds, batch, 0)
-    head = BlockForTraining(config, 0) if isinstance(config, BlockConfig) else HeadForTraining(config, 0)
-    tensors = load_file(str(folder / "model.safetensors"))
-    ids = torch.arange(config.layer.vocab_size)  # the target's tokens that the head has
-    if "d2t" in tensors:
-        ids = torch.arange(len(tensors["d2t"])) + tensors.pop("d2t")
-        tensors.pop("t2d")
-    head.load_state_dict({n: t.float() for n, t in tensors.items()})
-    head.to(device)
-    embedding = dense(target.ops, weights.embedding)
-    lm_head = dense(target.ops, weights.lm_head) if not hasattr(head, "lm_head") else head.lm_head.weight
+    cache, batch = cache_format(kv_format, target.weights.dense), min(BATCH, len(seeds))
+    runner = new_runner(target, head.stored, batch, max(len(s.ids) for s in seeds) + NEW_TOKENS, cache)
+    groups: dict[str, list[Guesses]] = {"all": []}
+    for (_, domain), text in zip(prompts, write_texts(runner, seeds, batch, 0), strict=True):
+        groups["all"].append(head.guesses(text))
+        groups.setdefault(domain, []).append(groups["all"][-1])
+    return {domain: summary(group) for domain, group in groups.items()}
+
+
+class _ExportedHead:
+    """A head from its folder, beside its target; `stored`: the target's layers whose states it reads."""
+
+    def __init__(self, folder: Path, target: Llama) -> None:
+        config, weights, num_layers = read_head_config(folder), target.weights, target.config.num_layers
+        self.stored = captured_layers(config.captures(num_layers), num_layers)
+        self._columns = [self.stored.index(c) for c in config.captures(num_layers)]
+        self._width, self._device = target.config.hidden_size, str(target.device)
+        head = BlockForTraining(config, 0) if isinstance(config, BlockConfig) else HeadForTraining(config, 0)
+        tensors = load_file(str(folder / "model.safetensors"))
+        self._ids = torch.arange(config.layer.vocab_size)  # the target's tokens that the head has
+        if "d2t" in tensors:
+            self._ids = torch.arange(len(tensors["d2t"])) + tensors.pop("d2t")
+            tensors.pop("t2d")
+        head.load_state_dict({n: t.float() for n, t in tensors.items()})
+        self._head = head.to(self._device)
+        self._embedding = dense(target.ops, weights.embedding)
+        self._lm_head = dense(target.ops, weights.lm_head) if not hasattr(head, "lm_head") else head.lm_head.weight
 
     @torch.no_grad()
-    def block_guesses(text: TextStates) -> Guesses:
-        assert isinstance(head, BlockForTraining)
+    def guesses(self, text: TextStates) -> Guesses:
+        """Whether they are right, along a text of the target."""
+        if isinstance(self._head, BlockForTraining):
+            return self._block_guesses(self._head, text)
+        whole = TextStates(text.ids, 0, text.states)
+        if len(text.states) < 2:
+            return [[] for _ in range(NUM_DRAFT_TOKENS)]
+        rows = make_batch([whole], self._columns, self._width, NUM_DRAFT_TOKENS, len(text.ids), self._device)
+        outputs = self._head(self._embedding[rows.tokens], rows.states, rows.rows, NUM_DRAFT_TOKENS)
+        first = max(0, text.num_given - 1)  # the first token comes from the pass over the prompt
+        best = (self._ids[(out @ self._lm_head.T).argmax(-1).cpu()] for out in outputs)
+        return [(b == text.ids[2:].long())[first:].tolist() for b in best]
+
+    def _block_guesses(self, head: BlockForTraining, text: TextStates) -> Guesses:
         num, count = head.config.num_guesses, len(text.ids) - 1 - max(1, text.num_given)
         right = [[False] * max(0, count) for _ in range(NUM_DRAFT_TOKENS)]
         if count < 1:
             return right
         anchors = [choose_anchors(text, count, None)]
-        batch = block_batch([text], anchors, columns, target.config.hidden_size, num, device)
-        outputs = head(inputs(head.config, batch, embedding), batch.states, batch.anchors)[0]  # [K, G, C]
+        batch = block_batch([text], anchors, self._columns, self._width, num, self._device)
+        outputs = head(inputs(head.config, batch, self._embedding), batch.states, batch.anchors)[0]  # [K, G, C]
         rows = whole_rows(head, outputs.flatten(0, 1), batch.tokens[0].flatten())
-        best = ids[(rows @ whole_weight(head, lm_head).T).argmax(-1).cpu()].view(-1, num)
+        best = self._ids[(rows @ whole_weight(head, self._lm_head).T).argmax(-1).cpu()].view(-1, num)
         for k, anchor in enumerate(batch.anchors[0].tolist()):
             for g in range(min(NUM_DRAFT_TOKENS, count - k)):
                 right[g][k + g] = int(best[k, g]) == int(text.ids[anchor + 1 + g])
         return right
-
-    @torch.no_grad()
-    def guesses(text: TextStates) -> Guesses:
-        if is_block:
-            return block_guesses(text)
-        assert isinstance(head, HeadForTraining)
-        whole = TextStates(text.ids, 0, text.states)
-        if len(text.states) < 2:
-            return [[] for _ in range(NUM_DRAFT_TOKENS)]
-        rows = make_batch([whole], columns, target.config.hidden_size, NUM_DRAFT_TOKENS, len(text.ids), device)
-        outputs = head(embedding[rows.tokens], rows.states, rows.rows, NUM_DRAFT_TOKENS)
-        first = max(0, text.num_given - 1)  # the first token comes from the pass over the prompt
-        best = (ids[(out @ lm_head.T).argmax(-1).cpu()] for out in outputs)
-        return [(b == text.ids[2:].long())[first:].tolist() for b in best]
-
-    groups: dict[str, list[Guesses]] = {"all": []}
-    for (_, domain), text in zip(prompts, texts, strict=True):
-        groups["all"].append(guesses(text))
-        groups.setdefault(domain, []).append(groups["all"][-1])
-    return {domain: summary(group) for domain, group in groups.items()}
 
 
 def summary(texts: list[Guesses]) -> dict[str, object]:

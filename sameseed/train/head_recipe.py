@@ -117,33 +117,16 @@ def head_config(recipe: HeadRecipe, target: ModelConfig, mask_token: int | None 
             f"layers {list(layers)}: a head reads three (a block head any number) of what enters the target's layers 1 "
             f"to {n}; name them"
         )
-    block, is_block = recipe.block, recipe.kind == "block"
-    num_layers = block.num_layers if is_block else 1
-    layer = replace(
-        target,
-        num_layers=num_layers,
-        windows=(None,) * num_layers,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=size.intermediate_size or target.intermediate_size,
-        rope=target.rope if target.rope.kind in ("linear", "llama3") else RopeConfig(theta=target.rope.theta),
-    )
-    if not is_block:
+    rope = target.rope if target.rope.kind in ("linear", "llama3") else RopeConfig(theta=target.rope.theta)
+    layer = replace(target, num_heads=heads, num_kv_heads=kv_heads, rope=rope)
+    layer = replace(layer, num_layers=1, windows=(None,), qkv_bias=False, o_bias=False, mlp_bias=False)
+    layer = replace(layer, intermediate_size=size.intermediate_size or target.intermediate_size)
+    if recipe.kind != "block":
         return HeadConfig("eagle3", layer, vocab, target.hidden_size, layers)
     if mask_token is None:
         raise ConfigError("a block head needs a mask token; name one that no text has with --mask-token ID")
-    layer = replace(layer, architecture="Qwen3ForCausalLM" if layer.qk_norm else "LlamaForCausalLM")
-    return BlockConfig(
-        "block",
-        layer,
-        vocab,
-        target.hidden_size,
-        layers,
-        block_size=block.block_size,
-        mask_token=mask_token,
-        from_anchor=True,
-        markov_rank=block.markov_rank,
-    )
+    block, architecture = recipe.block, "Qwen3ForCausalLM" if layer.qk_norm else "LlamaForCausalLM"
+    windows = (None,) * block.num_layers
+    layer = replace(layer, architecture=architecture, num_layers=block.num_layers, windows=windows)
+    own = {"block_size": block.block_size, "mask_token": mask_token, "markov_rank": block.markov_rank}
+    return BlockConfig("block", layer, vocab, target.hidden_size, layers, from_anchor=True, **own)

@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)  # under autocast x may be bfloat16
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,8 @@ from sameseed.train.seeds import TextSettings, file_seeds, recipe_seeds
 from sameseed.train.states import Seed, StoredTexts, collect
 from sameseed.train.trainer import Log, checkpoint_path, progress_bar
 
+LEARNED = 2  # tokens of its own that a text needs at least, for a row that learns
+
 
 @dataclass(frozen=True)
 class OwnRecipe:
@@ -109,6 +111,12 @@ def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path, num_texts: int
         seeds = recipe_seeds(Path(recipe.mixture), sources.data, file, settings, recipe.seed)
     if not seeds:
         raise ConfigError("no prompt is long enough to learn from; give others with --prompts")
+    shortest, kept = min(len(seed.ids) for seed in seeds), recipe.train.row_tokens
+    if kept < shortest + LEARNED:
+        raise ConfigError(
+            f"train.row_tokens {kept} cuts every text before the target's own tokens (the shortest prompt has "
+            f"{shortest}); raise it, or lower texts.prompt_tokens"
+        )
     return seeds
 
 

@@ -119,7 +119,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder where packages are looked for; none is remembered before or after."""
 
     def forget() -> None:
-        for known in (registry.names, registry.load, registry._installed):
+        for known in (registry.names, registry.load, registry.loaded, registry._installed):
             known.cache_clear()
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -144,12 +144,15 @@ def test_a_name_that_is_taken(entries: dict[str, tuple[str, ...]], said: str, si
         registry.names("drafters")
 
 
-def test_an_entry_that_cannot_be_loaded(site: Path) -> None:
+def test_an_entry_that_cannot_be_loaded(site: Path, caplog: pytest.LogCaptureFixture) -> None:
     as_package(site, "broken", ("gone",))
     (site / "broken" / "repeat.py").write_text("1 / 0")
     assert "gone" in registry.names("drafters"), "nothing is loaded by its name alone"
     with pytest.raises(RegistryError, match="package 'broken' gives drafters 'gone', which cannot be loaded"):
         registry.load("drafters", "gone")
+    known = registry.loaded("drafters")
+    assert "ngram" in known and "gone" not in known, "the others work without it"
+    assert "package 'broken' gives drafters 'gone'" in caplog.text and "it is left out" in caplog.text
 
 
 def test_engine_and_commands_name_no_drafter() -> None:

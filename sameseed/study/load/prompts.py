@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from sameseed.study.workload import ASSETS, Prompt, read_prompts
 if TYPE_CHECKING:
     import httpx
 
+log = logging.getLogger("sameseed")
 MOST_STOPS = 4  # as OpenAI's API has it
 BUILT_IN = ("prompts.jsonl", "prompts_heldout.jsonl")
 
@@ -73,7 +75,7 @@ class PromptSource:
 async def open_source(client: httpx.AsyncClient, endpoint: Endpoint) -> PromptSource:
     """The built-in text, in the server's tokens where it has a route /tokenize."""
     prompts = [p for name in BUILT_IN for p in read_prompts(ASSETS / name)]
-    pieces = tuple(plain(p) for p in prompts)
+    pieces = tuple(p.said for p in prompts)
     tokens = [await tokenize(client, endpoint, piece, special=False) for piece in pieces[:1]]
     if tokens[0] is None:
         return PromptSource(pieces, None)
@@ -83,11 +85,6 @@ async def open_source(client: httpx.AsyncClient, endpoint: Endpoint) -> PromptSo
     found = tuple(tuple(t) for t in tokens if t)
     characters = sum(map(len, pieces)) / max(1, sum(map(len, found)))
     return PromptSource(pieces, found, tuple(special), characters)
-
-
-def plain(prompt: Prompt) -> str:
-    """A prompt's text; of a conversation, what was said, a line each."""
-    return prompt.said
 
 
 async def ask(client: httpx.AsyncClient, endpoint: Endpoint, route: str, **fields: Any) -> dict[str, Any]:
@@ -121,6 +118,10 @@ async def make_prompts(
         found = read_prompts(Path(kind))
         start = noise.randrange(len(found))
         chosen = [found[(start + i) % len(found)] for i in range(count)]
+        if any(len(p.stop) > MOST_STOPS for p in chosen):
+            log.warning(
+                "%s: of each prompt's stop strings the first %d are sent; the API takes no more", kind, MOST_STOPS
+            )
         return [await _body(client, endpoint, p, shape.num_output) for p in chosen]
     assert shape.num_input is not None
     if source.tokens is None and kind == "random":
@@ -142,7 +143,7 @@ async def _body(client: httpx.AsyncClient, endpoint: Endpoint, prompt: Prompt, n
     """A prompt as fields of a body; a later turn follows what the server answers greedily to those before."""
     stop = {"stop": list(prompt.stop)[:MOST_STOPS]} if prompt.stop else {}
     if not endpoint.chat or not prompt.messages:
-        text = plain(prompt)
+        text = prompt.said
         tokens = await tokenize(client, endpoint, text, special=True) if prompt.clip and not endpoint.chat else None
         return {"prompt": tokens[: prompt.clip], **stop} if tokens else {**as_prompt(text, endpoint.chat), **stop}
     messages = list(prompt.messages)

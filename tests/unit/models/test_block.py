@@ -146,6 +146,7 @@ def test_formats_store_what_is_said(target: Llama, tmp_path: Path, form: str) ->
         ("z-lab", {"dflash_config": {"mask_token_id": 3}}, "target_layer_ids must list the target's layers"),
         ("z-lab", {"dflash_config": [3]}, "dflash_config must be an object"),
         ("z-lab", {"layer_types": ["sliding_attention", "full_attention"]}, "a sliding window is not supported"),
+        ("z-lab", {"use_sliding_window": True}, "a sliding window is not supported"),
         ("z-lab", {"is_causal": True}, "causal or see a sliding window is not supported"),
         ("z-lab", {"model_type": "gemma4"}, "a head of model_type 'gemma4'; these are: llama, qwen3"),
         ("z-lab", {"input_embedding_scale": 2.0}, "input_embedding_scale 2.0 is not supported; only 1 is"),

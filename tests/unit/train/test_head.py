@@ -254,6 +254,7 @@ def test_a_quantized_target_teaches(folder: Path, tmp_path: Path) -> None:
         ({"layers": (1, 2, 4)}, "layers"),
         ({"texts": TextSettings(new_tokens=300)}, "context"),
         ({"target": ""}, "--target"),
+        ({"train": TrainSettings(12, rows=6, row_tokens=8)}, "train.row_tokens 8 cuts every text before"),
     ],
 )
 def test_bad_recipes_are_refused(folder: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:

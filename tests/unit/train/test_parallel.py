@@ -213,6 +213,23 @@ def test_the_mask_is_a_token_that_no_text_has(folder: Path) -> None:
     assert mask_of(-1, embedded, read_config(embedded)) == 0, "its padding token"
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["draft", "--mask-token", "302"], "--mask-token: only with --parallel K"),
+        (["head", "--block-size", "7", "--num-layers", "2"], "--block-size, --num-layers: only with --kind block"),
+        (["head", "--kind", "block", "--unroll", "2"], "--unroll: only with --kind eagle3"),
+    ],
+)
+def test_flags_that_nothing_heeds_are_refused(
+    argv: list[str], said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = ["--target", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
+    assert main(["train", *argv, *sources, "--out", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_train_draft_parallel_from_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["train", "draft", "--target", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
     argv += ["--parallel", "3", "--mask-token", "302", "--begin", str(folder / "usual" / "draft"), "--json"]
