@@ -177,7 +177,8 @@ class Request:
     `owner`: who asked. Where not all can run, owners get equal shares, however many requests each has.
     `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
     `grammar`: what the text must look like. `priority`: where not all can run, lower goes first; others are not kept
-    waiting without end. `detailed`: its metrics list every draft.
+    waiting without end. `detailed`: its metrics list every draft. `streamed`: tokens are given out as they come, not at
+    the end.
     """
 
     request_id: str
@@ -193,6 +194,7 @@ class Request:
     grammar: Grammar | None = None
     priority: int = 0
     detailed: bool = False
+    streamed: bool = True
 
 
 class FinishReason(str, Enum):

@@ -17,6 +17,7 @@ from sameseed.errors import ModelLoadError, RequestError
 MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 LONGEST_CHARACTER = 4  # bytes of UTF-8, and a token that gives text has one of them at least
+CONTEXT = 16  # tokens: to keep more of them costs less than to decode anew what a single one reads
 LONGEST_WAIT = 12  # tokens that may wait for a character to be whole; more than that are bytes that never will be
 
 
@@ -29,6 +30,7 @@ class Tokenizer(habits.Hinted):
         self._backend = backend
         self.chat_template = chat_template
         self._silent = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._gives_text: dict[int, bool] = {}  # by token, of those that were asked for
         self._compiled: Template | None = None
         self.special = special or {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -103,7 +105,10 @@ class Tokenizer(habits.Hinted):
 
     def is_silent(self, token_id: int) -> bool:
         """Does the token give no text when special ones are skipped?"""
-        return token_id in self._silent or self.token(token_id) is None
+        known = self._gives_text.get(token_id)
+        if known is None:
+            known = self._gives_text[token_id] = token_id not in self._silent and self.token(token_id) is not None
+        return not known
 
     def vocabulary(self) -> dict[str, int]:
         """Every real token's spelling and id."""
@@ -167,12 +172,13 @@ class Tokenizer(habits.Hinted):
 class IncrementalDecoder:
     """Decodes token after token; a character is given out once it is whole. The pieces join to the whole text.
 
-    The last piece's tokens stay as context, since some decoders strip a space at the start of a text.
+    The last pieces' tokens stay as context, since some decoders strip a space at the start of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._context: list[int] = []  # tokens of the last piece given out
+        self._context: list[int] = []  # tokens given out last: one piece at least, and up to CONTEXT tokens
+        self._known = ""  # their text
         self._waiting: list[int] = []  # tokens not given out yet
 
     def push(self, token_id: int) -> str:
@@ -180,32 +186,36 @@ class IncrementalDecoder:
         if self._skip and self._tokenizer.is_silent(token_id):
             return ""
         self._waiting.append(token_id)
-        new = self._pending_text()
+        text = self._decode(self._context + self._waiting)
+        new = text[len(self._known) :]
         if new and not new.endswith(BROKEN):
-            self._context, self._waiting = self._waiting, []
+            self._give_out(len(self._waiting), text)
             return new
         if len(self._waiting) <= LONGEST_WAIT:
             return ""
         # Bytes that are no text: the part of `new` that no later token can change is given out. It ends not within a
         # character: of consecutive boundaries, one lies between two characters.
         last = len(self._waiting) - LONGEST_CHARACTER
-        known = self._decode(self._context)
         for cut in range(last, last - LONGEST_CHARACTER, -1):
-            head = self._decode(self._context + self._waiting[:cut])[len(known) :]
+            text = self._decode(self._context + self._waiting[:cut])
+            head = text[len(self._known) :]
             if new.startswith(head):
-                self._context, self._waiting = self._waiting[:cut], self._waiting[cut:]
+                self._give_out(cut, text)
                 return head
         return ""
 
+    def _give_out(self, count: int, text: str) -> None:
+        """The first `count` tokens that wait are context from now on, which then decodes to `text`."""
+        piece, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._context, self._known = self._context + piece, text
+        if len(self._context) > CONTEXT:
+            self._context, self._known = piece, self._decode(piece)
+
     def flush(self) -> str:
         """What is left at the end: an incomplete character as the replacement character."""
-        new = self._pending_text() if self._waiting else ""
-        self._context, self._waiting = [], []
+        new = self._decode(self._context + self._waiting)[len(self._known) :] if self._waiting else ""
+        self._context, self._known, self._waiting = [], "", []
         return new
-
-    def _pending_text(self) -> str:
-        known = self._decode(self._context)
-        return self._decode(self._context + self._waiting)[len(known) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip)

@@ -7,6 +7,7 @@ hidden states are missing before a position, it starts there, for its attention 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -119,6 +120,7 @@ class Contexts:
         self.limit = limit
         self._sorted: dict[int, Context] = {}
         self._waiting: list[tuple[Seq[Sequence], Seq[Span], Tensor]] = []  # rounds of one row a sequence
+        self._gone: set[int] = set()  # sequences of them that have ended
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -139,10 +141,8 @@ class Contexts:
         A prompt's wait for the first draft, so that the first token need not wait for them; what does not fit into
         WAIT_BYTES, and later long stretches, become rows at once.
         """
-        if all(
-            span.end == span.start + 1 for span in spans
-        ):  # rounds without a draft cost next to nothing: others' time is not theirs
-            self._waiting.append((list(seqs), list(spans), hidden.clone()))
+        if len(hidden) == len(spans):  # rounds without a draft cost next to nothing: others' time is not theirs
+            self._waiting.append((seqs, spans, hidden.clone() if hidden.is_cuda else hidden))
             if len(self._waiting) >= WAIT_ROUNDS:
                 self._sort()
             return
@@ -152,21 +152,17 @@ class Contexts:
             self._add(seq, span, rows)
 
     def _sort(self) -> None:
-        """Give each sequence its rows of the rounds that wait, those that follow on each other together."""
+        """Give each sequence its rows of the rounds that wait; those of the same sequences together."""
         rounds, self._waiting = self._waiting, []
-        runs: dict[int, tuple[Sequence, Span, list[Tensor]]] = {}
-        for seqs, spans, hidden in rounds:
-            for i, (seq, span) in enumerate(zip(seqs, spans, strict=True)):
-                run = runs.get(seq.seq_id)
-                if run is not None and run[1].end == span.start:
-                    run[2].append(hidden[i])
-                    runs[seq.seq_id] = seq, Span(run[1].start, span.end), run[2]
-                    continue
-                if run is not None:
-                    self._add(seq, run[1], torch.stack(run[2]))
-                runs[seq.seq_id] = seq, span, [hidden[i]]
-        for seq, span, rows in runs.values():
-            self._add(seq, span, torch.stack(rows))
+        gone, self._gone = self._gone, set()
+        # Rounds of the same sequences, each a token further than the one before.
+        begins = ([(q.seq_id, span.start - i) for q, span in zip(*r[:2], strict=True)] for i, r in enumerate(rounds))
+        for _, group in groupby(zip(begins, rounds, strict=True), lambda pair: pair[0]):
+            same = [one for _, one in group]
+            hidden = torch.stack([rows for _, _, rows in same])  # [rounds, B, F]
+            for i, (seq, first, last) in enumerate(zip(same[0][0], same[0][1], same[-1][1], strict=True)):
+                if seq.seq_id not in gone:
+                    self._add(seq, Span(first.start, last.end), hidden[:, i])
 
     def _add(self, seq: Sequence, span: Span, rows: Tensor) -> None:
         context = self._sorted.get(seq.seq_id)
@@ -237,6 +233,8 @@ class Contexts:
             context.rewind(length)
 
     def release(self, seq: Sequence) -> None:
-        context = self._contexts.pop(seq.seq_id, None)
+        if self._waiting:
+            self._gone.add(seq.seq_id)
+        context = self._sorted.pop(seq.seq_id, None)
         if context is not None:
             self.runner.blocks.release(context.holder)

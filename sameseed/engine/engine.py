@@ -117,18 +117,21 @@ class Engine:
         scripted = [seq.num_scripted > 0 for seq in plan.seqs]
         with one_thread():  # PyTorch's others would wait, spinning, on the cores that the kernels need
             how = plan.seqs, plan.num_pending, plan.num_draft, times, self._policies, self.ahead
-            draft, result = decode_step(self.runner, self.drafter, *how)
+            captured = not self.runner.captures or self._policies.listens(plan.seqs)
+            draft, result = decode_step(self.runner, self.drafter, *how, captured)
         decided = time.perf_counter()
         self.num_rows = sum(plan.num_pending) + len(draft.tokens)
         free = [b for b, known in enumerate(scripted) if not known]
         between = start - self._ended if self._went_on else 0.0  # of whoever calls: he hands tokens on
         whole = replace(times, schedule=times.schedule + self._tail + min(between, self._tail + times.target))
         seqs, asked = [plan.seqs[b] for b in free], [plan.num_draft[b] for b in free]
-        counts, nodes = [draft.count(b) for b in free], [result.nodes[b] for b in free]
+        every = draft.counts
+        counts, nodes = [every[b] for b in free], [result.nodes[b] for b in free]
         accepted = [len(n) for n in nodes]
         self._policies.update(Round(seqs, asked, counts, accepted, self.num_rows, whole, nodes))
         deltas = self._deliver(plan, draft, result, decided, scripted)
-        self.alarm.update(self.drafter, counts, accepted)
+        if any(counts):
+            self.alarm.update(self.drafter, counts, accepted)
         self._tail = time.perf_counter() - decided
         times.schedule += self._tail
         self.times.add(times)
@@ -195,7 +198,7 @@ class Engine:
     def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
         """Hand the decided tokens out, one by one up to the first that ends the sequence."""
         deltas: list[Delta] = []
-        names = self.level_names
+        names, counts = self.level_names if len(draft.tokens) else (), draft.counts
         for b, seq in enumerate(plan.seqs):
             live, tokens, num_accepted = self._live[seq.seq_id], result.tokens[b], len(result.nodes[b])
             if not result.failed[b]:
@@ -209,8 +212,8 @@ class Engine:
                 continue
             held = self.ahead.outcome(b, draft, result)
             for metrics in (seq.metrics, self.metrics):
-                metrics.update(draft.count(b), num_accepted, held)
-            if not draft.count(b):
+                metrics.update(counts[b], num_accepted, held)
+            if not counts[b]:
                 why = self._why_undrafted(seq, plan.num_draft[b], len(seq) - len(tokens))
                 for metrics in (seq.metrics, self.metrics):
                     metrics.undrafted[why] = metrics.undrafted.get(why, 0) + 1
@@ -219,14 +222,15 @@ class Engine:
             taken, reason = live.take(tokens)
             if reason is None and result.failed[b]:
                 reason = FinishReason.ERROR
-            by = draft.node_levels(b)
+            by = draft.node_levels(b) if num_accepted else []
             live.levels += [*(names[by[node]] for node in result.nodes[b]), None][:taken]
             seq.logprobs += result.logprobs[b][:taken]
             if reason is not None:
                 deltas.append(self._finish(live, reason, taken))
                 continue
             self.scheduler.blocks.trim(seq, len(seq))
-            deltas.append(live.delta(taken))
+            if live.request.streamed:
+                deltas.append(live.delta(taken))
         return deltas
 
     def _finish(self, live: Running, reason: FinishReason, num_tokens: int = 0) -> Delta:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence as Seq
+from dataclasses import replace
 from typing import Any, overload
 
 from sameseed.engine.front import Front, Message, Prompt, as_list
@@ -42,7 +43,7 @@ class LLM(Front):
         finished: dict[tuple[str, int], Completion] = {}
         pairs = zip(batch, map(self._seeded, each), strict=True)
         requests = [self._requests(prompt, p, f"r{next(self._ids)}") for prompt, p in pairs]
-        for delta in self._run([r for group in requests for r in group]):
+        for delta in self._run([replace(r, streamed=False) for group in requests for r in group]):
             if delta.completion is not None:
                 finished[delta.request_id, delta.index] = delta.completion
         return [finished[r.request_id, r.index] for group in requests for r in group]

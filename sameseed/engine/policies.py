@@ -145,6 +145,11 @@ class RequestPolicies:
     def _all(self) -> list[LengthPolicy]:
         return [self.default, *self._own.values()]
 
+    def listens(self, seqs: Seq[Sequence]) -> bool:
+        """Shall the drafter get the target's hidden states of this pass? `GoodputLength.listens` says when not."""
+        goodput = self.default
+        return not isinstance(goodput, GoodputLength) or any(s.speculation for s in seqs) or goodput.listens(seqs)
+
     def update(self, round_: Round) -> None:
         """Every policy in use learns of the round."""
         for policy in self._all():

@@ -240,7 +240,7 @@ class Scheduler:
         able = [b for b in able if plan[b].num_output > 0 or plan[b].num_scripted]
         num_draft = [0] * len(plan)
         wanted = lengths([plan[b] for b in able], sum(chunks.values()), left)
-        for b, k in zip(able, wanted, strict=True):
+        for b, k in zip(able, wanted, strict=True) if any(wanted) else ():
             seq = plan[b]
             room = self.blocks.reservable(seq) - len(seq)
             k = max(0, min(k, room, left)) if seq.draft_depth else 0

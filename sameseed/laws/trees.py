@@ -93,7 +93,7 @@ class Watched(ModelRunner):
         self.answer, self.share, self.guesses = answer, share, guesses
         self._right: dict[int, bool] = {}  # by place in the pass that runs: was a first guess right?
 
-    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int]) -> Output:
+    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int], captured: bool = True) -> Output:
         self._right = {}
         for b, seq in enumerate(seqs):
             tokens, parents = draft.nodes(b)
@@ -104,7 +104,7 @@ class Watched(ModelRunner):
                 self.guesses.num += 1
                 self.guesses.hits += self._right[b]
                 self.guesses.by_chance += sum(self.share.get(t, 0.0) for t in first)
-        return super().forward(seqs, draft, num_pending)
+        return super().forward(seqs, draft, num_pending, captured)
 
     def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
         for b, right in self._right.items():

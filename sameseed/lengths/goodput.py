@@ -25,7 +25,11 @@ from sameseed.spec.drafter import Round
 
 HOLD, LONGEST_HOLD = 4, 16  # rounds for which a decision stands while the same sequences run, of short rounds more
 HELD = 0.015  # seconds that they should last then
-LEARNED = 0.005  # seconds between rounds of which what they took is learned
+LEARNED = 0.005  # seconds between rounds of which what they took is learned; sixteen times as many where nobody drafts
+SHORT = 0.004  # seconds of a round: in shorter ones it is felt if the drafter gets hidden states
+DEAF = 0.5  # seconds without them, at most
+HEARD = 96  # tokens of a sequence with them, after some without: a head that knows fewer guesses worse
+DECIDING = 0.005  # of the time that decisions may take where nobody drafts
 WARM_UP = 48  # learned rounds; what was measured before them may be off altogether
 FIRST_GAPS = 16  # of the first rounds each is learned: nothing else tells what lies between passes
 SIMILAR = 0.25  # share by which a batch may change in size while a decision stands
@@ -60,6 +64,11 @@ class GoodputLength:
         self._next: tuple[float, float, float, float, float] | None = None
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
         self._rest, self._resting = 0, (0, 0)  # rounds for which nobody drafts, while about so many run, this one last
+        self._settled = 0  # of these rounds, those for which it stays so whoever comes: to decide takes time too
+        self._deaf = False  # does the drafter get no hidden states in these?
+        self._unheard: dict[int, int] = {}  # tokens of a sequence in the last pass that the drafter did not get
+        self._plain = 1.0  # seconds of a round without a draft
+        self._idle = False  # is this round one of them?
         self._num_plain = 0
         self._drafting: set[int] = set()  # sequences that the last decision lets draft
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
@@ -116,10 +125,11 @@ class GoodputLength:
             return [0] * len(seqs)
         size, last = self._resting
         alike = abs(len(seqs) - size) <= SIMILAR * size and (size > FEW or seqs[-1].seq_id == last)
-        if self._rest and alike:
-            self._rest -= 1
+        self._idle = self._rest > 0 and (alike or self._settled > 0)
+        if self._idle:
+            self._rest, self._settled = self._rest - 1, self._settled - 1
             return [0] * len(seqs)
-        self._rest = 0
+        self._rest = self._settled = 0
         ids = tuple([seq.seq_id for seq in seqs])
         if self._held is not None and self._held[0] == ids and self._held[1] > 0:
             lengths = self._held[2]
@@ -132,7 +142,12 @@ class GoodputLength:
         if self.budget.trying is not None:
             hold = 1
         elif not any(lengths):
-            self._rest, self._resting = self.budget.nap(ids, NAP) - 1, (len(seqs), ids[-1])
+            self._settled = round(min(self._deciding / (DECIDING * self._plain), NAP)) - 1
+            self._deaf = self._plain < SHORT and self.budget.poor > NAP
+            if self._deaf:
+                self._settled = round(min(self.budget.poor, DEAF / self._plain))
+            self._rest = max(self.budget.nap(ids, NAP) - 1, self._settled)
+            self._resting, self._idle = (len(seqs), ids[-1]), self._rest > 0
             self._held, self._asked, self._late = None, set(), (0, 0.0)
             return lengths
         elif self._unclear and self._since_plain >= CHECK:  # what is not measured any more may have changed
@@ -140,11 +155,24 @@ class GoodputLength:
         self._held = ids, hold - 1, lengths
         return list(lengths)
 
+    def listens(self, seqs: Seq[Sequence]) -> bool:
+        """Shall the drafter get the target's hidden states of this pass?
+
+        Not where rounds are so short that to take them would be felt, and no draft comes for a while. A sequence that
+        was not listened to is drafted for again once the drafter knows `HEARD` tokens of it.
+        """
+        if not self._deaf or self._settled <= 0:
+            return True
+        self._unheard.update({seq.seq_id: len(seq) for seq in seqs})
+        return False
+
     def _decided(self, seqs: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
         """Lengths that promise the most; a sequence for which drafting does not pay may be tried."""
         known = self.acceptance.own
         one = self.acceptance.offers(-1, self.num_draft_tokens)  # of those of whom nothing is known
         offers = [self.acceptance.offers(i, self.num_draft_tokens) if i in known else one for i in map(_id, seqs)]
+        unheard = {b for b, seq in enumerate(seqs) if len(seq) < self._unheard.get(seq.seq_id, -HEARD) + HEARD}
+        offers = [[] if b in unheard else o for b, o in enumerate(offers)]
         lengths, prices = self._best(offers, seqs, rows, budget)
         starts = [self._start(seq) for seq in seqs]
         late = self._too_late(seqs, offers, lengths, starts, prices)
@@ -163,6 +191,7 @@ class GoodputLength:
                 lengths[b], left = k + more, left - more
         hoped = HOPED / len(seqs) * prices.plain  # seconds a round that one more sequence may save
         idle = [b for b, k in enumerate(lengths) if not k and starts[b] <= hoped * self._left(seqs[b])]
+        idle = [b for b in idle if b not in unheard]
         trial = min(TRIAL_TOKENS, self.num_draft_tokens)
         if idle and trial <= left:
             lost = prices.seconds(trial, trial) / prices.plain - 1.0
@@ -211,7 +240,7 @@ class GoodputLength:
             best, promised = shared(offers, budget, len(seqs), prices)
         self._unclear = promised < CLEAR * len(seqs) / prices.plain
         self._hold = min(max(HOLD, round(HELD / prices.plain)), LONGEST_HOLD)
-        self._rate = promised
+        self._rate, self._plain = promised, prices.plain
         self._set_next(rows, prices, max(1, sum(k > 0 for k in best)), sum(contexts) / len(seqs))
         return best, prices
 
@@ -276,7 +305,7 @@ class GoodputLength:
     def update(self, round_: Round) -> None:
         """Learn from a round: what was right, and what it took."""
         self.budget.passed()
-        if self._rest:  # plain decoding should cost what it costs
+        if self._idle:  # plain decoding should cost what it costs
             self._num_plain += 1
             if self._num_plain > SAMPLED and self._num_plain % SAMPLED:
                 return
@@ -298,7 +327,7 @@ class GoodputLength:
             self._caught_up(round_, new, times.draft)
         if times is not None and round_.seqs:
             seconds = times.draft + times.target + times.verify + times.schedule
-            self._unlearned += seconds * (SAMPLED if self._rest else 1)
+            self._unlearned += seconds * (SAMPLED if self._idle else 1)
             if asked_now and not catching_up:
                 tokens = len(round_.seqs) + sum(round_.num_accepted)
                 if round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt's rows among them
@@ -308,7 +337,8 @@ class GoodputLength:
                 one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
                 self.cost = EngineCost(Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)]))
             trial = self.budget.trying is not None
-            if trial or self._unlearned >= LEARNED or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
+            wait = 16 * LEARNED if self._idle else LEARNED
+            if trial or self._unlearned >= wait or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
@@ -343,6 +373,7 @@ class GoodputLength:
         self.acceptance.release(seq.seq_id)
         self.budget.release(seq)
         self._seen.pop(seq.seq_id, None)
+        self._unheard.pop(seq.seq_id, None)
         self._written = [FADE * self._written[0] + 1.0, FADE * self._written[1] + seq.num_output]
         self._nodes.pop(seq.seq_id, None)
         self._asked.discard(seq.seq_id)

@@ -64,11 +64,11 @@ class ModelRunner:
         """Another runner on the same cache and blocks: of the same model, or of one with the same cached rows."""
         return ModelRunner(model or self.model, self.cache, captures, self.blocks, unseen)
 
-    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int]) -> Output:
+    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int], captured: bool = True) -> Output:
         """One pass: the first num_pending[b] pending tokens of each sequence, then its draft nodes.
 
         Logits come for sequences whose pending tokens are all in the pass; only these may have nodes. Blocks for the
-        rows must be reserved already.
+        rows must be reserved already. `captured` false: no hidden states are kept, whatever `captures` says.
         """
         rows: list[Rows] = []
         offsets = [0]
@@ -81,7 +81,7 @@ class ModelRunner:
             rows.append(Rows(pending, seq.num_cached, nodes, parents, seq.blocks, complete, unseen))
             offsets.append(offsets[-1] + num_pending[b] + len(nodes))
         batch = build_batch(rows, self.cache.block_size, self.model.device)
-        logits, hidden = self.model.forward(batch, self.cache, self.captures)
+        logits, hidden = self.model.forward(batch, self.cache, self.captures if captured else ())
         devices.wait(self.model.device)  # who times a pass times all of it; the verdict needs its logits at once
         return Output(logits, hidden, offsets, [r.wants_logits for r in rows])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq, Set
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ class Draft:
     levels: NDArray[np.int8] | None = None
 
     @classmethod
+    @cache
     def empty(cls, num_seqs: int) -> Draft:
         """No guess for any of `num_seqs` sequences."""
         return cls.chains([[] for _ in range(num_seqs)])
@@ -68,6 +70,12 @@ class Draft:
     @property
     def num_seqs(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of nodes of each sequence."""
+        found: list[int] = np.diff(self.offsets).tolist() if len(self.tokens) else [0] * self.num_seqs
+        return found
 
     def count(self, b: int) -> int:
         """Number of nodes of sequence b."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,8 +18,7 @@ from sameseed.spec.draft import Draft
 Owned = Literal["", "model", "head", "target"]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Positions start .. end of a sequence that became certain (stored in the target's cache) in one round.
 
     `num_draft`: nodes of its draft that were checked: what the drafter gave, less what was dropped before.

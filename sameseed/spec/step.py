@@ -48,12 +48,14 @@ def decode_step(
     times: TimeSplit | None = None,
     policy: Trims | None = None,
     ahead: NoOverlap = NO_OVERLAP,
+    captured: bool = True,
 ) -> tuple[Draft, Verified]:
     """Advance `seqs` by one pass of the model: num_pending[b] known tokens and at most num_draft[b] guesses each.
 
     Appends the decided tokens to the sequences. `times`, if given, is increased by the seconds of each stage; `policy`,
     if given, may drop nodes of the draft before they are checked; `ahead`: what the drafter does while the model's
-    pass runs. A draft's paths end where a sequence must, and with a token that ends its text.
+    pass runs; `captured` false: the drafter gets no hidden states of it. A draft's paths end where a sequence must, and
+    with a token that ends its text.
     """
     clock = time.perf_counter
     start = clock()
@@ -65,7 +67,7 @@ def decode_step(
     draft = _with_scripts(own, seqs, num_draft)
     drafted = clock()
     with ahead.beside(drafter, seqs, own, asked) as end_ahead:
-        out = runner.forward(seqs, draft, num_pending)
+        out = runner.forward(seqs, draft, num_pending, captured)
         end_ahead()
         checked = clock()
         result = verify(draft, out.logits, seqs, out.wants_logits, eos)
@@ -74,7 +76,7 @@ def decode_step(
         for seq, tokens in zip(seqs, result.tokens, strict=True):
             seq.token_ids += tokens
         verified = clock()
-    spans = [Span(s, seq.num_cached, own.count(b)) for b, (s, seq) in enumerate(zip(starts, seqs, strict=True))]
+    spans = [Span(s, seq.num_cached, n) for s, seq, n in zip(starts, seqs, own.counts, strict=True)]
     _observe(drafter, seqs, spans, hidden)
     if times is not None:
         times.draft += drafted - start + clock() - verified
@@ -85,12 +87,13 @@ def decode_step(
 
 def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int], eos: Seq[int]) -> Draft:
     """The drafter's guesses, as far as a text may go. A drafter that fails costs speed, never the text."""
-    draft = Draft.empty(len(seqs))
-    if any(num_draft):
-        try:
-            draft = drafter.propose(seqs, num_draft)
-        except Exception:
-            log.exception("the drafter failed; this round goes without drafts")
+    if not any(num_draft):
+        return Draft.empty(len(seqs))
+    try:
+        draft = drafter.propose(seqs, num_draft)
+    except Exception:
+        log.exception("the drafter failed; this round goes without drafts")
+        return Draft.empty(len(seqs))
     depths = [seq.draft_depth for seq in seqs]
     if any(k > depth for k, depth in zip(num_draft, depths, strict=True)):
         draft = draft.shallow(depths)

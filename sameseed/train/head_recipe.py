@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
@@ -128,5 +129,5 @@ def head_config(recipe: HeadRecipe, target: ModelConfig, mask_token: int | None 
     block, architecture = recipe.block, "Qwen3ForCausalLM" if layer.qk_norm else "LlamaForCausalLM"
     windows = (None,) * block.num_layers
     layer = replace(layer, architecture=architecture, num_layers=block.num_layers, windows=windows)
-    own = {"block_size": block.block_size, "mask_token": mask_token, "markov_rank": block.markov_rank}
+    own: dict[str, Any] = {"block_size": block.block_size, "mask_token": mask_token, "markov_rank": block.markov_rank}
     return BlockConfig("block", layer, vocab, target.hidden_size, layers, from_anchor=True, **own)

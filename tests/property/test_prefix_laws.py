@@ -86,9 +86,9 @@ def test_a_draft_model_finds_its_own_rows_again(pair: Pair) -> None:
     passes: list[int] = []
     forward = warm.drafter.runner.forward  # type: ignore[attr-defined]
 
-    def counted(seqs: Any, draft: Any, num_pending: Any) -> Any:
+    def counted(seqs: Any, draft: Any, num_pending: Any, captured: bool = True) -> Any:
         passes.append(max(num_pending))
-        return forward(seqs, draft, num_pending)
+        return forward(seqs, draft, num_pending, captured)
 
     warm.drafter.runner.forward = counted  # type: ignore[attr-defined]
     run(warm, PROMPTS, EACH, alone=True)
@@ -170,8 +170,8 @@ def test_numbers_that_are_not_finite_leave_the_cache(pair_folders: tuple[Path, P
     engine.step()
     forward = engine.runner.forward
 
-    def poisoned(seqs: Any, draft: Any, num_pending: Any) -> Any:
-        out = forward(seqs, draft, num_pending)
+    def poisoned(seqs: Any, draft: Any, num_pending: Any, captured: bool = True) -> Any:
+        out = forward(seqs, draft, num_pending, captured)
         logits = out.logits.clone()
         logits[0] = float("nan")
         return replace(out, logits=logits)

@@ -44,7 +44,7 @@ class Inquiry:
         prompt = self.prompts[index]
         if self.chat and prompt.messages:
             return {"messages": list(prompt.messages)}
-        return prompts.as_prompt(prompts.plain(prompt), self.chat)
+        return prompts.as_prompt(prompt.said, self.chat)
 
     def question(self, index: int, **more: Any) -> ServerQuestion:
         """The greedy question of a prompt; `more` are settings of ServerQuestion."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sameseed.study.load import prompts
 from sameseed.study.promises.ask import ServerQuestion
 from sameseed.study.promises.evidence import Evidence, promise
 from sameseed.study.promises.inquiry import Inquiry
@@ -92,7 +91,7 @@ async def _ask_at(inquiry: Inquiry, evidence: Evidence) -> None:
     evidence.numbers["tokens_without_alternatives"] = len(bare)
     for i, at in bare[:: -(-len(bare) // MOST_SCORED)] if not inquiry.chat else ():
         before, told = inquiry.scored[i].scored[:at], inquiry.scored[i].scored[at]
-        text = prompts.plain(inquiry.prompts[i]) + "".join(token.token for token in before)
+        text = inquiry.prompts[i].said + "".join(token.token for token in before)
         question = ServerQuestion({"prompt": text}, 1, stream=False, fields=wanted(chat=False))
         found = next(iter((await inquiry.asker.ask(question)).scored), None)
         values = {} if found is None else dict(found.top)

@@ -44,7 +44,7 @@ async def again(inquiry: Inquiry, evidence: Evidence) -> None:
     evidence.notes.append(f"the earlier report is of {inquiry.earlier['time']}")
     known = {text["asked"]: text for text in inquiry.earlier["texts"]}
     for prompt, found in zip(inquiry.prompts, inquiry.alone, strict=True):
-        told = known.get(prompts.plain(prompt))
+        told = known.get(prompt.said)
         if told is not None and told["error"] is None:
             before = ServedText(told["text"], told["finish_reason"], told["num_tokens"])
             evidence.compare(f"{prompt.id}, {inquiry.earlier['time']}", before, found)
@@ -74,7 +74,7 @@ async def load(inquiry: Inquiry, evidence: Evidence) -> None:
 
 def companion(inquiry: Inquiry, noise: random.Random) -> ServerQuestion:
     """A sampled request of another length, which keeps the others company."""
-    text = "\n".join(prompts.plain(noise.choice(inquiry.prompts)) for _ in range(noise.randrange(1, 3)))
+    text = "\n".join(noise.choice(inquiry.prompts).said for _ in range(noise.randrange(1, 3)))
     sampled = {"temperature": 0.9}
     prompt = prompts.as_prompt(text[-LONG:], inquiry.chat)
     return ServerQuestion(prompt, noise.randrange(4, inquiry.max_tokens + 1), fields=sampled)
@@ -91,9 +91,9 @@ async def prefix(inquiry: Inquiry, evidence: Evidence) -> None:
     """A greedy text is the same whether its prompt was in the prefix cache or not."""
     told = hits = 0
     room = LONG if inquiry.max_model_len is None else min(LONG, 2 * (inquiry.max_model_len - inquiry.max_tokens))
-    whole = "\n\n".join(prompts.plain(p) for p in inquiry.prompts)
+    whole = "\n\n".join(p.said for p in inquiry.prompts)
     for n in range(min(MOST_LONG, len(inquiry.prompts))):
-        start = prompts.plain(inquiry.prompts[n])
+        start = inquiry.prompts[n].said
         text = f"{inquiry.asker.salt()}\n{start}\n\n{whole}"[: max(room, 100)]  # new: nobody has asked it before
         salts = inquiry.asker.salt(), inquiry.asker.salt()
         asked = ServerQuestion(prompts.as_prompt(text, inquiry.chat), inquiry.max_tokens, salt=salts[0])

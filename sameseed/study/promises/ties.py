@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sameseed.study.load import prompts
 from sameseed.study.promises.ask import ServerQuestion
 from sameseed.study.promises.evidence import LEAST_TEXTS, Evidence, promise
 from sameseed.study.promises.inquiry import Inquiry
@@ -48,7 +47,7 @@ def at_tie(inquiry: Inquiry, tie: NearTie) -> ServerQuestion:
     if answer.prompt_token_ids and answer.token_ids:
         return ServerQuestion({"prompt": [*answer.prompt_token_ids, *answer.token_ids[: tie.at]]}, AFTER)
     written = "".join(token.token for token in answer.scored[: tie.at])
-    return ServerQuestion({"prompt": prompts.plain(inquiry.prompts[tie.index]) + written}, AFTER)
+    return ServerQuestion({"prompt": inquiry.prompts[tie.index].said + written}, AFTER)
 
 
 async def sharpened(inquiry: Inquiry, question: ServerQuestion) -> ServerQuestion | None:

@@ -245,4 +245,4 @@ def _config(inquiry: Inquiry, settings: ServerSettings, engine: str) -> dict[str
 
 def _text(prompt: Prompt, answer: ServedText) -> dict[str, Any]:
     told = {name: getattr(answer, name) for name in ("text", "finish_reason", "num_tokens", "error")}
-    return {"prompt": prompt.id, "asked": load_prompts.plain(prompt), **told}
+    return {"prompt": prompt.id, "asked": prompt.said, **told}

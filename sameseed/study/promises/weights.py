@@ -14,7 +14,6 @@ from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model, load_tokenizer, resolve_model
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantScheme
-from sameseed.study.load.prompts import plain
 from sameseed.study.promises.evidence import Evidence, promise
 from sameseed.study.promises.inquiry import Inquiry
 from sameseed.study.promises.reading import ServedText
@@ -45,7 +44,7 @@ class Weights:
             return tuple(self.tokenizer.chat([{"role": "user", "content": prompt.text}]))
         if chat:
             return prompt.encode(self.tokenizer)
-        return tuple(self.tokenizer.encode(plain(prompt)))
+        return tuple(self.tokenizer.encode(prompt.said))
 
     def tokens(self, prompt: Prompt, chat: bool, answer: ServedText) -> Read | None:
         """A prompt's and an answer's tokens; None where the text alone does not tell which they were."""

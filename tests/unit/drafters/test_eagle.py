@@ -369,6 +369,24 @@ def test_a_prompts_rows_wait_for_the_first_draft(
     assert found[0] == found[1]
 
 
+def test_single_rows_wait_and_are_sorted_by_sequence(easy: Pair) -> None:
+    """Whoever comes and goes meanwhile: what is known of a text is what its rounds brought, in order."""
+    drafter, hidden = drafter_of(engine_of(easy)), torch.randn(6, 3, 32)
+    seqs = [Sequence(i, list(range(1, 40)), GREEDY, 0) for i in range(3)]
+    for t in range(6):
+        among = seqs[:2] if t < 3 else seqs[1:] if t < 5 else seqs[2:]
+        drafter.observe(among, [Span(10 + t, 11 + t) for _ in among], hidden[t, : len(among)])
+        if t == 2:
+            drafter.release(seqs[0])
+    followers = drafter.followers
+    assert seqs[1].seq_id in followers._contexts and seqs[0].seq_id not in followers._contexts
+    assert torch.equal(followers[seqs[1]].hidden, torch.cat([hidden[:3, 1], hidden[3:5, 0]]))
+    assert torch.equal(followers[seqs[2]].hidden, torch.cat([hidden[3:5, 1], hidden[5:, 0]]))
+    drafter.observe([seqs[1]], [Span(15, 16)], hidden[0, :1])
+    drafter.observe([seqs[1]], [Span(20, 21)], hidden[1, :1])  # a hole
+    assert torch.equal(followers[seqs[1]].hidden, hidden[1, :1])
+
+
 def test_tokens_taken_back(easy: Pair) -> None:
     """After `rewind` the head guesses as if the tokens had never been there, near or far back."""
     for back in (1, 5, 30, 90):

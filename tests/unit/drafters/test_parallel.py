@@ -129,9 +129,9 @@ def test_a_draft_of_any_length_is_one_pass(pair: Pair, monkeypatch: pytest.Monke
     runner, rows = drafter_of(engine).runner, []
     forward = runner.forward
 
-    def counted(seqs: Any, draft: Draft, num_pending: Any) -> Any:
+    def counted(seqs: Any, draft: Draft, num_pending: Any, captured: bool = True) -> Any:
         rows.append((sum(num_pending), len(draft.tokens)))
-        return forward(seqs, draft, num_pending)
+        return forward(seqs, draft, num_pending, captured)
 
     monkeypatch.setattr(runner, "forward", counted)
     seqs = [Sequence(i, p, GREEDY, 0) for i, p in enumerate(PROMPTS)]

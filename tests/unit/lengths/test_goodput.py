@@ -103,6 +103,30 @@ def test_what_does_not_pay_is_hardly_tried() -> None:
     assert drafted < 20
 
 
+@pytest.mark.parametrize(("seconds", "mostly"), [(0.0005, False), (0.03, True)])
+def test_where_rounds_are_short_a_drafter_that_does_not_pay_hears_little(seconds: float, mostly: bool) -> None:
+    """It is not drafted for with a text that it knows in part, and texts that begin later are tried again."""
+
+    def cost(rows: int) -> float:
+        return seconds * (1 + 0.8 * (rows - 1))
+
+    policy = GoodputLength(8, curve(cost))
+    world, heard, drafted = World(policy, cost, step=seconds), [], []
+    for text in range(60):
+        seqs, known = [Sequence(text, [1], SamplingParams(), 0)], 0
+        for _ in range(64):
+            world.round(seqs, 0.3)
+            heard.append(policy.listens(seqs))
+            known = known + 1 if heard[-1] else 0
+            if world.lengths[-1][0]:
+                drafted.append(text)
+                assert known in (len(seqs[0].token_ids), 0, *range(96, 999)), "it began with the text, or long ago"
+            seqs[0].token_ids.append(1)
+        policy.release(seqs[0])
+    assert (sum(heard) > 0.9 * len(heard)) is mostly
+    assert max(drafted) > 30, "it is still tried now and then"
+
+
 @pytest.mark.parametrize(("slope", "pays"), [(0.3, False), (0.02, True)])
 def test_drafts_do_not_look_cheaper_beside_prompts(slope: float, pays: bool) -> None:
     """What rows of prompts take is spent in any case: in such a pass drafts are worth what they are worth without."""

@@ -294,14 +294,19 @@ def test_broad_trees_near_the_end_of_a_text(pair: Pair, monkeypatch: pytest.Monk
         seen: list[tuple[int, int]] = []
 
         def spy(
-            self: ModelRunner, seqs: Seq[Sequence], draft: Draft, pending: Seq[int], seen: list[tuple[int, int]] = seen
+            self: ModelRunner,
+            seqs: Seq[Sequence],
+            draft: Draft,
+            pending: Seq[int],
+            captured: bool = True,
+            seen: list[tuple[int, int]] = seen,
         ) -> object:
             for b, seq in enumerate(seqs):
                 depths = DraftNodes(draft.nodes(b)[1], None, Acceptance(1).rates(0)).depths
                 seen.append((draft.count(b), seq.draft_depth))
                 assert max(depths, default=-1) < seq.draft_depth or not depths
                 assert len(seq) + max(depths, default=-1) + 1 < seq.max_len + 1
-            return forward(self, seqs, draft, pending)
+            return forward(self, seqs, draft, pending, captured)
 
         monkeypatch.setattr(ModelRunner, "forward", spy)
         assert texts(run(engine, prompts, params)) == plain
