@@ -65,7 +65,7 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
 
 // Super-blocks. Products are added in 16 bits, as many as fit them; then pairs of these are multiplied by steps.
 constexpr int super_tile = 2;
-constexpr int fold_quads(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : 2; }
+constexpr int fold_quads(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : 2; }
 template <int shift, int mask>
 inline Codes with_bits(Codes low, Codes high) {
     auto merge = [](__m256i a, __m256i b) {

@@ -76,7 +76,7 @@ constexpr int super_tile = 8;
 constexpr int fold_quads(int) { return 8; }
 #else
 constexpr int super_tile = 8;
-constexpr int fold_quads(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : 2; }
+constexpr int fold_quads(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : 2; }
 #endif
 template <int shift, int mask>
 inline Codes with_bits(Codes low, Codes high) {

@@ -36,9 +36,10 @@ enum class Format : int {
     int8n = 9,
     q4_k = 10,
     q5_k = 11,
-    q6_k = 12
+    q6_k = 12,
+    q2_k = 13
 };
-constexpr int num_formats = 13;
+constexpr int num_formats = 14;
 
 constexpr int64_t bytes_of(Format format) {  // of one number of a dense format
     return format == Format::fp32 ? 4 : 2;
@@ -157,8 +158,8 @@ struct IntegerArgs {
 // The same for weights in super-blocks of 256 columns, packed as pack.h says. Rows of x as above, in groups of 256; with the
 // sums of their codes over each sub-block, by tile [K/2P][M][2] for sub-blocks of P = `part` columns.
 struct SuperArgs {
-    const uint8_t* codes;  // nibbles
-    const uint8_t* high;  // the bits above them, or null
+    const uint8_t* codes;  // nibbles; null for q2_k
+    const uint8_t* high;  // the bits above them, or null; of q2_k all bits
     const int8_t* steps;
     const int8_t* minima;  // or null
     const void* scales;  // [O/32][K/256][32]

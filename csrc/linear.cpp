@@ -43,6 +43,7 @@ void linear(const Product& product) {
         case Format::int8n:
             if (product.weight->integer_rows) return linear_integer(product);
             throw std::invalid_argument("no native kernel for this weight");
+        case Format::q2_k:
         case Format::q4_k:
         case Format::q5_k:
         case Format::q6_k:
@@ -82,6 +83,7 @@ void embedding(const Embedding& e) {
             return by_rows(rows, w.depth, [&](int64_t begin, int64_t end) {
                 for (int64_t t = begin; t < end; t++) decode_packed_row(w, token_ids[t], out + t * w.depth);
             });
+        case Format::q2_k:
         case Format::q4_k:
         case Format::q5_k:
         case Format::q6_k:

@@ -25,7 +25,7 @@ struct Weight {
     Format scale_format;      // fp32, bf16 or fp16
     const uint8_t* zeros;     // or null: the middle of the range
     const uint8_t* low;       // of int8n, whose `codes` are the high nibbles; null where these stand alone
-    // Of q4_k, q5_k and q6_k, whose `codes` are nibbles and `scales` those of super-blocks:
+    // Of K-quants, whose `codes` are nibbles (of q2_k pairs of bits) and `scales` those of super-blocks:
     const uint8_t* high;   // the bits of codes above four, or null
     const int8_t* steps;   // multiples of the scale
     const int8_t* minima;  // and of `least`, or null
@@ -78,13 +78,13 @@ void linear_dense(const Product& product);
 void linear_float(const Product& product);    // packed, rows as float32
 void linear_pairs(const Product& product);    // packed bf16, rows rounded to bf16
 void linear_integer(const Product& product);  // packed int4 or int8, rows quantized
-void linear_super(const Product& product);    // the same for q4_k, q5_k and q6_k
+void linear_super(const Product& product);    // the same for K-quants
 
 // Ends of the tasks that `blocks` blocks of at most `most` each make: long runs first, because a stream of weights costs a
 // start; then ever shorter ones, so that all threads end together. Of this thread, until its next call.
 const std::vector<int64_t>& cut_blocks(int64_t blocks, int64_t most);
 
-// Columns of a sub-block of q4_k, q5_k or q6_k.
-constexpr int64_t super_part(Format format) { return format == Format::q6_k ? 16 : 32; }
+// Columns of a sub-block of a K-quant.
+constexpr int64_t super_part(Format format) { return format == Format::q2_k || format == Format::q6_k ? 16 : 32; }
 
 }  // namespace sameseed

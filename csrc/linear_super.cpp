@@ -43,8 +43,10 @@ void linear_super(const Product& p) {
         }
     });
 
-    const SuperArgs args{static_cast<const uint8_t*>(w.codes),
-                         w.high,
+    const uint8_t* plane = static_cast<const uint8_t*>(w.codes);
+    const bool two_bits = w.format == Format::q2_k;
+    const SuperArgs args{two_bits ? nullptr : plane,
+                         two_bits ? plane : w.high,
                          w.steps,
                          w.minima,
                          w.scales,
@@ -62,7 +64,7 @@ void linear_super(const Product& p) {
                          part,
                          tile};
     const int64_t blocks = round_up(w.outputs, block_outputs) / block_outputs;
-    const int64_t block_bytes = depth * block_outputs / (w.high ? 1 : 2);
+    const int64_t block_bytes = depth * block_outputs / (two_bits ? 4 : w.high ? 1 : 2);
     const int64_t most = rows * depth > integer_cache ? std::max<int64_t>(1, integer_cache / block_bytes) : blocks;
     const std::vector<int64_t>& ends = cut_blocks(blocks, most);
     run_tasks(static_cast<int64_t>(ends.size()), w.outputs * depth * (2 + rows) > 16 * serial_cost, [&](int64_t i) {

@@ -49,10 +49,11 @@ void encode_packed(const EncodeArgs& args);
 void decode_packed_row(const Weight& weight, int64_t o, float* out);
 
 // The bits above four of codes [O, K] of `bits` bits, contiguous, to their plane; and back, added to the nibbles in `plain`.
+// Codes of two bits, moved up by four, lie in such a plane alone.
 void pack_high(const uint8_t* plain, uint8_t* high, int64_t outputs, int64_t depth, int64_t bits);
 void unpack_high(const uint8_t* high, uint8_t* plain, int64_t outputs, int64_t depth, int64_t bits);
 
-// Row `o` of a packed q4_k, q5_k or q6_k weight as floats [K]: scale * step * (code - zero) - least * minimum.
+// Row `o` of a packed K-quant as floats [K]: scale * step * (code - zero) - least * minimum.
 void decode_super_row(const Weight& weight, int64_t o, float* out);
 
 // Elements [O, K] of 1 or 2 bytes (rows of `stride` elements) to pairs and back.

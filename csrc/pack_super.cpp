@@ -42,7 +42,9 @@ void unpack_high(const uint8_t* high, uint8_t* plain, int64_t outputs, int64_t d
 
 void decode_super_row(const Weight& w, int64_t o, float* out) {
     const int64_t part = super_part(w.format), supers = w.depth / super_columns, scale_bytes = bytes_of(w.scale_format);
-    const int64_t extra = w.format == Format::q6_k ? 2 : 1, mask = (1 << extra) - 1, zero = w.format == Format::q6_k ? 32 : 0;
+    const bool two_bits = w.format == Format::q2_k;
+    const int64_t extra = part == 16 ? 2 : 1, mask = (1 << extra) - 1, zero = w.format == Format::q6_k ? 32 : 0;
+    const uint8_t* high = two_bits ? static_cast<const uint8_t*>(w.codes) : w.high;
     const int64_t block = o / block_outputs, in_block = o % block_outputs;
     const uint8_t* codes = static_cast<const uint8_t*>(w.codes) + block * w.depth / 8 * 128 + in_block * 4;
     const auto decode = kernels().decode[static_cast<int>(w.scale_format)];
@@ -56,9 +58,9 @@ void decode_super_row(const Weight& w, int64_t o, float* out) {
     for (int64_t i = 0; i < w.depth / part; i++) {
         const float scale = scaled(w.scales, w.steps, i), least = w.minima ? scaled(w.least, w.minima, i) : 0.0f;
         for (int64_t k = i * part; k < (i + 1) * part; k++) {
-            const uint8_t byte = codes[k / 8 * 128 + k % 4];
+            const uint8_t byte = two_bits ? 0 : codes[k / 8 * 128 + k % 4];
             int64_t code = k % 8 < 4 ? byte & 15 : byte >> 4;
-            if (w.high) code |= (w.high[high_at(o, k, w.depth, part)] >> k % part / 4 * extra & mask) << 4;
+            if (high) code |= (high[high_at(o, k, w.depth, part)] >> k % part / 4 * extra & mask) << (two_bits ? 0 : 4);
             out[k] = static_cast<float>(code - zero) * scale - least;
         }
     }

@@ -1,4 +1,4 @@
-// Super-blocks of 256 columns (q4_k, q5_k, q6_k) times integer rows: exact sums of each, scaled and added in one order.
+// Super-blocks of 256 columns (q2_k, q4_k, q5_k, q6_k) times integer rows: exact sums of each, scaled and added in one order.
 // Included after int_*.h and integer_body.h.
 //
 // For an output and a row, super-block by super-block: of formats with minima f = fma(-(sum of minimum * sum of x over a
@@ -10,6 +10,7 @@ struct SuperCodes {
     static constexpr bool minima = has_minima;
     static constexpr int pairs = super_columns / (2 * part), quads = part / 4;  // pairs of sub-blocks; steps of one
 };
+using Super2 = SuperCodes<2, 16, 0, true>;
 using Super4 = SuperCodes<4, 32, 0, true>;
 using Super5 = SuperCodes<5, 32, 0, true>;
 using Super6 = SuperCodes<6, 16, 32, false>;
@@ -30,13 +31,20 @@ struct SuperTile {
     int64_t groups;
 };
 
-// Four columns of 16 outputs: the nibbles of `line`, under the bits that `high` has for step `quad` of a sub-block.
+// Four columns of 16 outputs: the nibbles of `line`, under the bits that `high` has for step `quad` of a sub-block. Of two
+// bits there are no nibbles: `high` has all.
 template <class W, int quad>
 INLINE Codes super_codes(const Codes& line, const Codes& high) {
-    const Codes low = quad % 2 ? high_nibbles(line) : low_nibbles(line);
-    if constexpr (W::bits == 4) return low;
-    constexpr int extra = W::bits - 4;
-    return with_bits<extra * quad - 4, ((1 << extra) - 1) << 4>(low, high);
+    if constexpr (W::bits == 2) {
+        return with_bits<2 * quad, 3>(Codes{}, high);
+    } else {
+        const Codes low = quad % 2 ? high_nibbles(line) : low_nibbles(line);
+        constexpr int extra = W::bits - 4;
+        if constexpr (extra == 0)
+            return low;
+        else
+            return with_bits<extra * quad - 4, ((1 << extra) - 1) << 4>(low, high);
+    }
 }
 
 // sums[m] = what the sub-blocks' sums of x make with `weights`, their minima or steps.
@@ -55,13 +63,13 @@ INLINE void sum_offsets(const int8_t* weights, const int16_t* x_sums, I (&sums)[
 template <int M, class W, int second>
 INLINE void sum_part(const uint8_t* codes, const uint8_t* high, I pair, const int8_t* x, I (&sums)[M]) {
     const I step = second ? second_step(pair) : first_step(pair);
-    const Codes top = load_codes(W::bits > 4 ? high : codes);
-    if constexpr (W::bits > 4) prefetch(high + integer_prefetch / 2);
+    const Codes top = load_codes(W::bits != 4 ? high : codes);
+    if constexpr (W::bits != 4) prefetch(high + integer_prefetch / 2);
     I dots[M];
     unroll<M>([&](auto m) INLINE_LAMBDA { dots[m] = set1_int(0); });
     unroll<W::quads / 2>([&](auto j) INLINE_LAMBDA {
-        const Codes line = load_codes(codes + j * 128);
-        prefetch(codes + j * 128 + integer_prefetch);
+        const Codes line = W::bits > 2 ? load_codes(codes + j * 128) : top;
+        if constexpr (W::bits > 2) prefetch(codes + j * 128 + integer_prefetch);
         unroll<2>([&](auto q) INLINE_LAMBDA {
             const Codes four = super_codes<W, 2 * j + q>(line, top);
             unroll<M>([&](auto m) INLINE_LAMBDA { dots[m] = add_quad(dots[m], four, x + m * code_step + (2 * j + q) * 4); });
@@ -93,17 +101,17 @@ INLINE void super_half(const SuperTile& t, int64_t g, int64_t half) {
     if constexpr (W::minima) add_scaled(t.least, sums, true);
     unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = W::minima ? set1_int(0) : mul_ints(sums[m], set1_int(-W::zero)); });
     constexpr int64_t part_bytes = W::quads / 2 * 128;
-    const uint8_t* codes = t.codes + g * super_columns / 8 * 128 + half * 64;
-    const uint8_t* high = W::bits > 4 ? t.high + g * super_columns / W::part * 128 + half * 64 : nullptr;
+    const uint8_t* codes = W::bits > 2 ? t.codes + g * super_columns / 8 * 128 + half * 64 : nullptr;
+    const uint8_t* high = W::bits != 4 ? t.high + g * super_columns / W::part * 128 + half * 64 : nullptr;
     const int8_t* x = t.x + g * super_columns * M;
     for (int64_t p = 0; p < W::pairs; p++) {
         const I steps = widen_pairs(t.steps + pair + p * 2 * block_outputs);
         constexpr int64_t next = W::part < code_step ? W::part : code_step * M;  // where x of the second sub-block lies
         sum_part<M, W, 0>(codes, high, steps, x, sums);
         BARRIER;
-        sum_part<M, W, 1>(codes + part_bytes, high + (W::bits > 4 ? 128 : 0), steps, x + next, sums);
-        codes += 2 * part_bytes;
-        if constexpr (W::bits > 4) high += 256;
+        sum_part<M, W, 1>(codes + (W::bits > 2 ? part_bytes : 0), high + (W::bits != 4 ? 128 : 0), steps, x + next, sums);
+        if constexpr (W::bits > 2) codes += 2 * part_bytes;
+        if constexpr (W::bits != 4) high += 256;
         x += 2 * W::part * M;
         BARRIER;
     }
@@ -132,7 +140,7 @@ inline void super_block(const SuperArgs& a, int64_t block, int64_t begin, int64_
     const int64_t rows = (end * a.tile < a.rows ? end * a.tile : a.rows) - row, first_scale = block * groups * block_outputs;
     __builtin_memset(sums, 0, static_cast<uint64_t>(rows * block_outputs) * sizeof(float));
     SuperTile t{};
-    t.codes = a.codes + block * a.depth / 8 * 128;
+    if (a.codes) t.codes = a.codes + block * a.depth / 8 * 128;
     if (a.high) t.high = a.high + block * a.depth / a.part * 128;
     t.steps = a.steps + block * pairs * 2 * block_outputs;
     if (a.minima) t.minima = a.minima + block * pairs * 2 * block_outputs;
@@ -146,9 +154,10 @@ inline void super_block(const SuperArgs& a, int64_t block, int64_t begin, int64_
         t.x_scales = a.x_scales + first * groups;
         t.x_sums = a.x_sums + first * pairs * 2;
         t.state = sums + (first - row) * block_outputs;
-        const SuperKernel kernel = a.high == nullptr ? super_kernel<Super4>(M)
-                                   : a.minima        ? super_kernel<Super5>(M)
-                                                     : super_kernel<Super6>(M);
+        const SuperKernel kernel = a.codes == nullptr  ? super_kernel<Super2>(M)
+                                   : a.high == nullptr ? super_kernel<Super4>(M)
+                                   : a.minima          ? super_kernel<Super5>(M)
+                                                       : super_kernel<Super6>(M);
         kernel(t);
     }
     for (int64_t t_row = 0; t_row < rows; t_row++) {

@@ -18,7 +18,7 @@ from sameseed import registry
 from sameseed.errors import ConfigError, RegistryError, nearest
 
 DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-KQUANTS = {"q4_k": 4, "q5_k": 5, "q6_k": 6}  # bits of a code, in super-blocks of 256 (llama.cpp)
+KQUANTS = {"q2_k": 2, "q4_k": 4, "q5_k": 5, "q6_k": 6}  # bits of a code, in super-blocks of 256 (llama.cpp)
 GROUPS = (32, 64, 128)  # values of a row that may share a scale, besides the whole row,
 CHANNEL = -1  # which is a scale per output (per channel)
 OUTLIER = 6.0  # numbers of a row beyond it are outliers, where a weight keeps these floats (LLM.int8)

@@ -53,7 +53,7 @@ def few_bits(quant: QuantScheme) -> QuantScheme:
     A K-quant's is w4a8 or w8a8: of rows that 256 does not divide, and on GPUs, no kernel has K-quants.
     """
     if quant.weights in KQUANTS:
-        return QuantScheme.parse("w4a8" if get(quant.weights).bits == 4 else "w8a8")
+        return QuantScheme.parse("w4a8" if get(quant.weights).bits <= 4 else "w8a8")
     return QuantScheme() if quant.weights in ("auto", *DENSE.values()) else replace(quant, rules=())
 
 

@@ -36,6 +36,7 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("q4_k", "int8"): 10,
     ("q5_k", "int8"): 11,
     ("q6_k", "int8"): 12,
+    ("q2_k", "int8"): 13,
 }  # (format, activations) that kernels take packed: enum Format
 ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
 _NIBBLES = frozenset({"int4", "mxfp4", "nf4", "qoq"})

@@ -1,4 +1,4 @@
-"""Weights in super-blocks (q4_k, q5_k, q6_k) packed for the native kernels, as csrc/pack.h says."""
+"""Weights in super-blocks (q2_k, q4_k, q5_k, q6_k) packed for the native kernels, as csrc/pack.h says."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MULTIPLES = ("steps", "minima")
 def _shapes(w: QuantTensor) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
     """Shape and possible types of each packed part."""
     blocks, depth, bits = -(-w.shape[0] // ROWS_PER_PACK), w.shape[1], KQUANTS[w.format]
-    part = 16 if w.format == "q6_k" else 32
+    part = 16 if bits in (2, 6) else 32
     found: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
-        "codes": ((blocks, depth // 8, 2, 16, 4), (torch.uint8,)),
+        "codes": ((blocks, depth // (16 if bits == 2 else 8), 2, 16, 4), (torch.uint8,)),
         "steps": ((blocks, depth // part // 2, 2, 16, 2), (torch.int8,)),
         "scales": ((blocks, depth // _SUPER, ROWS_PER_PACK), tuple(SCALES)),
     }
@@ -45,12 +45,13 @@ def pack(w: QuantTensor) -> QuantTensor:
     if tuple(codes.shape) != w.shape or codes.dtype is not torch.uint8 or not codes.is_cpu:
         raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     parts = {"codes": roomy(shapes["codes"][0], torch.uint8)}
-    at, to = codes.data_ptr(), parts["codes"].data_ptr()
-    _native.pack_codes(
-        _native.PackArgs(
-            plain=at, packed=to, zeros=0, outputs=outputs, depth=depth, groups=1, stride=depth, nibbles=True
-        )
-    )
+    if KQUANTS[w.format] == 2:  # as the upper bits of six lie
+        codes = codes << 4
+        _native.pack_high(codes.data_ptr(), parts["codes"].data_ptr(), outputs, depth, 6)
+    else:
+        at, to = codes.data_ptr(), parts["codes"].data_ptr()
+        args = {"plain": at, "packed": to, "outputs": outputs, "depth": depth, "stride": depth}
+        _native.pack_codes(_native.PackArgs(**args, zeros=0, groups=1, nibbles=True))
     if "high" in shapes:
         parts["high"] = roomy(shapes["high"][0], torch.uint8)
         _native.pack_high(codes.data_ptr(), parts["high"].data_ptr(), outputs, depth, KQUANTS[w.format])
@@ -67,8 +68,12 @@ def unpack(w: QuantTensor) -> QuantTensor:
     """The inverse of pack."""
     describe(w)  # for its checks
     outputs, depth = w.shape
-    codes = torch.empty(w.shape, dtype=torch.uint8)
-    _native.unpack_codes(w.parts["codes"].data_ptr(), codes.data_ptr(), outputs, depth, True)
+    codes = torch.zeros(w.shape, dtype=torch.uint8)
+    if KQUANTS[w.format] == 2:
+        _native.unpack_high(w.parts["codes"].data_ptr(), codes.data_ptr(), outputs, depth, 6)
+        codes >>= 4
+    else:
+        _native.unpack_codes(w.parts["codes"].data_ptr(), codes.data_ptr(), outputs, depth, True)
     if "high" in w.parts:
         _native.unpack_high(w.parts["high"].data_ptr(), codes.data_ptr(), outputs, depth, KQUANTS[w.format])
     parts: dict[str, Tensor] = {"codes": codes}

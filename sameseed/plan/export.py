@@ -24,7 +24,7 @@ from sameseed.tuned import TABLE_END, Chosen, Tuned
 
 STALLS = "a 0 in vLLM's table was reported to stall batches at its edge (vllm-project/vllm issue 49548): measure it"
 GGUF_TYPES = {"w8a8": "Q8_0", "w4a8": "Q4_0", "w4a16": "Q4_0", "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-GGUF_TYPES |= {"q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q6_k": "Q6_K"}
+GGUF_TYPES |= {"q2_k": "Q2_K", "q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q6_k": "Q6_K"}
 GGUF_KV = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "int8": "q8_0", "int4": "q4_0"}
 FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

@@ -359,6 +359,7 @@ FLOATS = [
 SCHEMES = [
     *INTEGERS,
     *FLOATS,
+    "q2_k-a8",
     "q4_k-a8",
     "q5_k-a8",
     "fp8-a8",

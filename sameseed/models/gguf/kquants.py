@@ -1,6 +1,6 @@
-"""K-quants of a GGUF file as parts of our formats q4_k, q5_k and q6_k: code for code, scale for scale.
+"""K-quants of a GGUF file as parts of our formats q2_k, q4_k, q5_k and q6_k: code for code, scale for scale.
 
-Blocks as ggml lays them out (block_q3_K to block_q6_K in ggml-common.h), 256 values each. Q3_K is Q6_K with codes of
+Blocks as ggml lays them out (block_q2_K to block_q6_K in ggml-common.h), 256 values each. Q3_K is Q6_K with codes of
 three bits: it takes the room of q6_k here, and its kernel.
 """
 
@@ -18,7 +18,7 @@ TYPES["Q3_K"] = TYPES["Q6_K"]
 
 def parts(kind: str, blocks: Tensor, height: int) -> dict[str, Tensor]:
     """The parts of a weight of `height` rows from its blocks uint8 [height * K / 256, bytes]."""
-    read = {"Q3_K": _q3, "Q4_K": _q45, "Q5_K": _q45, "Q6_K": _q6}[kind]
+    read = {"Q2_K": _q2, "Q3_K": _q3, "Q4_K": _q45, "Q5_K": _q45, "Q6_K": _q6}[kind]
     found = read(blocks)
     return {name: t.reshape(height, -1) for name, t in found.items()}
 
@@ -31,6 +31,18 @@ def _bits(packed: Tensor, count: int, step: int) -> Tensor:
     """uint8 [n, W] as [n, count, W]: `step` bits each, the lowest first."""
     shifts = torch.arange(0, count * step, step, dtype=torch.uint8)[:, None]
     return (packed[:, None] >> shifts) & ((1 << step) - 1)
+
+
+def _q2(blocks: Tensor) -> dict[str, Tensor]:
+    """16 bytes, each a step and, above it, a minimum; in halves of 128 four times 32 pairs of bits; scale and least."""
+    multiples = blocks[:, :16]
+    return {
+        "codes": _bits(blocks[:, 16:80].reshape(-1, 32), 4, 2).view(-1, 256),
+        "steps": (multiples & 15).view(torch.int8),
+        "minima": (multiples >> 4).view(torch.int8),
+        "scales": _half(blocks, 80),
+        "least": _half(blocks, 82),
+    }
 
 
 def _q3(blocks: Tensor) -> dict[str, Tensor]:

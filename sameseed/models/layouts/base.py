@@ -13,14 +13,14 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import whole_number
-from sameseed.scheme import CHANNEL, GROUPS, QuantScheme, QuantTensor, get
+from sameseed.scheme import CHANNEL, GROUPS, KQUANTS, QuantScheme, QuantTensor, get
 
 log = logging.getLogger("sameseed.models")
 FLOATS = ("F32", "BF16", "F16")
 # Codes of 8-bit floats, less their sign, from which on they are NaN or infinity (Micikevicius et al., 2022, table 1).
 ENDS = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7C}
 LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "mxfp4": 6.0, "nf4": 1.0}  # of a code; integers have up to 256
-LARGEST |= dict.fromkeys(("q4_k", "q5_k", "q6_k"), 2.0**14)  # steps of up to 128, and as much again for the minima
+LARGEST |= dict.fromkeys(KQUANTS, 2.0**14)  # steps of up to 128, and as much again for the minima
 ROWS = 1024  # looked at together, so that copies are small
 ROUNDED = "int8", 32  # format and group of what no kernel has: errors of about 0.5 % of the weights
 

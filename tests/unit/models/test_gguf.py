@@ -249,7 +249,20 @@ def q5_k(block: bytes) -> list[float]:
     return out
 
 
-SUPER_BLOCKS = [("Q3_K", 110, q3_k), ("Q4_K", 144, q4_k), ("Q5_K", 176, q5_k), ("Q6_K", 210, q6_k)]
+def q2_k(block: bytes) -> list[float]:
+    """Steps and minima of 16 values in half bytes; two bits a code, of 32 values at a time in one pair of bits each."""
+    multiples, packed, (d, least) = block[:16], block[16:80], struct.unpack("<ee", block[80:])
+    out = []
+    for k in range(256):
+        half, at = divmod(k, 128)
+        code = packed[32 * half + at % 32] >> (2 * (at // 32)) & 3
+        unit = np.float32(np.float32(d) * np.float32(multiples[k // 16] & 15))
+        shift = np.float32(np.float32(least) * np.float32(multiples[k // 16] >> 4))
+        out.append(float(np.float32(unit * np.float32(code)) - shift))
+    return out
+
+
+SUPER_BLOCKS = [("Q2_K", 84, q2_k), ("Q3_K", 110, q3_k), ("Q4_K", 144, q4_k), ("Q5_K", 176, q5_k), ("Q6_K", 210, q6_k)]
 
 
 @pytest.mark.parametrize(("kind", "size", "meaning"), SUPER_BLOCKS)
@@ -259,6 +272,7 @@ def test_k_quants_mean_what_ggml_says(kind, size, meaning, tmp_path):
     name = "model.layers.0.self_attn.k_proj.weight"  # its heads are in another order, too
     blocks = rng.integers(0, 256, (128, size), dtype=np.uint8)
     halves = [(size - 2, 0.005)] if kind in {"Q3_K", "Q6_K"} else [(0, 0.01), (2, 0.02)]
+    halves = [(80, 0.01), (82, 0.02)] if kind == "Q2_K" else halves
     for at, scale in halves:
         blocks[:, at : at + 2] = (rng.random(128).astype(np.float16) * np.float16(scale))[:, None].view(np.uint8)
     path = write_gguf(tmp_path / "model.gguf", RAW, tensors, blobs={gguf_name(name): (blocks, kind)})
@@ -276,22 +290,25 @@ def test_k_quants_mean_what_ggml_says(kind, size, meaning, tmp_path):
     assert got.equal(chunks)
 
 
-def random_blocks(height: int, width: int, kind: str, scales_at: int) -> np.ndarray[Any, Any]:
+def random_blocks(height: int, width: int, kind: str, *scales_at: int) -> np.ndarray[Any, Any]:
     """Rows of blocks of any bits, with small scales."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(1)
     blocks = rng.integers(0, 256, (height * width // values, size), dtype=np.uint8)
     small = (rng.random(len(blocks)).astype(np.float16) - np.float16(0.5)) * np.float16(0.002)
-    blocks[:, scales_at : scales_at + 2] = small[:, None].view(np.uint8)
+    for at in scales_at:
+        blocks[:, at : at + 2] = small[:, None].view(np.uint8)
     return blocks.reshape(height, -1)
 
 
-@pytest.mark.parametrize(("kind", "at", "text_"), [("Q3_K", 108, "q6_k-a8"), ("IQ4_NL", 0, "w8a16-g32")])
-def test_types_that_fit_in_the_codes_of_others(kind, at, text_, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("kind", "at", "text_"), [("Q2_K", (80, 82), "q2_k-a8"), ("Q3_K", (108,), "q6_k-a8"), ("IQ4_NL", (0,), "w8a16-g32")]
+)
+def test_types_that_the_gguf_package_cannot_write(kind, at, text_, tmp_path, caplog):
     """Exactly the file's values, and a model of them on every backend."""
     tensors = random_tensors(parse_config(RAW))
     matrices = {gguf_name(n): t.shape for n, t in tensors.items() if t.ndim == 2}
-    blobs = {n: (random_blocks(*shape, kind, at), kind) for n, shape in matrices.items()}
+    blobs = {n: (random_blocks(*shape, kind, *at), kind) for n, shape in matrices.items()}
     path = write_gguf(tmp_path / "model.gguf", RAW, tensors, blobs=blobs)
     with caplog.at_level(logging.WARNING), GGUFCheckpoint(path) as source:
         source.check(read_config(path))

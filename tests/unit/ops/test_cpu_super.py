@@ -1,4 +1,4 @@
-"""Products of weights in super-blocks (q4_k, q5_k, q6_k): bits of the reference, on every instruction set."""
+"""Products of weights in super-blocks (q2_k, q4_k, q5_k, q6_k): bits of the reference, on every instruction set."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sameseed.scheme import QuantTensor
 pytestmark = pytest.mark.bits
 
 REFERENCE = resolve("reference")
-NAMES = ["q4_k", "q5_k", "q6_k"]
+NAMES = ["q2_k", "q4_k", "q5_k", "q6_k"]
 every_name = pytest.mark.parametrize("name", NAMES)
 
 
 def weight(name: str, O: int, K: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> QuantTensor:  # noqa: E741
     """A weight of all codes and steps, the extreme ones among them."""
     rng = torch.Generator().manual_seed(seed)
-    bits, parts = int(name[1]), K // (16 if name == "q6_k" else 32)
+    bits, parts = int(name[1]), K // (16 if name in ("q2_k", "q6_k") else 32)
     low, high = (-128, 128) if name == "q6_k" else (0, 64)
 
     def scales() -> torch.Tensor:
@@ -165,6 +165,7 @@ def test_what_no_kernel_serves_stays_plain(name):
     ("name", "part", "wrong", "error"),
     [
         ("q4_k", "codes", lambda t: t[:1], ValueError),
+        ("q2_k", "codes", lambda t: t[:, :8], ValueError),
         ("q6_k", "codes", lambda t: t.view(torch.int8), TypeError),
         ("q5_k", "high", lambda t: t[:, :1], ValueError),
         ("q6_k", "high", lambda t: t.int(), TypeError),

@@ -1,0 +1,16 @@
+"""Format q2_k: 2-bit codes with small scales and minima for each 16 (llama.cpp's Q2_K)."""
+
+from __future__ import annotations
+
+from sameseed.formats._kquant import KQuant
+
+
+class Q2K(KQuant):
+    """Codes 0..3. Files of llama.cpp have steps and minima of 4 bits, what is encoded here of 6."""
+
+    name = "q2_k"
+    bits = 2
+    part = 16
+
+
+FORMAT = Q2K()
