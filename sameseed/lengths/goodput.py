@@ -64,11 +64,11 @@ class GoodputLength:
         self._next: tuple[float, float, float, float, float] | None = None
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
         self._rest, self._resting = 0, (0, 0)  # rounds for which nobody drafts, while about so many run, this one last
-        self._settled = 0  # of these rounds, those for which it stays so whoever comes: to decide takes time too
+        self._idle = False  # is this round one of them?
+        self._settled = 0  # of them, those for which it stays so whoever comes: to decide takes time too
         self._deaf = False  # does the drafter get no hidden states in these?
         self._unheard: dict[int, int] = {}  # tokens of a sequence in the last pass that the drafter did not get
         self._plain = 1.0  # seconds of a round without a draft
-        self._idle = False  # is this round one of them?
         self._num_plain = 0
         self._drafting: set[int] = set()  # sequences that the last decision lets draft
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
