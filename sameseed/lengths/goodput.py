@@ -67,6 +67,7 @@ class GoodputLength:
         self._idle = False  # is this round one of them?
         self._settled = 0  # of them, those for which it stays so whoever comes: to decide takes time too
         self._deaf = False  # does the drafter get no hidden states in these?
+        self._may_try = self._hopeless = False  # is one that the drafter knows worth a trial; or none of them?
         self._unheard: dict[int, int] = {}  # tokens of a sequence in the last pass that the drafter did not get
         self._plain = 1.0  # seconds of a round without a draft
         self._num_plain = 0
@@ -142,11 +143,14 @@ class GoodputLength:
         if self.budget.trying is not None:
             hold = 1
         elif not any(lengths):
-            self._settled = round(min(self._deciding / (DECIDING * self._plain), NAP)) - 1
-            self._deaf = self._plain < SHORT and self.budget.poor > NAP
+            nap, poor = self.budget.nap(ids, NAP), self.budget.poor
+            self._deaf = self._plain < SHORT and (self._hopeless or poor > NAP)
             if self._deaf:
-                self._settled = round(min(self.budget.poor, DEAF / self._plain))
-            self._rest = max(self.budget.nap(ids, NAP) - 1, self._settled)
+                most = DEAF / self._plain
+                self._settled = round(min(poor if poor > NAP else most, most))
+            else:
+                self._settled = round(min(self._deciding / (DECIDING * self._plain), nap if self._may_try else NAP)) - 1
+            self._rest = max(nap - 1, self._settled)
             self._resting, self._idle = (len(seqs), ids[-1]), self._rest > 0
             self._held, self._asked, self._late = None, set(), (0, 0.0)
             return lengths
@@ -192,6 +196,7 @@ class GoodputLength:
         hoped = HOPED / len(seqs) * prices.plain  # seconds a round that one more sequence may save
         idle = [b for b, k in enumerate(lengths) if not k and starts[b] <= hoped * self._left(seqs[b])]
         idle = [b for b in idle if b not in unheard]
+        self._may_try, self._hopeless = bool(idle), not idle and len(unheard) < len(seqs)
         trial = min(TRIAL_TOKENS, self.num_draft_tokens)
         if idle and trial <= left:
             lost = prices.seconds(trial, trial) / prices.plain - 1.0
