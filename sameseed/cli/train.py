@@ -91,7 +91,6 @@ class DraftArgs(OwnArgs):
     intermediate_size: Annotated[int | None, option("N")] = None
 
 
-KIND_FLAGS = {"eagle3": ("unroll",), "block": ("block_size", "markov_rank", "num_layers", "mask_token")}
 OWN: dict[str, type[OwnArgs]] = {"head": HeadArgs, "draft": DraftArgs}
 
 
@@ -157,7 +156,7 @@ def run_own(what: str, argv: Seq[str], prog: str) -> int:
         )
     from sameseed.train.draft import DraftRecipe, run_draft
     from sameseed.train.head import run_head
-    from sameseed.train.head_recipe import HeadRecipe
+    from sameseed.train.head_recipe import KINDS, HeadRecipe
     from sameseed.train.own import Sources, load_own_recipe
 
     sources = Sources(args.prompts, args.data, args.measure)
@@ -165,8 +164,9 @@ def run_own(what: str, argv: Seq[str], prog: str) -> int:
     with resumable():
         if what == "head":
             head = with_flags(load_own_recipe(HeadRecipe, args.recipe, "recipes/embedded-head.toml"), args)
-            other = "eagle3" if head.kind == "block" else "block"
-            refuse_unused(KIND_FLAGS[other], args, f"--kind {other}")
+            for kind, flags in KINDS.items():
+                if kind != head.kind:
+                    refuse_unused(flags, args, f"--kind {kind}")
             done = run_head(head, sources, args.out, **how)
         else:
             draft = with_flags(load_own_recipe(DraftRecipe, args.recipe, "none: flags suffice"), args)

@@ -25,7 +25,7 @@ from sameseed.spec.drafter import Round
 
 HOLD, LONGEST_HOLD = 4, 16  # rounds for which a decision stands while the same sequences run, of short rounds more
 HELD = 0.015  # seconds that they should last then
-LEARNED = 0.005  # seconds between rounds of which what they took is learned; sixteen times as many where nobody drafts
+LEARNED = 0.005  # seconds between rounds of which what they took is learned: of rounds that are looked at (`SAMPLED`)
 SHORT = 0.004  # seconds of a round: in shorter ones it is felt if the drafter gets hidden states
 DEAF = 0.5  # seconds without them, at most
 HEARD = 96  # tokens of a sequence with them, after some without: a head that knows fewer guesses worse
@@ -332,7 +332,7 @@ class GoodputLength:
             self._caught_up(round_, new, times.draft)
         if times is not None and round_.seqs:
             seconds = times.draft + times.target + times.verify + times.schedule
-            self._unlearned += seconds * (SAMPLED if self._idle else 1)
+            self._unlearned += seconds
             if asked_now and not catching_up:
                 tokens = len(round_.seqs) + sum(round_.num_accepted)
                 if round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt's rows among them
@@ -342,8 +342,7 @@ class GoodputLength:
                 one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
                 self.cost = EngineCost(Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)]))
             trial = self.budget.trying is not None
-            wait = 16 * LEARNED if self._idle else LEARNED
-            if trial or self._unlearned >= wait or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
+            if trial or self._unlearned >= LEARNED or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})

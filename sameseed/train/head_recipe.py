@@ -55,7 +55,8 @@ class BlockSettings:
     decay: float = 4.0
 
 
-KINDS = ("eagle3", "block")
+# By kind: the settings that it alone heeds.
+KINDS = {"eagle3": ("unroll",), "block": ("block_size", "markov_rank", "num_layers", "mask_token")}
 
 
 # Small enough an update that a layer taken from the target is not thrown away at once.
