@@ -9,6 +9,7 @@ struct Codes {
 
 constexpr int integer_tile = 4;
 constexpr int halves = 1;  // of a block that a pass takes together: 8 accumulators of 16 registers
+constexpr bool dots_add_four = false;
 
 inline I set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline I load_ints(const int32_t* p) { return {bits_at(p), bits_at(p + 8)}; }
@@ -77,7 +78,9 @@ inline Codes with_bits(Codes low, Codes high) {
 }
 inline I add_quad(I dots, Codes w, const int8_t* x) {
     const __m256i q = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
-    return {_mm256_add_epi16(dots.lo, _mm256_maddubs_epi16(w.lo, q)), _mm256_add_epi16(dots.hi, _mm256_maddubs_epi16(w.hi, q))};
+    dots = {_mm256_add_epi16(dots.lo, _mm256_maddubs_epi16(w.lo, q)), _mm256_add_epi16(dots.hi, _mm256_maddubs_epi16(w.hi, q))};
+    asm("" : "+x"(dots.lo), "+x"(dots.hi));  // or compilers make a tree of the sums, and run out of registers
+    return dots;
 }
 inline I widen_pairs(const int8_t* p) { return {_mm256_cvtepi8_epi16(half_at(p)), _mm256_cvtepi8_epi16(half_at(p + 16))}; }
 inline __m256i twice_first(__m256i p) {

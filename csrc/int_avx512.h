@@ -14,6 +14,7 @@ constexpr int integer_tile = 12;  // rows; with both halves of a block that make
 constexpr int integer_tile = 6;
 #endif
 constexpr int halves = 2;  // of a block that a pass takes together
+constexpr bool dots_add_four = true;
 
 inline I set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline I load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }

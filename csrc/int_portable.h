@@ -10,6 +10,7 @@ struct Codes {
 
 constexpr int integer_tile = 2;
 constexpr int halves = 1;  // of a block that a pass takes together
+constexpr bool dots_add_four = true;
 
 template <class F>
 inline I each_int(F f) {

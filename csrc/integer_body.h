@@ -75,13 +75,24 @@ INLINE V load_scales(const char* p, Format format, int64_t i) {
     }
 }
 
+// Whether products of these codes are first added as `add_quad` does, the eight quads of a piece of x, and then folded.
+template <class W>
+constexpr bool fold_first = W::small && !dots_add_four;
+
+constexpr int16_t once_each[2] = {1, 1};
+
 template <int M, int sets, class W>
 INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, const int8_t* x, I (&sums)[sets][M][halves]) {
     unroll<2>([&](auto quad) INLINE_LAMBDA {
         Codes codes[halves];
         unroll<halves>([&](auto h) INLINE_LAMBDA { codes[h] = W::get(w, low, quad, h); });
         unroll<M>([&](auto m) INLINE_LAMBDA {
-            add_dots<W::small, m % 2 == 1>(sums[quad % sets][m], codes, x + m * code_step + quad * 4);
+            if constexpr (fold_first<W>)
+                unroll<halves>([&](auto h) INLINE_LAMBDA {
+                    sums[0][m][h] = add_quad(sums[0][m][h], codes[h], x + m * code_step + quad * 4);
+                });
+            else
+                add_dots<W::small, m % 2 == 1>(sums[quad % sets][m], codes, x + m * code_step + quad * 4);
         });
     });
 }
@@ -89,7 +100,7 @@ INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, const int8_t* x
 // Outputs 16 half .. of M rows; `lines` cache lines of each plane are prefetched in each step.
 template <int M, class W, int lines>
 INLINE void integer_half(const Tile& t, int64_t half) {
-    constexpr int sets = M <= 4 && halves == 2 ? 2 : 1;  // chains of dependent sums for few rows
+    constexpr int sets = M <= 4 && halves == 2 && !fold_first<W> ? 2 : 1;  // chains of dependent sums for few rows
     const uint8_t* w = t.codes + half * 64;
     const uint8_t* low = W::two_planes ? t.low + half * 64 : nullptr;
     const int8_t* x = t.x;
@@ -112,6 +123,13 @@ INLINE void integer_half(const Tile& t, int64_t half) {
             });
         if constexpr (sets == 2) unroll<M * halves>([&](auto i) INLINE_LAMBDA { sums[1][i / halves][i % halves] = set1_int(0); });
 
+        I dots[fold_first<W> ? 1 : sets][M][halves];
+        auto& part = [&]() INLINE_LAMBDA -> auto& {
+            if constexpr (fold_first<W>)
+                return dots;
+            else
+                return sums;
+        }();
         auto step = [&](int64_t j) INLINE_LAMBDA {
             unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead + i * 64); });
             ahead += t.ahead_step;
@@ -119,13 +137,32 @@ INLINE void integer_half(const Tile& t, int64_t half) {
                 unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead_low + i * 64); });
                 ahead_low += t.ahead_step;
             }
-            multiply_codes<M, sets, W>(w, low, x + j * 8, sums);
+            multiply_codes<M, sets, W>(w, low, x + j * 8, part);
             w += W::bytes;
             if constexpr (W::two_planes) low += W::bytes;
         };
+        auto begin_piece = [&]() INLINE_LAMBDA {
+            if constexpr (fold_first<W>)
+                unroll<M * halves>([&](auto i) INLINE_LAMBDA { dots[0][i / halves][i % halves] = set1_int(0); });
+        };
+        auto end_piece = [&]() INLINE_LAMBDA {
+            if constexpr (fold_first<W>)
+                unroll<M * halves>([&](auto i) INLINE_LAMBDA {
+                    I& sum = sums[0][i / halves][i % halves];
+                    sum = add_steps(sum, dots[0][i / halves][i % halves], set1_pair(once_each));
+                });
+        };
         int64_t left = t.steps;
-        for (; left >= 4; left -= 4, x += M * code_step) unroll<4>(step);
-        for (int64_t j = 0; j < left; j++) step(j);
+        for (; left >= 4; left -= 4, x += M * code_step) {
+            begin_piece();
+            unroll<4>(step);
+            end_piece();
+        }
+        if (left > 0) {
+            begin_piece();
+            for (int64_t j = 0; j < left; j++) step(j);
+            end_piece();
+        }
         if constexpr (sets == 2)
             unroll<M * halves>([&](auto i) INLINE_LAMBDA {
                 I& sum = sums[0][i / halves][i % halves];
