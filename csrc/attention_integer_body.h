@@ -7,7 +7,8 @@
 //   n_t = (e_t b_t) (32767 / W), rounded to nearest even,   o = (sum n_t v_t) (W / 32767)
 // As in `quantize`, W below 2^-100 makes o zero; NaN or infinity in it make o NaN. A place that a row does not see has n_t 0.
 
-constexpr int64_t query_codes_apart = max_dim + 64;           // bytes from one query to the next
+constexpr int64_t query_code_bytes = wide_codes ? 2 : 1;
+constexpr int64_t query_codes_apart = (max_dim + 64) * query_code_bytes;  // bytes from one query to the next
 constexpr int64_t weight_codes_apart = key_block + lanes;     // 16-bit weights likewise
 constexpr int64_t panel_places = block_outputs;               // keys that share a panel
 constexpr int64_t panel_quad = panel_places * 4;              // bytes of four columns of a panel
@@ -40,8 +41,10 @@ struct CodeWalk {
             float* scaled_row = w.q + c * w.padded;
             for (int64_t d = 0; d < w.a.dim; d += lanes) store(scaled_row + d, mul(load_n(row + d, w.a.dim - d), scale));
             int8_t* codes = q + c * query_codes_apart;
-            __builtin_memset(codes, 0, static_cast<uint64_t>(depth));
-            quantize(scaled_row, w.a.dim, w.a.dim, 128, codes, code_step, q_scales + c, starts + c, 1);
+            constexpr int64_t apart = code_step * query_code_bytes;
+            __builtin_memset(codes, 0, static_cast<uint64_t>(depth * query_code_bytes));
+            quantize(scaled_row, w.a.dim, w.a.dim, 128, codes, apart, q_scales + c, starts + c, 1);
+            for (int64_t d = 0; wide_codes && d < depth; d += code_step) widen_codes(codes + d * query_code_bytes);
         }
     }
 };
@@ -58,7 +61,7 @@ void score_panel(const CodeWalk& p, int64_t c, float* scores, int64_t stride) {
         for (int64_t d = 0; d < p.depth; d += 4, keys += panel_quad) {
             Codes codes[halves];
             unroll<halves>([&](auto h) INLINE_LAMBDA { codes[h] = load_codes(keys + h * 64); });
-            unroll<M>([&](auto m) INLINE_LAMBDA { add_dots<false, m % 2 == 1>(sums[m], codes, q + m * query_codes_apart + d); });
+            unroll<M>([&](auto m) INLINE_LAMBDA { add_dots<false, m % 2 == 1>(sums[m], codes, q + m * query_codes_apart + d * query_code_bytes); });
         }
         unroll<M>([&](auto m) INLINE_LAMBDA {
             const V scale = set1(p.q_scales[c + m]);

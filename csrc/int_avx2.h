@@ -47,18 +47,29 @@ inline Codes join_high_nibbles(Codes high, Codes low) {
     return {join_nibbles(high.lo, _mm256_srli_epi16(low.lo, 4)), join_nibbles(high.hi, _mm256_srli_epi16(low.hi, 4))};
 }
 
-// sums[h] += the dot products of four codes of each output and four bytes of x. `small`: codes are at most 15.
+// A piece of 32 codes of a row, in its place, as int16: of each four the even ones, then the odd ones.
+constexpr bool wide_codes = true;
+inline void widen_codes(int8_t* piece) {
+    auto widen = [&](__m128i codes) {
+        const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+        return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(codes, order));
+    };
+    const __m256i first = widen(half_at(piece)), second = widen(half_at(piece + 16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(piece), first);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(piece + 32), second);
+}
+
+// sums[h] += the dot products of four codes of each output and four of x. `small`: codes are at most 15, and those of x
+// bytes; else those of x are as `widen_codes` leaves them.
 template <bool small, bool>
 INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
-    const __m256i q = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x)), one = _mm256_set1_epi16(1);
-    auto dot = [&](__m256i& part, __m256i c) INLINE_LAMBDA {
-        if constexpr (small) {  // 2 * 15 * 127 fits 16 bits
-            part = _mm256_add_epi32(part, _mm256_madd_epi16(_mm256_maddubs_epi16(c, q), one));
-        } else {  // 2 * 255 * 127 does not: even and odd bytes as 16 bits
-            const __m256i even = _mm256_and_si256(c, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(c, 8);
-            const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), x_odd = _mm256_srai_epi16(q, 8);
-            part = _mm256_add_epi32(part, _mm256_add_epi32(_mm256_madd_epi16(even, x_even), _mm256_madd_epi16(odd, x_odd)));
-        }
+    static_assert(!small, "those are added by add_quad");
+    const int32_t* pairs = reinterpret_cast<const int32_t*>(x);
+    const __m256i even = _mm256_set1_epi32(pairs[0]), odd = _mm256_set1_epi32(pairs[1]);
+    auto dot = [&](__m256i& sum, __m256i c) INLINE_LAMBDA {  // 2 * 255 * 127 does not fit 16 bits
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(c, _mm256_set1_epi16(255)), even));
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(c, 8), odd));
+        asm("" : "+x"(sum));  // or compilers make a tree of the sums, and run out of registers
     };
     dot(sums[0].lo, w[0].lo);
     dot(sums[0].hi, w[0].hi);

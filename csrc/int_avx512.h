@@ -15,6 +15,8 @@ constexpr int integer_tile = 6;
 #endif
 constexpr int halves = 2;  // of a block that a pass takes together
 constexpr bool dots_add_four = true;
+constexpr bool wide_codes = false;
+inline void widen_codes(int8_t*) {}
 
 inline I set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline I load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }

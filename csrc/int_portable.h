@@ -11,6 +11,8 @@ struct Codes {
 constexpr int integer_tile = 2;
 constexpr int halves = 1;  // of a block that a pass takes together
 constexpr bool dots_add_four = true;
+constexpr bool wide_codes = false;
+inline void widen_codes(int8_t*) {}
 
 template <class F>
 inline I each_int(F f) {

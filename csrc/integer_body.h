@@ -81,6 +81,10 @@ constexpr bool fold_first = W::small && !dots_add_four;
 
 constexpr int16_t once_each[2] = {1, 1};
 
+// Bytes of a code of x.
+template <class W>
+constexpr int64_t x_bytes = wide_codes && !W::small ? 2 : 1;
+
 template <int M, int sets, class W>
 INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, const int8_t* x, I (&sums)[sets][M][halves]) {
     unroll<2>([&](auto quad) INLINE_LAMBDA {
@@ -92,7 +96,7 @@ INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, const int8_t* x
                     sums[0][m][h] = add_quad(sums[0][m][h], codes[h], x + m * code_step + quad * 4);
                 });
             else
-                add_dots<W::small, m % 2 == 1>(sums[quad % sets][m], codes, x + m * code_step + quad * 4);
+                add_dots<W::small, m % 2 == 1>(sums[quad % sets][m], codes, x + (m * code_step + quad * 4) * x_bytes<W>);
         });
     });
 }
@@ -137,7 +141,7 @@ INLINE void integer_half(const Tile& t, int64_t half) {
                 unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead_low + i * 64); });
                 ahead_low += t.ahead_step;
             }
-            multiply_codes<M, sets, W>(w, low, x + j * 8, part);
+            multiply_codes<M, sets, W>(w, low, x + j * 8 * x_bytes<W>, part);
             w += W::bytes;
             if constexpr (W::two_planes) low += W::bytes;
         };
@@ -153,7 +157,7 @@ INLINE void integer_half(const Tile& t, int64_t half) {
                 });
         };
         int64_t left = t.steps;
-        for (; left >= 4; left -= 4, x += M * code_step) {
+        for (; left >= 4; left -= 4, x += M * code_step * x_bytes<W>) {
             begin_piece();
             unroll<4>(step);
             end_piece();
@@ -258,7 +262,7 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
                          : a.group >= integer_span ? a.group
                                                    : integer_span / a.group * a.group;
     if (!split) __builtin_memset(sums, 0, static_cast<uint64_t>(rows * block_outputs) * sizeof(float));
-    const int64_t start = block * (a.depth / 8) * step_bytes;
+    const int64_t start = block * (a.depth / 8) * step_bytes, code_bytes = wide_codes && (a.low || !a.nibbles) ? 2 : 1;
     for (int64_t k = 0; k < a.depth; k += span) {
         const int64_t width = span < a.depth - k ? span : a.depth - k, g = k / a.group;
         const uint8_t* packed = a.codes + start + k / 8 * step_bytes;
@@ -275,7 +279,7 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
         if (a.zeros) t.zeros = a.zeros + (block * groups + g) * block_outputs;
         for (int64_t i = begin; i < end; i++) {
             const int64_t first = i * a.tile, M = a.tile < a.rows - first ? a.tile : a.rows - first;
-            t.x = a.x + first * x_row + k * M;
+            t.x = a.x + (first * x_row + k * M) * code_bytes;
             t.x_scales = a.x_scales + first * groups + g * M;
             t.starts = a.starts + first * groups + g * M;
             t.state = sums + (first - row) * block_outputs;

@@ -138,7 +138,8 @@ struct PairArgs {
 
 // out[T, O] = x[T, K] * w[O, K]^T + bias[O] + residual[T, O], w packed as pack.h says, x as codes int8. In tile i, of M <=
 // `tile` rows, x lies as [K/32][M][32] (zero-padded), its scales as [K/G][M], and the integers that sums start from,
-// -zero * (sum of the group's codes), as [K/G][M]; where the weight has zero points, `starts` leaves them out.
+// -zero * (sum of the group's codes), as [K/G][M]; where the weight has zero points, `starts` leaves them out. Beside weights
+// of 8 bits a piece of 32 codes may take 64 bytes (`wide_codes`).
 struct IntegerArgs {
     const uint8_t* codes;  // [O/32][K/8][2][16][4] nibbles, or [O/32][K/4][2][16][4] bytes
     const uint8_t* low;  // as `codes`: the nibbles below them, which make bytes of both; or null
@@ -238,6 +239,9 @@ struct Kernels {
     void (*linear_pairs)(const PairArgs&, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end, float* scratch);
 
     int64_t integer_tile;  // the most rows of a tile of `integer`
+    bool wide_codes;  // whether `integer` takes rows beside weights of 8 bits as `widen_codes` leaves them
+    // A piece of 32 codes to 64 bytes in its place: int16, of each four codes the first, the third, the second, the fourth.
+    void (*widen_codes)(int8_t* piece);
     // Quantize a row of x by groups of `group` columns; piece i of 32 codes goes to codes + i * piece_stride. For each group a
     // scale and -sum * middle, `stride` apart.
     void (*quantize)(const float* x, int64_t depth, int64_t group, int32_t middle, int8_t* codes, int64_t piece_stride,

@@ -23,11 +23,12 @@ void linear_integer(const Product& p) {
     const bool nested = w.format == Format::int8n, nibbles = nested || w.format == Format::int4, whole = w.low || !nibbles;
     const int64_t rows = p.rows, depth = w.depth, groups = depth / w.group;
     const int64_t padded = round_up(depth, 8), pieces = round_up(depth, code_step);
+    const int64_t code_bytes = whole && table.wide_codes ? 2 : 1;
     const int64_t tiles = (rows + table.integer_tile - 1) / table.integer_tile, tile = (rows + tiles - 1) / tiles;
     // Zero points are multiplied in later. Two nibbles are both stored plus 8: 16 * 8 + 8.
     const int32_t middle = w.zeros ? 1 : w.low ? 136 : nibbles ? 8 : 128;
 
-    float* x_scales = scratch(packed_area, rows * (2 * groups + pieces / 4 + 16));
+    float* x_scales = scratch(packed_area, rows * (2 * groups + pieces * code_bytes / 4 + 16));
     int32_t* starts = reinterpret_cast<int32_t*>(x_scales + rows * groups);
     int8_t* codes = reinterpret_cast<int8_t*>(x_scales + round_up(2 * rows * groups, 16));
     const int64_t passes = p.source.kind == RowSource::silu ? 8 : p.source.kind == RowSource::norm ? 4 : 2;  // over a row
@@ -35,8 +36,11 @@ void linear_integer(const Product& p) {
         for (int64_t t = begin; t < end; t++) {
             const int64_t first = t / tile * tile, m = t - first, M = std::min(tile, rows - first);
             const RowView x = prepare_rows(p.source, depth, t, t + 1, scratch(rows_area, depth));
-            table.quantize(x.x, depth, w.group, middle, codes + first * pieces + m * code_step, M * code_step,
+            int8_t* row = codes + (first * pieces + m * code_step) * code_bytes;
+            const int64_t apart = M * code_step * code_bytes;
+            table.quantize(x.x, depth, w.group, middle, row, apart,
                            x_scales + first * groups + m, starts + first * groups + m, M);
+            for (int64_t i = 0; code_bytes == 2 && i < pieces / code_step; i++) table.widen_codes(row + i * apart);
             // High nibbles alone count 16 times as much: in the rows' scales, exactly, because it is a power of two.
             for (int64_t g = 0; nested && !w.low && g < groups; g++) x_scales[first * groups + g * M + m] *= 16.0f;
         }

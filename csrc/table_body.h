@@ -16,6 +16,8 @@ constexpr Kernels make_table(const char* name) {
         pair_row,
         linear_pairs,
         integer_tile,
+        wide_codes,
+        widen_codes,
         quantize,
         integer,
         super_tile,
