@@ -1,7 +1,9 @@
 // Packed codes to floats in AVX2 registers, as codes_avx512.h says. Included after vec_avx2.h.
 
-constexpr int float_tile = 2;
-constexpr int block_tile[3] = {0, 1, 1};
+constexpr int float_tile = 5;
+constexpr int whole_rows = 2;
+constexpr int block_tile[whole_rows + 1] = {0, 1, 1};
+constexpr int output_vectors[float_tile + 1] = {2, 2, 2, 1, 1, 1};
 
 // The registers of 32 outputs, 4 bytes each.
 struct Dwords {
@@ -90,3 +92,9 @@ struct Bf16Codes : Dwords {
         high = {value<J>(2), value<J>(3)};
     }
 };
+
+// Nibbles take so many steps to decode that only one tile does so for itself.
+template <class Codes>
+constexpr int span_rows = 12;
+template <>
+constexpr int span_rows<NibbleCodes> = float_tile;

@@ -5,6 +5,10 @@
 constexpr int float_tile = 12;  // rows of x that a step of weights serves in registers: 2 x 12 sums
 // Blocks of 32 outputs that a tile of 1..12 rows takes side by side: eight sums or more hide the latency of one.
 constexpr int block_tile[13] = {0, 4, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+constexpr int whole_rows = float_tile;
+template <class>
+constexpr int span_rows = 0;
+constexpr int output_vectors[13] = {2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2};
 
 struct NibbleCodes {
     static constexpr int depth = 8, bytes = 128;

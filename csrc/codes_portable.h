@@ -1,6 +1,10 @@
 // Packed codes to floats in plain C++, as codes_avx512.h says. Included after vec_portable.h.
 
 constexpr int float_tile = 2;
+constexpr int whole_rows = float_tile;
+template <class>
+constexpr int span_rows = 0;
+constexpr int output_vectors[float_tile + 1] = {2, 2, 2};
 constexpr int block_tile[3] = {0, 1, 1};
 
 struct NibbleCodes {

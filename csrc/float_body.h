@@ -2,7 +2,8 @@
 // namespace.
 //
 // The lanes of a vector are 16 outputs; a column of weights is decoded once and serves all rows of a tile. Up to
-// `float_tile` rows take the weights from registers; more take them from a strip that is decoded once into cache.
+// `whole_rows` rows take the weights from registers, both halves of a block at once. Up to `span_rows` rows, in tiles that take
+// turns at spans of columns, decode them half by half; more rows take the weights from a strip that is decoded once into cache.
 // Either way the sum of a row and output runs as kernels.h says, so no tile shape shows in the bits.
 
 constexpr int64_t float_prefetch = 4096;  // bytes
@@ -153,22 +154,26 @@ void expand(const FloatArgs& a, int64_t block, int64_t k, int64_t depth, float* 
     }
 }
 
-// sums [M, 32] += M rows of x against a decoded strip. From memory and back: kept in registers across the end of a group
-// they make the compiler shuffle registers.
+// sums [M, 32] += M rows of x against a decoded strip, as many vectors of outputs at a time as registers hold. From memory
+// and back: kept in registers across the end of a group they make the compiler shuffle registers.
 template <int M>
 void float_piece(const float* x, const float* strip, int64_t depth, float* sums) {
-    V sum[2 * M];
-    unroll<2 * M>([&](auto i) INLINE_LAMBDA { sum[i] = load(sums + i * lanes); });
-    for (int64_t k = 0; k < depth; k += 4, x += 4 * M, strip += 4 * block_outputs)
-        unroll<4>([&](auto j) INLINE_LAMBDA {
-            const V low = load(strip + j * block_outputs), high = load(strip + j * block_outputs + lanes);
-            unroll<M>([&](auto m) INLINE_LAMBDA {
-                const V xm = set1(x[j * M + m]);
-                accumulate(sum[2 * m], low, xm);
-                accumulate(sum[2 * m + 1], high, xm);
+    constexpr int C = output_vectors[M];
+    for (int c = 0; c < 2; c += C, strip += C * lanes, sums += C * lanes) {
+        V sum[C * M];
+        unroll<C * M>([&](auto i) INLINE_LAMBDA { sum[i] = load(sums + i / C * block_outputs + i % C * lanes); });
+        const float *xk = x, *w = strip;
+        for (int64_t k = 0; k < depth; k += 4, xk += 4 * M, w += 4 * block_outputs)
+            unroll<4>([&](auto j) INLINE_LAMBDA {
+                V column[C];
+                unroll<C>([&](auto i) INLINE_LAMBDA { column[i] = load(w + j * block_outputs + i * lanes); });
+                unroll<M>([&](auto m) INLINE_LAMBDA {
+                    const V xm = set1(xk[j * M + m]);
+                    unroll<C>([&](auto i) INLINE_LAMBDA { accumulate(sum[C * m + i], column[i], xm); });
+                });
             });
-        });
-    unroll<2 * M>([&](auto i) INLINE_LAMBDA { store(sums + i * lanes, sum[i]); });
+        unroll<C * M>([&](auto i) INLINE_LAMBDA { store(sums + i / C * block_outputs + i % C * lanes, sum[i]); });
+    }
 }
 
 template <int M>
@@ -209,12 +214,70 @@ void float_strips(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begi
         for (int64_t t = 0; t < rows; t++, result += block_outputs) finish(a, t_begin + t, block, result);
 }
 
+// --- some rows: every tile decodes a span of columns for itself ---
+
+// sums [M, 32] += M rows of x against `depth` columns of a block at p: outputs 16 half .. of it.
+template <int M, int half, class Codes>
+INLINE void float_half(const float* table, const float* x, const uint8_t* p, int64_t depth, float* sums) {
+    V sum[M];
+    unroll<M>([&](auto m) INLINE_LAMBDA { sum[m] = load(sums + m * block_outputs + half * lanes); });
+    Codes codes(table);
+    for (int64_t k = 0; k < depth; k += Codes::depth, x += Codes::depth * M, p += Codes::bytes) {
+        codes.read(p);
+        if (half == 0)
+            unroll<Codes::bytes / 64>([&](auto i) INLINE_LAMBDA { prefetch(p + float_prefetch + i * 64); });
+        unroll<Codes::depth>([&](auto j) INLINE_LAMBDA {
+            V w[2];
+            codes.template column<j>(w[0], w[1]);
+            unroll<M>([&](auto m) INLINE_LAMBDA { accumulate(sum[m], w[half], set1(x[j * M + m])); });
+        });
+    }
+    unroll<M>([&](auto m) INLINE_LAMBDA { store(sums + m * block_outputs + half * lanes, sum[m]); });
+}
+
+template <int M, class Codes>
+void float_span(int64_t rows, const float* table, const float* x, const uint8_t* p, int64_t depth, float* sums) {
+    if constexpr (M > 0) {
+        if (rows != M) return float_span<M - 1, Codes>(rows, table, x, p, depth, sums);
+        float_half<M, 0, Codes>(table, x, p, depth, sums);
+        float_half<M, 1, Codes>(table, x, p, depth, sums);
+    }
+}
+
+// Block after block, so that weights are read as they lie. `scratch` as for float_strips.
+template <class Codes>
+void float_spans(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end, float* scratch) {
+    const int64_t rows = t_end - t_begin, area = rows * block_outputs;
+    const uint64_t bytes = static_cast<uint64_t>(area) * sizeof(float);
+    float *sums = scratch, *totals = scratch + area;
+    for (int64_t block = begin; block < end; block++) {
+        const uint8_t* p = static_cast<const uint8_t*>(a.codes) + block * (a.depth / Codes::depth * Codes::bytes);
+        __builtin_memset(totals, 0, bytes);
+        for (int64_t g = 0; g < a.groups; g++) {
+            __builtin_memset(sums, 0, bytes);
+            for (int64_t k = 0, depth; k < a.group; k += depth, p += depth / Codes::depth * Codes::bytes) {
+                depth = k + float_chunk < a.group ? float_chunk : a.group - k;
+                for (int64_t t = t_begin; t < t_end; t += a.tile) {
+                    const int64_t count = t + a.tile < t_end ? a.tile : t_end - t, at = (t - t_begin) * block_outputs;
+                    const float* x = a.x + t * a.depth + (g * a.group + k) * count;
+                    float_span<float_tile, Codes>(count, a.table, x, p, depth, sums + at);
+                    if (a.scales == nullptr || k + depth < a.group) continue;
+                    const float* x_sums = a.zeros ? a.x_sums + t * a.groups + g * count : nullptr;
+                    end_group(a, block, g, count, x_sums, sums + at, totals + at, block_outputs);
+                }
+            }
+        }
+        for (int64_t t = 0; t < rows; t++) finish(a, t_begin + t, block, (a.scales ? totals : sums) + t * block_outputs);
+    }
+}
+
 template <class Codes>
 void linear_float(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end, float* scratch) {
-    if (t_end - t_begin <= a.tile)
-        float_rows<float_tile, Codes>(a, t_end - t_begin, t_begin, begin, end);
-    else
-        float_strips<Codes>(a, begin, end, t_begin, t_end, scratch);
+    const int64_t rows = t_end - t_begin;
+    if (rows <= whole_rows && rows <= a.tile) return float_rows<whole_rows, Codes>(a, rows, t_begin, begin, end);
+    if constexpr (span_rows<Codes> > 0)
+        if (rows <= span_rows<Codes>) return float_spans<Codes>(a, begin, end, t_begin, t_end, scratch);
+    float_strips<Codes>(a, begin, end, t_begin, t_end, scratch);
 }
 
 // --- rows of x ---

@@ -76,7 +76,7 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
 }
 
 // Super-blocks. Products are added in 16 bits, as many as fit them; then pairs of these are multiplied by steps.
-constexpr int super_tile = 2;
+constexpr int super_tile = 4;
 constexpr int fold_quads(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : 2; }
 template <int shift, int mask>
 inline Codes with_bits(Codes low, Codes high) {

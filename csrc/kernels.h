@@ -222,7 +222,7 @@ struct Kernels {
     // Outputs [o_begin, o_end) of rows [t_begin, t_end); t_begin is a multiple of the tile.
     void (*linear[3])(const LinearArgs&, int64_t o_begin, int64_t o_end, int64_t t_begin, int64_t t_end);
 
-    int64_t float_tile;  // the most rows of x that linear_float takes at once without decoding to memory
+    int64_t float_tile;  // the most rows of a tile of `linear_float`
     // By Format; null for formats that are never packed. Outputs of blocks [begin, end), rows [t_begin, t_end); t_begin is
     // a multiple of the tile. `scratch` holds float_scratch(blocks, rows) floats, aligned to 64 bytes.
     void (*linear_float[num_formats])(const FloatArgs&, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end,

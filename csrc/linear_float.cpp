@@ -89,8 +89,8 @@ void linear_float(const Product& p) {
     const int64_t panels = (a.rows + height - 1) / height;
     run_tasks(columns * panels, w.outputs * a.depth * (3 + a.rows) > 4 * serial_cost, [&](int64_t i) {
         const int64_t begin = i / panels * per_task, t = i % panels * height;
-        float* strips = a.rows > a.tile ? scratch(strip_area, float_scratch(per_task, height)) : nullptr;
-        kernel(a, begin, std::min(blocks, begin + per_task), t, std::min(a.rows, t + height), strips);
+        kernel(a, begin, std::min(blocks, begin + per_task), t, std::min(a.rows, t + height),
+               scratch(strip_area, float_scratch(per_task, height)));
     });
 }
 
