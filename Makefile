@@ -73,7 +73,7 @@ test-full: $(DEV) ## the tests and the slow ones
 	$(PYTEST) -m ''
 
 sanitize: $(DEV) ## the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DSAMESEED_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DSAMESEED_SANITIZE=ON -DSAMESEED_EMULATE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCMAKE_BUILD_TYPE=Release > /dev/null
 	$(BIN)/ninja -C build/sanitize
 	@rm -rf build/sanitize/package && mkdir -p build/sanitize/package && cp -r sameseed build/sanitize/package/ && \

@@ -61,7 +61,9 @@ void score_panel(const CodeWalk& p, int64_t c, float* scores, int64_t stride) {
         for (int64_t d = 0; d < p.depth; d += 4, keys += panel_quad) {
             Codes codes[halves];
             unroll<halves>([&](auto h) INLINE_LAMBDA { codes[h] = load_codes(keys + h * 64); });
-            unroll<M>([&](auto m) INLINE_LAMBDA { add_dots<false, m % 2 == 1>(sums[m], codes, q + m * query_codes_apart + d * query_code_bytes); });
+            unroll<M>([&](auto m) INLINE_LAMBDA {
+                add_dots<false, m % 2 == 1>(sums[m], codes, q + m * query_codes_apart + d * query_code_bytes);
+            });
         }
         unroll<M>([&](auto m) INLINE_LAMBDA {
             const V scale = set1(p.q_scales[c + m]);

@@ -224,8 +224,7 @@ INLINE void float_half(const float* table, const float* x, const uint8_t* p, int
     Codes codes(table);
     for (int64_t k = 0; k < depth; k += Codes::depth, x += Codes::depth * M, p += Codes::bytes) {
         codes.read(p);
-        if (half == 0)
-            unroll<Codes::bytes / 64>([&](auto i) INLINE_LAMBDA { prefetch(p + float_prefetch + i * 64); });
+        if (half == 0) unroll<Codes::bytes / 64>([&](auto i) INLINE_LAMBDA { prefetch(p + float_prefetch + i * 64); });
         unroll<Codes::depth>([&](auto j) INLINE_LAMBDA {
             V w[2];
             codes.template column<j>(w[0], w[1]);

@@ -1,4 +1,5 @@
-// Integers in AVX2 registers: I, sixteen int32; Codes, four unsigned bytes for each of sixteen outputs. Included after vec_avx2.h.
+// Integers in AVX2 registers: I, sixteen int32; Codes, four unsigned bytes for each of sixteen outputs. Included after
+// vec_avx2.h. The unit for AVX-VNNI defines HAS_VNNI.
 
 struct I {
     __m256i lo, hi;
@@ -7,9 +8,16 @@ struct Codes {
     __m256i lo, hi;
 };
 
+#ifdef HAS_VNNI
+constexpr int integer_tile = 6;  // rows; with half of a block that makes 12 accumulators of 16 registers
+constexpr bool dots_add_four = true, wide_codes = false;
+#else
 constexpr int integer_tile = 4;
-constexpr int halves = 1;  // of a block that a pass takes together: 8 accumulators of 16 registers
-constexpr bool dots_add_four = false;
+constexpr bool dots_add_four = false, wide_codes = true;
+#endif
+constexpr int halves = 1;  // of a block that a pass takes together
+template <int M>
+constexpr int sum_sets = dots_add_four && M <= 2 ? 2 : 1;  // chains of dependent sums for few rows
 
 inline I set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline I load_ints(const int32_t* p) { return {bits_at(p), bits_at(p + 8)}; }
@@ -47,8 +55,17 @@ inline Codes join_high_nibbles(Codes high, Codes low) {
     return {join_nibbles(high.lo, _mm256_srli_epi16(low.lo, 4)), join_nibbles(high.hi, _mm256_srli_epi16(low.hi, 4))};
 }
 
+#ifdef HAS_VNNI
+inline void widen_codes(int8_t*) {}
+inline __m256i four_of(const int8_t* x) { return _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x)); }
+// sums[h] += the dot products of four codes of each output and four bytes of x.
+template <bool, bool>
+INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
+    const __m256i four = four_of(x);
+    sums[0] = {_mm256_dpbusd_avx_epi32(sums[0].lo, w[0].lo, four), _mm256_dpbusd_avx_epi32(sums[0].hi, w[0].hi, four)};
+}
+#else
 // A piece of 32 codes of a row, in its place, as int16: of each four the even ones, then the odd ones.
-constexpr bool wide_codes = true;
 inline void widen_codes(int8_t* piece) {
     auto widen = [&](__m128i codes) {
         const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
@@ -74,10 +91,10 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
     dot(sums[0].lo, w[0].lo);
     dot(sums[0].hi, w[0].hi);
 }
+#endif
 
-// Super-blocks. Products are added in 16 bits, as many as fit them; then pairs of these are multiplied by steps.
+// Super-blocks. Without VNNI products are added in 16 bits, as many as fit them; then pairs of these are multiplied by steps.
 constexpr int super_tile = 4;
-constexpr int fold_quads(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : 2; }
 template <int shift, int mask>
 inline Codes with_bits(Codes low, Codes high) {
     auto merge = [](__m256i a, __m256i b) {
@@ -87,13 +104,33 @@ inline Codes with_bits(Codes low, Codes high) {
     };
     return {merge(low.lo, high.lo), merge(low.hi, high.hi)};
 }
+inline I widen_pairs(const int8_t* p) { return {_mm256_cvtepi8_epi16(half_at(p)), _mm256_cvtepi8_epi16(half_at(p + 16))}; }
+inline I set1_pair(const int16_t* x) {
+    int32_t both;
+    __builtin_memcpy(&both, x, sizeof both);
+    return set1_int(both);
+}
+#ifdef HAS_VNNI
+constexpr int fold_quads(int) { return 8; }
+inline I add_quad(I dots, Codes w, const int8_t* x) {
+    const __m256i four = four_of(x);
+    return {_mm256_dpbusd_avx_epi32(dots.lo, w.lo, four), _mm256_dpbusd_avx_epi32(dots.hi, w.hi, four)};
+}
+inline __m256i first_word(__m256i p) { return _mm256_srai_epi32(_mm256_slli_epi32(p, 16), 16); }
+inline I first_step(I pair) { return {first_word(pair.lo), first_word(pair.hi)}; }
+inline I second_step(I pair) { return {_mm256_srai_epi32(pair.lo, 16), _mm256_srai_epi32(pair.hi, 16)}; }
+inline I add_steps(I sum, I dots, I step) { return add_ints(sum, mul_ints(dots, step)); }
+inline I add_pairs(I sum, I pair, I x) {
+    return {_mm256_dpwssd_avx_epi32(sum.lo, pair.lo, x.lo), _mm256_dpwssd_avx_epi32(sum.hi, pair.hi, x.hi)};
+}
+#else
+constexpr int fold_quads(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : 2; }
 inline I add_quad(I dots, Codes w, const int8_t* x) {
     const __m256i q = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
     dots = {_mm256_add_epi16(dots.lo, _mm256_maddubs_epi16(w.lo, q)), _mm256_add_epi16(dots.hi, _mm256_maddubs_epi16(w.hi, q))};
     asm("" : "+x"(dots.lo), "+x"(dots.hi));  // or compilers make a tree of the sums, and run out of registers
     return dots;
 }
-inline I widen_pairs(const int8_t* p) { return {_mm256_cvtepi8_epi16(half_at(p)), _mm256_cvtepi8_epi16(half_at(p + 16))}; }
 inline __m256i twice_first(__m256i p) {
     return _mm256_or_si256(_mm256_and_si256(p, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32(p, 16));
 }
@@ -105,12 +142,8 @@ inline I second_step(I pair) { return {twice_second(pair.lo), twice_second(pair.
 inline I add_steps(I sum, I dots, I step) {
     return add_ints(sum, {_mm256_madd_epi16(dots.lo, step.lo), _mm256_madd_epi16(dots.hi, step.hi)});
 }
-inline I set1_pair(const int16_t* x) {
-    int32_t both;
-    __builtin_memcpy(&both, x, sizeof both);
-    return set1_int(both);
-}
 inline I add_pairs(I sum, I pair, I x) { return add_steps(sum, pair, x); }
+#endif
 // out[i] = (even[i], odd[i]) for 64 codes.
 inline void interleave_codes(const int8* even, const int8* odd, int8_t* out) {
     for (int i = 0; i < 64; i += 32, out += 64) {

@@ -14,8 +14,9 @@ constexpr int integer_tile = 12;  // rows; with both halves of a block that make
 constexpr int integer_tile = 6;
 #endif
 constexpr int halves = 2;  // of a block that a pass takes together
-constexpr bool dots_add_four = true;
-constexpr bool wide_codes = false;
+constexpr bool dots_add_four = true, wide_codes = false;
+template <int M>
+constexpr int sum_sets = M <= 4 ? 2 : 1;
 inline void widen_codes(int8_t*) {}
 
 inline I set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }

@@ -10,8 +10,9 @@ struct Codes {
 
 constexpr int integer_tile = 2;
 constexpr int halves = 1;  // of a block that a pass takes together
-constexpr bool dots_add_four = true;
-constexpr bool wide_codes = false;
+constexpr bool dots_add_four = true, wide_codes = false;
+template <int M>
+constexpr int sum_sets = 1;
 inline void widen_codes(int8_t*) {}
 
 template <class F>

@@ -104,7 +104,7 @@ INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, const int8_t* x
 // Outputs 16 half .. of M rows; `lines` cache lines of each plane are prefetched in each step.
 template <int M, class W, int lines>
 INLINE void integer_half(const Tile& t, int64_t half) {
-    constexpr int sets = M <= 4 && halves == 2 && !fold_first<W> ? 2 : 1;  // chains of dependent sums for few rows
+    constexpr int sets = fold_first<W> ? 1 : sum_sets<M>;
     const uint8_t* w = t.codes + half * 64;
     const uint8_t* low = W::two_planes ? t.low + half * 64 : nullptr;
     const int8_t* x = t.x;

@@ -2,6 +2,7 @@
 //
 // Files named *_<set>.cpp are built for one kind of processor only, with flags that CMakeLists.txt reads in these lines:
 //   x86_64 avx2: -mavx2 -mfma -mf16c
+//   x86_64 avxvnni: -mavx2 -mfma -mf16c -mavxvnni
 //   x86_64 avx512: -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl
 //   x86_64 avx512vnni: -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni
 //   x86_64 avx512bf16: -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16
@@ -23,12 +24,14 @@ const SamplingLoops* sampling_portable();
 LimitLoops limits_portable();
 #if defined(__x86_64__)
 const Kernels* kernels_avx2();
+const Kernels* kernels_avxvnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512vnni();
 const Kernels* kernels_avx512bf16();
 const SamplingLoops* sampling_avx2();
 const SamplingLoops* sampling_avx512();
 LimitLoops limits_avx2();
+LimitLoops limits_avxvnni();
 LimitLoops limits_avx512();
 LimitLoops limits_avx512vnni();
 Arithmetic bf16_avx512bf16();
@@ -40,7 +43,7 @@ bool everywhere() { return true; }
 #if defined(__x86_64__)
 // Asked here, not by __builtin_cpu_supports: the run-time library that answers that is not the same with every compiler.
 struct Processor {
-    bool avx2 = false, avx512 = false, vnni = false, bf16 = false;
+    bool avx2 = false, avxvnni = false, avx512 = false, vnni = false, bf16 = false;
 
     Processor() {
         unsigned a, b, c, d, basic, more, saved, high;
@@ -52,11 +55,18 @@ struct Processor {
         avx2 = true;
         avx512 = all(saved, 0xe6) && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL);
         vnni = avx512 && all(c, bit_AVX512VNNI);
-        bf16 = avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && all(a, bit_AVX512BF16);
+        if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
+        avxvnni = all(a, bit_AVXVNNI);
+        bf16 = avx512 && all(a, bit_AVX512BF16);
     }
 } const processor;
 
 bool has_avx2() { return processor.avx2; }
+#ifdef SAMESEED_EMULATE
+bool has_avxvnni() { return processor.avx2; }
+#else
+bool has_avxvnni() { return processor.avxvnni; }
+#endif
 bool has_avx512() { return processor.avx512; }
 bool has_vnni() { return processor.vnni; }
 bool has_bf16() { return processor.vnni && processor.bf16; }
@@ -67,6 +77,7 @@ const InstructionSet sets[] = {
     {"avx512bf16", has_bf16, kernels_avx512bf16, sampling_avx512, limits_avx512vnni},
     {"avx512vnni", has_vnni, kernels_avx512vnni, sampling_avx512, limits_avx512vnni},
     {"avx512", has_avx512, kernels_avx512, sampling_avx512, limits_avx512},
+    {"avxvnni", has_avxvnni, kernels_avxvnni, sampling_avx2, limits_avxvnni},
     {"avx2", has_avx2, kernels_avx2, sampling_avx2, limits_avx2},
 #endif
     {"portable", everywhere, kernels_portable, sampling_portable, limits_portable},

@@ -38,8 +38,8 @@ void linear_integer(const Product& p) {
             const RowView x = prepare_rows(p.source, depth, t, t + 1, scratch(rows_area, depth));
             int8_t* row = codes + (first * pieces + m * code_step) * code_bytes;
             const int64_t apart = M * code_step * code_bytes;
-            table.quantize(x.x, depth, w.group, middle, row, apart,
-                           x_scales + first * groups + m, starts + first * groups + m, M);
+            table.quantize(x.x, depth, w.group, middle, row, apart, x_scales + first * groups + m, starts + first * groups + m,
+                           M);
             for (int64_t i = 0; code_bytes == 2 && i < pieces / code_step; i++) table.widen_codes(row + i * apart);
             // High nibbles alone count 16 times as much: in the rows' scales, exactly, because it is a power of two.
             for (int64_t g = 0; nested && !w.low && g < groups; g++) x_scales[first * groups + g * M + m] *= 16.0f;

@@ -1,0 +1,59 @@
+// The integer kernels for x86 with AVX-VNNI; the rest is that of AVX2.
+
+#include <immintrin.h>
+
+#include <type_traits>
+
+#include "kernels.h"
+
+// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+// The bodies have more than this unit needs.
+#pragma GCC diagnostic ignored "-Wunused-function"
+
+#define HAS_VNNI
+#ifdef SAMESEED_EMULATE
+#include "emulate_vnni.h"
+#endif
+
+namespace sameseed {
+namespace {  // this unit's own copy of every body: other units compile them with other instructions
+
+#include "unroll.h"
+#include "vec_avx2.h"
+#include "int_avx2.h"
+
+#include "rows_body.h"
+#include "linear_body.h"
+#include "codes_body.h"
+#include "kv4_body.h"
+#include "scores_body.h"
+#include "quantize_body.h"
+#include "integer_body.h"
+#include "super_body.h"
+#include "attention_body.h"
+#include "attention_places_body.h"
+#include "attention_integer_body.h"
+
+}  // namespace
+
+const Kernels* kernels_avx2();
+
+const Kernels* kernels_avxvnni() {
+    static const Kernels table = [] {
+        Kernels made = *kernels_avx2();
+        made.name = "avxvnni";
+        made.integer_tile = integer_tile;
+        made.wide_codes = wide_codes;
+        made.integer = integer;
+        made.super_tile = super_tile;
+        made.super = super;
+        made.attention[static_cast<int>(KvFormat::int8_a8)] = attention_integer;
+        return made;
+    }();
+    return &table;
+}
+
+}  // namespace sameseed
