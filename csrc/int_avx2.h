@@ -9,13 +9,18 @@ struct Codes {
 };
 
 #ifdef HAS_VNNI
-constexpr int integer_tile = 6;  // rows; with half of a block that makes 12 accumulators of 16 registers
+constexpr int vector_tile = 6;  // rows; with half of a block that makes 12 accumulators of 16 registers
 constexpr bool dots_add_four = true, wide_codes = false;
 #else
-constexpr int integer_tile = 4;
+constexpr int vector_tile = 4;
 constexpr bool dots_add_four = false, wide_codes = true;
 #endif
 constexpr int halves = 1;  // of a block that a pass takes together
+#ifdef HAS_TILES
+constexpr int vector_rows = vector_tile, matrix_rows = 7, integer_tile = 16;
+#else
+constexpr int vector_rows = vector_tile, matrix_rows = 0, integer_tile = vector_tile;
+#endif
 template <int M>
 constexpr int sum_sets = dots_add_four && M <= 2 ? 2 : 1;  // chains of dependent sums for few rows
 

@@ -9,12 +9,17 @@ struct Codes {
 };
 
 #ifdef HAS_VNNI
-constexpr int integer_tile = 12;  // rows; with both halves of a block that makes 24 accumulators of 32 registers
+constexpr int vector_tile = 12;  // rows; with both halves of a block that makes 24 accumulators of 32 registers
 #else
-constexpr int integer_tile = 6;
+constexpr int vector_tile = 6;
 #endif
 constexpr int halves = 2;  // of a block that a pass takes together
 constexpr bool dots_add_four = true, wide_codes = false;
+#ifdef HAS_TILES
+constexpr int vector_rows = vector_tile, matrix_rows = 9, integer_tile = 16;
+#else
+constexpr int vector_rows = vector_tile, matrix_rows = 0, integer_tile = vector_tile;
+#endif
 template <int M>
 constexpr int sum_sets = M <= 4 ? 2 : 1;
 inline void widen_codes(int8_t*) {}

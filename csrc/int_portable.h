@@ -11,6 +11,7 @@ struct Codes {
 constexpr int integer_tile = 2;
 constexpr int halves = 1;  // of a block that a pass takes together
 constexpr bool dots_add_four = true, wide_codes = false;
+constexpr int vector_rows = integer_tile, matrix_rows = 0;
 template <int M>
 constexpr int sum_sets = 1;
 inline void widen_codes(int8_t*) {}

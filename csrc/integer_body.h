@@ -58,6 +58,7 @@ struct Tile {
     Format scale_format;
     const uint8_t* zeros;
     float* state;  // [M][32]: sums so far; of a split group, the integer ones
+    int64_t rows;  // M
     int64_t groups, steps;  // steps of 8 columns in each group
     bool split, first, last;
     const char *ahead, *ahead_low;  // what to prefetch in each plane, and how far to go on in each step
@@ -199,13 +200,23 @@ void integer_rows(const Tile& t) {
 using TileKernel = void (*)(const Tile&);
 
 // The kernel for each number of rows.
-template <class W, int lines, int M = integer_tile>
+template <class W, int lines, int M = vector_rows>
 inline TileKernel kernel_for(int64_t rows) {
     if constexpr (M == 1)
         return integer_rows<1, W, lines>;
     else
         return rows == M ? integer_rows<M, W, lines> : kernel_for<W, lines, M - 1>(rows);
 }
+
+#ifdef HAS_TILES
+#include "integer_tiles_body.h"
+#else
+template <int>
+inline TileKernel tiled_kernel() {
+    return nullptr;
+}
+inline void release_tiles() {}
+#endif
 
 // A span of nibbles as bytes, which all tiles then share.
 template <class W>
@@ -218,6 +229,8 @@ inline void unpack(const uint8_t* codes, const uint8_t* low, int64_t steps, uint
 
 // The kernel for M rows: of a tile alone, or of several, which may share unpacked weights (those in two planes always do).
 inline TileKernel choose(const IntegerArgs& a, int64_t M, bool alone, bool unpacked) {
+    if (matrix_rows > 0 && M >= matrix_rows && (unpacked || !a.nibbles))
+        return unpacked ? tiled_kernel<1>() : alone ? tiled_kernel<4>() : tiled_kernel<2>();
     if (a.low && !unpacked) return kernel_for<Nested, 2>(M);
     if (a.low || !a.nibbles) return alone ? kernel_for<Bytes<false>, 4>(M) : kernel_for<Bytes<false>, 2>(M);
     if (unpacked) return kernel_for<Bytes<true>, 1>(M);
@@ -253,11 +266,12 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
     const int64_t groups = a.depth / a.group, tiles = end - begin, row = begin * a.tile;
     const int64_t rows = (end * a.tile < a.rows ? end * a.tile : a.rows) - row;
     const int64_t step_bytes = a.nibbles ? Nibbles::bytes : Bytes<false>::bytes;
-    const bool split = groups == 1 && tiles > 1 && a.depth > integer_span;
-    const bool unpacked = a.nibbles && tiles >= (a.low ? 2 : unpack_tiles);
+    const bool matrices = matrix_rows > 0 && a.tile >= matrix_rows;
+    const bool unpacked = a.nibbles && (matrices || tiles >= (a.low ? 2 : unpack_tiles)), alone = tiles == 1 && !unpacked;
+    const bool split = groups == 1 && !alone && a.depth > integer_span;
     const int64_t scale_bytes = bytes_of(a.scale_format), x_row = round_up(a.depth, code_step);
     // Columns of a span: all of them for one tile, else what fits the first-level cache.
-    const int64_t span = tiles == 1                ? a.depth
+    const int64_t span = alone                     ? a.depth
                          : split                   ? integer_span
                          : a.group >= integer_span ? a.group
                                                    : integer_span / a.group * a.group;
@@ -283,7 +297,8 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
             t.x_scales = a.x_scales + first * groups + g * M;
             t.starts = a.starts + first * groups + g * M;
             t.state = sums + (first - row) * block_outputs;
-            if (tiles == 1) {  // the weights that follow, some way ahead
+            t.rows = M;
+            if (alone) {  // the weights that follow, some way ahead
                 t.ahead = reinterpret_cast<const char*>(packed) + integer_prefetch;
                 t.ahead_low = reinterpret_cast<const char*>(low) + (low ? integer_prefetch : 0);
                 t.ahead_step = step_bytes;
@@ -314,4 +329,5 @@ void integer(const IntegerArgs& a, int64_t begin, int64_t end, float* scratch) {
     for (int64_t i = 0; i < tiles; i += batch)
         for (int64_t block = begin; block < end; block++)
             integer_block(a, block, i, i + batch < tiles ? i + batch : tiles, scratch, bytes);
+    release_tiles();
 }

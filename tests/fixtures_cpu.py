@@ -37,7 +37,7 @@ def here(name: str) -> bool:
         return False
 
 
-ISAS = [name for name in ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16") if here(name)]
+ISAS = [name for name in ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx") if here(name)]
 every_isa = pytest.mark.parametrize("isa", ISAS)
 
 

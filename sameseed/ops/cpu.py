@@ -1,7 +1,7 @@
 """The native CPU backend: C++ kernels for AVX-512, AVX2 and any other processor, chosen when the first one runs.
 
 All instruction sets and all numbers of threads give the same bits (csrc/kernels.h says in which order sums run). The
-environment variable SAMESEED_ISA forces `avx512bf16`, `avx512vnni`, `avx512`, `avxvnni`, `avx2` or `portable`.
+environment variable SAMESEED_ISA forces `avx512bf16`, `avx512vnni`, `avx512`, `avxvnni`, `avx2`, `portable` or `amx`.
 
 This layer checks shapes and types and passes addresses: a call costs a few microseconds, which small models feel.
 """
@@ -72,7 +72,7 @@ def unavailable() -> str | None:
 
 
 def isa() -> str:
-    """The instruction set in use: avx512bf16, avx512vnni, avx512, avxvnni, avx2 or portable."""
+    """The instruction set in use: avx512bf16, avx512vnni, avx512, avxvnni, avx2, portable or amx."""
     return _native.isa()
 
 

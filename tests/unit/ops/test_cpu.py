@@ -80,7 +80,7 @@ def test_the_environment_chooses():
     assert [ask(isa) for isa in ISAS] == ISAS
     assert (
         ask("avx9000")
-        == "unknown instruction set 'avx9000'; choose auto, avx512bf16, avx512vnni, avx512, avxvnni, avx2 or portable"
+        == "unknown instruction set 'avx9000'; choose auto, avx512bf16, avx512vnni, avx512, avxvnni, avx2, portable or amx"
     )
 
 

@@ -1,0 +1,64 @@
+// Products of integers for x86 with AMX; the rest is that of AVX-512 with VNNI and bf16. Emulated, it stands on AVX2.
+
+#include <immintrin.h>
+
+#include <type_traits>
+
+#include "kernels.h"
+
+// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+// The bodies have more than this unit needs.
+#pragma GCC diagnostic ignored "-Wunused-function"
+
+#define HAS_VNNI
+#define HAS_TILES
+#ifdef SAMESEED_EMULATE
+#include "emulate_amx.h"
+#include "emulate_vnni.h"
+#endif
+
+namespace sameseed {
+namespace {  // this unit's own copy of every body: other units compile them with other instructions
+
+#include "unroll.h"
+#ifdef SAMESEED_EMULATE
+#include "vec_avx2.h"
+#include "int_avx2.h"
+#else
+#include "vec_avx512.h"
+#include "int_avx512.h"
+#endif
+
+#include "rows_body.h"
+#include "linear_body.h"
+#include "codes_body.h"
+#include "kv4_body.h"
+#include "scores_body.h"
+#include "quantize_body.h"
+#include "integer_body.h"
+
+}  // namespace
+
+#ifdef SAMESEED_EMULATE
+const Kernels* kernels_avxvnni();
+static const Kernels* base() { return kernels_avxvnni(); }
+#else
+const Kernels* kernels_avx512bf16();
+static const Kernels* base() { return kernels_avx512bf16(); }
+#endif
+
+const Kernels* kernels_amx() {
+    static const Kernels table = [] {
+        Kernels made = *base();
+        made.name = "amx";
+        made.integer_tile = integer_tile;
+        made.integer = integer;
+        return made;
+    }();
+    return &table;
+}
+
+}  // namespace sameseed
