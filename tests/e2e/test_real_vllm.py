@@ -6,9 +6,12 @@ import contextlib
 import itertools
 import json
 import os
+import shlex
 import signal
+import socket
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import pytest
 from fixtures_server import Server, children, serving, wait_until
 from fixtures_vllm import real_pythons, stream
 
+from sameseed.export.vllm_draft import model_path
 from sameseed.export.vllm_installed import look
 
 pytestmark = [
@@ -26,19 +30,20 @@ pytestmark = [
 ]
 
 
+NODE = Path(__file__).parents[1] / "vllm_node.py"
 START = 1800.0  # seconds: vLLM imports much, in three processes
 
 
 @contextlib.contextmanager
-def real(*flags: str) -> Iterator[tuple[Server, httpx.Client]]:
+def real(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[tuple[Server, httpx.Client]]:
     """A server in front of the real vLLM with the embedded target, and a client of it."""
     import fixtures_server
 
     fixtures_server.START = START
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "SAMESEED_API_KEY": ""}
+    known = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "SAMESEED_API_KEY": "", **(env or {})}
     own = ["--max-model-len", "1024", "--max-num-seqs", "4", "--per-request-spec-decode-metrics", "detailed"]
     own += ["--engine", "vllm", "--vllm-python", real_pythons()[0], "--vllm-args=--enforce-eager"]
-    with serving(*own, *flags, env=env) as made, made.client() as http:
+    with serving(*own, *flags, env=known) as made, made.client() as http:
         yield made, http
 
 
@@ -159,3 +164,28 @@ def test_kill_of_a_real_replica_tells_its_streams_and_no_others(record_property:
         assert http.post("/v1/completions", json={"prompt": "next", **GREEDY}).status_code == 200
         wait_until(lambda: http.get("/health").json()["replicas"] == ["ready", "ready"], START)
         assert 'sameseed:engine_restarts{replica="' in http.get("/metrics").text
+
+
+def test_two_nodes_without_ray() -> None:
+    """Each a process with a core of its own, on loopback: one behind the door, the other's workers beside it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    model = model_path("embedded")
+    nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--tensor-parallel-size", "2"]
+    own = ["--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4", "--node-rank", "1"]
+    env = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0)))}
+    command = [real_pythons()[0], str(NODE), model, *own, *nodes]
+    other = subprocess.Popen(command, env={**os.environ, **env}, start_new_session=True)
+    try:
+        flags = shlex.join(["--enforce-eager", "--node-rank", "0", *nodes])
+        env["VLLM_CPU_OMP_THREADS_BIND"] = str(min(os.sched_getaffinity(0)))
+        with real("--draft", "none", f"--vllm-args={flags}", env=env) as (_, http):
+            answer = http.post("/v1/completions", json={"prompt": "def add(a, b):", **GREEDY}).json()
+            assert answer["usage"]["completion_tokens"] == GREEDY["max_tokens"]
+            os.killpg(other.pid, signal.SIGKILL)
+            wait_until(lambda: http.get("/ready").status_code == 503)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(other.pid, signal.SIGKILL)
+        other.wait()
