@@ -183,8 +183,6 @@ def test_two_nodes_without_ray() -> None:
         with real("--draft", "none", f"--vllm-args={flags}", env=env) as (_, http):
             answer = http.post("/v1/completions", json={"prompt": "def add(a, b):", **GREEDY}).json()
             assert answer["usage"]["completion_tokens"] == GREEDY["max_tokens"]
-            os.killpg(other.pid, signal.SIGKILL)
-            wait_until(lambda: http.get("/ready").status_code == 503)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(other.pid, signal.SIGKILL)
