@@ -33,6 +33,7 @@ def told(words: list[str], whole: bool, takes: Any) -> dict[str, Any]:
         parallel = config.parallel_config
         made = {"cache": str(cache.cache_dtype), "prefix": cache.enable_prefix_caching, "block": cache.block_size}
         made |= {"tp": parallel.tensor_parallel_size, "pp": parallel.pipeline_parallel_size}
+        made |= {"executor": str(parallel.distributed_executor_backend)}
         made |= {"names": args.served_model_name, "seqs": config.scheduler_config.max_num_seqs}
     else:
         parallel = ParallelConfig(tensor_parallel_size=args.tensor_parallel_size)
@@ -46,8 +47,11 @@ def told(words: list[str], whole: bool, takes: Any) -> dict[str, Any]:
 
 
 def main() -> None:
+    from vllm.platforms import current_platform
+
     takes = parser()
-    print(json.dumps({"flags": sorted(takes._option_string_actions)}), flush=True)
+    about = {"flags": sorted(takes._option_string_actions), "ray": bool(current_platform.ray_device_key)}
+    print(json.dumps(about), flush=True)
     for words, whole in json.load(sys.stdin):
         try:
             line = {"made": told(words, whole, takes)}

@@ -116,6 +116,11 @@ def check(
             "vLLM drafts by suffix with a library that is not installed beside it: pip install arctic-inference there, "
             "or take --draft ngram"
         )
+    if spread.nodes > 1 and installed.cpu:  # 0.32.0: "current platform cpu does not support ray", after loading
+        raise ConfigError(
+            "--nodes needs Ray, and vLLM's build for CPUs starts no workers by it; leave --nodes out, and run one "
+            "server a node with a router in front"
+        )
     if spread.nodes > 1 and "ray" not in installed.modules:
         raise ConfigError(
             "--nodes needs Ray, which is not installed beside vLLM: pip install ray there, and start a cluster with "

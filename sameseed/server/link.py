@@ -56,6 +56,7 @@ class Link:
             trust_env=False,
         )
         self.doubted = False
+        self.said: int | None = None  # the status of its last answer about its health
         self._open: set[aiohttp.ClientResponse] = set()
 
     async def close(self) -> None:
@@ -67,9 +68,10 @@ class Link:
     async def healthy(self, patience: float) -> bool | None:
         """Does it answer that it is well? None: no answer within `patience` seconds."""
         try:
-            well = (await self._get("/health", patience))[0] == 200
+            self.said = (await self._get("/health", patience))[0]
         except (aiohttp.ClientError, asyncio.TimeoutError):
             return None
+        well = self.said == 200
         self.doubted = self.doubted and not well
         return well
 

@@ -146,8 +146,10 @@ class VllmClient(Supervised):
             elif question is None and now - asked > (READY if self.state == "ready" and not link.doubted else LOADING):
                 asked, question = now, asyncio.get_running_loop().create_task(link.healthy(PATIENCE))
             if stop_at is None and self.state in ("loading", "down") and now - started > self._load_timeout:
-                late = "%s was not ready within %g s; it is ended (--load-timeout gives more)"
-                log.error(late, self.what, self._load_timeout)
+                late = "%s was not ready within %g s%s; it is ended (--load-timeout gives more)"
+                other = link.said not in (None, 503)
+                answered = f", and answered /health with {link.said}: is it vLLM?" if other else ""
+                log.error(late, self.what, self._load_timeout, answered)
                 stop_at = now
             if stop_at is not None and now >= stop_at:
                 os.killpg(pid, signal.SIGKILL)

@@ -1,11 +1,13 @@
-"""`sameseed serve --engine vllm` as clients see it: with a process that stands in for vLLM, and with vLLM itself."""
+"""`sameseed serve --engine vllm` as clients see it: with a process that stands in for vLLM.
+
+`test_real_vllm.py` asks vLLM itself."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -17,10 +19,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fixtures_server import Server, children, program, serving, wait_until
-from fixtures_vllm import FAKE, KEY, Fronted, real_pythons, stream
-
-from sameseed.export.vllm_installed import look
+from fixtures_server import Server, children, program, wait_until
+from fixtures_vllm import FAKE, KEY, Fronted, stream
 
 
 @pytest.fixture
@@ -127,79 +127,38 @@ FLAGS = ["--served-model-name", "--max-num-seqs", "--enforce-eager"]
         ([], {"version": "0.28.1"}, "too old, 0.29 is the oldest"),
         (["--draft", "suffix"], {"modules": []}, "pip install arctic-inference"),
         (["--draft", "ngram", "--nodes", "2"], {"modules": []}, "pip install ray"),
+        (["--draft", "ngram", "--nodes", "2"], {"cpu": True}, "one server a node with a router"),
         (["--draft", "none", "--batch-invariant"], {"cpu": True}, "of vLLM's GPU kernels"),
+        (["--draft", "none"], None, "has no vLLM; install it"),
+        (["--draft", "none", "--host", "127.0.0.1", "--port", "TAKEN"], {}, "choose another --port"),
     ],
 )
-def test_what_this_vllm_lacks_is_said_before_it_starts(
-    flags: list[str], installed: dict[str, Any], says: str, tmp_path: Path
+def test_what_is_wrong_is_said_before_vllm_starts(
+    flags: list[str], installed: dict[str, Any] | None, says: str, tmp_path: Path
 ) -> None:
-    python = program(tmp_path / "python", f'exec {sys.executable} {FAKE} "$@"')
-    own = ["serve", "--port", "0", "--engine", "vllm", "--vllm-python", str(python), *flags]
+    """`installed`: what the interpreter says of its vLLM; None: it has none."""
+    python = program(tmp_path / "python", "echo null" if installed is None else f'exec {sys.executable} {FAKE} "$@"')
     env = {**os.environ, "FAKE_VLLM_INSTALLED": json.dumps(installed), "FAKE_VLLM_SEEN": str(tmp_path / "seen")}
-    command = [sys.executable, "-m", "sameseed", *own]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = [str(taken.getsockname()[1]) if flag == "TAKEN" else flag for flag in flags]
+        own = ["serve", "--port", "0", "--engine", "vllm", "--vllm-python", str(python), *given]
+        command = [sys.executable, "-m", "sameseed", *own]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and says in done.stderr, done.stderr
     assert not (tmp_path / "seen").exists()
 
 
-REAL = pytest.mark.skipif(not real_pythons(), reason="no vLLM here: `make test-vllm` sets one up")
-
-
-@contextlib.contextmanager
-def real(*flags: str) -> Iterator[tuple[Server, httpx.Client]]:
-    """A server in front of the real vLLM with the embedded target, and a client of it."""
-    import fixtures_server
-
-    fixtures_server.START = 1800.0  # vLLM imports much, in three processes
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "SAMESEED_API_KEY": ""}
-    own = ["--max-model-len", "1024", "--max-num-seqs", "4", "--per-request-spec-decode-metrics", "detailed"]
-    own += ["--engine", "vllm", "--vllm-python", real_pythons()[0], "--vllm-args=--enforce-eager"]
-    with serving(*own, *flags, env=env) as made, made.client() as http:
-        yield made, http
-
-
-def engine_of(pid: int) -> int:
-    """The process of vLLM's engine, a child of the one that a server started."""
-    below = [below for child in children(pid) for below in children(child)]
-    found = [pid for pid in below if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(found) == 1, found
-    return found[0]
-
-
-GREEDY = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.mark.slow
-@REAL
-def test_the_real_vllm_with_the_embedded_pair_and_after_a_kill() -> None:
-    with real() as (made, http):
-        fields = {"prompt": "def add(a, b):", **GREEDY}
-        whole = http.post("/v1/completions", json=fields).json()
-        told = whole["metrics"]["speculative_decoding"]
-        assert whole["usage"]["completion_tokens"] == 24 and told["num_accepted_draft_tokens"] > 0
-        assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"]
-        text = whole["choices"][0]["text"]
-        pieces = stream(http, fields["prompt"], **GREEDY)
-        assert "".join(p["choices"][0]["text"] for p in pieces if p["choices"]) == text
-        assert "vllm:spec_decode_num_drafts_total" in http.get("/metrics").text
-        assert http.post("/tokenize", json={"prompt": "abc"}).json()["count"] > 0
-        with ThreadPoolExecutor(3) as pool:
-            long = [pool.submit(stream, http, f"{i}", **{**GREEDY, "max_tokens": 900}) for i in range(3)]
-            wait_until(lambda: "sameseed:num_requests_inside 3.0" in http.get("/metrics").text)
-            os.kill(engine_of(made.process.pid), signal.SIGKILL)
-            assert all("error" in answer.result()[-1] for answer in long)
-        wait_until(lambda: http.get("/ready").status_code == 503)
-        wait_until(lambda: http.get("/ready").status_code == 200, 1800.0)
-        assert http.post("/v1/completions", json=fields).json()["choices"][0]["text"] == text
-        if look(real_pythons()[0]).cpu:
-            refused = http.post("/v1/completions", json={**fields, "temperature": 0.5})
-            assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
-
-
-@pytest.mark.slow
-@REAL
-def test_the_real_vllm_with_a_head_on_two_workers() -> None:
-    with real("--draft", "embedded-head", "--k", "3", "--tensor-parallel-size", "2") as (_, http):
-        whole = http.post("/v1/completions", json={"prompt": "def add(a, b):", **GREEDY}).json()
-        told = whole["metrics"]["speculative_decoding"]
-        assert whole["usage"]["completion_tokens"] == 24 and told["num_accepted_draft_tokens"] > 0
+def test_a_replica_that_is_not_vllm_ends_the_server(tmp_path: Path) -> None:
+    """It runs, and answers what it is asked with 404: it is never well."""
+    other = tmp_path / "other.py"
+    other.write_text(
+        "import sys, uvicorn\n"
+        "from starlette.applications import Starlette\n"
+        "uvicorn.run(Starlette(), uds=sys.argv[sys.argv.index('--uds') + 1], log_config=None)\n"
+    )
+    look = f'case "$1" in *look.py) exec {sys.executable} {FAKE} "$@";; esac'
+    python = program(tmp_path / "python", f'{look}; exec {sys.executable} {other} "$@"')
+    made = Server("--engine", "vllm", "--vllm-python", str(python), "--draft", "none", "--load-timeout", "3")
+    assert made.process.wait(60) == 2
+    said = " ".join(str(line["message"]) for line in made.log)
+    assert "was not ready within 3 s" in said and "/health with 404" in said

@@ -70,6 +70,7 @@ def cases(folder: Path) -> dict[str, Case]:
         "bf16": Case({"format": "bf16"}, {}, model=str(folder / "target")),
         **{f"kv {kv}": Case({"kv_format": kv}, {"cache": theirs}) for kv, theirs in vllm.KV_FORMATS.items()},
         "spread": Case({}, {"tp": 2, "pp": 2}, spread=Spread(2, 2)),
+        "nodes": Case({}, {"tp": 2, "pp": 2, "executor": "ray"}, spread=Spread(2, nodes=2)),
         "ngram": drafted("ngram", {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
         "ngram by batch": drafted("ngram", {"method": "ngram"}, num_speculative_tokens_per_batch_size=TABLE),
         "ngram on two": drafted("ngram", {"method": "ngram"}, Spread(2, 2)),
@@ -118,9 +119,9 @@ def read(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     done = subprocess.run(
         [request.param, str(PARSE)], input=json.dumps(lines), env=env, stdout=subprocess.PIPE, text=True, check=True
     )
-    flags, *told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    about, *told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(told) == len(asked)
-    return {"installed": look(request.param), "flags": flags["flags"], "cases": asked, "told": dict(zip(asked, told))}
+    return {"installed": look(request.param), **about, "cases": asked, "told": dict(zip(asked, told))}
 
 
 @pytest.mark.slow
@@ -132,6 +133,9 @@ def test_vllm_reads_what_we_write(name: str, read: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match="arctic-inference"):
             vllm.check(installed, words, vllm.speculative_config(case.settings, case.spread), case.spread)
         assert "Arctic Inference is required" in told["error"]
+        return
+    if name == "nodes" and "ray" not in installed.modules:
+        assert "ray" in told["error"].lower()
         return
     assert "error" not in told, told
     made = told["made"]
@@ -148,3 +152,14 @@ def test_every_flag_of_its_parser_is_known(read: dict[str, Any]) -> None:
     """A flag is refused before vLLM starts only where no parser of it has one."""
     known = read["installed"].flags
     assert {flag for flag in read["flags"] if flag.startswith("--") and not flag.startswith("--no-")} <= known
+
+
+@pytest.mark.slow
+def test_nodes_are_refused_where_vllm_starts_no_workers_by_ray(read: dict[str, Any]) -> None:
+    """The build for CPUs takes the flags, and ends when its model is loaded: it has no resource to ask Ray for."""
+    installed, spread = read["installed"], Spread(2, nodes=2)
+    if read["ray"]:
+        vllm.check(installed, vllm.arguments("embedded", {}, spread, ("m",)), None, spread)
+        return
+    with pytest.raises(ConfigError, match="starts no workers by it"):
+        vllm.check(installed, vllm.arguments("embedded", {}, spread, ("m",)), None, spread)

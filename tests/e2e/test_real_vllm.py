@@ -1,0 +1,189 @@
+"""`sameseed serve --engine vllm` in front of vLLM itself, with the embedded models (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fixtures_server import Server, children, serving, wait_until
+from fixtures_vllm import real_pythons, stream
+
+from sameseed.export.vllm_draft import model_path
+from sameseed.export.vllm_installed import look
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not real_pythons(), reason="no vLLM here: `make test-vllm` sets one up"),
+]
+
+
+NODE = Path(__file__).parents[1] / "vllm_node.py"
+START = 1800.0  # seconds: vLLM imports much, in three processes
+
+
+@contextlib.contextmanager
+def real(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[tuple[Server, httpx.Client]]:
+    """A server in front of the real vLLM with the embedded target, and a client of it."""
+    import fixtures_server
+
+    fixtures_server.START = START
+    known = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "SAMESEED_API_KEY": "", **(env or {})}
+    own = ["--max-model-len", "1024", "--max-num-seqs", "4", "--per-request-spec-decode-metrics", "detailed"]
+    own += ["--engine", "vllm", "--vllm-python", real_pythons()[0], "--vllm-args=--enforce-eager"]
+    with serving(*own, *flags, env=known) as made, made.client() as http:
+        yield made, http
+
+
+def engine_of(pid: int) -> int:
+    """The process of vLLM's engine, a child of the one that a server started."""
+    below = [below for child in children(pid) for below in children(child)]
+    found = [pid for pid in below if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(found) == 1, found
+    return found[0]
+
+
+GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+def test_the_real_vllm_with_the_embedded_pair_and_after_a_kill() -> None:
+    with real() as (made, http):
+        fields = {"prompt": "def add(a, b):", **GREEDY}
+        whole = http.post("/v1/completions", json=fields).json()
+        told = whole["metrics"]["speculative_decoding"]
+        assert whole["usage"]["completion_tokens"] == 24 and told["num_accepted_draft_tokens"] > 0
+        assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"]
+        text = whole["choices"][0]["text"]
+        pieces = stream(http, fields["prompt"], **GREEDY)
+        assert "".join(p["choices"][0]["text"] for p in pieces if p["choices"]) == text
+        assert "vllm:spec_decode_num_drafts_total" in http.get("/metrics").text
+        assert http.post("/tokenize", json={"prompt": "abc"}).json()["count"] > 0
+        with ThreadPoolExecutor(3) as pool:
+            long = [pool.submit(stream, http, f"{i}", **{**GREEDY, "max_tokens": 900}) for i in range(3)]
+            wait_until(lambda: "sameseed:num_requests_inside 3.0" in http.get("/metrics").text)
+            os.kill(engine_of(made.process.pid), signal.SIGKILL)
+            assert all("error" in answer.result()[-1] for answer in long)
+        wait_until(lambda: http.get("/ready").status_code == 503)
+        wait_until(lambda: http.get("/ready").status_code == 200, START)
+        assert http.post("/v1/completions", json=fields).json()["choices"][0]["text"] == text
+        if look(real_pythons()[0]).cpu:
+            refused = http.post("/v1/completions", json={**fields, "temperature": 0.5})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
+
+
+def test_the_real_vllm_with_a_head_on_two_workers() -> None:
+    with real("--draft", "embedded-head", "--k", "3", "--tensor-parallel-size", "2") as (_, http):
+        whole = http.post("/v1/completions", json={"prompt": "def add(a, b):", **GREEDY}).json()
+        told = whole["metrics"]["speculative_decoding"]
+        assert whole["usage"]["completion_tokens"] == 24 and told["num_accepted_draft_tokens"] > 0
+
+
+ROLLED = 500  # requests at least while every replica is replaced
+
+
+def test_a_rolling_restart_of_real_replicas_loses_nothing(record_property: Callable[[str, object], None]) -> None:
+    with real("--draft", "none", "--replicas", "2", "--drain-timeout", "300") as (made, http):
+        wait_until(lambda: http.get("/health").json()["replicas"] == ["ready", "ready"], START)
+        before = children(made.process.pid)
+        rolled: list[int] = []
+
+        def asking(client: int) -> list[str]:
+            """One client, request after request, until both are new and enough were asked; what went wrong."""
+            failed = []
+            with made.client() as own:
+                for number in itertools.count():
+                    fields = {"prompt": f"{client}, {number}: def add(a, b):", **GREEDY}
+                    try:
+                        if number % 2:
+                            pieces = stream(own, fields.pop("prompt"), **fields, stream_options={"include_usage": True})
+                            wrote = pieces[-1]["usage"]["completion_tokens"]
+                        else:
+                            answer = own.post("/v1/completions", json=fields)
+                            wrote = answer.json()["usage"]["completion_tokens"]
+                        if wrote != GREEDY["max_tokens"]:
+                            failed.append(f"{wrote} tokens")
+                    except (httpx.HTTPError, AssertionError, LookupError) as error:
+                        failed.append(repr(error))
+                    rolled.append(client)
+                    if len(rolled) >= ROLLED and sum(line["message"] == "replaced" for line in made.log) == 2:
+                        return failed
+            raise AssertionError
+
+        with ThreadPoolExecutor(4) as pool:
+            clients = [pool.submit(asking, i) for i in range(4)]
+            wait_until(lambda: len(rolled) >= 20, START)
+            made.process.send_signal(signal.SIGHUP)
+            assert [fault for client in clients for fault in client.result()] == []
+        record_property("requests", len(rolled))
+        assert http.get("/health").json()["replicas"] == ["ready", "ready"]
+        assert not set(before) & set(children(made.process.pid)), "both are new processes"
+
+
+def test_kill_of_a_real_replica_tells_its_streams_and_no_others(record_property: Callable[[str, object], None]) -> None:
+    with real("--draft", "none", "--replicas", "2") as (made, http):
+        wait_until(lambda: http.get("/health").json()["replicas"] == ["ready", "ready"], START)
+        long = {**GREEDY, "max_tokens": 800}
+        begun: set[int] = set()
+        ended: dict[int, float] = {}
+
+        def streamed(number: int) -> list[dict[str, Any]]:
+            body = {"prompt": f"{number} streams", "stream": True, **long}
+            with made.client() as own, own.stream("POST", "/v1/completions", json=body) as response:
+                pieces = []
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        pieces.append(json.loads(line[len("data: ") :]))
+                        begun.add(number)
+            ended[number] = time.monotonic()
+            return pieces
+
+        with ThreadPoolExecutor(8) as pool:
+            running = [pool.submit(streamed, i) for i in range(8)]
+            wait_until(lambda: len(begun) == 8, START)
+            killed = time.monotonic()
+            os.kill(children(made.process.pid)[0], signal.SIGKILL)
+            answers = [one.result() for one in running]
+        told = [i for i, pieces in enumerate(answers) if "error" in pieces[-1]]
+        assert len(told) == 4, "the requests were shared out evenly"
+        for i in told:
+            assert answers[i][-1]["error"]["type"] == "service_unavailable_error"
+        assert all(p[-1]["choices"][0]["finish_reason"] == "length" for i, p in enumerate(answers) if i not in told)
+        record_property("told after, s", max(ended[i] - killed for i in told))
+        assert http.post("/v1/completions", json={"prompt": "next", **GREEDY}).status_code == 200
+        wait_until(lambda: http.get("/health").json()["replicas"] == ["ready", "ready"], START)
+        assert 'sameseed:engine_restarts{replica="' in http.get("/metrics").text
+
+
+def test_two_nodes_without_ray() -> None:
+    """Each a process with a core of its own, on loopback: one behind the door, the other's workers beside it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    model = model_path("embedded")
+    nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--tensor-parallel-size", "2"]
+    own = ["--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4", "--node-rank", "1"]
+    env = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0)))}
+    command = [real_pythons()[0], str(NODE), model, *own, *nodes]
+    other = subprocess.Popen(command, env={**os.environ, **env}, start_new_session=True)
+    try:
+        flags = shlex.join(["--enforce-eager", "--node-rank", "0", *nodes])
+        env["VLLM_CPU_OMP_THREADS_BIND"] = str(min(os.sched_getaffinity(0)))
+        with real("--draft", "none", f"--vllm-args={flags}", env=env) as (_, http):
+            answer = http.post("/v1/completions", json={"prompt": "def add(a, b):", **GREEDY}).json()
+            assert answer["usage"]["completion_tokens"] == GREEDY["max_tokens"]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(other.pid, signal.SIGKILL)
+        other.wait()
