@@ -33,14 +33,14 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.lengths._capped import CappedLength
 from sameseed.models.block import BlockHead
 from sameseed.models.block_runner import BlockRunner
-from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.config import ModelConfig
 from sameseed.models.draft_format import draft_scheme, is_smaller
 from sameseed.models.eagle import EagleHead
-from sameseed.models.eagle_config import is_head
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
+from sameseed.models.head_config import is_head
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_model, load_tokenizer, resolve_model
+from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model
 from sameseed.models.nested import is_nested, nested_view
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress

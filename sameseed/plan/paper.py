@@ -16,10 +16,11 @@ import torch
 from sameseed import scheme
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.models.config import EMBEDDED, ModelConfig, read_config, read_json
+from sameseed.models.config import EMBEDDED, ModelConfig, read_json
 from sameseed.models.draft_format import USUAL, few_bits, following
-from sameseed.models.eagle_config import HeadConfig, expected_tensors, is_head, read_head_config
-from sameseed.models.loader import open_checkpoint, resolve_model
+from sameseed.models.eagle_config import read_head_config
+from sameseed.models.head_config import HeadConfig, expected_tensors, is_head
+from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import Shapes, TensorSource, matrix_bits, resolve_scheme, weight_bytes
 from sameseed.scheme import QuantScheme

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sameseed import __version__, devices, scheme as formats
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, read_config, read_json
-from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
+from sameseed.models.config import ModelConfig, read_json
+from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
 from sameseed.models.save import check_destination, save_quantized
 from sameseed.models.weights import TensorSource, expected_shapes
 from sameseed.quantize import Pipeline, Stats, _budget as bits, check_stored, is_dense, parse_method

@@ -1,4 +1,4 @@
-"""Prompts of published data sets, from local files or the hub: `--prompts NAME[/TASK][:FILE or FOLDER]`."""
+"""Prompts, and those of published data sets, from local files or the hub: `--prompts NAME[/TASK][:FILE or FOLDER]`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 from sameseed.errors import ConfigError
 from sameseed.study.quality import data
 from sameseed.study.quality.data import DataSet, Row
-from sameseed.study.quality.humaneval import STOP
-from sameseed.study.workload import Prompt
+from sameseed.tokenizer import Tokenizer
 
 ROW = 128  # words that a row of WikiText has at least, and tokens that are taken of it
 TURNS: dict[str, type] = {"category": str, "turns": list}
@@ -25,6 +24,44 @@ SPEC_BENCH = DataSet(
     "data/spec_bench/question.jsonl of https://github.com/hemingkx/Spec-Bench",
 )
 TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # other categories are MT-Bench's
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, or the messages of a conversation, with where it belongs. With both, the text is for want of a template.
+
+    `then`: what the user says next, each time after an answer. `clip`: tokens of the text that are taken. `stop`:
+    strings at which an answer ends.
+    """
+
+    id: str
+    domain: str
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+    then: tuple[str, ...] = ()
+    clip: int | None = None
+    stop: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> str:
+        """Its text; of a conversation, what was said, a line each."""
+        return self.text if self.text is not None else "\n".join(m["content"] for m in self.messages)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What decides the tokens, for digests."""
+        more = (self.then, self.clip, self.stop)
+        return (self.text, self.messages, *(more if any(more) else ()))
+
+    def encode(self, tokenizer: Tokenizer, answer: Callable[[list[int]], str] | None = None) -> tuple[int, ...]:
+        """Its token ids, messages by the chat template. `answer` writes what stands before later turns; None: ""."""
+        if self.text is not None and (not self.messages or tokenizer.chat_template is None):
+            return tuple(tokenizer.encode(self.text))[: self.clip]
+        messages = list(self.messages)
+        for turn in self.then:
+            said = "" if answer is None else answer(tokenizer.chat(messages))
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
+        return tuple(tokenizer.chat(messages))
 
 
 @dataclass(frozen=True)
@@ -72,7 +109,7 @@ def _gsm8k(path: Path) -> Iterator[Prompt]:
 def _humaneval(path: Path) -> Iterator[Prompt]:
     """Functions to complete, which end where the paper's stop strings say."""
     for row in data.read_rows(path, data.HUMANEVAL):
-        yield Prompt(row["task_id"], "humaneval", row["prompt"], stop=STOP)
+        yield Prompt(row["task_id"], "humaneval", row["prompt"], stop=data.HUMANEVAL_STOP)
 
 
 SETS = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sameseed.models.block_config import BlockConfig
-from sameseed.models.eagle_config import ROTATED_FOR
+from sameseed.models.head_config import ROTATED_FOR
 from sameseed.models.llama import Llama
 from sameseed.train.block_model import BlockForTraining, BlockLayer
 from sameseed.train.checkpoint import write_model

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.models.config import RopeConfig
-from sameseed.models.eagle_config import ROTATED_FOR
+from sameseed.models.head_config import ROTATED_FOR
 from sameseed.models.llama import Llama
 from sameseed.ops import Ops, normed_rows
 from sameseed.scheme import QuantTensor

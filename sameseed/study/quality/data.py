@@ -40,6 +40,7 @@ HUMANEVAL = DataSet(
     ("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
     {"task_id": str, "prompt": str, "entry_point": str, "canonical_solution": str, "test": str},
 )
+HUMANEVAL_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the paper's: what follows the function
 GSM8K = DataSet(
     "gsm8k",
     ("gsm8k-test.jsonl",),

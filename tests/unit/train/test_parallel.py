@@ -16,8 +16,7 @@ from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import read_config
-from sameseed.models.loader import load_model
+from sameseed.models.loader import load_model, read_config
 from sameseed.models.runner import ModelRunner
 from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.request import Sequence
