@@ -103,7 +103,9 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
     tables = ("embed_tokens.weight", "markov_head.markov_w1.weight")  # of which a pass reads some rows
     read = float(size) - sum(_matrix(layer, source, quant, shapes, name) for name in tables)
     if "lm_head.weight" not in shapes:
-        read += target.read * layer.vocab_size * layer.hidden_size / _parameters_read(target.config)
+        c = target.config
+        looked_up = 0 if c.tied_embeddings else c.vocab_size * c.hidden_size
+        read += target.read * layer.vocab_size * layer.hidden_size / (c.num_parameters - looked_up)
     kv = scheme.cache_format(kv_format, quant.dense_for(torch.bfloat16))
     return Sheet(layer, str(quant), kv, size, read, block_bytes(layer, kv, 1), _peak(quant, torch.bfloat16))
 
@@ -182,10 +184,6 @@ def _matrix(c: ModelConfig, source: TensorSource, quant: QuantScheme, shapes: Sh
         return 0.0
     shape = (c.vocab_size, c.hidden_size) if shapes is None else shapes[name]
     return shape[0] * shape[1] * matrix_bits(c, source, quant, name, shape) / 8
-
-
-def _parameters_read(c: ModelConfig) -> int:
-    return c.num_parameters - (0 if c.tied_embeddings else c.vocab_size * c.hidden_size)
 
 
 def _dtype(path: Path, quant: QuantScheme, model: str) -> torch.dtype:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sameseed.errors import ConfigError
 from sameseed.study.quality import data
-from sameseed.study.quality.data import DataSet, Row
+from sameseed.study.quality.data import DataSet
 from sameseed.tokenizer import Tokenizer
 
 ROW = 128  # words that a row of WikiText has at least, and tokens that are taken of it
@@ -79,23 +80,15 @@ def _wikitext(path: Path) -> Iterator[Prompt]:
             yield Prompt(str(number), "wikitext", line.strip(), clip=ROW)
 
 
-def _turns(rows: list[Row], domain: Callable[[str], str]) -> Iterator[Prompt]:
+def _turns(of: DataSet, path: Path) -> Iterator[Prompt]:
     """A prompt a turn: a later one follows what the target itself answers to those before."""
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(data.read_rows(path, of), 1):
         if not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
             raise ConfigError(f"row {number}: 'turns' must be a list of texts, not empty; fetch the file again")
+        domain = row["category"] if of is MT_BENCH or row["category"] in TASKS else "mt_bench"
         name, first = str(row.get("question_id", number)), ({"role": "user", "content": row["turns"][0]},)
         for n in range(len(row["turns"])):
-            yield Prompt(f"{name}/{n + 1}", domain(row["category"]), None, first, tuple(row["turns"][1 : n + 1]))
-
-
-def _mt_bench(path: Path) -> Iterator[Prompt]:
-    return _turns(data.read_rows(path, MT_BENCH), lambda category: category)
-
-
-def _spec_bench(path: Path) -> Iterator[Prompt]:
-    rows = data.read_rows(path, SPEC_BENCH)
-    return _turns(rows, lambda category: category if category in TASKS else "mt_bench")
+            yield Prompt(f"{name}/{n + 1}", domain, None, first, tuple(row["turns"][1 : n + 1]))
 
 
 def _gsm8k(path: Path) -> Iterator[Prompt]:
@@ -114,8 +107,8 @@ def _humaneval(path: Path) -> Iterator[Prompt]:
 
 SETS = {
     "wikitext": PromptSet(data.TEXT, _wikitext),
-    "spec-bench": PromptSet(SPEC_BENCH, _spec_bench),
-    "mt-bench": PromptSet(MT_BENCH, _mt_bench),
+    "spec-bench": PromptSet(SPEC_BENCH, partial(_turns, SPEC_BENCH)),
+    "mt-bench": PromptSet(MT_BENCH, partial(_turns, MT_BENCH)),
     "gsm8k": PromptSet(data.GSM8K, _gsm8k),
     "humaneval": PromptSet(data.HUMANEVAL, _humaneval),
 }

@@ -163,7 +163,16 @@ def make_record(
         "commit": commit(),
         "machine": dict(machine_),
         "config": dict(config),
-        "repetitions": [_repetition(*each) for each in zip(runs, ratios, equal, strict=True)],
+        "repetitions": [
+            {
+                **{name: getattr(run, name) for name in ("seconds", "num_tokens", "tokens_per_s")},
+                "speedup": ratio,
+                "equals_plain": same,
+                "num_steps": run.num_steps,
+                "time_split": _split(run),
+            }
+            for run, ratio, same in zip(runs, ratios, equal, strict=True)
+        ],
         "tokens_per_s": median(run.tokens_per_s for run in plain) * median(ratios),
         "repeated": runs[0].repeated,
         "latency_s": spread([m.total_time for m in done]),
@@ -180,12 +189,6 @@ def make_record(
         "draft_lengths": runs[0].draft_lengths,
         **_remarks(str(config.get("draft", "none")), runs[0]),
     }
-
-
-def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:
-    found = {name: getattr(run, name) for name in ("seconds", "num_tokens", "tokens_per_s")}
-    found |= {"speedup": ratio, "equals_plain": same}
-    return {**found, "num_steps": run.num_steps, "time_split": _split(run)}
 
 
 def _remarks(draft: str, run: Run) -> dict[str, object]:

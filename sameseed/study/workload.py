@@ -14,6 +14,7 @@ from sameseed.lines import Line, read_lines
 from sameseed.request import MAX_SEED, SamplingParams
 from sameseed.study import prompt_sets
 from sameseed.study.prompt_sets import Prompt
+from sameseed.study.quality.data import take
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEFAULT_PROMPTS = ASSETS / "prompts.jsonl"
@@ -33,11 +34,9 @@ def read_prompts(source: Path, limit: int | None = None) -> list[Prompt]:
     """
     found = None if source.is_file() else prompt_sets.parse(str(source))
     prompts = _read_file(source) if found is None else prompt_sets.read(*found)
-    if limit is None or limit >= len(prompts):
-        return prompts
-    if limit < 1:
+    if limit is not None and limit < 1:
         raise ConfigError(f"the number of prompts must be at least 1, got {limit}")
-    return [prompts[i * len(prompts) // limit] for i in range(limit)]
+    return take(prompts, limit)
 
 
 def _read_file(path: Path) -> list[Prompt]:

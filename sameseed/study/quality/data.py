@@ -6,12 +6,13 @@ import gzip
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sameseed.errors import ConfigError
 from sameseed.lines import objects
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,8 @@ def rows(data: DataSet, folder: Path | None) -> list[Row]:
     return read_rows(locate(data, folder), data)
 
 
-def take(items: Seq[Row], limit: int | None) -> list[Row]:
-    """`limit` rows, spread evenly over the set so that every category stays in; None: all."""
+def take(items: Seq[T], limit: int | None) -> list[T]:
+    """`limit` items, spread evenly over all so that every category stays in; None: all."""
     if limit is None or limit >= len(items):
         return list(items)
     return [items[i * len(items) // limit] for i in range(limit)]

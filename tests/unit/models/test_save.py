@@ -26,7 +26,8 @@ from sameseed.models import save as save_module
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
 from sameseed.models.loader import read_config
-from sameseed.models.save import method_for, save_quantized, write_safetensors
+from sameseed.models.safetensors_file import write_safetensors
+from sameseed.models.save import method_for, save_quantized
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
 LAYER0 = "model.layers.0"
