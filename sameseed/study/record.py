@@ -163,16 +163,7 @@ def make_record(
         "commit": commit(),
         "machine": dict(machine_),
         "config": dict(config),
-        "repetitions": [
-            {
-                **{name: getattr(run, name) for name in ("seconds", "num_tokens", "tokens_per_s")},
-                "speedup": ratio,
-                "equals_plain": same,
-                "num_steps": run.num_steps,
-                "time_split": _split(run),
-            }
-            for run, ratio, same in zip(runs, ratios, equal, strict=True)
-        ],
+        "repetitions": [_repetition(*each) for each in zip(runs, ratios, equal, strict=True)],
         "tokens_per_s": median(run.tokens_per_s for run in plain) * median(ratios),
         "repeated": runs[0].repeated,
         "latency_s": spread([m.total_time for m in done]),
@@ -207,6 +198,12 @@ def _usage(runs: Seq[Run]) -> dict[str, float | None]:
     for run in runs:
         whole.add(run.usage)
     return whole.as_dict(sum(run.num_tokens for run in runs))
+
+
+def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:
+    found = {name: getattr(run, name) for name in ("seconds", "num_tokens", "tokens_per_s")}
+    found |= {"speedup": ratio, "equals_plain": same}
+    return {**found, "num_steps": run.num_steps, "time_split": _split(run)}
 
 
 def _split(run: Run) -> dict[str, float]:

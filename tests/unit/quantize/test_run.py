@@ -20,7 +20,8 @@ from sameseed.errors import ConfigError, ModelSaveError, RegistryError, Sameseed
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.loader import load_model, read_config
 from sameseed.quantize import _run as quantizing, _work
-from sameseed.quantize._run import FILE, Progress, QuantizePlan, quantize
+from sameseed.quantize._plan import QuantizePlan
+from sameseed.quantize._run import FILE, Progress, quantize
 
 
 @pytest.fixture(scope="module")
