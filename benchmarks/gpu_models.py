@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed.models.config import ModelConfig, read_config, read_json
+from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head, open_head, read_head, target_ids
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.models.llama import Llama
-from sameseed.models.loader import open_checkpoint, resolve_model
+from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.save import source_config
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import TensorSource, WeightReader

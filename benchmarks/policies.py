@@ -31,7 +31,8 @@ from sameseed.config import SpecConfig, parse_draft
 from sameseed.request import SamplingParams
 from sameseed.study import record
 from sameseed.study.measure import Bench, Run, run_batch
-from sameseed.study.workload import ASSETS, DEFAULT_PROMPTS, Arm, Prompt, Workload, arms, read_prompts, without_past
+from sameseed.study.prompt_sets import Prompt
+from sameseed.study.workload import ASSETS, DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, without_past
 
 RESULTS = Path(__file__).parent / "results" / "policies.jsonl"
 SCHEMA = "sameseed.policies/1"

@@ -12,7 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HFTokenizer
 
 from sameseed import habits
-from sameseed.errors import ModelLoadError, RequestError
+from sameseed.errors import ModelLoadError, RequestError, VocabularyError
 
 MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
@@ -250,3 +250,20 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
     return value if isinstance(value, dict) else {}
+
+
+def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raise VocabularyError unless both tokenizers spell every token of the smaller one alike (padding is no token)."""
+    mine, its = target.vocabulary(), draft.vocabulary()
+    for piece, token in sorted(its.items(), key=lambda item: item[1]):
+        if mine.get(piece) != token:
+            other = target.token(token)
+            raise VocabularyError(
+                f"the draft model has another vocabulary: its token {token} is {piece!r}, the target's is {other!r}; "
+                "use a draft of the target's own family"
+            )
+    if len(its) < len(mine):
+        piece, token = next((p, t) for p, t in sorted(mine.items(), key=lambda item: item[1]) if p not in its)
+        raise VocabularyError(
+            f"the draft model lacks the target's token {token} ({piece!r}); use a draft with the target's own tokenizer"
+        )

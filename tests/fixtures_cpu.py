@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from fixtures_ops import Part, Pass, alone, make_pass, threads
+from fixtures_ops import Part, Pass, alone, flat, make_pass, threads
 from torch import Tensor
 
 from sameseed.ops import cpu
@@ -72,3 +72,13 @@ def hold_long(isa: str, name: str, near: Near) -> None:
     assert near(walked, p, 0.4, None)
     with instructions("portable"):
         assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
+
+
+def spoiled(name: str, slot: int, parents: list[int], broken: float, parts: slice) -> tuple[Pass, Tensor, int]:
+    """A pass in whose cache one place holds a value that is no number; what attention said before, its first row."""
+    p = make_pass([Part(3, 1 if parents else 12, parents)], name, heads=8, block_size=16)
+    first = min(slot - 3, len(p.batch.slots) - 1)
+    clean = cpu.attention(p.q, p.layer, p.batch, 0.3)
+    for rows in flat(p.layer)[parts]:
+        rows[int(p.batch.slots[first])] = broken
+    return p, clean, first

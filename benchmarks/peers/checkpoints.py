@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from sameseed.models.config import parse_config
 from sameseed.models.stream import stream_weights
 from sameseed.models.synthetic import RandomCheckpoint
-from sameseed.quantize._run import QuantizePlan, quantize
+from sameseed.quantize._plan import QuantizePlan
+from sameseed.quantize._run import quantize
 from sameseed.study import shapes
 
 HERE = Path(__file__).resolve().parent

@@ -18,7 +18,8 @@ from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
     from sameseed.study.measure import Bench, Run
-    from sameseed.study.workload import Arm, Prompt, Workload
+    from sameseed.study.prompt_sets import Prompt
+    from sameseed.study.workload import Arm, Workload
 
 LEFT_OUT = ("overlap", "temperature", "n", "logprobs")
 AXES = {  # lists of bench, and the flag of other commands that each stands for, which it takes too
@@ -135,8 +136,7 @@ def _possible(args: BenchArgs, engine: EngineChoice) -> dict[str, list[SpecConfi
     from sameseed.engine.levels import with_heads
     from sameseed.engine.memory import plan_blocks
     from sameseed.engine.settings import make_config
-    from sameseed.models.config import read_config
-    from sameseed.models.loader import resolve_model
+    from sameseed.models.loader import read_config, resolve_model
     from sameseed.scheme import QuantScheme
 
     specs = _specs(args, engine)

@@ -108,7 +108,7 @@ def _check_outputs(args: ProfileArgs) -> None:
 
 def _measure(args: ProfileArgs, grid: dict[str, Any]) -> Profile:
     from sameseed.cli.console import progress
-    from sameseed.study.costs import profile
+    from sameseed.study.profiler import profile
 
     quiet = str(args.json) == "-"
     title = args.shape or args.model or ""

@@ -16,7 +16,8 @@ from sameseed.config import parse_options
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.quantize._run import Progress, QuantizePlan, QuantizeResult
+    from sameseed.quantize._plan import QuantizePlan
+    from sameseed.quantize._run import Progress, QuantizeResult
     from sameseed.study.quality.compare import Comparing
 
 OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
@@ -64,7 +65,7 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16-g128 -o runs/w4a16")
     if args.head_for is not None:
         return _turn_head(args, args.head_for, args.out)
-    from sameseed.quantize._run import QuantizePlan
+    from sameseed.quantize._plan import QuantizePlan
 
     given = {f.name: getattr(args, f.name) for f in fields(QuantizePlan)}
     given["options"] = parse_options(args.options)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from sameseed.cli.options import EngineChoice, option, parse
 from sameseed.errors import ConfigError
+from sameseed.server.config import ServerFlags
 
 if TYPE_CHECKING:
     from sameseed.export.vllm import Spread
@@ -17,27 +18,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ServeArgs:
+class ServeArgs(ServerFlags):
     """Serve a model over HTTP with OpenAI's API. On this machine only, unless there is an API key."""
 
-    host: str = "127.0.0.1"  # address to listen on; one that others can reach needs a key
-    port: int = 8000  # port to listen on; 0 takes a free one
     served_model_name: Annotated[tuple[str, ...], option("NAME")] = ()  # what clients call it; the first is in answers
     api_key_file: Annotated[Path | None, option("FILE")] = None  # keys, one a line (or SAMESEED_API_KEY, with commas)
     allowed_host: Annotated[tuple[str, ...], option("NAME")] = ()  # other names that this machine is called by
-    cors: Annotated[tuple[str, ...], option("ORIGIN")] = ()  # pages that may call from a browser; '*': any
-    reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss"] | None = None  # how the model marks its thoughts
-    max_draft_tokens: Annotated[int, option("N")] = 64  # the most that a request may ask for, a round
-    max_queue: int = 256  # sequences that may wait; beyond that requests are refused with 429
-    request_timeout: float = 600.0  # seconds for one request
-    drain_timeout: float = 30.0  # seconds that running requests get after SIGTERM
-    metrics_prefix: Literal["vllm:", "sameseed:"] = "vllm:"  # of the names in /metrics
     log_level: Literal["debug", "info", "warning", "error"] = "info"  # of the JSON lines on stderr
     per_request_spec_decode_metrics: Literal["summary", "detailed"] = "summary"  # detailed: every round of a request
     engine: Literal["sameseed", "vllm"] = "sameseed"  # vllm: start vLLM with the same flags, and stand in front of it
     vllm_python: Annotated[str | None, option("PYTHON")] = None  # whose vLLM; unset: that of this environment
     vllm_args: Annotated[str, option("FLAGS")] = ""  # vLLM's own flags, e.g. --vllm-args='--enforce-eager'
-    load_timeout: float = 1800.0  # vllm: seconds until it is ready; one that takes longer counts as dead
     tensor_parallel_size: int = 1  # vllm: GPUs that share each layer
     pipeline_parallel_size: Annotated[int | None, option("N")] = None  # vllm: groups of layers; unset: one a node
     replicas: int = 1  # vllm: several of it on this machine; a request goes where its beginning was computed before
@@ -59,7 +50,7 @@ def run(argv: Seq[str], prog: str) -> int:
     folder = Path(engine.model).expanduser()  # its path is nothing for clients
     name, *aliases = args.served_model_name or ((folder.resolve().name if folder.exists() else engine.model),)
     config = ServerConfig(
-        **{f.name: getattr(args, f.name) for f in fields(ServerConfig) if hasattr(args, f.name)},
+        **{f.name: getattr(args, f.name) for f in fields(ServerFlags)},
         model_name=name,
         aliases=tuple(aliases),
         keys=Keys.read(args.api_key_file),

@@ -8,54 +8,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sameseed.cli.profile import numbers
-from sameseed.errors import ConfigError
-from sameseed.request import SamplingParams
-
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sameseed.cli.tune import TuneArgs
-    from sameseed.plan.tune_server import LengthRow, Look
+    from sameseed.plan.tune_server import LengthRow, Look, ServerTuneRequest
 
 
-def run_vllm(args: TuneArgs) -> int:
-    """Measure, add to the costs, and, once lengths can be compared, write the profile."""
-    from sameseed.cli.bench_serve import read_key
+def run_vllm(asked: ServerTuneRequest, model: str, cost: Path, out: Path, as_json: bool) -> int:
+    """Measure, add to the costs in `cost`, and, once lengths can be compared, write the profile to `out`."""
     from sameseed.cli.console import stages
     from sameseed.plan import tune_server
     from sameseed.plan.profile_file import write
-    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
-    if args.url is None:
-        raise ConfigError("--engine vllm measures a vLLM that runs: give its address with --url")
-    if len(args.drafts) != 1:
-        raise ConfigError("--engine vllm: name the one draft that it runs with, or would, with --drafts")
-    if not args.seconds > 0:
-        raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
-    before = tune_server.read_before(args.cost)
-    key = read_key(args.api_key_file)
-    asked = tune_server.ServerTuneRequest(
-        args.url,
-        args.drafts[0],
-        tuple(read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)),
-        SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed),
-        numbers("batch", args.batch),
-        args.seconds,
-        key,
-    )
-    with stages(f"tuning {args.url}", args.json) as tell:
+    before = tune_server.read_before(cost)
+    with stages(f"tuning {asked.url}", as_json) as tell:
         looks = tune_server.measure(asked, tell)
     costs = tune_server.added(before, looks, asked.draft)
-    tune_server.write_costs(costs, args.cost)
+    tune_server.write_costs(costs, cost)
     rows, todo = tune_server.rows_of(costs), tune_server.next_run(costs)
     if rows:
-        write(tune_server.as_tuned(asked, args.model, costs), args.out)
-    if args.json:
+        write(tune_server.as_tuned(asked, model, costs), out)
+    if as_json:
         said = {"looks": [asdict(x) for x in looks], "rows": [asdict(r) for r in rows], "restart": todo}
         print(json.dumps(said))
     else:
-        _show(looks, rows, todo, args.out)
+        _show(looks, rows, todo, out)
     return 0
 
 

@@ -46,7 +46,7 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError(f"-o is missing; {example}")
     from sameseed import devices
     from sameseed.cli.console import weights_progress
-    from sameseed.models.eagle_config import is_head
+    from sameseed.models.head_config import is_head
     from sameseed.models.loader import resolve_model
     from sameseed.study.twin import find_shape, make_head_twin, make_twin
 

@@ -34,8 +34,7 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.text is None:
         raise RequestError("a text is missing; e.g. sameseed vocabulary chats.txt --size 8192 -o ids.json")
     from sameseed.drafters._vocabulary import frequent_tokens
-    from sameseed.models.config import read_config
-    from sameseed.models.loader import load_tokenizer, resolve_model
+    from sameseed.models.loader import load_tokenizer, read_config, resolve_model
 
     try:
         lines = args.text.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -107,11 +107,11 @@ class BlockDrafter(ChainDrafter):
         self.followers.make_room(seqs)
         siblings = self.options.siblings
         lengths = chain_lengths(seqs, num_draft, siblings)
-        chains, growing = [Chain() for _ in seqs], list[_Growing]()
+        chains, growing = [Chain() for _ in seqs], list[_GrowingBlock]()
         for b, (seq, k) in enumerate(zip(seqs, lengths, strict=True)):
             count = self._able(seq, k)
             if count and self.followers.reserve(seq, self.runner.model.config.block_size):
-                growing.append(_Growing(seq, count, chains[b]))
+                growing.append(_GrowingBlock(seq, count, chains[b]))
         if growing:
             self._guess(growing)
         for g in growing:
@@ -129,7 +129,7 @@ class BlockDrafter(ChainDrafter):
         wanted = min(num_draft, self.most)
         return wanted if wanted > 0 and self.followers.room(seq, 1) else 0
 
-    def _guess(self, growing: Seq[_Growing]) -> None:
+    def _guess(self, growing: Seq[_GrowingBlock]) -> None:
         """Catch up, run all blocks, and read the chains off the logits, place by place where there is a Markov head."""
         seqs = [g.seq for g in growing]
         self.followers.catch_up(seqs)
@@ -150,13 +150,13 @@ class BlockDrafter(ChainDrafter):
             for i, g in enumerate(active):
                 self._read(g, now[i : i + 1])
 
-    def _bias(self, active: Seq[_Growing]) -> NDArray[np.float32]:
+    def _bias(self, active: Seq[_GrowingBlock]) -> NDArray[np.float32]:
         """What the Markov head adds [n, Vd] after the last token of each chain."""
         last = [g.chain.tokens[-1] if g.chain.tokens else g.seq.token_ids[-1] for g in active]
         model = self.runner.model
         return self.guesses.rows(model.bias(torch.tensor(last, dtype=torch.int32, device=model.device)))
 
-    def _read(self, g: _Growing, row: NDArray[np.float32]) -> None:
+    def _read(self, g: _GrowingBlock, row: NDArray[np.float32]) -> None:
         """The head's choice at the next place by logits [1, Vd], under the target's own noise (coupled sampling)."""
         chain, count = g.chain, 1 + self.options.siblings
         if needs_adjusting(g.seq, len(chain.tokens)):
@@ -171,7 +171,7 @@ class BlockDrafter(ChainDrafter):
 
 
 @dataclass
-class _Growing:
+class _GrowingBlock:
     """One sequence's chain in the making, of `count` tokens; `first`: the row of its logits."""
 
     seq: Sequence

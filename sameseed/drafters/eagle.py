@@ -120,13 +120,13 @@ class EagleDrafter(Drafter):
         """Trees for all sequences together, of at most num_draft[b] nodes; confidence: probabilities of the paths."""
         self.followers.make_room(seqs)
         chains = not self.branches
-        growing: dict[int, _Growing] = {}
+        growing: dict[int, _GrowingTree] = {}
         for b, (seq, k) in enumerate(zip(seqs, num_draft, strict=True)):
             depth = self.followers.room(seq, min(self.options.depth, k, seq.draft_depth))
             width = min(self.options.top_k, k)
             if depth > 0 and self.followers.reserve(seq, min(width * (depth - 1), MAX_NODES)):
                 ending = seq.params.ending(self.guesses.eos_token_ids)
-                growing[b] = _Growing(seq, Tree(min(k, MAX_NODES)), depth, width, ending)
+                growing[b] = _GrowingTree(seq, Tree(min(k, MAX_NODES)), depth, width, ending)
         if growing:
             (self._lengthen if chains else self._grow)(list(growing.values()))
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
@@ -141,7 +141,7 @@ class EagleDrafter(Drafter):
             self.runner.blocks.trim(holder, holder.num_cached)  # blocks of guessed rows
         return Draft.trees(trees, sure)
 
-    def _grow(self, growing: Seq[_Growing]) -> None:
+    def _grow(self, growing: Seq[_GrowingTree]) -> None:
         """The first level from the last known positions, then a pass of the head for each further one."""
         logits, features = self.followers.catch_up([g.seq for g in growing])
         rows = self.guesses.rows(logits)
@@ -151,7 +151,7 @@ class EagleDrafter(Drafter):
         for depth in range(1, max(g.depth for g in growing)):
             levels: list[Level] = []
             parents: list[Ints] = []  # rows of `features`
-            running: list[tuple[_Growing, list[int]]] = []
+            running: list[tuple[_GrowingTree, list[int]]] = []
             num_rows = 0
             for g in growing:
                 tree, place = g.tree, g.tree.num_places
@@ -172,7 +172,7 @@ class EagleDrafter(Drafter):
             for g, chosen in running:
                 self._children(g, chosen, rows, depth)
 
-    def _children(self, g: _Growing, nodes: list[int], rows: NDArray[np.float32], depth: int) -> None:
+    def _children(self, g: _GrowingTree, nodes: list[int], rows: NDArray[np.float32], depth: int) -> None:
         """Grow the tree by the likeliest tokens after nodes of one depth; rows: logits [R, Vd] of the pass."""
         tree, rows = g.tree, rows[g.first : g.first + len(nodes)]
         if needs_adjusting(g.seq, depth):
@@ -185,7 +185,7 @@ class EagleDrafter(Drafter):
             ended |= [[self.policy.stop(p) for p in row] for row in np.exp(log_probs).tolist()]
         tree.grow(nodes, tokens, log_probs, ended)
 
-    def _lengthen(self, growing: Seq[_Growing]) -> None:
+    def _lengthen(self, growing: Seq[_GrowingTree]) -> None:
         """`_grow` where each level is a single node: no choice among candidates, and the pass is all the work."""
         logits, features = self.followers.catch_up([g.seq for g in growing])
         active, depth = list(growing), 0
@@ -217,7 +217,7 @@ class EagleDrafter(Drafter):
 
 
 @dataclass
-class _Growing:
+class _GrowingTree:
     """One sequence's tree in the making, or its chain: `tokens`, and `sure`, the probability of each path.
 
     `ending`: tokens after which nothing comes. `first`: of the nodes of the tree's last level, the first one's row in

@@ -27,26 +27,26 @@ from sameseed.engine.overlap import make_overlap
 from sameseed.engine.policies import RequestPolicies, make_policy
 from sameseed.engine.scheduler import Scheduler
 from sameseed.engine.scope import heed_profile
-from sameseed.errors import ConfigError, VocabularyError
+from sameseed.errors import ConfigError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.lengths._capped import CappedLength
 from sameseed.models.block import BlockHead
 from sameseed.models.block_runner import BlockRunner
-from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.config import ModelConfig
 from sameseed.models.draft_format import draft_scheme, is_smaller
 from sameseed.models.eagle import EagleHead
-from sameseed.models.eagle_config import is_head
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
+from sameseed.models.head_config import is_head
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_model, load_tokenizer, resolve_model
+from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model
 from sameseed.models.nested import is_nested, nested_view
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress
 from sameseed.scheme import QuantScheme, cache_format
 from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts, parse_options
-from sameseed.tokenizer import Tokenizer
+from sameseed.tokenizer import Tokenizer, check_vocabulary
 from sameseed.tuned import Scope, Tuned
 
 Model = Llama | EagleHead | BlockHead
@@ -296,20 +296,3 @@ def _runner(model: Llama, config: EngineConfig, num_blocks: int) -> ModelRunner:
 def _cache(c: ModelConfig, dense: str, config: EngineConfig, num_blocks: int) -> KVCache:
     shape = (c.num_layers, num_blocks, config.cache.block_size, c.num_kv_heads, c.head_dim)
     return KVCache(*shape, cache_format(config.cache.format, dense), config.device)
-
-
-def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise VocabularyError unless both tokenizers spell every token of the smaller one alike (padding is no token)."""
-    mine, its = target.vocabulary(), draft.vocabulary()
-    for piece, token in sorted(its.items(), key=lambda item: item[1]):
-        if mine.get(piece) != token:
-            other = target.token(token)
-            raise VocabularyError(
-                f"the draft model has another vocabulary: its token {token} is {piece!r}, the target's is {other!r}; "
-                "use a draft of the target's own family"
-            )
-    if len(its) < len(mine):
-        piece, token = next((p, t) for p, t in sorted(mine.items(), key=lambda item: item[1]) if p not in its)
-        raise VocabularyError(
-            f"the draft model lacks the target's token {token} ({piece!r}); use a draft with the target's own tokenizer"
-        )

@@ -10,7 +10,7 @@ from sameseed import ops, registry
 from sameseed.config import SpecConfig, written_as
 from sameseed.errors import ConfigError
 from sameseed.models.config import is_parallel
-from sameseed.models.eagle_config import is_block, is_head
+from sameseed.models.head_config import is_block, is_head
 from sameseed.models.loader import resolve_model
 from sameseed.scheme import QuantScheme
 from sameseed.spec.drafter import Drafter, NoDrafter, goes_ahead, parse_options

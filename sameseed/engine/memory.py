@@ -8,10 +8,10 @@ from pathlib import Path
 from sameseed import devices, scheme
 from sameseed.config import EngineConfig
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, read_config
-from sameseed.models.eagle_config import check_rotation
+from sameseed.models.config import ModelConfig
 from sameseed.models.eagle_loader import head_bytes
-from sameseed.models.loader import open_checkpoint
+from sameseed.models.head_config import check_rotation
+from sameseed.models.loader import open_checkpoint, read_config
 from sameseed.models.weights import Shapes, TensorSource, weight_bytes
 from sameseed.scheme import QuantScheme
 

@@ -14,7 +14,7 @@ from sameseed import habits
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import ASSETS, EMBEDDED, is_parallel, read_json
-from sameseed.models.eagle_config import is_head
+from sameseed.models.head_config import is_head
 
 Version = tuple[int, int]
 OLDEST: Version = (0, 29)  # --per-request-spec-decode-metrics, and the server's place in vLLM's package

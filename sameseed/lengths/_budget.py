@@ -63,7 +63,7 @@ class Budget:
         """Rounds until a trial that costs as much as the next one may be made."""
         return (min(self._cost, MOST) - self.rounds) / SHARE
 
-    def nap(self, seq_ids: Seq[int], most: int) -> int:
+    def rest(self, seq_ids: Seq[int], most: int) -> int:
         """Rounds until one of these sequences may be tried, 1 to `most`."""
         due = min(self._waits.get(i, (self._now, 0))[0] for i in seq_ids) - self._now
         return round(min(max(due, self.poor, 1.0), most))

@@ -23,27 +23,27 @@ from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
 
-HOLD, LONGEST_HOLD = 4, 16  # rounds for which a decision stands while the same sequences run, of short rounds more
-HELD = 0.015  # seconds that they should last then
-LEARNED = 0.005  # seconds between rounds of which what they took is learned: of rounds that are looked at (`SAMPLED`)
-SHORT = 0.004  # seconds of a round: in shorter ones it is felt if the drafter gets hidden states
-DEAF = 0.5  # seconds without them, at most
-HEARD = 96  # tokens of a sequence with them, after some without: a head that knows fewer guesses worse
-DECIDING = 0.005  # of the time that decisions may take where nobody drafts
+HOLD_ROUNDS, LONGEST_HOLD = 4, 16  # rounds that a decision stands while the same sequences run, of short ones more
+HOLD_SECONDS = 0.015  # seconds that they should last then
+LEARN_EVERY = 0.005  # seconds of rounds, of which one is learned: of those that are looked at (`LOOK_EVERY`)
+SHORT_ROUND = 0.004  # seconds of a round: in shorter ones it is felt if the drafter gets hidden states
+LONGEST_WITHOUT_STATES = 0.5  # seconds without them, at most
+STATES_NEEDED = 96  # tokens of a sequence with them, after some without: a head that knows fewer guesses worse
+DECISION_SHARE = 0.005  # of the time that decisions may take where nobody drafts
 WARM_UP = 48  # learned rounds; what was measured before them may be off altogether
 FIRST_GAPS = 16  # of the first rounds each is learned: nothing else tells what lies between passes
-SIMILAR = 0.25  # share by which a batch may change in size while a decision stands
-FEW = 3  # sequences, at most, of which a new one ends a rest: it may be a good part of what comes
-NAP = 64  # rounds without a draft before it is decided anew, at most
-CLEAR = 1.25  # times as fast as plain decoding: below, a round without a draft is measured in every `CHECK`
-CHECK = 64
-FREE = 0.01  # of a round without a draft: a step that takes less costs nothing
-SAMPLED = 16  # of so many rounds without a draft one is measured, after the first of them
+SIMILAR_BATCH = 0.25  # share by which a batch may change in size while a decision stands
+FEW_SEQUENCES = 3  # sequences, at most, of which a new one ends a rest: it may be a good part of what comes
+LONGEST_REST = 64  # rounds without a draft before it is decided anew, at most
+CLEAR_GAIN = 1.25  # times as fast as plain decoding; below, one round without a draft is measured of so many:
+MEASURE_EVERY = 64
+FREE_STEP = 0.01  # of a round without a draft: a step that takes less costs nothing
+LOOK_EVERY = 16  # of so many rounds without a draft one is measured, after the first of them
 FADE = 0.95  # a round later, of how promises were kept; a text later, of how long texts are
-KNOWN = 8  # proposals from which what a step of one costs is known
-SEEN = 8  # tokens, at most, with which a drafter that is asked now and then has to catch up
+PROPOSALS_NEEDED = 8  # proposals from which what a step of one costs is known
+FEW_UNSEEN = 8  # tokens, at most, with which a drafter that is asked now and then has to catch up
 _id = attrgetter("seq_id")
-HOPED = 0.3  # of a round without a draft, for all its sequences: what drafting may save
+POSSIBLE_SAVING = 0.3  # of a round without a draft, for all its sequences: what drafting may save
 
 
 class GoodputLength:
@@ -65,21 +65,21 @@ class GoodputLength:
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
         self._rest, self._resting = 0, (0, 0)  # rounds for which nobody drafts, while about so many run, this one last
         self._idle = False  # is this round one of them?
-        self._settled = 0  # of them, those for which it stays so whoever comes: to decide takes time too
-        self._deaf = False  # does the drafter get no hidden states in these?
-        self._may_try = self._hopeless = False  # is one that the drafter knows worth a trial; or none of them?
-        self._unheard: dict[int, int] = {}  # tokens of a sequence in the last pass that the drafter did not get
+        self._fixed_rest = 0  # of them, those for which it stays so whoever comes: to decide takes time too
+        self._without_states = False  # does the drafter get no hidden states in these?
+        self._can_try = self._none_to_try = False  # is one that the drafter knows worth a trial; or none of them?
+        self._missed: dict[int, int] = {}  # tokens of a sequence in the last pass that the drafter did not get
         self._plain = 1.0  # seconds of a round without a draft
         self._num_plain = 0
         self._drafting: set[int] = set()  # sequences that the last decision lets draft
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
         self._new: set[int] = set()  # those of them for which that was the pass over their prompt
-        self._late = 0, 0.0  # tokens that it reads now to catch up, and the seconds of it
+        self._catching_up = 0, 0.0  # tokens that it reads now to catch up, and the seconds of it
         self._seen: dict[int, int] = {}  # tokens of a sequence that the drafter knew when it was last asked
         self._written = [0.0, 0.0]  # texts that ended, and their tokens; older ones fade
         self._nodes: dict[int, DraftNodes] = {}  # of the round that runs
-        self._hold = HOLD
-        self._unlearned = LEARNED  # seconds of rounds since one was learned
+        self._hold = HOLD_ROUNDS
+        self._unlearned = LEARN_EVERY  # seconds of rounds since one was learned
         self._num_learned = 0  # rounds
         self._deciding = 0.0  # seconds of this round's decision, which stands for more rounds than this one
         self._steps = 0.0  # that a proposal as decided is expected to take
@@ -125,12 +125,12 @@ class GoodputLength:
         if self.num_draft_tokens == 0 or not seqs or self.cost is None:
             return [0] * len(seqs)
         size, last = self._resting
-        alike = abs(len(seqs) - size) <= SIMILAR * size and (size > FEW or seqs[-1].seq_id == last)
-        self._idle = self._rest > 0 and (alike or self._settled > 0)
+        alike = abs(len(seqs) - size) <= SIMILAR_BATCH * size and (size > FEW_SEQUENCES or seqs[-1].seq_id == last)
+        self._idle = self._rest > 0 and (alike or self._fixed_rest > 0)
         if self._idle:
-            self._rest, self._settled = self._rest - 1, self._settled - 1
+            self._rest, self._fixed_rest = self._rest - 1, self._fixed_rest - 1
             return [0] * len(seqs)
-        self._rest = self._settled = 0
+        self._rest = self._fixed_rest = 0
         ids = tuple([seq.seq_id for seq in seqs])
         if self._held is not None and self._held[0] == ids and self._held[1] > 0:
             lengths = self._held[2]
@@ -143,18 +143,19 @@ class GoodputLength:
         if self.budget.trying is not None:
             hold = 1
         elif not any(lengths):
-            nap, poor = self.budget.nap(ids, NAP), self.budget.poor
-            self._deaf = self._plain < SHORT and (self._hopeless or poor > NAP)
-            if self._deaf:
-                most = DEAF / self._plain
-                self._settled = round(min(poor if poor > NAP else most, most))
+            rest, poor = self.budget.rest(ids, LONGEST_REST), self.budget.poor
+            self._without_states = self._plain < SHORT_ROUND and (self._none_to_try or poor > LONGEST_REST)
+            if self._without_states:
+                most = LONGEST_WITHOUT_STATES / self._plain
+                self._fixed_rest = round(min(poor if poor > LONGEST_REST else most, most))
             else:
-                self._settled = round(min(self._deciding / (DECIDING * self._plain), nap if self._may_try else NAP)) - 1
-            self._rest = max(nap - 1, self._settled)
+                most = rest if self._can_try else LONGEST_REST
+                self._fixed_rest = round(min(self._deciding / (DECISION_SHARE * self._plain), most)) - 1
+            self._rest = max(rest - 1, self._fixed_rest)
             self._resting, self._idle = (len(seqs), ids[-1]), self._rest > 0
-            self._held, self._asked, self._late = None, set(), (0, 0.0)
+            self._held, self._asked, self._catching_up = None, set(), (0, 0.0)
             return lengths
-        elif self._unclear and self._since_plain >= CHECK:  # what is not measured any more may have changed
+        elif self._unclear and self._since_plain >= MEASURE_EVERY:  # what is not measured any more may have changed
             lengths, hold = [0] * len(seqs), 1
         self._held = ids, hold - 1, lengths
         return list(lengths)
@@ -163,11 +164,11 @@ class GoodputLength:
         """Shall the drafter get the target's hidden states of this pass?
 
         Not where rounds are so short that to take them would be felt, and no draft comes for a while. A sequence that
-        was not listened to is drafted for again once the drafter knows `HEARD` tokens of it.
+        was not listened to is drafted for again once the drafter knows `STATES_NEEDED` tokens of it.
         """
-        if not self._deaf or self._settled <= 0:
+        if not self._without_states or self._fixed_rest <= 0:
             return True
-        self._unheard.update({seq.seq_id: len(seq) for seq in seqs})
+        self._missed.update({seq.seq_id: len(seq) for seq in seqs})
         return False
 
     def _decided(self, seqs: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
@@ -175,11 +176,12 @@ class GoodputLength:
         known = self.acceptance.own
         one = self.acceptance.offers(-1, self.num_draft_tokens)  # of those of whom nothing is known
         offers = [self.acceptance.offers(i, self.num_draft_tokens) if i in known else one for i in map(_id, seqs)]
-        unheard = {b for b, seq in enumerate(seqs) if len(seq) < self._unheard.get(seq.seq_id, -HEARD) + HEARD}
-        offers = [[] if b in unheard else o for b, o in enumerate(offers)]
+        known_from = {i: length + STATES_NEEDED for i, length in self._missed.items()}
+        missed = {b for b, seq in enumerate(seqs) if len(seq) < known_from.get(seq.seq_id, 0)}
+        offers = [[] if b in missed else o for b, o in enumerate(offers)]
         lengths, prices = self._best(offers, seqs, rows, budget)
-        starts = [self._start(seq) for seq in seqs]
-        late = self._too_late(seqs, offers, lengths, starts, prices)
+        starts = [self._catch_up_seconds(seq) for seq in seqs]
+        late = self._never_recovered(seqs, offers, lengths, starts, prices)
         if late:
             lengths, prices = self._best([[] if b in late else o for b, o in enumerate(offers)], seqs, rows, budget)
         self.budget.end_trial()
@@ -189,14 +191,14 @@ class GoodputLength:
         self._drafting = {seq.seq_id for seq, k in zip(seqs, lengths, strict=True) if k}
         left = self.num_draft_tokens * len(seqs) if budget is None else budget - sum(lengths)
         # Drafts that tell how likely they are may be longer where unlikely ones end early, or steps cost nothing.
-        if self.acceptance.tells and (self._may_end or prices.step < FREE * prices.plain):
+        if self.acceptance.tells and (self._may_end or prices.step < FREE_STEP * prices.plain):
             for b, k in enumerate(lengths):
                 more = min(k + 2, self.num_draft_tokens - k, left) if k else 0
                 lengths[b], left = k + more, left - more
-        hoped = HOPED / len(seqs) * prices.plain  # seconds a round that one more sequence may save
-        idle = [b for b, k in enumerate(lengths) if not k and starts[b] <= hoped * self._left(seqs[b])]
-        idle = [b for b in idle if b not in unheard]
-        self._may_try, self._hopeless = bool(idle), not idle and len(unheard) < len(seqs)
+        possible = POSSIBLE_SAVING / len(seqs) * prices.plain  # seconds a round that one more sequence may save
+        idle = [b for b, k in enumerate(lengths) if not k and starts[b] <= possible * self._tokens_left(seqs[b])]
+        idle = [b for b in idle if b not in missed]
+        self._can_try, self._none_to_try = bool(idle), not idle and len(missed) < len(seqs)
         trial = min(TRIAL_TOKENS, self.num_draft_tokens)
         if idle and trial <= left:
             lost = prices.seconds(trial, trial) / prices.plain - 1.0
@@ -210,19 +212,19 @@ class GoodputLength:
         self._steps = max((o[k - 1][2] for o, k in zip(offers, lengths, strict=True) if k), default=0.0)
         return lengths
 
-    def _start(self, seq: Sequence) -> float:
+    def _catch_up_seconds(self, seq: Sequence) -> float:
         """Seconds that the drafter needs to see what it has not seen of a sequence."""
         assert self.cost is not None
         unseen = len(seq) - self._seen.get(seq.seq_id, 0)
-        return self.cost.catch_up * unseen if unseen > SEEN else 0.0
+        return self.cost.catch_up * unseen if unseen > FEW_UNSEEN else 0.0
 
-    def _left(self, seq: Sequence) -> float:
+    def _tokens_left(self, seq: Sequence) -> float:
         """Tokens that a text will go on for: as many as texts had of late, and no more than it may."""
         most = seq.params.max_tokens - seq.num_output
         texts, tokens = self._written
         return float(most) if texts < 1.0 else min(most, tokens / texts)
 
-    def _too_late(
+    def _never_recovered(
         self, seqs: Seq[Sequence], offers: Seq[Offers], lengths: Seq[int], starts: Seq[float], prices: Prices
     ) -> set[int]:
         """Sequences for which drafting would pay, but not long enough to win back what beginning with it takes."""
@@ -230,7 +232,8 @@ class GoodputLength:
         gains = {b: sum(gain for gain, _, _ in offers[b][: lengths[b]]) for b in drafting}
         tokens = len(seqs) + sum(gains.values())
         saved = tokens * (prices.plain / len(seqs) - 1.0 / self._rate) if drafting else 0.0  # seconds a round
-        return {b for b in drafting if starts[b] > saved / len(drafting) * self._left(seqs[b]) / (1.0 + gains[b])}
+        rounds = {b: self._tokens_left(seqs[b]) / (1.0 + gains[b]) for b in drafting}
+        return {b for b in drafting if starts[b] > saved / len(drafting) * rounds[b]}
 
     def _best(
         self, offers: Seq[Offers], seqs: Seq[Sequence], rows: int, budget: int | None
@@ -243,22 +246,22 @@ class GoodputLength:
             best, promised = alone(offers[0][:budget], 1, prices)
         else:
             best, promised = shared(offers, budget, len(seqs), prices)
-        self._unclear = promised < CLEAR * len(seqs) / prices.plain
-        self._hold = min(max(HOLD, round(HELD / prices.plain)), LONGEST_HOLD)
+        self._unclear = promised < CLEAR_GAIN * len(seqs) / prices.plain
+        self._hold = min(max(HOLD_ROUNDS, round(HOLD_SECONDS / prices.plain)), LONGEST_HOLD)
         self._rate, self._plain = promised, prices.plain
         self._set_next(rows, prices, max(1, sum(k > 0 for k in best)), sum(contexts) / len(seqs))
         return best, prices
 
     @property
-    def _worth_of_time(self) -> float:
+    def _tokens_per_second(self) -> float:
         """Tokens a second: what was promised, by as much as such promises are kept."""
         return self._rate * min(self._promise[0] / self._promise[1], 1.25)
 
     def _set_next(self, rows: float, prices: Prices, num_seqs: int, context: float) -> None:
         """What one token more of each chain, and the step that writes them, must bring."""
-        every, worth = self.acceptance.all, self._worth_of_time
+        every, worth = self.acceptance.all, self._tokens_per_second
         rate = (sum(every.hits) + every.weight) / (sum(every.tries) + every.weight)
-        step = self._chains.terms(num_seqs, context)[1] if self._chains.seen > KNOWN else prices.step
+        step = self._chains.terms(num_seqs, context)[1] if self._chains.seen > PROPOSALS_NEEDED else prices.step
         self._next = rate, worth, prices.slope, worth * step, rows
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
@@ -284,7 +287,7 @@ class GoodputLength:
         rows = num_rows + len(draft.tokens) - len(likely)
         contexts = [len(seqs[b]) for b in able]
         prices = self.cost.prices(contexts, rows, len(able), sum(contexts) / len(able))
-        count = self._worth([p for p, _, _ in likely], rows, prices)
+        count = self._num_worth([p for p, _, _ in likely], rows, prices)
         if count == len(likely):
             return draft
         keep: dict[int, list[int]] = {b: [] for b in able}
@@ -295,9 +298,9 @@ class GoodputLength:
             self._nodes[seqs[b].seq_id] = nodes.kept(keep[b])
         return draft.kept([keep.get(b) for b in range(len(seqs))])
 
-    def _worth(self, likely: Seq[float], rows: int, prices: Prices) -> int:
+    def _num_worth(self, likely: Seq[float], rows: int, prices: Prices) -> int:
         """How many of these nodes, the likeliest first, bring more tokens than their time is worth."""
-        tokens, best, best_gain, rate = 0.0, 0, 0.0, self._worth_of_time
+        tokens, best, best_gain, rate = 0.0, 0, 0.0, self._tokens_per_second
         target, slope = prices.target, prices.slope
         before = target.at(rows)
         for n, p in enumerate(likely, 1):
@@ -312,7 +315,7 @@ class GoodputLength:
         self.budget.passed()
         if self._idle:  # plain decoding should cost what it costs
             self._num_plain += 1
-            if self._num_plain > SAMPLED and self._num_plain % SAMPLED:
+            if self._num_plain > LOOK_EVERY and self._num_plain % LOOK_EVERY:
                 return
         # A drafter that was not asked in the last round first has to catch up: that is no part of what a step costs. A
         # head does so a round later after a prompt. (One that found nothing was asked all the same.)
@@ -327,7 +330,7 @@ class GoodputLength:
         self.acceptance.learn_round(round_, self._nodes, self._ended)
         times = round_.times
         if not catching_up:  # nobody asked again: how long the rest took is not known
-            self._late = 0, 0.0
+            self._catching_up = 0, 0.0
         elif times is not None and self.cost is not None:
             self._caught_up(round_, new, times.draft)
         if times is not None and round_.seqs:
@@ -342,7 +345,7 @@ class GoodputLength:
                 one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
                 self.cost = EngineCost(Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)]))
             trial = self.budget.trying is not None
-            if trial or self._unlearned >= LEARNED or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
+            if trial or self._unlearned >= LEARN_EVERY or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
@@ -367,17 +370,17 @@ class GoodputLength:
         asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
         start, step = self.cost.draft.terms(len(asking), sum(asking) / len(asking))
         unseen = sum(len(s) - self._seen.get(s.seq_id, 0) for s in round_.seqs if s.seq_id in new)
-        self._late = self._late[0] + unseen, self._late[1] + seconds - start - step * self._steps
+        self._catching_up = self._catching_up[0] + unseen, self._catching_up[1] + seconds - start - step * self._steps
         if not self._new:
-            self.cost.learn_catch_up(*self._late)
-            self._late = 0, 0.0
+            self.cost.learn_catch_up(*self._catching_up)
+            self._catching_up = 0, 0.0
 
     def release(self, seq: Sequence) -> None:
         """The sequence is gone."""
         self.acceptance.release(seq.seq_id)
         self.budget.release(seq)
         self._seen.pop(seq.seq_id, None)
-        self._unheard.pop(seq.seq_id, None)
+        self._missed.pop(seq.seq_id, None)
         self._written = [FADE * self._written[0] + 1.0, FADE * self._written[1] + seq.num_output]
         self._nodes.pop(seq.seq_id, None)
         self._asked.discard(seq.seq_id)

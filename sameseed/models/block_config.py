@@ -12,7 +12,7 @@ from typing import Any
 from sameseed.batch import MAX_NODES
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import layer_shapes, parse_config, whole_number
-from sameseed.models.eagle_config import HeadConfig, layer_architecture, layer_settings
+from sameseed.models.head_config import HeadConfig, layer_architecture, layer_settings
 
 
 @dataclass(frozen=True)

@@ -8,53 +8,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import struct
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models._file import TensorFile
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.layouts import make_layout
 from sameseed.models.layouts.base import Layout, StoredMatrix, finite, round_scheme, rounded, say_once
+from sameseed.models.safetensors_file import BITS, DTYPES, RAW, SafetensorsFile
 from sameseed.models.weights import Shapes, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
-MAX_HEADER = 1 << 24  # bytes; 100 000 tensors need less, and parsed JSON takes up to thirty times its length
-MAX_DIMENSIONS = 8
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what weights may be
-RAW = {
-    **DTYPES, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
-    "F8_E4M3": torch.uint8, "F8_E5M2": torch.uint8, "F8_E8M0": torch.uint8,
-}  # fmt: skip
-# what the tensors of quantized matrices are read as: 8-bit floats as their bits
-_BITS = {
-    **dict.fromkeys(("F4",), 4),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
-}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of a file: type and shape as its header has them, and its bytes' place in the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 class Checkpoint:
@@ -157,7 +127,7 @@ class Checkpoint:
                 return get(value.format).decode_rows(value, torch.arange(start, stop))
             return value[start:stop].clone()
         entry = self._files[name].entries[name]
-        width = entry.shape[1] * _BITS[entry.dtype] // 8  # bytes
+        width = entry.shape[1] * BITS[entry.dtype] // 8  # bytes
         begin = entry.begin + start * width
         return self._finite(name, begin, begin + (stop - start) * width).view(stop - start, entry.shape[1])
 
@@ -286,52 +256,3 @@ def notice_rounded(path: Path, kinds: dict[str, str], shapes: Shapes) -> None:
             f"rounded once to {', '.join(schemes)} ({size / 2**33:.2f} GiB), which moves a matrix by about 0.5 %; "
             "--format fp32 keeps them exactly, in four times the memory"
         )
-
-
-class SafetensorsFile(TensorFile):
-    """One open file and its checked header. Raises ModelLoadError if it is unsound."""
-
-    kind = "safetensors"
-
-    def read_header(self) -> None:
-        size = self.size
-        if size < 8:
-            raise self.unsound(f"{size} bytes are too few")
-        length = struct.unpack("<Q", os.pread(self._file, 8, 0))[0]
-        if length > min(MAX_HEADER, size - 8):
-            raise self.unsound(f"a header of {length} bytes in a file of {size}")
-        text = bytes(self.read(8, 8 + length).numpy()).decode("utf-8")
-        raw = json.loads(text, object_pairs_hook=_no_duplicates)
-        if not isinstance(raw, dict):
-            raise self.unsound("its header is no JSON object")
-        raw.pop("__metadata__", None)
-        self.entries: dict[str, Entry] = {}
-        for name, value in raw.items():
-            fields = value if isinstance(value, dict) else {}
-            dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-            bits = _BITS.get(dtype) if isinstance(dtype, str) else None
-            # The number of sizes is checked before their product is taken: that of many would be without end.
-            if bits is None or not _naturals(shape, MAX_DIMENSIONS) or not _naturals(offsets, 2) or len(offsets) != 2:
-                raise self.unsound(f"the header says of tensor {name[:80]}: {str(value)[:80]}")
-            begin, end = offsets
-            if begin > end or (end - begin) * 8 != math.prod(shape) * bits:
-                raise self.unsound(f"tensor {name[:80]}, {dtype} {shape}, cannot take bytes {begin} to {end}")
-            self.entries[name] = Entry(str(dtype), tuple(shape), 8 + length + begin, 8 + length + end)
-        at = 8 + length  # each byte belongs to one tensor: no overlap, no hole, no end beyond the file's
-        for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-            if entry.begin != at:
-                raise self.unsound(f"tensor {name[:80]} begins at byte {entry.begin}, not at {at}")
-            at = entry.end
-        if at != size:
-            raise self.unsound(f"its tensors end at byte {at}, the file at {size}")
-
-
-def _naturals(value: object, most: int) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and len(value) <= most and all(type(v) is int and 0 <= v < 2**62 for v in value)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("its header names a tensor twice")
-    return found

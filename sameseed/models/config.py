@@ -85,18 +85,6 @@ class ModelConfig:
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.num_layers * layer
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """`config.json` with the eos ids of `generation_config.json`, or a GGUF file's keys. Raises ModelLoadError."""
-    if folder.suffix == GGUF:
-        from sameseed.models.gguf.config import read_gguf_config
-
-        return read_gguf_config(folder)
-    raw = read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    return parse_config(raw, where=str(folder / "config.json"), eos=eos)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file. Raises ModelLoadError."""
     try:

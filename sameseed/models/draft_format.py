@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, read_config
-from sameseed.models.eagle_config import is_head
+from sameseed.models.config import ModelConfig
 from sameseed.models.eagle_loader import open_head
-from sameseed.models.loader import open_checkpoint
+from sameseed.models.head_config import is_head
+from sameseed.models.loader import open_checkpoint, read_config
 from sameseed.models.weights import (
     Shapes,
     TensorSource,

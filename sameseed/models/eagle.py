@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.eagle_config import HeadConfig
+from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import LayerWeights, rope_table, run_layer
 from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantTensor

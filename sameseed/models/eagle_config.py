@@ -1,183 +1,24 @@
-"""HeadConfig: a draft head as flags, read from its config.json, and the tensors that its checkpoint holds.
-
-EAGLE heads are here, block heads in `block_config`.
-"""
+"""Reads the config.json of a draft head: an EAGLE head's here, a block head's by `block_config`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
-from sameseed.models.config import GGUF, ModelConfig, layer_shapes, parse_config, read_json, whole_number
-
-# Architecture (or speculators_model_type) -> which kind of head it is.
-HEADS = {
-    "EagleLlamaForCausalLM": "eagle",
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3Qwen3ForCausalLM": "eagle3",
-    "Eagle3Speculator": "eagle3",
-    "Eagle3DraftModel": "eagle3",
-    "DFlashDraftModel": "block",  # z-lab
-    "Qwen3DSparkModel": "block",  # DeepSpec
-    "DSparkDraftModel": "block",
-    "DFlashSpeculator": "block",
-    "DSparkSpeculator": "block",
-}
-BLOCKS = ("dflash", "dspark")  # speculators_model_type of block heads
-_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type of a speculator's layer
-ROTATED_FOR = "rotated_for"  # key of config.json: the seed of the rotation that a head is for
-OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # without them: the target's, none, no offsets
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """Shape and flags of a draft head.
-
-    `kind`: "eagle" (EAGLE-1 and 2), "eagle3" or "block". `layer`: its one decoder layer, as of a model of one (a block
-    head has several); of it come hidden size H, vocabulary and context. `aux_layers`: the target's layers whose inputs
-    it reads (n: what leaves the last of n); None: the published choice. `norm_before_residual`: the normed feature goes
-    on beside the attention. `norm_before_fc`: one norm over all captured states; `fc_norm`: one for each (EAGLE-3.1),
-    behind it where both are. `norm_output`: the head's own feature is its normed output (EAGLE-3.1).
-    """
-
-    kind: str
-    layer: ModelConfig
-    draft_vocab_size: int
-    target_hidden_size: int
-    aux_layers: tuple[int, ...] | None = None
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-
-    def captures(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of a target of `num_layers` whose outputs the head reads. Raises ConfigError for ones it has not."""
-        if self.kind == "eagle":
-            return (num_layers - 1,)
-        inputs = self.aux_layers or (2, num_layers // 2, num_layers - 3)
-        if any(not 1 <= i <= num_layers for i in inputs):
-            raise ConfigError(
-                f"the head reads what enters the target's layers {list(inputs)}, and the target has layers 1 to "
-                f"{num_layers - 1}; use a head that was trained for this target"
-            )
-        return tuple(i - 1 for i in inputs)
-
-    @property
-    def num_captures(self) -> int:
-        return 1 if self.kind == "eagle" else len(self.aux_layers or (0, 0, 0))
-
-    def check_target(self, target: ModelConfig) -> None:
-        """Raises ConfigError or VocabularyError unless the head can draft for such a target."""
-        if self.target_hidden_size != target.hidden_size:
-            raise ConfigError(
-                f"the head reads hidden states of {self.target_hidden_size} values, the target's have "
-                f"{target.hidden_size}; use a head that was trained for this target"
-            )
-        if self.layer.vocab_size != target.vocab_size:
-            raise VocabularyError(
-                f"the head's vocabulary has {self.layer.vocab_size} tokens, the target's {target.vocab_size}; use a "
-                "head that was trained for this target"
-            )
-        self.captures(target.num_layers)
-
-    def tensors(self, layer: str) -> dict[str, tuple[int, ...]]:
-        """See `expected_tensors`."""
-        c, third = self.layer, self.kind == "eagle3"
-        hidden, wide = c.hidden_size, self.num_captures * self.target_hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, hidden)}
-        shapes["fc.weight"] = (hidden, wide if third else 2 * hidden)
-        if not third:
-            shapes["fc.bias"] = (hidden,)
-        if self.norm_before_fc:
-            shapes["input_norm.weight"] = (wide,)
-        if self.fc_norm:
-            shapes |= {f"fc_norm.{i}.weight": (self.target_hidden_size,) for i in range(self.num_captures)}
-        norms = ("input_layernorm", "hidden_norm") if third else ()
-        shapes |= layer_shapes(c, layer, (*norms, "post_attention_layernorm"), 2 * hidden if third else hidden)
-        if third:
-            shapes["norm.weight"] = (hidden,)
-            shapes["d2t"] = (self.draft_vocab_size,)
-        shapes["lm_head.weight"] = (self.draft_vocab_size, hidden)
-        return shapes
-
-
-def is_head(folder: Path) -> bool:
-    """Whether a folder holds a draft head rather than a model; by its config.json, and for the oldest by a tensor."""
-    if folder.suffix == GGUF or not (folder / "config.json").exists():
-        return False
-    raw = read_json(folder / "config.json")
-    if raw.get("speculators_model_type") is not None or _architecture(raw) in HEADS:
-        return True
-    if raw.get("num_hidden_layers") != 1 or not any(folder.glob("*.safetensors")):
-        return False
-    from sameseed.models.checkpoint import Checkpoint
-
-    with Checkpoint(folder) as files:
-        return "fc.weight" in files
-
-
-def rotation_of(target: Path) -> int | None:
-    """The seed of the rotation by which `sameseed quantize` turned a model's hidden states, None for none."""
-    record = target / "quantization.json"  # what quantizing leaves beside the weights
-    found = read_json(record) if target.is_dir() and record.exists() else {}
-    return found.get("seed") if "rotate" in str(found.get("method")).split("+") else None
-
-
-def check_rotation(head: Path, target: Path) -> None:
-    """Raise ConfigError for a head that was turned for another model; say so once where one may have to be turned."""
-    own, wanted = read_json(head / "config.json").get(ROTATED_FOR), rotation_of(target)
-    if own is not None and own != wanted:
-        has, remedy = "none", "take the head as it was before"
-        if wanted is not None:
-            has = f"the seed {wanted}"
-            remedy += f", and turn that one for this target (sameseed quantize HEAD --head-for {target} -o DIR)"
-        raise ConfigError(
-            f"the head {head} was turned for a target whose rotation has the seed {own}, and {target} has {has}; "
-            f"{remedy}"
-        )
-    if own is None and wanted is not None:
-        from sameseed.models.layouts.base import say_once  # loads torch, which a command line for vLLM does without
-
-        say_once(
-            f"{target} was rotated, so a head for the model before it guesses badly: turn it (sameseed quantize "
-            f"{head} --head-for {target} -o DIR). One that was trained for the rotated model is right as it is"
-        )
-
-
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else "?"
-
-
-def is_block_config(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is a block head's."""
-    algorithm = raw.get("speculators_model_type")
-    return algorithm in BLOCKS or (algorithm is None and HEADS.get(_architecture(raw)) == "block")
-
-
-def is_block(folder: Path) -> bool:
-    """Whether a draft head's folder holds a block head."""
-    return is_block_config(read_json(folder / "config.json"))
-
-
-def layer_settings(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """What a head's config.json says of its layers. Raises ModelLoadError."""
-    inner = raw if raw.get("speculators_model_type") is None else raw.get("transformer_layer_config")
-    if not isinstance(inner, Mapping):
-        raise ModelLoadError(f"{where}: transformer_layer_config must be an object, got {str(inner)[:80]}")
-    return inner
-
-
-def layer_architecture(inner: Mapping[str, Any], usual: str, where: str) -> str:
-    """The architecture that a head's layers are of; `usual`: the model_type where none is named."""
-    architecture = _LAYERS.get(str(inner.get("model_type", usual)))
-    if architecture is None:
-        raise ModelLoadError(f"{where}: a head of model_type {inner['model_type']!r}; these are: {', '.join(_LAYERS)}")
-    return architecture
+from sameseed.errors import ModelLoadError
+from sameseed.models.block_config import parse_block_config
+from sameseed.models.config import parse_config, read_json, whole_number
+from sameseed.models.head_config import (
+    HEADS,
+    LAYERS,
+    HeadConfig,
+    is_block_config,
+    layer_architecture,
+    layer_settings,
+    named_architecture,
+)
 
 
 def read_head_config(folder: Path) -> HeadConfig:
@@ -188,12 +29,10 @@ def read_head_config(folder: Path) -> HeadConfig:
 def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> HeadConfig:
     """HeadConfig of a parsed config.json: a plain one, or a speculator's (its layer under transformer_layer_config)."""
     algorithm = raw.get("speculators_model_type")
-    name = _architecture(raw)
+    name = named_architecture(raw)
     if is_block_config(raw):
-        from sameseed.models.block_config import parse_block_config  # which derives from HeadConfig
-
         return parse_block_config(raw, where)
-    kind = HEADS.get(name, "eagle" if name in _LAYERS.values() else None)
+    kind = HEADS.get(name, "eagle" if name in LAYERS.values() else None)
     if kind in (None, "block") or algorithm not in (None, "eagle3"):
         raise ModelLoadError(
             f"{where}: a draft head of kind {algorithm or name!r} is not supported; these are: {', '.join(HEADS)}"
@@ -224,11 +63,3 @@ def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> Hea
         None if aux is None else tuple(aux),
         *(bool(settings.get(flag, False)) for flag in flags),
     )
-
-
-def expected_tensors(config: HeadConfig, layer: str = "midlayer") -> dict[str, tuple[int, ...]]:
-    """Every tensor of a head's checkpoint by its published name, with its shape; those of OPTIONAL may be missing.
-
-    `layer`: what the decoder layer is called: "midlayer" (EAGLE-3) or "layers.0" (EAGLE-1, speculators).
-    """
-    return config.tensors(layer)

@@ -18,7 +18,8 @@ from sameseed.models.block_config import BlockConfig
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ModelConfig
 from sameseed.models.eagle import EagleHead, HeadWeights
-from sameseed.models.eagle_config import OPTIONAL, HeadConfig, expected_tensors, read_head_config
+from sameseed.models.eagle_config import read_head_config
+from sameseed.models.head_config import OPTIONAL, HeadConfig, expected_tensors
 from sameseed.models.llama import Llama
 from sameseed.models.vocabulary import take_rows
 from sameseed.models.weights import Progress, WeightReader, weight_bytes

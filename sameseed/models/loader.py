@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from sameseed import registry
 from sameseed.errors import ModelLoadError, nearest
 from sameseed.models.checkpoint import Checkpoint
-from sameseed.models.config import ASSETS, EMBEDDED, GGUF, read_config
+from sameseed.models.config import ASSETS, EMBEDDED, GGUF, ModelConfig, parse_config, read_json
+from sameseed.models.gguf.config import read_gguf_config
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Progress, read_weights
 from sameseed.ops import Ops
@@ -100,3 +101,13 @@ def load_model(
         checkpoint.check(config)
         weights = read_weights(config, checkpoint, quant or QuantScheme(), ops, device, progress)
     return Llama(config, weights, ops, max_model_len)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """`config.json` with the eos ids of `generation_config.json`, or a GGUF file's keys. Raises ModelLoadError."""
+    if folder.suffix == GGUF:
+        return read_gguf_config(folder)
+    raw = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    return parse_config(raw, where=str(folder / "config.json"), eos=eos)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.models.config import read_config
 from sameseed.models.llama import Llama
-from sameseed.models.loader import open_checkpoint
+from sameseed.models.loader import open_checkpoint, read_config
 from sameseed.models.weights import expected_shapes, resolve_scheme
 from sameseed.scheme import QuantScheme, QuantTensor
 

@@ -7,14 +7,11 @@ otherwise our own (`models/layouts/sameseed.py`).
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import shutil
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,9 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelSaveError
-from sameseed.models.checkpoint import RAW
 from sameseed.models.config import GGUF, parse_config, read_json
 from sameseed.models.layouts import sameseed as own
+from sameseed.models.safetensors_file import name_files, sync_folder, write_file, write_safetensors
 from sameseed.models.weights import expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
@@ -33,8 +30,6 @@ COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja", "LICENSE", "NOTICE",
 )  # fmt: skip
-_NAMES = {v: k for k, v in RAW.items() if not k.startswith("F8")} | {torch.bool: "BOOL"}
-_NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"}
 
 
 def save_quantized(
@@ -94,7 +89,7 @@ def new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         yield partial
-        _sync_folder(partial)
+        sync_folder(partial)
         if replaced := out.is_dir() and any(out.iterdir()):
             out.rename(old)
         try:
@@ -103,7 +98,7 @@ def new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
             if replaced:
                 old.rename(out)
             raise
-        _sync_folder(out.parent)
+        sync_folder(out.parent)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise ModelSaveError(
@@ -247,59 +242,8 @@ class _Writer:
         return {**self.config, "format": layout, "config_groups": made, "ignore": dense}
 
 
-def name_files(folder: Path, files: Sequence[tuple[Path, Sequence[str]]], total: int) -> None:
-    """Give parts (path, names of tensors; `total` bytes) their final names, and write the index of several."""
-    if len(files) == 1:
-        files[0][0].rename(folder / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for i, (path, names) in enumerate(files):
-        name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        path.rename(folder / name)
-        weight_map |= dict.fromkeys(names, name)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_file(folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])
-
-
 def method_for(schemes: Iterable[QuantScheme]) -> str:
     """The quant_method that can say all of these schemes: "compressed-tensors", "bitsandbytes" or "sameseed"."""
     said = (get(scheme.weights).config(scheme.encode(torch.zeros(128, 128))) for scheme in set(schemes))
     methods = {str(config.get("quant_method", "sameseed")) for config in said}
     return methods.pop() if len(methods) == 1 else "sameseed"
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, on the disk when this returns. Wide types come first, so that all lie aligned."""
-    order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    head = safetensors_head((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in order)
-    data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in order)
-    write_file(path, chain([head], data))
-
-
-def safetensors_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """What a safetensors file begins with; the bytes of its tensors follow in this order, wide types first."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, dtype, shape in tensors:
-        end = at + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return struct.pack("<Q", len(header)) + header
-
-
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """A file of pieces, one after the other, on the disk when this returns."""
-    with path.open("wb") as file:
-        file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,8 @@ import torch
 
 from sameseed.errors import ModelSaveError
 from sameseed.models.config import ModelConfig
-from sameseed.models.save import SHARD, name_files, safetensors_head, write_file
+from sameseed.models.safetensors_file import name_files, safetensors_head, write_file
+from sameseed.models.save import SHARD
 from sameseed.models.weights import Progress, Shapes, TensorSource, expected_shapes
 
 CHUNK = 1 << 20  # values that are in memory at one time

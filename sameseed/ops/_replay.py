@@ -11,17 +11,20 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence as Seq
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sameseed import _native
 from sameseed.batch import Batch
-from sameseed.ops import by_part, cpu
+from sameseed.ops import _native_cache as cache_ops, _native_rows as row_ops, by_part
 from sameseed.ops._rows import RowSource, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
+
+with suppress(ImportError):  # cpu.py then says that the module is missing
+    from sameseed import _native
 
 if TYPE_CHECKING:
     from sameseed.ops import Forward, Ops
@@ -75,19 +78,19 @@ class Recorder:
         self._open()
 
     def _open(self) -> None:
-        self._on = cpu.Executor(_native.Plan(), self._pool.take)
+        self._on = row_ops.Executor(_native.Plan(), self._pool.take)
         self.parts.append(self._on.calls)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not weight.is_contiguous():
             raise NotRecordableError("a norm that is no contiguous tensor")
         out = self._on.empty(x.shape[0], x.shape[1])
-        self.parts.append(cpu.norm_call(x, weight, eps, out))
+        self.parts.append(row_ops.norm_call(x, weight, eps, out))
         self._open()
         return out
 
     def _served(self, w: QuantTensor, *vectors: Tensor | None) -> None:
-        if not cpu.serves(w):
+        if not row_ops.serves(w):
             raise NotRecordableError(f"weights in {w.format!r} with group {w.group}")
         if w.activations in ("fp8", "outliers"):
             raise NotRecordableError(f"rows for {w.activations}")
@@ -96,12 +99,12 @@ class Recorder:
             raise NotRecordableError("a bias or norm that is no contiguous tensor")
 
     def _cached(self, layer: KVLayer) -> None:
-        if layer.format not in cpu.KV_FORMATS:
+        if layer.format not in cache_ops.KV_FORMATS:
             raise NotRecordableError(f"a cache in {layer.format!r}")
 
     def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
         self._served(w)
-        return cpu.embedding(token_ids, w, self._on)
+        return row_ops.embedding(token_ids, w, self._on)
 
     def product(
         self,
@@ -115,7 +118,7 @@ class Recorder:
         self._served(w, rows.norm, bias)
         if w.order is not None:
             rows = self._gathered(rows, w.order)
-        return cpu.product(rows, w, bias, residual, self._on)
+        return row_ops.product(rows, w, bias, residual, self._on)
 
     def _gathered(self, rows: RowSource, order: Tensor) -> RowSource:
         """Rows with columns in another order, made between two plans."""
@@ -124,7 +127,7 @@ class Recorder:
         out = self._on.empty(rows.x.shape[0], len(order))
 
         def gather(count: int) -> None:
-            x = rows._replace(x=rows.x[:count]).prepared(cpu.rms_norm, cpu.silu_mul)
+            x = rows._replace(x=rows.x[:count]).prepared(row_ops.rms_norm, row_ops.silu_mul)
             torch.index_select(x, 1, order, out=out[:count])
 
         self.parts.append(gather)
@@ -142,11 +145,11 @@ class Recorder:
         eps: float = 0.0,
     ) -> Tensor:
         self._cached(layer)
-        return cpu.rope_store(qkv, heads, layer, batch, table, norms, eps, self._on)
+        return cache_ops.rope_store(qkv, heads, layer, batch, table, norms, eps, self._on)
 
     def attention(self, q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
         self._cached(layer)
-        return cpu.attention(q, layer, batch, scale, window, self._on)
+        return cache_ops.attention(q, layer, batch, scale, window, self._on)
 
     def beside(self, parts: Seq[Tensor]) -> Tensor:
         """Steps that write x [T, O] of several side by side."""

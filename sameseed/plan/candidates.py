@@ -26,6 +26,7 @@ from sameseed.plan.replayer import Replayer
 from sameseed.plan.simulate import Interval, Simulation, best_lengths, simulate
 from sameseed.plan.texts import Texts
 from sameseed.study.measure import Bench
+from sameseed.study.quality.data import take
 from sameseed.study.workload import Arm
 from sameseed.tuned import Loser
 
@@ -122,7 +123,7 @@ class TargetBench:
         return found
 
     def _texts(self, replayer: Replayer, tell: Tell) -> Texts:
-        few, its = _spread(range(len(self.asked.fitted)), REPLAYED), self.workload
+        few, its = take(range(len(self.asked.fitted)), REPLAYED), self.workload
         workload = replace(its, prompts=tuple(its.prompts[i] for i in few), stops=tuple(its.stops[i] for i in few))
         stage = f"{self.name}: writing texts"
         tell(stage, 0, 1)
@@ -190,11 +191,6 @@ class TargetBench:
 def _no_time(setting: str, asked: TuneRequest) -> Loser:
     note = f"none was left to measure it: give more than --seconds {asked.seconds:g}"
     return Loser({"setting": setting}, "time", note=note)
-
-
-def _spread(found: Seq[Any], count: int) -> list[Any]:
-    """At most `count`, from all over."""
-    return list(found) if len(found) <= count else [found[i * len(found) // count] for i in range(count)]
 
 
 def load_targets(

@@ -7,7 +7,6 @@ number for each of G batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -15,7 +14,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sameseed.errors import ConfigError
 from sameseed.lengths._cost import UNIT, Curve, DraftCost, EngineCost
 from sameseed.study.costs import Profile
 
@@ -106,34 +104,13 @@ class RoundCost:
         return cls(cost.target, (LevelCost.of(cost.draft),), base, base + drafted, row)
 
     @classmethod
-    def from_profile(
-        cls,
-        profile: Profile,
-        format: str,
-        draft_format: str | None = None,
-        plain_gap: float = 0.0,
-        drafted_gap: float = 0.0,
-        levels: Seq[LevelCost] = (),
-    ) -> RoundCost:
-        """From what `sameseed profile` measured of a shape, and of a draft model beside it (`draft_format`).
-
-        `levels`: of a drafter whose costs come from elsewhere. Raises ConfigError for what was not profiled.
-        """
-        own = tuple(levels) or (LevelCost(),)
-        drafting = 0.0
-        if draft_format is not None:
-            if profile.draft is None:
-                raise ConfigError("no draft model was profiled with this shape; profile it with --draft")
-            own = (LevelCost(step=curve_of(profile.draft, draft_format)),)
-            drafting = _spread_of(profile.draft, draft_format)
+    def from_profile(cls, profile: Profile, format: str) -> RoundCost:
+        """From what `sameseed profile` measured of a shape. Raises ConfigError for a format that was not profiled."""
         prompts = sorted((p.tokens, p.ms / 1e3) for p in profile.prefill if p.format == format)
         return cls(
             curve_of(profile, format),
-            own,
-            plain_gap,
-            drafted_gap,
             prompt=Curve([(0, 0.0), *prompts]) if prompts else None,
-            spread=CostSpread(_spread_of(profile, format), drafting),
+            spread=CostSpread(_spread_of(profile, format)),
         )
 
     def target(self, rows: Floats, batch: Floats, context: Floats) -> Floats:

@@ -17,7 +17,7 @@ from sameseed.config import SpecConfig, parse_draft
 from sameseed.engine.memory import available_memory
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.models.config import is_parallel
-from sameseed.models.eagle_config import is_block, is_head
+from sameseed.models.head_config import is_block, is_head
 from sameseed.plan.anchor import AnchoredTimes, anchor
 from sameseed.plan.memory import Memory, memory, too_small
 from sameseed.plan.outlook import (

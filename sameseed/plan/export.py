@@ -18,7 +18,7 @@ from sameseed.errors import ConfigError, SameseedError
 from sameseed.export import vllm
 from sameseed.models.config import GGUF, is_parallel
 from sameseed.models.draft_format import draft_scheme
-from sameseed.models.eagle_config import is_block, is_head
+from sameseed.models.head_config import is_block, is_head
 from sameseed.scheme import QuantScheme
 from sameseed.tuned import TABLE_END, Chosen, Tuned
 

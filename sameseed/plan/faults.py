@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
 from itertools import pairwise
 
-from sameseed.plan.doctor import MARGIN, Fault, Pricing, State
 from sameseed.plan.metrics import START, Counted
+from sameseed.plan.pricing import MARGIN, Pricing, State
 
 ENOUGH = 20  # drafts, before a share of them tells
 USELESS, WEAK = 0.02, 0.35  # of first places right
@@ -36,6 +37,15 @@ NO_DRAFT_WHY = {
     ),
     "draft context": ("draft context", "texts are longer than the draft's context", "--draft 'ngram'"),
 }
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One reason, in a word and in a sentence, and the flags to set, in the engine's words."""
+
+    name: str
+    says: str
+    flags: tuple[str, ...] = ()
 
 
 def length_flags(engine: str, k: int) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.plan.acceptance import sizes_up_to
 from sameseed.request import SamplingParams
-from sameseed.study.workload import Prompt
+from sameseed.study.prompt_sets import Prompt
 
 OBJECTIVES = ("balanced", "latency", "throughput", "ttft", "memory")
 LONGEST, MOST_NODES = 8, 32  # draft tokens of the longest chain, and nodes of the largest tree, in the grid

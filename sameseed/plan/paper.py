@@ -16,10 +16,11 @@ import torch
 from sameseed import scheme
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.models.config import EMBEDDED, ModelConfig, read_config, read_json
+from sameseed.models.config import EMBEDDED, ModelConfig, read_json
 from sameseed.models.draft_format import USUAL, few_bits, following
-from sameseed.models.eagle_config import HeadConfig, expected_tensors, is_head, read_head_config
-from sameseed.models.loader import open_checkpoint, resolve_model
+from sameseed.models.eagle_config import read_head_config
+from sameseed.models.head_config import HeadConfig, expected_tensors, is_head
+from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import Shapes, TensorSource, matrix_bits, resolve_scheme, weight_bytes
 from sameseed.scheme import QuantScheme
@@ -102,7 +103,9 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
     tables = ("embed_tokens.weight", "markov_head.markov_w1.weight")  # of which a pass reads some rows
     read = float(size) - sum(_matrix(layer, source, quant, shapes, name) for name in tables)
     if "lm_head.weight" not in shapes:
-        read += target.read * layer.vocab_size * layer.hidden_size / _parameters_read(target.config)
+        c = target.config
+        looked_up = 0 if c.tied_embeddings else c.vocab_size * c.hidden_size
+        read += target.read * layer.vocab_size * layer.hidden_size / (c.num_parameters - looked_up)
     kv = scheme.cache_format(kv_format, quant.dense_for(torch.bfloat16))
     return Sheet(layer, str(quant), kv, size, read, block_bytes(layer, kv, 1), _peak(quant, torch.bfloat16))
 
@@ -181,10 +184,6 @@ def _matrix(c: ModelConfig, source: TensorSource, quant: QuantScheme, shapes: Sh
         return 0.0
     shape = (c.vocab_size, c.hidden_size) if shapes is None else shapes[name]
     return shape[0] * shape[1] * matrix_bits(c, source, quant, name, shape) / 8
-
-
-def _parameters_read(c: ModelConfig) -> int:
-    return c.num_parameters - (0 if c.tied_embeddings else c.vocab_size * c.hidden_size)
 
 
 def _dtype(path: Path, quant: QuantScheme, model: str) -> torch.dtype:

@@ -17,8 +17,7 @@ from sameseed.engine.engine import Engine
 from sameseed.engine.levels import with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
-from sameseed.models.config import read_config
-from sameseed.models.loader import resolve_model
+from sameseed.models.loader import read_config, resolve_model
 from sameseed.models.runner import ModelRunner
 from sameseed.plan.acceptance import Replay, sizes_up_to
 from sameseed.plan.replay import SPARE, replay

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError
-from sameseed.plan.doctor import PAYS, state_of
 from sameseed.plan.faults import length_flags
 from sameseed.plan.metrics import Counted, fetch, watch
+from sameseed.plan.pricing import PAYS, state_of
 from sameseed.plan.times import ENGINE_SCHEMA, EngineCosts, EnginePass, EngineTimes, read_costs
 from sameseed.request import SamplingParams
 from sameseed.study import record
 from sameseed.study.load.wire import Endpoint, base_url, exchange, introduce, open_client
-from sameseed.study.workload import Prompt
+from sameseed.study.prompt_sets import Prompt
 from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
 
 ENOUGH = 20  # rounds of single sequences, below which a batch size says nothing

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.models.checkpoint import Checkpoint
-from sameseed.models.config import read_config, read_json
-from sameseed.models.eagle_config import ROTATED_FOR, HeadConfig, is_head, rotation_of
+from sameseed.models.config import read_json
 from sameseed.models.eagle_loader import open_head
-from sameseed.models.loader import open_checkpoint
-from sameseed.models.save import check_destination, copy_files, new_folder, write_file, write_safetensors
+from sameseed.models.head_config import ROTATED_FOR, HeadConfig, is_head, rotation_of
+from sameseed.models.loader import open_checkpoint, read_config
+from sameseed.models.safetensors_file import write_file, write_safetensors
+from sameseed.models.save import check_destination, copy_files, new_folder
 from sameseed.quantize._run import EMBEDDING, FILE, HEAD
 from sameseed.quantize.rotate import rotate_rows
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sameseed import __version__, devices, scheme as formats
+from sameseed import __version__, scheme as formats
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, read_config, read_json
-from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
+from sameseed.models.config import ModelConfig, read_json
+from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
 from sameseed.models.save import check_destination, save_quantized
 from sameseed.models.weights import TensorSource, expected_shapes
 from sameseed.quantize import Pipeline, Stats, _budget as bits, check_stored, is_dense, parse_method
 from sameseed.quantize._calibrate import Calibration, read_calibration
 from sameseed.quantize._decoder import CPU, Linear, chunks, moved
+from sameseed.quantize._plan import QuantizePlan, check
 from sameseed.quantize._walk import ModuleError, Walk, module_error
 from sameseed.quantize._work import WorkFolder, digest, fingerprint
 from sameseed.scheme import DENSE, QuantScheme, QuantTensor
@@ -32,30 +32,6 @@ HELD_OUT = 8  # rows that sensitivities are measured on
 HEAD_ROWS = 1 << 14  # of embedding or head, in float32 at one time
 MAPPED = 2**30  # bytes of hidden states from which on they lie in a file
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-
-
-@dataclass(frozen=True)
-class QuantizePlan:
-    """What is asked: a model, how it is to be stored and by which method, and where the result goes.
-
-    `budget`: bits a weight on average, over the linear layers of the decoder; `candidates` are then the schemes to
-    choose from, and `scheme` counts only for modules its rules name (these are part of the average).
-    """
-
-    model: str
-    out: Path
-    scheme: str = "w4a16-g128"
-    method: str = "rtn"
-    calibration: Path | None = None
-    samples: int = 128
-    length: int = 512
-    seed: int = 0
-    options: Mapping[str, object] = field(default_factory=dict)
-    budget: float | None = None
-    candidates: tuple[str, ...] = bits.CANDIDATES
-    overwrite: bool = False
-    resume: bool = False
-    device: str = "cpu"  # where layers are computed and rounded
 
 
 @dataclass(frozen=True)
@@ -114,29 +90,6 @@ def quantize(plan: QuantizePlan, report: Report | None = None) -> QuantizeResult
         source.check(config)
         nobody: Report = lambda progress: None  # noqa: E731
         return _Run(plan, folder, config, source, pipeline, scheme, calibration, report or nobody).finish()
-
-
-def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
-    """Raise ConfigError for what cannot be asked together, or not here, before any file is read."""
-    devices.check(plan.device)
-    if scheme.weights == "auto" and not scheme.rules and plan.budget is None:
-        raise ConfigError("scheme 'auto' changes nothing; name one, e.g. --scheme w4a16-g128")
-    if plan.out.exists() and not plan.overwrite:
-        raise ConfigError(f"{plan.out} exists; choose another -o, or replace it with --overwrite")
-    if pipeline.needs and plan.calibration is None:
-        raise ConfigError(
-            f"method {pipeline.text!r} learns from text; give --calibration FILE (.jsonl or .txt), or take --method rtn"
-        )
-    if plan.budget is not None:
-        candidates = [QuantScheme.parse(c) for c in plan.candidates]
-        if all(is_dense(c) for c in candidates):
-            raise ConfigError("a budget needs candidates of fewer bits, e.g. --candidates w4a16-g128 w8a16 bf16")
-        if plan.calibration is None:
-            raise ConfigError("a budget is spent by measured loss; give --calibration FILE")
-        if not 0 < plan.budget < math.inf:
-            raise ConfigError(f"a budget is a number of bits a weight, e.g. 4.5; got {plan.budget:g}")
-    if not 0 <= plan.seed < 2**63:
-        raise ConfigError(f"the seed is a number from 0 to 2^63 - 1; got {plan.seed}")
 
 
 @dataclass

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from sameseed.server.connection import cut
-from sameseed.server.errors import ApiError, internal
+from sameseed.server.errors import ApiError, error_response, internal
 from sameseed.server.gate import Ticket
 from sameseed.server.metrics import ServerMetrics
 from sameseed.server.replies import Reply
@@ -187,8 +187,3 @@ class Answer(Answering):
 def too_late(timeout: float) -> ApiError:
     """408."""
     return ApiError(408, f"the request took longer than {timeout:g} s", code="timeout")
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    """An error as a response, the same for every route."""
-    return JSONResponse(error.body(), error.status, error.headers())

@@ -15,10 +15,9 @@ from starlette.types import ASGIApp
 
 import sameseed
 from sameseed.server import metrics, protocol
-from sameseed.server.answer import error_response
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
-from sameseed.server.errors import ApiError, bad_request, unavailable
+from sameseed.server.errors import ApiError, bad_request, error_response, unavailable
 from sameseed.server.gate import Gate
 from sameseed.server.guard import Count, Guard
 from sameseed.server.interface import SUMMARY, described, errors, fitted, gives, page, playground

@@ -8,6 +8,9 @@ import ipaddress
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
 
 from sameseed.config import MAX_DRAFT_TOKENS
 from sameseed.errors import ConfigError
@@ -19,23 +22,32 @@ _SHORTEST_KEY = 8
 
 
 @dataclass(frozen=True)
-class ServerConfig:
-    """`keys` are digests: the keys themselves are forgotten. Times in seconds."""
+class ServerFlags:
+    """Settings of the server that are flags of `sameseed serve` as they are; what stands behind one is its help."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = "127.0.0.1"  # address to listen on; one that others can reach needs a key
+    port: int = 8000  # port to listen on; 0 takes a free one
+    cors: Annotated[
+        tuple[str, ...], arg(metavar="ORIGIN", help_behavior_hint="")
+    ] = ()  # pages that may call from a browser; '*': any
+    reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss"] | None = None  # how the model marks its thoughts
+    # the most that a request may ask for, a round
+    max_draft_tokens: Annotated[int, arg(metavar="N")] = MAX_DRAFT_TOKENS
+    max_queue: int = 256  # sequences that may wait; beyond that requests are refused with 429
+    request_timeout: float = 600.0  # seconds for one request
+    drain_timeout: float = 30.0  # seconds that running requests get after SIGTERM
+    load_timeout: float = 1800.0  # vllm: seconds until it is ready; one that takes longer counts as dead
+    metrics_prefix: Literal["vllm:", "sameseed:"] = "vllm:"  # of the names in /metrics
+
+
+@dataclass(frozen=True)
+class ServerConfig(ServerFlags):
+    """All settings of the server. `keys` are digests: the keys themselves are forgotten."""
+
     model_name: str = "embedded"  # what clients call it
     aliases: tuple[str, ...] = ()  # other names of it
     keys: Keys = field(default_factory=lambda: Keys(()))
     allowed_hosts: tuple[str, ...] = ()
-    cors: tuple[str, ...] = ()  # origins of pages that may call; "*": any
-    reasoning_parser: str | None = None  # how the model marks its thoughts: one of reasoning.PARSERS
-    max_draft_tokens: int = MAX_DRAFT_TOKENS  # that a request may ask for, a round
-    max_queue: int = 256
-    request_timeout: float = 600.0
-    drain_timeout: float = 30.0
-    load_timeout: float = 1800.0  # of a vLLM
-    metrics_prefix: str = "vllm:"
     detailed: bool = False  # does each answer list every round's drafted and accepted tokens?
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -74,3 +76,8 @@ def unavailable(message: str, retry_after: int = 5) -> ApiError:
 def internal() -> ApiError:
     """500: a fault of ours; the log has it, the body has not."""
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """An error as a response, the same for every route."""
+    return JSONResponse(error.body(), error.status, error.headers())

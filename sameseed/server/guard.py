@@ -18,9 +18,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sameseed.server import limits
-from sameseed.server.answer import error_response
 from sameseed.server.config import ServerConfig
-from sameseed.server.errors import ApiError, internal, unavailable
+from sameseed.server.errors import ApiError, error_response, internal, unavailable
 
 log = logging.getLogger("sameseed.server")
 OPEN = ("/health", "/ready", "/")

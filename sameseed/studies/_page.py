@@ -92,7 +92,8 @@ def render(
     last = next((r for r in reversed(records) if "repetitions" in r), records[-1])
     drafted = [same for r in records if (same := same_text(r)) is not None]
     machine: dict[str, Any] = {**last["machine"], "commit": last["commit"], "time": last["time"], "size": last["size"]}
-    machine["load in the minute before each cell"] = _range([r["machine"]["load_1min"] for r in records])
+    loads = [r["machine"]["load_1min"] for r in records]
+    machine["load in the minute before each cell"] = f"{min(loads):g} to {max(loads):g}" if loads else ""
     return _TEMPLATES.get_template("study").render(
         title=f"Study: {name}",
         head=study.title,
@@ -121,7 +122,3 @@ def ours(last: Mapping[str, Any]) -> str:
         f"{kind} on {last['machine']['cpu']}, {last['machine']['threads']} threads; {count}, at most "
         f"{c['max_tokens']} tokens each, {len(last['repetitions'])} x in turns, medians"
     )
-
-
-def _range(values: Seq[float]) -> str:
-    return f"{min(values):g} to {max(values):g}" if values else ""

@@ -12,11 +12,12 @@ from typing import Any
 from sameseed import ops
 from sameseed.engine.memory import available_memory
 from sameseed.errors import ConfigError
-from sameseed.models.eagle_config import is_head
+from sameseed.models.head_config import is_head
 from sameseed.models.loader import resolve_model
 from sameseed.plan.paper import sheet
+from sameseed.study.prompt_sets import Prompt
 from sameseed.study.twin import find_shape, make_head_twin, make_twin
-from sameseed.study.workload import DEFAULT_PROMPTS, Prompt, prompts_name, read_prompts
+from sameseed.study.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
 
 GIB = 2**30
 Progress = Callable[[str, int, int], None]

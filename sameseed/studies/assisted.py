@@ -127,16 +127,13 @@ def _draft(role: str, records: Records) -> str:
     return name.upper() if name == role else name
 
 
-def _how(record: Mapping[str, Any]) -> str:
-    return "sampled" if record["config"]["temperature"] else "greedy"
-
-
 def _findings(records: Records, base: Mapping[str, Any] | None) -> list[str]:
     drafted = [r for r in records if r["way"]]
     best = max(drafted, key=lambda r: float(r["tokens_per_s"]))
     c, total = best["config"], _over(best, base)
+    how = "sampled" if c["temperature"] else "greedy"
     said = [
-        f"The fastest: target in {c['format']}, draft in {c['draft_format']}, k = {c['num_draft_tokens']}, {_how(best)}"
+        f"The fastest: target in {c['format']}, draft in {c['draft_format']}, k = {c['num_draft_tokens']}, {how}"
         f": {best['tokens_per_s']:.0f} tokens/s"
         + f". That is {best['speedup']:.2f} times plain decoding in its own format"
         + ("." if total is None else f", and {total:.2f} times one plain bf16 baseline (published best: 1.35 times).")
@@ -198,7 +195,7 @@ def _length_panels(records: Records) -> list[Panel]:
         ("share of drafted tokens accepted", lambda r: r["acceptance_rate"], 3, None),
         ("tokens/s", lambda r: r["tokens_per_s"], None, None),
         ("ms a token", lambda r: 1e3 / r["tokens_per_s"], None, None),
-        ("rollbacks a 100 tokens", _rollbacks, None, None),
+        ("rollbacks a 100 tokens", lambda r: 100 * r["rollbacks"] / r["repetitions"][0]["num_tokens"], None, None),
         ("CPU: share of all cores", lambda r: r["usage"]["cpu_share"], None, None),
     )
     panels = []
@@ -214,10 +211,6 @@ def _length_panels(records: Records) -> list[Panel]:
                     series.append(Series(label, [(k, row[column]) for k, row in ks.items()], True))
         panels.append(Panel(title, "draft tokens", series, level=level))
     return panels
-
-
-def _rollbacks(record: Mapping[str, Any]) -> float:
-    return 100 * float(record["rollbacks"]) / float(record["repetitions"][0]["num_tokens"])
 
 
 def _mix_panels(records: Records, base: Mapping[str, Any] | None) -> list[Panel]:

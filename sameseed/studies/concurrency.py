@@ -78,18 +78,15 @@ def _plot(records: Records, names: list[str]) -> Plot:
         ("time to first token: median ms", lambda r: r["ttft_ms"]["p50"]),
         ("CPU: server's share of all cores", lambda r: r["usage"]["cpu_share"]),
     )
-    panels = [Panel("tokens/s, on over off", "clients at once", _gains(records, names), level=1.0)]
+    gains = [Series(n, points(pick(records, cell=n, label="on"), "concurrency", lambda r: r["speedup"])) for n in names]
+    gains = [Series("off", []), *gains, Series(names[0], [(1, LOW), (32, HIGH)], True)]
+    panels = [Panel("tokens/s, on over off", "clients at once", gains, level=1.0)]
     for title, of in measures:
         off = points(pick(records, label="off"), "concurrency", of)  # of all cells: the server is the same
         lines = [Series("off", [(c, median(v for n, v in off if n == c)) for c in dict(off)])]
         lines += [Series(n, points(pick(records, cell=n, label="on"), "concurrency", of)) for n in names]
         panels.append(Panel(title, "clients at once", lines))
     return Plot("clients", "By clients at once", panels)
-
-
-def _gains(records: Records, names: list[str]) -> list[Series]:
-    gains = [Series(n, points(pick(records, cell=n, label="on"), "concurrency", lambda r: r["speedup"])) for n in names]
-    return [Series("off", []), *gains, Series(names[0], [(1, LOW), (32, HIGH)], True)]
 
 
 def _table(records: Records) -> Table:

@@ -185,21 +185,6 @@ def _parts(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"shape": data["shape"], **{name: tuple(kind(**row) for row in data[name]) for name, kind in rows.items()}}
 
 
-def profile(
-    shape: str | None = None, *, model: str | None = None, report: Report | None = None, **grid: Any
-) -> Profile:
-    """Measure a shape by name (random weights) or a model (folder or hub id); `grid` are the fields of `Grid`.
-
-    `report(stage, done, total)` is called as it goes. Raises ConfigError, RegistryError or ModelLoadError before any
-    work. A KeyboardInterrupt ends the measurement: what was measured until then comes back as `interrupted`; if nothing
-    was, it is raised on.
-    """
-    from sameseed.study.grid import ProfileGrid
-    from sameseed.study.profiler import Profiler
-
-    return Profiler(ProfileGrid(**grid), shape, model).run(report)
-
-
 def _between(xs: Seq[float], ys: Seq[float], x: float) -> float:
     y = interpolate(xs, ys, x)
     return max(y, ys[-1]) if x > xs[-1] else y  # noise may have measured more rows as faster: no reason to go on so

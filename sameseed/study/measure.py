@@ -18,13 +18,13 @@ from sameseed.engine.overlap import make_overlap
 from sameseed.engine.policies import make_policy
 from sameseed.errors import RequestError
 from sameseed.lengths._cost import Curve
-from sameseed.models.config import read_config
-from sameseed.models.loader import load_tokenizer, resolve_model
+from sameseed.models.loader import load_tokenizer, read_config, resolve_model
 from sameseed.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from sameseed.spec.drafter import LengthPolicy, level_metrics
 from sameseed.study.estimate import Prediction, RunCounts, draft_curve, predict
+from sameseed.study.prompt_sets import Prompt
 from sameseed.study.usage import Meter, Usage
-from sameseed.study.workload import Arm, Prompt, Workload, spec_as_dict
+from sameseed.study.workload import Arm, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
 WARMUP_TOKENS = 16

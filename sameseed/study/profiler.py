@@ -13,8 +13,8 @@ from typing import Any
 from sameseed import devices, ops
 from sameseed.engine.memory import available_memory
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, read_config
-from sameseed.models.loader import load_model, open_checkpoint, resolve_model
+from sameseed.models.config import ModelConfig
+from sameseed.models.loader import load_model, open_checkpoint, read_config, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint, random_model
 from sameseed.models.weights import weight_bytes
 from sameseed.scheme import QuantScheme, cache_format
@@ -275,3 +275,15 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def profile(
+    shape: str | None = None, *, model: str | None = None, report: Report | None = None, **grid: Any
+) -> Profile:
+    """Measure a shape by name (random weights) or a model (folder or hub id); `grid` are the fields of `Grid`.
+
+    `report(stage, done, total)` is called as it goes. Raises ConfigError, RegistryError or ModelLoadError before any
+    work. A KeyboardInterrupt ends the measurement: what was measured until then comes back as `interrupted`; if nothing
+    was, it is raised on.
+    """
+    return Profiler(ProfileGrid(**grid), shape, model).run(report)

@@ -1,16 +1,16 @@
-"""Prompts of published data sets, from local files or the hub: `--prompts NAME[/TASK][:FILE or FOLDER]`."""
+"""Prompts, and those of published data sets, from local files or the hub: `--prompts NAME[/TASK][:FILE or FOLDER]`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sameseed.errors import ConfigError
 from sameseed.study.quality import data
-from sameseed.study.quality.data import DataSet, Row
-from sameseed.study.quality.humaneval import STOP
-from sameseed.study.workload import Prompt
+from sameseed.study.quality.data import DataSet
+from sameseed.tokenizer import Tokenizer
 
 ROW = 128  # words that a row of WikiText has at least, and tokens that are taken of it
 TURNS: dict[str, type] = {"category": str, "turns": list}
@@ -28,6 +28,44 @@ TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # other
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """A text, or the messages of a conversation, with where it belongs. With both, the text is for want of a template.
+
+    `then`: what the user says next, each time after an answer. `clip`: tokens of the text that are taken. `stop`:
+    strings at which an answer ends.
+    """
+
+    id: str
+    domain: str
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+    then: tuple[str, ...] = ()
+    clip: int | None = None
+    stop: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> str:
+        """Its text; of a conversation, what was said, a line each."""
+        return self.text if self.text is not None else "\n".join(m["content"] for m in self.messages)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What decides the tokens, for digests."""
+        more = (self.then, self.clip, self.stop)
+        return (self.text, self.messages, *(more if any(more) else ()))
+
+    def encode(self, tokenizer: Tokenizer, answer: Callable[[list[int]], str] | None = None) -> tuple[int, ...]:
+        """Its token ids, messages by the chat template. `answer` writes what stands before later turns; None: ""."""
+        if self.text is not None and (not self.messages or tokenizer.chat_template is None):
+            return tuple(tokenizer.encode(self.text))[: self.clip]
+        messages = list(self.messages)
+        for turn in self.then:
+            said = "" if answer is None else answer(tokenizer.chat(messages))
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
+        return tuple(tokenizer.chat(messages))
+
+
+@dataclass(frozen=True)
 class PromptSet:
     """A set's data, and the prompts in its file."""
 
@@ -42,23 +80,15 @@ def _wikitext(path: Path) -> Iterator[Prompt]:
             yield Prompt(str(number), "wikitext", line.strip(), clip=ROW)
 
 
-def _turns(rows: list[Row], domain: Callable[[str], str]) -> Iterator[Prompt]:
+def _turns(of: DataSet, path: Path) -> Iterator[Prompt]:
     """A prompt a turn: a later one follows what the target itself answers to those before."""
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(data.read_rows(path, of), 1):
         if not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
             raise ConfigError(f"row {number}: 'turns' must be a list of texts, not empty; fetch the file again")
+        domain = row["category"] if of is MT_BENCH or row["category"] in TASKS else "mt_bench"
         name, first = str(row.get("question_id", number)), ({"role": "user", "content": row["turns"][0]},)
         for n in range(len(row["turns"])):
-            yield Prompt(f"{name}/{n + 1}", domain(row["category"]), None, first, tuple(row["turns"][1 : n + 1]))
-
-
-def _mt_bench(path: Path) -> Iterator[Prompt]:
-    return _turns(data.read_rows(path, MT_BENCH), lambda category: category)
-
-
-def _spec_bench(path: Path) -> Iterator[Prompt]:
-    rows = data.read_rows(path, SPEC_BENCH)
-    return _turns(rows, lambda category: category if category in TASKS else "mt_bench")
+            yield Prompt(f"{name}/{n + 1}", domain, None, first, tuple(row["turns"][1 : n + 1]))
 
 
 def _gsm8k(path: Path) -> Iterator[Prompt]:
@@ -72,13 +102,13 @@ def _gsm8k(path: Path) -> Iterator[Prompt]:
 def _humaneval(path: Path) -> Iterator[Prompt]:
     """Functions to complete, which end where the paper's stop strings say."""
     for row in data.read_rows(path, data.HUMANEVAL):
-        yield Prompt(row["task_id"], "humaneval", row["prompt"], stop=STOP)
+        yield Prompt(row["task_id"], "humaneval", row["prompt"], stop=data.HUMANEVAL_STOP)
 
 
 SETS = {
     "wikitext": PromptSet(data.TEXT, _wikitext),
-    "spec-bench": PromptSet(SPEC_BENCH, _spec_bench),
-    "mt-bench": PromptSet(MT_BENCH, _mt_bench),
+    "spec-bench": PromptSet(SPEC_BENCH, partial(_turns, SPEC_BENCH)),
+    "mt-bench": PromptSet(MT_BENCH, partial(_turns, MT_BENCH)),
     "gsm8k": PromptSet(data.GSM8K, _gsm8k),
     "humaneval": PromptSet(data.HUMANEVAL, _humaneval),
 }

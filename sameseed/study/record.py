@@ -182,12 +182,6 @@ def make_record(
     }
 
 
-def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:
-    found = {name: getattr(run, name) for name in ("seconds", "num_tokens", "tokens_per_s")}
-    found |= {"speedup": ratio, "equals_plain": same}
-    return {**found, "num_steps": run.num_steps, "time_split": _split(run)}
-
-
 def _remarks(draft: str, run: Run) -> dict[str, object]:
     """What not every record has: counters of the drafters below, and whether the draft was no use at all."""
     found: dict[str, object] = {}
@@ -204,6 +198,12 @@ def _usage(runs: Seq[Run]) -> dict[str, float | None]:
     for run in runs:
         whole.add(run.usage)
     return whole.as_dict(sum(run.num_tokens for run in runs))
+
+
+def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:
+    found = {name: getattr(run, name) for name in ("seconds", "num_tokens", "tokens_per_s")}
+    found |= {"speedup": ratio, "equals_plain": same}
+    return {**found, "num_steps": run.num_steps, "time_split": _split(run)}
 
 
 def _split(run: Run) -> dict[str, float]:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sameseed.errors import ConfigError, nearest
-from sameseed.models.config import ModelConfig, parse_config, read_config
-from sameseed.models.loader import resolve_model
+from sameseed.models.config import ModelConfig, parse_config
+from sameseed.models.loader import read_config, resolve_model
 
 
 def _raw(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -12,54 +12,16 @@ from sameseed.engine.levels import resolved_options, with_heads
 from sameseed.errors import ConfigError, RequestError
 from sameseed.lines import Line, read_lines
 from sameseed.request import MAX_SEED, SamplingParams
-from sameseed.tokenizer import Tokenizer
+from sameseed.study import prompt_sets
+from sameseed.study.prompt_sets import Prompt
+from sameseed.study.quality.data import take
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEFAULT_PROMPTS = ASSETS / "prompts.jsonl"
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A text, or the messages of a conversation, with where it belongs. With both, the text is for want of a template.
-
-    `then`: what the user says next, each time after an answer. `clip`: tokens of the text that are taken. `stop`:
-    strings at which an answer ends.
-    """
-
-    id: str
-    domain: str
-    text: str | None = None
-    messages: tuple[dict[str, str], ...] = ()
-    then: tuple[str, ...] = ()
-    clip: int | None = None
-    stop: tuple[str, ...] = ()
-
-    @property
-    def said(self) -> str:
-        """Its text; of a conversation, what was said, a line each."""
-        return self.text if self.text is not None else "\n".join(m["content"] for m in self.messages)
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        """What decides the tokens, for digests."""
-        more = (self.then, self.clip, self.stop)
-        return (self.text, self.messages, *(more if any(more) else ()))
-
-    def encode(self, tokenizer: Tokenizer, answer: Callable[[list[int]], str] | None = None) -> tuple[int, ...]:
-        """Its token ids, messages by the chat template. `answer` writes what stands before later turns; None: ""."""
-        if self.text is not None and (not self.messages or tokenizer.chat_template is None):
-            return tuple(tokenizer.encode(self.text))[: self.clip]
-        messages = list(self.messages)
-        for turn in self.then:
-            said = "" if answer is None else answer(tokenizer.chat(messages))
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
-        return tuple(tokenizer.chat(messages))
-
-
 def prompts_name(source: Path) -> str:
     """What prompts are called in records: a file's name, or a set's with its task."""
-    from sameseed.study import prompt_sets
-
     found = None if source.is_file() else prompt_sets.parse(str(source))
     return source.name if found is None else "/".join(filter(None, found[:2]))
 
@@ -70,20 +32,14 @@ def read_prompts(source: Path, limit: int | None = None) -> list[Prompt]:
     Or those of a published set, as `prompt_sets.parse` reads its name. `limit` takes that many, spread over all, so
     that every domain stays in. Raises ConfigError with the line, or with what to fetch.
     """
-    from sameseed.study import prompt_sets
-
     found = None if source.is_file() else prompt_sets.parse(str(source))
     prompts = _read_file(source) if found is None else prompt_sets.read(*found)
-    if limit is None or limit >= len(prompts):
-        return prompts
-    if limit < 1:
+    if limit is not None and limit < 1:
         raise ConfigError(f"the number of prompts must be at least 1, got {limit}")
-    return [prompts[i * len(prompts) // limit] for i in range(limit)]
+    return take(prompts, limit)
 
 
 def _read_file(path: Path) -> list[Prompt]:
-    from sameseed.study import prompt_sets
-
     if path.suffix == ".jsonl":
         prompts = [_prompt(line) for line in read_lines(path, "messages", "prompt")]
     else:

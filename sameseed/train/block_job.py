@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from sameseed.models.block_config import BlockConfig
-from sameseed.models.eagle_config import ROTATED_FOR
+from sameseed.models.head_config import ROTATED_FOR
 from sameseed.models.llama import Llama
+from sameseed.models.safetensors_file import write_model
 from sameseed.train.block_model import BlockForTraining, BlockLayer
-from sameseed.train.checkpoint import write_model
 from sameseed.train.head_job import NAME, candidates, dense, rope_scaling, teacher, vocabulary_tensors
 from sameseed.train.head_recipe import HeadRecipe
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets

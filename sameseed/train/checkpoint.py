@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sameseed.errors import ConfigError
-from sameseed.models.save import write_safetensors
+from sameseed.models.safetensors_file import write_model
 from sameseed.train.model import LlamaForTraining, llama_config
 from sameseed.train.optim import MuonAdamW
 
@@ -59,15 +59,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW | None) -
     if optimizer is not None:
         optimizer.load({n.removeprefix("optim."): t for n, t in tensors.items()}, progress["optim_steps"])
     return progress
-
-
-def write_model(folder: Path, weights: Mapping[str, torch.Tensor], tables: Mapping[str, Any]) -> None:
-    """A model's folder: the weights, and JSON files by name; a reader never sees half of the weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / "model.partial", weights)
-    os.replace(folder / "model.partial", folder / "model.safetensors")
-    for name, table in tables.items():
-        (folder / name).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
 def export_model(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.config import ModelConfig
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
+from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
 from sameseed.train.checkpoint import export_model
 from sameseed.train.head_job import dense, teacher
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets

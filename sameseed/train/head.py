@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sameseed.models.block_config import BlockConfig
-from sameseed.models.eagle_config import rotation_of
+from sameseed.models.head_config import rotation_of
 from sameseed.models.loader import load_tokenizer
 from sameseed.train import block_job, head_measure
 from sameseed.train.block_model import BlockForTraining

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.models.config import RopeConfig
-from sameseed.models.eagle_config import ROTATED_FOR
+from sameseed.models.head_config import ROTATED_FOR
 from sameseed.models.llama import Llama
+from sameseed.models.safetensors_file import write_model
 from sameseed.ops import Ops, normed_rows
 from sameseed.scheme import QuantTensor
-from sameseed.train.checkpoint import write_model
 from sameseed.train.head_model import GuessRows, HeadForTraining
 from sameseed.train.head_recipe import HeadRecipe, LossSettings
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sameseed.models.config import ModelConfig
-from sameseed.models.eagle_config import HeadConfig
+from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import rope_table
 from sameseed.train.model import Attention, Mlp, RMSNorm, rotate
 

@@ -9,7 +9,7 @@ from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
 from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig, RopeConfig
-from sameseed.models.eagle_config import HeadConfig
+from sameseed.models.head_config import HeadConfig
 from sameseed.train.optim import OptimSettings
 from sameseed.train.own import OwnRecipe
 from sameseed.train.recipe import TrainSettings

@@ -12,9 +12,9 @@ import torch
 
 from sameseed import ops
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.config import ModelConfig
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_model, load_tokenizer, resolve_model
+from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model
 from sameseed.scheme import QuantScheme, cache_format
 from sameseed.train.recipe import TrainSettings, read_table
 from sameseed.train.resume import digest_of, settle_texts, write_record

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.models.block_config import BlockConfig
-from sameseed.models.eagle_config import HeadConfig
+from sameseed.models.head_config import HeadConfig
 from sameseed.train.card import FRONT_MATTER, source_table, table
 from sameseed.train.head_measure import NEW_TOKENS, NUM_DRAFT_TOKENS
 from sameseed.train.head_recipe import HeadRecipe

@@ -12,7 +12,8 @@ import pytest
 
 from sameseed import LLM, SamplingParams
 from sameseed.models.checkpoint import Checkpoint
-from sameseed.quantize._run import QuantizePlan, quantize
+from sameseed.quantize._plan import QuantizePlan
+from sameseed.quantize._run import quantize
 from sameseed.scheme import QuantScheme
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6)

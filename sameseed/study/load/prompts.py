@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import ConfigError
 from sameseed.study.load.wire import Endpoint
-from sameseed.study.workload import ASSETS, Prompt, read_prompts
+from sameseed.study.prompt_sets import Prompt
+from sameseed.study.workload import ASSETS, read_prompts
 
 if TYPE_CHECKING:
     import httpx

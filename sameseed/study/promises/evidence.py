@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from sameseed.study.promises.reading import ServedText
-
-if TYPE_CHECKING:
-    from sameseed.study.promises.inquiry import Inquiry
 
 HOLDS, BROKEN, NOT_SHOWN = "holds", "broken", "not shown"
 LEAST_TEXTS, LEAST_TOKENS = 4, 64  # that must be compared for a promise to hold
@@ -89,26 +84,3 @@ class Evidence:
 def _around(answer: ServedText, at: int) -> str:
     text = answer.text[max(0, at - AROUND) : at + AROUND]
     return text if at < len(answer.text) else f"{text} [ends: {answer.finish_reason}]"
-
-
-@dataclass(frozen=True)
-class Promise:
-    """One promise: its name, what it says, and what asks for it."""
-
-    id: str
-    name: str
-    says: str
-    ask: Callable[[Inquiry, Evidence], Awaitable[None]]
-
-
-PROMISES: dict[str, Promise] = {}
-
-
-def promise(id: str, name: str) -> Callable[[Any], Any]:
-    """Enter a function as the one that asks for a promise; its docstring says what it is."""
-
-    def enter(ask: Callable[[Inquiry, Evidence], Awaitable[None]]) -> Callable[[Inquiry, Evidence], Awaitable[None]]:
-        PROMISES[id] = Promise(id, name, " ".join((ask.__doc__ or "").split()), ask)
-        return ask
-
-    return enter

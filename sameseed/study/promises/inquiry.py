@@ -1,19 +1,17 @@
-"""An inquiry: the prompts, what was answered to each alone, and the server that is asked."""
+"""An inquiry: the prompts, what was answered to each alone, and the server that is asked; which promises there are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sameseed.study.load import prompts
 from sameseed.study.promises.ask import Asker, ServerQuestion
 from sameseed.study.promises.evidence import Evidence
 from sameseed.study.promises.reading import ServedText
-from sameseed.study.workload import Prompt
-
-if TYPE_CHECKING:
-    from sameseed.study.promises.weights import Weights
+from sameseed.study.promises.weights import Weights
+from sameseed.study.prompt_sets import Prompt
 
 
 @dataclass
@@ -55,3 +53,26 @@ class Inquiry:
         if found.error is None:
             self.heard.append((index, found))
         return evidence.compare(f"{self.prompts[index].id}, {way}", self.alone[index], found)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One promise: its name, what it says, and what asks for it."""
+
+    id: str
+    name: str
+    says: str
+    ask: Callable[[Inquiry, Evidence], Awaitable[None]]
+
+
+PROMISES: dict[str, Promise] = {}
+
+
+def promise(id: str, name: str) -> Callable[[Any], Any]:
+    """Enter a function as the one that asks for a promise; its docstring says what it is."""
+
+    def enter(ask: Callable[[Inquiry, Evidence], Awaitable[None]]) -> Callable[[Inquiry, Evidence], Awaitable[None]]:
+        PROMISES[id] = Promise(id, name, " ".join((ask.__doc__ or "").split()), ask)
+        return ask
+
+    return enter

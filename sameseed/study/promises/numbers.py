@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from sameseed.study.promises.ask import ServerQuestion
-from sameseed.study.promises.evidence import Evidence, promise
-from sameseed.study.promises.inquiry import Inquiry
+from sameseed.study.promises.evidence import Evidence
+from sameseed.study.promises.inquiry import Inquiry, promise
 from sameseed.study.promises.reading import ScoredToken, ServedText
 
 NUM_TOP = 5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sameseed.study.promises.evidence import Evidence, promise
-from sameseed.study.promises.inquiry import Inquiry
+from sameseed.study.promises.evidence import Evidence
+from sameseed.study.promises.inquiry import Inquiry, promise
 from sameseed.study.promises.reading import ServedText
 
 MOST_SEEDED = 6  # prompts

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 
 from sameseed.study.load import prompts
 from sameseed.study.promises.ask import ServerQuestion
-from sameseed.study.promises.evidence import Evidence, promise
-from sameseed.study.promises.inquiry import Inquiry
+from sameseed.study.promises.evidence import Evidence
+from sameseed.study.promises.inquiry import Inquiry, promise
 from sameseed.study.promises.reading import ServedText
 
 LONG = 1200  # characters of prompts for the prefix cache: many of its blocks

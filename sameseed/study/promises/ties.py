@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sameseed.study.promises.ask import ServerQuestion
-from sameseed.study.promises.evidence import LEAST_TEXTS, Evidence, promise
-from sameseed.study.promises.inquiry import Inquiry
+from sameseed.study.promises.evidence import LEAST_TEXTS, Evidence
+from sameseed.study.promises.inquiry import Inquiry, promise
 from sameseed.study.promises.numbers import wanted
 
 MOST_TIES = 8

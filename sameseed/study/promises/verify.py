@@ -13,15 +13,17 @@ from sameseed.errors import ConfigError
 from sameseed.study import record
 from sameseed.study.load import prompts as load_prompts, wire
 from sameseed.study.load.wire import Endpoint
-from sameseed.study.promises import numbers, sampled, texts, ties, weights as oracle  # each enters its promises
+from sameseed.study.promises import numbers, oracle, sampled, texts, ties  # each enters its promises
 from sameseed.study.promises.advice import advice, engine_of
 from sameseed.study.promises.ask import NOT_SENT, Asker, RequestBudget, ServerQuestion
-from sameseed.study.promises.evidence import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, PROMISES, Evidence
-from sameseed.study.promises.inquiry import Inquiry
+from sameseed.study.promises.evidence import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, Evidence
+from sameseed.study.promises.inquiry import PROMISES, Inquiry
 from sameseed.study.promises.reading import ServedText
 from sameseed.study.promises.weights import Weights
+from sameseed.study.prompt_sets import Prompt
+from sameseed.study.quality.data import take
 from sameseed.study.schemas import SERVER_SCHEMA
-from sameseed.study.workload import ASSETS, Prompt, prompts_name, read_prompts
+from sameseed.study.workload import ASSETS, prompts_name, read_prompts
 
 if TYPE_CHECKING:
     import httpx
@@ -160,8 +162,7 @@ def choose_prompts(settings: ServerSettings, chat: bool) -> list[Prompt]:
         if not chat:  # a whole turn without its template may end at once
             every = [Prompt(p.id, p.domain, p.said[: len(p.said) // 2].rstrip()) for p in every]
     allowed = [n for n in range(1, len(every) + 1) if needed(n) <= settings.requests]
-    count = min(len(allowed), settings.num_prompts or len(every))
-    return [every[i * len(every) // count] for i in range(count)]
+    return take(every, min(len(allowed), settings.num_prompts or len(every)))
 
 
 async def ask_alone(inquiry: Inquiry, settings: ServerSettings) -> None:

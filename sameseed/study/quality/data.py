@@ -6,12 +6,13 @@ import gzip
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sameseed.errors import ConfigError
 from sameseed.lines import objects
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ HUMANEVAL = DataSet(
     ("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
     {"task_id": str, "prompt": str, "entry_point": str, "canonical_solution": str, "test": str},
 )
+HUMANEVAL_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the paper's: what follows the function
 GSM8K = DataSet(
     "gsm8k",
     ("gsm8k-test.jsonl",),
@@ -172,8 +174,8 @@ def rows(data: DataSet, folder: Path | None) -> list[Row]:
     return read_rows(locate(data, folder), data)
 
 
-def take(items: Seq[Row], limit: int | None) -> list[Row]:
-    """`limit` rows, spread evenly over the set so that every category stays in; None: all."""
+def take(items: Seq[T], limit: int | None) -> list[T]:
+    """`limit` items, spread evenly over all so that every category stays in; None: all."""
     if limit is None or limit >= len(items):
         return list(items)
     return [items[i * len(items) // limit] for i in range(limit)]

@@ -12,7 +12,6 @@ from sameseed.study.quality import data, sandbox
 from sameseed.study.quality.data import HUMANEVAL, Row
 from sameseed.study.quality.tasks import Report, TaskResult, TaskSettings, answer, counter, silent
 
-STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the paper's: what follows the function
 MAX_TOKENS = 512
 ASK = (
     "Complete this Python function. Answer with the whole function in one code block, and nothing after it.\n\n"
@@ -44,7 +43,7 @@ def score(
 def run(llm: LLM, settings: TaskSettings, report: Report = silent) -> TaskResult:
     """Write and test a solution for each problem. Raises ConfigError for missing data."""
     problems = data.take(data.rows(HUMANEVAL, settings.data), settings.limit)
-    params = settings.params(MAX_TOKENS, STOP)
+    params = settings.params(MAX_TOKENS, data.HUMANEVAL_STOP)
     room = llm.engine.max_model_len - min(params.max_tokens, llm.engine.max_model_len // 4)  # the rest is the answer's
     prompts = []
     for row in problems:

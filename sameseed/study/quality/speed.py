@@ -17,9 +17,10 @@ from sameseed.request import SamplingParams
 from sameseed.scheme import QuantScheme
 from sameseed.study.measure import Bench, Run, fitted, run_batch
 from sameseed.study.passes import Pass, TimedModel
+from sameseed.study.prompt_sets import Prompt
 from sameseed.study.quality.bootstrap import Interval, ratio_interval
 from sameseed.study.quality.variant import Variant, stored
-from sameseed.study.workload import PLAIN, Arm, Prompt
+from sameseed.study.workload import PLAIN, Arm
 
 CHAIN = 8  # rows of c(8)
 CONTEXT = 256

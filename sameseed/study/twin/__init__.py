@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sameseed import devices
-from sameseed.models.config import ModelConfig, read_config, read_json
+from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.eagle_loader import open_head, target_ids
-from sameseed.models.loader import open_checkpoint, resolve_model
-from sameseed.models.save import SHARD, copy_files, new_folder, source_config, write_file
+from sameseed.models.loader import open_checkpoint, read_config, resolve_model
+from sameseed.models.safetensors_file import write_file
+from sameseed.models.save import SHARD, copy_files, new_folder, source_config
 from sameseed.models.stream import check_room, num_bytes, stream_weights
 from sameseed.models.weights import Progress
 from sameseed.study.shapes import NAMES, get_shape

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.models.eagle_config import HeadConfig, expected_tensors
+from sameseed.models.head_config import HeadConfig, expected_tensors
 from sameseed.models.weights import TensorSource
 from sameseed.study.twin.layout import PENALTY, TwinLayout, make_layout
 from sameseed.study.twin.source import NONE, QUIET, Image, TwinSource

@@ -22,8 +22,7 @@ import torch
 from arms import Arm
 from engines.sameseed import Engine
 
-from sameseed.models.config import read_config
-from sameseed.models.loader import open_checkpoint
+from sameseed.models.loader import open_checkpoint, read_config
 
 PEERS = Path(run.__file__).parent
 PLAN = measure.Plan(rows=(1, 4, 8), rounds=3, slow_rounds=2, batch_steps=4)

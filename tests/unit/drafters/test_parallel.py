@@ -23,9 +23,9 @@ from sameseed.laws.logits import _prefilled, _rows
 from sameseed.laws.mutant import Mutant
 from sameseed.lengths._cost import Curve, DraftCost, EngineCost
 from sameseed.lengths.goodput import GoodputLength
-from sameseed.models.config import ModelConfig, is_parallel, read_config
+from sameseed.models.config import ModelConfig, is_parallel
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_model
+from sameseed.models.loader import load_model, read_config
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Request, SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft

@@ -12,7 +12,7 @@ from sameseed.engine.llm import LLM
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import read_config
+from sameseed.models.loader import read_config
 from sameseed.ops import reference
 from sameseed.request import SamplingParams
 

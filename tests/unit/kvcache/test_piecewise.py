@@ -18,7 +18,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.laws import closeness, kernels, textbook
 from sameseed.laws.check import PASSED, Effort, run_check
 from sameseed.laws.mutants import toy_subject
-from sameseed.models.config import read_config
+from sameseed.models.loader import read_config
 from sameseed.ops import reference
 from sameseed.request import SamplingParams
 from sameseed.tokenizer import Tokenizer

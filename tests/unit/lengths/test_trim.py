@@ -112,7 +112,7 @@ def test_what_stays_is_a_tree_of_the_likeliest(seed: int) -> None:
     assert min(kept) >= max(dropped)
     everything = sorted(kept + dropped, reverse=True)
     assert policy.cost is not None
-    target, value = policy.cost.target, policy._worth_of_time
+    target, value = policy.cost.target, policy._tokens_per_second
     worth = [sum(everything[:n]) - value * target.at(3 + n) for n in range(len(everything) + 1)]
     assert worth[len(kept)] == pytest.approx(max(worth))
 

@@ -10,8 +10,9 @@ import torch
 from fixtures_models import BASE, LLAMA3_ROPE, VARIANTS
 
 from sameseed.errors import ModelLoadError, SameseedError
-from sameseed.models.config import ARCHITECTURES, ModelConfig, RopeConfig, parse_config, read_config
+from sameseed.models.config import ARCHITECTURES, ModelConfig, RopeConfig, parse_config
 from sameseed.models.layers import inverse_frequencies, rope_table
+from sameseed.models.loader import read_config
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], **BASE}
 

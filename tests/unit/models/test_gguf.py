@@ -16,12 +16,12 @@ from fixtures_models import LLAMA3_ROPE, VARIANTS, all_logits, backends, load, p
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import parse_config, read_config
+from sameseed.models.config import parse_config
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
 from sameseed.models.layers import inverse_frequencies
 from sameseed.models.layouts import base
-from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
+from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
 from sameseed.models.weights import weight_bytes
 from sameseed.scheme import QuantScheme, get
 

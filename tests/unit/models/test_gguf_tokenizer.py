@@ -13,9 +13,9 @@ from fixtures_models import VARIANTS, random_tensors
 from tokenizers import pre_tokenizers
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import parse_config, read_config
+from sameseed.models.config import parse_config
 from sameseed.models.gguf.tokenizer import PRE, SPACE
-from sameseed.models.loader import load_tokenizer
+from sameseed.models.loader import load_tokenizer, read_config
 from sameseed.tokenizer import Tokenizer
 
 RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, "num_hidden_layers": 1}

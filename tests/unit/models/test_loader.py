@@ -28,9 +28,10 @@ from safetensors.torch import load_file, save_file
 
 from sameseed.errors import ConfigError, ModelLoadError, SameseedError
 from sameseed.models import loader, weights as weights_module
-from sameseed.models.checkpoint import Checkpoint, SafetensorsFile
+from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
 from sameseed.models.loader import resolve_model
+from sameseed.models.safetensors_file import SafetensorsFile
 from sameseed.models.weights import expected_shapes, read_weights, weight_bytes
 from sameseed.scheme import QuantScheme
 

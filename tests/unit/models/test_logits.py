@@ -19,7 +19,8 @@ from fixtures_models import (
     write_shards,
 )
 
-from sameseed.models.config import parse_config, read_config
+from sameseed.models.config import parse_config
+from sameseed.models.loader import read_config
 
 TOLERANCE = 1e-4  # max abs difference of float32 logits of size 2
 

@@ -24,8 +24,10 @@ from torch import Tensor
 from sameseed.errors import ConfigError, ModelLoadError, ModelSaveError
 from sameseed.models import save as save_module
 from sameseed.models.checkpoint import Checkpoint
-from sameseed.models.config import parse_config, read_config
-from sameseed.models.save import method_for, save_quantized, write_safetensors
+from sameseed.models.config import parse_config
+from sameseed.models.loader import read_config
+from sameseed.models.safetensors_file import write_safetensors
+from sameseed.models.save import method_for, save_quantized
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
 LAYER0 = "model.layers.0"

@@ -17,7 +17,7 @@ from torch import Tensor
 from sameseed import _native
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
-from sameseed.ops import cpu
+from sameseed.ops import _native_rows, cpu
 from sameseed.scheme import QuantTensor
 
 EPS = 2.0**-24  # half a unit in the last place of 1: one rounding
@@ -59,7 +59,7 @@ def test_exponential_errs_by_few_units(isa):
 @every_isa
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_every_code_is_read_as_torch_reads_it(isa, name):
-    codes = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(cpu._DTYPES[name]).view(256, 256)
+    codes = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(_native_rows.DTYPES[name]).view(256, 256)
     with instructions(isa):
         got = cpu.embedding(torch.arange(256, dtype=torch.int32), QuantTensor(name, (256, 256), {"weight": codes}))
     torch.testing.assert_close(got, codes.float(), rtol=0, atol=0, equal_nan=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fixtures_cpu import every_isa, hold_long, hold_rows, instructions
+from fixtures_cpu import every_isa, hold_long, hold_rows, instructions, spoiled
 from fixtures_ops import Part, Pass, exact_attention, flat, make_pass, passes
 from hypothesis import given, settings
 from torch import Tensor
@@ -63,13 +63,8 @@ def test_the_largest_sums_fit(isa):
 @pytest.mark.parametrize("slot", [9, 14])
 def test_what_a_row_does_not_see_cannot_touch_it(isa, broken, parents, slot):
     """Rows of a chunk share tiles and pairs of places; a value that is no number stays out of the rows before it."""
-    p = make_pass([Part(3, 12 if not parents else 1, parents)], NAME, heads=8, block_size=16)
-    first = min(slot - 3, len(p.batch.slots) - 1)
-    at = int(p.batch.slots[first])
     with instructions(isa):
-        clean = cpu.attention(p.q, p.layer, p.batch, 0.3)
-        for scales in flat(p.layer)[2:]:
-            scales[at] = broken
+        p, clean, first = spoiled(NAME, slot, parents, broken, slice(2, None))
         got = cpu.attention(p.q, p.layer, p.batch, 0.3)
         # So it is with a query: it spoils its own row and head.
         p.q[first, 2, 0] = broken

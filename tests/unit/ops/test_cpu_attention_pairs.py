@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fixtures_cpu import every_isa, hold_long, hold_rows, instructions
+from fixtures_cpu import every_isa, hold_long, hold_rows, instructions, spoiled
 from fixtures_ops import Part, Pass, exact_attention, flat, make_pass, passes
 from hypothesis import given, settings
 from torch import Tensor
@@ -45,13 +45,8 @@ def test_one_row_over_a_long_context(isa):
 @pytest.mark.parametrize("slot", [9, 14])
 def test_what_a_row_does_not_see_cannot_touch_it(isa, broken, parents, slot):
     """Rows of a chunk share tiles and pairs of places; a value that is no number stays out of the rows before it."""
-    p = make_pass([Part(3, 12 if not parents else 1, parents)], NAME, heads=8, block_size=16)
-    at = int(p.batch.slots[min(slot - 3, len(p.batch.slots) - 1)])
-    first = min(slot - 3, len(p.batch.slots) - 1)
     with instructions(isa):
-        clean = cpu.attention(p.q, p.layer, p.batch, 0.3)
-        for rows in flat(p.layer)[:2]:
-            rows[at] = broken
+        p, clean, first = spoiled(NAME, slot, parents, broken, slice(2))
         got = cpu.attention(p.q, p.layer, p.batch, 0.3)
     assert got[:first].equal(clean[:first]) and not got[first].isfinite().any()
 

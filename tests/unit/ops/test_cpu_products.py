@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.ops import cpu, gated_rows, normed_rows, plain_rows, resolve
+from sameseed.ops import _native_rows, cpu, gated_rows, normed_rows, plain_rows, resolve
 from sameseed.scheme import QuantTensor
 
 pytestmark = pytest.mark.bits
@@ -146,7 +146,7 @@ def dense(name: str, O: int, K: int) -> tuple[QuantTensor, QuantTensor]:  # noqa
     return (scheme.get(name).encode(randn(O, K, seed=O)),) * 2
 
 
-dense_weights = st.builds(dense, st.sampled_from(sorted(cpu._DTYPES)), st.integers(1, 70), st.integers(1, 100))
+dense_weights = st.builds(dense, st.sampled_from(sorted(_native_rows.DTYPES)), st.integers(1, 70), st.integers(1, 100))
 
 
 @every_isa

@@ -20,7 +20,7 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.errors import ConfigError
-from sameseed.ops import cpu, plain_rows
+from sameseed.ops import _native_rows, cpu, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
 # --- threads ---
@@ -133,7 +133,7 @@ def fenced(x: Tensor) -> Tensor:
 
 
 @every_isa
-@pytest.mark.parametrize("name", sorted(cpu._DTYPES))
+@pytest.mark.parametrize("name", sorted(_native_rows.DTYPES))
 @pytest.mark.parametrize(("T", "O", "K"), [(1, 1, 1), (1, 9, 33), (3, 7, 17), (8, 5, 15), (13, 25, 40)])
 def test_kernels_stay_inside(isa, name, T, O, K):  # noqa: E741
     dense = scheme.get(name).encode(randn(O, K)).parts["weight"]
@@ -239,7 +239,7 @@ def test_a_copied_weight_is_found_at_its_own_place():
     twin.parts["weight"].zero_()
     assert (cpu.product(plain_rows(x), twin) == 0).all() and not (cpu.product(plain_rows(x), w) == 0).all()
     gc.collect()  # what earlier tests left
-    kept, key = len(cpu._weights), id(twin)
+    kept, key = len(_native_rows._weights), id(twin)
     del twin
     gc.collect()
-    assert len(cpu._weights) == kept - 1 and key not in cpu._weights
+    assert len(_native_rows._weights) == kept - 1 and key not in _native_rows._weights

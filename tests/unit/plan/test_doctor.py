@@ -20,8 +20,9 @@ from sameseed import LLM, SamplingParams
 from sameseed.cli import main
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
-from sameseed.plan.doctor import Diagnosis, diagnose, state_of
+from sameseed.plan.doctor import Diagnosis, diagnose
 from sameseed.plan.metrics import Counted, fetch, read_file, read_text, watch
+from sameseed.plan.pricing import state_of
 from sameseed.server.metrics import ServerMetrics
 from sameseed.tuned import PassCosts
 

@@ -25,7 +25,7 @@ from sameseed.plan.grid import Bound, Setting, TuneRequest, draft_specs, lengths
 from sameseed.plan.race import Aim, Contestant, race, ratio
 from sameseed.plan.simulate import Interval
 from sameseed.request import SamplingParams
-from sameseed.study.workload import Prompt
+from sameseed.study.prompt_sets import Prompt
 from sameseed.tuned import Loser, Tuned
 
 PROMPTS = tuple(Prompt(str(i), "text", f"Number {i} is") for i in range(8))

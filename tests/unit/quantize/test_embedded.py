@@ -14,7 +14,8 @@ from fixtures_models import all_logits, need
 from sameseed import ops
 from sameseed.models.loader import load_model, resolve_model
 from sameseed.quantize._calibrate import read_calibration
-from sameseed.quantize._run import QuantizePlan, quantize
+from sameseed.quantize._plan import QuantizePlan
+from sameseed.quantize._run import quantize
 from sameseed.tokenizer import Tokenizer
 
 ASSETS = resolve_model("embedded").parent

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from sameseed import ops
 from sameseed.errors import ConfigError, ModelSaveError, RegistryError, SameseedError
 from sameseed.models.checkpoint import Checkpoint
-from sameseed.models.config import read_config
-from sameseed.models.loader import load_model
+from sameseed.models.loader import load_model, read_config
 from sameseed.quantize import _run as quantizing, _work
-from sameseed.quantize._run import FILE, Progress, QuantizePlan, quantize
+from sameseed.quantize._plan import QuantizePlan
+from sameseed.quantize._run import FILE, Progress, quantize
 
 
 @pytest.fixture(scope="module")

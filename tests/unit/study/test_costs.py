@@ -14,9 +14,10 @@ from fixtures_models import backends
 
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.study import grid, limits, profiler, record, schemas, shapes
-from sameseed.study.costs import Cost, Profile, profile
+from sameseed.study.costs import Cost, Profile
 from sameseed.study.limits import from_rates
 from sameseed.study.passes import Pass, TimedModel
+from sameseed.study.profiler import profile
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

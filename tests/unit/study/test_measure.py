@@ -13,13 +13,13 @@ from sameseed.config import SpecConfig
 from sameseed.engine.memory import Demand, plan_blocks
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError
-from sameseed.models.config import read_config
-from sameseed.models.loader import load_tokenizer, resolve_model
+from sameseed.models.loader import load_tokenizer, read_config, resolve_model
 from sameseed.request import SamplingParams, SpecMetrics
 from sameseed.scheme import QuantScheme
 from sameseed.study import record, report, schemas
 from sameseed.study.measure import Bench, Run, fitted
-from sameseed.study.workload import Prompt, Workload, arms
+from sameseed.study.prompt_sets import Prompt
+from sameseed.study.workload import Workload, arms
 
 Measured = tuple[Bench, Workload, dict[Any, list[Run]]]
 

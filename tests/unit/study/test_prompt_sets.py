@@ -18,8 +18,8 @@ from sameseed.request import SamplingParams
 from sameseed.study.load import prompts as load_prompts
 from sameseed.study.load.wire import Endpoint
 from sameseed.study.measure import Bench
-from sameseed.study.prompt_sets import ROW, SETS
-from sameseed.study.workload import Prompt, arms, prompts_name, read_prompts
+from sameseed.study.prompt_sets import ROW, SETS, Prompt
+from sameseed.study.workload import arms, prompts_name, read_prompts
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 TALK = {"question_id": 81, "category": "writing", "turns": ["the sum of", "all parts"]}

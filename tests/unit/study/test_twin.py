@@ -20,9 +20,9 @@ from sameseed import ops
 from sameseed.errors import ConfigError, ModelSaveError
 from sameseed.models import stream
 from sameseed.models.checkpoint import Checkpoint
-from sameseed.models.config import ModelConfig, parse_config, read_config, read_json
+from sameseed.models.config import ModelConfig, parse_config, read_json
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_model
+from sameseed.models.loader import load_model, read_config
 from sameseed.models.weights import expected_shapes, read_weights
 from sameseed.scheme import QuantScheme
 from sameseed.study.shapes import SHAPES, get_shape

@@ -13,7 +13,7 @@ from lawkit import write_model
 from sameseed import LLM, SamplingParams
 from sameseed.cli import main
 from sameseed.errors import ConfigError
-from sameseed.models.config import read_config
+from sameseed.models.loader import read_config
 from sameseed.train.draft import DraftRecipe, DraftSize, components, run_draft
 from sameseed.train.own import Sources
 from sameseed.train.recipe import TrainSettings

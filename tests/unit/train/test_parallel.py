@@ -16,10 +16,10 @@ from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import read_config
-from sameseed.models.loader import load_model
+from sameseed.models.loader import load_model, read_config
 from sameseed.models.runner import ModelRunner
-from sameseed.quantize._run import QuantizePlan, quantize
+from sameseed.quantize._plan import QuantizePlan
+from sameseed.quantize._run import quantize
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.train.checkpoint import export_model

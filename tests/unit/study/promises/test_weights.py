@@ -15,9 +15,10 @@ from sameseed.study.load.wire import Endpoint
 from sameseed.study.promises.ask import Asker, RequestBudget
 from sameseed.study.promises.evidence import BROKEN, HOLDS, Evidence
 from sameseed.study.promises.inquiry import Inquiry
+from sameseed.study.promises.oracle import acquaint, oracle
 from sameseed.study.promises.reading import ServedText
-from sameseed.study.promises.weights import Weights, acquaint, load_weights, oracle
-from sameseed.study.workload import Prompt
+from sameseed.study.promises.weights import Weights, load_weights
+from sameseed.study.prompt_sets import Prompt
 
 PROMPTS = [Prompt(str(i), "", text) for i, text in enumerate(("the sum of", "a whole; ", "def add(a, b)", "café"))]
 LENGTH = 16

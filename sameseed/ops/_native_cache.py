@@ -1,0 +1,200 @@
+"""The KV cache and attention as calls of the native kernels: shapes and types are checked here, addresses passed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sameseed.batch import Batch
+from sameseed.ops._native_rows import CODES, F32, NOW, Executor, address, check_fit, described, floats, ints, vector
+from sameseed.scheme import KVLayer
+
+with suppress(ImportError):  # cpu.py then says that the module is missing
+    from sameseed import _native
+
+_KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
+    "fp32": (0, torch.float32),
+    "bf16": (1, torch.bfloat16),
+    "fp16": (2, torch.float16),
+    "int8": (3, torch.int8),
+    "fp8_e4m3": (4, torch.uint8),
+    "fp8_e5m2": (5, torch.uint8),
+    "int4": (6, torch.uint8),
+    "int4_sparse": (7, torch.uint8),
+    "bf16_a16": (8, torch.bfloat16),
+    "int8_a8": (9, torch.int8),
+}
+_SCALED = frozenset(_KV) - CODES.keys() - {"bf16_a16"}
+KV_FORMATS = frozenset(_KV)
+_caches: dict[int, _native.Cache] = {}  # likewise, of the KVLayer
+_MAX_DIM = 512  # max_dim in csrc/kernels.h
+_NO_WINDOW = 1 << 40
+
+
+@cache
+def _head_dim(code: int, width: int) -> int:
+    """Head dimension of rows of `width` elements in a cache of that format code. Raises ValueError where none fits."""
+    if code not in (_KV["int4"][0], _KV["int4_sparse"][0]):
+        return width
+    for dim in range(2, _MAX_DIM + 1, 2):
+        if _native.kv_row_bytes(code, dim) == width:
+            return dim
+    raise ValueError(f"no head dimension up to {_MAX_DIM} has rows of {width} bytes in this cache")
+
+
+def _cache(layer: KVLayer) -> _native.Cache:
+    return described(_caches, layer, _describe_cache)
+
+
+def _describe_cache(layer: KVLayer) -> _native.Cache:
+    k, v = layer.k, layer.v
+    code, dtype = _KV[layer.format]
+    if k.dtype is not dtype or v.dtype is not dtype or not k.is_contiguous() or not v.is_contiguous():
+        raise TypeError(f"a KV cache in {layer.format} must be contiguous {dtype} tensors")
+    check_fit("v", v.shape, k.shape)
+    num_blocks, block_size, kv_heads, width = k.shape
+    scales = (layer.k_scale, layer.v_scale) if layer.format in _SCALED else ()
+    for scale in scales:
+        if scale is None or scale.dtype is not F32 or not scale.is_contiguous():
+            raise TypeError(f"scales of a KV cache in {layer.format} must be contiguous float32 tensors")
+        check_fit("scales", scale.shape, k.shape[:3])
+    k_scale, v_scale = (address(x) for x in scales or (None, None))
+    return _native.Cache(
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        num_slots=num_blocks * block_size,
+        kv_heads=kv_heads,
+        dim=_head_dim(code, width),
+        format=code,
+    )
+
+
+def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
+    """Encode k, v [T, Hk, D] into the cache rows slots [T], rounding to nearest even. IndexError outside the cache.
+
+    Scales are those of the row and head alone: the formats' `encode_kv` says which.
+    """
+    k, v, slots = floats(k), floats(v), ints(slots)
+    check_fit("k", k.shape, (slots.shape[0], layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])))
+    check_fit("v", v.shape, k.shape)
+    k_at, v_at, slots_at = k.data_ptr(), v.data_ptr(), slots.data_ptr()
+    _native.store_kv(k_at, k.stride(0), v_at, v.stride(0), _cache(layer), slots_at, k.shape[0])
+
+
+def rope_store(
+    qkv: Tensor,
+    heads: int,
+    layer: KVLayer,
+    batch: Batch,
+    table: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    on: Executor = NOW,
+) -> Tensor:
+    """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
+
+    With `norms` q and k are normed by head first. Bit for bit rms_norm, rope and store_kv. Raises as these do.
+    """
+    qkv, positions, slots = floats(qkv), ints(batch.positions), ints(batch.slots)
+    kv_heads, dim = layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])
+    rows = qkv.shape[0]
+    check_fit("qkv", qkv.shape[1], (heads + 2 * kv_heads) * dim)
+    check_fit(
+        "rope table, positions and slots", (table.shape[1], positions.shape[0], slots.shape[0]), (dim, rows, rows)
+    )
+    q_norm, k_norm = (vector("norm weights", x, dim) for x in norms or (None, None))
+    table = table.contiguous()
+    out = on.empty(rows, heads, dim)
+    on.calls.rope_store(
+        _native.RopeStore(
+            qkv=qkv.data_ptr(),
+            stride=qkv.stride(0),
+            heads=heads,
+            q_norm=address(q_norm),
+            k_norm=address(k_norm),
+            eps=eps,
+            positions=positions.data_ptr(),
+            table=table.data_ptr(),
+            table_rows=table.shape[0],
+            slots=slots.data_ptr(),
+            cache=_cache(layer),
+            q_out=out.data_ptr(),
+            rows=rows,
+        )
+    )
+    return out
+
+
+def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
+    """Copy cache rows src [n] to dst [n]; all are read before any is written."""
+    src, dst = ints(src), ints(dst)
+    check_fit("targets", dst.shape, src.shape)
+    _native.move_kv(_cache(layer), src.data_ptr(), dst.data_ptr(), src.shape[0])
+
+
+def _batch(batch: Batch, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Positions, row offsets, lengths, block tables and tree mask of a batch as a kernel reads them."""
+    at = batch.positions if batch.key_positions is None else batch.key_positions
+    positions, offsets, kv_lens = ints(at), ints(batch.row_offsets), ints(batch.kv_lens)
+    tables, mask = ints(batch.block_tables), batch.tree_mask
+    num_seqs = tables.shape[0]
+    if positions.shape[0] != rows or offsets.shape[0] != num_seqs + 1 or kv_lens.shape[0] != num_seqs:
+        raise ValueError(f"q has {rows} rows; the batch {positions.shape[0]} rows, {num_seqs} block tables")
+    if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
+        raise ValueError("tree_mask must be contiguous int64 [T]")
+    return positions, offsets, kv_lens, tables, mask
+
+
+def attention_rounding(name: str) -> float:
+    """What is lost of softmax weights that are rounded, over the largest value: see `Ops.kv_rounding`.
+
+    In bf16: 2^-8 of each. In integers up to 32767: half a step of each of a block's 256.
+    """
+    return 2.0**-8 if name in ("bf16_a16", "int8_a8") else 0.0
+
+
+def attention(
+    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None, on: Executor = NOW
+) -> Tensor:
+    """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
+
+    Raises IndexError or ValueError for offsets, blocks, positions or masks that contradict each other.
+    """
+    q = floats(q)
+    rows, heads, dim = q.shape
+    _, block_size, kv_heads, width = layer.k.shape
+    depth = _head_dim(_KV[layer.format][0], width)
+    if depth != dim or heads % kv_heads or dim > _MAX_DIM:
+        shapes = f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)}"
+        raise ValueError(f"{shapes} (head dim at most {_MAX_DIM})")
+    positions, offsets, kv_lens, tables, mask = _batch(batch, rows)
+    sequences = _native.Sequences(
+        row_offsets=offsets.data_ptr(),
+        kv_lens=kv_lens.data_ptr(),
+        block_tables=tables.data_ptr(),
+        count=tables.shape[0],
+        table_stride=tables.shape[1],
+        rows=rows,
+    )
+    out = on.empty(rows, heads, dim)
+    on.calls.attention(
+        _native.Attention(
+            q=q.data_ptr(),
+            stride=q.stride(0),
+            heads=heads,
+            cache=_cache(layer),
+            block_size=block_size,
+            positions=positions.data_ptr(),
+            tree_mask=address(mask),
+            sequences=sequences,
+            scale=scale,
+            window=_NO_WINDOW if window is None else window,
+            out=out.data_ptr(),
+        )
+    )
+    return out

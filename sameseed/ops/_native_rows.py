@@ -1,0 +1,211 @@
+"""Products and ops on rows as calls of the native kernels: shapes and types are checked here, addresses passed.
+
+A call costs a few microseconds, which small models feel.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from sameseed.ops import _outliers, _packed, _super
+from sameseed.ops._rows import RowSource, plain_rows
+from sameseed.scheme import KQUANTS, QuantTensor, round_rows
+
+with suppress(ImportError):  # cpu.py then says that the module is missing
+    from sameseed import _native
+
+CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+F32 = torch.float32
+_weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
+_views: dict[int, _outliers.Views] = {}  # likewise
+
+
+class Executor(NamedTuple):
+    """Who runs ops: `calls` has the native functions, or is a Plan that records; `empty` makes room for results."""
+
+    calls: Any
+    empty: Callable[..., Tensor]
+
+
+NOW = Executor(sys.modules.get("sameseed._native"), partial(torch.empty, dtype=torch.float32))
+
+
+def floats(x: Tensor) -> Tensor:
+    """`x` with its last dimensions packed; rows may be slices of wider ones. Raises TypeError unless float32."""
+    if x.dtype is not F32:
+        raise TypeError(f"the cpu backend computes in float32, not in {x.dtype}")
+    if x.is_contiguous():
+        return x
+    strides = x.stride()
+    return x if strides[-1] == 1 and (len(strides) == 2 or strides[1] == x.shape[2]) else x.contiguous()
+
+
+def ints(x: Tensor) -> Tensor:
+    """`x` as int32 without gaps."""
+    return x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
+
+
+def address(x: Tensor | None) -> int:
+    """Where a tensor lies; 0 without one."""
+    return 0 if x is None else x.data_ptr()
+
+
+def check_fit(what: str, got: object, wanted: object) -> None:
+    """Raise ValueError for shapes that differ."""
+    if got != wanted:
+        raise ValueError(f"{what}: {got} does not fit {wanted}")
+
+
+T = TypeVar("T")
+
+
+def described(known: dict[int, T], x: Any, describe: Callable[[Any], T]) -> T:
+    """The native description of `x`; made once, for its tensors never move."""
+    made = known.get(id(x))
+    if made is None:
+        made = known[id(x)] = describe(x)
+        weakref.finalize(x, known.pop, id(x), None)
+    return made
+
+
+def _weight(w: QuantTensor) -> _native.Weight:
+    return described(_weights, w, _dense_weight if w.layout == "plain" else packer(w).describe)
+
+
+def vector(what: str, x: Tensor | None, length: int) -> Tensor | None:
+    """`x` [length] for a kernel; None without one."""
+    if x is None:
+        return None
+    x = floats(x)
+    check_fit(what, x.shape[0], length)
+    return x
+
+
+def serves(w: QuantTensor) -> bool:
+    """Whether a kernel takes this weight as it is stored."""
+    if w.layout == "plain":
+        return w.format in DTYPES and w.activations is None
+    return (w.format, w.activations) in _packed.SERVED
+
+
+def packer(w: QuantTensor) -> Any:
+    """The module that packs weights of this format."""
+    return _super if w.format in KQUANTS else _packed
+
+
+def _dense_weight(w: QuantTensor) -> _native.Weight:
+    weight = w.parts["weight"]
+    if weight.dtype is not DTYPES[w.format] or not weight.is_cpu:
+        raise TypeError(f"a weight in {w.format} cannot be {weight.dtype} on {weight.device} here")
+    if weight.stride(1) != 1 or tuple(weight.shape) != w.shape:
+        raise ValueError(f"the rows of a weight {w.shape} must be packed, not {tuple(weight.shape)}, {weight.stride()}")
+    return _packed.native_weight(w, CODES[w.format], weight, weight.stride(0))
+
+
+def embedding(token_ids: Tensor, w: QuantTensor, on: Executor = NOW) -> Tensor:
+    """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]. Raises IndexError outside 0..V-1."""
+    ids = ints(token_ids)
+    rows = ids.shape[0]
+    out = on.empty(rows, w.shape[1])
+    on.calls.embedding(_native.Embedding(token_ids=ids.data_ptr(), weight=_weight(w), out=out.data_ptr(), rows=rows))
+    return out
+
+
+_SOURCES = {"plain": 0, "norm": 1, "silu": 2}  # RowSource::Kind in csrc/linear.h
+
+
+def product(
+    rows: RowSource,
+    w: QuantTensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    on: Executor = NOW,
+) -> Tensor:
+    """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+
+    Rows for fp8 activations are rounded here, and outliers split off, which no plan can record.
+    """
+    if w.activations == "outliers":
+        x = rows.prepared(rms_norm, silu_mul)
+        return _outliers.product(product, x, described(_views, w, _outliers.views), bias, residual)
+    if w.activations == "fp8":
+        rows = plain_rows(round_rows(rows.prepared(rms_norm, silu_mul), w.group))
+    outputs, depth = w.shape
+    x, norm, bias = floats(rows.x), vector("norm weight", rows.norm, depth), vector("bias", bias, outputs)
+    if x.shape[1] != (2 * depth if rows.kind == "silu" else depth):
+        raise ValueError(f"x {tuple(x.shape)} does not fit a weight {w.shape}")
+    row_ids = None if rows.row_ids is None else ints(rows.row_ids)
+    count = (x if row_ids is None else row_ids).shape[0]
+    if residual is not None and (
+        residual.dtype is not F32 or not residual.is_contiguous() or residual.shape != (count, outputs)
+    ):
+        raise ValueError(f"a residual {tuple(residual.shape)} must be contiguous float32 {(count, outputs)}")
+    source = _native.RowSource(
+        kind=_SOURCES[rows.kind],
+        x=x.data_ptr(),
+        stride=x.stride(0),
+        norm_weight=address(norm),
+        eps=rows.eps,
+        index=address(row_ids),
+        index_limit=x.shape[0],
+    )
+    out = on.empty(count, outputs)
+    added = {"bias": address(bias), "residual": address(residual)}
+    on.calls.product(_native.Product(source=source, weight=_weight(w), **added, out=out.data_ptr(), rows=count))
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, C] divided by its root mean square over C, times weight [C] (Zhang and Sennrich, 2019)."""
+    x, weight = floats(x), floats(weight)
+    rows, width = x.shape
+    check_fit("norm weight", weight.shape[0], width)
+    out = torch.empty(rows, width, dtype=F32)
+    _native.rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, out.data_ptr(), rows, width)
+    return out
+
+
+def norm_call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callable[[int], None]:
+    """rms_norm of the first rows of x [T, C] into `out`, to be called with their number as often as wanted."""
+    x_at, stride, width = x.data_ptr(), x.stride(0), x.shape[1]
+    check_fit("norm weight", weight.shape[0], width)
+    weight_at, out_at = weight.data_ptr(), out.data_ptr()
+    return lambda rows: _native.rms_norm(x_at, stride, weight_at, eps, out_at, rows, width)
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines. IndexError beyond it."""
+    x, positions, table = floats(x), ints(positions), table.contiguous()
+    rows, heads, dim = x.shape
+    check_fit("rope table and positions", (table.shape[1], positions.shape[0]), (dim, rows))
+    out = torch.empty(rows, heads, dim, dtype=F32)
+    _native.rope(
+        x.data_ptr(),
+        x.stride(0),
+        positions.data_ptr(),
+        table.data_ptr(),
+        table.shape[0],
+        out.data_ptr(),
+        rows,
+        heads,
+        dim,
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
+    gate_up = floats(gate_up)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=F32)
+    _native.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
+    return out
