@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from sameseed import devices
 
 MAX_NODES = 64  # a row's ancestors fit one 64-bit mask
 
@@ -44,6 +48,20 @@ class Batch:
     def num_seqs(self) -> int:
         return self.num_pending.shape[0]
 
+    def on(self, device: torch.device) -> Batch:
+        """This batch on a device, by one copy of all of it; itself where it is there already."""
+        if self.token_ids.device == device:
+            return self
+        parts = {name: x for name, x in vars(self).items() if x is not None}
+        flat, starts = laid_out([x.numpy().view(np.int32).reshape(-1) for x in parts.values()])
+        there = devices.put(torch.from_numpy(flat), device)
+        words = {name: x.numel() * x.element_size() // 4 for name, x in parts.items()}
+        moved: dict[str, Any] = {
+            name: there[start : start + words[name]].view(x.dtype).view(x.shape)
+            for (name, x), start in zip(parts.items(), starts, strict=True)
+        }
+        return replace(self, **moved)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -69,7 +87,10 @@ def ancestor_masks(parents: Seq[int]) -> tuple[list[int], list[int]]:
 
 
 def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = None) -> Batch:
-    """Lay the rows of several sequences out as one Batch. Blocks must be reserved for pending rows and nodes."""
+    """Lay the rows of several sequences out as one Batch. Blocks must be reserved for pending rows and nodes.
+
+    It is made on the CPU, and copied to `device` where one is given: a model does that itself, where its ops begin.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -99,10 +120,10 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
     seen = [[*r.blocks[: r.unseen[0]], *r.blocks[r.unseen[1] :]] if any(r.unseen) else r.blocks for r in rows]
     num_pending = [len(r.pending) for r in rows]
     numbers = (token_ids, positions, slots, offsets, num_pending, kv_lens, logit_rows)
-    batch = pack(numbers, seen, masks if any(r.nodes for r in rows) else None, device)
-    if not any(left_out):
-        return batch
-    return replace(batch, key_positions=batch.positions - torch.tensor(left_out, dtype=torch.int32, device=device))
+    batch = pack(numbers, seen, masks if any(r.nodes for r in rows) else None)
+    if any(left_out):
+        batch = replace(batch, key_positions=batch.positions - torch.tensor(left_out, dtype=torch.int32, device="cpu"))
+    return batch if device is None else batch.on(device)
 
 
 def slots_of(blocks: Seq[int], start: int, end: int, block_size: int) -> list[int]:
@@ -110,7 +131,7 @@ def slots_of(blocks: Seq[int], start: int, end: int, block_size: int) -> list[in
     return [blocks[i // block_size] * block_size + i % block_size for i in range(start, end)]
 
 
-def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None, device: torch.device | None) -> Batch:
+def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None) -> Batch:
     """A Batch of plain lists: token_ids .. kv_lens and logit_rows, each sequence's blocks, masks as uint64."""
     width = max((len(own) for own in blocks), default=0)
     tables: list[int] = []
@@ -118,14 +139,14 @@ def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None
         tables += own
         tables += [0] * (width - len(own))
     token_ids, positions, slots, offsets, num_pending, kv_lens, logit_rows, block_tables = int_tensors(
-        (*numbers, tables), device
+        (*numbers, tables)
     )
     block_tables = block_tables.view(len(blocks), width)
-    tree_mask = None if masks is None else torch.from_numpy(np.array(masks, np.uint64).view(np.int64)).to(device)
+    tree_mask = None if masks is None else torch.from_numpy(np.array(masks, np.uint64).view(np.int64))
     return Batch(token_ids, positions, slots, offsets, num_pending, kv_lens, block_tables, tree_mask, logit_rows)
 
 
-def int_tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Tensor, ...]:
+def int_tensors(parts: Seq[list[int]], device: torch.device | None = None) -> tuple[Tensor, ...]:
     """Each part as a tensor int32: views of one, since a tensor costs microseconds, however short, and a copy more.
 
     Each begins at a multiple of 16 bytes, whatever its length: for addresses of other alignments a GPU's compiler would
@@ -138,5 +159,18 @@ def int_tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Ten
         spare = -len(part) % 4
         flat += [0] * spare
         sizes += (len(part), spare)
-    values = torch.from_numpy(np.array(flat, np.int32)).to(device)
+    values = torch.from_numpy(np.array(flat, np.int32))
+    if device is not None:
+        values = devices.put(values, device)
     return values.split_with_sizes(sizes)[::2]
+
+
+def laid_out(parts: Seq[NDArray[np.int32]]) -> tuple[NDArray[np.int32], list[int]]:
+    """Numbers int32 one part after the other, each at a multiple of 16 bytes, and where each part begins."""
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + len(part) + -len(part) % 4)
+    flat = np.zeros(starts[-1], np.int32)
+    for part, start in zip(parts, starts, strict=False):
+        flat[start : start + len(part)] = part
+    return flat, starts[:-1]

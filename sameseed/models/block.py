@@ -84,6 +84,7 @@ class BlockHead:
         self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, ...], *states: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
+        batch = batch.on(self.device)
         if how == INJECT:
             self._store(ops, batch, cache, ops.product(plain_rows(states[0]), w.fc))
             return torch.empty(0, 1), None

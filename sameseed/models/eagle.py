@@ -82,6 +82,7 @@ class EagleHead:
         """`forward`; `how`: captured or not, and the window (0: none)."""
         c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
         captured, window = how
+        batch = batch.on(self.device)
         seen = min((n for n in (window, c.windows[0]) if n), default=None)
 
         def layer(entering: Tensor, residual: Tensor) -> Tensor:

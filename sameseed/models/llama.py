@@ -55,6 +55,7 @@ class Llama:
         self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         c, w, eps = self.config, self.weights, self.config.rms_eps
+        batch = batch.on(self.device)
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):

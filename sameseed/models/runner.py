@@ -80,7 +80,7 @@ class ModelRunner:
             pending, unseen = seq.token_ids[seq.num_cached : end], self.unseen(seq)
             rows.append(Rows(pending, seq.num_cached, nodes, parents, seq.blocks, complete, unseen))
             offsets.append(offsets[-1] + num_pending[b] + len(nodes))
-        batch = build_batch(rows, self.cache.block_size, self.model.device)
+        batch = build_batch(rows, self.cache.block_size)
         logits, hidden = self.model.forward(batch, self.cache, self.captures if captured else ())
         devices.wait(self.model.device)  # who times a pass times all of it; the verdict needs its logits at once
         return Output(logits, hidden, offsets, [r.wants_logits for r in rows])
@@ -104,16 +104,19 @@ class ModelRunner:
                 first = output.row_offsets[b]
                 kept += range(first, first + num_pending[b])
                 kept += [first + num_pending[b] + n for n in nodes[b]]
-        if src:
-            moved, to = int_tensors((src, dst), self.model.device)
-            for layer in self.cache.layers:
-                self.model.ops.move_kv(layer, moved, to)
         hidden = output.hidden
         if hidden is None or len(kept) == len(hidden):  # in order, so that is all of them
+            kept = []
+        if not src and not kept:
+            return hidden
+        moved, to, rows = int_tensors((src, dst, kept), self.model.device)
+        if src:
+            self.model.ops.move_all(self.cache.layers, self.cache.stacked, moved, to)
+        if hidden is None or not kept:
             return hidden
         if hidden.device.type == "cpu":  # by NumPy: threads of PyTorch that wait for more would slow the next pass down
-            return torch.from_numpy(hidden.numpy()[kept])
-        return hidden[torch.tensor(kept, device=hidden.device)]
+            return torch.from_numpy(hidden.numpy()[rows.numpy()])
+        return hidden.index_select(0, rows)
 
     def truncate(self, seq: Sequence, length: int) -> None:
         self.blocks.rewind(seq, length)

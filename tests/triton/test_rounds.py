@@ -19,23 +19,21 @@ from sameseed.scheme import QuantScheme
 
 pytestmark = pytest.mark.skipif(os.environ.get("SAMESEED_TEST_GPU") != "pretended", reason="of the pretended GPU")
 IN, OUT = "copy to the device", "copy to the host"
-ROWS, TREE, CHECK = (IN, "batch.int_tensors"), (IN, "batch.pack"), (OUT, "spec.verify.verify")
+ROWS, CHECK = (IN, "devices.put"), (OUT, "spec.verify.verify")
 # What a round may wait for at most, besides the end of each pass; k is 2.
 MOST: dict[str, Counter[tuple[str, str]]] = {
     "none": Counter({ROWS: 1, CHECK: 1}),
     # A pass of the target, two of the draft model.
-    "draft_model": Counter({ROWS: 3, TREE: 1, CHECK: 1, (OUT, "drafters._chains._next"): 2}),
-    # A pass of the target, one of the draft, each with a tree's mask.
-    "parallel": Counter({ROWS: 2, TREE: 2, CHECK: 1, (OUT, "drafters.parallel._logits"): 1}),
-    # A pass of the target, one of the head for what became certain and one a level; accepted rows that are moved.
+    "draft_model": Counter({ROWS: 3, CHECK: 1, (OUT, "drafters._chains._next"): 2}),
+    # A pass of the target, one of the draft.
+    "parallel": Counter({ROWS: 2, CHECK: 1, (OUT, "drafters.parallel._logits"): 1}),
+    # A pass of the target, one of the head for what became certain and one a level; what is kept of the target's pass.
     "eagle": Counter(
         {
             ROWS: 4,
-            TREE: 2,
             CHECK: 1,
             (OUT, "drafters._eagle_guesses.rows"): 2,
             (IN, "drafters.eagle._grow"): 1,
-            (IN, "models.runner.commit"): 1,
         }
     ),
 }

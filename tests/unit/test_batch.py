@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+from fixtures_device import DEVICE, counted_waits, pretended_device
 
 from sameseed.batch import MAX_NODES, Rows, ancestor_masks, build_batch
 
@@ -107,3 +108,18 @@ def test_tensors_of_a_batch_lie_alike() -> None:
         first = batch.token_ids.data_ptr()
         assert all((t.data_ptr() - first) % 16 == 0 for t in (*parts, batch.block_tables, batch.logit_rows))
         assert batch.token_ids.tolist() == [*range(count), 7, 8] and batch.logit_rows.tolist()[0] == count - 1
+
+
+def test_a_batch_goes_to_a_device_in_one_copy() -> None:
+    """Whole: its tree's mask, and where rows attend to a part of their sequence; each tensor at a multiple of 16."""
+    rows = [Rows([1, 2], 8, [3, 4], [-1, 0], [5, 6, 7], True, unseen=(0, 1)), Rows([7], 2, [], [], [2], True)]
+    batch = build_batch(rows, 4)
+    with pretended_device(), counted_waits() as found:
+        there = batch.on(DEVICE)
+        assert list(found.values()) == [1]
+        for name, tensor in vars(batch).items():
+            moved = getattr(there, name)
+            assert moved.device == DEVICE and moved.dtype == tensor.dtype and moved.cpu().equal(tensor)
+            assert moved.storage_offset() * moved.element_size() % 16 == 0
+        assert there.on(DEVICE) is there
+    assert batch.on(torch.device("cpu")) is batch

@@ -20,7 +20,7 @@ _missing: str | None = None
 try:
     from sameseed.ops.triton.attention import attention, attention_rounding
     from sameseed.ops.triton.dispatch import product, product_rounding, rms_norm, rope, silu_mul
-    from sameseed.ops.triton.kv import move_kv, rope_store, store_kv
+    from sameseed.ops.triton.kv import move_kv, move_stacked, rope_store, store_kv
 
     if interpreted():
         order_dots()
@@ -64,6 +64,7 @@ __all__ = [
     "attention_rounding",
     "embedding",
     "move_kv",
+    "move_stacked",
     "pack",
     "product",
     "product_rounding",

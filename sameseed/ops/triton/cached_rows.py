@@ -130,12 +130,14 @@ def rotate_store(
 
 @triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def copy_rows(
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, index_ptr, buffer_ptr, row_bytes, scale_bytes,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, index_ptr, buffer_ptr, row_bytes, scale_bytes, num_slots,
     OUT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Cache row index[i] to row i of the buffer (OUT), or back. A buffer row: key, value, and their scales.
-    i = tl.program_id(0).to(tl.int64)
-    slot = tl.load(index_ptr + i).to(tl.int64)
+    # Cache row index[i] to row i of the buffer (OUT), or back, in layer program_id(2). A buffer row: key, value, and
+    # their scales.
+    i, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    slot = layer * num_slots + tl.load(index_ptr + i)
+    i += layer * tl.num_programs(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < row_bytes
     row = buffer_ptr + i * (2 * (row_bytes + scale_bytes))

@@ -179,12 +179,9 @@ def asked(seed: int) -> tuple[list[list[int]], SamplingParams]:
 
 # Functions that make the host wait for a device, of all that is above the ops: docs/guides/gpu.md counts them.
 WAITS = {
-    "batch.int_tensors",
-    "batch.build_batch",
-    "batch.pack",
+    "devices.put",
     "spec.verify.verify",
     "drafters._chains._next",
-    "models.runner.commit",
     "drafters.eagle._grow",
     "drafters._eagle_guesses.rows",
 }
