@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,58 @@ from torch import Tensor
 from sameseed import devices
 
 MAX_NODES = 64  # a row's ancestors fit one 64-bit mask
+
+
+class Draw(NamedTuple):
+    """How the token after a row of logits is drawn: the noise's key, the temperature, the least scaled logit, and
+    whether none of this counts (greedy); `top_k` and `top_p`, 0 or less and 1 for none."""
+
+    key: int  # uint64
+    divisor: float
+    floor: float
+    greedy: bool
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+GREEDY = Draw(0, 1.0, -math.inf, True)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How each of R rows is drawn, for a backend that chooses tokens (`Ops.choose`).
+
+    `cut` holds the rows that have a top-k, and their k - 1; `most` is the largest such k. `shares` are the rows that
+    have a top-p, with it.
+    """
+
+    keys: Tensor  # int64 [R]
+    divisors: Tensor  # float64 [R]
+    floors: Tensor  # float64 [R]
+    greedy: Tensor  # int32 [R]
+    cut: Tensor  # int64 [2, n]
+    most: int
+    shares: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, rows: Seq[Draw]) -> Draws:
+        """Those of rows, on the CPU."""
+        keys = np.array([r.key for r in rows], np.uint64).view(np.int64)
+        divisors, floors = np.array([r[1:3] for r in rows], np.float64).reshape(-1, 2).T.copy()
+        cut = [(i, r.top_k - 1) for i, r in enumerate(rows) if r.top_k > 0 and not r.greedy]
+        return cls(
+            torch.from_numpy(keys),
+            torch.from_numpy(divisors),
+            torch.from_numpy(floors),
+            torch.from_numpy(np.array([r.greedy for r in rows], np.int32)),
+            torch.from_numpy(np.array(cut, np.int64).reshape(-1, 2).T.copy()),
+            max((k + 1 for _, k in cut), default=0),
+            tuple((i, r.top_p) for i, r in enumerate(rows) if r.top_p < 1.0 and not r.greedy),
+        )
+
+    def on(self, device: torch.device) -> Draws:
+        """The same on a device, by one copy."""
+        return replace(self, **_moved(_tensors(self), device))
 
 
 @dataclass(frozen=True)
@@ -39,6 +92,7 @@ class Batch:
     tree_mask: Tensor | None  # int64 [T]
     logit_rows: Tensor  # int32 [R]
     key_positions: Tensor | None = None  # int32 [T]: where attention takes the rows to be, if not at `positions`
+    draws: Draws | None = None  # of the R rows, where tokens are to be chosen as well
 
     @property
     def num_rows(self) -> int:
@@ -52,15 +106,27 @@ class Batch:
         """This batch on a device, by one copy of all of it; itself where it is there already."""
         if self.token_ids.device == device:
             return self
-        parts = {name: x for name, x in vars(self).items() if x is not None}
-        flat, starts = laid_out([x.numpy().view(np.int32).reshape(-1) for x in parts.values()])
-        there = devices.put(torch.from_numpy(flat), device)
-        words = {name: x.numel() * x.element_size() // 4 for name, x in parts.items()}
-        moved: dict[str, Any] = {
-            name: there[start : start + words[name]].view(x.dtype).view(x.shape)
-            for (name, x), start in zip(parts.items(), starts, strict=True)
-        }
+        own, draws = _tensors(self), {} if self.draws is None else _tensors(self.draws)
+        moved = _moved({**own, **draws}, device)
+        if self.draws is not None:
+            moved = {name: moved[name] for name in own} | {
+                "draws": replace(self.draws, **{name: moved[name] for name in draws})
+            }
         return replace(self, **moved)
+
+
+def _tensors(of: Batch | Draws) -> dict[str, Tensor]:
+    return {name: x for name, x in vars(of).items() if isinstance(x, Tensor)}
+
+
+def _moved(parts: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
+    """Tensors of the CPU, of 4 or 8 bytes a number, on a device: views of one copy."""
+    flat, starts = laid_out([x.numpy().reshape(-1).view(np.int32) for x in parts.values()])
+    there, moved = devices.put(torch.from_numpy(flat), device), {}
+    for (name, x), start in zip(parts.items(), starts, strict=True):
+        words = x.numel() * x.element_size() // 4
+        moved[name] = there[start : start + words].view(x.dtype).view(x.shape)
+    return moved
 
 
 @dataclass(frozen=True)

@@ -180,9 +180,7 @@ def asked(seed: int) -> tuple[list[list[int]], SamplingParams]:
 # Functions that make the host wait for a device, of all that is above the ops: docs/guides/gpu.md counts them.
 WAITS = {
     "devices.put",
-    "spec.verify.verify",
-    "drafters._chains._next",
-    "drafters.eagle._grow",
+    "spec.verify.on_host",
     "drafters._eagle_guesses.rows",
 }
 
