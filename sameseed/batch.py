@@ -65,7 +65,9 @@ class Draws:
         )
 
     def on(self, device: torch.device) -> Draws:
-        """The same on a device, by one copy."""
+        """The same on a device, by one copy; themselves where they are there already."""
+        if self.keys.device == device:
+            return self
         return replace(self, **_moved(_tensors(self), device))
 
 

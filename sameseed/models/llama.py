@@ -54,6 +54,8 @@ class Llama:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`forward`, and the tokens int32 [R] that `batch.draws` ask for, where the backend can choose them."""
         logits, hidden, chosen = self._run(batch, cache, captures)
+        if chosen is None and batch.draws is not None:  # not chosen on the way
+            chosen = self.ops.choose(logits, batch.draws.on(self.device), self.token_ids)
         if self.token_ids is not None:
             whole = logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf)
             logits = whole.index_copy_(1, self.token_ids, logits)

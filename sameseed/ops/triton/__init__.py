@@ -20,6 +20,7 @@ _missing: str | None = None
 try:
     from sameseed.ops.triton.attention import attention, attention_rounding
     from sameseed.ops.triton.dispatch import product, product_rounding, rms_norm, rope, silu_mul
+    from sameseed.ops.triton.graphs import replayer
     from sameseed.ops.triton.kv import move_kv, move_stacked, rope_store, store_kv
     from sameseed.ops.triton.sampling import choose
 
@@ -70,6 +71,7 @@ __all__ = [
     "pack",
     "product",
     "product_rounding",
+    "replayer",
     "rms_norm",
     "rope",
     "rope_store",
