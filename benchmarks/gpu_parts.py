@@ -142,10 +142,10 @@ def measure_costs(
             )  # fmt: skip
     with attempted("the costs that goodput decides by", tell):
         tell_curve(subject, shared, tell)
-    with attempted("the host's share", tell):
-        tell_host(subject, device, walls, shared, tell)
     with attempted("passes as graphs", tell):
         tell_device(subject, device, [job for job in walls if job.kind != "prefill"], known, shared, tell)
+    with attempted("the host's share", tell):
+        tell_host(subject, device, walls, shared, tell)
 
 
 def shares(subject: TimedModel, job: Pass, limits: Limits | None, ms: float) -> dict[str, float | None]:
@@ -172,9 +172,9 @@ class _Catch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def forward(self, batch: Batch, cache: Any, captures: Any) -> tuple[Any, None]:
-        self.batch = batch
-        return None, None
+    def run(self, batch: Batch, cache: Any, captures: Any) -> tuple[Any, None, None]:
+        self.batch = batch.on(self.device)
+        return None, None, None
 
 
 @contextmanager

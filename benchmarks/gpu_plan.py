@@ -15,7 +15,7 @@ from sameseed.scheme import QuantScheme
 from sameseed.study.passes import Pass, cache_bytes
 
 GIB = 2**30
-KINDS = ("compiling", "limits", "costs", "speculation", "large", "transformers", "micro")  # in the order of their worth
+KINDS = ("compiling", "limits", "costs", "micro", "speculation", "large", "transformers")  # in the order of their worth
 WARM_BYTES = 8 * GIB  # of a process that compiles: one layer, embedding and head, a context of CUDA
 
 
@@ -64,7 +64,7 @@ FULL = Sizes(
     num_prompts=2,
     workspace=2 * GIB,
     minutes=8.5,
-    seconds=dict(zip(KINDS, (100, 10, 22, 40, 60, 40, 35))),
+    seconds=dict(zip(KINDS, (100, 10, 22, 35, 40, 60, 40))),
 )
 DRY = Sizes(
     shape="embedded",
@@ -82,7 +82,7 @@ DRY = Sizes(
     num_prompts=2,
     workspace=0,
     minutes=4.0,
-    seconds=dict(zip(KINDS, (5, 20, 15, 25, 25, 40, 10))),
+    seconds=dict(zip(KINDS, (5, 20, 15, 10, 25, 25, 40))),
 )
 
 
@@ -101,11 +101,11 @@ def parts(sizes: Sizes, kinds: Seq[str]) -> list[Part]:
     s = sizes.seconds
     found = [Part("limits", "limits", s["limits"])]
     found += [Part("costs", f"costs of {f}", s["costs"], {"format": f}) for f in sizes.formats]
+    found += [Part("micro", "micro", s["micro"])]
     spoken = list(dict.fromkeys((sizes.large_format, "bf16")))
     found += [Part("speculation", f"speculation in {f}", s["speculation"], {"format": f}) for f in spoken]
     found += [Part("large", "large", s["large"])]
     found += [Part("transformers", "transformers", s["transformers"])]
-    found += [Part("micro", "micro", s["micro"])]
     return [p for p in found if p.kind in kinds]
 
 

@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from sameseed import devices
+
 MAX_NODES = 64  # a row's ancestors fit one 64-bit mask
+
+
+class Draw(NamedTuple):
+    """How the token after a row of logits is drawn: the noise's key, the temperature, the least scaled logit, and
+    whether none of this counts (greedy); `top_k` and `top_p`, 0 or less and 1 for none."""
+
+    key: int  # uint64
+    divisor: float
+    floor: float
+    greedy: bool
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+GREEDY = Draw(0, 1.0, -math.inf, True)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How each of R rows is drawn, for a backend that chooses tokens (`Ops.choose`).
+
+    `cut` holds the rows that have a top-k, and their k - 1; `most` is the largest such k. `shares` are the rows that
+    have a top-p, with it.
+    """
+
+    keys: Tensor  # int64 [R]
+    divisors: Tensor  # float64 [R]
+    floors: Tensor  # float64 [R]
+    greedy: Tensor  # int32 [R]
+    cut: Tensor  # int64 [2, n]
+    most: int
+    shares: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, rows: Seq[Draw]) -> Draws:
+        """Those of rows, on the CPU."""
+        keys = np.array([r.key for r in rows], np.uint64).view(np.int64)
+        divisors, floors = np.array([r[1:3] for r in rows], np.float64).reshape(-1, 2).T.copy()
+        cut = [(i, r.top_k - 1) for i, r in enumerate(rows) if r.top_k > 0 and not r.greedy]
+        return cls(
+            torch.from_numpy(keys),
+            torch.from_numpy(divisors),
+            torch.from_numpy(floors),
+            torch.from_numpy(np.array([r.greedy for r in rows], np.int32)),
+            torch.from_numpy(np.array(cut, np.int64).reshape(-1, 2).T.copy()),
+            max((k + 1 for _, k in cut), default=0),
+            tuple((i, r.top_p) for i, r in enumerate(rows) if r.top_p < 1.0 and not r.greedy),
+        )
+
+    def on(self, device: torch.device) -> Draws:
+        """The same on a device, by one copy; themselves where they are there already."""
+        if self.keys.device == device:
+            return self
+        return replace(self, **_moved(_tensors(self), device))
 
 
 @dataclass(frozen=True)
@@ -35,6 +94,7 @@ class Batch:
     tree_mask: Tensor | None  # int64 [T]
     logit_rows: Tensor  # int32 [R]
     key_positions: Tensor | None = None  # int32 [T]: where attention takes the rows to be, if not at `positions`
+    draws: Draws | None = None  # of the R rows, where tokens are to be chosen as well
 
     @property
     def num_rows(self) -> int:
@@ -43,6 +103,32 @@ class Batch:
     @property
     def num_seqs(self) -> int:
         return self.num_pending.shape[0]
+
+    def on(self, device: torch.device) -> Batch:
+        """This batch on a device, by one copy of all of it; itself where it is there already."""
+        if self.token_ids.device == device:
+            return self
+        own, draws = _tensors(self), {} if self.draws is None else _tensors(self.draws)
+        moved = _moved({**own, **draws}, device)
+        if self.draws is not None:
+            moved = {name: moved[name] for name in own} | {
+                "draws": replace(self.draws, **{name: moved[name] for name in draws})
+            }
+        return replace(self, **moved)
+
+
+def _tensors(of: Batch | Draws) -> dict[str, Tensor]:
+    return {name: x for name, x in vars(of).items() if isinstance(x, Tensor)}
+
+
+def _moved(parts: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
+    """Tensors of the CPU, of 4 or 8 bytes a number, on a device: views of one copy."""
+    flat, starts = laid_out([x.numpy().reshape(-1).view(np.int32) for x in parts.values()])
+    there, moved = devices.put(torch.from_numpy(flat), device), {}
+    for (name, x), start in zip(parts.items(), starts, strict=True):
+        words = x.numel() * x.element_size() // 4
+        moved[name] = there[start : start + words].view(x.dtype).view(x.shape)
+    return moved
 
 
 @dataclass(frozen=True)
@@ -69,7 +155,10 @@ def ancestor_masks(parents: Seq[int]) -> tuple[list[int], list[int]]:
 
 
 def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = None) -> Batch:
-    """Lay the rows of several sequences out as one Batch. Blocks must be reserved for pending rows and nodes."""
+    """Lay the rows of several sequences out as one Batch. Blocks must be reserved for pending rows and nodes.
+
+    It is made on the CPU, and copied to `device` where one is given: a model does that itself, where its ops begin.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -99,10 +188,10 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
     seen = [[*r.blocks[: r.unseen[0]], *r.blocks[r.unseen[1] :]] if any(r.unseen) else r.blocks for r in rows]
     num_pending = [len(r.pending) for r in rows]
     numbers = (token_ids, positions, slots, offsets, num_pending, kv_lens, logit_rows)
-    batch = pack(numbers, seen, masks if any(r.nodes for r in rows) else None, device)
-    if not any(left_out):
-        return batch
-    return replace(batch, key_positions=batch.positions - torch.tensor(left_out, dtype=torch.int32, device=device))
+    batch = pack(numbers, seen, masks if any(r.nodes for r in rows) else None)
+    if any(left_out):
+        batch = replace(batch, key_positions=batch.positions - torch.tensor(left_out, dtype=torch.int32, device="cpu"))
+    return batch if device is None else batch.on(device)
 
 
 def slots_of(blocks: Seq[int], start: int, end: int, block_size: int) -> list[int]:
@@ -110,7 +199,7 @@ def slots_of(blocks: Seq[int], start: int, end: int, block_size: int) -> list[in
     return [blocks[i // block_size] * block_size + i % block_size for i in range(start, end)]
 
 
-def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None, device: torch.device | None) -> Batch:
+def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None) -> Batch:
     """A Batch of plain lists: token_ids .. kv_lens and logit_rows, each sequence's blocks, masks as uint64."""
     width = max((len(own) for own in blocks), default=0)
     tables: list[int] = []
@@ -118,14 +207,14 @@ def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None
         tables += own
         tables += [0] * (width - len(own))
     token_ids, positions, slots, offsets, num_pending, kv_lens, logit_rows, block_tables = int_tensors(
-        (*numbers, tables), device
+        (*numbers, tables)
     )
     block_tables = block_tables.view(len(blocks), width)
-    tree_mask = None if masks is None else torch.from_numpy(np.array(masks, np.uint64).view(np.int64)).to(device)
+    tree_mask = None if masks is None else torch.from_numpy(np.array(masks, np.uint64).view(np.int64))
     return Batch(token_ids, positions, slots, offsets, num_pending, kv_lens, block_tables, tree_mask, logit_rows)
 
 
-def int_tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Tensor, ...]:
+def int_tensors(parts: Seq[list[int]], device: torch.device | None = None) -> tuple[Tensor, ...]:
     """Each part as a tensor int32: views of one, since a tensor costs microseconds, however short, and a copy more.
 
     Each begins at a multiple of 16 bytes, whatever its length: for addresses of other alignments a GPU's compiler would
@@ -138,5 +227,18 @@ def int_tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Ten
         spare = -len(part) % 4
         flat += [0] * spare
         sizes += (len(part), spare)
-    values = torch.from_numpy(np.array(flat, np.int32)).to(device)
+    values = torch.from_numpy(np.array(flat, np.int32))
+    if device is not None:
+        values = devices.put(values, device)
     return values.split_with_sizes(sizes)[::2]
+
+
+def laid_out(parts: Seq[NDArray[np.int32]]) -> tuple[NDArray[np.int32], list[int]]:
+    """Numbers int32 one part after the other, each at a multiple of 16 bytes, and where each part begins."""
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + len(part) + -len(part) % 4)
+    flat = np.zeros(starts[-1], np.int32)
+    for part, start in zip(parts, starts, strict=False):
+        flat[start : start + len(part)] = part
+    return flat, starts[:-1]

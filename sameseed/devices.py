@@ -89,6 +89,13 @@ def memory_room(name: str, share: float) -> tuple[int, int, int]:
     return max(0, min(free, int(share * total) - int(torch.cuda.memory_allocated(device)))), free, total
 
 
+def put(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on a device: from pinned memory, so that the host need not wait for the copy."""
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
 def wait(device: torch.device) -> None:
     """Until the device has done what it was given: a clock read before that tells nothing."""
     if device.type == "cuda":

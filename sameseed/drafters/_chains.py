@@ -14,7 +14,8 @@ from sameseed.request import Sequence
 from sameseed.spec.choices import choices
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy
-from sameseed.spec.sampling import FAILED, choose, plain_greedy, probability
+from sameseed.spec.sampling import FAILED, choose, drawable, drawer, plain_greedy, probability
+from sameseed.spec.verify import on_host
 
 MOST_SIBLINGS = 8  # leaves beside a token
 
@@ -149,11 +150,18 @@ def _next(
 ) -> list[list[tuple[int, float]]]:
     """One pass: the model's choices after each sequence's last token."""
     num_pending = [s.num_pending for s in seqs]
-    out = runner.forward(seqs, Draft.empty(len(seqs)), num_pending)
+    nobody, alone = Draft.empty(len(seqs)), not siblings and not with_probability
+    out = runner.forward(seqs, nobody, num_pending, drawer=drawer if alone else None)
     runner.commit(seqs, num_pending, [[] for _ in seqs], out)
-    table = out.logits.numpy() if out.logits.device.type == "cpu" else out.logits.cpu().numpy()
+    drawn = [out.choices is not None and drawable(s) for s in seqs]
+    table = on_host(out.logits, nobody, out.wants_logits, drawn)
     eos = runner.model.config.eos_token_ids
-    return [likely_after(row, s, [], eos, siblings, with_probability) for row, s in zip(table, seqs, strict=True)]
+    return [
+        [(out.choices[b], 1.0)]
+        if out.choices is not None and drawn[b]
+        else likely_after(table[b], s, [], eos, siblings, with_probability)
+        for b, s in enumerate(seqs)
+    ]
 
 
 def likely_after(

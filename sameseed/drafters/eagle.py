@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sameseed import devices
 from sameseed.batch import MAX_NODES
 from sameseed.drafters._eagle_context import Contexts
 from sameseed.drafters._eagle_guesses import Guesses
@@ -166,7 +167,7 @@ class EagleDrafter(Drafter):
                 g.first, num_rows = num_rows, num_rows + len(chosen)
             if not running:
                 return
-            index = torch.from_numpy(np.concatenate(parents)).to(features.device)
+            index = devices.put(torch.from_numpy(np.concatenate(parents)), features.device)
             logits, features = self.runner.expand(levels, features.index_select(0, index))
             rows = self.guesses.rows(logits)
             for g, chosen in running:
@@ -209,7 +210,7 @@ class EagleDrafter(Drafter):
             if not going or self.policy.ends([active[i].sure for i in going]):
                 return
             if len(going) < len(active):
-                features = features[torch.tensor(going, device=features.device)]
+                features = features.index_select(0, devices.put(torch.tensor(going, device="cpu"), features.device))
                 active = [active[i] for i in going]
             sees = (1 << depth) - 1  # all nodes so far
             levels = [Level(self.followers[g.seq].holder, g.tokens[-1:], [sees], depth - 1) for g in active]

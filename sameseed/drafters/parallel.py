@@ -20,6 +20,8 @@ from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
+from sameseed.spec.sampling import drawable, drawer
+from sameseed.spec.verify import on_host
 
 log = logging.getLogger("sameseed")
 
@@ -87,11 +89,13 @@ class ParallelDrafter(ChainDrafter):
         if active:
             shadows = [self.followers[seqs[b]] for b in active]
             self.followers.catch_up(shadows)
-            table = self._logits(shadows, [counts[b] for b in active])
+            table, choices = self._logits(shadows, [counts[b] for b in active])
             row = 0
             for b, shadow in zip(active, shadows, strict=True):
-                self._read(chains[b], table[row : row + counts[b]], shadow)
-                row += counts[b]
+                end = row + counts[b]
+                drawn = choices[row:end] if choices is not None and drawable(shadow) else None
+                self._read(chains[b], table[row:end], shadow, drawn)
+                row = end
         return draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings)
 
     def _able(self, seq: Sequence, num_draft: int) -> int:
@@ -103,22 +107,30 @@ class ParallelDrafter(ChainDrafter):
             )
         return max(0, min(num_draft, self.most, self.limit - len(seq)))
 
-    def _logits(self, shadows: Seq[Sequence], counts: Seq[int]) -> Any:
-        """Rows float32 [sum of counts, V]: after each sequence's last token, then after each of its masks."""
+    def _logits(self, shadows: Seq[Sequence], counts: Seq[int]) -> tuple[Any, list[int] | None]:
+        """Rows float32 [sum of counts, V]: after each sequence's last token, then after each of its masks.
+
+        And the choices there, where the backend made them.
+        """
+        alone = not self.options.siblings and not self.policy.uses_confidence
         num_pending = [s.num_pending for s in shadows]
         masks = Draft.chains([[self.mask] * (n - 1) for n in counts])
-        out = self.runner.forward(shadows, masks, num_pending)
+        out = self.runner.forward(shadows, masks, num_pending, drawer=drawer if alone else None)
         self.runner.commit(shadows, num_pending, [[] for _ in shadows], out)  # no mask's row stays
-        return out.logits.numpy() if out.logits.device.type == "cpu" else out.logits.cpu().numpy()
+        drawn = [out.choices is not None and drawable(s) for s in shadows]
+        return on_host(out.logits, masks, out.wants_logits, drawn), out.choices
 
-    def _read(self, chain: Chain, table: Any, seq: Sequence) -> None:
+    def _read(self, chain: Chain, table: Any, seq: Sequence, drawn: Seq[int] | None) -> None:
         """The model's choice at each place, under the target's own noise there (coupled sampling), into `chain`.
 
         It ends early where the policy says so, and before a token that the target does not have.
         """
         eos, options, policy = self.runner.model.config.eos_token_ids, self.options, self.policy
-        for row in table:
-            found = likely_after(row, seq, chain.tokens, eos, options.siblings, policy.uses_confidence)
+        for i, row in enumerate(table):
+            if drawn is None:
+                found = likely_after(row, seq, chain.tokens, eos, options.siblings, policy.uses_confidence)
+            else:
+                found = [(drawn[i], 1.0)]
             chain.grow(found, policy, self.followers.vocab_limit)
             if chain.ended:
                 return

@@ -35,15 +35,18 @@ class KVCache:
 
         def rows(fmt: Format) -> tuple[Tensor, Tensor | None]:
             codes, scales = fmt.encode_kv(torch.zeros(1, num_kv_heads, head_dim))
-            shape = (num_blocks, block_size, *codes.shape[1:])
+            shape = (num_layers, num_blocks, block_size, *codes.shape[1:])
             stored = torch.zeros(shape, dtype=fmt.kv_dtype, device=device)
-            return stored, None if scales is None else torch.zeros(shape[:3], dtype=torch.float32, device=device)
+            return stored, None if scales is None else torch.zeros(shape[:4], dtype=torch.float32, device=device)
 
-        def layer() -> KVLayer:
-            (k, k_scale), (v, v_scale) = map(rows, scheme.kv_formats(format))
-            return KVLayer(format, k, v, k_scale, v_scale)
-
-        self.layers = [layer() for _ in range(num_layers)]
+        (k, k_scale), (v, v_scale) = map(rows, scheme.kv_formats(format))
+        self.stacked = KVLayer(format, k, v, k_scale, v_scale)  # all layers, as the first axis of each tensor
+        self.layers = [
+            KVLayer(
+                format, k[i], v[i], None if k_scale is None else k_scale[i], None if v_scale is None else v_scale[i]
+            )
+            for i in range(num_layers)
+        ]
 
     @property
     def nbytes(self) -> int:

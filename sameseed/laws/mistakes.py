@@ -10,7 +10,7 @@ from sameseed.models.runner import ModelRunner
 from sameseed.ops import reference
 from sameseed.spec import sampling, verify
 
-_WALK = "_walk(path, table[row:end], seq, draft_tokens, parents, greedy, eos_token_ids)"
+_WALK = "_walk(path, table[row:end], seq, draft_tokens, parents, made, eos_token_ids)"
 _CHOOSE = "token = choose(table[at], seq, path.tokens, eos_token_ids)"
 _CHILD = "child = children.get((node, token))"
 _AT = "at, position = 1 + node,"

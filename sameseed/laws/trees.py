@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sameseed.models.runner import ModelRunner, Nodes, Output
+from sameseed.models.runner import Drawer, ModelRunner, Nodes, Output
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
@@ -93,7 +93,14 @@ class Watched(ModelRunner):
         self.answer, self.share, self.guesses = answer, share, guesses
         self._right: dict[int, bool] = {}  # by place in the pass that runs: was a first guess right?
 
-    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int], captured: bool = True) -> Output:
+    def forward(
+        self,
+        seqs: Seq[Sequence],
+        draft: Nodes,
+        num_pending: Seq[int],
+        captured: bool = True,
+        drawer: Drawer | None = None,
+    ) -> Output:
         self._right = {}
         for b, seq in enumerate(seqs):
             tokens, parents = draft.nodes(b)
@@ -104,7 +111,7 @@ class Watched(ModelRunner):
                 self.guesses.num += 1
                 self.guesses.hits += self._right[b]
                 self.guesses.by_chance += sum(self.share.get(t, 0.0) for t in first)
-        return super().forward(seqs, draft, num_pending, captured)
+        return super().forward(seqs, draft, num_pending, captured, drawer)
 
     def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
         for b, right in self._right.items():

@@ -82,16 +82,17 @@ class BlockHead:
 
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, ...], *states: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, None, None]:
         c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
+        batch = batch.on(self.device)
         if how == INJECT:
             self._store(ops, batch, cache, ops.product(plain_rows(states[0]), w.fc))
-            return torch.empty(0, 1), None
+            return torch.empty(0, 1), None, None
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         for layer, kv in zip(w.layers, cache.layers, strict=True):
             rows = normed_rows(x, layer.input_norm, eps)
             x = run_layer(ops, c, layer, rows, x, batch, kv, self.rope, None)
-        return ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head), None
+        return ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head), None, None
 
     def _store(self, ops: Ops, batch: Batch, cache: KVCache, features: Tensor) -> None:
         """Keys and values of features [T, C] in every layer's cache."""

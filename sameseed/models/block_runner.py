@@ -31,7 +31,7 @@ class BlockRunner:
         Which tokens they are does not matter; there are no logits and no features, whether wanted or not.
         """
         rows = [Rows(t, s.num_cached, [], [], s.blocks, False) for s, t in zip(holders, tokens, strict=True)]
-        batch = build_batch(rows, self.cache.block_size, self.model.device)
+        batch = build_batch(rows, self.cache.block_size)
         self.model.inject(hidden[0] if len(hidden) == 1 else torch.cat(list(hidden)), batch, self.cache)
         for s, t in zip(holders, tokens, strict=True):
             s.num_cached += len(t)
@@ -64,5 +64,5 @@ class BlockRunner:
         # Each place sees the whole block: for attention all are its last, with all others before them.
         masks = [(1 << size) - 1] * len(tokens)
         numbers = (tokens, positions, slots, offsets, [0] * len(holders), [h.num_cached for h in holders], logit_rows)
-        batch = pack(numbers, [h.blocks for h in holders], masks, self.model.device)
-        return replace(batch, key_positions=torch.tensor(ends, dtype=torch.int32, device=self.model.device))
+        batch = pack(numbers, [h.blocks for h in holders], masks)
+        return replace(batch, key_positions=torch.tensor(ends, dtype=torch.int32, device="cpu"))

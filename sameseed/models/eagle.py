@@ -72,16 +72,17 @@ class EagleHead:
         that a row sees, itself among them. Returns logits float32 [R, Vd] of `batch.logit_rows`, and the head's own
         features [T, C], which stand for the target's where it goes on by itself.
         """
-        logits, features = self._run(batch, cache, (int(captured), window or 0), x)
+        logits, features, _ = self._run(batch, cache, (int(captured), window or 0), x)
         assert features is not None
         return logits, features
 
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, int], x: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, None]:
         """`forward`; `how`: captured or not, and the window (0: none)."""
         c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
         captured, window = how
+        batch = batch.on(self.device)
         seen = min((n for n in (window, c.windows[0]) if n), default=None)
 
         def layer(entering: Tensor, residual: Tensor) -> Tensor:
@@ -93,12 +94,12 @@ class EagleHead:
         if w.norm is None or w.feature_norm is None:
             residual = ops.product(plain_rows(ops.beside([embedding, features])), w.fc, w.fc_bias)  # [T, C]
             x = layer(residual, residual)
-            return ops.product(plain_rows(x, batch.logit_rows), w.lm_head), ops.capture([x])
+            return ops.product(plain_rows(x, batch.logit_rows), w.lm_head), ops.capture([x]), None
         normed = ops.rms_norm(features, w.feature_norm, eps)
         entering = ops.beside([ops.rms_norm(embedding, w.layer.input_norm, eps), normed])  # [T, 2 C]
         x = layer(entering, normed if self.config.norm_before_residual else features)
         logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
-        return logits, ops.capture([ops.rms_norm(x, w.norm, eps) if self.config.norm_output else x])
+        return logits, ops.capture([ops.rms_norm(x, w.norm, eps) if self.config.norm_output else x]), None
 
     def _features(self, ops: Ops, hidden: Tensor) -> Tensor:
         """Features [T, C] of the target's captured hidden states [T, F]."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sameseed.batch import Rows, build_batch, pack, slots_of
+from sameseed.batch import Rows, build_batch, int_tensors, pack, slots_of
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle import EagleHead
@@ -45,12 +46,15 @@ class HeadRunner:
         Returns logits [B, Vd] after each one's last row (none unless `wants_logits`) and its feature [B, C].
         """
         rows = [Rows(t, s.num_cached, [], [], s.blocks, wants_logits) for s, t in zip(holders, tokens, strict=True)]
-        batch = build_batch(rows, self.cache.block_size, self.model.device)
+        batch = build_batch(rows, self.cache.block_size)
         states = hidden[0] if len(hidden) == 1 else torch.cat(list(hidden))
         logits, own = self.model.forward(states, batch, self.cache, self.window, captured=True)
         for s, t in zip(holders, tokens, strict=True):
             s.num_cached += len(t)
-        return logits, own[-1:] if len(holders) == 1 else own.index_select(0, batch.row_offsets[1:] - 1)
+        if len(holders) == 1:
+            return logits, own[-1:]
+        (last,) = int_tensors(([n - 1 for n in itertools.accumulate(map(len, tokens))],), self.model.device)
+        return logits, own.index_select(0, last)
 
     def expand(self, levels: Seq[Level], features: Tensor) -> tuple[Tensor, Tensor]:
         """Run one level of several trees; features [T, C] are those of the nodes' parents.
@@ -74,5 +78,5 @@ class HeadRunner:
         known_lengths = [level.holder.num_cached for level in levels]
         rows = list(range(len(tokens)))
         numbers = (tokens, positions, slots, offsets, [0] * len(levels), known_lengths, rows)
-        batch = pack(numbers, [level.holder.blocks for level in levels], masks, self.model.device)
+        batch = pack(numbers, [level.holder.blocks for level in levels], masks)
         return self.model.forward(features, batch, self.cache, self.window)

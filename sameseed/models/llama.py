@@ -45,16 +45,27 @@ class Llama:
         Returns logits float32 [R, V] of `batch.logit_rows`, and, if `captures` names layers, what leaves those layers
         for every row, side by side: float32 [T, len(captures) * C].
         """
-        logits, hidden = self._run(batch, cache, captures)
+        logits, hidden, _ = self.run(batch, cache, captures)
+        return logits, hidden
+
+    @torch.inference_mode()
+    def run(
+        self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`forward`, and the tokens int32 [R] that `batch.draws` ask for, where the backend can choose them."""
+        logits, hidden, chosen = self._run(batch, cache, captures)
+        if chosen is None and batch.draws is not None:  # not chosen on the way
+            chosen = self.ops.choose(logits, batch.draws.on(self.device), self.token_ids)
         if self.token_ids is not None:
             whole = logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf)
             logits = whole.index_copy_(1, self.token_ids, logits)
-        return logits, hidden
+        return logits, hidden, chosen
 
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         c, w, eps = self.config, self.weights, self.config.rms_eps
+        batch = batch.on(self.device)
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):
@@ -63,4 +74,6 @@ class Llama:
             if i in captures:
                 kept[i] = x
         logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
-        return logits, ops.capture([kept[i] for i in captures]) if captures else None
+        hidden = ops.capture([kept[i] for i in captures]) if captures else None
+        chosen = None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
+        return logits, hidden, chosen

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sameseed import devices
-from sameseed.batch import Rows, build_batch, int_tensors
+from sameseed.batch import GREEDY, Draw, Draws, Rows, ancestor_masks, build_batch, int_tensors
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.llama import Llama
@@ -25,12 +25,20 @@ class Nodes(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """logits float32 [R, V]; hidden float32 [T, ...] of the captured layers; row_offsets[b]: sequence b's first row."""
+    """logits float32 [R, V]; hidden float32 [T, ...] of the captured layers; row_offsets[b]: sequence b's first row.
+
+    `choices` [R]: the tokens after the rows of sequences that may be drawn (`Drawer`), where the backend chose them.
+    """
 
     logits: Tensor
     hidden: Tensor | None
     row_offsets: list[int]
     wants_logits: list[bool]
+    choices: list[int] | None = None
+
+
+# How the token is drawn that many drafted tokens after a sequence's own; None where its logits are wanted instead.
+Drawer = Callable[[Sequence, int], Draw | None]
 
 
 class ModelRunner:
@@ -64,14 +72,24 @@ class ModelRunner:
         """Another runner on the same cache and blocks: of the same model, or of one with the same cached rows."""
         return ModelRunner(model or self.model, self.cache, captures, self.blocks, unseen)
 
-    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int], captured: bool = True) -> Output:
+    def forward(
+        self,
+        seqs: Seq[Sequence],
+        draft: Nodes,
+        num_pending: Seq[int],
+        captured: bool = True,
+        drawer: Drawer | None = None,
+    ) -> Output:
         """One pass: the first num_pending[b] pending tokens of each sequence, then its draft nodes.
 
         Logits come for sequences whose pending tokens are all in the pass; only these may have nodes. Blocks for the
-        rows must be reserved already. `captured` false: no hidden states are kept, whatever `captures` says.
+        rows must be reserved already. `captured` false: no hidden states are kept, whatever `captures` says. With a
+        `drawer` a backend that can chooses tokens beside its logits.
         """
         rows: list[Rows] = []
         offsets = [0]
+        drawn: list[Draw | None] = []
+        draws = drawer is not None and self.model.ops.chooses
         for b, seq in enumerate(seqs):
             nodes, parents = draft.nodes(b)
             end = seq.num_cached + num_pending[b]
@@ -80,10 +98,17 @@ class ModelRunner:
             pending, unseen = seq.token_ids[seq.num_cached : end], self.unseen(seq)
             rows.append(Rows(pending, seq.num_cached, nodes, parents, seq.blocks, complete, unseen))
             offsets.append(offsets[-1] + num_pending[b] + len(nodes))
-        batch = build_batch(rows, self.cache.block_size, self.model.device)
-        logits, hidden = self.model.forward(batch, self.cache, self.captures if captured else ())
-        devices.wait(self.model.device)  # who times a pass times all of it; the verdict needs its logits at once
-        return Output(logits, hidden, offsets, [r.wants_logits for r in rows])
+            if draws and drawer is not None and complete:
+                drawn += [drawer(seq, depth) for depth in (0, *(d + 1 for d in ancestor_masks(parents)[1]))]
+        batch = build_batch(rows, self.cache.block_size)
+        if any(d is not None for d in drawn):
+            batch = replace(batch, draws=Draws.of([GREEDY if d is None else d for d in drawn]))
+        logits, hidden, chosen = self.model.run(batch, self.cache, self.captures if captured else ())
+        # Who times a pass times all of it: its end is waited for, by reading its choices if there are any.
+        choices: list[int] | None = None if chosen is None else chosen.tolist()
+        if choices is None:
+            devices.wait(self.model.device)
+        return Output(logits, hidden, offsets, [r.wants_logits for r in rows], choices)
 
     def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
         """Keep the pending rows and the accepted nodes' rows of each sequence, drop the other nodes'.
@@ -104,16 +129,19 @@ class ModelRunner:
                 first = output.row_offsets[b]
                 kept += range(first, first + num_pending[b])
                 kept += [first + num_pending[b] + n for n in nodes[b]]
-        if src:
-            moved, to = int_tensors((src, dst), self.model.device)
-            for layer in self.cache.layers:
-                self.model.ops.move_kv(layer, moved, to)
         hidden = output.hidden
         if hidden is None or len(kept) == len(hidden):  # in order, so that is all of them
+            kept = []
+        if not src and not kept:
+            return hidden
+        moved, to, rows = int_tensors((src, dst, kept), self.model.device)
+        if src:
+            self.model.ops.move_all(self.cache.layers, self.cache.stacked, moved, to)
+        if hidden is None or not kept:
             return hidden
         if hidden.device.type == "cpu":  # by NumPy: threads of PyTorch that wait for more would slow the next pass down
-            return torch.from_numpy(hidden.numpy()[kept])
-        return hidden[torch.tensor(kept, device=hidden.device)]
+            return torch.from_numpy(hidden.numpy()[rows.numpy()])
+        return hidden.index_select(0, rows)
 
     def truncate(self, seq: Sequence, length: int) -> None:
         self.blocks.rewind(seq, length)

@@ -7,7 +7,7 @@ A backend is a module that defines any subset of the ops in `reference.py`, whic
 `row_invariant`, `LINEAR_FORMATS`, `KV_FORMATS` and `unavailable()`, and `DEVICES` where it runs on some kinds only.
 What it lacks falls through to the reference. Where its kernels want weights in a layout of their own it has `pack`,
 `unpack`, `serves`, and perhaps `encode`, which rounds and packs at once. With `replayer` it may record a forward pass
-and replay it.
+and replay it, with `choose` choose tokens where their logits are, with `move_stacked` move rows of all layers at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sameseed import devices, registry
-from sameseed.batch import Batch
+from sameseed.batch import Batch, Draws
 from sameseed.errors import ConfigError
 from sameseed.ops import reference
 from sameseed.ops._rows import RowSource, gated_rows, normed_rows, plain_rows
@@ -55,8 +55,9 @@ def _say_once(text: str) -> None:
 
 
 SUMS = 2e-6  # of float32 sums in another order, over the size of what is summed
-Forward = Callable[..., tuple[Tensor, Tensor | None]]  # (ops, batch, cache, captures) -> logits, hidden
-Replayed = Callable[..., tuple[Tensor, Tensor | None]]  # (batch, cache, captures) -> logits, hidden
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # of a pass: logits, hidden, chosen tokens
+Forward = Callable[..., Results]  # (ops, batch, cache, captures, ...)
+Replayed = Callable[..., Results]  # (batch, cache, captures, ...)
 
 
 def by_part(w: Seq[QuantTensor], bias: Tensor | None) -> list[tuple[QuantTensor, Tensor | None]]:
@@ -89,6 +90,7 @@ class Ops:
         self._product: Callable[..., Tensor] | None = getattr(backend, "product", None)
         self._embedding: Callable[..., Tensor] = getattr(backend, "embedding", reference.embedding)
         self._rope_store: Callable[..., Tensor] | None = getattr(backend, "rope_store", None)
+        self._choose: Callable[[Tensor, Draws, Tensor | None], Tensor | None] | None = getattr(backend, "choose", None)
 
     def _pick(self, op: str) -> Callable[..., Tensor]:
         chosen = getattr(self.backend, op, None)
@@ -102,6 +104,19 @@ class Ops:
         """`forward(ops, batch, cache, captures)` as this backend runs it best: op by op, or recorded and replayed."""
         replay: Callable[[Forward, Ops], Replayed] | None = getattr(self.backend, "replayer", None)
         return partial(forward, self) if replay is None else replay(forward, self)
+
+    @property
+    def chooses(self) -> bool:
+        """Does the backend choose tokens (`choose`)? Elsewhere `spec/sampling.py` does, from whole rows of logits."""
+        return self._choose is not None
+
+    def choose(self, logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Tensor | None:
+        """The token after each row of logits float32 [R, V], int32 [R]; -1 where the largest is no finite number.
+
+        As `spec/sampling.py` defines it, each row by itself, but for ties to the last bits. `token_ids` int64 [V]: the
+        tokens that the columns stand for. None where the backend cannot.
+        """
+        return None if self._choose is None else self._choose(logits, draws, token_ids)
 
     def capture(self, hidden: Seq[Tensor]) -> Tensor:
         """Hidden states [T, C] of several layers side by side: [T, len(hidden) * C]."""
@@ -212,6 +227,16 @@ class Ops:
 
     def move_kv(self, layer: KVLayer, src: Tensor, dst: Tensor) -> None:
         self._kv("move_kv", layer)(layer, src, dst)
+
+    def move_all(self, layers: Seq[KVLayer], stacked: KVLayer, src: Tensor, dst: Tensor) -> None:
+        """`move_kv` in every layer of a cache; `stacked` are the same rows, layers being the first axis.
+
+        A backend may do it in one call.
+        """
+        at_once: Callable[[KVLayer, Tensor, Tensor], bool] | None = getattr(self.backend, "move_stacked", None)
+        if at_once is None or not at_once(stacked, src, dst):
+            for layer in layers:
+                self.move_kv(layer, src, dst)
 
     def attention(self, q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
         return self._kv("attention", layer)(q, layer, batch, scale, window)

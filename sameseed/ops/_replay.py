@@ -188,7 +188,7 @@ class Recorded:
         batch = Batch(blank, blank, blank, torch.zeros(2, dtype=torch.int32), one, one, one[None], None, one)
         inputs = [self._buffers.take(capacity, width) for width in widths]
         recorder = Recorder(self._buffers)
-        logits, hidden = forward(recorder, batch, cache, captures, *inputs)
+        logits, hidden, _ = forward(recorder, batch, cache, captures, *inputs)
         self._parts = [part for part in recorder.parts if callable(part) or len(part)]
         self._inputs = [x.numpy() for x in inputs]
         self.logit_width = logits.shape[1]
@@ -244,14 +244,14 @@ class PlanReplay:
 
     def __call__(
         self, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         # The buffers serve one pass at a time; another pass meanwhile computes op by op.
         if not _laid_out(batch) or not self._busy.acquire(blocking=False):
             return self._forward(self._ops, batch, cache, captures, *inputs)
         try:
             recorded = self.recorded(batch.num_rows, cache, captures, [x.shape[1] for x in inputs])
             if recorded is not None:
-                return recorded.run(batch, self._results, inputs)
+                return *recorded.run(batch, self._results, inputs), None
         finally:
             self._busy.release()
         return self._forward(self._ops, batch, cache, captures, *inputs)

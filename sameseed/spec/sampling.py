@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sameseed.batch import GREEDY, Draw
 from sameseed.request import SamplingParams, Sequence, TokenLogprob
 
 try:
@@ -178,6 +179,25 @@ def _is_limited(seq: Sequence, num_path: int) -> bool:
 def plain_greedy(seq: Sequence) -> bool:
     """Is this sequence's choice just the argmax of the raw logits, at any depth of a draft?"""
     return seq.params.greedy and not needs_adjusting(seq, 0)
+
+
+def drawable(seq: Sequence) -> bool:
+    """May a backend choose this sequence's tokens (`Ops.choose`)? Nothing but temperature and truncation shapes them.
+
+    The request alone decides, not the draft, the batch or the round: were some tokens of a text drawn by one library's
+    logarithms and some by another's, it would hang on its drafts.
+    """
+    p = seq.params
+    limits = p.min_tokens or p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None or p.has_penalties
+    return not (limits or seq.grammar is not None or seq.script or p.logprobs is not None)
+
+
+def drawer(seq: Sequence, num_path: int) -> Draw | None:
+    """How `choose` draws the token `num_path` drafted tokens after the sequence; None where it is not `drawable`."""
+    if not drawable(seq):
+        return None
+    p, key = seq.params, noise_key(seq.seed, len(seq) + num_path)
+    return GREEDY if p.greedy else Draw(key, _divisor(p), _floor(p), False, p.top_k, p.top_p)
 
 
 def _divisor(params: SamplingParams) -> float:

@@ -13,6 +13,7 @@ from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Span, Trims
+from sameseed.spec.sampling import drawer
 from sameseed.spec.verify import Verified, verify
 
 log = logging.getLogger("sameseed")
@@ -67,10 +68,10 @@ def decode_step(
     draft = _with_scripts(own, seqs, num_draft)
     drafted = clock()
     with ahead.beside(drafter, seqs, own, asked) as end_ahead:
-        out = runner.forward(seqs, draft, num_pending, captured)
+        out = runner.forward(seqs, draft, num_pending, captured, drawer)
         end_ahead()
         checked = clock()
-        result = verify(draft, out.logits, seqs, out.wants_logits, eos)
+        result = verify(draft, out.logits, seqs, out.wants_logits, eos, out.choices)
         starts = [seq.num_cached for seq in seqs]
         hidden = runner.commit(seqs, num_pending, result.nodes, out)
         for seq, tokens in zip(seqs, result.tokens, strict=True):

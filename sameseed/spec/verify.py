@@ -7,13 +7,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from sameseed.errors import RequestError
 from sameseed.request import Sequence, TokenLogprob
 from sameseed.spec.draft import Draft
-from sameseed.spec.sampling import FAILED, choose, plain_greedy, token_logprob
+from sameseed.spec.sampling import FAILED, choose, drawable, plain_greedy, token_logprob
 
 log = logging.getLogger("sameseed")
 
@@ -33,17 +34,24 @@ class Verified:
 
 
 def verify(
-    draft: Draft, logits: Tensor, seqs: Seq[Sequence], wants_logits: Seq[bool], eos_token_ids: Seq[int] = ()
+    draft: Draft,
+    logits: Tensor,
+    seqs: Seq[Sequence],
+    wants_logits: Seq[bool],
+    eos_token_ids: Seq[int] = (),
+    choices: Seq[int] | None = None,
 ) -> Verified:
     """Accept a path of each draft and add one token.
 
     logits float32 [R, V] holds, for each sequence with `wants_logits`, the row after its last known token and one row
     after each of its nodes. At each node the target's own choice is computed; the child that carries it is followed;
-    where none does, that choice is the last token of the round.
+    where none does, that choice is the last token of the round. `choices` [R], of a backend that made them: they are
+    taken for sequences that are `drawable`, whose logits are then not looked at.
     """
     paths: list[_Path] = []
-    table = logits.numpy() if logits.device.type == "cpu" else logits.cpu().numpy()
-    best, finite = _argmax(table) if any(plain_greedy(s) for s in seqs) else ([], [])
+    drawn = [choices is not None and drawable(seq) for seq in seqs]
+    table = on_host(logits, draft, wants_logits, drawn)
+    best, finite = _argmax(table) if any(plain_greedy(s) and not d for s, d in zip(seqs, drawn)) else ([], [])
     row = 0
     for b, seq in enumerate(seqs):
         path = _Path()
@@ -51,8 +59,12 @@ def verify(
             draft_tokens, parents = draft.nodes(b)
             end = row + 1 + len(draft_tokens)
             try:
-                greedy = (best[row:end], finite[row:end]) if plain_greedy(seq) else None
-                _walk(path, table[row:end], seq, draft_tokens, parents, greedy, eos_token_ids)
+                made: tuple[Seq[int], Seq[bool]] | None = None
+                if choices is not None and drawn[b]:
+                    made = choices[row:end], [True] * (end - row)
+                elif plain_greedy(seq):
+                    made = best[row:end], finite[row:end]
+                _walk(path, table[row:end], seq, draft_tokens, parents, made, eos_token_ids)
             except RequestError as error:  # a grammar that is given up
                 log.warning("choosing a token of sequence %d failed: %s", seq.seq_id, error)
                 path.failed = seq.ruled_out = True
@@ -82,10 +94,10 @@ def _walk(
     seq: Sequence,
     draft_tokens: Seq[int],
     parents: Seq[int],
-    greedy: tuple[Seq[int], Seq[bool]] | None,
+    made: tuple[Seq[int], Seq[bool]] | None,
     eos_token_ids: Seq[int],
 ) -> None:
-    """Follow one sequence's own choices; table [1 + nodes, V], `greedy`: the rows' maxima, where these are the choices.
+    """Follow one sequence's own choices; table [1 + nodes, V], `made`: the rows' choices, and whether there is one.
 
     A token that is decided already (`seq.script`) is taken whatever the logits say.
     """
@@ -95,13 +107,13 @@ def _walk(
         at, position = 1 + node, len(seq) + len(path.tokens)
         if position < len(seq.script):
             token = seq.script[position]
-        elif greedy is not None:
-            token = greedy[0][at] if greedy[1][at] else FAILED
+        elif made is not None:
+            token = made[0][at] if made[1][at] else FAILED
         else:
             token = choose(table[at], seq, path.tokens, eos_token_ids)
         if token == FAILED:
             path.failed = True
-            seq.ruled_out = bool(np.isfinite(table[at].max()))  # else the model is at fault
+            seq.ruled_out = bool(np.isfinite(table[at].max(initial=-np.inf)))  # else the model is at fault
             return
         if seq.params.logprobs is not None:
             path.logprobs.append(token_logprob(table[at], seq, path.tokens, token, eos_token_ids))
@@ -111,6 +123,28 @@ def _walk(
             return
         path.nodes.append(child)
         node = child
+
+
+def on_host(logits: Tensor, draft: Draft, wants_logits: Seq[bool], drawn: Seq[bool]) -> NDArray[np.float32]:
+    """Logits [R, V] where they can be read. Only those are copied, and hold anything, whose tokens are not `drawn`."""
+    if logits.device.type == "cpu":
+        return logits.numpy()
+    wanted = [w and not d for w, d in zip(wants_logits, drawn, strict=True)]
+    if not any(drawn):
+        return logits.cpu().numpy()
+    table: NDArray[np.float32] = np.empty(logits.shape if any(wanted) else (len(logits), 0), np.float32)
+    spans: list[slice] = []
+    row = 0
+    for b, (wants, one) in enumerate(zip(wants_logits, wanted, strict=True)):
+        end = row + (1 + draft.count(b) if wants else 0)
+        spans += [slice(row, end)] if one else []
+        row = end
+    if spans:
+        found, at = torch.cat([logits[s] for s in spans]).cpu().numpy(), 0
+        for s in spans:
+            table[s] = found[at : at + s.stop - s.start]
+            at += s.stop - s.start
+    return table
 
 
 def _argmax(table: NDArray[np.float32]) -> tuple[list[int], list[bool]]:

@@ -86,9 +86,9 @@ def test_a_draft_model_finds_its_own_rows_again(pair: Pair) -> None:
     passes: list[int] = []
     forward = warm.drafter.runner.forward  # type: ignore[attr-defined]
 
-    def counted(seqs: Any, draft: Any, num_pending: Any, captured: bool = True) -> Any:
+    def counted(seqs: Any, draft: Any, num_pending: Any, *more: Any, **named: Any) -> Any:
         passes.append(max(num_pending))
-        return forward(seqs, draft, num_pending, captured)
+        return forward(seqs, draft, num_pending, *more, **named)
 
     warm.drafter.runner.forward = counted  # type: ignore[attr-defined]
     run(warm, PROMPTS, EACH, alone=True)
@@ -170,8 +170,8 @@ def test_numbers_that_are_not_finite_leave_the_cache(pair_folders: tuple[Path, P
     engine.step()
     forward = engine.runner.forward
 
-    def poisoned(seqs: Any, draft: Any, num_pending: Any, captured: bool = True) -> Any:
-        out = forward(seqs, draft, num_pending, captured)
+    def poisoned(seqs: Any, draft: Any, num_pending: Any, *more: Any, **named: Any) -> Any:
+        out = forward(seqs, draft, num_pending, *more, **named)
         logits = out.logits.clone()
         logits[0] = float("nan")
         return replace(out, logits=logits)

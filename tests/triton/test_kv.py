@@ -10,6 +10,7 @@ from fixtures_kv import KV_FORMATS, kv_oracle
 from fixtures_ops import Part, empty_layer, flat, make_pass, randn
 
 from sameseed import ops
+from sameseed.kvcache.cache import KVCache
 
 kernels = importlib.import_module("sameseed.ops.triton.kv")
 
@@ -62,6 +63,23 @@ def test_moved_rows_are_read_before_they_are_overwritten(moves, name):
     src, dst = (torch.tensor([m[i] for m in moves], dtype=torch.int32) for i in range(2))
     kernels.move_kv(layer, src, dst)
     assert all(same(a, b) for a, b in zip(flat(layer), wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_rows_of_all_layers_move_at_once(name):
+    """As in each by itself, by two launches; nothing else is touched."""
+    cache = KVCache(3, 4, 5, 2, 12, name, str(torch.get_default_device()))
+    for i, layer in enumerate(cache.layers):
+        kernels.store_kv(rows() + i, rows() * (i + 1), layer, torch.arange(12, dtype=torch.int32))
+    wanted = [[t.clone() for t in flat(layer)] for layer in cache.layers]
+    src, dst = torch.tensor([3, 9, 1], dtype=torch.int32), torch.tensor([2, 3, 19], dtype=torch.int32)
+    for layer in wanted:
+        for tensor in layer:
+            tensor[dst.long()] = tensor[src.long()]
+    assert len(kernels.moving(cache.stacked, src, dst)) == 2
+    ops.Ops(importlib.import_module("sameseed.ops.triton")).move_all(cache.layers, cache.stacked, src, dst)
+    for layer, tensors in zip(cache.layers, wanted, strict=True):
+        assert all(same(a, b) for a, b in zip(flat(layer), tensors, strict=True))
 
 
 @pytest.mark.parametrize(("name", "normed"), [*((name, False) for name in KV_FORMATS), ("bf16", True)])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from fixtures_ops import randn
 
+from sameseed.batch import Draws
 from sameseed.ops.triton.guard import Launch
-from sameseed.request import SamplingParams
+from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling as spec
 
 kernels = importlib.import_module("sameseed.ops.triton.sampling")
@@ -42,12 +43,9 @@ def test_the_noise_is_the_same(seed, position, first):
     assert (out.cpu().numpy() == spec.gumbel_noise(seed, position, tokens)).all()
 
 
-def choices(logits, params, position, seeds):
-    rows = [
-        (spec.noise_key(s, position), spec._divisor(p), spec._floor(p), p.greedy, p.top_k, p.top_p)
-        for p, s in zip(params, seeds)
-    ]
-    return kernels.choose(logits, kernels.Draws.of(rows, logits.device)).tolist()
+def choices(logits, params, position, seeds, token_ids=None):
+    draws = [spec.drawer(Sequence(0, [1] * position, p, s), 0) for p, s in zip(params, seeds)]
+    return kernels.choose(logits, Draws.of(draws).on(logits.device), token_ids).tolist()
 
 
 MANY = [
@@ -87,3 +85,11 @@ def test_rows_without_a_choice_say_so(temperature):
     got = choices(logits, params, 0, [1] * 4)
     assert got[:3] == [spec.FAILED] * 3
     assert got[3] == spec.numpy_choice(logits[3].cpu().numpy(), params[3], 1, 0)
+
+
+def test_columns_may_stand_for_other_tokens():
+    """As if the rows were those of the whole vocabulary, the other tokens ruled out."""
+    logits, ids = 3 * randn(len(MANY), 300, seed=6), torch.arange(300) * 7 + 3
+    whole = logits.new_full((len(MANY), V), -torch.inf)
+    whole[:, ids] = logits
+    assert choices(logits, MANY, 5, [4] * len(MANY), ids) == choices(whole, MANY, 5, [4] * len(MANY))

@@ -20,7 +20,9 @@ _missing: str | None = None
 try:
     from sameseed.ops.triton.attention import attention, attention_rounding
     from sameseed.ops.triton.dispatch import product, product_rounding, rms_norm, rope, silu_mul
-    from sameseed.ops.triton.kv import move_kv, rope_store, store_kv
+    from sameseed.ops.triton.graphs import replayer
+    from sameseed.ops.triton.kv import move_kv, move_stacked, rope_store, store_kv
+    from sameseed.ops.triton.sampling import choose
 
     if interpreted():
         order_dots()
@@ -62,11 +64,14 @@ __all__ = [
     "LINEAR_FORMATS",
     "attention",
     "attention_rounding",
+    "choose",
     "embedding",
     "move_kv",
+    "move_stacked",
     "pack",
     "product",
     "product_rounding",
+    "replayer",
     "rms_norm",
     "rope",
     "rope_store",

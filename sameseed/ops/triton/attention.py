@@ -124,7 +124,7 @@ def launches(
         "out_ptr": out,
         "part_ptr": part,
         "sums_ptr": sums,
-        "bounds_ptr": torch.empty(num_rows, 2, dtype=torch.int32, device=q.device),
+        "bounds_ptr": torch.zeros(num_rows, 2, dtype=torch.int32, device=q.device),  # none, for rows of nobody
         "num_parts": num_parts,
         "num_heads": num_heads,
     }

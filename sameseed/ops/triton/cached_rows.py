@@ -86,8 +86,9 @@ def store(
     place = tl.load(slots_ptr + t).to(tl.int64) * num_heads + h
     k1, k2 = _halves(k_ptr + t * k_stride + h * DIM, DIM, BLOCK)
     v1, v2 = _halves(v_ptr + t * v_stride + h * DIM, DIM, BLOCK)
-    _encode_row(k1, k2, k_codes_ptr + place * DIM, k_scale_ptr + place, KIND, LARGEST, DIM)
-    _encode_row(v1, v2, v_codes_ptr + place * DIM, v_scale_ptr + place, KIND, LARGEST, DIM)
+    if place >= 0:  # slot -1: a row of nobody
+        _encode_row(k1, k2, k_codes_ptr + place * DIM, k_scale_ptr + place, KIND, LARGEST, DIM)
+        _encode_row(v1, v2, v_codes_ptr + place * DIM, v_scale_ptr + place, KIND, LARGEST, DIM)
 
 
 @triton.jit
@@ -112,7 +113,8 @@ def rotate_store(
     cols = tl.arange(0, BLOCK)
     HALF: tl.constexpr = DIM // 2
     angles = table_ptr + tl.load(positions_ptr + t).to(tl.int64) * DIM
-    first = tl.load(slots_ptr + t).to(tl.int64) * kv_heads - num_heads
+    slot = tl.load(slots_ptr + t)  # -1: a row of nobody, which is not stored
+    first = slot.to(tl.int64) * kv_heads - num_heads
     if h < num_heads:
         y1, y2 = _turned(q_ptr + t * q_stride + h * DIM, angles, DIM, BLOCK)
         out = out_ptr + (t * num_heads + h) * DIM
@@ -121,21 +123,25 @@ def rotate_store(
     elif h < num_heads + kv_heads:
         k1, k2 = _turned(k_ptr + t * k_stride + (h - num_heads) * DIM, angles, DIM, BLOCK)
         place = first + h
-        _encode_row(k1, k2, k_codes_ptr + place * DIM, k_scale_ptr + place, KIND, LARGEST, DIM)
+        if slot >= 0:
+            _encode_row(k1, k2, k_codes_ptr + place * DIM, k_scale_ptr + place, KIND, LARGEST, DIM)
     else:
         v1, v2 = _halves(v_ptr + t * v_stride + (h - num_heads - kv_heads) * DIM, DIM, BLOCK)
         place = first + h - kv_heads
-        _encode_row(v1, v2, v_codes_ptr + place * DIM, v_scale_ptr + place, KIND, LARGEST, DIM)
+        if slot >= 0:
+            _encode_row(v1, v2, v_codes_ptr + place * DIM, v_scale_ptr + place, KIND, LARGEST, DIM)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def copy_rows(
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, index_ptr, buffer_ptr, row_bytes, scale_bytes,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, index_ptr, buffer_ptr, row_bytes, scale_bytes, num_slots,
     OUT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Cache row index[i] to row i of the buffer (OUT), or back. A buffer row: key, value, and their scales.
-    i = tl.program_id(0).to(tl.int64)
-    slot = tl.load(index_ptr + i).to(tl.int64)
+    # Cache row index[i] to row i of the buffer (OUT), or back, in layer program_id(2). A buffer row: key, value, and
+    # their scales.
+    i, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    slot = layer * num_slots + tl.load(index_ptr + i)
+    i += layer * tl.num_programs(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < row_bytes
     row = buffer_ptr + i * (2 * (row_bytes + scale_bytes))

@@ -43,8 +43,8 @@ def maxima(logits_ptr, out_ptr, vocab, num_chunks, BLOCK: tl.constexpr):
 
 @triton.jit
 def noisy(
-    logits_ptr, top_ptr, divisor_ptr, floor_ptr, key_ptr, greedy_ptr, kept_ptr, score_ptr, token_ptr,
-    vocab, num_chunks, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, top_ptr, divisor_ptr, floor_ptr, key_ptr, greedy_ptr, kept_ptr, ids_ptr, score_ptr, token_ptr,
+    vocab, num_chunks, KEPT: tl.constexpr, IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # The best of each chunk of each row, and its score: the scaled logit plus noise, if it is not ruled out.
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -55,6 +55,8 @@ def noisy(
     allowed = inside & (value > float("-inf")) & (value >= tl.load(floor_ptr + row))
     if KEPT:
         allowed = allowed & (tl.load(kept_ptr + row * vocab + token, mask=inside, other=0) != 0)
+    if IDS:  # ascending: the first of equals is the lowest
+        token = tl.load(ids_ptr + token, mask=inside, other=0).to(tl.int32)
     score = value + tl.where(tl.load(greedy_ptr + row) != 0, 0.0, _gumbel(tl.load(key_ptr + row), token))
     score = tl.where(allowed, score, float("-inf"))
     best = tl.max(score, axis=0)

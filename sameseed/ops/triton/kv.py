@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -76,15 +77,21 @@ def rotating(q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, tabl
 
 
 def moving(layer: KVLayer, src: Tensor, dst: Tensor) -> list[Launch]:
-    """The two launches of move_kv: all rows into a buffer, then out of it. Of any format: rows are bytes."""
+    """The two launches of move_kv: all rows into a buffer, then out of it. Of any format: rows are bytes.
+
+    `layer` may be several, as the first axis of its tensors.
+    """
 
     def as_bytes(x: Tensor) -> Tensor:
         return x.view(-1).view(torch.uint8)
 
-    slots = layer.k.shape[0] * layer.k.shape[1]
-    row_bytes = as_bytes(layer.k).numel() // slots
-    scale_bytes = 0 if layer.k_scale is None else 4 * layer.k.shape[2]
-    buffer = torch.empty(src.shape[0], 2 * (row_bytes + scale_bytes), dtype=torch.uint8, device=layer.k.device)
+    *stack, blocks, block_size, heads, _ = layer.k.shape
+    num_layers, slots = math.prod(stack), blocks * block_size
+    row_bytes = as_bytes(layer.k).numel() // (num_layers * slots)
+    scale_bytes = 0 if layer.k_scale is None else 4 * heads
+    buffer = torch.empty(
+        num_layers * src.shape[0], 2 * (row_bytes + scale_bytes), dtype=torch.uint8, device=layer.k.device
+    )
     scales = [as_bytes(x if y is None else y) for x, y in ((layer.k, layer.k_scale), (layer.v, layer.v_scale))]
     shared = {
         "k_ptr": as_bytes(layer.k),
@@ -94,11 +101,12 @@ def moving(layer: KVLayer, src: Tensor, dst: Tensor) -> list[Launch]:
         "buffer_ptr": buffer,
         "row_bytes": row_bytes,
         "scale_bytes": scale_bytes,
+        "num_slots": slots,
     }
-    blocks = {"BLOCK": _CHUNK, "SCALE_BLOCK": triton.next_power_of_2(max(scale_bytes, 1)), "SCALED": scale_bytes > 0}
-    grid = (src.shape[0], -(-row_bytes // _CHUNK))
+    constants = {"BLOCK": _CHUNK, "SCALE_BLOCK": triton.next_power_of_2(max(scale_bytes, 1)), "SCALED": scale_bytes > 0}
+    grid = (src.shape[0], -(-row_bytes // _CHUNK), num_layers)
     return [
-        Launch(copy_rows, grid, {**shared, "index_ptr": index}, {**blocks, "OUT": out}, warps=2)
+        Launch(copy_rows, grid, {**shared, "index_ptr": index}, {**constants, "OUT": out}, warps=2)
         for index, out in ((src, True), (dst, False))
     ]
 
@@ -120,6 +128,17 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
             launch.run()
 
     guarded("move_kv", kernel, lambda: reference.move_kv(layer, src, dst))
+
+
+def move_stacked(layers: KVLayer, src: Tensor, dst: Tensor) -> bool:
+    """move_kv in all layers at once, the first axis of these tensors; False where the kernel does not compile."""
+
+    def kernel() -> bool:
+        for launch in moving(layers, src, dst):
+            launch.run()
+        return True
+
+    return guarded("move_kv", kernel, lambda: False)
 
 
 def rope_store(

@@ -88,9 +88,9 @@ def test_catching_up_in_passes_of_bounded_size(pair: Pair, monkeypatch: Any, pre
     runner = drafter_of(engine).runner
     forward, sizes = runner.forward, []
 
-    def counted(seqs: Any, draft: Draft, num_pending: Any, captured: bool = True) -> Any:
+    def counted(seqs: Any, draft: Draft, num_pending: Any, *more: Any, **named: Any) -> Any:
         sizes.append((sum(num_pending), len(seqs)))
-        return forward(seqs, draft, num_pending, captured)
+        return forward(seqs, draft, num_pending, *more, **named)
 
     monkeypatch.setattr(runner, "forward", counted)
     assert texts(run(engine, PROMPTS, ASKED)) == plain
@@ -114,9 +114,9 @@ def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
     longest: list[int] = []
     forward = runner.forward
 
-    def watched(seqs: Any, draft: Draft, num_pending: Any, captured: bool = True) -> Any:
+    def watched(seqs: Any, draft: Draft, num_pending: Any, *more: Any, **named: Any) -> Any:
         longest.extend(len(s) for s in seqs)
-        return forward(seqs, draft, num_pending, captured)
+        return forward(seqs, draft, num_pending, *more, **named)
 
     runner.forward = watched  # type: ignore[method-assign]
     done = run(engine, prompts, ASKED)

@@ -86,7 +86,7 @@ def test_guesses_are_the_models_own_behind_masks(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("function", "old", "new"),
     [
-        (ParallelDrafter.propose, "table[row : row + counts[b]]", "table[row:].take(range(-1, counts[b] - 1), 0)"),
+        (ParallelDrafter.propose, "table[row:end]", "table[row:].take(range(-1, counts[b] - 1), 0)"),
         (
             ParallelDrafter._logits,
             "[self.mask] * (n - 1)",
@@ -129,9 +129,9 @@ def test_a_draft_of_any_length_is_one_pass(pair: Pair, monkeypatch: pytest.Monke
     runner, rows = drafter_of(engine).runner, []
     forward = runner.forward
 
-    def counted(seqs: Any, draft: Draft, num_pending: Any, captured: bool = True) -> Any:
+    def counted(seqs: Any, draft: Draft, num_pending: Any, *more: Any, **named: Any) -> Any:
         rows.append((sum(num_pending), len(draft.tokens)))
-        return forward(seqs, draft, num_pending, captured)
+        return forward(seqs, draft, num_pending, *more, **named)
 
     monkeypatch.setattr(runner, "forward", counted)
     seqs = [Sequence(i, p, GREEDY, 0) for i, p in enumerate(PROMPTS)]

@@ -231,8 +231,8 @@ def test_logits_that_are_no_numbers_end_with_an_error(
     engine = oracle_engine(pair, answer, k=4)
     forward, calls = engine.runner.forward, []
 
-    def poisoned(seqs: Any, draft: Draft, num_pending: Any, captured: bool = True) -> Any:
-        out = forward(seqs, draft, num_pending, captured)
+    def poisoned(seqs: Any, draft: Draft, num_pending: Any, *more: Any, **named: Any) -> Any:
+        out = forward(seqs, draft, num_pending, *more, **named)
         calls.append(1)
         if len(calls) == 3:
             logits = out.logits.clone()

@@ -106,7 +106,7 @@ def test_a_failed_pass_ends_those_in_it(pair: Pair, monkeypatch: pytest.MonkeyPa
         engine.add(Request(name, OTHER, ASKED, 3))
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner.model, "forward", None)
+        patch.setattr(engine.runner.model, "run", None)
         with pytest.raises(TypeError):
             engine.step()
     ended = engine.fail_step()

@@ -179,13 +179,8 @@ def asked(seed: int) -> tuple[list[list[int]], SamplingParams]:
 
 # Functions that make the host wait for a device, of all that is above the ops: docs/guides/gpu.md counts them.
 WAITS = {
-    "batch.int_tensors",
-    "batch.build_batch",
-    "batch.pack",
-    "spec.verify.verify",
-    "drafters._chains._next",
-    "models.runner.commit",
-    "drafters.eagle._grow",
+    "devices.put",
+    "spec.verify.on_host",
     "drafters._eagle_guesses.rows",
 }
 

@@ -57,7 +57,7 @@ def test_replay_gives_the_bits_of_direct_calls(model, format):
     for seed in range(12 if format == "fp32" else 4):
         captures = ((), (0,), (0, 1))[seed % 3]
         batch = make_batch(seed, model.config.vocab_size, num_seqs=1 + seed % 4, most_pending=20)
-        wanted, wanted_hidden = model._forward(model.ops, batch, direct, captures)
+        wanted, wanted_hidden, _ = model._forward(model.ops, batch, direct, captures)
         got, hidden = model.forward(batch, replayed, captures)
         assert got.equal(wanted)
         assert (hidden is None) == (wanted_hidden is None)
@@ -75,7 +75,7 @@ def test_a_pass_without_logits_leaves_the_next_one_whole(model):
     chunk = build_batch([Rows([1, 2, 3], 0, [], [], list(range(16)), False)], BLOCK)
     last = build_batch([Rows([4, 5], 3, [6], [-1], list(range(16)), True)], BLOCK)
     for batch in (last, chunk, last, chunk, chunk, last):
-        wanted, _ = model._forward(model.ops, batch, direct, ())
+        wanted, *_ = model._forward(model.ops, batch, direct, ())
         got, _ = model.forward(batch, replayed, ())
         assert got.shape == wanted.shape and got.equal(wanted)
     assert build_batch([Rows([1], 0, [], [], [0], False)], BLOCK).logit_rows.numel() == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fixtures_ops import Part, empty_layer, make_pass, randn
 
+from sameseed.batch import Draw, Draws
 from sameseed.spec import sampling as spec
 
 pytestmark = [
@@ -87,7 +88,7 @@ def test_sampling_compiles(capability):
     sampling = module("sampling")
 
     logits = randn(2, 3000)
-    draws = sampling.Draws.of([(spec.noise_key(1, i), 0.8, -9.0, False, 0, 0.9) for i in range(2)], "cpu")
+    draws = Draws.of([Draw(spec.noise_key(1, i), 0.8, -9.0, False, 0, 0.9) for i in range(2)])
     found, _, _ = sampling.launches(logits, draws)
     row, order = logits[0].double(), torch.arange(3000)
     found.append(sampling.marking(row, order, row.sum(), torch.zeros(3000, dtype=torch.uint8)))

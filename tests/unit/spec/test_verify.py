@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures_device import pretended_device
 from torch import Tensor
 
 from sameseed.request import SamplingParams, Sequence, SpecMetrics
 from sameseed.spec.draft import Draft
-from sameseed.spec.verify import Verified, verify
+from sameseed.spec.sampling import FAILED, drawable, drawer, noise_key
+from sameseed.spec.verify import Verified, on_host, verify
 
 V = 10
 
@@ -134,3 +136,32 @@ def test_counters() -> None:
     assert metrics == SpecMetrics(6, 4, 14, 9, [3, 2, 2, 1, 1], 3)
     assert SpecMetrics().acceptance_rate is None
     assert SpecMetrics().mean_acceptance_length is None
+
+
+def test_choices_that_are_made_need_no_logits() -> None:
+    """Those of a backend are taken for requests that are drawable; of the others alone logits come to the CPU."""
+    draft = Draft.chains([[4, 5], [6, 7]])
+    seqs = [Sequence(0, [1], SamplingParams(), 0), Sequence(1, [1], SamplingParams(logprobs=0), 0)]
+    rows = after(1, 1, 1, 6, 7, 3)
+    with pretended_device() as name:
+        there = rows.to(name)
+        result = verify(draft, there, seqs, [True, True], (), [4, 5, 2, 0, 0, 0])
+        assert result.tokens == [[4, 5, 2], [6, 7, 3]] and result.nodes == [[0, 1], [0, 1]]
+        assert on_host(there, draft, [True, True], [True, False])[3:].tolist() == rows[3:].tolist()
+        assert on_host(there, draft, [True, True], [True, True]).shape == (6, 0)
+        failed = verify(draft, there, seqs[:1], [True], (), [4, FAILED, 2])
+        assert failed.tokens == [[4]] and failed.failed == [True] and not seqs[0].ruled_out
+
+
+def test_the_request_alone_decides_who_chooses() -> None:
+    for more in ({}, {"temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"stop_token_ids": (3,)}):
+        assert drawable(Sequence(0, [1], SamplingParams(**more), 0))
+    for more in (
+        {"logprobs": 0}, {"min_tokens": 1}, {"presence_penalty": 0.1}, {"repetition_penalty": 1.1},
+        {"frequency_penalty": 0.1}, {"logit_bias": {1: 1.0}}, {"banned_token_ids": (1,)}, {"allowed_token_ids": (1,)},
+    ):  # fmt: skip
+        seq = Sequence(0, [1, 2], SamplingParams(**more), 0)
+        assert not drawable(seq) and drawer(seq, 0) is None
+    assert not drawable(Sequence(0, [1], SamplingParams(), 0, script=(1, 2)))
+    seq = Sequence(0, [1, 2], SamplingParams(temperature=0.5, min_p=0.1), 9)
+    assert drawer(seq, 3) == (noise_key(9, 5), 0.5, math.log(0.1), False, 0, 1.0)

@@ -208,8 +208,8 @@ def test_passes_run_as_verification_does(monkeypatch: pytest.MonkeyPatch) -> Non
     assert subject is not None
     forward, seen = subject.runner.forward, list[tuple[int, ...]]()
 
-    def watch(seqs: Any, draft: Any, num_pending: Any, captured: bool = True) -> Any:
-        out = forward(seqs, draft, num_pending, captured)
+    def watch(seqs: Any, draft: Any, num_pending: Any, *more: Any, **named: Any) -> Any:
+        out = forward(seqs, draft, num_pending, *more, **named)
         seen.append((len(seqs), seqs[0].num_cached, num_pending[0], len(draft.nodes(0)[0]), len(out.logits)))
         return out
 

@@ -1,0 +1,98 @@
+"""A graph without a GPU: it records the launches and operations of a pass, and replays them on the same tensors.
+
+Between replays nothing is kept: what a pass makes without a value (`torch.empty`) is NaN, or a number that is wrong.
+Whatever asks for a number of a tensor while it records is refused, as a GPU refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from sameseed.ops.triton import graphs, guard
+
+READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select"}
+WRONG = 77
+
+
+class FakeGraph(TorchDispatchMode):
+    """Records within `with`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Callable[[], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        if name in READS:
+            raise RuntimeError(f"{name} while a graph is recorded")
+        out = func(*args, **kwargs)
+        if name.startswith(("aten::empty", "aten::new_empty")):
+            self.steps.append(lambda: spoil(out))
+        elif func._schema.is_mutable:
+            self.steps.append(lambda: func(*args, **kwargs))
+        else:
+            self.steps.append(lambda: again(out, func(*args, **kwargs)))
+        return out
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for step in self.steps:
+                step()
+
+
+def spoil(x: torch.Tensor) -> None:
+    x.fill_(torch.nan if x.is_floating_point() else WRONG)
+
+
+def again(out: Any, new: Any) -> None:
+    """What an operation made, made anew; a view stays what it is."""
+    for a, b in zip(out, new, strict=True) if isinstance(out, tuple | list) else [(out, new)]:
+        if a.data_ptr() != b.data_ptr():
+            a.copy_(b)
+
+
+def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
+    """Let passes on the CPU be recorded and replayed; all graphs that are."""
+    made: list[FakeGraph] = []
+    run = guard.Launch.run
+
+    def launch(self: Any) -> None:
+        with _disable_current_modes():
+            run(self)
+        if recording:
+            recording[-1].steps.append(lambda: run(self))
+
+    recording: list[FakeGraph] = []
+
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("a tensor's numbers are read while a graph is recorded")
+
+    def capture(job: Any) -> Any:
+        graph = FakeGraph()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", refuse)
+            patch.setattr(torch.Tensor, "item", refuse)
+            recording.append(graph)
+            try:
+                with graph:
+                    results = job()
+            finally:
+                recording.pop()
+        made.append(graph)
+
+        def replay() -> None:
+            for x in results:
+                if x is not None and x.numel():
+                    spoil(x)
+            graph.replay()
+
+        return replay, results
+
+    monkeypatch.setattr(guard.Launch, "run", launch)
+    monkeypatch.setattr(graphs, "capture_for", lambda device: capture)
+    return made

@@ -1,0 +1,108 @@
+"""Passes by graphs (a fake that records and replays): bits across a bucket's passes, law 1 with chains and trees."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from fixtures_eagle import fit_head
+from fixtures_graph import fake_graphs
+from fixtures_models import tiny_model
+from lawkit import load_pair, make_engine, random_prompts, run, texts, write_model
+
+from sameseed import SamplingParams, ops
+from sameseed.batch import Rows, build_batch
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.loader import load_model
+from sameseed.ops.triton import graphs, guard
+
+pytestmark = pytest.mark.skipif(
+    not guard.interpreted() or os.environ.get("SAMESEED_TEST_GPU") == "pretended", reason="its models are on the CPU"
+)
+
+
+def make_cache(model, kv="fp32"):
+    c = model.config
+    return KVCache(c.num_layers, 4, 16, c.num_kv_heads, c.head_dim, kv)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    torch.set_default_device(None)
+    monkeypatch.setattr(graphs, "NARROWEST", 64)  # programs of empty spans take the interpreter's time
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8"])
+def test_a_bucket_serves_all_its_passes(kv, monkeypatch):
+    """Logits, hidden states and the cache of passes with fewer rows, other sequences, a tree, are those op by op."""
+    model = tiny_model.__wrapped__("triton", "llama3.2", "w4a16")
+    passes = [
+        [Rows([5, 6, 7], 0, [], [], [3], True), Rows([9], 0, [], [], [1], True)],
+        [Rows([8], 3, [2, 4, 6], [-1, 0, -1], [3], True)],
+        [Rows([1], 1, [], [], [1], True), Rows([3, 2], 0, [], [], [0], False), Rows([4], 0, [], [], [2], True)],
+    ]
+    batches = [build_batch(rows, 16) for rows in passes]
+    wanted, cache = [], make_cache(model, kv)
+    for batch in batches:
+        wanted.append(model._forward(model.ops, batch, cache, (0,)))
+    made, ours = fake_graphs(monkeypatch), make_cache(model, kv)
+    for batch, (logits, hidden, _) in zip(batches, wanted, strict=True):
+        for _ in range(2):  # rows may be stored twice
+            got, kept = model.forward(batch, ours, (0,))
+            assert got.equal(logits) and kept.equal(hidden)
+    assert len(made) == 1  # 4 rows each
+    for a, b in zip(cache.layers, ours.layers, strict=True):
+        assert a.k.equal(b.k) and a.v.equal(b.v)
+
+
+@pytest.mark.parametrize(("method", "temperature"), [("ngram", 0.8), ("draft_model", 0.8), ("eagle", 0.0)])
+def test_drafts_and_graphs_change_nothing(method, temperature, tmp_path, monkeypatch):
+    """Chains, trees and several buckets, sequences together and alone."""
+    for folder, noise in (("target", 0.0), ("draft", 0.1)):
+        write_model(tmp_path / folder, noise=noise, num_hidden_layers=1)
+    if method == "eagle":
+        fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
+    pair = load_pair(tmp_path / "target", tmp_path / "draft", "triton", "w4a16")
+    prompts = random_prompts(3, longest=6)
+    params = SamplingParams(max_tokens=6, temperature=temperature, seed=1, ignore_eos=True)
+    plain = texts(run(make_engine(pair), prompts, params, alone=True))
+    made = fake_graphs(monkeypatch)
+    assert texts(run(make_engine(pair, method, 3), prompts, params)) == plain
+    assert made
+
+
+def test_a_preempted_sequence_goes_on_by_graphs(tmp_path, monkeypatch):
+    write_model(tmp_path, num_hidden_layers=1)
+    pair = load_pair(tmp_path, tmp_path, "triton", "w4a16")
+    prompts = random_prompts(3, longest=6)
+    params = SamplingParams(max_tokens=8, temperature=0.8, seed=1, ignore_eos=True)
+    plain = texts(run(make_engine(pair), prompts, params, alone=True))
+    made = fake_graphs(monkeypatch)
+    done = run(make_engine(pair, "ngram", 3, block=4, tokens=24, max_len=16), prompts, params)
+    assert texts(done) == plain and made
+    assert any(c.metrics.num_preemptions for c in done)
+
+
+def test_what_cannot_be_recorded_runs_op_by_op(monkeypatch, caplog):
+    model = tiny_model.__wrapped__("triton", "llama3.2", "w4a16")
+    batch, calls = build_batch([Rows([5, 6], 0, [], [], [3], True)], 16), []
+    wanted = model.forward(batch, make_cache(model))[0]
+
+    def refuses(job):
+        calls.append(job)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "capture_for", lambda device: refuses)
+    cache = make_cache(model)
+    for _ in range(4):
+        assert model.forward(batch, cache)[0].equal(wanted)
+    assert len(calls) == 1 and "not permitted" in caplog.text
+
+
+def test_a_graph_that_reads_a_number_is_refused(monkeypatch):
+    fake_graphs(monkeypatch)
+    x = torch.ones(3)
+    for read in (lambda: x.tolist(), lambda: bool(x.sum() > 1), lambda: x.nonzero(), lambda: x.sum().item()):
+        with pytest.raises(RuntimeError, match="record"):
+            graphs.capture_for(torch.device("cpu"))(lambda read=read: (torch.tensor(read()), None, None))
