@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sameseed.laws.check import Check
+    from sameseed.laws.mutant import Mutant
     from sameseed.study.certificate import Asked, Certificate
     from sameseed.study.certificate_every import Outcome
 
 LEFT_OUT = ("n", "logprobs")
+NO_SERVER = "how the server reads the fields of a request (its packages are not installed)"
 EXIT = {"failed": 1, "not shown": 3}  # of a verdict, if not 0
 GREEN, RED, YELLOW = "green", "bold red", "yellow"
 COLOURS = {  # of a check, or of a whole certificate
@@ -70,7 +72,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
     if args.every and (args.only or args.mutants):
         raise ConfigError("--every chooses its checks itself; leave --only and --mutants out, or run them without it")
-    checks = chosen(args.only)
+    checks = chosen(args.only, known_checks())
     for path, flag in ((args.out, "--out"), (args.html, "--html")):
         if path is not None:
             record.prepare(path, flag)
@@ -82,10 +84,31 @@ def run(argv: Seq[str], prog: str) -> int:
     return _one(asked, config, parsed.params, args, checks)
 
 
+def known_checks() -> tuple[Check, ...]:
+    """The laws' checks, and the server's before those that judge what the others left, where it is installed."""
+    from sameseed.laws.checks import CHECKS
+
+    try:
+        from sameseed.server.proof import requests
+    except ImportError:  # the packages of `pip install '.[server]'`
+        return CHECKS
+    return (*CHECKS[:-3], requests, *CHECKS[-3:])
+
+
+def server_mistakes() -> tuple[Mutant, ...]:
+    """Wrong versions of the server's code, where it is installed."""
+    try:
+        from sameseed.server.mistakes import SERVER_MISTAKES
+    except ImportError:
+        return ()
+    return SERVER_MISTAKES
+
+
 def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs, checks: Seq[Check]) -> int:
     """One certificate: made, written, shown."""
     from sameseed.cli.console import stages, stderr_console
     from sameseed.laws import mutants
+    from sameseed.laws.checks import CHECKS, UNSEEN
     from sameseed.study import certificate as suite, record
 
     with stages(f"loading {asked.model}", args.json) as tick:
@@ -93,9 +116,17 @@ def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: Verif
             asked, config, params, lambda done, total: tick("million weights", done // 10**6, total // 10**6)
         )
         certificate = suite.certify(subject, asked, checks, tick)
+        certificate.known = known_checks()
+        if certificate.known == CHECKS:
+            certificate.unseen = (*UNSEEN, NO_SERVER)
         if args.mutants:
             certificate.mutants = mutants.try_all(
-                subject.loaded.tokenizer, tick=tick, backend=config.backend, device=config.device
+                subject.loaded.tokenizer,
+                (*mutants.MUTANTS, *server_mistakes()),
+                tick,
+                certificate.known,
+                backend=config.backend,
+                device=config.device,
             )
     found = certificate.as_dict()
     if args.out is not None:

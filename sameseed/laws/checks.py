@@ -36,17 +36,17 @@ CHECKS: tuple[Check, ...] = (
 # What no check looks at, whatever its size.
 UNSEEN = (
     "grammars other than choices of texts; what a draft remembers of other requests, beyond its effect on texts",
-    "the server: its parameters, streams over the network, time-outs, restarts",
+    "the server's network, time-outs and restarts",
     "other models, number formats, machines, numbers of threads and versions than those named here",
     "whether the weights, the tokenizer and the chat template are the right ones",
     "texts longer than the longest here, and prompts of other kinds",
 )
 
 
-def chosen(ids: Seq[str]) -> tuple[Check, ...]:
-    """The checks of these ids, or all; in the order in which they run. Raises ConfigError for an unknown one."""
-    known = [c.id for c in CHECKS]
+def chosen(ids: Seq[str], checks: Seq[Check] = CHECKS) -> tuple[Check, ...]:
+    """Of `checks` those of these ids, or all; in the order in which they run. Raises ConfigError for an unknown one."""
+    known = [c.id for c in checks]
     for name in ids:
         if name not in known:
             raise ConfigError(f"--only: no check {name!r} (there are: {', '.join(known)})")
-    return tuple(c for c in CHECKS if not ids or c.id in ids)
+    return tuple(c for c in checks if not ids or c.id in ids)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.laws.check import FAILED, PASSED, Effort, Result, run_check
+from sameseed.laws.check import FAILED, PASSED, Check, Effort, Result, run_check
 from sameseed.laws.checks import CHECKS
 from sameseed.laws.mistakes import MISTAKES
 from sameseed.laws.mistakes_engine import ENGINE_MISTAKES
@@ -59,12 +59,13 @@ def toy_subject(
 class Baseline:
     """Which checks pass on the code as it is: only these say anything of a mutant. Each is tried once.
 
-    `base`: settings of all toys (backend, device), where a mutant's own do not say otherwise.
+    `base`: settings of all toys (backend, device), where a mutant's own do not say otherwise; `checks`: all there are.
     """
 
     tokenizer: Tokenizer
     base: dict[str, Any] = field(default_factory=dict)
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
+    checks: Seq[Check] = CHECKS
 
     def result(self, name: str, settings: dict[str, Any], native: bool = False) -> Result:
         """What the check says of the toy with these settings, under the sampler that mutants run."""
@@ -77,7 +78,7 @@ class Baseline:
     def look(self, name: str, settings: dict[str, Any]) -> Result:
         """One check of a fresh toy with these settings, as the code is now."""
         subject = toy_subject(self.tokenizer, **self.base | settings)
-        checks = {c.id: c for c in CHECKS}
+        checks = {c.id: c for c in self.checks}
         if name in ("A1", "C2"):  # these judge what other checks left behind; A1 wants guesses enough
             more = 10 if name == "A1" else 1
             run_check(checks["L3"], subject, replace(EFFORT, least=EFFORT.least * more))
@@ -110,10 +111,11 @@ def try_all(
     tokenizer: Tokenizer,
     mutants: Seq[Mutant] = MUTANTS,
     tick: Callable[[str, int, int], None] = lambda name, done, total: None,
+    checks: Seq[Check] = CHECKS,
     **base: Any,
 ) -> dict[str, Any]:
     """The mutation score, as plain data: how many were caught, and by which check; `base`: see Baseline."""
-    trials, baseline = [], Baseline(tokenizer, base=base)
+    trials, baseline = [], Baseline(tokenizer, base=base, checks=checks)
     for i, mutant in enumerate(mutants):
         tick(f"mutant: {mutant.name}", i, len(mutants))
         trials.append(try_mutant(mutant, baseline))

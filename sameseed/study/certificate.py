@@ -40,7 +40,10 @@ class Asked:
 
 @dataclass
 class Certificate:
-    """The results of all checks of one configuration; `mutants` are those of the mutation test, if it ran."""
+    """The results of all checks of one configuration; `mutants` are those of the mutation test, if it ran.
+
+    `known`: the checks that there are here; `unseen`: what none of them looks at.
+    """
 
     results: list[Result]
     config: dict[str, object]
@@ -48,12 +51,14 @@ class Certificate:
     acceptance: dict[str, int]
     seconds: float
     mutants: dict[str, Any] | None = None
+    known: Seq[Check] = CHECKS
+    unseen: Seq[str] = UNSEEN
 
     @property
     def left_out(self) -> list[str]:
         """Checks that were not run."""
         done = {r.check.id for r in self.results}
-        return [c.id for c in CHECKS if c.id not in done]
+        return [c.id for c in self.known if c.id not in done]
 
     @property
     def passed(self) -> bool:
@@ -87,7 +92,7 @@ class Certificate:
                 {**r.as_dict(), "device": "cpu" if r.check.on_host else self.config["device"]} for r in self.results
             ],
             "left_out": self.left_out,
-            "unseen": list(UNSEEN),
+            "unseen": list(self.unseen),
             "mutants": self.mutants,
         }
 

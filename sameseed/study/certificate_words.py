@@ -49,6 +49,13 @@ def _looked_at(checks: Mapping[str, Mapping[str, float]]) -> list[str]:
             f"{oracle['exact']:,.0f} are its choice, {oracle['near_ties']:,.0f} too near to call, "
             f"{oracle['differing_tokens']:,.0f} wrong."
         )
+    served = checks.get("V1", {})
+    if "misread" in served:
+        wrong = served["misread"] + served["differing_answers"] + served["taken_though_bad"]
+        lines.append(
+            f"{served['requests']:,.0f} requests went through the server's code, field by field and several together: "
+            f"{wrong:,.0f} were read or answered wrongly."
+        )
     if "sequences" in checks.get("L5", {}):
         lines.append(f"{checks['L5']['sequences']:,.0f} short texts were counted against their exact probabilities.")
     return lines

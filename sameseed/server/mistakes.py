@@ -1,0 +1,71 @@
+"""Mistakes of how the server reads the fields of a request and answers, as mutants of the shipped source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sameseed.laws.mutant import Mutant
+from sameseed.server import frames, parameters, protocol
+from sameseed.server.completions import CompletionReply
+from sameseed.server.replies import Reply
+from sameseed.server.service import Service
+from sameseed.server.stream import Stream
+from sameseed.server.text import TextCodec
+from sameseed.server.worker import Worker
+
+_TEMPERATURE = "1.0 if fields.temperature is None else fields.temperature"
+_ALLOWED = "None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)"
+_STOPPED = '"stop" if piece.completion["finish_reason"] == "stop" else "length"'
+
+
+def _server(name: str, function: Any, old: str, new: str) -> Mutant:
+    return Mutant(f"server: {name}", function, old, new, ("V1",))
+
+
+def _sampling(name: str, old: str, new: str) -> Mutant:
+    return _server(name, parameters.sampling, old, new)
+
+
+SERVER_MISTAKES: tuple[Mutant, ...] = (
+    _sampling("greedy unless a temperature is given", _TEMPERATURE, _TEMPERATURE.replace("1.0", "0.0")),
+    _sampling("temperature 0 is none", _TEMPERATURE, "fields.temperature or 1.0"),
+    _sampling("the first stop string alone", "tuple(fields.stop or ())", "tuple(fields.stop or ())[:1]"),
+    _sampling("each letter of a stop string", "(fields.stop,) if", "tuple(fields.stop) if"),
+    _sampling("stop tokens are forgotten", "tuple(fields.stop_token_ids or ())", "()"),
+    _sampling("banned tokens are forgotten", "tuple(fields.banned_token_ids or ())", "()"),
+    _sampling("allowed tokens are forgotten", _ALLOWED, "None"),
+    _sampling("end tokens always end", "bool(fields.ignore_eos) and not bound", "False"),
+    _sampling("no least length", "min(fields.min_tokens or 0, max_tokens)", "0"),
+    _sampling("a least length above the length", "min(fields.min_tokens or 0, max_tokens)", "fields.min_tokens or 0"),
+    _sampling(
+        "special tokens are spelt", "fields.skip_special_tokens is not False", "bool(fields.skip_special_tokens)"
+    ),
+    _sampling("a seed's sign is lost", "fields.seed % 2**63", "abs(fields.seed) % 2**63"),
+    _sampling("seeds of 32 bits", "fields.seed % 2**63", "fields.seed % 2**32"),
+    _sampling("seed 0 for all", "None if fields.seed is None else fields.seed % 2**63", "0"),
+    _sampling("min-p is not read", '"min_p", ', ""),
+    _sampling("top-k is not read", '"top_k", ', ""),
+    _sampling("penalties are not read", "*penalties, ", ""),
+    _sampling("n is not read", ', "n"):', ",):"),
+    _sampling("a bias the other way", "int(key): value", "int(key): -value"),
+    _sampling("more than the context holds", "min(max_tokens, room)", "max_tokens"),
+    _sampling("a token beyond the vocabulary", "t >= text.vocab_size", "t > text.vocab_size"),
+    _sampling("a bias beyond the vocabulary", "int(k) < text.vocab_size", "int(k) <= text.vocab_size"),
+    _server("any length", parameters.check_length, "max_tokens > text.max_model_len", "False"),
+    _server("drafts are the operator's", parameters.speculation, "if asked is None:", "if True:"),
+    _server("more draft tokens than asked for", parameters.speculation, "asked.num_draft_tokens)", "64)"),
+    _server("a salt is not heeded", parameters.tenant, "salt is None", "True"),
+    _server("the first tokens of a prompt that is cut", TextCodec._checked, "token_ids[-keep:]", "token_ids[:keep]"),
+    _server("a prompt is not cut", protocol.Common.keep, "else self.truncate_prompt_tokens", "else None"),
+    _server("16 tokens whatever is asked for", Service.completions, "max(1, fields.max_tokens)", "COMPLETION_TOKENS"),
+    _server("no priority", Service._answer, "fields.priority or 0", "0"),
+    _server("prompts are not scored", Service._answer, "score_prompt=made.score", "score_prompt=False"),
+    _server("requests without their settings", Worker._add, "names = (", "names = ()[:0] and ("),
+    _server("tenants share an engine's rows", Worker._add, '"tenant", ', ""),
+    _server("ends are told the other way", Reply.take, _STOPPED, _STOPPED.replace('"length"', '"stop"')),
+    _server("pieces of a text are lost", Reply.take, "choice.text.append(piece.text)", "choice.text[:] = [piece.text]"),
+    _server("log-probabilities are sent twice", CompletionReply._logprobs, "choice.num_sent :]", "0:]"),
+    _server("prompts count once more", Reply.usage, "self.num_prompt_tokens, self", "self.num_prompt_tokens + 1, self"),
+    _server("the end of one is the end of all", Stream.pieces, "self._num_unread -= 1", "self._num_unread = 0"),
+    _server("log-probabilities are rounded", frames._number, "max(value, LEAST_LOGPROB) if", "round(value, 3) if"),
+)

@@ -1,0 +1,29 @@
+"""V1: the server's code passes, every known-wrong version of it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sameseed.cli.verify_lossless import known_checks
+from sameseed.laws import mutants
+from sameseed.laws.check import PASSED
+from sameseed.server.mistakes import SERVER_MISTAKES
+from sameseed.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def baseline(pair_folders: tuple[Path, Path]) -> mutants.Baseline:
+    return mutants.Baseline(Tokenizer.from_folder(pair_folders[0]), checks=known_checks())
+
+
+def test_the_right_server_passes(baseline: mutants.Baseline) -> None:
+    result = baseline.result("V1", {})
+    assert result.status == PASSED, (result.found.findings, result.found.lacking)
+
+
+@pytest.mark.parametrize("mutant", SERVER_MISTAKES, ids=lambda m: m.name)
+def test_every_mutant_is_rejected(baseline: mutants.Baseline, mutant: mutants.Mutant) -> None:
+    trial = mutants.try_mutant(mutant, baseline)
+    assert trial.caught_by == "V1", trial.said
