@@ -27,6 +27,18 @@ _HOMES = {
     "QuantScheme": "sameseed.scheme",
 }
 
+_ELSEWHERE = {  # names of other libraries: what is here
+    **dict.fromkeys(("Llama", "LLMEngine", "AutoModelForCausalLM", "pipeline"), "LLM"),
+    "AsyncLLMEngine": "AsyncLLM",
+    "EngineArgs": "AsyncEngineArgs",
+    "AutoTokenizer": "LLM(...).tokenizer",
+    "GenerationConfig": "SamplingParams",
+    "RequestOutput": "Completion",
+    "TokensPrompt": '{"prompt_token_ids": [...]}',
+    "TextPrompt": '{"prompt": "..."}',
+    **dict.fromkeys(("StructuredOutputsParams", "GuidedDecodingParams"), "the server's response_format"),
+}
+
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
@@ -45,6 +57,8 @@ def __getattr__(name: str) -> object:
     # Public names load on first use, so that `sameseed --help` does not wait for torch.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _ELSEWHERE:  # an AttributeError would lose its text where the name is imported
+        raise ImportError(f"sameseed has no {name!r}; here it is {_ELSEWHERE[name]}")
     raise AttributeError(f"module 'sameseed' has no attribute {name!r}")
 
 

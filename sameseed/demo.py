@@ -171,7 +171,7 @@ def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
         )
         table.add_row(how, f"{plain.tokens_per_s:.1f}", "", "", "" if repeated is None else f"{repeated:.0%}")
         accepted = "none asked" if rate is None else f"{rate:.0%}"
-        table.add_row("  guessing", f"{guessed.tokens_per_s:.1f}", f"{gain:.2f}x", accepted)
+        table.add_row("guessing", f"{guessed.tokens_per_s:.1f}", f"{gain:.2f}x", accepted)
         gains.append(f"{how} {gain:.2f} times as fast")
     console.print()
     show_table(table)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sameseed import fields, registry
-from sameseed.errors import ConfigError, NoSuchNameError, SameseedError
+from sameseed.errors import ConfigError, NoSuchNameError, RequestError, SameseedError
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ _NO_DROPS = "weights and cache stay on the device; lower num_blocks, or take a f
 _ON_DEVICE = "device='cuda' or 'cpu' says where the whole model runs"
 
 SETTINGS: Mapping[str, Word] = {
-    **dict.fromkeys(("model_path", "pretrained_model_name_or_path"), Word("model")),
+    **dict.fromkeys(("model_path", "pretrained_model_name_or_path", "repo_id"), Word("model")),
     **dict.fromkeys(("dtype", "torch_dtype"), Word("format", DTYPES)),
-    **dict.fromkeys(("speculative_model", "assistant_model"), Word("draft")),
+    **dict.fromkeys(("speculative_model", "assistant_model", "draft_model"), Word("draft")),
     **dict.fromkeys(("max_num_batched_tokens", "n_batch"), Word("max_num_rows")),
     "num_speculative_tokens": Word("num_draft_tokens"),
     "kv_cache_dtype": Word("kv_format", {**DTYPES, "fp8": "fp8_e4m3"}),
@@ -47,7 +47,8 @@ SETTINGS: Mapping[str, Word] = {
     **dict.fromkeys(
         ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), Word(same=(1,), why=_ONE_DEVICE)
     ),
-    "device_map": Word(why=_ON_DEVICE),
+    "device_map": Word(same=("cpu",), why=_ON_DEVICE),
+    "filename": Word(why="give the path of the .gguf file, or the folder, as the model"),
     "n_gpu_layers": Word(same=(0,), why=_ON_DEVICE),
     **dict.fromkeys(("swap_space", "cpu_offload_gb"), Word(same=(0,), why=_NO_DROPS)),
     "enable_chunked_prefill": Word(same=(True,), why="prompts always run in chunks of max_num_rows"),
@@ -63,6 +64,7 @@ SETTINGS: Mapping[str, Word] = {
         (
             *("trust_remote_code", "enforce_eager", "disable_log_stats", "disable_log_requests", "verbose"),
             *("use_mmap", "use_cache", "use_safetensors", "low_cpu_mem_usage", "max_logprobs"),
+            "logits_all",
         ),
         Word(),
     ),
@@ -86,7 +88,6 @@ SAMPLING: Mapping[str, Word] = {
     "repeat_penalty": Word("repetition_penalty"),
     **dict.fromkeys(("stop_strings", "stop_sequences"), Word("stop")),
     "max_length": Word(why="max_tokens=... counts the new tokens alone"),
-    "do_sample": Word(why="temperature=0 is greedy, above 0 it samples"),
     "eos_token_id": Word(why="stop_token_ids=... adds to the model's own, ignore_eos=True leaves those out"),
     "bad_words": Word(same=([],), why="banned_token_ids=... takes single tokens"),
     "logits_processors": Word(why="logit_bias=... or allowed_token_ids=... may do"),
@@ -117,6 +118,10 @@ GENERATE: Mapping[str, Word] = {
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "tools"), Word(why=_TEMPLATE)),
 }
 _FRONT = {
+    "__call__": "generate(prompt, params)",
+    "get_metrics": "generate(prompt)[0].metrics, for each completion",
+    "get_default_sampling_params": "generate(prompt, SamplingParams(...)): generation_config.json sets none",
+    "sleep": "close()",
     "create_completion": "generate(prompt)",
     "create_chat_completion": "chat(messages)",
     "create_chat_completion_openai_v1": "chat(messages)",
@@ -131,6 +136,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {  # by class: their attributes an
     "LLM": _FRONT,
     "AsyncLLM": _FRONT,
     "Tokenizer": {
+        "__call__": "encode(text)",
         "apply_chat_template": "chat(messages) for token ids, render_chat(messages) for text",
         "batch_decode": "decode(token_ids) for each",
         "get_vocab": "vocabulary()",
@@ -141,6 +147,11 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {  # by class: their attributes an
         "usage": "metrics",
         "stop_reason": "finish_reason",
         "cumulative_logprob": "logprobs",
+    },
+    "TokenLogprob": {
+        "items": "token_id, .logprob, .top",
+        "values": "logprob",
+        "decoded_token": "token_id, for tokenizer.decode",
     },
 }
 
@@ -162,6 +173,15 @@ def translate(
         if made.get(word.here) is not None:
             raise error(f"{name} is called {word.here} here, and both are given; leave {name} out")
         made[word.here] = word.values.get(str(value).removeprefix("torch."), value)
+    return made
+
+
+def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of SamplingParams from those of others. Raises RequestError."""
+    made = translate({k: v for k, v in given.items() if k != "do_sample"}, SAMPLING, RequestError)
+    asked = given.get("do_sample")
+    if asked is not None and bool(asked) != (made.get("temperature") not in (None, 0)):
+        raise RequestError(f"do_sample={asked!r}: temperature=0 is greedy, above 0 it samples")
     return made
 
 
@@ -205,3 +225,9 @@ class Hinted:
             word = ATTRIBUTES.get(kind, {}).get(name)
             hint = "" if word is None else f"; here it is .{word}"
             raise NoSuchNameError(f"{kind!r} object has no attribute {name!r}{hint}")
+
+        def __call__(self, *given: object, **more: object) -> object:
+            kind = type(self).__name__
+            word = ATTRIBUTES.get(kind, {}).get("__call__")
+            hint = "" if word is None else f"; here it is .{word}"
+            raise NoSuchNameError(f"{kind!r} object is not callable{hint}")

@@ -26,7 +26,7 @@ def _in_any_words(cls: type[T]) -> type[T]:
 
     @wraps(init)
     def translated(self: T, *args: Any, **given: Any) -> None:
-        given = habits.translate(given, habits.SAMPLING, RequestError)
+        given = habits.sampling(given)
         fields.check_keys(given, known, error=RequestError)
         init(self, *args, **given)
 
@@ -379,7 +379,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(habits.Hinted):
     """Log-probability of a chosen token, and the likeliest alternatives as (token, logprob), best first."""
 
     token_id: int

@@ -140,11 +140,12 @@ class Tokenizer(habits.Hinted):
             raise RequestError("this model has no chat template; use a plain prompt instead of messages")
         if not messages:
             raise RequestError("the conversation is empty; give at least one message")
+        messages = [_with_text(m) for m in messages]
         for m in messages:
             if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
                 raise RequestError(f"a message needs 'role' and 'content', both text, got {m!r}")
         values = {"documents": None, "add_generation_prompt": add_generation_prompt, **self.special, **(options or {})}
-        values |= {"messages": list(messages), "tools": list(tools) if tools else None}
+        values |= {"messages": messages, "tools": list(tools) if tools else None}
         most = MAX_ADDED + sum(len(m["content"]) for m in messages)
         try:
             if self._compiled is None:
@@ -167,6 +168,16 @@ class Tokenizer(habits.Hinted):
 
     def stream(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
         return IncrementalDecoder(self, skip_special_tokens)
+
+
+def _with_text(message: Any) -> Any:
+    """A message whose content is a list of text parts, with their text, a line each; any other as it is."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if isinstance(parts, list) and parts and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
+        texts = [p.get("text") for p in parts]
+        if all(isinstance(text, str) for text in texts):
+            return {**message, "content": "\n".join(texts)}
+    return message
 
 
 class IncrementalDecoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from sameseed.cli.options import option, parse
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from sameseed.spec.drafter import Drafter
 
 TEXT = 4096  # tokens that a model to start with should hold
@@ -20,7 +23,6 @@ KV_FORMS = {
     "NEAR+FAR": "piecewise, e.g. bf16+int4, in the memory of NEAR; no kernel: the reference, slow",
 }
 WIDTH = 4096  # values in a row of the weights whose size is told
-FACTS = ("perplexity", "acceptance", "licence", "license")  # words of a card's lines with a measurement or the licence
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,6 @@ def _model(name: str) -> dict[str, Any]:
         borrowed = ("embed_tokens.weight", "d2t", *(["lm_head.weight"] if whole else []))
         parameters = sum(math.prod(shape) for n, shape in expected_tensors(head).items() if n not in borrowed)
     card = folder / "README.md"
-    lines = [line.strip(" -*|") for line in card.read_text(encoding="utf-8").splitlines()] if card.exists() else []
     return {
         "parameters": parameters,
         "layers": config.num_layers,
@@ -184,8 +185,30 @@ def _model(name: str) -> dict[str, Any]:
         "context": config.max_model_len,
         "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
         "card": str(card) if card.exists() else None,
-        "facts": [n for n in lines if n and not n.startswith("#") and any(word in n.lower() for word in FACTS)][:6],
+        "facts": _facts(name, folder),
     }
+
+
+def _facts(name: str, folder: Path) -> list[str]:
+    """Licence, and what was measured on held-out texts when an embedded model was trained."""
+    facts = []
+    card = folder / "README.md"
+    if card.exists() and (found := re.search(r"^license: *(\S+)", card.read_text(encoding="utf-8"), re.MULTILINE)):
+        facts.append(f"license: {found[1]}")
+    own = folder / "results.json"
+    results = own if own.exists() else folder.parent / "results.json"
+    if not results.exists():
+        return facts
+    measured = json.loads(results.read_text(encoding="utf-8"))
+    if perplexity := measured.get("perplexity", {}).get("draft" if name == "embedded-draft" else "target"):
+        values = ", ".join(f"{domain} {value['perplexity']:.2f}" for domain, value in perplexity.items())
+        facts.append(f"perplexity a token: {values}")
+    if name == "embedded":
+        facts.append(f"greedy texts repeat {measured['repeated']['all']:.0%} of their 8-grams")
+    else:
+        rates = ", ".join(f"{domain} {value['rate']:.0%}" for domain, value in measured["acceptance"].items())
+        facts.append(f"guesses accepted, four in a row: {rates}")
+    return facts
 
 
 def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Seq[str], Seq[Seq[object]]]]:

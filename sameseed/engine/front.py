@@ -89,6 +89,11 @@ class Front(habits.Hinted):
         """One with these keyword arguments, as vLLM makes it."""
         return cls(**args)
 
+    @classmethod
+    def from_pretrained(cls, model: str | None = None, **settings: Any) -> Self:
+        """The same as calling the class, as transformers writes it."""
+        return cls(model, **settings)
+
     def get_tokenizer(self) -> Tokenizer:
         """`tokenizer`, as vLLM gives it out."""
         return self.tokenizer

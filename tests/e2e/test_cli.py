@@ -171,6 +171,9 @@ def test_info_json_names_the_registries(cli: Cli) -> None:
     assert bits["int4"] == 4.125 and bits["int4_sparse"] is None
     assert all(f["kv_cache"] for name, f in found["formats"].items() if bits[name] is None)
     assert all("no kernel" in what for what in found["kv_forms"].values()) and "NEAR+FAR" in found["kv_forms"]
+    for name in ("embedded", "embedded-draft", "embedded-head"):  # measurements, not headings of the card's tables
+        facts = found["models"][name]["facts"]
+        assert "license: apache-2.0" in facts and any(re.search(r" \d+(\.\d+|%)", fact) for fact in facts)
 
 
 def test_info_for_people_fits_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

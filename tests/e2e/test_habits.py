@@ -40,6 +40,7 @@ def test_a_row_of_the_page(there: str, here: str, llm: LLM, monkeypatch: pytest.
     def made(*given: Any, **more: Any) -> object:
         return LLM(*given, **more).engine.asked
 
+    made.from_pretrained = lambda *given, **more: LLM.from_pretrained(*given, **more).engine.asked  # type: ignore[attr-defined]
     names = {
         "LLM": made,
         "AsyncLLM": SimpleNamespace(from_engine_args=lambda args: LLM.from_engine_args(args).engine.asked),
@@ -93,6 +94,12 @@ def test_settings_are_those_of_the_dataclasses() -> None:
 def test_words_that_are_nearly_right(make: Any, message: str) -> None:
     with pytest.raises(SameseedError, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", sameseed._ELSEWHERE)
+def test_a_name_to_import(name: str) -> None:
+    with pytest.raises(ImportError, match="here it is"):
+        exec(f"from sameseed import {name}")
 
 
 def test_public_names_are_listed() -> None:
