@@ -36,15 +36,19 @@ CHECKS: tuple[Check, ...] = (
 # What no check looks at, whatever its size.
 UNSEEN = (
     "grammars other than choices of texts; what a draft remembers of other requests, beyond its effect on texts",
-    "the server's network, time-outs and restarts",
+    "the server's network, time-outs and restarts, tools, compiled grammars, /v1/responses and lists of prompts",
     "other models, number formats, machines, numbers of threads and versions than those named here",
     "whether the weights, the tokenizer and the chat template are the right ones",
     "texts longer than the longest here, and prompts of other kinds",
 )
 
 
-def chosen(ids: Seq[str], checks: Seq[Check] = CHECKS) -> tuple[Check, ...]:
-    """Of `checks` those of these ids, or all; in the order in which they run. Raises ConfigError for an unknown one."""
+def chosen(ids: Seq[str], checks: Seq[Check] | None = None) -> tuple[Check, ...]:
+    """Of `checks` (all laws') those of these ids, or all, in the order in which they run.
+
+    Raises ConfigError for an unknown one.
+    """
+    checks = CHECKS if checks is None else checks
     known = [c.id for c in checks]
     for name in ids:
         if name not in known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Certificate:
     acceptance: dict[str, int]
     seconds: float
     mutants: dict[str, Any] | None = None
-    known: Seq[Check] = CHECKS
+    known: Seq[Check] = field(default_factory=lambda: CHECKS)
     unseen: Seq[str] = UNSEEN
 
     @property

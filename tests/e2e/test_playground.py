@@ -114,9 +114,10 @@ def test_chat_shows_who_guessed_each_token(page: Browser, server: Server) -> Non
         "return [...document.querySelectorAll('.answer .said span')].map((s) => [s.textContent, s.className])"
     )
     classes = {None: "own", "ngram": "guess g1", "draft_model": "guess g2"}
-    assert [c for _, c in shown] == [classes[level] for level in made["levels"]]
+    levels = made["levels"][:-1] if made["finish_reason"] == "stop" else made["levels"]  # an end token has no text
+    assert [c for _, c in shown] == [classes[level] for level in levels]
     assert {"own", "guess g1", "guess g2"} == {c for _, c in shown}
-    starts = made["text_offset"]
+    starts = made["text_offset"][: len(levels)]
     assert [text for text, _ in shown] == [
         made["message"]["content"][a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)
     ]
@@ -224,7 +225,7 @@ def test_a_race_that_differs_says_so(page: Browser) -> None:
 
 @pytest.mark.parametrize("by", ["escape", "button"])
 def test_stop_cancels_in_the_engine(page: Browser, server: Server, by: str) -> None:
-    settings(page, temperature=1.4, **{"max-tokens": 1800})
+    settings(page, temperature=2, **{"max-tokens": 1800})
     at = len(server.log)
     page["text"].send_keys("Tell me everything.", ENTER)
     page.until(lambda: page.all(".answer .said span"))

@@ -49,7 +49,7 @@ def model():
     return tiny_model("cpu")
 
 
-@pytest.mark.parametrize("format", sorted(_replay.cpu.KV_FORMATS))
+@pytest.mark.parametrize("format", sorted(_replay.cache_ops.KV_FORMATS))
 @torch.inference_mode()
 def test_replay_gives_the_bits_of_direct_calls(model, format):
     direct, replayed = make_cache(model, format), make_cache(model, format)
@@ -129,7 +129,7 @@ def test_two_threads_share_a_model(model):
 def test_what_has_no_kernel_runs_op_by_op(caplog, monkeypatch):
     model = tiny_model("cpu")
     cache = make_cache(model)
-    monkeypatch.setattr(_replay.cpu, "KV_FORMATS", frozenset())
+    monkeypatch.setattr(_replay.cache_ops, "KV_FORMATS", frozenset())
     batch = make_batch(0, model.config.vocab_size)
     with caplog.at_level("INFO", logger="sameseed.ops"):
         got, _ = model.forward(batch, cache)
