@@ -49,7 +49,10 @@ def test_it_needs_no_cache_and_no_prefill_of_its_own(pair: Pair) -> None:
     assert runner.cache is engine.runner.cache and runner.blocks is engine.runner.blocks
     rows: list[int] = []
     forward = runner.forward
-    runner.forward = lambda seqs, draft, pending: (rows.extend(pending), forward(seqs, draft, pending))[1]
+    runner.forward = lambda seqs, draft, pending, **more: (
+        rows.extend(pending),
+        forward(seqs, draft, pending, **more),
+    )[1]
     run(engine, [[5] * 60], GREEDY)
     assert set(rows) == {1}
 
@@ -195,18 +198,18 @@ def test_drafts_leave_the_middle_of_a_long_context_out(nested: Pair) -> None:
     engine = make_engine(nested, "self_quant", k=4, block=4, options={"kv_window": 10, "kv_sink": 6})
     seen: list[tuple[int, int, int]] = []
     runner = engine.drafter.runner
-    forward = runner.model.forward
+    forward = runner.model.run
 
     def watch(batch, cache, captures=()):  # type: ignore[no-untyped-def]
         at = batch.positions if batch.key_positions is None else batch.key_positions
         seen.append((int(batch.positions[0]) + 1, int(batch.kv_lens[0]), int(at[0]) + 1))
         return forward(batch, cache, captures)
 
-    runner.model.forward = watch
+    runner.model.run = watch
     try:
         run(engine, [[7] * 12], GREEDY)
     finally:
-        del runner.model.forward
+        del runner.model.run
     assert len(seen) > 10
     for length, keys, position in seen:
         cached = length - 1

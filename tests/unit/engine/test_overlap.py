@@ -64,9 +64,9 @@ def patient(engine: Engine) -> Engine:
     ahead = engine.ahead = Tireless(1)
     forward = engine.runner.forward
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **more: Any) -> Any:
         ahead._worker.submit(lambda: None).result()  # there is one worker: what was begun before has ended
-        return forward(*args)
+        return forward(*args, **more)
 
     engine.runner.forward = slow  # type: ignore[method-assign]
     return engine
@@ -102,9 +102,9 @@ def test_what_is_ready_is_not_drafted_again(pair: Pair) -> None:
     runner, here = engine.drafter.runner, threading.get_ident()
     forward, passes = runner.forward, {True: 0, False: 0}
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **more: Any) -> Any:
         passes[threading.get_ident() == here] += 1
-        return forward(*args)
+        return forward(*args, **more)
 
     runner.forward = counted  # type: ignore[method-assign]
     done = run(engine, PROMPTS[:1], SamplingParams(max_tokens=61, seed=1, ignore_eos=True))
@@ -137,11 +137,11 @@ def test_a_failure_costs_a_guess(pair: Pair, caplog: Any) -> None:
     runner, here, rng = engine.drafter.runner, threading.get_ident(), random.Random(1)
     forward, broken = runner.forward, []
 
-    def fragile(*args: Any) -> Any:
+    def fragile(*args: Any, **more: Any) -> Any:
         if threading.get_ident() != here and rng.random() < 0.2:
             broken.append(1)
             raise MemoryError("no room")
-        return forward(*args)
+        return forward(*args, **more)
 
     runner.forward = fragile  # type: ignore[method-assign]
     with caplog.at_level(logging.ERROR):

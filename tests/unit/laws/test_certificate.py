@@ -106,7 +106,7 @@ def test_every_mutant_still_fits_the_code() -> None:
     assert any(m.native for m in mutants.MUTANTS) == sampling.HAS_NATIVE
 
 
-@pytest.mark.parametrize(("old", "times"), [("not there", 0), ("greedy", 4)])
+@pytest.mark.parametrize(("old", "times"), [("not there", 0), ("greedy", 2)])
 def test_a_mutant_that_no_longer_fits_the_code_says_so(old: str, times: int) -> None:
     stale = replace(HARMLESS, old=old)
     with pytest.raises(mutants.MutantError, match=rf"occurs {times} times in verify, not once"), stale.alive():

@@ -93,7 +93,7 @@ def test_a_chain_ends_with_its_text() -> None:
     drafter = llm.engine.drafter
     assert isinstance(drafter, ChainDrafter)
     forward = drafter.runner.forward
-    drafter.runner.forward = lambda *args: (passes.append(1), forward(*args))[1]  # type: ignore[method-assign]
+    drafter.runner.forward = lambda *args, **more: (passes.append(1), forward(*args, **more))[1]  # type: ignore[method-assign]
     done = llm.chat([{"role": "user", "content": "What is 23 + 45?"}], SamplingParams(max_tokens=200))
     assert done.finish_reason is FinishReason.STOP
     assert len(passes) <= len(done.token_ids) + 2 * done.metrics.spec.num_rounds
