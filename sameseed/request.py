@@ -205,6 +205,8 @@ class FinishReason(str, Enum):
     ABORT = "abort"
     ERROR = "error"
 
+    __str__ = str.__str__
+
 
 @dataclass
 class TimeSplit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence as Seq
@@ -28,6 +29,7 @@ class AsyncLLM(Front):
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="sameseed-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # whoever forgets it: a thread that runs into Python's end leaks its engine
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, **sampling: Any
@@ -90,6 +92,7 @@ class AsyncLLM(Front):
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        atexit.unregister(self.close)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

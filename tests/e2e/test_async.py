@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,6 +21,16 @@ from sameseed.request import Completion, Delta, FinishReason
 PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "🙂") for end in ("of", "is a, b")]
 ASKED = SamplingParams(max_tokens=24, seed=7, ignore_eos=True, **SAMPLED)
 LONG = SamplingParams(max_tokens=240, seed=7, ignore_eos=True)
+FORGETS_TO_CLOSE = """
+import asyncio, sys
+from sameseed import AsyncLLM
+
+async def main():
+    llm = AsyncLLM(sys.argv[1])
+    print((await llm.complete("the sum", max_tokens=2)).finish_reason)
+
+asyncio.run(main())
+"""
 pytestmark = pytest.mark.asyncio
 
 
@@ -211,3 +223,10 @@ async def test_a_failing_step_ends_its_streams_and_the_engine_goes_on(
     await until_idle(llm)
     assert_nothing_left(llm.engine)
     assert (await collect(llm, PROMPTS[0], ASKED))[0] == whole[0]
+
+
+async def test_who_forgets_to_close_leaves_no_complaint_at_the_end(pair_folders: tuple[Path, Path]) -> None:
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", FORGETS_TO_CLOSE, str(pair_folders[0])], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "length", "")

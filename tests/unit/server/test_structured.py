@@ -202,7 +202,7 @@ def test_whatever_a_schema_holds_it_is_taken_or_refused() -> None:
         return {rng.choice(keywords): value(depth - 1) for _ in range(rng.randrange(4))}
 
     keywords, taken = [*sorted(schemas.KNOWN), "a"], 0
-    for _ in range(20_000):
+    for _ in range(4_000):
         schema = {rng.choice(keywords): value(2) for _ in range(rng.randrange(1, 4))}
         schema |= {"type": rng.choice(["object", "array", "string"])} if rng.random() < 0.5 else {}
         try:
@@ -210,4 +210,4 @@ def test_whatever_a_schema_holds_it_is_taken_or_refused() -> None:
             taken += 1
         except ApiError as error:
             assert error.status == 400
-    assert 1000 < taken < 19_000
+    assert 200 < taken < 3_800
