@@ -229,7 +229,7 @@ def test_stop_cancels_in_the_engine(page: Browser, server: Server, by: str) -> N
         settings(page, temperature=2, seed=seed, **{"max-tokens": 1800})
         at = len(server.log)
         page["text"].send_keys("Tell me everything.", ENTER)
-        page.until(lambda: page.run("return document.querySelectorAll('.answer:has(.said span)').length") > seed)
+        page.until(lambda n=seed: page.run("return document.querySelectorAll('.answer:has(.said span)').length") > n)
         if by == "escape":
             page.press(ESCAPE)
         else:
