@@ -26,6 +26,7 @@ SHOWN = ("records", "sums", "orders")  # of the embedded pair's texts those that
 SHOWN_EACH = 3
 SHOWN_TOKENS, TOKENS = 96, 64
 MOST_PROMPTS = 8
+ENOUGH = 4  # prompts; fewer are told to be few
 HOW: dict[str, Any] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 
 
@@ -183,6 +184,10 @@ def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
         style="dim",
     )
     console.print(f"\n{', '.join(gains)}. {verdict(same)}")
+    if few < ENOUGH:
+        console.print(
+            "Too few prompts to tell: the machine is slow or busy; --seconds 180 measures more", style="yellow"
+        )
     return same
 
 

@@ -40,6 +40,7 @@ def test_both_parts_end_in_the_same_text(tmp_path: Path, capsys: pytest.CaptureF
         "They are made up",
         "of four in a row",
         "times as fast",
+        "Too few prompts to tell",
     ):
         assert words in out, words
 
