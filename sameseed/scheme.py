@@ -407,8 +407,8 @@ class QuantScheme:
             glob, equals, name = (x.strip() for x in rule.partition("="))
             if not glob or not equals:
                 raise ConfigError(
-                    f"no rule {rule!r}; write MODULES=FORMAT, e.g. 'w4a8,lm_head=bf16'; where several formats may stand, "
-                    "spaces part them"
+                    f"no rule {rule!r}; write MODULES=FORMAT, e.g. 'w4a8,lm_head=bf16'; where several formats may "
+                    "stand, spaces part them"
                 )
             rules.append((glob, cls._parse_one(name)))
         return replace(own, rules=tuple(rules))
