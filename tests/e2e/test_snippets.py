@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures_server import serving
 
 from sameseed import cli
 
@@ -126,3 +127,14 @@ def test_the_replay_of_the_plan_page_runs() -> None:
     done = subprocess.run([sys.executable, "-c", replay], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 3
+
+
+def test_the_clients_of_the_server_s_page_run() -> None:
+    """Its Python as printed, against the server that its first command starts; only the port is another."""
+    page = (ROOT / "docs/guides/serve.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    assert "response_format=Answer" in code
+    known: dict[str, Any] = {}
+    with serving() as server:
+        exec(code.replace("http://127.0.0.1:8000", server.url), known)
+    assert known["answer"].choices[0].message.content
