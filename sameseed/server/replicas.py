@@ -10,16 +10,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sameseed.server.answer import Answering
 from sameseed.server.errors import ApiError
 from sameseed.server.link import NotReachedError, Response
 from sameseed.server.routing import Known, RoutedCall, Standing, best
 from sameseed.server.supervised import not_ready
 from sameseed.server.vllm import VllmClient
-
-if TYPE_CHECKING:
-    from sameseed.server.relay import Relay
 
 log = logging.getLogger("sameseed.server")
 POLL = 0.05  # seconds between looks at what is waited for
@@ -60,7 +58,7 @@ class Replica:
         return self._known
 
     @contextlib.contextmanager
-    def works_on(self, request: Relay, call: RoutedCall) -> Iterator[None]:
+    def works_on(self, request: Answering, call: RoutedCall) -> Iterator[None]:
         """Meanwhile the request is told when the process goes, and counts."""
         client = self.client
         client.open.add(request)
@@ -142,7 +140,7 @@ class Replicas:
             replica.client.end_all(error)
 
     @contextlib.asynccontextmanager
-    async def post(self, request: Relay, call: RoutedCall) -> AsyncIterator[Response]:
+    async def post(self, request: Answering, call: RoutedCall) -> AsyncIterator[Response]:
         """Send a request to one of them; its answer, which is read by whoever asked. Leaving early ends the request.
 
         One that cannot be reached has seen nothing of it, so another is asked. A request that was sent is never sent

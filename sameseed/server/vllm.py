@@ -17,16 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sameseed.export.vllm_installed import interpreter
+from sameseed.server.answer import Answering
 from sameseed.server.errors import ApiError, unavailable
 from sameseed.server.link import Link
 from sameseed.server.process import SECRETS, end
 from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
-
-if TYPE_CHECKING:
-    from sameseed.server.relay import Relay
 
 log = logging.getLogger("sameseed.server")
 START = Path(__file__).with_name("vllm_start.py")
@@ -70,7 +68,7 @@ class VllmClient(Supervised):
         self._arguments = list(arguments)
         self._environment = dict(environment or {})
         self._beat_timeout, self._load_timeout = beat_timeout, load_timeout
-        self.open: set[Relay] = set()  # requests that are to be told when vLLM goes
+        self.open: set[Answering] = set()  # requests that are to be told when vLLM goes
 
     def check(self) -> Link:
         """The way to vLLM. Raises ApiError 503 where there is none."""
