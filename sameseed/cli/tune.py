@@ -252,7 +252,7 @@ def _regret(regret: Regret) -> Table:
     e = regret.errors
     table.caption = (
         f"predicted speed-ups are {e.median:.1%} off (median; p90 {e.p90:.1%}, worst {e.worst:.1%}); "
-        f"{e.coverage:.0%} of {e.count} lie in their 80 % intervals"
+        f"{e.coverage:.0%} of {e.count} agree within 80 % intervals"
     )
     return table
 

@@ -73,6 +73,8 @@ class TargetBench:
         self.workload = self.bench.workload("tune", asked.prompts, asked.params)
         self.jobs = [job for batch in self.workload.batches() for job in batch]
         self.replays: dict[str, Replay] = {}  # by way to guess
+        self.replayed = take(range(len(asked.fitted)), REPLAYED)  # prompts whose texts drafts are replayed along
+        self.costs: dict[tuple[str, int | None], RoundCost] = {}  # by way to guess and threads
         self.mean_tokens = float(asked.params.max_tokens)  # of a text
 
     def _setting(self, spec: SpecConfig, threads: int | None) -> Setting:
@@ -123,7 +125,7 @@ class TargetBench:
         return found
 
     def _texts(self, replayer: Replayer, tell: Tell) -> Texts:
-        few, its = take(range(len(self.asked.fitted)), REPLAYED), self.workload
+        few, its = self.replayed, self.workload
         workload = replace(its, prompts=tuple(its.prompts[i] for i in few), stops=tuple(its.stops[i] for i in few))
         stage = f"{self.name}: writing texts"
         tell(stage, 0, 1)
@@ -150,25 +152,23 @@ class TargetBench:
         if not measured:
             self._plain_only(plain)
         moments: list[dict[int, Simulation]] = []
-        drafting: list[Prospect] = []
         for i, spec in enumerate(measured):
             tell(f"{self.name}: costs of {self._setting(spec, threads).way}", i, len(measured))
-            cost, replay = self._cost(spec, threads), self.replays[self._setting(spec, None).way]
-            moments.append({batch: simulate(replay, cost, 0, batch) for batch in self.asked.batches})
-            drafting += self._simulated(spec, cost, moments[-1], threads)
+            way = self._setting(spec, None).way
+            cost = self.costs[way, threads] = self._cost(spec, threads)
+            moments.append({batch: simulate(self.replays[way], cost, 0, batch) for batch in self.asked.batches})
         for batch in self.asked.batches if measured else ():
             known = sorted((m[batch] for m in moments), key=lambda sim: sim.tokens_per_s.value)
             plain.simulations[batch] = known[len(known) // 2]
-            plain.tokens_per_s[batch] = its = plain.simulations[batch].tokens_per_s
-            for p in drafting:
-                x = p.simulations[batch].speedup
-                p.tokens_per_s[batch] = Interval(x.value * its.value, x.low * its.value, x.high * its.value)
-        return [plain, *drafting]
+            plain.tokens_per_s[batch] = plain.simulations[batch].tokens_per_s
+        ways = [self._setting(spec, None).way for spec in measured]
+        return [plain, *(p for way in ways for p in self.promised(way, self.costs[way, threads], plain, threads))]
 
-    def _simulated(
-        self, spec: SpecConfig, cost: RoundCost, plain: dict[int, Simulation], threads: int | None
-    ) -> list[Prospect]:
-        found, replay = [], self.replays[self._setting(spec, None).way]
+    def promised(self, way: str, cost: RoundCost, plain: Prospect, threads: int | None) -> list[Prospect]:
+        """All lengths of a draft by these costs: what they promise over plain decoding by the same."""
+        found, replay = [], self.replays[way]
+        spec = next(spec for spec in self.specs if self._setting(spec, None).way == way)
+        before = {batch: simulate(replay, cost, 0, batch) for batch in self.asked.batches}
         for one in lengths_of(spec):
             prospect = Prospect(self._setting(one, threads))
             for batch in self.asked.batches:
@@ -176,7 +176,9 @@ class TargetBench:
                 if one.policy == "goodput":
                     sizes = [size for size in replay.sizes if size <= one.num_draft_tokens]
                     table = best_lengths(replay.only(sizes), cost, batch, margin=0.02)
-                prospect.simulations[batch] = simulate(replay, cost, table, batch, plain=plain[batch])
+                sim = prospect.simulations[batch] = simulate(replay, cost, table, batch, plain=before[batch])
+                x, its = sim.speedup, plain.tokens_per_s[batch].value
+                prospect.tokens_per_s[batch] = Interval(x.value * its, x.low * its, x.high * its)
             found.append(prospect)
         return found
 

@@ -24,11 +24,15 @@ P10_TO_P90 = 2 * 1.2816  # standard deviations of a normal distribution between 
 
 @dataclass(frozen=True)
 class CostSpread:
-    """How sure the costs are: standard deviations of the logarithms of their parts' seconds; 0: taken as they are."""
+    """How sure the costs are: standard deviations of the logarithms of their parts' seconds; 0: taken as they are.
+
+    `drafted`: of all seconds of a run with drafts, beside plain decoding's.
+    """
 
     target: float = 0.0
     draft: float = 0.0
     gap: float = 0.0
+    drafted: float = 0.0
 
 
 class CostModel(Protocol):
@@ -82,8 +86,8 @@ class RoundCost:
     """Costs from curves. `levels`: of the drafter, the lowest first; one for all where there is only one.
 
     `plain_gap` and `drafted_gap`: seconds outside the models in a round, `gap_per_seq` for each of its sequences.
-    `prompt`: passes over prompts, where these were measured; `max_num_rows`: of one pass. `target_scale` and
-    `draft_scale`: what real runs showed the curves to be off by.
+    `prompt`: passes over prompts, where these were measured; `max_num_rows`: of one pass. `rows_scale`: what drafted
+    rows take in a pass, over what the curve says; `draft_scale`: what the draft's steps take (`refit.py`).
     """
 
     curve: Curve
@@ -93,7 +97,7 @@ class RoundCost:
     gap_per_seq: float = 0.0
     prompt: Curve | None = None
     max_num_rows: int = 512
-    target_scale: float = 1.0
+    rows_scale: float = 1.0
     draft_scale: float = 1.0
     spread: CostSpread = CostSpread()
 
@@ -116,8 +120,9 @@ class RoundCost:
     def target(self, rows: Floats, batch: Floats, context: Floats) -> Floats:
         c = self.curve
         cached = np.maximum(batch * context - c.context, 0.0) * c.per_token
-        seconds = c.at_many(rows) + cached + rows * np.maximum(context - c.context, 0.0) * c.per_row
-        return self.target_scale * seconds
+        plain = c.at_many(batch) + batch * np.maximum(context - c.context, 0.0) * c.per_row
+        seconds = c.at_many(rows) + rows * np.maximum(context - c.context, 0.0) * c.per_row
+        return plain + self.rows_scale * (seconds - plain) + cached
 
     def draft(self, level: int, steps: Floats, batch: Floats, context: Floats) -> Floats:
         return self.draft_scale * self.levels[min(level, len(self.levels) - 1)].at(steps, batch, context)
@@ -129,7 +134,7 @@ class RoundCost:
         read = [level.step for level in self.levels if drafted and level.reads]
         whole, rest = np.divmod(tokens, self.max_num_rows)
         found: Floats = np.zeros_like(tokens)
-        for curve, scale in ((self.prompt or self.curve, self.target_scale), *((c, self.draft_scale) for c in read)):
+        for curve, scale in ((self.prompt or self.curve, 1.0), *((c, self.draft_scale) for c in read)):
             seconds = whole * curve.at_many(np.float64(self.max_num_rows)) + (rest > 0) * curve.at_many(rest)
             found += scale * seconds
         return found

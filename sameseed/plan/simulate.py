@@ -84,8 +84,9 @@ def simulate(
     n = replay.num_texts
     orders = np.vstack([np.arange(n), rng.integers(n, size=(num_samples, n))])
     noise = np.vstack([np.zeros(3), rng.standard_normal((num_samples, 3))])
+    drafted = np.exp(cost.spread.drafted * np.append(0.0, rng.standard_normal(num_samples)))
     totals = walk(replay, cost, table, orders, batch_size, refill)
-    seconds = _seconds(totals, cost, noise)
+    seconds = _seconds(totals, cost, noise) * (drafted if any(table) else 1.0)
     if not any(table):
         before = seconds
     elif plain is not None and len(plain.samples) == len(seconds):

@@ -1,7 +1,8 @@
 """Tuning: what to draft with, in which formats and how far, for one model, machine and workload.
 
-Every setting of the grid is simulated (`candidates.py`). The best of them, and plain decoding always, run in turns on
-real prompts (`race.py`). What wins there is chosen, and written down with what it promised and what it gave.
+Every setting of the grid is simulated (`candidates.py`), by costs that a few real runs correct (`refit.py`). The best,
+and plain decoding always, run in turns on real prompts (`race.py`). What wins there is chosen, and written down with
+what it promised and what it gave.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from sameseed.plan.acceptance import Replay
 from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, survivors
 from sameseed.plan.grid import TuneRequest, options_of
 from sameseed.plan.race import Aim, Contestant, first_rung, race, ratio
+from sameseed.plan.refit import refitted
 from sameseed.plan.regret import Regret, regrets
 from sameseed.plan.simulate import Interval
 from sameseed.study import record
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
 
-MEASURE_SHARE, RACE_SHARE = 0.6, 0.9  # of the time: drafts are measured up to here; of what is left then, the race
+MEASURE_SHARE = 0.6  # of the time: drafts are measured up to here,
+REFIT_SHARE, RACE_SHARE = 0.3, 0.9  # and of what is left then, costs are corrected by real runs, and the race
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,10 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
         if asked.quality is not None or len(targets) > 1:
             known = quality.measure(asked, targets, load, tell)
             targets = quality.kept(asked, targets, known, lost)
-        prospects = [(target, p) for target in targets for p in target.prospects(tell, end, lost)]
+        simulated = [(target, target.prospects(tell, end, lost)) for target in targets]
+        spare = REFIT_SHARE * (asked.seconds - (time.perf_counter() - start)) / len(targets)
+        spare = math.inf if asked.exhaustive else spare
+        prospects = [(target, p) for target, found in simulated for p in refitted(target, found, spare, tell)]
         wanted = survivors([p for _, p in prospects], asked)
         runners = [_contestant(t, p) for t, p in prospects if asked.exhaustive or p in wanted]
         if not asked.exhaustive:

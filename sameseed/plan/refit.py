@@ -1,0 +1,140 @@
+"""Refitting: a few real runs beside plain decoding show how far costs are off, before anything is chosen by them.
+
+Costs are measured within a second, of passes over any tokens. Real rounds have other work between them, colder caches
+and another moment of the machine. So a short and a long draft of each kind run in turns with plain decoding, on prompts
+that were replayed: there acceptance is known, and what differs is cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sameseed.plan.acceptance import Ints, Replay
+from sameseed.plan.candidates import Prospect, TargetBench, Tell
+from sameseed.plan.cost import CostSpread, Floats, RoundCost
+from sameseed.plan.race import Aim, Contestant, race
+from sameseed.plan.rounds import walk
+from sameseed.plan.simulate import Interval
+
+PARTS = 3  # of a round that a draft adds: rows of the target's pass, steps of the draft, the gap
+PRIOR = 1.0  # how far off each part may be: standard deviation of its scale
+NOISE, SURE = 0.03, 4  # of a run's ratio to plain decoding, as sure as so many runs would make it
+SCALES = (0.1, 10.0)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A run with drafts: its sizes by running sequences, and its seconds over plain decoding's on the same texts."""
+
+    lengths: tuple[int, ...]
+    batch: int
+    ratio: float
+
+
+def refitted(target: TargetBench, found: Seq[Prospect], seconds: float, tell: Tell) -> list[Prospect]:
+    """The same settings, promised again by costs that real runs have corrected; as they are where there is no time.
+
+    `seconds`: to spend at most. What is promised of plain decoding is corrected too.
+    """
+    made: list[Prospect] = []
+    for plain in (p for p in found if p.candidate.plain):
+        own = [p for p in found if p.candidate.target == plain.candidate.target]
+        share = seconds / sum(p.candidate.plain for p in found)
+        made += _one(target, plain, own, share, tell)
+    return made
+
+
+def _one(target: TargetBench, plain: Prospect, own: list[Prospect], seconds: float, tell: Tell) -> list[Prospect]:
+    """The settings beside one plain decoding."""
+    batches, ways = target.asked.batches, list(dict.fromkeys(p.candidate.way for p in own if p is not plain))
+    probes = [p for way in ways for p in _probes([q for q in own if q.candidate.way == way])]
+    count = _affordable(target, [plain, *probes], seconds)
+    if not probes or not count:
+        return own
+    jobs = lambda batch, members: [target.jobs[target.replayed[i]] for i in members]  # noqa: E731
+    runs = [Contestant(p, lambda p=p: target.engine(p.candidate), jobs) for p in (plain, *probes)]  # type: ignore[misc]
+    for run in runs:  # caches, pages and threads are then in place
+        replace(run, tokens={}, seconds={}, ttft={}, itl={}, texts={}).run(1, range(1))
+    race(runs, count, batches, math.inf, Aim(batches), tell, all_run=True)
+    for batch in batches:
+        x = sum(runs[0].tokens[batch]) / sum(runs[0].seconds[batch]) / plain.tokens_per_s[batch].value
+        was = plain.tokens_per_s[batch]
+        plain.tokens_per_s[batch] = Interval(x * was.value, x * was.low, x * was.high)
+    made = [plain]
+    for way in ways:
+        ran = [run for run in runs if run.prospect.candidate.way == way]
+        seen = [
+            Probe(run.prospect.simulations[b].lengths, b, sum(run.seconds[b]) / sum(runs[0].seconds[b]))
+            for run in ran
+            for b in batches
+        ]
+        replay, threads = target.replays[way], plain.candidate.threads
+        cost = refit(replay.subset(range(count)), target.costs[way, threads], seen)
+        made += target.promised(way, cost, plain, threads)
+    known = {p.candidate.label: p.num_bytes for p in own}
+    for p in made:
+        p.num_bytes = known[p.candidate.label]
+    return made
+
+
+def _probes(own: Seq[Prospect]) -> list[Prospect]:
+    """A short draft and the longest, by fixed lengths."""
+    fixed = [p for p in own if p.candidate.spec.policy == "fixed"]
+    return [fixed[len(fixed) // 3], fixed[-1]] if len(fixed) > 1 else fixed
+
+
+def _affordable(target: TargetBench, runs: Seq[Prospect], seconds: float) -> int:
+    """Prompts on which all of them run in this time; 0 where a batch of the largest size does not."""
+    most, least = len(target.replayed), max(target.asked.batches)
+    each = sum(target.mean_tokens / p.tokens_per_s[b].value for p in runs for b in target.asked.batches)
+    count = min(most, int(seconds / each)) if math.isfinite(seconds) else most
+    return count if count >= min(least, most) else 0
+
+
+def refit(replay: Replay, cost: RoundCost, probes: Seq[Probe]) -> RoundCost:
+    """Costs by which simulated runs over these texts take, beside plain decoding, what the real ones took.
+
+    Three scales, of drafted rows, the draft's steps, and a drafted round's gap, by ridge regression towards 1: what the
+    probes do not tell stays as it was measured. `spread.drafted` says how far off the probes still are.
+    """
+    none = replace(cost, rows_scale=0.0, draft_scale=0.0, drafted_gap=0.0)
+    parts = (
+        replace(none, rows_scale=cost.rows_scale),
+        replace(none, draft_scale=cost.draft_scale),
+        replace(none, drafted_gap=cost.drafted_gap),
+    )
+    rows, wanted = [], []
+    for probe in probes:
+        plain = _seconds(replay, cost, (0,) * probe.batch, probe.batch)
+        without = _seconds(replay, none, probe.lengths, probe.batch)
+        took = probe.ratio * plain
+        rows.append([(_seconds(replay, part, probe.lengths, probe.batch) - without) / took for part in parts])
+        wanted.append(1.0 - without / took)
+    found, off = ridge(np.array(rows), np.array(wanted))
+    scales = np.clip(found, *SCALES).tolist()
+    return replace(
+        cost,
+        rows_scale=cost.rows_scale * scales[0],
+        draft_scale=cost.draft_scale * scales[1],
+        drafted_gap=cost.drafted_gap * scales[2],
+        spread=CostSpread(drafted=off),
+    )
+
+
+def ridge(rows: Floats, wanted: Floats) -> tuple[Floats, float]:
+    """Scales [PARTS] near 1 by which `rows` [n, PARTS] give `wanted` [n], and how far off they still are."""
+    a = np.vstack([rows / NOISE, np.eye(PARTS) / PRIOR])
+    b = np.append(wanted / NOISE, np.ones(PARTS) / PRIOR)
+    found = np.linalg.lstsq(a, b, rcond=None)[0].astype(np.float64)
+    left = float(np.square(rows @ found - wanted).sum())
+    return found, math.sqrt((SURE * NOISE**2 + left) / (SURE + len(wanted)))
+
+
+def _seconds(replay: Replay, cost: RoundCost, lengths: Seq[int], batch: int) -> float:
+    order: Ints = np.arange(replay.num_texts)[None]
+    t = walk(replay, cost, lengths, order, batch, refill=False)
+    return float((t.target + t.draft + t.gap + t.prefill)[0])
