@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from sameseed.ops import reference
-from sameseed.ops._rows import RowSource, gated_rows, normed_rows
-from sameseed.ops.triton import multiply, packing, rows as row_kernels
+from sameseed.ops._rows import RowSource, gated_rows, normed_rows, plain_rows
+from sameseed.ops.triton import multiply, packing, rows as row_kernels, wide
 from sameseed.ops.triton.guard import Launch, guarded, interpreted
 from sameseed.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling
+from sameseed.ops.triton.wide import Way
 from sameseed.scheme import QuantTensor
 
 ROWS_AT_ONCE = 256  # of a split product: bounds the memory of its parts
@@ -34,6 +35,12 @@ class Ready:
     form: str
     values: Tensor
     scales: Tensor | None
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability; the interpreter's is 9.0."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 @cache
@@ -97,15 +104,22 @@ def preparation(rows: RowSource, form: str, group: int) -> tuple[Launch, Ready]:
 
 
 def multiplication(
-    ready: Ready, w: QuantTensor, bias: Tensor | None, residual: Tensor | None, out: Tensor
+    ready: Ready, w: QuantTensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, way: Way | None = None
 ) -> list[Launch]:
-    """The launches that write rows [T, K] times w [O, K] transposed, plus bias [O], plus residual, to out [T, O]."""
+    """The launches that write rows [T, K] times w [O, K] transposed, plus bias [O], plus residual, to out [T, O].
+
+    way: larger tiles, which keep the bits.
+    """
     how, (outputs, depth), num_rows = tiling(w), w.shape, ready.values.shape[0]
     count = tiles(num_rows)
+    tile = Way(TILE, how.outputs, how.warps, stages(count), False, False)
+    if way is not None:
+        tile, count = way, 1
+    parts = 1 if tile.whole else how.split
     extras = {"bias_ptr": bias, "residual_ptr": residual}
     flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "SPLIT": how.split}
-    target = out if how.split == 1 else out.new_empty(how.split, num_rows, outputs)
-    grid = (-(-num_rows // (count * TILE)), -(-outputs // how.outputs), how.split)
+    target = out if parts == 1 else out.new_empty(parts, num_rows, outputs)
+    grid = (-(-num_rows // (count * tile.tile)), -(-outputs // tile.outputs), parts)
     arguments = {
         "x_ptr": ready.values,
         "row_scale_ptr": ready.scales,
@@ -121,18 +135,18 @@ def multiplication(
         "num_groups": depth // w.group,
         "num_steps": how.steps,
     }
-    constants = {**_cut(ready, w, out.device), **flags, "TILES": count}
+    constants = {**_cut(ready, w, out.device, tile), **flags, "TILES": count}
     free = frozenset({"num_rows"})
-    first = Launch(multiply.product, grid, arguments, constants, how.warps, stages(count), free)
-    if how.split == 1:
+    first = Launch(multiply.product, grid, arguments, constants, tile.warps, tile.stages, free)
+    if parts == 1:
         return [first]
     arguments = {"parts_ptr": target, **extras, "out_ptr": out, "num_rows": num_rows, "outputs": outputs}
     grid, constants = (num_rows, -(-outputs // SUMMED), 1), {**flags, "BLOCK": SUMMED}
     return [first, Launch(multiply.combine, grid, arguments, constants, free=free)]
 
 
-def _cut(ready: Ready, w: QuantTensor, device: torch.device) -> dict[str, Any]:
-    """What a weight, the form of rows and the device decide of a product's kernel."""
+def _cut(ready: Ready, w: QuantTensor, device: torch.device, tile: Way) -> dict[str, Any]:
+    """What a weight, the form of rows, their tiles and the device decide of a product's kernel."""
     how, depth = tiling(w), w.shape[1]
     return {
         "WEIGHT": how.kind,
@@ -142,12 +156,33 @@ def _cut(ready: Ready, w: QuantTensor, device: torch.device) -> dict[str, Any]:
         "PARTS": how.parts,
         "SPAN": min(how.parts, w.group // how.width),
         "EVEN_K": depth == how.steps * how.parts * how.width,
-        "EVEN_O": w.shape[0] % how.outputs == 0,
-        "BLOCK_O": how.outputs,
+        "EVEN_O": w.shape[0] % tile.outputs == 0,
+        "BLOCK_O": tile.outputs,
+        "TILE": tile.tile,
+        "WHOLE": tile.whole,
+        "LEFT": tile.left,
         "MACHINE": not interpreted(),
         "FLOAT8": converts_fp8(device),
         "WIDEN": interpreted() and ready.form == "bf16",
     }
+
+
+def larger(form: str, w: QuantTensor, num_rows: int, device: torch.device) -> Way | None:
+    """The larger tiles of so many rows, where the device has shown that they keep the bits of tiles of 16."""
+    how = tiling(w)
+    found = wide.way(how, form, w.group != w.shape[1], num_rows, capability(device))
+    if found is None:
+        return None
+
+    def compute(way: Way | None) -> Tensor:
+        launch, ready = preparation(plain_rows(wide.spread(found.tile, w.shape[1], device)), form, w.group)
+        out = torch.empty(found.tile, w.shape[0], device=device)
+        for each in (launch, *multiplication(ready, w, None, None, out, way)):
+            each.run()
+        return out
+
+    key = (found, how, form, w.format, w.activations, w.group, w.shape, *sorted(w.parts))
+    return found if wide.same_bits(key, device, lambda: compute(None), lambda: compute(found)) else None
 
 
 def _run(rows: RowSource, w: QuantTensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -165,13 +200,16 @@ def _run(rows: RowSource, w: QuantTensor, bias: Tensor | None, residual: Tensor 
     out = x.new_empty(ready.values.shape[0], w.shape[0])
     bias = None if bias is None else aligned(bias)
     residual = None if residual is None else aligned(residual)
-    num_rows = max(1, out.shape[0])  # of each launch: all; of a split product some, to bound the memory of its parts
-    step = num_rows if tiling(w).split == 1 else max(ROWS_AT_ONCE, MAX_TILES * TILE)
+    num_rows = max(1, out.shape[0])
+    way = larger(form, w, num_rows, x.device)
+    # Of each launch: all rows; where shares lie in memory some, to bound it.
+    split = tiling(w).split > 1 and not (way is not None and way.whole)
+    step = max(ROWS_AT_ONCE, MAX_TILES * TILE) if split else num_rows
     for start in range(0, out.shape[0], step):
         part = slice(start, start + step)
         scales = None if ready.scales is None else ready.scales[part]
         piece = Ready(form, ready.values[part], scales)
-        for launch in multiplication(piece, w, bias, None if residual is None else residual[part], out[part]):
+        for launch in multiplication(piece, w, bias, None if residual is None else residual[part], out[part], way):
             launch.run()
     return out
 

@@ -89,7 +89,7 @@ class Launch:
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
 
 
-def _cannot_compile(error: Exception) -> bool:
+def cannot_compile(error: Exception) -> bool:
     """Whether a launch failed before it ran. Errors of a GPU at work, and a full memory, are not for hiding."""
     if isinstance(error, TritonError | subprocess.CalledProcessError | FileNotFoundError):
         return True
@@ -107,7 +107,7 @@ def guarded(what: str, kernel: Callable[[], T], reference: Callable[[], T]) -> T
     try:
         return kernel()
     except Exception as error:
-        if not _cannot_compile(error):
+        if not cannot_compile(error):
             raise
         broken.add(what)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
