@@ -18,6 +18,7 @@ from sameseed.ops.triton.wide import Way
 from sameseed.scheme import QuantTensor
 
 ROWS_AT_ONCE = 256  # of a split product: bounds the memory of its parts
+MOST_AT_ONCE, CHUNK = 16384, 8192  # columns of a gated row that registers hold; of each part of a wider one
 SUMMED = 1024  # outputs whose shares one program adds
 _FORMS = {  # of prepared rows: how they are stored
     "single": torch.float32,
@@ -97,6 +98,7 @@ def preparation(rows: RowSource, form: str, group: int) -> tuple[Launch, Ready]:
         "GATHER": index is not None,
         "GROUP": block if groups == 1 else group,
         "BLOCK": block,
+        "CHUNK": min(block, CHUNK) if source == "silu" and block > MOST_AT_ONCE else block,
     }
     warps = min(16, max(1, block // 512))
     launch = Launch(row_kernels.prepare, (num_rows,), arguments, constants, warps)

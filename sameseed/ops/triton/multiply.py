@@ -103,12 +103,13 @@ def product(
     o = tl.arange(0, BLOCK_O)
     base = (tl.program_id(1) * BLOCK_O).to(tl.int64)
     outputs_at = tl.program_id(1) * BLOCK_O + o
+    known = outputs_at < outputs
     of_group = base * num_groups + ((o // 32) * (num_groups * 32) + o % 32)  # packing.by_block
     if WHOLE and SPLIT > 1:
         t = (first + tl.arange(0, TILE)).to(tl.int64)
         total = tl.zeros((TILE, BLOCK_O), tl.float32)
         for each in range(SPLIT):
-            accs = share_of(x_ptr, row_scale_ptr, w_ptr, low_ptr, scale_ptr, zero_ptr, first, base, outputs_at < outputs,
+            accs = share_of(x_ptr, row_scale_ptr, w_ptr, low_ptr, scale_ptr, zero_ptr, first, base, known,
                          of_group, each, num_rows, depth, num_groups, num_steps, WEIGHT, ROWS, GROUPED, WIDTH, PARTS,
                          SPAN, EVEN_K, EVEN_O, BLOCK_O, SPLIT, TILE, 1, LEFT, MACHINE, FLOAT8, WIDEN)  # fmt: skip
             y = _whole(accs[0], row_scale_ptr, scale_ptr, t, outputs_at, of_group, num_rows, outputs, WEIGHT, ROWS,
@@ -119,7 +120,7 @@ def product(
         total = _with_extras(total, bias_ptr, residual_ptr, at, outputs_at, outputs, inside, BIAS, RESIDUAL)
         tl.store(out_ptr + at, total, mask=inside)
     else:
-        accs = share_of(x_ptr, row_scale_ptr, w_ptr, low_ptr, scale_ptr, zero_ptr, first, base, outputs_at < outputs,
+        accs = share_of(x_ptr, row_scale_ptr, w_ptr, low_ptr, scale_ptr, zero_ptr, first, base, known,
                      of_group, share, num_rows, depth, num_groups, num_steps, WEIGHT, ROWS, GROUPED, WIDTH, PARTS,
                      SPAN, EVEN_K, EVEN_O, BLOCK_O, SPLIT, TILE, TILES, LEFT, MACHINE, FLOAT8, WIDEN)  # fmt: skip
         for tile in tl.static_range(TILES):
