@@ -19,6 +19,7 @@ from sameseed.scheme import QuantTensor
 
 ROWS_AT_ONCE = 256  # of a split product: bounds the memory of its parts
 MOST_AT_ONCE, CHUNK = 16384, 8192  # columns of a gated row that registers hold; of each part of a wider one
+EARLY = False  # programmatic dependent launch (9.0 and newer): off until a GPU has shown its laws and its times
 SUMMED = 1024  # outputs whose shares one program adds
 _FORMS = {  # of prepared rows: how they are stored
     "single": torch.float32,
@@ -48,6 +49,11 @@ def capability(device: torch.device) -> tuple[int, int]:
 def converts_fp8(device: torch.device) -> bool:
     """Whether the GPU makes float16 of 8-bit floats by an instruction (8.9 and newer); otherwise several do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def begins_early(device: torch.device) -> bool:
+    """Whether kernels begin while those before them end."""
+    return EARLY and not interpreted() and capability(device) >= (9, 0)
 
 
 def form_for(w: QuantTensor) -> str:
@@ -98,6 +104,7 @@ def preparation(rows: RowSource, form: str, group: int) -> tuple[Launch, Ready]:
         "GATHER": index is not None,
         "GROUP": block if groups == 1 else group,
         "BLOCK": block,
+        "EARLY": begins_early(x.device),
         "CHUNK": min(block, CHUNK) if source == "silu" and block > MOST_AT_ONCE else block,
     }
     warps = min(16, max(1, block // 512))
@@ -137,13 +144,13 @@ def multiplication(
         "num_groups": depth // w.group,
         "num_steps": how.steps,
     }
-    constants = {**_cut(ready, w, out.device, tile), **flags, "TILES": count}
+    constants = {**_cut(ready, w, out.device, tile), **flags, "TILES": count, "EARLY": begins_early(out.device)}
     free = frozenset({"num_rows"})
     first = Launch(multiply.product, grid, arguments, constants, tile.warps, tile.stages, free)
     if parts == 1:
         return [first]
     arguments = {"parts_ptr": target, **extras, "out_ptr": out, "num_rows": num_rows, "outputs": outputs}
-    grid, constants = (num_rows, -(-outputs // SUMMED), 1), {**flags, "BLOCK": SUMMED}
+    grid, constants = (num_rows, -(-outputs // SUMMED), 1), {**flags, "BLOCK": SUMMED, "EARLY": constants["EARLY"]}
     return [first, Launch(multiply.combine, grid, arguments, constants, free=free)]
 
 

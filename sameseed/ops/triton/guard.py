@@ -51,7 +51,8 @@ class Launch:
     @property
     def options(self) -> dict[str, Any]:
         """No fusion of product and sum but where the kernel says fma: bits do not hang on the compiler."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        return {**options, "launch_pdl": True} if self.constants.get("EARLY") else options
 
     def run(self) -> None:
         """Launch it; nothing where the grid is empty."""

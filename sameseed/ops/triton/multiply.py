@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sameseed.ops.triton import early
 from sameseed.ops.triton.sums import share_of
 
 
@@ -94,6 +95,7 @@ def product(
     MACHINE: tl.constexpr,
     FLOAT8: tl.constexpr,
     WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (m, o, s): TILES * TILE rows, BLOCK_O outputs, share s of the steps. A group is SPAN parts of a step.
 
@@ -104,6 +106,9 @@ def product(
     base = (tl.program_id(1) * BLOCK_O).to(tl.int64)
     outputs_at = tl.program_id(1) * BLOCK_O + o
     known = outputs_at < outputs
+    if EARLY:
+        early.fetch(w_ptr, outputs_at, share, depth, outputs, num_steps, WEIGHT == "dense", WIDTH, SPLIT, 2)
+    early.wait(EARLY)
     of_group = base * num_groups + ((o // 32) * (num_groups * 32) + o % 32)  # packing.by_block
     if WHOLE and SPLIT > 1:
         t = (first + tl.arange(0, TILE)).to(tl.int64)
@@ -148,8 +153,10 @@ def combine(
     RESIDUAL: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The parts of a row's sums, added in ascending order; then bias and residual."""
+    early.wait(EARLY)
     t = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = o < outputs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sameseed.ops.triton import early
 from sameseed.ops.triton.rounding import ROUND, SMALLEST, bfloat, inverse, power_of
 
 
@@ -137,8 +138,10 @@ def prepare(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row of `SOURCE` in the `FORM` that a product takes; scales: a power of two per row, or one per group."""
+    early.wait(EARLY)
     t = tl.program_id(0).to(tl.int64)
     row = t
     if GATHER:

@@ -46,7 +46,7 @@ def way(how: Tiling, form: str, grouped: bool, num_rows: int, capability: tuple[
         return Way(FEW, how.outputs, how.warps, 3, True, False) if hopper and form != "int8" else None
     if form == "int8":
         return Way(64, OUTPUTS, 8, 2, False, True) if hopper else None
-    if grouped:  # a third tile of sums: half as many rows
+    if grouped or form == "fp8":  # a third tile of sums or scales: half as many rows
         return Way(64, OUTPUTS, 8, 3, True, True)
     return Way(128, OUTPUTS, 8, 3 if dense else 2, False, True)
 
