@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from sameseed.ops.triton import early
+from sameseed.ops.triton.rows import make_ready
 from sameseed.ops.triton.sums import share_of
 
 
@@ -141,6 +142,21 @@ def product(
                 tl.store(out_ptr + share.to(tl.int64) * num_rows * outputs + at, y, mask=inside)
 
 
+@triton.jit
+def add_shares(
+    parts_ptr, bias_ptr, residual_ptr, out_ptr, t, o, num_rows, outputs,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The parts of a row's sums `o`, added in ascending order; then bias and residual."""
+    inside = o < outputs
+    at = t * outputs + o
+    y = tl.load(parts_ptr + at, mask=inside, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        y = y + tl.load(parts_ptr + part * num_rows.to(tl.int64) * outputs + at, mask=inside, other=0.0)
+    y = _with_extras(y, bias_ptr, residual_ptr, at, o, outputs, inside, BIAS, RESIDUAL)
+    tl.store(out_ptr + at, y, mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def combine(
     parts_ptr,
@@ -157,12 +173,36 @@ def combine(
 ):
     """The parts of a row's sums, added in ascending order; then bias and residual."""
     early.wait(EARLY)
-    t = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = o < outputs
-    at = t * outputs + o
-    y = tl.load(parts_ptr + at, mask=inside, other=0.0)
-    for part in tl.static_range(1, SPLIT):
-        y = y + tl.load(parts_ptr + part * num_rows.to(tl.int64) * outputs + at, mask=inside, other=0.0)
-    y = _with_extras(y, bias_ptr, residual_ptr, at, o, outputs, inside, BIAS, RESIDUAL)
-    tl.store(out_ptr + at, y, mask=inside)
+    add_shares(parts_ptr, bias_ptr, residual_ptr, out_ptr, tl.program_id(0).to(tl.int64), o, num_rows, outputs, BIAS,
+               RESIDUAL, SPLIT)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def combine_norm(
+    parts_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    norm_ptr,
+    values_ptr,
+    scale_ptr,
+    num_rows,
+    outputs,
+    eps,
+    num_groups,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """`combine` of a whole row, then `rows.prepare` of it, normed: read again from memory, so that all bits are its."""
+    early.wait(EARLY)
+    t = tl.program_id(0).to(tl.int64)
+    add_shares(parts_ptr, bias_ptr, residual_ptr, out_ptr, t, tl.arange(0, BLOCK), num_rows, outputs, BIAS, RESIDUAL,
+               SPLIT)  # fmt: skip
+    tl.debug_barrier()  # all threads' sums are written
+    make_ready(out_ptr, norm_ptr, values_ptr, scale_ptr, t, t, outputs, eps, num_groups, "norm", FORM, GROUP, BLOCK)

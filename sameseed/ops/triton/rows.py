@@ -122,6 +122,21 @@ def _in_chunks(
             _stored(x, finite, a, out_ptr, scale_ptr, t, first, width, num_groups, FORM, GROUP, CHUNK)
 
 
+@triton.jit
+def make_ready(
+    x_ptr, norm_ptr, out_ptr, scale_ptr, t, row, width, eps, num_groups,
+    SOURCE: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row `row` of x, from `SOURCE`, as row t of a product in the form."""
+    x = _source(x_ptr, norm_ptr, row, width, eps, SOURCE, BLOCK)
+    finite, a = 1, 0.0
+    if FORM == "half":
+        a = tl.max(tl.abs(x), axis=0)
+    elif FORM == "int8" or FORM == "fp8":
+        finite, a = _extent(tl.reshape(x, (BLOCK // GROUP, GROUP)))
+    _stored(x, finite, a, out_ptr, scale_ptr, t, 0, width, num_groups, FORM, GROUP, BLOCK)
+
+
 @triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def prepare(
     x_ptr,
@@ -149,13 +164,7 @@ def prepare(
     if CHUNK < BLOCK:
         _in_chunks(x_ptr, out_ptr, scale_ptr, t, width, num_groups, FORM, GROUP, BLOCK, CHUNK)
     else:
-        x = _source(x_ptr, norm_ptr, row, width, eps, SOURCE, BLOCK)
-        finite, a = 1, 0.0
-        if FORM == "half":
-            a = tl.max(tl.abs(x), axis=0)
-        elif FORM == "int8" or FORM == "fp8":
-            finite, a = _extent(tl.reshape(x, (BLOCK // GROUP, GROUP)))
-        _stored(x, finite, a, out_ptr, scale_ptr, t, 0, width, num_groups, FORM, GROUP, BLOCK)
+        make_ready(x_ptr, norm_ptr, out_ptr, scale_ptr, t, row, width, eps, num_groups, SOURCE, FORM, GROUP, BLOCK)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])

@@ -19,7 +19,7 @@ from sameseed.scheme import QuantScheme
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel is tested")
 from sameseed.ops import triton as gpu  # noqa: E402
-from sameseed.ops.triton import dispatch, guard  # noqa: E402
+from sameseed.ops.triton import dispatch, guard, kv  # noqa: E402
 from sameseed.ops.triton.interpreter import dot  # noqa: E402
 
 pytestmark = pytest.mark.triton
@@ -238,7 +238,7 @@ def test_the_smallest_shapes_compile():
     launch, ready = dispatch.preparation(plain_rows(torch.empty(1, 64)), "int8", w.group)
     launches = [launch, *dispatch.multiplication(ready, w, torch.ones(1), torch.ones(1, 1), torch.empty(1, 1))]
     launches.append(dispatch.preparation(normed_rows(torch.empty(1, 1), torch.ones(1), 1e-5), "single", 1)[0])
-    launches.append(dispatch.rotation(torch.empty(1, 1, 2), torch.zeros(1, dtype=torch.int32), torch.empty(1, 2))[0])
+    launches.append(kv.rotation(torch.empty(1, 1, 2), torch.zeros(1, dtype=torch.int32), torch.empty(1, 2))[0])
     assert all(launch.compile(90).asm["cubin"] for launch in launches)
 
 
@@ -261,7 +261,7 @@ def test_small_ops_compile(capability):
     launches = [
         dispatch.preparation(gated_rows(torch.empty(3, 256)), "single", 1)[0],
         dispatch.preparation(gated_rows(torch.empty(3, 256)), "int8", 64)[0],
-        dispatch.rotation(torch.empty(3, 2, 64), torch.zeros(3, dtype=torch.int32), torch.empty(9, 64))[0],
+        kv.rotation(torch.empty(3, 2, 64), torch.zeros(3, dtype=torch.int32), torch.empty(9, 64))[0],
     ]
     assert all(launch.compile(capability).asm["cubin"] for launch in launches)
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing is compiled")
 from sameseed.ops import normed_rows, triton as gpu
-from sameseed.ops.triton import dispatch, guard
+from sameseed.ops.triton import dispatch, guard, prepared
 from sameseed.scheme import QuantScheme
 
 pytestmark = [pytest.mark.triton, pytest.mark.skipif(guard.interpreted(), reason="the interpreter compiles nothing")]
@@ -26,7 +26,7 @@ def launches(name: str) -> list[guard.Launch]:
 def test_only_weights_are_asked_for_before_the_wait(name, tmp_path, monkeypatch):
     """A kernel launched early that did not wait would let its successor read what its predecessor has not written."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(dispatch, "EARLY", True)
+    monkeypatch.setattr(prepared, "EARLY", True)
     made = launches(name)
     assert len(made) == 3
     for launch in made:
@@ -44,10 +44,10 @@ def test_no_kernel_begins_early_unless_asked():
 
 
 def test_older_gpus_and_the_interpreter_begin_in_turn(monkeypatch):
-    monkeypatch.setattr(dispatch, "EARLY", True)
-    monkeypatch.setattr(dispatch, "capability", lambda device: (8, 9))
-    assert not dispatch.begins_early(torch.device("cuda"))
-    monkeypatch.setattr(dispatch, "capability", lambda device: (9, 0))
-    assert dispatch.begins_early(torch.device("cuda"))
-    monkeypatch.setattr(dispatch, "interpreted", lambda: True)
-    assert not dispatch.begins_early(torch.device("cuda"))
+    monkeypatch.setattr(prepared, "EARLY", True)
+    monkeypatch.setattr(prepared, "capability", lambda device: (8, 9))
+    assert not prepared.begins_early(torch.device("cuda"))
+    monkeypatch.setattr(prepared, "capability", lambda device: (9, 0))
+    assert prepared.begins_early(torch.device("cuda"))
+    monkeypatch.setattr(prepared, "interpreted", lambda: True)
+    assert not prepared.begins_early(torch.device("cuda"))
