@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from sameseed.ops import gated_rows, normed_rows, plain_rows, triton as backend
-from sameseed.ops.triton import dispatch, packing, tiling, wide
+from sameseed.ops import Then, gated_rows, normed_rows, plain_rows, triton as backend
+from sameseed.ops.triton import dispatch, packing, prepared, tiling, wide
 from sameseed.ops.triton.guard import Launch
 from sameseed.scheme import QuantScheme, QuantTensor
 
@@ -31,7 +31,7 @@ FORMATS = "bf16,w8a16,w8a8,fp8,fp8-a8,w4a16,w4a16-g32-asym,w4a8,w8a8n,nf4,mxfp4"
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of an 8B Llama
 LM_HEAD, LAYERS = (128256, 4096), 32
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
-SPILLS = {"nf4, 64 rows": 400, "w4a8, 64 rows": 64, "w8a8n, 64 rows": 64}  # bytes; others: none
+SPILLS = {"w4a8, 64 rows": 64, "w4a8, 512 rows": 64, "mxfp4, 64 rows": 64}  # bytes; others: none
 INNER = re.compile(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
 
 
@@ -70,8 +70,8 @@ def weight(name: str, outputs: int, depth: int) -> QuantTensor:
 def product(w: QuantTensor, num_rows: int, capability: int) -> list[Launch]:
     """The launches of the product of so many rows with `w`, on tensors without numbers."""
     outputs, depth = w.shape
-    form, x = dispatch.form_for(w), torch.empty(num_rows, depth, device="meta")
-    ready = dispatch.preparation(plain_rows(x), form, w.group)[1]
+    form, x = prepared.form_for(w), torch.empty(num_rows, depth, device="meta")
+    ready = prepared.preparation(plain_rows(x), form, w.group)[1]
     way = wide.way(tiling.tiling(w), form, w.group != depth, num_rows, divmod(capability, 10))
     return dispatch.multiplication(ready, w, None, None, torch.empty(num_rows, outputs, device="meta"), way)
 
@@ -81,13 +81,18 @@ def launches(formats: list[str], capability: int) -> Iterator[tuple[str, Launch]
     for name in formats:
         for rows, what in ((1, "gate_up"), (64, "gate_up"), (512, "down")):  # down's sums are shared out
             yield f"{name}, {rows} rows", product(weight(name, *SHAPES[what]), rows, capability)[0]
-    yield "combine", product(weight("w4a16", *SHAPES["o"]), 1, capability)[1]
+    w = weight("w4a16", *SHAPES["o"])
+    combine = product(w, 1, capability)[1]
+    yield "combine", combine
     x, norm = torch.empty(3, 4096, device="meta"), torch.empty(4096, device="meta")
+    joined = dispatch.joined(combine, Then(norm, 1e-5, w), x[:1])
+    assert joined is not None
+    yield "combine, norm to half", joined[0]
     for form, group in (("half", 4096), ("bf16", 4096), ("int8", 128), ("fp8", 128)):
-        yield f"norm to {form}", dispatch.preparation(normed_rows(x, norm, 1e-5), form, group)[0]
+        yield f"norm to {form}", prepared.preparation(normed_rows(x, norm, 1e-5), form, group)[0]
         for width in (14336, 28672):
-            rows = gated_rows(torch.empty(3, 2 * width, device="meta"))
-            yield f"silu of {width} to {form}", dispatch.preparation(rows, form, width if group > 128 else group)[0]
+            gated = gated_rows(torch.empty(3, 2 * width, device="meta"))
+            yield f"silu of {width} to {form}", prepared.preparation(gated, form, width if group > 128 else group)[0]
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -122,10 +127,12 @@ def examine(launch: Launch, capability: int) -> Code:
     return Code(usage["REG"], usage["STACK"], compiled.metadata.shared, len(loop), " ".join(sorted(tensor)))
 
 
-def check(formats: list[str], capability: int) -> list[str]:
-    """Print every kernel's code; returns what exceeds its budget."""
+def check(formats: list[str], capability: int, only: str = "") -> list[str]:
+    """Print the code of every kernel whose name has the pattern `only`; returns what exceeds its budget."""
     bad = []
     for name, launch in launches(formats, capability):
+        if not re.search(only, name):
+            continue
         code = examine(launch, capability)
         faults = code.faults(name, launch.warps, capability)
         bad += [f"{name}, {capability / 10}: {fault}" for fault in faults]
