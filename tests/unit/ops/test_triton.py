@@ -26,7 +26,7 @@ pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
 interpreted = guard.interpreted()
 CPU_ONLY = ("test_graphs.py", "test_model.py", "test_rounds.py")
-PREPARED = ("attention", "kv", "linear", "sampling", "rounds")
+PREPARED = ("attention", "kv", "linear", "rows", "sampling", "rounds", "wide")
 
 
 def run_cases(name: str, *more: str, **settings: str) -> None:
