@@ -293,7 +293,7 @@ def layout_of_sum(launch: guard.Launch) -> str:
     return f"{named} {re.search(r'num-warps. = ([0-9]+)', text)[1]}"
 
 
-NEXT = {"half": "w4a16", "bf16": "bf16", "int8": "w4a8-g64", "fp8": "fp8-a8-g128"}  # weights that take a form
+NEXT = {"half": "w4a16", "bf16": "bf16", "int8": "w4a8-g64", "fp8": "fp8-a8"}  # weights that take a form
 EVERY_FORM = [(form, gather) for form in ("single", "half", "bf16", "int8", "fp8") for gather in (False, True)]
 EVERY_FORM += [(form, False, True) for form in NEXT]
 
