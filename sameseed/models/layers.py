@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.models.config import ModelConfig, RopeConfig
-from sameseed.ops import Ops, RowSource, gated_rows, normed_rows, plain_rows
+from sameseed.ops import Ops, RowSource, Then, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
 
@@ -70,15 +70,20 @@ def run_layer(
     kv: KVLayer,
     rope: Tensor,
     window: int | None,
+    then: Then | None = None,
 ) -> Tensor:
-    """A decoder layer [T, C]: its attention reads `rows`, stores keys and values, and adds to `residual` [T, C]."""
+    """A decoder layer [T, C]: its attention reads `rows`, stores keys and values, and adds to `residual` [T, C].
+
+    then: what the next layer does with it.
+    """
     qkv = ops.product(rows, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
     norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
     q = ops.rope_store(qkv, c.num_heads, kv, batch, rope, norms, c.rms_eps)  # [T, H, D]
     out = ops.attention(q, kv, batch, c.head_dim**-0.5, window)  # [T, H, D]
-    x = ops.product(plain_rows(out.view(-1, c.num_heads * c.head_dim)), w.o, w.o_bias, residual=residual)
+    next_rows = Then(w.post_norm, c.rms_eps, w.gate_up)
+    x = ops.product(plain_rows(out.view(-1, c.num_heads * c.head_dim)), w.o, w.o_bias, residual, next_rows)
     gate_up = ops.product(normed_rows(x, w.post_norm, c.rms_eps), w.gate_up, w.gate_up_bias)  # [T, 2 I]
-    return ops.product(gated_rows(gate_up), w.down, w.down_bias, residual=x)
+    return ops.product(gated_rows(gate_up), w.down, w.down_bias, x, then)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -12,7 +12,7 @@ from sameseed.batch import Batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig
 from sameseed.models.layers import ModelWeights, rope_table, run_layer
-from sameseed.ops import Ops, normed_rows
+from sameseed.ops import Ops, Then, normed_rows
 
 
 class Llama:
@@ -70,7 +70,8 @@ class Llama:
         kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):
             rows = normed_rows(x, layer.input_norm, eps)
-            x = run_layer(ops, c, layer, rows, x, batch, cache.layers[i], self.rope, c.windows[i])
+            then = Then(w.layers[i + 1].input_norm, eps, w.layers[i + 1].qkv) if i + 1 < len(w.layers) else None
+            x = run_layer(ops, c, layer, rows, x, batch, cache.layers[i], self.rope, c.windows[i], then)
             if i in captures:
                 kept[i] = x
         logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)

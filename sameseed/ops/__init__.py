@@ -8,6 +8,7 @@ A backend is a module that defines any subset of the ops in `reference.py`, whic
 What it lacks falls through to the reference. Where its kernels want weights in a layout of their own it has `pack`,
 `unpack`, `serves`, and perhaps `encode`, which rounds and packs at once. With `replayer` it may record a forward pass
 and replay it, with `choose` choose tokens where their logits are, with `move_stacked` move rows of all layers at once.
+One that `looks_ahead` is told what a product's rows become next.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sameseed import devices, registry
 from sameseed.batch import Batch, Draws
 from sameseed.errors import ConfigError
 from sameseed.ops import reference
-from sameseed.ops._rows import RowSource, gated_rows, normed_rows, plain_rows
+from sameseed.ops._rows import RowSource, Then, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Ops",
     "Replayed",
     "RowSource",
+    "Then",
     "available_cores",
     "by_part",
     "gated_rows",
@@ -88,6 +90,7 @@ class Ops:
         self._product_rounding: Callable[[QuantTensor], float] = getattr(backend, "product_rounding", lambda w: 0.0)
         self._attention_rounding: Callable[[str], float] = getattr(backend, "attention_rounding", lambda name: 0.0)
         self._product: Callable[..., Tensor] | None = getattr(backend, "product", None)
+        self._looks_ahead: bool = getattr(backend, "looks_ahead", False)
         self._embedding: Callable[..., Tensor] = getattr(backend, "embedding", reference.embedding)
         self._rope_store: Callable[..., Tensor] | None = getattr(backend, "rope_store", None)
         self._choose: Callable[[Tensor, Draws, Tensor | None], Tensor | None] | None = getattr(backend, "choose", None)
@@ -173,11 +176,12 @@ class Ops:
         w: QuantTensor | tuple[QuantTensor, ...],
         bias: Tensor | None = None,
         residual: Tensor | None = None,
+        then: Then | None = None,
     ) -> Tensor:
         """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
         Rows that are normed or gated give the bits of `rms_norm` or `silu_mul` and a product after it. The products of
-        several w stand side by side; these take no residual.
+        several w stand side by side; these take no residual. then: what is asked of the result next.
         """
         if isinstance(w, tuple):
             assert residual is None
@@ -185,6 +189,8 @@ class Ops:
         if w.order is not None:  # backends take rows in the order of the codes
             rows = plain_rows(rows.prepared(self.rms_norm, self.silu_mul).index_select(1, w.order))
         if self._product is not None and self._serves(w):
+            if then is not None and self._looks_ahead and self._ready_for(then.w):
+                return self._product(rows, w, bias, residual, then)
             return self._product(rows, w, bias, residual)
         _say_once(
             f"no {self.name!r} kernel for weights in {w.format!r} (group {w.group}); using the reference "
@@ -192,6 +198,9 @@ class Ops:
         )
         x = rows.prepared(self.rms_norm, self.silu_mul)
         return reference.product(plain_rows(x), self.unpack(w), bias, residual)
+
+    def _ready_for(self, w: QuantTensor | tuple[QuantTensor, ...]) -> bool:
+        return not isinstance(w, tuple) and w.order is None and self._serves(w)
 
     # --- cache ---
 

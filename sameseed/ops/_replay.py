@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.ops import _native_cache as cache_ops, _native_rows as row_ops, by_part
-from sameseed.ops._rows import RowSource, plain_rows
+from sameseed.ops._rows import RowSource, Then, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -112,6 +112,7 @@ class Recorder:
         w: QuantTensor | tuple[QuantTensor, ...],
         bias: Tensor | None = None,
         residual: Tensor | None = None,
+        then: Then | None = None,
     ) -> Tensor:
         if isinstance(w, tuple):
             return self.beside([self.product(rows, p, b) for p, b in by_part(w, bias)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -25,6 +25,14 @@ class RowSource(NamedTuple):
         if self.norm is not None:
             return rms_norm(x, self.norm, self.eps)
         return silu_mul(x) if self.kind == "silu" else x
+
+
+class Then(NamedTuple):
+    """What a product's rows become next: normed [C], multiplied by `w`. A backend may begin with it; no bits change."""
+
+    norm: Tensor
+    eps: float
+    w: Any  # QuantTensor, or several side by side
 
 
 def plain_rows(x: Tensor, row_ids: Tensor | None = None) -> RowSource:

@@ -19,9 +19,10 @@ from sameseed.ops.triton.packing import embedding, pack, serves, unpack
 _missing: str | None = None
 try:
     from sameseed.ops.triton.attention import attention, attention_rounding
-    from sameseed.ops.triton.dispatch import product, product_rounding, rms_norm, rope, silu_mul
+    from sameseed.ops.triton.dispatch import product, rms_norm, silu_mul
     from sameseed.ops.triton.graphs import replayer
-    from sameseed.ops.triton.kv import move_kv, move_stacked, rope_store, store_kv
+    from sameseed.ops.triton.kv import move_kv, move_stacked, rope, rope_store, store_kv
+    from sameseed.ops.triton.prepared import product_rounding
     from sameseed.ops.triton.sampling import choose
 
     if interpreted():
@@ -33,6 +34,7 @@ except ModuleNotFoundError as error:
 
 
 row_invariant = True
+looks_ahead = True  # `product` takes what its rows become next
 LINEAR_FORMATS = packing.DENSE | packing.CODED
 KV_FORMATS = frozenset({"fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"})
 DEVICES = frozenset({"cpu" if interpreted() else "cuda"})
@@ -66,6 +68,7 @@ __all__ = [
     "attention_rounding",
     "choose",
     "embedding",
+    "looks_ahead",
     "move_kv",
     "move_stacked",
     "pack",

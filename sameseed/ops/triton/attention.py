@@ -15,9 +15,9 @@ from torch import Tensor
 from sameseed.batch import Batch
 from sameseed.ops import reference
 from sameseed.ops.triton.attend import attend
-from sameseed.ops.triton.dispatch import converts_fp8
 from sameseed.ops.triton.guard import Launch, guarded, interpreted
 from sameseed.ops.triton.kv import KINDS, LARGEST, heads_packed
+from sameseed.ops.triton.prepared import converts_fp8
 from sameseed.ops.triton.softmax import AT_ONCE, combine
 from sameseed.ops.triton.tiling import MULTIPROCESSORS
 from sameseed.scheme import KVLayer

@@ -51,7 +51,8 @@ class Launch:
     @property
     def options(self) -> dict[str, Any]:
         """No fusion of product and sum but where the kernel says fma: bits do not hang on the compiler."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        return {**options, "launch_pdl": True} if self.constants.get("EARLY") else options
 
     def run(self) -> None:
         """Launch it; nothing where the grid is empty."""
@@ -89,7 +90,7 @@ class Launch:
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
 
 
-def _cannot_compile(error: Exception) -> bool:
+def cannot_compile(error: Exception) -> bool:
     """Whether a launch failed before it ran. Errors of a GPU at work, and a full memory, are not for hiding."""
     if isinstance(error, TritonError | subprocess.CalledProcessError | FileNotFoundError):
         return True
@@ -107,7 +108,7 @@ def guarded(what: str, kernel: Callable[[], T], reference: Callable[[], T]) -> T
     try:
         return kernel()
     except Exception as error:
-        if not _cannot_compile(error):
+        if not cannot_compile(error):
             raise
         broken.add(what)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -12,8 +12,9 @@ from torch import Tensor
 from sameseed.batch import Batch
 from sameseed.ops import reference
 from sameseed.ops.triton.cached_rows import copy_rows, rotate_store, store
-from sameseed.ops.triton.dispatch import rms_norm, rope
+from sameseed.ops.triton.dispatch import rms_norm
 from sameseed.ops.triton.guard import Launch, guarded
+from sameseed.ops.triton.rows import rotate
 from sameseed.scheme import KVLayer
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}  # codes of formats with scales
@@ -166,3 +167,35 @@ def rope_store(
         return rope(q, batch.positions, table)
 
     return guarded(f"rope_store ({layer.format})", kernel, one_after_the_other)
+
+
+def rotation(x: Tensor, positions: Tensor, table: Tensor) -> tuple[Launch, Tensor]:
+    """The launch of rope, and where it writes."""
+    num_rows, heads, dim = x.shape
+    out = torch.empty(num_rows, heads, dim, dtype=torch.float32, device=x.device)
+    arguments = {
+        "x_ptr": x,
+        "positions_ptr": positions,
+        "table_ptr": table,
+        "out_ptr": out,
+        "row_stride": x.stride(0),
+        "num_heads": heads,
+    }
+    half = dim // 2
+    block = max(16, 1 << (half - 1).bit_length())
+    return Launch(rotate, (num_rows, heads), arguments, {"HALF": half, "BLOCK": block}, 1), out
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines.
+
+    Positions beyond the table are not looked for here: a batch bounds them.
+    """
+
+    def kernel() -> Tensor:
+        packed = x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+        launch, out = rotation(packed, positions, table.contiguous())
+        launch.run()
+        return out
+
+    return guarded("rope", kernel, lambda: reference.rope(x, positions, table))

@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sameseed.ops.triton import early
 from sameseed.ops.triton.rounding import ROUND, SMALLEST, bfloat, inverse, power_of
+
+
+@triton.jit
+def _gated(base, cols, width):
+    """Columns of SwiGLU of a row of 2 * width."""
+    gate = tl.load(base + cols, mask=cols < width, other=0.0)
+    up = tl.load(base + width + cols, mask=cols < width, other=0.0)
+    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -19,10 +28,7 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
     cols = tl.arange(0, BLOCK)
     inside = cols < width
     if SOURCE == "silu":
-        base = x_ptr + row * (2 * width)
-        gate = tl.load(base + cols, mask=inside, other=0.0)
-        up = tl.load(base + width + cols, mask=inside, other=0.0)
-        x = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+        x = _gated(x_ptr + row * (2 * width), cols, width)
     else:
         x = tl.load(x_ptr + row * width + cols, mask=inside, other=0.0)
         if SOURCE == "norm":
@@ -37,11 +43,16 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _quantized(groups, FORM: tl.constexpr, GROUPS: tl.constexpr):
+def _extent(groups):
+    """Of groups [GROUPS, GROUP]: whether all are finite (1 or 0), and the largest size."""
+    return tl.min((tl.abs(groups) < float("inf")).to(tl.int32), axis=1), tl.max(tl.abs(groups), axis=1)
+
+
+@triton.jit
+def _quantized(groups, finite, a, FORM: tl.constexpr, GROUPS: tl.constexpr):
     """Groups of a row [GROUPS, GROUP] as the values of int8 or e4m3 codes, and their scales [GROUPS]."""
     END: tl.constexpr = 127.0 if FORM == "int8" else 448.0
-    finite = tl.min((tl.abs(groups) < float("inf")).to(tl.int32), axis=1) == 1
-    a = tl.max(tl.abs(groups), axis=1)
+    finite = finite == 1
     usable = finite & (a >= SMALLEST)
     a = tl.where(usable, a, 1.0)
     values = groups * tl.div_rn(tl.full((GROUPS,), END, tl.float32), a)[:, None]
@@ -59,6 +70,73 @@ def _quantized(groups, FORM: tl.constexpr, GROUPS: tl.constexpr):
     return tl.where(usable[:, None], values, 0.0), scales
 
 
+@triton.jit
+def _stored(
+    x, finite, a, out_ptr, scale_ptr, t, first, width, num_groups,
+    FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns from `first` [BLOCK] in the form. finite, a: of their groups; of "half" a is the row's largest size."""
+    cols = first + tl.arange(0, BLOCK)
+    at = out_ptr + t * width + cols
+    if FORM == "single":
+        tl.store(at, x, mask=cols < width)
+    elif FORM == "bf16":
+        tl.store(at, bfloat(x).to(tl.bfloat16), mask=cols < width)
+    elif FORM == "half":
+        # Divided by the power of two below its largest: float16's eleven bits, and no row overflows.
+        power = power_of(a)
+        tl.store(at, (x * inverse(power)).to(tl.float16), mask=cols < width)
+        tl.store(scale_ptr + t, power.to(tl.float32, bitcast=True))
+    else:
+        GROUPS: tl.constexpr = BLOCK // GROUP if BLOCK > GROUP else 1
+        values, scales = _quantized(tl.reshape(x, (GROUPS, BLOCK // GROUPS)), finite, a, FORM, GROUPS)
+        flat = tl.reshape(values, (BLOCK,))
+        tl.store(at, flat.to(out_ptr.dtype.element_ty), mask=cols < width)
+        g = first // GROUP + tl.arange(0, GROUPS)
+        tl.store(scale_ptr + t * num_groups + g, scales, mask=g < num_groups)
+
+
+@triton.jit
+def _in_chunks(
+    x_ptr, out_ptr, scale_ptr, t, width, num_groups,
+    FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """SwiGLU of a row too wide for registers: computed once for what all of it decides, and once more to be stored."""
+    base, cols = x_ptr + t * (2 * width), tl.arange(0, CHUNK)
+    QUANTIZED: tl.constexpr = FORM == "int8" or FORM == "fp8"
+    BY_ROW: tl.constexpr = QUANTIZED and GROUP == BLOCK
+    GROUPS: tl.constexpr = CHUNK // GROUP if QUANTIZED and not BY_ROW else 1
+    finite, a = tl.full((1,), 1, tl.int32), tl.zeros((1,), tl.float32)
+    if FORM == "half" or BY_ROW:
+        for first in range(0, BLOCK, CHUNK):
+            some, size = _extent(tl.reshape(_gated(base, first + cols, width), (1, CHUNK)))
+            finite, a = tl.minimum(finite, some), tl.maximum(a, size)
+    for first in range(0, BLOCK, CHUNK):
+        x = _gated(base, first + cols, width)
+        if FORM == "half":
+            _stored(x, finite, tl.max(a, axis=0), out_ptr, scale_ptr, t, first, width, num_groups, FORM, GROUP, CHUNK)
+        elif QUANTIZED and not BY_ROW:
+            some, size = _extent(tl.reshape(x, (GROUPS, GROUP)))
+            _stored(x, some, size, out_ptr, scale_ptr, t, first, width, num_groups, FORM, GROUP, CHUNK)
+        else:
+            _stored(x, finite, a, out_ptr, scale_ptr, t, first, width, num_groups, FORM, GROUP, CHUNK)
+
+
+@triton.jit
+def make_ready(
+    x_ptr, norm_ptr, out_ptr, scale_ptr, t, row, width, eps, num_groups,
+    SOURCE: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row `row` of x, from `SOURCE`, as row t of a product in the form."""
+    x = _source(x_ptr, norm_ptr, row, width, eps, SOURCE, BLOCK)
+    finite, a = 1, 0.0
+    if FORM == "half":
+        a = tl.max(tl.abs(x), axis=0)
+    elif FORM == "int8" or FORM == "fp8":
+        finite, a = _extent(tl.reshape(x, (BLOCK // GROUP, GROUP)))
+    _stored(x, finite, a, out_ptr, scale_ptr, t, 0, width, num_groups, FORM, GROUP, BLOCK)
+
+
 @triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def prepare(
     x_ptr,
@@ -74,30 +152,19 @@ def prepare(
     GATHER: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row of `SOURCE` in the `FORM` that a product takes; scales: a power of two per row, or one per group."""
+    early.wait(EARLY)
     t = tl.program_id(0).to(tl.int64)
     row = t
     if GATHER:
         row = tl.load(index_ptr + t).to(tl.int64)
-    x = _source(x_ptr, norm_ptr, row, width, eps, SOURCE, BLOCK)
-    cols = tl.arange(0, BLOCK)
-    if FORM == "single":
-        tl.store(out_ptr + t * width + cols, x, mask=cols < width)
-    elif FORM == "bf16":
-        tl.store(out_ptr + t * width + cols, bfloat(x).to(tl.bfloat16), mask=cols < width)
-    elif FORM == "half":
-        # Divided by the power of two below its largest: float16's eleven bits, and no row overflows.
-        power = power_of(tl.max(tl.abs(x), axis=0))
-        tl.store(out_ptr + t * width + cols, (x * inverse(power)).to(tl.float16), mask=cols < width)
-        tl.store(scale_ptr + t, power.to(tl.float32, bitcast=True))
+    if CHUNK < BLOCK:
+        _in_chunks(x_ptr, out_ptr, scale_ptr, t, width, num_groups, FORM, GROUP, BLOCK, CHUNK)
     else:
-        GROUPS: tl.constexpr = BLOCK // GROUP
-        values, scales = _quantized(tl.reshape(x, (GROUPS, GROUP)), FORM, GROUPS)
-        flat = tl.reshape(values, (BLOCK,))
-        tl.store(out_ptr + t * width + cols, flat.to(out_ptr.dtype.element_ty), mask=cols < width)
-        g = tl.arange(0, GROUPS)
-        tl.store(scale_ptr + t * num_groups + g, scales, mask=g < num_groups)
+        make_ready(x_ptr, norm_ptr, out_ptr, scale_ptr, t, row, width, eps, num_groups, SOURCE, FORM, GROUP, BLOCK)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])

@@ -1,7 +1,8 @@
 """How a product is cut into programs: a function of the weight's kind and shape, never of the number of rows.
 
 Chosen by arithmetic on paper and by what compilers make of the kernels (docs/guides/gpu.md), not by a clock: an
-H200's bandwidth and latency, and a program that keeps its stages full, are all that `_time` knows.
+H200's bandwidth, latency and issue of instructions, and a program that keeps its stages full, are all that `_time`
+knows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,20 @@ RATE = 33.0  # bytes a nanosecond that one of them gets of the memory, and ...
 SHARED_RATE = 1.3 * RATE  # ... of the second cache, where rows lie
 LATENCY = 800.0  # nanoseconds
 COMBINE = 1500.0  # of adding shares
+CLOCK, ISSUES, DEPENDENT = 1.755, 4, 0.4  # GHz; instructions a clock of a multiprocessor, and of one warp, which waits
+ISSUED = {  # instructions of a warp for each byte of the weight, at one tile of rows (benchmarks/gpu_static.py)
+    "dense": 0.03,
+    "int8_bytes": 0.035,
+    "e4m3": 0.065,
+    "e5m2": 0.065,
+    "int8": 0.08,
+    "both": 0.1,
+    "int4": 0.15,
+    "int4_bytes": 0.14,
+    "upper": 0.14,
+    "e2m1": 0.2,
+    "nf4": 0.57,
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,9 @@ def _time(cut: Tiling, outputs: int, tile: int, rows: int) -> float:
     programs = -(-outputs // cut.outputs) * cut.split
     busiest = -(-programs // MULTIPROCESSORS)
     in_flight = min(busiest, 16 // cut.warps) * (stages(1) - 1) * tile
-    step = max(tile / RATE, (tile + rows) / SHARED_RATE, LATENCY * tile / in_flight)
+    warps = min(busiest, 16 // cut.warps) * cut.warps
+    issue = tile * ISSUED[cut.kind] / (CLOCK * min(ISSUES, DEPENDENT * warps))
+    step = max(tile / RATE, (tile + rows) / SHARED_RATE, LATENCY * tile / in_flight, issue)
     sums = 2 * cut.split * TILE * outputs * 4  # bytes of shares, written and read again
     combine = 0.0 if cut.split == 1 else COMBINE + sums / (MULTIPROCESSORS * SHARED_RATE)
     return LATENCY + busiest * -(-cut.steps // cut.split) * step + combine

@@ -14,19 +14,19 @@ import pytest
 import torch
 from fixtures_ops import randn
 
-from sameseed.ops import gated_rows, normed_rows, plain_rows, reference
+from sameseed.ops import Then, gated_rows, normed_rows, plain_rows, reference
 from sameseed.scheme import QuantScheme
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel is tested")
 from sameseed.ops import triton as gpu  # noqa: E402
-from sameseed.ops.triton import dispatch, guard  # noqa: E402
+from sameseed.ops.triton import dispatch, guard, kv  # noqa: E402
 from sameseed.ops.triton.interpreter import dot  # noqa: E402
 
 pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
 interpreted = guard.interpreted()
 CPU_ONLY = ("test_graphs.py", "test_model.py", "test_rounds.py")
-PREPARED = ("attention", "kv", "linear", "sampling", "rounds")
+PREPARED = ("attention", "kv", "linear", "rows", "sampling", "rounds", "wide")
 
 
 def run_cases(name: str, *more: str, **settings: str) -> None:
@@ -238,7 +238,7 @@ def test_the_smallest_shapes_compile():
     launch, ready = dispatch.preparation(plain_rows(torch.empty(1, 64)), "int8", w.group)
     launches = [launch, *dispatch.multiplication(ready, w, torch.ones(1), torch.ones(1, 1), torch.empty(1, 1))]
     launches.append(dispatch.preparation(normed_rows(torch.empty(1, 1), torch.ones(1), 1e-5), "single", 1)[0])
-    launches.append(dispatch.rotation(torch.empty(1, 1, 2), torch.zeros(1, dtype=torch.int32), torch.empty(1, 2))[0])
+    launches.append(kv.rotation(torch.empty(1, 1, 2), torch.zeros(1, dtype=torch.int32), torch.empty(1, 2))[0])
     assert all(launch.compile(90).asm["cubin"] for launch in launches)
 
 
@@ -261,17 +261,31 @@ def test_small_ops_compile(capability):
     launches = [
         dispatch.preparation(gated_rows(torch.empty(3, 256)), "single", 1)[0],
         dispatch.preparation(gated_rows(torch.empty(3, 256)), "int8", 64)[0],
-        dispatch.rotation(torch.empty(3, 2, 64), torch.zeros(3, dtype=torch.int32), torch.empty(9, 64))[0],
+        kv.rotation(torch.empty(3, 2, 64), torch.zeros(3, dtype=torch.int32), torch.empty(9, 64))[0],
     ]
     assert all(launch.compile(capability).asm["cubin"] for launch in launches)
 
 
-def layout_of_sum(form: str, width: int, gather: bool) -> str:
-    """What decides the order of the mean's sum: the layouts of the reductions that add, and how many warps."""
-    index = torch.zeros(2, dtype=torch.int32) if gather else None
+def normed(form: str, width: int, gather: bool, joined: bool = False) -> guard.Launch:
+    """The launch that norms rows. joined: it adds the shares of a product before."""
     group = {"int8": 64, "fp8": 128}.get(form, 1)
     x, norm = torch.empty(3, width), torch.ones(width)
-    text = dispatch.preparation(normed_rows(x, norm, 1e-5, index), form, group)[0].compile(90).asm["ttgir"]
+    index = torch.zeros(2, dtype=torch.int32) if gather else None
+    launch = dispatch.preparation(normed_rows(x, norm, 1e-5, index), form, group)[0]
+    if joined:
+        before = gpu.pack(QuantScheme.parse("w4a16").encode(torch.ones(width, 4096)))
+        after = gpu.pack(QuantScheme.parse(NEXT[form]).encode(torch.ones(8, width)))
+        ready = dispatch.preparation(plain_rows(torch.empty(3, 4096)), "half", before.group)[1]
+        combine = dispatch.multiplication(ready, before, None, x, x)[1]
+        both = dispatch.joined(combine, Then(norm, 1e-5, after), x)
+        assert both is not None and launch.constants["FORM"] == both[0].constants["FORM"]
+        launch = both[0]
+    return launch
+
+
+def layout_of_sum(launch: guard.Launch) -> str:
+    """What decides the order of the mean's sum: the layouts of the reductions that add, and how many warps."""
+    text = launch.compile(90).asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.M))
     found = re.findall(r'"tt\.reduce"[^\n]*\n[^\n]*\n\s*%\w+ = arith\.addf.*?\}\) : \((.*?)\) ->', text, re.S)
     assert len(found) == 2
@@ -279,15 +293,20 @@ def layout_of_sum(form: str, width: int, gather: bool) -> str:
     return f"{named} {re.search(r'num-warps. = ([0-9]+)', text)[1]}"
 
 
+NEXT = {"half": "w4a16", "bf16": "bf16", "int8": "w4a8-g64", "fp8": "fp8-a8"}  # weights that take a form
 EVERY_FORM = [(form, gather) for form in ("single", "half", "bf16", "int8", "fp8") for gather in (False, True)]
+EVERY_FORM += [(form, False, True) for form in NEXT]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("width", "cases"),
-    [(512, [("int8", True)]), *(pytest.param(w, EVERY_FORM, marks=pytest.mark.slow) for w in (512, 3072, 4096))],
+    [
+        (512, [("int8", True), ("half", False, True)]),
+        *(pytest.param(w, EVERY_FORM, marks=pytest.mark.slow) for w in (512, 3072, 4096)),
+    ],
 )
 def test_a_norm_is_summed_in_one_order_whatever_a_row_becomes(width, cases):
     """Fused norms must have the bits of the norm by itself."""
-    made = {case: layout_of_sum(case[0], width, case[1]) for case in [("single", False), *cases]}
+    made = {case: layout_of_sum(normed(case[0], width, *case[1:])) for case in [("single", False), *cases]}
     assert len(set(made.values())) == 1, made

@@ -1,0 +1,192 @@
+"""What compilers make of the GPU's kernels, where there is no GPU: checked against budgets; nothing is measured.
+
+    .venv/bin/python benchmarks/gpu_static.py [--capabilities 80,89,90,100] [--formats w4a16,fp8] [--times]
+
+Each kernel of an 8B model is compiled for a chip and its machine code read: registers, spills, shared memory, the
+instructions of the inner loop, and which instruction multiplies. `--times` prints what `tiling._time` predicts for an
+H200 of the cuts it chooses, and of those it would choose if instructions were free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from sameseed.ops import Then, gated_rows, normed_rows, plain_rows, triton as backend
+from sameseed.ops.triton import dispatch, packing, prepared, tiling, wide
+from sameseed.ops.triton.guard import Launch
+from sameseed.scheme import QuantScheme, QuantTensor
+
+FORMATS = "bf16,w8a16,w8a8,fp8,fp8-a8,w4a16,w4a16-g32-asym,w4a8,w8a8n,nf4,mxfp4"
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of an 8B Llama
+LM_HEAD, LAYERS = (128256, 4096), 32
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
+SPILLS = {"w4a8, 64 rows": 64, "w4a8, 512 rows": 64, "mxfp4, 64 rows": 64}  # bytes; others: none
+INNER = re.compile(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
+
+
+@dataclass(frozen=True)
+class Code:
+    """Machine code of a kernel: bytes spilled and shared, instructions of a warp in its inner loop (0: none)."""
+
+    registers: int
+    spills: int
+    shared: int
+    step: int
+    tensor: str  # what multiplies: PTX's name, or ""
+
+    def faults(self, name: str, warps: int, capability: int) -> list[str]:
+        """Which budgets it exceeds."""
+        found = []
+        if self.spills > SPILLS.get(name, 0):
+            found.append(f"{self.spills} bytes spilled")
+        if self.registers * 32 * warps > 1 << 16:
+            found.append(f"{self.registers} registers of {warps} warps")
+        if self.shared > SHARED[capability]:
+            found.append(f"{self.shared} bytes of shared memory")
+        return found
+
+
+def weight(name: str, outputs: int, depth: int) -> QuantTensor:
+    """A packed weight of that size without numbers. `outputs` is a multiple of 32."""
+    small = backend.pack(QuantScheme.parse(name).encode(torch.ones(32, depth, dtype=torch.bfloat16)))
+    parts = {
+        part: torch.empty(t.shape[0] * outputs // 32, *t.shape[1:], dtype=t.dtype, device="meta")
+        for part, t in small.parts.items()
+    }
+    return replace(small, shape=(outputs, depth), parts=parts)
+
+
+def product(w: QuantTensor, num_rows: int, capability: int) -> list[Launch]:
+    """The launches of the product of so many rows with `w`, on tensors without numbers."""
+    outputs, depth = w.shape
+    form, x = prepared.form_for(w), torch.empty(num_rows, depth, device="meta")
+    ready = prepared.preparation(plain_rows(x), form, w.group)[1]
+    way = wide.way(tiling.tiling(w), form, w.group != depth, num_rows, divmod(capability, 10))
+    return dispatch.multiplication(ready, w, None, None, torch.empty(num_rows, outputs, device="meta"), way)
+
+
+def launches(formats: list[str], capability: int) -> Iterator[tuple[str, Launch]]:
+    """Every kernel that is looked at: products of few, of 64 and of many rows; rows made ready."""
+    for name in formats:
+        for rows, what in ((1, "gate_up"), (64, "gate_up"), (512, "down")):  # down's sums are shared out
+            yield f"{name}, {rows} rows", product(weight(name, *SHAPES[what]), rows, capability)[0]
+    w = weight("w4a16", *SHAPES["o"])
+    combine = product(w, 1, capability)[1]
+    yield "combine", combine
+    x, norm = torch.empty(3, 4096, device="meta"), torch.empty(4096, device="meta")
+    joined = dispatch.joined(combine, Then(norm, 1e-5, w), x[:1])
+    assert joined is not None
+    yield "combine, norm to half", joined[0]
+    for form, group in (("half", 4096), ("bf16", 4096), ("int8", 128), ("fp8", 128)):
+        yield f"norm to {form}", prepared.preparation(normed_rows(x, norm, 1e-5), form, group)[0]
+        for width in (14336, 28672):
+            gated = gated_rows(torch.empty(3, 2 * width, device="meta"))
+            yield f"silu of {width} to {form}", prepared.preparation(gated, form, width if group > 128 else group)[0]
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _inner_loop(sass: str) -> list[str]:
+    """The instructions of the shortest loop that multiplies; none where no loop does."""
+    listed = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.+?)\s*;", sass)
+    code = [(int(m[1], 16), m[2]) for m in listed]
+    found = []
+    for at, text in code:
+        target = re.match(r"BRA\S* (?:.*\s)?`?\(?(0x[0-9a-f]+)", text)
+        if target and int(target[1], 16) < at:
+            body = [t for a, t in code if int(target[1], 16) <= a <= at]
+            found += [body] if any("MMA" in t or t.startswith("FFMA") for t in body) else []
+    return min(found, key=len, default=[])
+
+
+def examine(launch: Launch, capability: int) -> Code:
+    """Compile a launch for a chip and read its code."""
+    compiled = launch.compile(capability)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = {name: int(n) for name, n in re.findall(r"(\w+):(\d+)", _tool("cuobjdump", "-res-usage", file.name))}
+        loop = _inner_loop(_tool("cuobjdump", "-sass", file.name))
+    tensor = Counter(INNER.findall(compiled.asm["ptx"]))
+    return Code(usage["REG"], usage["STACK"], compiled.metadata.shared, len(loop), " ".join(sorted(tensor)))
+
+
+def check(formats: list[str], capability: int, only: str = "") -> list[str]:
+    """Print the code of every kernel whose name has the pattern `only`; returns what exceeds its budget."""
+    bad = []
+    for name, launch in launches(formats, capability):
+        if not re.search(only, name):
+            continue
+        code = examine(launch, capability)
+        faults = code.faults(name, launch.warps, capability)
+        bad += [f"{name}, {capability / 10}: {fault}" for fault in faults]
+        said = (
+            f"{code.registers:3} registers, {code.spills:3} B spilled, {code.shared:6} B shared, {launch.warps:2} warps"
+        )
+        said += f", {code.step:3} a step {code.tensor}{' <- ' if faults else ''}"
+        print(f"{capability / 10:4} {name:24} {said}", flush=True)
+    return bad
+
+
+def predicted(w: QuantTensor, free: bool) -> tuple[tiling.Tiling, float]:
+    """The cut of a weight, and microseconds that are predicted of it. free: chosen as if no instruction took time."""
+    issued = dict(tiling.ISSUED)
+    tiling.cut.cache_clear()
+    try:
+        if free:
+            tiling.ISSUED.update(dict.fromkeys(issued, 0.0))
+        how = tiling.tiling(w)
+    finally:
+        tiling.ISSUED.update(issued)
+        tiling.cut.cache_clear()
+    size = how.width * sum(t.element_size() for name, t in w.parts.items() if name in packing.PLANES)
+    rows = tiling.TILE * how.width * how.parts * (1 if w.activations == "int8" else 2)
+    return how, tiling._time(how, w.shape[0], size * how.outputs, rows) / 1000
+
+
+def times(formats: list[str]) -> None:
+    """Print predicted times of the products of an 8B model at one row, before and after instructions are counted."""
+    for name in formats:
+        whole = {True: 0.0, False: 0.0}
+        for what, shape in (*SHAPES.items(), ("lm_head", LM_HEAD)):
+            w, said = weight(name, *shape), []
+            for free in (True, False):
+                how, us = predicted(w, free)
+                whole[free] += us * (1 if what == "lm_head" else LAYERS)
+                said.append(f"{us:.1f} us ({how.outputs} outputs, {how.split} shares)")
+            print(f"{name} {what}: {said[0]} -> {said[1]}; reading {w.nbytes / 4.3e6:.1f} us")
+        print(f"{name}, products of a pass: {whole[True] / 1000:.2f} -> {whole[False] / 1000:.2f} ms")
+
+
+def main() -> None:
+    """Print, and fail where a budget is exceeded."""
+    parser = argparse.ArgumentParser(description="Machine code of the GPU's kernels; nothing is measured.")
+    parser.add_argument("--formats", default=FORMATS)
+    parser.add_argument("--capabilities", default="80,89,90,100")
+    parser.add_argument("--times", action="store_true", help="predicted times of an 8B model's products alone")
+    args = parser.parse_args()
+    print(f"Triton {version('triton')}: from listings and by formula, not measurements")
+    if args.times:
+        return times(args.formats.split(","))
+    bad = [fault for c in args.capabilities.split(",") for fault in check(args.formats.split(","), int(c))]
+    sys.exit("\n".join(["beyond their budgets:", *bad]) if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

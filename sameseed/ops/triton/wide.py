@@ -1,0 +1,83 @@
+"""Larger tiles of rows for passes of many rows: the sums of tiles of 16, by fewer and larger instructions.
+
+A kernel of them is used on a device only once it has given there the bits of the narrow one (`same_bits`). On paper
+both have one arithmetic (docs/guides/gpu.md); a device that differs keeps tiles of 16 for all rows, and its law.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sameseed.ops.triton.guard import cannot_compile, interpreted
+from sameseed.ops.triton.tiling import MAX_TILES, TILE, Tiling
+
+log = logging.getLogger("sameseed.ops")
+OUTPUTS = 128  # of a program that goes through all shares
+FEW = MAX_TILES * TILE  # rows that one narrow program holds
+_proven: dict[Hashable, bool] = {}
+
+
+@dataclass(frozen=True)
+class Way:
+    """Programs of `tile` rows and `outputs` outputs. left: the weight is the left operand; whole: all shares in one."""
+
+    tile: int
+    outputs: int
+    warps: int
+    stages: int
+    left: bool
+    whole: bool
+
+
+def way(how: Tiling, form: str, grouped: bool, num_rows: int, capability: tuple[int, int]) -> Way | None:
+    """The larger tiles of so many rows, or None: by what compilers make of them (`benchmarks/gpu_static.py`).
+
+    Spilled registers rule out nf4 and wide tiles of codes before 9.0; products of float32 use no tensor cores.
+    """
+    dense, hopper = how.kind == "dense", capability[0] == 9
+    if form == "single" or how.kind == "nf4" or num_rows <= FEW // 2 or not (dense or capability >= (9, 0)):
+        return None
+    if num_rows <= FEW:  # the weight on the left: 64 rows are one instruction where four were (wgmma, N = 64)
+        return Way(FEW, how.outputs, how.warps, 3, True, False) if hopper and form != "int8" else None
+    if form == "int8":
+        return Way(64, OUTPUTS, 8, 2, False, True) if hopper else None
+    if grouped or form == "fp8":  # a third tile of sums or scales: half as many rows
+        return Way(64, OUTPUTS, 8, 3, True, True)
+    return Way(128, OUTPUTS, 8, 3 if dense else 2, False, True)
+
+
+def same_bits(key: Hashable, device: torch.device, narrow: Callable[[], Tensor], wide: Callable[[], Tensor]) -> bool:
+    """Whether `wide()` has the bits of `narrow()` on this device: computed once for each key, and said where not."""
+    if interpreted():  # by construction; tests say so
+        return True
+    if (key, device) not in _proven:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        _proven[key, device] = _compared(device, narrow, wide)
+    return _proven[key, device]
+
+
+def _compared(device: torch.device, narrow: Callable[[], Tensor], wide: Callable[[], Tensor]) -> bool:
+    expected = narrow()
+    try:
+        same = bool((wide().view(torch.int32) == expected.view(torch.int32)).all())
+        reason = "has other bits"
+    except Exception as error:
+        if not cannot_compile(error):
+            raise
+        same, reason = False, "does not compile"
+    if not same:
+        log.warning("a kernel of larger tiles %s on %s; tiles of 16 rows serve, which is slower", reason, device)
+    return same
+
+
+def spread(rows: int, width: int, device: torch.device) -> Tensor:
+    """Rows [rows, width] whose values differ by up to 2^12 in size: sums that are rounded tell orders apart."""
+    made = torch.Generator().manual_seed(1)
+    sizes = torch.randint(-6, 7, (rows, width), generator=made, device="cpu")
+    return (torch.randn(rows, width, generator=made, device="cpu") * torch.exp2(sizes.float())).to(device)

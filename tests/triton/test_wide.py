@@ -1,0 +1,123 @@
+"""Larger tiles of rows: the bits of tiles of 16, and where they are taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fixtures_ops import randn
+
+from sameseed import ops
+from sameseed.ops import plain_rows
+from sameseed.ops.triton import dispatch as host, guard, tiling as cuts, wide
+from sameseed.scheme import QuantScheme, QuantTensor
+
+FORMATS = ["bf16", "fp16", "w8a16", "w8a8", "w4a16-g32-asym", "w4a8-g32", "fp8", "fp8-a8", "mxfp4", "w8a8n-g32"]
+DEVICE = "cpu" if guard.interpreted() else "cuda"
+backend = ops.resolve("triton", DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _small_programs(monkeypatch):
+    """As in test_linear: the interpreter computes what programs pad."""
+    if guard.interpreted():
+        monkeypatch.setattr(cuts, "SHAPES", ((32, 4),))
+        monkeypatch.setattr(cuts, "NARROW", {})
+        monkeypatch.setattr(wide, "OUTPUTS", 32)
+    cuts.cut.cache_clear()
+    yield
+    cuts.cut.cache_clear()
+
+
+def packed(name: str, O: int, K: int) -> QuantTensor:  # noqa: E741
+    return backend.pack(QuantScheme.parse(name).encode(randn(O, K, seed=1)))
+
+
+def chosen(w: QuantTensor, num_rows: int, capability: tuple[int, int] = (9, 0)) -> wide.Way | None:
+    return wide.way(cuts.tiling(w), host.form_for(w), w.group != w.shape[1], num_rows, capability)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(("name", "split"), [*((name, 2) for name in FORMATS), ("bf16", 1), ("w4a16-g32-asym", 1)])
+def test_larger_tiles_have_the_bits_of_small_ones(name, split, monkeypatch):
+    """Shares are added in ascending order wherever it happens. Some rows belong to a second wide tile."""
+    monkeypatch.setattr(cuts, "SHORTEST", 1)
+    monkeypatch.setattr(cuts, "SPLITS", (split,))
+    w = packed(name, 40, 192 if name == "bf16" else 256)
+    many = 130 if name == "bf16" else 66
+    x, bias, residual = randn(many, w.shape[1]), randn(40, seed=2), randn(many, 40, seed=3)
+    x[:, 3] *= 1e4
+    for rows in (40, many):
+        way = chosen(w, rows)
+        assert (way is None) == (rows == 40 and host.form_for(w) == "int8")
+        got = backend.product(plain_rows(x[:rows]), w, bias, residual[:rows])
+        with monkeypatch.context() as without:
+            without.setattr(wide, "way", lambda *_: None)
+            small = backend.product(plain_rows(x[:rows]), w, bias, residual[:rows])
+        assert got.view(torch.int32).equal(small.view(torch.int32))
+
+
+def test_zeros_keep_their_signs(monkeypatch):
+    """A sum that begins with 0.0 would lose them; a share's -0.0 is what a scale makes of a tiny negative sum."""
+    monkeypatch.setattr(cuts, "SHORTEST", 1)
+    monkeypatch.setattr(cuts, "SPLITS", (2,))
+    w = packed("bf16", 32, 256)
+    w = QuantTensor(**{**vars(w), "parts": {"weight": torch.full((32, 256), -(2.0**-133), dtype=torch.bfloat16)}})
+    x = torch.full((70, 256), 2.0**-60)
+    got = backend.product(plain_rows(x), w)
+    alone = backend.product(plain_rows(x[:1]), w).expand(70, 32).contiguous()
+    assert got.view(torch.int32).equal(alone.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "fp32", "nf4"])
+def test_few_rows_go_by_tiles_of_16(name):
+    w = packed(name, 40, 256)
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
+        assert all(chosen(w, rows, capability) is None for rows in (1, 16, 17, 32))
+    assert chosen(w, 500) is None if name in ("fp32", "nf4") else chosen(w, 500).whole
+    assert (chosen(w, 500, (8, 0)) is not None) == (name in ("bf16", "fp16"))
+
+
+def test_wide_products_have_no_parts_in_memory(monkeypatch):
+    """Not even where sums are shared out: so all rows go by one launch."""
+    monkeypatch.setattr(cuts, "SHORTEST", 1)
+    monkeypatch.setattr(cuts, "SPLITS", (2,))
+    w = packed("w4a16-g32", 40, 256)
+    ready = host.preparation(plain_rows(randn(300, 256)), "half", w.group)[1]
+    launches = host.multiplication(ready, w, None, None, torch.empty(300, 40), chosen(w, 300))
+    assert len(launches) == 1 and launches[0].grid == (5, 2, 1)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Kernels are compared, as on a GPU."""
+    monkeypatch.setattr(wide, "interpreted", lambda: False)
+    monkeypatch.setattr(wide, "_proven", {})
+
+
+def test_a_device_must_show_equal_bits_first(asked, caplog):
+    """Once for a kernel; where they differ, or it does not compile, tiles of 16 stay, and the log says so."""
+    there, one = torch.device("cpu"), torch.ones(2)
+    calls = []
+
+    def fails() -> torch.Tensor:
+        raise guard.TritonError("out of resource: shared memory")
+
+    def slower() -> torch.Tensor:
+        calls.append(1)
+        return one
+
+    assert wide.same_bits("equal", there, slower, one.clone) and wide.same_bits("equal", there, slower, fails)
+    assert len(calls) == 1 and not caplog.records
+    assert not wide.same_bits("other", there, slower, lambda: one + 2.0**-23)
+    assert not wide.same_bits("signs", there, lambda: 0 * one, lambda: -0.0 * one)
+    assert not wide.same_bits("broken", there, slower, fails)
+    assert ["other bits" in r.getMessage() for r in caplog.records] == [True, True, False]
+
+
+def test_products_ask_before_they_go_wide(asked):
+    w, x = packed("bf16", 40, 64), randn(70, 64)
+    expected = backend.product(plain_rows(x), w)
+    assert list(wide._proven.values()) == [True]
+    wide._proven.update(dict.fromkeys(wide._proven, False))
+    assert host.larger("bf16", w, 70, x.device) is None
+    assert backend.product(plain_rows(x), w).equal(expected)
