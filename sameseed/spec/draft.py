@@ -170,6 +170,8 @@ class LateDraft(Draft):
 
     def settle(self, numbers: Seq[Seq[int]]) -> Draft:
         """The draft, by what was read of `drawn.numbers`."""
+        if "tokens" in vars(self):  # somebody has looked
+            return self
         done = self._read(self.drawn.split(numbers))
         vars(self).update({name: getattr(done, name) for name in _FIELDS})
         return done

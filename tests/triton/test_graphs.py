@@ -56,9 +56,18 @@ def test_a_bucket_serves_all_its_passes(kv, monkeypatch):
         assert a.k.equal(b.k) and a.v.equal(b.v)
 
 
-@pytest.mark.parametrize(("method", "temperature"), [("ngram", 0.8), ("draft_model", 0.8), ("eagle", 0.0)])
-def test_drafts_and_graphs_change_nothing(method, temperature, tmp_path, monkeypatch):
-    """Chains, trees and several buckets, sequences together and alone."""
+@pytest.mark.parametrize(
+    ("method", "temperature", "how"),
+    [
+        ("ngram", 0.8, {}),
+        ("draft_model", 0.8, {}),
+        ("draft_model", 0.0, {"confidence": 0.2}),
+        ("eagle", 0.0, {}),
+        ("eagle", 0.8, {"options": {"top_k": 1}}),
+    ],
+)
+def test_drafts_and_graphs_change_nothing(method, temperature, how, tmp_path, monkeypatch):
+    """Chains, trees and several buckets, sequences together and alone. What is guessed is the same, too."""
     for folder, noise in (("target", 0.0), ("draft", 0.1)):
         write_model(tmp_path / folder, noise=noise, num_hidden_layers=1)
     if method == "eagle":
@@ -67,9 +76,11 @@ def test_drafts_and_graphs_change_nothing(method, temperature, tmp_path, monkeyp
     prompts = random_prompts(3, longest=6)
     params = SamplingParams(max_tokens=6, temperature=temperature, seed=1, ignore_eos=True)
     plain = texts(run(make_engine(pair), prompts, params, alone=True))
-    made = fake_graphs(monkeypatch)
-    assert texts(run(make_engine(pair, method, 3), prompts, params)) == plain
-    assert made
+    op_by_op = make_engine(pair, method, 3, **how)
+    run(op_by_op, prompts, params)
+    made, engine = fake_graphs(monkeypatch), make_engine(pair, method, 3, **how)
+    assert texts(run(engine, prompts, params)) == plain
+    assert made and engine.metrics == op_by_op.metrics
 
 
 def test_a_preempted_sequence_goes_on_by_graphs(tmp_path, monkeypatch):
