@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,10 +35,16 @@ Replay = Callable[[], None]
 Capture = Callable[[Callable[[], "Results"]], tuple[Replay, "Results"]]
 
 
+@cache
+def _pool(device: int) -> Any:
+    """The memory of all graphs of a GPU: they run one after the other, and keep nothing but their results."""
+    return torch.cuda.graph_pool_handle()
+
+
 def on_cuda(run: Callable[[], Results]) -> tuple[Replay, Results]:
     """Record what `run` launches; nothing runs yet."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local"):
         results = run()
     return graph.replay, results
 
@@ -120,9 +127,9 @@ class Bucket:
 class Graphs:
     """A model's forward pass, by graphs where it is small, else op by op: on a GPU what PlanReplay is on the CPU.
 
-    The first pass of a bucket runs op by op (kernels are compiled), the second one is recorded. Logits and choices of
-    a pass stay until the next pass of its bucket; hidden states are the caller's. `inputs` of a pass are float32
-    [T, width] on the device.
+    The first pass of a bucket runs op by op (kernels are compiled), the second one is recorded. Logits of a pass stay
+    until the model's next pass: all graphs leave them in one place. Choices stay until the next pass of the bucket;
+    hidden states are the caller's. `inputs` of a pass are float32 [T, width] on the device.
     """
 
     def __init__(self, forward: Forward, ops: Ops) -> None:
@@ -131,6 +138,7 @@ class Graphs:
         self._busy = threading.Lock()
         self._buckets: weakref.WeakKeyDictionary[Any, OrderedDict[Any, Bucket]] = weakref.WeakKeyDictionary()
         self._refused = False
+        self._logits: Tensor | None = None  # float32 [MOST_ROWS, V] of the latest graph that ran
 
     def __call__(self, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor) -> Results:
         device = cache.layers[0].k.device
@@ -162,15 +170,12 @@ class Graphs:
             return self._forward(self._ops, bucket.buffers.batch, cache, captures, *bucket.buffers.inputs)
 
         if bucket.replay is None and bucket.seen and not self._refused:
-            try:
-                bucket.replay, bucket.results = capture(run)
-            except RuntimeError as error:
-                self._refused = True
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                log.warning("no graph of a pass could be recorded (%s); passes run op by op, which is slower", reason)
+            self._record(bucket, capture, run)
         bucket.seen = True
         if bucket.replay is None or bucket.results is None:
             logits, hidden, chosen = run()
+            if self._logits is None:
+                self._logits = logits.new_empty(MOST_ROWS, logits.shape[1])
         else:
             bucket.replay()
             logits, hidden, chosen = bucket.results
@@ -180,6 +185,21 @@ class Graphs:
             None if hidden is None else hidden[: batch.num_rows].clone(),
             None if chosen is None else chosen[..., :count],
         )
+
+    def _record(self, bucket: Bucket, capture: Capture, run: Callable[[], Results]) -> None:
+        """Make a bucket's graph; where that is refused, none is asked for again."""
+
+        def recorded() -> Results:
+            logits, hidden, chosen = run()
+            assert self._logits is not None
+            return self._logits[: len(logits)].copy_(logits), hidden, chosen
+
+        try:
+            bucket.replay, bucket.results = capture(recorded)
+        except RuntimeError as error:
+            self._refused = True
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            log.warning("no graph of a pass could be recorded (%s); passes run op by op, which is slower", reason)
 
     def _bucket(
         self, device: torch.device, batch: Batch, cache: Any, captures: tuple[int, ...], inputs: Seq[Tensor]
