@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 from sameseed.batch import Draws
 from sameseed.ops import Ops
 from sameseed.request import SamplingParams
-from sameseed.spec.sampling import FAILED, noise_of, survivors
+from sameseed.spec import sampling
+from sameseed.spec.sampling import FAILED, survivors
 
 
 def choose(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Tensor:
@@ -30,7 +33,9 @@ def choose(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Ten
             temperature=float(draws.divisors[r]), top_k=cut.get(r, -1) + 1, top_p=shares.get(r, 1.0)
         )
         places, scores = survivors(row, params)
-        scores = scores + noise_of(int(draws.keys[r]) % 2**64, ids[places].astype(np.int64))
+        with patch.object(sampling, "noise_key", lambda key, _: key):  # it is known
+            key = int(draws.keys[r]) % 2**64
+            scores = scores + sampling.gumbel_noise(key, 0, ids[places].astype(np.int64))
         likeliest = np.sort(np.exp(scores - scores.max()))[-8:]
         found.append((int(ids[places[scores.argmax()]]), float(1.0 / likeliest.sum())))
     tokens = torch.tensor([token for token, _ in found], dtype=torch.int32)

@@ -61,15 +61,11 @@ def noise_key(seed: int, position: int) -> int:
 
 def gumbel_noise(seed: int, position: int, token_ids: NDArray[np.int64]) -> Floats:
     """Standard Gumbel noise float64 [n] for these tokens: a function of (seed, position, token id) and nothing else."""
-    return noise_of(noise_key(seed, position), token_ids)
-
-
-def noise_of(key: int, token_ids: NDArray[np.int64]) -> Floats:
-    """The noise of these tokens in the stream of a key."""
+    key = np.uint64(noise_key(seed, position))
     z = token_ids.astype(np.uint64)  # arrays of integers wrap around without a warning
     z += _ONE
     z *= _STEP
-    z += np.uint64(key)
+    z += key
     z ^= z >> _S30
     z *= _FACTOR_1
     z ^= z >> _S27
