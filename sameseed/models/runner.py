@@ -130,8 +130,11 @@ class ModelRunner:
         late = draft.tokens if isinstance(draft, LateNodes) else None
         out = self._start(seqs, draft, num_pending, captured, drawer, late=late)
         # Who times a pass times all of it: its end is waited for, by reading its choices if there are any.
-        if late is None and out.choices is None:
-            devices.wait(self.model.device)
+        if late is None:
+            if out.chosen is None:
+                devices.wait(self.model.device)
+            else:
+                _ = out.choices
         return out
 
     def draw(self, seqs: Seq[Sequence], counts: Seq[int], drawer: Drawer, sure: bool = False) -> Drawn | None:

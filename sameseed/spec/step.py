@@ -65,7 +65,8 @@ def decode_step(
     own = _propose(drafter, seqs, asked)
     unread = _unread(own, runner, seqs, policy, ahead)
     if unread is None:
-        own = _guarded(lambda: _useful(own, seqs, asked, eos), len(seqs))
+        if any(asked):
+            own = _guarded(lambda: _useful(own, seqs, asked, eos), len(seqs))
         if policy is not None and len(own.tokens):
             own = policy.trim(own, seqs, sum(num_pending))
         draft = _with_scripts(own, seqs, num_draft)
