@@ -5,7 +5,8 @@
 
 One record a measurement, appended as soon as it is there, and a last one that says what was left out, and why. Each
 part runs in a process of its own: one that fails, hangs or breaks the device costs the others nothing. A table of aims
-ends the run. It needs the checkout alone: no installed package, and no native module (docs/guides/gpu.md).
+ends the run, and a page with plots beside the records (`gpu_page.py`). It needs the checkout alone: no installed
+package, and no native module (docs/guides/gpu.md).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 import gpu_checkout  # noqa: F401  # finds the package
+import gpu_page
 import gpu_summary
 import torch
 from gpu_crew import Crew
@@ -53,6 +55,7 @@ from sameseed.study.shapes import get_shape
 
 SCHEMA = "sameseed.gpu/1"
 HERE = Path(__file__).resolve().parent
+WORKER = HERE / "gpu_worker.py"
 
 
 class Book:
@@ -210,7 +213,7 @@ def main() -> int:
     book = Book(args.out, shared)
     book.write({"part": "plan", "bytes": planned, "sizes": asdict(sizes)})
     log = args.out.with_suffix(".log")
-    with Crew([sys.executable, str(HERE / "gpu_worker.py")], log) as crew:
+    with Crew([sys.executable, str(WORKER)], log) as crew:
         work = Measurement(args, sizes, crew, book, planned["free"])
         for part, why in planned["unfit"].items():
             work.clock.omit(part, why)
@@ -221,6 +224,9 @@ def main() -> int:
             book.write({"part": "end", "seconds": 60 * sizes.minutes - work.clock.left(), "left_out": left_out})
             print(f"records in {book.path}, errors in {log}")
             print(gpu_summary.text(book.lines), flush=True)  # what was aimed at beside what was found
+            shown = args.out.with_suffix(".html")
+            shown.write_text(gpu_page.page(book.lines), encoding="utf-8")
+            print(f"plots in {shown}")
     return 0
 
 

@@ -12,6 +12,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -19,35 +21,41 @@ import gpu_checkout  # noqa: F401  # finds the package
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import gpu_micro
-import gpu_parts
-import gpu_peers
-import gpu_twins
 from gpu_crew import with_parent
 from gpu_plan import Sizes
 
 from sameseed import ops
+
+PARTS = {
+    "limits": ("gpu_parts", "measure_limits"),
+    "warm": ("gpu_parts", "warm_up"),
+    "costs": ("gpu_parts", "measure_costs"),
+    "speculation": ("gpu_twins", "measure_speculation"),
+    "large": ("gpu_twins", "measure_large"),
+    "micro": ("gpu_micro", "measure_micro"),
+    "transformers": ("gpu_peers", "measure_transformers"),
+}
+
+
+def prepare() -> None:
+    """Import what parts need. A library that one of them lacks is that part's concern: it will say so."""
+    for module, _ in PARTS.values():
+        with suppress(Exception):
+            importlib.import_module(module)
 
 
 class TimeUp(BaseException):  # no handler of faults on the way may swallow it
     """A part's time is over: what it measured stands, the rest is left out."""
 
 
-def do(job: dict[str, Any], tell: gpu_parts.Tell) -> None:
+def do(job: dict[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
     """Do one job: its kind names a function, the rest are its arguments."""
     sizes, device = Sizes.from_dict(job["sizes"]), job["device"]
     backend = ops.resolve(job["backend"], device)
     known = ("kind", "sizes", "device", "backend", "seconds", "until")
     own = {name: x for name, x in job.items() if name not in known}
-    function = {
-        "limits": gpu_parts.measure_limits,
-        "warm": gpu_parts.warm_up,
-        "costs": gpu_parts.measure_costs,
-        "speculation": gpu_twins.measure_speculation,
-        "large": gpu_twins.measure_large,
-        "micro": gpu_micro.measure_micro,
-        "transformers": gpu_peers.measure_transformers,
-    }[job["kind"]]
+    module, name = PARTS[job["kind"]]
+    function = getattr(importlib.import_module(module), name)
     try:
         function(sizes, backend, device, tell, **own)
     finally:
@@ -65,6 +73,7 @@ def main() -> int:
     def tell(**found: Any) -> None:
         print(json.dumps(found), file=out, flush=True)
 
+    prepare()
     line = sys.stdin.readline()
     if not line.strip():
         return 0  # not needed after all

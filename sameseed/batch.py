@@ -15,6 +15,7 @@ from torch import Tensor
 from sameseed import devices
 
 MAX_NODES = 64  # a row's ancestors fit one 64-bit mask
+UNKNOWN = -1  # a row's token that only the device knows (`Batch.late`)
 
 
 class Draw(NamedTuple):
@@ -37,7 +38,7 @@ class Draws:
     """How each of R rows is drawn, for a backend that chooses tokens (`Ops.choose`).
 
     `cut` holds the rows that have a top-k, and their k - 1; `most` is the largest such k. `shares` are the rows that
-    have a top-p, with it.
+    have a top-p, with it. With `sure` it is said as well how sure the choices are.
     """
 
     keys: Tensor  # int64 [R]
@@ -47,9 +48,10 @@ class Draws:
     cut: Tensor  # int64 [2, n]
     most: int
     shares: tuple[tuple[int, float], ...]
+    sure: bool = False
 
     @classmethod
-    def of(cls, rows: Seq[Draw]) -> Draws:
+    def of(cls, rows: Seq[Draw], sure: bool = False) -> Draws:
         """Those of rows, on the CPU."""
         keys = np.array([r.key for r in rows], np.uint64).view(np.int64)
         divisors, floors = np.array([r[1:3] for r in rows], np.float64).reshape(-1, 2).T.copy()
@@ -62,6 +64,7 @@ class Draws:
             torch.from_numpy(np.array(cut, np.int64).reshape(-1, 2).T.copy()),
             max((k + 1 for _, k in cut), default=0),
             tuple((i, r.top_p) for i, r in enumerate(rows) if r.top_p < 1.0 and not r.greedy),
+            sure,
         )
 
     def on(self, device: torch.device) -> Draws:
@@ -82,6 +85,7 @@ class Batch:
     `logit_rows` are the rows whose logits are wanted.
     Where rows attend to a part of their sequence, `block_tables` and `kv_lens` are those of that part, and
     `key_positions` count in it.
+    `late` are tokens that an earlier pass chose and the host has not read: of the rows `late_rows`, UNKNOWN above.
     """
 
     token_ids: Tensor  # int32 [T]
@@ -95,6 +99,8 @@ class Batch:
     logit_rows: Tensor  # int32 [R]
     key_positions: Tensor | None = None  # int32 [T]: where attention takes the rows to be, if not at `positions`
     draws: Draws | None = None  # of the R rows, where tokens are to be chosen as well
+    late_rows: Tensor | None = None  # int64 [n]
+    late: Tensor | None = None  # int32 [n], on the device
 
     @property
     def num_rows(self) -> int:
@@ -104,16 +110,26 @@ class Batch:
     def num_seqs(self) -> int:
         return self.num_pending.shape[0]
 
+    def with_late(self, tokens: Tensor) -> Batch:
+        """This batch, of the CPU, with tokens int32 [n] of the device for its rows whose tokens are UNKNOWN."""
+        rows = np.flatnonzero(self.token_ids.numpy() == UNKNOWN)
+        return replace(self, late_rows=torch.from_numpy(rows), late=tokens)
+
     def on(self, device: torch.device) -> Batch:
         """This batch on a device, by one copy of all of it; itself where it is there already."""
         if self.token_ids.device == device:
+            if self.late is not None and self.late_rows is not None:
+                self.token_ids.index_copy_(0, self.late_rows, self.late)
             return self
         own, draws = _tensors(self), {} if self.draws is None else _tensors(self.draws)
+        own.pop("late", None)
         moved = _moved({**own, **draws}, device)
         if self.draws is not None:
             moved = {name: moved[name] for name in own} | {
                 "draws": replace(self.draws, **{name: moved[name] for name in draws})
             }
+        if self.late is not None:
+            moved["token_ids"].index_copy_(0, moved["late_rows"], self.late)
         return replace(self, **moved)
 
 

@@ -96,6 +96,12 @@ def put(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.to(device)
 
 
+def read(x: torch.Tensor) -> list[Any]:
+    """A tensor's numbers: the host waits for what computes them."""
+    numbers: list[Any] = x.tolist()
+    return numbers
+
+
 def wait(device: torch.device) -> None:
     """Until the device has done what it was given: a clock read before that tells nothing."""
     if device.type == "cuda":

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sameseed.errors import ConfigError
+from sameseed.models.drawn import Drawn
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.choices import choices
-from sameseed.spec.draft import Draft
+from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy
 from sameseed.spec.sampling import FAILED, choose, drawable, drawer, plain_greedy, probability
 from sameseed.spec.verify import on_host
@@ -130,19 +131,117 @@ def extend_chains(
     def wanted(b: int) -> bool:
         return not chains[b].ended and len(chains[b].tokens) < lengths[b]
 
+    drawn = start_chains(runner, shadows, chains, lengths, policy, prepare, going, siblings)
+    if drawn is not None:
+        return take_drawn(runner, shadows, chains, policy, vocab_limit, *drawn)
     active = [b for b in range(len(chains)) if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
     while active and going():
         running = [shadows[b] for b in active]
         if prepare is not None:
             prepare(running)
         for b, found in zip(active, _next(runner, running, policy.uses_confidence, siblings), strict=True):
-            if chains[b].grow(found, policy, vocab_limit):
-                token = chains[b].tokens[-1]
-                shadows[b].token_ids.append(token)
-                chains[b].ended |= token in shadows[b].params.ending(runner.model.config.eos_token_ids)
+            _grow(runner, shadows[b], chains[b], found, policy, vocab_limit)
         active = [b for b in active if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
         if active and policy.ends([chains[b].sure for b in active]):
             break
+
+
+def write_draft(
+    runner: ModelRunner,
+    shadows: Seq[Sequence],
+    chains: Seq[Chain],
+    lengths: Seq[int],
+    policy: LengthPolicy,
+    vocab_limit: int,
+    make: Callable[[], Draft],
+    num_seqs: int,
+    owners: Seq[int],
+    prepare: Callable[[Seq[Sequence]], None] | None = None,
+    siblings: int = 0,
+) -> Draft:
+    """`extend_chains`, and what `make()` makes of them: a draft of `num_seqs` sequences, chain i that of owners[i].
+
+    Where a model can write them by itself, and nobody must look at them before the target does, they are not read yet.
+    """
+    unread = None
+    if not policy.uses_confidence and not any(c.tokens for c in chains):
+        unread = start_chains(runner, shadows, chains, lengths, policy, prepare, siblings=siblings)
+    if unread is None:
+        extend_chains(runner, shadows, chains, lengths, policy, vocab_limit, prepare, siblings=siblings)
+        return make()
+    active, drawn = unread
+
+    def read(found: Seq[Seq[tuple[int, float]]]) -> Draft:
+        take_drawn(runner, shadows, chains, policy, vocab_limit, active, drawn, found)
+        return make()
+
+    return LateDraft(num_seqs, [owners[i] for i in active], drawn, read)
+
+
+def start_chains(
+    runner: ModelRunner,
+    shadows: Seq[Sequence],
+    chains: Seq[Chain],
+    lengths: Seq[int],
+    policy: LengthPolicy,
+    prepare: Callable[[Seq[Sequence]], None] | None = None,
+    going: Callable[[], bool] = lambda: True,
+    siblings: int = 0,
+) -> tuple[list[int], Drawn] | None:
+    """`extend_chains`, but nothing is read: which chains grow, and what was drawn for them, for `take_drawn`.
+
+    None, and nothing is written, where the model has to be waited for at each token.
+    """
+    if siblings or not runner.takes_late or not going():
+        return None
+    most = runner.model.max_model_len
+    room = [min(n - len(c.tokens), most - len(s)) for s, c, n in zip(shadows, chains, lengths, strict=True)]
+    active = [b for b, chain in enumerate(chains) if not chain.ended and room[b] > 0]
+    if not active:
+        return None
+    running = [shadows[b] for b in active]
+    if prepare is not None:
+        prepare(running)
+    drawn = runner.draw(running, [room[b] for b in active], drawer, policy.uses_confidence)
+    return None if drawn is None else (active, drawn)
+
+
+def take_drawn(
+    runner: ModelRunner,
+    shadows: Seq[Sequence],
+    chains: Seq[Chain],
+    policy: LengthPolicy,
+    vocab_limit: int,
+    active: Seq[int],
+    drawn: Drawn,
+    found: Seq[Seq[tuple[int, float]]] | None = None,
+) -> None:
+    """Let chains grow by what `start_chains` drew, as far as a chain goes; `found`: it, where it has been read.
+
+    `policy.ends` is not asked: it weighs the time of a step, and these have been taken.
+    """
+    for b, count, tokens in zip(active, drawn.counts, drawn.read() if found is None else found, strict=True):
+        shadow, chain = shadows[b], chains[b]
+        del shadow.token_ids[len(shadow) - count :]
+        for one in tokens:
+            if chain.ended:
+                break
+            _grow(runner, shadow, chain, [one], policy, vocab_limit)
+        runner.truncate(shadow, len(shadow) - 1)
+
+
+def _grow(
+    runner: ModelRunner,
+    shadow: Sequence,
+    chain: Chain,
+    found: Seq[tuple[int, float]],
+    policy: LengthPolicy,
+    vocab_limit: int,
+) -> None:
+    """A chain and its shadow, by what the model found at the next place."""
+    if chain.grow(found, policy, vocab_limit):
+        shadow.token_ids.append(chain.tokens[-1])
+        chain.ended |= chain.tokens[-1] in shadow.params.ending(runner.model.config.eos_token_ids)
 
 
 def _next(

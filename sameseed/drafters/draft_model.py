@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, extend_chains
+from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, extend_chains, write_draft
 from sameseed.drafters._followers import Followers
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
@@ -67,9 +67,20 @@ class DraftModelDrafter(ChainDrafter):
         active = followers.follow(seqs, num_draft, [len(c.tokens) for c in chains])
         for b in active:
             chains[b].cut(len(followers[seqs[b]]) - len(seqs[b]))  # to none where the shadow had to be taken back
-        self._extend(seqs, active, [chains[b] for b in active], num_draft)
         drafted = [c if b in active else Chain() for b, c in enumerate(chains)]
-        return draft_of(drafted, num_nodes, self.policy.uses_confidence, self.options.siblings)
+        return write_draft(
+            self.runner,
+            [followers[seqs[b]] for b in active],
+            [chains[b] for b in active],
+            [num_draft[b] for b in active],
+            self.policy,
+            followers.vocab_limit,
+            lambda: draft_of(drafted, num_nodes, self.policy.uses_confidence, self.options.siblings),
+            len(seqs),
+            active,
+            followers.catch_up,
+            self.options.siblings,
+        )
 
     def _extend(
         self,
@@ -77,7 +88,7 @@ class DraftModelDrafter(ChainDrafter):
         active: Seq[int],
         chains: Seq[Chain],
         num_draft: Seq[int],
-        going: Callable[[], bool] = lambda: True,
+        going: Callable[[], bool],
     ) -> None:
         shadows, lengths = [self.followers[seqs[b]] for b in active], [num_draft[b] for b in active]
         limit, catch_up = self.followers.vocab_limit, self.followers.catch_up

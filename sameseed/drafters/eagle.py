@@ -7,7 +7,7 @@ probabilities: that noise is known before the target's choice is (coupled sampli
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq, Set
+from collections.abc import Mapping, Sequence as Seq, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,19 +16,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sameseed import devices
-from sameseed.batch import MAX_NODES
+from sameseed.batch import GREEDY, MAX_NODES, Draw
 from sameseed.drafters._eagle_context import Contexts
 from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.drafters._tree import Tree
 from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.errors import ConfigError
+from sameseed.models.drawn import Drawn
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, Level
 from sameseed.request import Sequence
 from sameseed.spec.choices import Ints
-from sameseed.spec.draft import Draft
+from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
-from sameseed.spec.sampling import needs_adjusting
+from sameseed.spec.sampling import FAILED, drawable, drawer, needs_adjusting
 
 
 class EagleDrafter(Drafter):
@@ -128,19 +129,21 @@ class EagleDrafter(Drafter):
             if depth > 0 and self.followers.reserve(seq, min(width * (depth - 1), MAX_NODES)):
                 ending = seq.params.ending(self.guesses.eos_token_ids)
                 growing[b] = _GrowingTree(seq, Tree(min(k, MAX_NODES)), depth, width, ending)
-        if growing:
-            (self._lengthen if chains else self._grow)(list(growing.values()))
-        trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
-        sure: list[list[float]] = [[] for _ in seqs]
-        for b, g in growing.items():
-            if chains:
-                trees[b], sure[b] = (g.tokens, list(range(-1, len(g.tokens) - 1))), g.sure
-            else:
-                tokens, parents, sure[b] = g.tree.best()
-                trees[b] = tokens, parents
-            holder = self.followers[seqs[b]].holder
+        own = list(growing.values())
+        drawn = self._write_chains(own) if own and chains else None
+        if own and not chains:
+            self._grow(own)
+        for g in own:
+            holder = self.followers[g.seq].holder
             self.runner.blocks.trim(holder, holder.num_cached)  # blocks of guessed rows
-        return Draft.trees(trees, sure)
+        if drawn is None:
+            return _draft_of(growing, len(seqs), chains)
+
+        def read(found: Seq[Seq[tuple[int, float]]]) -> Draft:
+            self._take(own, found)
+            return _draft_of(growing, len(seqs), chains)
+
+        return LateDraft(len(seqs), list(growing), drawn, read)
 
     def _grow(self, growing: Seq[_GrowingTree]) -> None:
         """The first level from the last known positions, then a pass of the head for each further one."""
@@ -186,9 +189,37 @@ class EagleDrafter(Drafter):
             ended |= [[self.policy.stop(p) for p in row] for row in np.exp(log_probs).tolist()]
         tree.grow(nodes, tokens, log_probs, ended)
 
-    def _lengthen(self, growing: Seq[_GrowingTree]) -> None:
-        """`_grow` where each level is a single node: no choice among candidates, and the pass is all the work."""
+    def _write_chains(self, growing: Seq[_GrowingTree]) -> Drawn | None:
+        """`_grow` where each level is a single node. What the head wrote by itself, if nobody has to look at it yet."""
         logits, features = self.followers.catch_up([g.seq for g in growing])
+        drawn = None
+        if all(drawable(g.seq) for g in growing):
+            holders, counts = [self.followers[g.seq].holder for g in growing], [g.depth for g in growing]
+
+            def draws(b: int, depth: int) -> Draw:
+                return drawer(growing[b].seq, depth) or GREEDY
+
+            drawn = self.runner.draw(holders, counts, logits, features, draws)
+        if drawn is None:
+            self._lengthen(growing, logits, features)
+        elif self.policy.uses_confidence:
+            self._take(growing, drawn.read())
+            return None
+        return drawn
+
+    def _take(self, growing: Seq[_GrowingTree], found: Seq[Seq[tuple[int, float]]]) -> None:
+        """Chains of what the head wrote by itself, as far as they go."""
+        for g, tokens in zip(growing, found, strict=True):
+            for token, sure in tokens:
+                if token == FAILED:
+                    break
+                g.tokens.append(token)
+                g.sure.append(sure * (g.sure[-1] if g.sure else 1.0))
+                if token in g.ending or self.policy.stop(sure):
+                    break
+
+    def _lengthen(self, growing: Seq[_GrowingTree], logits: Tensor, features: Tensor) -> None:
+        """Chains, a pass a token, that is looked at: logits [B, Vd] and features [B, C] after the last known rows."""
         active, depth = list(growing), 0
         while active:
             rows = self.guesses.rows(logits)
@@ -233,6 +264,19 @@ class _GrowingTree:
     first: int = 0
     tokens: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)
+
+
+def _draft_of(growing: Mapping[int, _GrowingTree], num_seqs: int, chains: bool) -> Draft:
+    """What has grown for sequences b, with confidence."""
+    trees: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_seqs)]
+    sure: list[list[float]] = [[] for _ in range(num_seqs)]
+    for b, g in growing.items():
+        if chains:
+            trees[b], sure[b] = (g.tokens, list(range(-1, len(g.tokens) - 1))), g.sure
+        else:
+            tokens, parents, sure[b] = g.tree.best()
+            trees[b] = tokens, parents
+    return Draft.trees(trees, sure)
 
 
 DRAFTER = EagleDrafter

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, extend_chains
+from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, write_draft
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
@@ -73,8 +73,18 @@ class SelfQuantDrafter(ChainDrafter):
                 copy.num_prompt, copy.num_cached, copy.blocks = seq.num_prompt, seq.num_cached, seq.blocks
         vocab_size = self.runner.model.config.vocab_size
         chains = [Chain() for _ in seqs]
-        extend_chains(self.runner, copies, chains, counts, self.policy, vocab_size, siblings=self.options.siblings)
-        return draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings)
+        return write_draft(
+            self.runner,
+            copies,
+            chains,
+            counts,
+            self.policy,
+            vocab_size,
+            lambda: draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings),
+            len(seqs),
+            range(len(seqs)),
+            siblings=self.options.siblings,
+        )
 
     def _unseen(self, seq: Sequence) -> tuple[int, int]:
         """Blocks between the first tokens and the latest: drafts do not attend to them."""

@@ -18,16 +18,22 @@ from sameseed.scheme import QuantScheme
 GIB = 2**30
 CACHE_SHARE = 0.3  # of the memory that the weights leave: the most that a cache of unstated size takes on the CPU
 PARTS = 512 << 20  # bytes of a GPU for parts of products and of attention, and for what its allocator cannot use
+GRAPHS = 300 << 20  # bytes of a GPU for the pool that all graphs share
+GRAPH_ROWS = 64  # rows, at most, of a graph, whose logits each model keeps beside it
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What one model will take: bytes of its weights as `quant` stores them, of one block of its cache, of a pass."""
+    """What one model will take: bytes of its weights as `quant` stores them, of one block of its cache, of a pass.
+
+    `logits`: those of its graphs, on a GPU.
+    """
 
     quant: QuantScheme
     weights: int
     block: int
     passing: int = 0
+    logits: int = 0
 
 
 def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
@@ -48,16 +54,15 @@ def demand_of(
     dense = quant.dense_for(source.dtype("model.embed_tokens.weight" if shapes is None else "fc.weight"))
     block = block_bytes(shape, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
     weights = weight_bytes(shape, source, quant, shapes, config.device)
-    return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows))
+    return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows), logit_bytes(shape))
 
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
     """The same of a draft head for the model in `target`. Raises also where the two do not fit together."""
     check_rotation(folder, target)
     layer, weights, dense = head_bytes(folder, quant, read_config(target))
-    return Demand(
-        quant, weights, block_bytes(layer, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
-    )
+    block = block_bytes(layer, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
+    return Demand(quant, weights, block, logits=logit_bytes(layer))
 
 
 def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:
@@ -70,6 +75,11 @@ def pass_bytes(shape: ModelConfig, num_rows: int) -> int:
     """Bytes that a pass of `num_rows` rows holds at one time, about: float32 rows of a layer and all logits, twice."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     return 4 * num_rows * 2 * (2 * shape.hidden_size + heads + 2 * shape.intermediate_size + shape.vocab_size)
+
+
+def logit_bytes(shape: ModelConfig) -> int:
+    """Bytes of the logits that a model's graphs share: float32."""
+    return 4 * GRAPH_ROWS * shape.vocab_size
 
 
 def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> int:
@@ -108,13 +118,15 @@ def _plan_device(config: EngineConfig, max_len: int, longest: int, demands: list
     share = config.gpu_memory_utilization
     room, free, total = devices.memory_room(config.device, share)
     weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
-    passing = PARTS + max(d.passing for d in demands)
+    passing = PARTS + GRAPHS + max(d.passing for d in demands) + sum(d.logits for d in demands)
     most = (room - weights - passing) // block if block else longest * config.max_num_seqs
     if most >= (longest if count is None else count):
         return count if count is not None else min(longest * config.max_num_seqs, most)
     asked = _asked(config, max_len, demands, (longest if count is None else count) * block)
-    said = f"{asked}, a pass {passing / GIB:.1f} GiB, and {room / GIB:.1f} GiB may be taken: {share:g} of the "
-    said += f"{total / GIB:.1f} GiB of {config.device} (--gpu-memory-utilization), {free / GIB:.1f} of them free. "
+    said = f"{asked}, a pass with its graphs {passing / GIB:.1f} GiB, and {room / GIB:.1f} GiB may be taken: {share:g} "
+    said += (
+        f"of the {total / GIB:.1f} GiB of {config.device} (--gpu-memory-utilization), {free / GIB:.1f} of them free. "
+    )
     if most < 1:
         raise ConfigError(f"{said}No context fits: take a smaller --format (w4a16 takes a quarter of bf16)")
     tokens, seqs = most * size, config.max_num_seqs

@@ -97,6 +97,10 @@ class RequestPolicies:
                 lengths[b] = k if own is None else own.of(k)
         return lengths
 
+    @property
+    def trims(self) -> bool:
+        return any(policy.trims for policy in self._all())
+
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft without nodes that a sequence's policy drops, where the request gives no length."""
         for policy in self._all() if len(draft.tokens) else ():

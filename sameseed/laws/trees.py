@@ -93,6 +93,11 @@ class Watched(ModelRunner):
         self.answer, self.share, self.guesses = answer, share, guesses
         self._right: dict[int, bool] = {}  # by place in the pass that runs: was a first guess right?
 
+    @property
+    def takes_late(self) -> bool:
+        """No: it looks at guesses before they are checked."""
+        return False
+
     def forward(
         self,
         seqs: Seq[Sequence],

@@ -24,7 +24,7 @@ class DiscoLength:
     At most `num_draft_tokens`, at least one. Of drafters that give no probabilities, a token is known by its place.
     """
 
-    uses_confidence = True
+    uses_confidence = trims = True
 
     def __init__(self, num_draft_tokens: int, threshold: float = LIKELY) -> None:
         self.num_draft_tokens = num_draft_tokens

@@ -44,6 +44,10 @@ class FixedLength:
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         return False
 
+    @property
+    def trims(self) -> bool:
+        return type(self).trim is not FixedLength.trim
+
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         return draft
 

@@ -49,7 +49,7 @@ POSSIBLE_SAVING = 0.3  # of a round without a draft, for all its sequences: what
 class GoodputLength:
     """Decides lengths from costs and acceptance; `num_draft_tokens` is the most. One engine's own: it learns."""
 
-    uses_confidence = True
+    uses_confidence = trims = True
 
     def __init__(self, num_draft_tokens: int, target: Curve | None = None) -> None:
         """`target`: seconds of the target's passes; None: learned from the first rounds and a guess of their shape."""

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sameseed.batch import Batch
+from sameseed.batch import Batch, Draws
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import LayerWeights, rope_table, run_layer
@@ -57,6 +57,8 @@ class EagleHead:
         self.target_eps = target_eps
         self.device = weights.layer.post_norm.device
         self.max_model_len = max_model_len
+        ids = weights.target_ids
+        self.token_ids = None if ids is None else ids.to(self.device, torch.int64)
         self.rope = rope_table(config.layer.rope, config.layer.head_dim, max_model_len).to(self.device)
         # Weakly: a cycle would keep the weights alive until the garbage collector comes by.
         forward = weakref.WeakMethod(self._forward)
@@ -72,13 +74,28 @@ class EagleHead:
         that a row sees, itself among them. Returns logits float32 [R, Vd] of `batch.logit_rows`, and the head's own
         features [T, C], which stand for the target's where it goes on by itself.
         """
-        logits, features, _ = self._run(batch, cache, (int(captured), window or 0), x)
-        assert features is not None
+        logits, features, _ = self.run(x, batch, cache, window, captured=captured)
         return logits, features
+
+    @torch.inference_mode()
+    def run(
+        self, x: Tensor, batch: Batch, cache: KVCache, window: int | None = None, *, captured: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`forward`, and the target's tokens that `batch.draws` ask for (`choose`)."""
+        logits, features, chosen = self._run(batch, cache, (int(captured), window or 0), x)
+        assert features is not None
+        if chosen is None and batch.draws is not None:  # not chosen on the way
+            chosen = self.choose(logits, batch.draws)
+        return logits, features, chosen
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, draws: Draws) -> Tensor | None:
+        """The target's tokens after rows of logits [R, Vd], as `Ops.choose` has them, where the backend can."""
+        return self.ops.choose(logits, draws.on(self.device), self.token_ids)
 
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, int], x: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`forward`; `how`: captured or not, and the window (0: none)."""
         c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
         captured, window = how
@@ -94,12 +111,17 @@ class EagleHead:
         if w.norm is None or w.feature_norm is None:
             residual = ops.product(plain_rows(ops.beside([embedding, features])), w.fc, w.fc_bias)  # [T, C]
             x = layer(residual, residual)
-            return ops.product(plain_rows(x, batch.logit_rows), w.lm_head), ops.capture([x]), None
+            logits = ops.product(plain_rows(x, batch.logit_rows), w.lm_head)
+            return logits, ops.capture([x]), self._chosen(ops, logits, batch)
         normed = ops.rms_norm(features, w.feature_norm, eps)
         entering = ops.beside([ops.rms_norm(embedding, w.layer.input_norm, eps), normed])  # [T, 2 C]
         x = layer(entering, normed if self.config.norm_before_residual else features)
         logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
-        return logits, ops.capture([ops.rms_norm(x, w.norm, eps) if self.config.norm_output else x]), None
+        own = ops.capture([ops.rms_norm(x, w.norm, eps) if self.config.norm_output else x])
+        return logits, own, self._chosen(ops, logits, batch)
+
+    def _chosen(self, ops: Ops, logits: Tensor, batch: Batch) -> Tensor | None:
+        return None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
 
     def _features(self, ops: Ops, hidden: Tensor) -> Tensor:
         """Features [T, C] of the target's captured hidden states [T, F]."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sameseed.batch import Rows, build_batch, int_tensors, pack, slots_of
+from sameseed.batch import UNKNOWN, Batch, Draw, Draws, Rows, build_batch, int_tensors, pack, slots_of
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
+from sameseed.models.drawn import Drawn
 from sameseed.models.eagle import EagleHead
 from sameseed.request import Sequence
 
@@ -62,6 +63,42 @@ class HeadRunner:
         Returns logits [T, Vd] and the nodes' own features [T, C]. The rows lie in the cache behind the holder's
         own, by place, until they are written over.
         """
+        return self.model.forward(features, self._batch(levels), self.cache, self.window)
+
+    def draw(
+        self,
+        holders: Seq[Sequence],
+        counts: Seq[int],
+        logits: Tensor,
+        features: Tensor,
+        draws: Callable[[int, int], Draw],
+    ) -> Drawn | None:
+        """Write a chain of counts[b] >= 1 tokens after each holder's rows, a level a pass, without reading any.
+
+        logits [B, Vd] and features [B, C] are those after the last rows (`extend`); draws(b, depth): how sequence b's
+        token of a depth is drawn. Confidences come with the tokens. None where the device does not choose.
+        """
+        if not self.model.ops.chooses:
+            return None
+        drawn = Drawn(counts)
+        chosen = self.model.choose(logits, Draws.of([draws(b, 0) for b in range(len(holders))], True))
+        for depth in range(1, max(counts)):
+            if chosen is None:
+                return None
+            drawn.add(chosen)
+            running, sees = drawn.running(depth), (1 << depth) - 1  # all nodes so far
+            batch = self._batch([Level(holders[b], [UNKNOWN], [sees], depth - 1) for b in running])
+            batch = replace(batch, draws=Draws.of([draws(b, depth) for b in running], True))
+            batch = batch.with_late(drawn.last(depth).clamp(min=0))  # after a FAILED any token will do
+            features = drawn.going(features, depth)
+            _, features, chosen = self.model.run(features, batch, self.cache, self.window)
+        if chosen is None:
+            return None
+        drawn.add(chosen)
+        return drawn
+
+    def _batch(self, levels: Seq[Level]) -> Batch:
+        """The rows of one level of several trees."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -78,5 +115,4 @@ class HeadRunner:
         known_lengths = [level.holder.num_cached for level in levels]
         rows = list(range(len(tokens)))
         numbers = (tokens, positions, slots, offsets, [0] * len(levels), known_lengths, rows)
-        batch = pack(numbers, [level.holder.blocks for level in levels], masks)
-        return self.model.forward(features, batch, self.cache, self.window)
+        return pack(numbers, [level.holder.blocks for level in levels], masks)

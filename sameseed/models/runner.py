@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sameseed import devices
-from sameseed.batch import GREEDY, Draw, Draws, Rows, ancestor_masks, build_batch, int_tensors
+from sameseed.batch import GREEDY, UNKNOWN, Draw, Draws, Rows, ancestor_masks, build_batch, int_tensors
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
+from sameseed.models.drawn import Drawn, LateNodes
 from sameseed.models.llama import Llama
 from sameseed.request import Sequence
 
@@ -27,14 +29,46 @@ class Nodes(Protocol):
 class Output:
     """logits float32 [R, V]; hidden float32 [T, ...] of the captured layers; row_offsets[b]: sequence b's first row.
 
-    `choices` [R]: the tokens after the rows of sequences that may be drawn (`Drawer`), where the backend chose them.
+    `chosen` int32 [R], on the device: the tokens after the rows of sequences that may be drawn (`Drawer`), where the
+    backend chose them.
     """
 
     logits: Tensor
     hidden: Tensor | None
     row_offsets: list[int]
     wants_logits: list[bool]
-    choices: list[int] | None = None
+    chosen: Tensor | None = None
+
+    @cached_property
+    def choices(self) -> list[int] | None:
+        """`chosen`, as the host reads it: it waits for the pass."""
+        return None if self.chosen is None else devices.read(self.chosen)
+
+    def read_with(self, numbers: Tensor) -> list[list[int]]:
+        """`numbers` int32 [m, n] of the device, as the host reads them; `choices` as well, by the same wait."""
+        if self.chosen is None:
+            return devices.read(numbers)
+        flat = devices.read(torch.cat([self.chosen, numbers.view(-1)]))
+        count, (m, n) = len(self.chosen), numbers.shape
+        vars(self)["choices"] = flat[:count]
+        return [flat[count + i * n : count + (i + 1) * n] for i in range(m)]
+
+    def narrowed(self, before: Seq[int], after: Seq[int]) -> Output:
+        """This, where of the before[b] nodes of each sequence, a chain, only the first after[b] are looked at."""
+        if list(before) == list(after):
+            return self
+        keep: list[int] = []
+        row = 0
+        for b, wants in enumerate(self.wants_logits):
+            if wants:
+                keep += range(row, row + 1 + after[b])
+                row += 1 + before[b]
+        rows = int_tensors((keep,), self.logits.device)[0]
+        chosen = None if self.chosen is None else self.chosen.index_select(0, rows)
+        out = replace(self, logits=self.logits.index_select(0, rows), chosen=chosen)
+        if self.choices is not None:
+            vars(out)["choices"] = [self.choices[i] for i in keep]
+        return out
 
 
 # How the token is drawn that many drafted tokens after a sequence's own; None where its logits are wanted instead.
@@ -62,6 +96,7 @@ class ModelRunner:
         self.blocks = blocks or BlockManager(cache.num_blocks, cache.block_size)
         self.captures = captures
         self.unseen = unseen
+        self._no_choices = False  # has it turned out that the device makes none?
 
     def beside(
         self,
@@ -71,6 +106,11 @@ class ModelRunner:
     ) -> ModelRunner:
         """Another runner on the same cache and blocks: of the same model, or of one with the same cached rows."""
         return ModelRunner(model or self.model, self.cache, captures, self.blocks, unseen)
+
+    @property
+    def takes_late(self) -> bool:
+        """May a pass take tokens that are on the device only, and choose such?"""
+        return self.model.ops.chooses and not self._no_choices
 
     def forward(
         self,
@@ -84,14 +124,58 @@ class ModelRunner:
 
         Logits come for sequences whose pending tokens are all in the pass; only these may have nodes. Blocks for the
         rows must be reserved already. `captured` false: no hidden states are kept, whatever `captures` says. With a
-        `drawer` a backend that can chooses tokens beside its logits.
+        `drawer` a backend that can chooses tokens beside its logits. Who reads the tokens of `LateNodes` waits for the
+        pass as well; else its end is waited for here.
         """
+        late = draft.tokens if isinstance(draft, LateNodes) else None
+        out = self._start(seqs, draft, num_pending, captured, drawer, late=late)
+        # Who times a pass times all of it: its end is waited for, by reading its choices if there are any.
+        if late is None:
+            if out.chosen is None:
+                devices.wait(self.model.device)
+            else:
+                _ = out.choices
+        return out
+
+    def draw(self, seqs: Seq[Sequence], counts: Seq[int], drawer: Drawer, sure: bool = False) -> Drawn | None:
+        """Write counts[b] >= 1 tokens after each sequence, a pass a token, without reading any: they end in UNKNOWN.
+
+        Blocks must be reserved already. `sure`: also how sure the choices are. None, and nothing is written, where the
+        device does not choose, or may not for one of these sequences.
+        """
+        if not self.takes_late or any(drawer(seq, 0) is None for seq in seqs):
+            return None
+        drawn = Drawn(counts)
+        for step in range(max(counts)):
+            some = [seqs[b] for b in drawn.running(step)]
+            late = drawn.last(step) if step else None
+            out = self._start(some, None, [s.num_pending for s in some], False, drawer, sure, late)
+            if out.chosen is None:
+                self._no_choices = True
+                return None
+            drawn.add(out.chosen)
+            for seq in some:
+                seq.num_cached = len(seq)
+                seq.token_ids.append(UNKNOWN)
+        return drawn
+
+    def _start(
+        self,
+        seqs: Seq[Sequence],
+        draft: Nodes | None,
+        num_pending: Seq[int],
+        captured: bool,
+        drawer: Drawer | None,
+        sure: bool = False,
+        late: Tensor | None = None,
+    ) -> Output:
+        """A pass that is not waited for. `late` int32 [n]: tokens of its rows whose tokens are UNKNOWN."""
         rows: list[Rows] = []
         offsets = [0]
         drawn: list[Draw | None] = []
         draws = drawer is not None and self.model.ops.chooses
         for b, seq in enumerate(seqs):
-            nodes, parents = draft.nodes(b)
+            nodes, parents = ([], []) if draft is None else draft.nodes(b)
             end = seq.num_cached + num_pending[b]
             complete = end == len(seq)
             assert complete or not nodes, "a draft needs all pending tokens in the pass"
@@ -102,13 +186,11 @@ class ModelRunner:
                 drawn += [drawer(seq, depth) for depth in (0, *(d + 1 for d in ancestor_masks(parents)[1]))]
         batch = build_batch(rows, self.cache.block_size)
         if any(d is not None for d in drawn):
-            batch = replace(batch, draws=Draws.of([GREEDY if d is None else d for d in drawn]))
+            batch = replace(batch, draws=Draws.of([GREEDY if d is None else d for d in drawn], sure))
+        if late is not None:  # which may be another model's, of more tokens, or FAILED: any guess will do
+            batch = batch.with_late(late.clamp(0, self.model.config.vocab_size - 1))
         logits, hidden, chosen = self.model.run(batch, self.cache, self.captures if captured else ())
-        # Who times a pass times all of it: its end is waited for, by reading its choices if there are any.
-        choices: list[int] | None = None if chosen is None else chosen.tolist()
-        if choices is None:
-            devices.wait(self.model.device)
-        return Output(logits, hidden, offsets, [r.wants_logits for r in rows], choices)
+        return Output(logits, hidden, offsets, [r.wants_logits for r in rows], chosen)
 
     def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
         """Keep the pending rows and the accepted nodes' rows of each sequence, drop the other nodes'.

@@ -117,7 +117,8 @@ class Ops:
         """The token after each row of logits float32 [R, V], int32 [R]; -1 where the largest is no finite number.
 
         As `spec/sampling.py` defines it, each row by itself, but for ties to the last bits. `token_ids` int64 [V]: the
-        tokens that the columns stand for. None where the backend cannot.
+        tokens that the columns stand for. Where `draws.sure`, int32 [2, R]: with the bits of float32 confidences. None
+        where the backend cannot.
         """
         return None if self._choose is None else self._choose(logits, draws, token_ids)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence as Seq, Set
+from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sameseed import devices
 from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
+from sameseed.models.drawn import Drawn, LateNodes
 
 Ints = NDArray[np.int32]
 
@@ -135,3 +138,46 @@ class Draft:
             fits = [i for i, a in enumerate(above) if a < most]
             keep.append(None if len(fits) == len(above) else fits)
         return self if all(k is None for k in keep) else self.kept(keep)
+
+
+_FIELDS = {f.name for f in fields(Draft)}
+
+
+class LateDraft(Draft):
+    """Chains that a model has written and nobody has read: a draft like any other to whoever looks at it, and waits.
+
+    Whoever does not may check `nodes_unread` first, and `settle` the draft by the numbers that he reads later.
+    """
+
+    def __init__(self, num_seqs: int, owners: Seq[int], drawn: Drawn, read: Callable[[Seq[Any]], Draft]) -> None:
+        """`drawn`: of the sequences `owners`; `read(split)`: the draft, as far as it is of use (`Drawn.split`)."""
+        counts = dict(zip(owners, drawn.counts, strict=True))
+        vars(self).update(drawn=drawn, _read=read, _counts=[counts.get(b, 0) for b in range(num_seqs)])
+
+    drawn: Drawn
+    _read: Callable[[Seq[Any]], Draft]
+    _counts: list[int]
+
+    @property
+    def nodes_unread(self) -> LateNodes:
+        """What was written, for a pass."""
+        return LateNodes(self._counts, self.drawn.numbers[0])
+
+    @property
+    def counts_unread(self) -> list[int]:
+        """Nodes of each sequence in `nodes_unread`; the draft may have fewer."""
+        return self._counts
+
+    def settle(self, numbers: Seq[Seq[int]]) -> Draft:
+        """The draft, by what was read of `drawn.numbers`."""
+        if "tokens" in vars(self):  # somebody has looked
+            return self
+        done = self._read(self.drawn.split(numbers))
+        vars(self).update({name: getattr(done, name) for name in _FIELDS})
+        return done
+
+    def __getattribute__(self, name: str) -> Any:
+        """Whoever asks for what is not here yet waits for it."""
+        if name in _FIELDS and "tokens" not in vars(self):
+            self.settle(devices.read(self.drawn.numbers))
+        return super().__getattribute__(name)

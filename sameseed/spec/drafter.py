@@ -49,6 +49,10 @@ class Round:
 class Trims(Protocol):
     """Who may drop nodes of a draft before it is checked."""
 
+    @property
+    def trims(self) -> bool:
+        """Does it ever, so that a draft must be known before?"""
+
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft, maybe with fewer nodes. `num_rows`: of known tokens in the pass.
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from sameseed.models.runner import ModelRunner
+from sameseed.models.runner import ModelRunner, Output
 from sameseed.request import Sequence, TimeSplit
-from sameseed.spec.draft import Draft
+from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, Span, Trims
 from sameseed.spec.sampling import drawer
 from sameseed.spec.verify import Verified, verify
@@ -62,13 +62,21 @@ def decode_step(
     start = clock()
     eos = runner.model.config.eos_token_ids
     asked = [0 if seq.num_scripted else k for seq, k in zip(seqs, num_draft, strict=True)]
-    own = _propose(drafter, seqs, asked, eos)
-    if policy is not None and len(own.tokens):
-        own = policy.trim(own, seqs, sum(num_pending))
-    draft = _with_scripts(own, seqs, num_draft)
+    own = _propose(drafter, seqs, asked)
+    unread = _unread(own, runner, seqs, policy, ahead)
+    if unread is None:
+        if any(asked):
+            own = _guarded(lambda: _useful(own, seqs, asked, eos), len(seqs))
+        if policy is not None and len(own.tokens):
+            own = policy.trim(own, seqs, sum(num_pending))
+        draft = _with_scripts(own, seqs, num_draft)
     drafted = clock()
     with ahead.beside(drafter, seqs, own, asked) as end_ahead:
-        out = runner.forward(seqs, draft, num_pending, captured, drawer)
+        if unread is None:
+            out = runner.forward(seqs, draft, num_pending, captured, drawer)
+        else:
+            own, out = _check_unread(runner, unread, seqs, num_pending, asked, captured)
+            draft = own
         end_ahead()
         checked = clock()
         result = verify(draft, out.logits, seqs, out.wants_logits, eos, out.choices)
@@ -86,19 +94,58 @@ def decode_step(
     return draft, result
 
 
-def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int], eos: Seq[int]) -> Draft:
-    """The drafter's guesses, as far as a text may go. A drafter that fails costs speed, never the text."""
+def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    """The drafter's guesses."""
     if not any(num_draft):
         return Draft.empty(len(seqs))
+    return _guarded(lambda: drafter.propose(seqs, num_draft), len(seqs))
+
+
+def _guarded(make: Callable[[], Draft], num_seqs: int) -> Draft:
+    """What `make()` gives. A drafter that fails costs speed, never the text."""
     try:
-        draft = drafter.propose(seqs, num_draft)
+        return make()
     except Exception:
         log.exception("the drafter failed; this round goes without drafts")
-        return Draft.empty(len(seqs))
+        return Draft.empty(num_seqs)
+
+
+def _useful(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int], eos: Seq[int]) -> Draft:
+    """A draft as far as a text may go."""
     depths = [seq.draft_depth for seq in seqs]
     if any(k > depth for k, depth in zip(num_draft, depths, strict=True)):
         draft = draft.shallow(depths)
     return draft.ended([seq.params.ending(eos) for seq in seqs]) if len(draft.tokens) else draft
+
+
+def _unread(
+    draft: Draft, runner: ModelRunner, seqs: Seq[Sequence], policy: Trims | None, ahead: NoOverlap
+) -> LateDraft | None:
+    """A draft that can be checked before anybody has read it; None: somebody has to look at it first."""
+    if not isinstance(draft, LateDraft) or not runner.takes_late or ahead is not NO_OVERLAP:
+        return None
+    looks = (policy is not None and policy.trims) or any(seq.num_scripted for seq in seqs)
+    return None if looks else draft
+
+
+def _check_unread(
+    runner: ModelRunner,
+    draft: LateDraft,
+    seqs: Seq[Sequence],
+    num_pending: Seq[int],
+    num_draft: Seq[int],
+    captured: bool,
+) -> tuple[Draft, Output]:
+    """The pass over a draft that nobody has read, which is read with the pass's choices: the host waits once.
+
+    The draft that comes back is as far as it is of use, and so is the output. The time that it took to write counts
+    as the pass's.
+    """
+    eos = runner.model.config.eos_token_ids
+    out = runner.forward(seqs, draft.nodes_unread, num_pending, captured, drawer)
+    numbers = out.read_with(draft.drawn.numbers)
+    own = _guarded(lambda: _useful(draft.settle(numbers), seqs, num_draft, eos), len(seqs))
+    return own, out.narrowed(draft.counts_unread, own.counts)
 
 
 def _observe(drafter: Drafter, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:

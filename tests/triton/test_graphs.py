@@ -56,30 +56,42 @@ def test_a_bucket_serves_all_its_passes(kv, monkeypatch):
         assert a.k.equal(b.k) and a.v.equal(b.v)
 
 
-@pytest.mark.parametrize(("method", "temperature"), [("ngram", 0.8), ("draft_model", 0.8), ("eagle", 0.0)])
-def test_drafts_and_graphs_change_nothing(method, temperature, tmp_path, monkeypatch):
-    """Chains, trees and several buckets, sequences together and alone."""
+@pytest.mark.parametrize(
+    ("method", "temperature", "how"),
+    [
+        ("ngram", 0.8, {}),
+        ("draft_model", 0.8, {}),
+        ("draft_model", 0.0, {"confidence": 0.2}),
+        ("eagle", 0.0, {}),
+        ("eagle", 0.8, {"options": {"top_k": 1}}),
+    ],
+)
+def test_drafts_and_graphs_change_nothing(method, temperature, how, tmp_path, monkeypatch):
+    """Chains, trees and several buckets, sequences together and alone. What is guessed is the same, too."""
     for folder, noise in (("target", 0.0), ("draft", 0.1)):
         write_model(tmp_path / folder, noise=noise, num_hidden_layers=1)
     if method == "eagle":
         fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
     pair = load_pair(tmp_path / "target", tmp_path / "draft", "triton", "w4a16")
-    prompts = random_prompts(3, longest=6)
+    prompts = random_prompts(2 if how else 3, longest=6)
     params = SamplingParams(max_tokens=6, temperature=temperature, seed=1, ignore_eos=True)
     plain = texts(run(make_engine(pair), prompts, params, alone=True))
-    made = fake_graphs(monkeypatch)
-    assert texts(run(make_engine(pair, method, 3), prompts, params)) == plain
-    assert made
+    op_by_op = make_engine(pair, method, 3, **how)
+    run(op_by_op, prompts, params)
+    made, engine = fake_graphs(monkeypatch), make_engine(pair, method, 3, **how)
+    assert texts(run(engine, prompts, params)) == plain
+    assert made and engine.metrics == op_by_op.metrics
 
 
-def test_a_preempted_sequence_goes_on_by_graphs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_a_preempted_sequence_goes_on_by_graphs(method, tmp_path, monkeypatch):
     write_model(tmp_path, num_hidden_layers=1)
     pair = load_pair(tmp_path, tmp_path, "triton", "w4a16")
     prompts = random_prompts(3, longest=6)
     params = SamplingParams(max_tokens=8, temperature=0.8, seed=1, ignore_eos=True)
     plain = texts(run(make_engine(pair), prompts, params, alone=True))
     made = fake_graphs(monkeypatch)
-    done = run(make_engine(pair, "ngram", 3, block=4, tokens=24, max_len=16), prompts, params)
+    done = run(make_engine(pair, method, 3, block=4, tokens=24, max_len=16), prompts, params)
     assert texts(done) == plain and made
     assert any(c.metrics.num_preemptions for c in done)
 

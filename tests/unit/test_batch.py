@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from fixtures_device import DEVICE, counted_waits, pretended_device
 
-from sameseed.batch import GREEDY, MAX_NODES, Draw, Draws, Rows, ancestor_masks, build_batch
+from sameseed.batch import GREEDY, MAX_NODES, UNKNOWN, Draw, Draws, Rows, ancestor_masks, build_batch
 
 
 def test_ancestor_masks() -> None:
@@ -112,7 +112,7 @@ def test_tensors_of_a_batch_lie_alike() -> None:
         assert batch.token_ids.tolist() == [*range(count), 7, 8] and batch.logit_rows.tolist()[0] == count - 1
 
 
-HOST = ("most", "shares")
+HOST = ("most", "shares", "sure")
 
 
 def test_a_batch_goes_to_a_device_in_one_copy() -> None:
@@ -123,7 +123,7 @@ def test_a_batch_goes_to_a_device_in_one_copy() -> None:
     with pretended_device(), counted_waits() as found:
         there = batch.on(DEVICE)
         assert list(found.values()) == [1]
-        pairs = [(getattr(there, name), x) for name, x in vars(batch).items() if name != "draws"]
+        pairs = [(getattr(there, name), x) for name, x in vars(batch).items() if isinstance(x, torch.Tensor)]
         pairs += [(getattr(there.draws, name), x) for name, x in vars(batch.draws).items() if name not in HOST]
         for moved, tensor in pairs:
             assert moved.device == DEVICE and moved.dtype == tensor.dtype and moved.cpu().equal(tensor)
@@ -131,3 +131,12 @@ def test_a_batch_goes_to_a_device_in_one_copy() -> None:
         assert there.on(DEVICE) is there
         assert there.draws is not None and (there.draws.most, there.draws.shares) == (4, ((0, 0.9),))
     assert batch.on(torch.device("cpu")) is batch
+
+
+def test_tokens_that_only_the_device_knows_stay_there() -> None:
+    batch = build_batch([Rows([5, UNKNOWN], 0, [UNKNOWN], [-1], [1], True), Rows([7], 0, [], [], [2], True)], 4)
+    with pretended_device():
+        late = torch.tensor([8, 9], dtype=torch.int32, device=DEVICE)
+        with counted_waits() as found:
+            there = batch.with_late(late).on(DEVICE)
+        assert list(found.values()) == [1] and there.token_ids.tolist() == [5, 8, 9, 7]

@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,10 +35,16 @@ Replay = Callable[[], None]
 Capture = Callable[[Callable[[], "Results"]], tuple[Replay, "Results"]]
 
 
+@cache
+def _pool(device: int) -> Any:
+    """The memory of all graphs of a GPU: they run one after the other, and keep nothing but their results."""
+    return torch.cuda.graph_pool_handle()
+
+
 def on_cuda(run: Callable[[], Results]) -> tuple[Replay, Results]:
     """Record what `run` launches; nothing runs yet."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local"):
         results = run()
     return graph.replay, results
 
@@ -50,30 +57,34 @@ def capture_for(device: torch.device) -> Capture | None:
 class Buffers:
     """A batch of `rows` rows and as many sequences, block tables `width` wide, that stays in its place on a device."""
 
-    def __init__(self, rows: int, width: int, draws: bool, widths: Seq[int], device: torch.device) -> None:
-        """`draws`: do rows say how they are drawn? `widths`: of the inputs [T, width] beside the batch."""
+    def __init__(self, rows: int, width: int, draws: Draws | None, widths: Seq[int], device: torch.device) -> None:
+        """`draws`: how rows of such a pass are drawn; `widths`: of the inputs [T, width] beside the batch."""
         names = ("token_ids", "positions", "slots", "num_pending", "kv_lens", "logit_rows", "key_positions")
-        long = ("keys", "divisors", "floors") if draws else ()
+        long = () if draws is None else ("keys", "divisors", "floors")
         sizes = {"row_offsets": rows + 1, **dict.fromkeys(names, rows), "tree_mask": 2 * rows}
-        sizes |= {**dict.fromkeys(long, 2 * rows), **({"greedy": rows} if draws else {}), "block_tables": rows * width}
+        sizes |= {**dict.fromkeys(long, 2 * rows), **({"greedy": rows} if long else {}), "late_rows": 2 * rows}
+        sizes["block_tables"] = rows * width
         starts, end = {}, 0
         for name, size in sizes.items():
             starts[name], end = end, end + size + -size % 4  # each at a multiple of 16 bytes
         self._host, self._there = np.zeros(end, np.int32), torch.zeros(end, dtype=torch.int32, device=device)
-        kinds = {"tree_mask": torch.int64, "keys": torch.int64, "divisors": torch.float64, "floors": torch.float64}
+        kinds = dict.fromkeys(("tree_mask", "keys", "late_rows"), torch.int64)
+        kinds |= dict.fromkeys(("divisors", "floors"), torch.float64)
         self._parts: dict[str, NDArray[Any]] = {}
         there: dict[str, Any] = {}
         for name, start in starts.items():
             part, kind = slice(start, start + sizes[name]), kinds.get(name, torch.int32)
             there[name] = self._there[part].view(kind)
             self._parts[name] = torch.from_numpy(self._host)[part].view(kind).numpy()
+        self._late_rows = there.pop("late_rows")
         own = {name: x for name, x in there.items() if name not in (*long, "greedy")}
         own["block_tables"] = own["block_tables"].view(rows, width)
         self.width, self._tables_at = width, starts["block_tables"]
         nothing = torch.zeros(2, 0, dtype=torch.int64, device=device)
         drawn = None
-        if draws:
-            drawn = Draws(there["keys"], there["divisors"], there["floors"], there["greedy"], nothing, 0, ())
+        if draws is not None:
+            keys, divisors, floors, greedy = (there[name] for name in (*long, "greedy"))
+            drawn = Draws(keys, divisors, floors, greedy, nothing, 0, (), draws.sure)
         self.batch = Batch(**own, draws=drawn)
         self.inputs = [torch.zeros(rows, w, dtype=torch.float32, device=device) for w in widths]
 
@@ -97,6 +108,8 @@ class Buffers:
             part[size:] = behind.get(name, 0)
         end = self._tables_at + batch.num_seqs * self.width  # what else is in the tables is read by no sequence
         self._there[:end].copy_(devices.put(torch.from_numpy(self._host[:end].copy()), self._there.device))
+        if batch.late is not None:
+            self.batch.token_ids.index_copy_(0, self._late_rows[: len(batch.late)], batch.late)
         for buffer, given_input in zip(self.inputs, inputs, strict=True):
             buffer[:rows].copy_(given_input)
 
@@ -114,9 +127,9 @@ class Bucket:
 class Graphs:
     """A model's forward pass, by graphs where it is small, else op by op: on a GPU what PlanReplay is on the CPU.
 
-    The first pass of a bucket runs op by op (kernels are compiled), the second one is recorded. Logits and choices of
-    a pass stay until the next pass of its bucket; hidden states are the caller's. `inputs` of a pass are float32
-    [T, width] on the device.
+    The first pass of a bucket runs op by op (kernels are compiled), the second one is recorded. Logits of a pass stay
+    until the model's next pass: all graphs leave them in one place. Choices stay until the next pass of the bucket;
+    hidden states are the caller's. `inputs` of a pass are float32 [T, width] on the device.
     """
 
     def __init__(self, forward: Forward, ops: Ops) -> None:
@@ -125,6 +138,7 @@ class Graphs:
         self._busy = threading.Lock()
         self._buckets: weakref.WeakKeyDictionary[Any, OrderedDict[Any, Bucket]] = weakref.WeakKeyDictionary()
         self._refused = False
+        self._logits: Tensor | None = None  # float32 [MOST_ROWS, V] of the latest graph that ran
 
     def __call__(self, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor) -> Results:
         device = cache.layers[0].k.device
@@ -156,15 +170,12 @@ class Graphs:
             return self._forward(self._ops, bucket.buffers.batch, cache, captures, *bucket.buffers.inputs)
 
         if bucket.replay is None and bucket.seen and not self._refused:
-            try:
-                bucket.replay, bucket.results = capture(run)
-            except RuntimeError as error:
-                self._refused = True
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                log.warning("no graph of a pass could be recorded (%s); passes run op by op, which is slower", reason)
+            self._record(bucket, capture, run)
         bucket.seen = True
         if bucket.replay is None or bucket.results is None:
             logits, hidden, chosen = run()
+            if self._logits is None:
+                self._logits = logits.new_empty(MOST_ROWS, logits.shape[1])
         else:
             bucket.replay()
             logits, hidden, chosen = bucket.results
@@ -172,22 +183,38 @@ class Graphs:
         return (
             logits[:count],
             None if hidden is None else hidden[: batch.num_rows].clone(),
-            None if chosen is None else chosen[:count],
+            None if chosen is None else chosen[..., :count],
         )
+
+    def _record(self, bucket: Bucket, capture: Capture, run: Callable[[], Results]) -> None:
+        """Make a bucket's graph; where that is refused, none is asked for again."""
+
+        def recorded() -> Results:
+            logits, hidden, chosen = run()
+            assert self._logits is not None
+            return self._logits[: len(logits)].copy_(logits), hidden, chosen
+
+        try:
+            bucket.replay, bucket.results = capture(recorded)
+        except RuntimeError as error:
+            self._refused = True
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            log.warning("no graph of a pass could be recorded (%s); passes run op by op, which is slower", reason)
 
     def _bucket(
         self, device: torch.device, batch: Batch, cache: Any, captures: tuple[int, ...], inputs: Seq[Tensor]
     ) -> Bucket:
         """That of a batch. Rows that are cut to a top-k or top-p are chosen for outside: the host launches for each."""
-        drawn = batch.draws is not None and not batch.draws.most and not batch.draws.shares
+        draws = batch.draws if batch.draws is None or not (batch.draws.most or batch.draws.shares) else None
         page = cache.layers[0].k.shape[1]
         rows, keys = 1 << (batch.num_rows - 1).bit_length(), NARROWEST
         while keys < batch.block_tables.shape[1] * page:
             keys *= 4
+        drawn = draws and (draws.sure,)
         key = rows, keys, drawn, captures, tuple(x.shape[1] for x in inputs)
         known = self._buckets.setdefault(cache, OrderedDict())
         if key not in known:
-            known[key] = Bucket(Buffers(rows, -(-keys // page), drawn, key[-1], device))
+            known[key] = Bucket(Buffers(rows, -(-keys // page), draws, key[-1], device))
             if len(known) > MOST_GRAPHS:
                 known.popitem(last=False)
         known.move_to_end(key)

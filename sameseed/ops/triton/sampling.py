@@ -15,6 +15,7 @@ from sameseed.ops.triton.draws import maxima, noisy, nucleus
 from sameseed.ops.triton.guard import Launch, guarded
 
 CHUNK = 1024  # logits of one program
+AMONG = 8  # candidates that the likeliest's share is of: spec.choices.SHARE_AMONG
 FAILED = -1  # spec.sampling.FAILED
 _NONE = 2**31 - 1
 
@@ -102,8 +103,9 @@ def _noisy(
 def choose(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Tensor | None:
     """The token of each row of logits float32 [R, V], as spec.sampling.numpy_choice draws it: int32 [R].
 
-    FAILED where a row's largest logit is no finite number. `token_ids` int64 [V], ascending: the tokens that the
-    columns stand for. Nothing is copied to the host. None where the kernels do not compile.
+    Where `draws.sure`, int32 [2, R]: below the tokens the bits of float32 numbers, how sure they are. FAILED where a
+    row's largest logit is no finite number. `token_ids` int64 [V], ascending: the tokens that the columns stand for.
+    Nothing is copied to the host. None where the kernels do not compile.
     """
     return guarded("choose", lambda: _chosen(logits.contiguous(), draws, token_ids), lambda: None)
 
@@ -119,4 +121,16 @@ def _chosen(logits: Tensor, draws: Draws, token_ids: Tensor | None) -> Tensor:
     _noisy(logits, safe, draws, floors, kept, scores, tokens, token_ids).run()
     best = scores.amax(1, keepdim=True)
     chosen = torch.where(scores == best, tokens, _NONE).amin(1)
-    return torch.where(finite, chosen, FAILED)
+    chosen = torch.where(finite, chosen, FAILED)
+    return torch.stack([chosen, _sure(logits, draws, safe, scores)]) if draws.sure else chosen
+
+
+def _sure(logits: Tensor, draws: Draws, top: Tensor, scores: Tensor) -> Tensor:
+    """How sure the choices are, as the bits of float32 [R]: it decides lengths only, so about will do.
+
+    Greedy the token's probability; sampled its part of the exponentials of the largest scores, one of each chunk.
+    """
+    likely = torch.exp(top - torch.logsumexp(logits, 1))
+    largest = torch.topk(scores, min(AMONG, scores.shape[1]), dim=1).values
+    shares = 1.0 / torch.exp(largest - largest[:, :1]).sum(1)
+    return torch.where(draws.greedy != 0, likely, shares).float().view(torch.int32)

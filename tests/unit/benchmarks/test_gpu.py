@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gpu
 import gpu_clock
+import gpu_page
 import gpu_parts
 import gpu_plan
 import gpu_summary
@@ -37,7 +38,7 @@ def run(tmp_path, *flags):
     *lines, end = read(tmp_path / "gpu.jsonl")
     assert lines[0]["part"] == "plan" and end["part"] == "end"
     assert all(x["schema"] == "sameseed.gpu/1" and x["dry_run"] and x["device"] == "cpu" for x in lines)
-    assert len(list(tmp_path.iterdir())) <= 2  # records, errors
+    assert len(list(tmp_path.iterdir())) <= 3  # records, errors, the page
     return lines, end, done.stdout
 
 
@@ -53,6 +54,42 @@ def test_a_dry_run_measures_and_sums_up(tmp_path):
     theirs = {x["kind"] for x in lines if x["part"] == "peers"}
     assert theirs == {"decode", "prefill"} or any("transformers" in x["what"] for x in end["left_out"])
     assert "DRY RUN" in said and "c(8) of w4a16" in said and " met" not in said
+    shown = (tmp_path / "gpu.html").read_text()
+    assert "DRY RUN" in shown and shown.count("<svg") >= 2 and "c(8) of w4a16" in shown
+
+
+def test_parts_that_fail_cost_the_others_nothing(tmp_path, monkeypatch):
+    """One whose library is missing, one whose process dies: the rest is recorded, and the page is made of it."""
+    worker, out = tmp_path / "worker.py", tmp_path / "gpu.jsonl"
+    worker.write_text(
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import os, types, gpu_worker\n"
+        "sys.modules['dying'] = types.SimpleNamespace(die=lambda *_, **__: os._exit(3))\n"
+        "gpu_worker.PARTS |= {'costs': ('no_such_library', 'x'), 'micro': ('dying', 'die')}\n"
+        "sys.exit(gpu_worker.main())\n"
+    )
+    monkeypatch.setattr(gpu, "WORKER", worker)
+    flags = ["--dry-run", "--out", str(out), "--parts", "costs,micro,limits", "--formats", "w4a16"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
+    assert gpu.main() == 0
+    *lines, end = read(out)
+    assert "limits" in {x["part"] for x in lines} and "costs" not in {x["part"] for x in lines}
+    why = {x["what"]: x["why"] for x in end["left_out"]}
+    assert "no_such_library" in why["costs of w4a16: the rest"] and any(name.startswith("micro") for name in why)
+    shown = out.with_suffix(".html").read_text()
+    assert "no_such_library" in shown and "Not measured" in shown and "TB/s" in shown
+
+
+def test_the_page_shows_what_there_is():
+    """Lines and bars of what was measured, aims beside them; records of another shape cost one plot."""
+    lines = [HEAD, *(costs("chain", m, "w4a16", 2.0 + m, c=1.0 + m / 8) for m in (1, 8, 64))]
+    lines += [costs("batch", 1, f, 2.0, read_share=share) for f, share in (("bf16", 0.7), ("fp8-a8", 0.6))]
+    lines += [{**SPOKEN, "format": "<w4>", "arm": "eagle", "tokens_per_s": 300.0}, {"part": "host", "kind": "chain"}]
+    shown = gpu_page.page([*lines, {"part": "end", "left_out": [{"what": "large", "why": "no time"}]}])
+    assert shown.count("<svg") == 4 and shown.count("<polyline") == 2 and shown.count("Not measured") == 2
+    assert "&lt;w4&gt; eagle" in shown and "<w4>" not in shown and "large: no time" in shown and "DRY RUN" not in shown
+    assert shown.count("v19") == 2 and "MISSED" in shown
+    assert "Not measured" in gpu_page.page([])
 
 
 @pytest.mark.slow

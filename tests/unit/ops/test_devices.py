@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lawkit import load_pair, make_engine, random_prompts, run, texts
 from sameseed import SamplingParams, devices, ops
 from sameseed.config import CacheConfig, EngineConfig
 from sameseed.engine import build
-from sameseed.engine.memory import Demand, plan_blocks
+from sameseed.engine.memory import Demand, logit_bytes, plan_blocks
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_loader import load_head, with_vocabulary
@@ -103,7 +104,8 @@ def test_what_is_said_of_gpus(one_gpu):
 def test_memory_is_the_device_s(one_gpu):
     need = [Demand(QuantScheme.parse("bf16"), 4 << 30, 1 << 20)]
     with pytest.raises(
-        ConfigError, match=r"4.0 GiB.* a pass 0.5 GiB, and 3.0 GiB may be taken: 0.9 of the 8.0 .*No context"
+        ConfigError,
+        match=r"4.0 GiB.* a pass with its graphs 0.8 GiB, and 3.0 GiB may be taken: 0.9 of the 8.0 .*No context",
     ):
         plan_blocks(EngineConfig(device="cuda"), 512, need)
     blocks = plan_blocks(EngineConfig(device="cuda", max_num_seqs=4), 512, [replace(need[0], weights=1 << 30)])
@@ -113,12 +115,12 @@ def test_memory_is_the_device_s(one_gpu):
 def test_the_share_of_a_gpu_that_may_be_taken(one_gpu, monkeypatch):
     """8 GiB, 7 of them free: 0.5 are 4 GiB; what this process holds already is part of them."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (7 << 30, 8 << 30))
-    need = [Demand(QuantScheme.parse("w4a16"), 2 << 30, 1 << 20, 512 << 20)]
+    need = [Demand(QuantScheme.parse("w4a16"), 2 << 30, 1 << 20, 180 << 20, 32 << 20)]
 
     def blocks(share, **more):
         return plan_blocks(EngineConfig(device="cuda:0", gpu_memory_utilization=share, **more), 16_000, need)
 
-    assert blocks(0.5) == 1024  # 4 GiB, less 2 of weights and 1 of passes
+    assert blocks(0.5) == 1024  # 4 GiB, less 2 of weights and 1 of passes, graphs and their logits
     assert blocks(1.0) == 4096  # what is free: not all
     assert blocks(0.5, cache=CacheConfig(num_blocks=1000)) == 1000
     with pytest.raises(
@@ -133,6 +135,12 @@ def test_the_share_of_a_gpu_that_may_be_taken(one_gpu, monkeypatch):
     for wrong in (0, 1.5, True, "0.9", float("nan")):
         with pytest.raises(ConfigError, match="gpu_memory_utilization"):
             EngineConfig(gpu_memory_utilization=wrong)
+
+
+def test_graphs_are_counted_before_anything_is_loaded():
+    """Logits of the largest graph, of each model, and the pool."""
+    most = pytest.importorskip("sameseed.ops.triton.graphs").MOST_ROWS
+    assert logit_bytes(SimpleNamespace(vocab_size=128_256)) == most * 128_256 * 4 < 33 << 20
 
 
 def test_what_does_not_fit_a_gpu_is_refused_before_it_is_loaded(one_gpu, pair_folders, monkeypatch):

@@ -1,0 +1,166 @@
+"""Chains that a model writes by itself and the target checks unread: the same rounds, and one wait in each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fixtures_choices import let_choose
+from lawkit import Pair, make_engine, random_prompts, run, texts
+
+from sameseed import devices
+from sameseed.batch import UNKNOWN, Rows, build_batch
+from sameseed.models.drawn import Drawn
+from sameseed.models.runner import ModelRunner
+from sameseed.request import Completion, SamplingParams
+from sameseed.spec.draft import LateDraft
+
+PROMPTS = random_prompts(5, seed=4, longest=20)
+CHAINS: dict[str, dict[str, Any]] = {
+    "draft_model": {},
+    "self_quant": {"method": "self_quant"},
+    "eagle": {"method": "eagle", "options": {"top_k": 1}},
+}
+PLAIN = SamplingParams(max_tokens=24, temperature=0.8, seed=6)
+EACH = [replace(PLAIN, max_tokens=n, temperature=t) for n, t in ((24, 0.8), (5, 0.0), (24, 1.0), (1, 0.8), (24, 0.0))]
+
+
+@pytest.fixture
+def choosing(reference_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    let_choose(monkeypatch, reference_pair.target.ops)
+    return reference_pair
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many numbers each wait was for."""
+    sizes: list[int] = []
+    read = devices.read
+    monkeypatch.setattr(devices, "read", lambda x: (sizes.append(x.numel()), read(x))[1])
+    return sizes
+
+
+def rounds(done: list[Completion]) -> list[Any]:
+    return [replace(c.metrics.spec, num_ahead=0) for c in done]
+
+
+def looked_at(engine: Any, monkeypatch: pytest.MonkeyPatch, params: Any) -> list[Completion]:
+    """The same where the host looks at each token before the next."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "takes_late", False)
+        patch.setattr("sameseed.models.eagle_runner.HeadRunner.draw", lambda *_: None)
+        return run(engine, PROMPTS, params)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("few", [False, True])
+def test_rounds_are_the_same_unread(name: str, few: bool, choosing: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled, of several lengths, with ends of texts inside drafts, and preempted."""
+    how: dict[str, Any] = {"method": name, "k": 4, **CHAINS[name], **({"block": 4, "tokens": 52} if few else {})}
+    how["max_len"] = 48
+    whole = texts(run(make_engine(choosing, max_len=48), PROMPTS, EACH))
+    each = [replace(p, stop_token_ids=t[-4:-2]) for p, t in zip(EACH, whole, strict=True)]  # ends inside of drafts
+    plain = texts(run(make_engine(choosing, max_len=48), PROMPTS, each, alone=True))
+    wanted = looked_at(make_engine(choosing, **how), monkeypatch, each)
+    settled: list[int] = []
+    settle = LateDraft.settle
+
+    def counted(self: LateDraft, numbers: Any) -> Any:
+        done = settle(self, numbers)
+        settled.append(sum(self.counts_unread) - len(done.tokens))
+        return done
+
+    monkeypatch.setattr(LateDraft, "settle", counted)
+    done = run(make_engine(choosing, **how), PROMPTS, each)
+    assert texts(done) == plain == texts(wanted)
+    assert any(settled) and (few or rounds(done) == rounds(wanted))
+    assert not few or any(c.metrics.num_preemptions for c in done)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_policy_that_looks_cuts_afterwards(
+    name: str, choosing: Pair, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = {"method": name, "k": 4, "confidence": 0.5, **CHAINS[name]}
+    greedy = replace(PLAIN, temperature=0.0)
+    wanted = looked_at(make_engine(choosing, **how), monkeypatch, greedy)
+    engine, per_step = make_engine(choosing, **how), Counter[int]()
+    step = engine.step
+
+    def counted() -> Any:
+        reads.clear()
+        done = step()
+        per_step[len(reads)] += 1
+        return done
+
+    monkeypatch.setattr(engine, "step", counted)
+    done = run(engine, PROMPTS, greedy)
+    assert texts(done) == texts(wanted) and rounds(done) == rounds(wanted)
+    assert 0 < engine.metrics.num_draft_tokens < 4 * engine.metrics.num_drafts
+    assert set(per_step) <= {0, 1, 2} and per_step[2]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_round_waits_once(name: str, choosing: Pair, reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(choosing, **{"method": name, "k": 4, **CHAINS[name]})
+    steps: list[int] = []
+    step = engine.step
+
+    def counted() -> Any:
+        reads.clear()
+        done = step()
+        steps.append(len(reads))
+        return done
+
+    monkeypatch.setattr(engine, "step", counted)
+    run(engine, PROMPTS, PLAIN)
+    assert max(steps) == 1 and engine.metrics.num_accepted_tokens
+
+
+def test_a_trimming_policy_and_a_penalty_are_served_as_before(choosing: Pair) -> None:
+    many = [PLAIN, replace(PLAIN, repetition_penalty=1.2), replace(PLAIN, logprobs=1), PLAIN, PLAIN]
+    plain = texts(run(make_engine(choosing), PROMPTS, many, alone=True))
+    for policy in ("goodput", "disco", "fixed"):
+        assert texts(run(make_engine(choosing, "draft_model", 4, policy=policy), PROMPTS, many)) == plain
+
+
+@pytest.mark.failing_drafter
+def test_a_chain_that_cannot_be_read_costs_speed_alone(choosing: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Drawn, numbers: Any) -> Any:
+        raise RuntimeError("lost")
+
+    plain = texts(run(make_engine(choosing), PROMPTS, PLAIN))
+    monkeypatch.setattr(Drawn, "split", broken)
+    engine = make_engine(choosing, "draft_model", 4)
+    assert texts(run(engine, PROMPTS, PLAIN)) == plain and not engine.metrics.num_draft_tokens
+
+
+def test_whoever_looks_at_an_unread_draft_gets_it(choosing: Pair) -> None:
+    engine, seen = make_engine(choosing, "draft_model", 3), []
+    propose = engine.drafter.propose
+
+    def looked(seqs: Any, num_draft: Any) -> Any:
+        draft = propose(seqs, num_draft)
+        seen.append((isinstance(draft, LateDraft), draft.confidence, min(draft.tokens.tolist(), default=0)))
+        return draft
+
+    engine.drafter.propose = looked  # type: ignore[method-assign]
+    run(engine, PROMPTS, PLAIN)
+    assert any(late for late, *_ in seen) and all(least != UNKNOWN for *_, least in seen)
+
+
+def test_drawn_sorts_steps_by_sequence() -> None:
+    drawn = Drawn([1, 3, 2])
+    for tokens in ([10, 20, 30], [21, 31], [22]):
+        drawn.add(torch.tensor(tokens, dtype=torch.int32))
+    assert drawn.last(1).tolist() == [20, 30] and drawn.last(2).tolist() == [21]
+    assert [[t for t, _ in own] for own in drawn.read()] == [[10], [20, 21, 22], [30, 31]]
+
+
+def test_late_tokens_go_where_tokens_are_unknown() -> None:
+    batch = build_batch([Rows([5, UNKNOWN], 0, [UNKNOWN], [-1], [1], True), Rows([7], 0, [], [], [2], True)], 4)
+    late = torch.tensor([8, 9], dtype=torch.int32)
+    assert batch.with_late(late).on(torch.device("cpu")).token_ids.tolist() == [5, 8, 9, 7]
