@@ -141,7 +141,7 @@ def _made(site: Site, area: str) -> Drawn | None:
     """The mutant of a place; None where the compiled code is the same."""
     tree = _tree(site.function)
     right = textwrap.dedent(inspect.getsource(site.function))
-    index, node, early = next(found for found in _open(tree) if found[0] == site.index)
+    _, node, early = next(found for found in _open(tree) if found[0] == site.index)
     new = list(edits(copy.deepcopy(node), early))[site.which][1] or ast.Pass()
     text = f"{_short(node)} -> {_short(new)}"
     first = site.function.__code__.co_firstlineno

@@ -1,4 +1,4 @@
-"""Edits: the small mistakes that can be made in a piece of source, by kind; what only speaks to people is left alone."""
+"""Edits: the small mistakes that can be made in a piece of source, by kind. What only speaks to people is left."""
 
 from __future__ import annotations
 
@@ -122,8 +122,9 @@ def _places(node: ast.Subscript) -> Iterator[Edit]:
             for name in ("lower", "upper"):
                 end = getattr(part, name)
                 if end is not None and not isinstance(end, ast.Constant):
-                    ends = {"lower": part.lower, "upper": part.upper, "step": part.step, name: _more(end, step)}
-                    yield "a slice is one off", ast.Subscript(node.value, ast.Slice(**ends), node.ctx)
+                    moved = _more(end, step)
+                    low, high = (moved, part.upper) if name == "lower" else (part.lower, moved)
+                    yield "a slice is one off", ast.Subscript(node.value, ast.Slice(low, high, part.step), node.ctx)
         if part.lower is not None and part.upper is None and part.step is None:
             yield "a slice is left out", node.value
     elif isinstance(part, (ast.Name, ast.BinOp)) and not isinstance(node.ctx, ast.Store):

@@ -25,7 +25,7 @@ CAUGHT, BROKE_DOWN, NO_END, COUNTS, MISSED = "caught", "broke down", "no end", "
 # Ways to run: as users do, and with the operations and the sampler that are written in Python.
 WAYS: tuple[tuple[dict[str, str], bool], ...] = (({}, True), (REFERENCE, False))
 SIZES = (0.2, 1.0)  # of the least sizes: most mistakes show in a fifth; what does not is looked for in all
-PATIENCE = 10.0  # times as long as without a mistake, and a few seconds: then the check has no end
+PATIENCE = 5.0  # times as long as without a mistake, and ten seconds: then the check has no end
 MOST_BREAKS = 4  # checks that only break down, before no other is asked
 Key = tuple[int, str, float]  # way, check, size
 _CRASH = "Internal Server Error"  # what a server says for an exception
@@ -55,6 +55,9 @@ class Bench:
 
     tokenizer: Tokenizer
     checks: Seq[Check]
+    base: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # settings of the toys, where a way's own do not say otherwise
     lines: dict[tuple[int, str], set[tuple[str, int]]] = field(default_factory=dict)
     results: dict[Key, Result] = field(default_factory=dict)
     seconds: dict[Key, float] = field(default_factory=dict)  # of those, with what they judge
@@ -71,8 +74,10 @@ class Bench:
     def who(self, drawn: Drawn) -> list[tuple[int, str]]:
         """Ways and checks that run its lines and pass without it, the quickest first."""
         places = {(drawn.file, line) for line in drawn.lines}
-        able = [key for key, seen in self.lines.items() if places & seen and self.right((*key, SIZES[0])).status == PASSED]
-        return sorted(able, key=lambda key: self.seconds[*key, SIZES[0]])
+        able = [
+            key for key, seen in self.lines.items() if places & seen and self.right((*key, SIZES[0])).status == PASSED
+        ]
+        return sorted(able, key=lambda key: self.seconds[(*key, SIZES[0])])
 
     def right(self, key: Key) -> Result:
         """What a check says where nothing is wrong."""
@@ -87,7 +92,7 @@ class Bench:
         way, name, size = key
         every, effort = {c.id: c for c in self.checks}, Effort(1e-9, size)
         with mutant.alive(), _at_most(seconds):
-            subject = toy_subject(self.tokenizer, **WAYS[way][0])
+            subject = toy_subject(self.tokenizer, **{**self.base, **WAYS[way][0]})
             if name in ("A1", "C2"):
                 for before in ("L3", "P1", "W1")[: 1 if name == "A1" else 3]:
                     run_check(every[before], subject, Effort(1e-9, size * (10 if name == "A1" else 1)))
@@ -214,4 +219,4 @@ def _traced(files: set[str]) -> Iterator[set[tuple[str, int]]]:
         yield seen
     finally:
         sys.settrace(before)
-        threading.settrace(before)  # type: ignore[arg-type]
+        threading.settrace(before)

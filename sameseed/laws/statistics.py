@@ -93,7 +93,7 @@ def normal_tail(deviations: float) -> float:
 
 
 def share_interval(hits: int, count: int) -> tuple[float, float]:
-    """Where the true share of hits lies with 95 % confidence (Wilson's score interval, 1927); 0 to 1 where count is 0."""
+    """Where the true share of hits lies with 95 % confidence (Wilson's score interval, 1927)."""
     if count == 0:
         return 0.0, 1.0
     z, share = 1.959964, hits / count

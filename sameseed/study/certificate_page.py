@@ -10,7 +10,7 @@ from jinja2 import DictLoader, Environment
 from sameseed.laws.check import IN_PART, NOT_SHOWN, PASSED
 from sameseed.laws.statistics import bound_text
 from sameseed.study.certificate_every import Outcome
-from sameseed.study.certificate_words import summary
+from sameseed.study.certificate_words import drawn_text, summary
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5b6472; --line: #d9dee7; --ground: #fbfcfe; --card: #fff;
@@ -109,6 +109,18 @@ rejected by a check.</p>
 </td><td>{{ t.said }}</td></tr>
 {% endfor %}
 </tbody></table>
+{% if r.mutants.drawn %}
+<h3>Drawn anew</h3>
+<p>{{ drawn(r.mutants.drawn) }}</p>
+<table><tbody>
+{% for t in r.mutants.drawn.trials %}
+<tr><td>{{ t.name }}</td><td>
+{{- mark("warning" if t.outcome in ("not caught", "other counts alone") else "passed",
+         t.outcome ~ (" by " ~ t.by if t.by and t.outcome == "caught" else "")) -}}
+</td><td>{{ t.said }}</td></tr>
+{% endfor %}
+</tbody></table>
+{% endif %}
 {% endif %}
 <h2>Configuration</h2>
 {{ pairs(c) }}
@@ -167,7 +179,7 @@ _TEMPLATES = Environment(
     keep_trailing_newline=True,
 )
 _TEMPLATES.globals.update(style=STYLE, tones=TONES, sizes=sizes_text, statistic=statistic_text, bound=bound_text)
-_TEMPLATES.globals.update(summary=summary)
+_TEMPLATES.globals.update(summary=summary, drawn=drawn_text)
 
 
 def _page(template: str, verdict: str, **values: object) -> str:
