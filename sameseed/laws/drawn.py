@@ -67,7 +67,7 @@ class Places:
 
     def draw(self, seed: int) -> Iterator[Drawn]:
         """Mutants without end, the areas in turn, none twice; of an area first a function, then a place in it."""
-        rng = random.Random(seed)
+        rng, seen = random.Random(seed), set[str]()
         left = {area: _by_function(sites) for area, sites in self.sites.items()}
         while any(left.values()):
             for area, functions in left.items():
@@ -77,7 +77,8 @@ class Places:
                     if not functions[name]:
                         del functions[name]
                     made = _made(site, area)
-                    if made is not None:
+                    if made is not None and made.mutant.name not in seen:
+                        seen.add(made.mutant.name)
                         yield made
 
 
@@ -147,7 +148,8 @@ def _made(site: Site, area: str) -> Drawn | None:
     first = site.function.__code__.co_firstlineno
     lines = _lines(tree, node, first)
     _Replace(node, new).visit(tree)
-    where = f"{site.function.__module__}.{site.function.__qualname__}:{lines.start}"
+    place = f"{first + node.lineno - 1}:{node.col_offset}"  # type: ignore[attr-defined]
+    where = f"{site.function.__module__}.{site.function.__qualname__}:{place}"
     mutant = Mutant(f"{where} {text}", site.function, right, ast.unparse(ast.fix_missing_locations(tree)))
     same = mutant.code().co_code == site.function.__code__.co_code and "constant" not in site.kind
     return None if same else Drawn(mutant, area, site.kind, site.function.__code__.co_filename, lines)

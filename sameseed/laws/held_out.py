@@ -25,7 +25,7 @@ CAUGHT, BROKE_DOWN, NO_END, COUNTS, MISSED = "caught", "broke down", "no end", "
 # Ways to run: as users do, and with the operations and the sampler that are written in Python.
 WAYS: tuple[tuple[dict[str, str], bool], ...] = (({}, True), (REFERENCE, False))
 SIZES = (0.2, 1.0)  # of the least sizes: most mistakes show in a fifth; what does not is looked for in all
-PATIENCE = 5.0  # times as long as without a mistake, and ten seconds: then the check has no end
+PATIENCE, SLACK = 5.0, 10.0  # times as long as without a mistake, and seconds: then a check has no end
 MOST_BREAKS = 4  # checks that only break down, before no other is asked
 Key = tuple[int, str, float]  # way, check, size
 _CRASH = "Internal Server Error"  # what a server says for an exception
@@ -122,7 +122,7 @@ _RANK = {name: i for i, name in enumerate((CAUGHT, NO_END, BROKE_DOWN, COUNTS, M
 
 def _outcome(drawn: Drawn, bench: Bench, key: Key) -> tuple[str, str]:
     right = bench.right(key)
-    limit = 10.0 + PATIENCE * bench.seconds[key]
+    limit = SLACK + PATIENCE * bench.seconds[key]
     mutant = Mutant(**{**vars(drawn.mutant), "native": WAYS[key[0]][1]})
     try:
         result = bench.look(mutant, key, limit)
