@@ -26,14 +26,15 @@ CAUGHT, BROKE_DOWN, NO_END, COUNTS, MISSED = "caught", "broke down", "no end", "
 WAYS: tuple[tuple[dict[str, str], bool], ...] = (({}, True), (REFERENCE, False))
 SIZES = (0.2, 1.0)  # of the least sizes: most mistakes show in a fifth; what does not is looked for in all
 PATIENCE, SLACK = 5.0, 10.0  # times as long as without a mistake, and seconds: then a check has no end
+AGAIN = 2.0  # seconds until what still waits, in its own clearing up, is stopped again
 MOST_BREAKS = 4  # checks that only break down, before no other is asked
 Key = tuple[int, str, float]  # way, check, size
 _CRASH = "Internal Server Error"  # what a server says for an exception
 _RIGHT = ("nothing is wrong", trial.outcome, "c = completion", "c = completion")  # of no area
 
 
-class NoEndError(BaseException):
-    """Not an Exception: code that is tried must not take it for one of its own."""
+class NoEndError(KeyboardInterrupt):
+    """Not an Exception: code that is tried must not take it for one of its own, and event loops let this one through."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,7 @@ class Bench:
 
     tokenizer: Tokenizer
     checks: Seq[Check]
-    base: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # settings of the toys, where a way's own do not say otherwise
+    base: Mapping[str, Any] = field(default_factory=dict)  # of the toys, where a way's own do not say otherwise
     lines: dict[tuple[int, str], set[tuple[str, int]]] = field(default_factory=dict)
     results: dict[Key, Result] = field(default_factory=dict)
     seconds: dict[Key, float] = field(default_factory=dict)  # of those, with what they judge
@@ -72,11 +71,13 @@ class Bench:
                 self.lines[way, check.id] = seen
 
     def who(self, drawn: Drawn) -> list[tuple[int, str]]:
-        """Ways and checks that run its lines and pass without it, the quickest first."""
+        """The first way that runs its lines, and the checks that do and pass without it, the quickest first."""
         places = {(drawn.file, line) for line in drawn.lines}
         able = [
             key for key, seen in self.lines.items() if places & seen and self.right((*key, SIZES[0])).status == PASSED
         ]
+        first = min((way for way, _ in able), default=0)
+        able = [key for key in able if key[0] == first]
         return sorted(able, key=lambda key: self.seconds[(*key, SIZES[0])])
 
     def right(self, key: Key) -> Result:
@@ -95,7 +96,7 @@ class Bench:
             subject = toy_subject(self.tokenizer, **{**self.base, **WAYS[way][0]})
             if name in ("A1", "C2"):
                 for before in ("L3", "P1", "W1")[: 1 if name == "A1" else 3]:
-                    run_check(every[before], subject, Effort(1e-9, size * (10 if name == "A1" else 1)))
+                    run_check(every[before], subject, Effort(1e-9, max(1.0, 10 * size) if name == "A1" else size))
             return run_check(every[name], subject, effort)
 
 
@@ -192,7 +193,7 @@ def _at_most(seconds: float | None) -> Iterator[None]:
         raise NoEndError
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
     try:
         yield
     finally:
