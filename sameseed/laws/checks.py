@@ -36,7 +36,8 @@ CHECKS: tuple[Check, ...] = (
 
 # What no check looks at, whatever its size.
 UNSEEN = (
-    "grammars other than choices and one regular expression; what a draft remembers of other requests, beyond its effect on texts",
+    "grammars other than choices and one regular expression",
+    "what a draft remembers of other requests, beyond its effect on texts",
     "the server's network, time-outs and restarts, tools, compiled grammars, /v1/responses and lists of prompts",
     "other models, number formats, machines, numbers of threads and versions than those named here",
     "whether the weights, the tokenizer and the chat template are the right ones",

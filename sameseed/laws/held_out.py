@@ -34,7 +34,7 @@ _RIGHT = ("nothing is wrong", trial.outcome, "c = completion", "c = completion")
 
 
 class NoEndError(KeyboardInterrupt):
-    """Not an Exception: code that is tried must not take it for one of its own, and event loops let this one through."""
+    """Not an Exception: code that is tried must not take it for its own, and event loops let this one through."""
 
 
 @dataclass(frozen=True)

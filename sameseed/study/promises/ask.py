@@ -22,7 +22,7 @@ NOT_SENT = "not sent"
 
 @dataclass
 class RequestBudget:
-    """What may be spent; what a busy server gets again counts. `ended`: why nothing more is sent; `died`: it is gone."""
+    """What may be spent; what is sent again counts. `ended`: why nothing more is sent; `died`: it is gone."""
 
     requests: int
     seconds: float
