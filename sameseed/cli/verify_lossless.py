@@ -111,6 +111,7 @@ def _mutants(certificate: Certificate, tokenizer: Tokenizer, args: VerifyArgs, t
     """The score of the written mutants, and as `drawn` that of a tenth more, which a generator draws anew."""
     from sameseed.cli.console import stderr_console
     from sameseed.laws import held_out, mutants
+    from sameseed.laws.drawn import AREAS, Places
 
     theirs, area = server_mistakes()
     every, config = (*mutants.MUTANTS, *theirs), certificate.config
@@ -118,8 +119,9 @@ def _mutants(certificate: Certificate, tokenizer: Tokenizer, args: VerifyArgs, t
     score = mutants.try_all(tokenizer, every, tick, certificate.known, **base)
     seed = secrets.randbelow(2**31) if args.mutant_seed is None else args.mutant_seed
     stderr_console().print(f"drawing more mutants: --mutant-seed {seed}", style="dim")
-    bench = held_out.Bench(tokenizer, certificate.known, base)
-    return score | {"drawn": held_out.try_drawn(bench, -(-len(every) // 9), seed, area, tick)}
+    places = Places({**AREAS, **area})
+    bench = held_out.Bench(tokenizer, certificate.known, places.files, base)
+    return score | {"drawn": held_out.try_drawn(bench, places, -(-len(every) // 9), seed, tick)}
 
 
 def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs, checks: Seq[Check]) -> int:

@@ -65,6 +65,11 @@ class Places:
         """By area."""
         return {area: [s for name in names for s in _sites(name)] for area, names in self.areas.items()}
 
+    @property
+    def files(self) -> set[str]:
+        """The files in which they are."""
+        return {s.function.__code__.co_filename for sites in self.sites.values() for s in sites}
+
     def draw(self, seed: int) -> Iterator[Drawn]:
         """Mutants without end, the areas in turn, none twice; of an area first a function, then a place in it."""
         rng, seen = random.Random(seed), set[str]()

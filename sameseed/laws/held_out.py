@@ -14,7 +14,7 @@ from typing import Any
 
 from sameseed.laws import trial
 from sameseed.laws.check import FAILED, HIDDEN, PASSED, Check, Effort, Result, run_check
-from sameseed.laws.drawn import AREAS, Drawn, Places
+from sameseed.laws.drawn import Drawn, Places
 from sameseed.laws.mutant import REFERENCE, Mutant
 from sameseed.laws.mutants import toy_subject
 from sameseed.laws.statistics import share_interval
@@ -56,29 +56,29 @@ class Bench:
 
     tokenizer: Tokenizer
     checks: Seq[Check]
+    files: set[str]  # whose lines are looked at
     base: Mapping[str, Any] = field(default_factory=dict)  # of the toys, where a way's own do not say otherwise
     lines: dict[tuple[int, str], set[tuple[str, int]]] = field(default_factory=dict)
     results: dict[Key, Result] = field(default_factory=dict)
     seconds: dict[Key, float] = field(default_factory=dict)  # of those, with what they judge
 
-    def reached(self, files: set[str], tick: Callable[[str], None] = lambda name: None) -> None:
-        """Run every check once, and note the lines of these files that it runs."""
-        for way in range(len(WAYS)):
-            for check in self.checks:
-                tick(check.name)
-                with _traced(files) as seen:
+    def _reached(self, way: int, places: set[tuple[str, int]]) -> list[tuple[int, str]]:
+        """Checks that run one of these lines in this way. Before the first answer each runs once, traced."""
+        for check in self.checks:
+            if (way, check.id) not in self.lines:
+                with _traced(self.files) as seen:
                     self.right((way, check.id, SIZES[0]))
                 self.lines[way, check.id] = seen
+        return [(way, check.id) for check in self.checks if places & self.lines[way, check.id]]
 
     def who(self, drawn: Drawn) -> list[tuple[int, str]]:
         """The first way that runs its lines, and the checks that do and pass without it, the quickest first."""
         places = {(drawn.file, line) for line in drawn.lines}
-        able = [
-            key for key, seen in self.lines.items() if places & seen and self.right((*key, SIZES[0])).status == PASSED
-        ]
-        first = min((way for way, _ in able), default=0)
-        able = [key for key in able if key[0] == first]
-        return sorted(able, key=lambda key: self.seconds[(*key, SIZES[0])])
+        for way in range(len(WAYS)):
+            able = [key for key in self._reached(way, places) if self.right((*key, SIZES[0])).status == PASSED]
+            if able:
+                return sorted(able, key=lambda key: self.seconds[(*key, SIZES[0])])
+        return []
 
     def right(self, key: Key) -> Result:
         """What a check says where nothing is wrong."""
@@ -159,16 +159,12 @@ def score(verdicts: Seq[Verdict], unreached: Seq[str], seed: int) -> dict[str, A
 
 def try_drawn(
     bench: Bench,
+    places: Places,
     count: int,
     seed: int,
-    areas: Mapping[str, Seq[str]] | None = None,
     tick: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> dict[str, Any]:
     """Draw until `count` mistakes lie on lines that some check runs, judge each: see `score`."""
-    places = Places({**AREAS, **{k: tuple(v) for k, v in (areas or {}).items()}})
-    if not bench.lines:
-        files = {s.function.__code__.co_filename for sites in places.sites.values() for s in sites}
-        bench.reached(files, lambda name: tick(f"lines of {name}", 0, count))
     verdicts: list[Verdict] = []
     unreached: list[str] = []
     for drawn in places.draw(seed):

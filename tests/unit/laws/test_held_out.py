@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from sameseed.laws import held_out
+from sameseed.cli import verify_lossless as command
+from sameseed.laws import held_out, mutants
+from sameseed.laws.check import Effort
 from sameseed.laws.checks import chosen
 from sameseed.laws.drawn import AREAS, Drawn, Places
 from sameseed.laws.edits import edits, silent
@@ -18,6 +20,7 @@ from sameseed.laws.held_out import Bench
 from sameseed.laws.mutant import Mutant
 from sameseed.laws.statistics import share_interval
 from sameseed.spec import step, verify
+from sameseed.study import certificate as suite
 from sameseed.study.certificate_words import drawn_text
 from sameseed.tokenizer import Tokenizer
 
@@ -31,9 +34,7 @@ def places() -> Places:
 
 @pytest.fixture(scope="module")
 def bench(pair_folders: tuple[Path, Path]) -> Bench:
-    made = Bench(Tokenizer.from_folder(pair_folders[0]), chosen(["L3", "S1"]))
-    made.reached({verify.__file__, step.__file__})
-    return made
+    return Bench(Tokenizer.from_folder(pair_folders[0]), chosen(["L3", "S1"]), {verify.__file__, step.__file__})
 
 
 def drawn(function: Any, old: str, new: str, line: int = 1) -> Drawn:
@@ -123,10 +124,8 @@ def test_lines_that_no_check_runs_are_told(bench: Bench) -> None:
     assert not bench.who(drawn(verify.verify, CALL, CALL, line=10**6))
 
 
-def test_a_few_are_drawn_and_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_out, "AREAS", {"verification": ("spec.verify",)})
-    score = held_out.try_drawn(bench, 3, 5)
-    again = held_out.try_drawn(bench, 3, 5)
+def test_a_few_are_drawn_and_counted(bench: Bench) -> None:
+    score, again = (held_out.try_drawn(bench, Places({"verification": ("spec.verify",)}), 3, 5) for _ in range(2))
     names = [t["name"] for t in score["trials"]]
     assert len(names) == 3 and names == [t["name"] for t in again["trials"]]
     assert score["drawn"] == 3 + len(score["unreached"])
@@ -136,3 +135,16 @@ def test_a_few_are_drawn_and_counted(bench: Bench, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("hits", "count", "low", "high"), [(0, 0, 0, 1), (10, 10, 0.722, 1), (38, 40, 0.835, 0.986)])
 def test_the_interval_of_a_share(hits: int, count: int, low: float, high: float) -> None:
     assert share_interval(hits, count) == pytest.approx((low, high), abs=1e-3)
+
+
+def test_a_tenth_is_drawn_beside_the_written_ones(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = [Mutant("nothing is wrong", verify.verify, "row = 0", "row = 0", ("S1",))] * 10
+    monkeypatch.setattr(mutants, "MUTANTS", written)
+    monkeypatch.setattr(command, "server_mistakes", lambda: ((), {}))
+    certificate = suite.Certificate([], {"backend": "auto", "device": "cpu"}, Effort(1.0), {}, 0.0, known=bench.checks)
+    args = command.VerifyArgs(mutants=True, mutant_seed=11)
+    made = command._mutants(certificate, bench.tokenizer, args, lambda name, done, total: None)
+    assert made["total"] == 10 and len(made["drawn"]["trials"]) == 2 and made["drawn"]["seed"] == 11
+    assert "--mutant-seed 11" in capsys.readouterr().err
