@@ -30,7 +30,8 @@ AREAS: Mapping[str, tuple[str, ...]] = {
     "drafters' state": ("drafters._followers", "drafters._shadow", "drafters.draft_model"),
     "operations": ("ops.reference",),
 }
-_NO_TEXT = ("__repr__", "__str__", "describe", "check", "num_bytes", "metrics")  # functions that decide none
+# Functions that decide no text: for people, limits of time, and who guessed what.
+_NO_TEXT = ("__repr__", "__str__", "num_bytes", "metrics", "_metrics", "__enter__", "__exit__", "node_levels")
 
 
 @dataclass(frozen=True)
