@@ -123,6 +123,8 @@ _RANK = {name: i for i, name in enumerate((CAUGHT, NO_END, BROKE_DOWN, COUNTS, M
 
 def _outcome(drawn: Drawn, bench: Bench, key: Key) -> tuple[str, str]:
     right = bench.right(key)
+    if right.status != PASSED:  # in this size it says nothing
+        return MISSED, ""
     limit = SLACK + PATIENCE * bench.seconds[key]
     mutant = Mutant(**{**vars(drawn.mutant), "native": WAYS[key[0]][1]})
     try:
@@ -136,7 +138,7 @@ def _outcome(drawn: Drawn, bench: Bench, key: Key) -> tuple[str, str]:
         said = f"{first.where}: {first.found}"[:300]
         broke = result.found.unfinished or _CRASH in said or all(f.where == HIDDEN for f in result.found.findings)
         return (BROKE_DOWN if broke else CAUGHT), said
-    if right.status == PASSED and result.found.lacking:
+    if result.found.lacking:
         return COUNTS, result.found.lacking[0]
     changed = [n for n, v in right.found.sizes.items() if result.found.sizes.get(n) != v]
     return (COUNTS, ", ".join(changed)) if changed and key[1] != "L5" else (MISSED, "")

@@ -35,7 +35,10 @@ details { border-bottom: 1px solid var(--line); padding: .5rem 0; } summary { cu
 dl { margin: .6rem 0; } dt { color: var(--soft); margin-top: .5rem; } dd { margin: 0 0 0 1rem; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; padding: .5rem; font-size: .85rem;
   background: var(--ground); border: 1px solid var(--line); border-radius: .3rem; }
+table.tried td { overflow-wrap: anywhere; }
 @media (max-width: 40rem) {
+  table.tried tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line); }
+  table.tried td { display: block; border: 0; padding: .1rem .6rem; }
   table.checks thead { display: none; } table.checks tr { display: block; padding: .5rem 0;
     border-bottom: 1px solid var(--line); }
   table.checks td { display: block; border: 0; padding: .1rem .6rem; }
@@ -102,7 +105,7 @@ fails this certificate with a probability
 <h2>Mutants</h2>
 <p>{{ r.mutants.caught }} of {{ r.mutants.total }} wrong versions of the code, put in the place of the right one, were
 rejected by a check.</p>
-<table><tbody>
+<table class="tried"><tbody>
 {% for t in r.mutants.trials %}
 <tr><td>{{ t.name }}</td><td>
 {{- mark("passed", "rejected by " ~ t.caught_by) if t.caught_by else mark("failed", "not noticed") -}}
@@ -112,7 +115,7 @@ rejected by a check.</p>
 {% if r.mutants.drawn %}
 <h3>Drawn anew</h3>
 <p>{{ drawn(r.mutants.drawn) }}</p>
-<table><tbody>
+<table class="tried"><tbody>
 {% for t in r.mutants.drawn.trials %}
 <tr><td>{{ t.name }}</td><td>
 {{- mark("warning" if t.outcome in ("not caught", "other counts alone") else "passed",
