@@ -69,8 +69,10 @@ class PromiseServer:
         self.seen.append(body)
         if (refusal := self._refusal(request.url.path, body)) is not None:
             return httpx.Response(refusal[0], json={"error": {"message": refusal[1]}})
+        if self.fault == "busy" and len(self.seen) > 20 and len(self.seen) % 2:
+            return httpx.Response(503, headers={"retry-after": "0"}, json={"error": {"message": "busy"}})
         self.inside += 1
-        await asyncio.sleep(0)
+        await asyncio.sleep(60.0 if self.fault == "stalls" and len(self.seen) > 40 else 0)
         return httpx.Response(200, stream=Chunks(self, self._answer(body)))
 
     def _refusal(self, path: str, body: dict[str, Any]) -> tuple[int, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
     from sameseed.laws.check import Check
     from sameseed.laws.mutant import Mutant
-    from sameseed.study.certificate import Asked, Certificate
+    from sameseed.study.certificate import Asked, Certificate, Tick
     from sameseed.study.certificate_every import Outcome
+    from sameseed.tokenizer import Tokenizer
 
 LEFT_OUT = ("n", "logprobs")
 NO_SERVER = "how the server reads the fields of a request (its packages are not installed)"
@@ -50,6 +52,7 @@ class VerifyArgs:
     every: Annotated[bool, option()] = False  # one certificate for each way to guess, in 8 formats, batches of 1 to 16
     only: Annotated[tuple[str, ...], option("ID")] = ()  # run these checks alone, e.g. L3 L6; unset: all
     mutants: Annotated[bool, option()] = False  # also put wrong versions in place; each must be rejected by a check
+    mutant_seed: Annotated[int | None, option("N")] = None  # of the tenth that is drawn anew; unset: another each run
     html: Annotated[Path | None, option("FILE")] = None  # write the certificate as one page
     out: Annotated[Path | None, option("FILE")] = None  # append the record (one JSON line) to a file
     json: Annotated[bool, option()] = False  # the record to stdout instead of tables
@@ -95,19 +98,35 @@ def known_checks() -> tuple[Check, ...]:
     return (*CHECKS[:-3], requests, *CHECKS[-3:])
 
 
-def server_mistakes() -> tuple[Mutant, ...]:
-    """Wrong versions of the server's code, where it is installed."""
+def server_mistakes() -> tuple[tuple[Mutant, ...], dict[str, tuple[str, ...]]]:
+    """Wrong versions of the server's code, and where more can be drawn, if it is installed."""
     try:
-        from sameseed.server.mistakes import SERVER_MISTAKES
+        from sameseed.server.mistakes import SERVER_AREA, SERVER_MISTAKES
     except ImportError:
-        return ()
-    return SERVER_MISTAKES
+        return (), {}
+    return SERVER_MISTAKES, SERVER_AREA
+
+
+def _mutants(certificate: Certificate, tokenizer: Tokenizer, args: VerifyArgs, tick: Tick) -> dict[str, Any]:
+    """The score of the written mutants, and as `drawn` that of a tenth more, which a generator draws anew."""
+    from sameseed.cli.console import stderr_console
+    from sameseed.laws import held_out, mutants
+    from sameseed.laws.drawn import AREAS, Places
+
+    theirs, area = server_mistakes()
+    every, config = (*mutants.MUTANTS, *theirs), certificate.config
+    base = {"backend": config["backend"], "device": config["device"]}
+    score = mutants.try_all(tokenizer, every, tick, certificate.known, **base)
+    seed = secrets.randbelow(2**31) if args.mutant_seed is None else args.mutant_seed
+    stderr_console().print(f"drawing more mutants: --mutant-seed {seed}", style="dim")
+    places = Places({**AREAS, **area})
+    bench = held_out.Bench(tokenizer, certificate.known, places.files, base)
+    return score | {"drawn": held_out.try_drawn(bench, places, -(-len(every) // 9), seed, tick)}
 
 
 def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs, checks: Seq[Check]) -> int:
     """One certificate: made, written, shown."""
     from sameseed.cli.console import stages, stderr_console
-    from sameseed.laws import mutants
     from sameseed.laws.checks import CHECKS, UNSEEN
     from sameseed.study import certificate as suite, record
 
@@ -120,14 +139,7 @@ def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: Verif
         if certificate.known == CHECKS:
             certificate.unseen = (*UNSEEN, NO_SERVER)
         if args.mutants:
-            certificate.mutants = mutants.try_all(
-                subject.loaded.tokenizer,
-                (*mutants.MUTANTS, *server_mistakes()),
-                tick,
-                certificate.known,
-                backend=config.backend,
-                device=config.device,
-            )
+            certificate.mutants = _mutants(certificate, subject.loaded.tokenizer, args, tick)
     found = certificate.as_dict()
     if args.out is not None:
         record.append(args.out, found)
@@ -183,6 +195,9 @@ def _show_wrong(certificate: Certificate, console: Console) -> None:
     """What failed, or was warned of, in detail; mutants that no check rejected."""
     from rich.text import Text
 
+    from sameseed.laws.held_out import COUNTS
+    from sameseed.study.certificate_words import drawn_text
+
     for r in certificate.results:
         if r.status != "passed":
             console.print(Text(f"\n{r.check.id} {r.check.name}: {r.status}", style=COLOURS[r.status]))
@@ -196,6 +211,10 @@ def _show_wrong(certificate: Certificate, console: Console) -> None:
         for trial in m["trials"]:
             if trial["caught_by"] is None:
                 console.print(Text(f"  not noticed: {trial['name']}", style=RED))
+        console.print(drawn_text(m["drawn"]))
+        for trial in m["drawn"]["trials"]:
+            if trial["by"] is None or trial["outcome"] == COUNTS:
+                console.print(Text(f"  {trial['outcome']}: {trial['name']}", style=YELLOW))
 
 
 # --- every way to guess, in many formats ---

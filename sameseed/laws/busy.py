@@ -209,32 +209,50 @@ def _judge_reuse(found: Found, name: str, jobs: Seq[Request], got: Seq[Completio
 )
 def scores(subject: Subject, effort: Effort) -> Found:
     """Log-probabilities of a prompt's tokens are the same bits in small chunks beside other requests as alone, and
-    within the tolerance the textbook's; the texts beside them are as ever.
+    within the tolerance the textbook's. The texts after them, and those beside them, are the ones without scores, under
+    penalties and least lengths too.
     """
-    found = Found({"scores": 0, "other_texts": 0}, {"differing_scores": 0, "too_far": 0, "differing_texts": 0})
-    params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)
-    share = textbook.tolerance(subject.target, subject.kv_format)
-    for start in range(0, effort.of(500, 4), 4):
-        texts = [_long(subject, start + i) for i in range(4)]
-        jobs = [
-            Request(f"s{i}", t, replace(params, seed=start + i), start + i, score_prompt=i < 3)
-            for i, t in enumerate(texts)
-        ]
+    found = Found(
+        {"scores": 0, "texts": 0, "other_texts": 0}, {"differing_scores": 0, "too_far": 0, "differing_texts": 0}
+    )
+    bare = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)
+    ways = [bare, *(replace(p, max_tokens=4, logprobs=2) for p in _limited(subject))]
+    for turn in range(max(len(ways), effort.of(500, 4) // 4)):
+        way, texts = ways[turn % len(ways)], [_long(subject, 4 * turn + i) for i in range(4)]
+        jobs = [Request(f"s{i}", t, way, 4 * turn + i, score_prompt=i < 3) for i, t in enumerate(texts)]
+        unscored = subject.run(subject.plain(seqs=1), [replace(job, score_prompt=False) for job in jobs], alone=True)
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
         got = subject.run(subject.engine(block=BLOCK, rows=ROWS, seqs=4), jobs)
-        compare(subject, found, "beside scored prompts", jobs, plain, got)
+        for name, done in (("scored alone", plain), ("beside scored prompts", got)):
+            compare(subject, found, name, jobs, unscored, done)
+        found.sizes["texts"] += 2 * len(jobs)
         found.sizes["other_texts"] += len(jobs)
-        for i, logits in enumerate(textbook.forward(subject.target, texts[:3], subject.kv_format)):
-            mine, alone = got[i].prompt_logprobs, plain[i].prompt_logprobs
-            if mine != alone:
+        for i in range(3):
+            if got[i].prompt_logprobs != plain[i].prompt_logprobs:
                 found.statistic["differing_scores"] += 1
-                found.add(f"scores of prompt {start + i}", alone, mine)
-            largest = logits.max(-1, keepdims=True)
-            exact = logits - largest - np.log(np.exp(logits - largest).sum(-1, keepdims=True))
-            for at, one in enumerate(mine or ()):
-                found.sizes["scores"] += 1
-                wrong = one.token_id != texts[i][at + 1]
-                if wrong or abs(one.logprob - exact[at, one.token_id]) > 2 * share * float(np.abs(logits).max()):
-                    found.statistic["too_far"] += 1
-                    found.add(f"prompt {start + i}, token {at + 1}", f"{exact[at, texts[i][at + 1]]:.5f}", one)
+                found.add(f"scores of prompt {4 * turn + i}", plain[i].prompt_logprobs, got[i].prompt_logprobs)
+        if way is bare:
+            _judge_scores(subject, found, texts, got)
     return found
+
+
+def _limited(subject: Subject) -> list[SamplingParams]:
+    """Ways to sample for which it matters what is the prompt: penalties, and a least length."""
+    free = SamplingParams(temperature=0.8, ignore_eos=True)
+    penalties = replace(free, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.5)
+    token = subject.run(subject.plain(), subject.jobs(1, SamplingParams(max_tokens=1, ignore_eos=True)))[0].token_ids
+    return [penalties, SamplingParams(min_tokens=2, stop_token_ids=token), replace(penalties, temperature=0.0)]
+
+
+def _judge_scores(subject: Subject, found: Found, texts: Seq[Tokens], got: Seq[Completion]) -> None:
+    """Count scores of the first three texts that are not the textbook's."""
+    share = textbook.tolerance(subject.target, subject.kv_format)
+    for i, logits in enumerate(textbook.forward(subject.target, texts[:3], subject.kv_format)):
+        largest = logits.max(-1, keepdims=True)
+        exact = logits - largest - np.log(np.exp(logits - largest).sum(-1, keepdims=True))
+        for at, one in enumerate(got[i].prompt_logprobs or ()):
+            found.sizes["scores"] += 1
+            wrong = one.token_id != texts[i][at + 1]
+            if wrong or abs(one.logprob - exact[at, one.token_id]) > 2 * share * float(np.abs(logits).max()):
+                found.statistic["too_far"] += 1
+                found.add(f"a prompt, token {at + 1}", f"{exact[at, texts[i][at + 1]]:.5f}", one)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 PASSED, FAILED, WARNING, NOT_SHOWN = "passed", "failed", "warning", "not shown"
 IN_PART = "these checks passed"  # of a certificate that left some out
 EFFORTS = {"quick": 0.0005, "normal": 0.01, "full": 1.0}
+HIDDEN = "an error that the engine did not tell of"  # it goes on without drafts, or ends one text, and logs it
 MOST_FINDINGS = 5  # of a check: the first few say what is wrong
 MORE = "take a higher --effort, more prompts or longer answers (--prompts, --max-tokens)"
 
@@ -164,6 +167,29 @@ class Result:
         }
 
 
+class _Heard(logging.Handler):
+    """Keeps what was logged as an error, in a line each."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.errors: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        cause = record.exc_info[1] if record.exc_info else None
+        self.errors.append(record.getMessage() + (f" ({type(cause).__name__}: {cause})" if cause is not None else ""))
+
+
+@contextmanager
+def _errors() -> Iterator[list[str]]:
+    """What the engine logs as errors meanwhile: a draft that fails costs speed, and says so nowhere else."""
+    log, heard = logging.getLogger("sameseed"), _Heard()
+    log.addHandler(heard)
+    try:
+        yield heard.errors
+    finally:
+        log.removeHandler(heard)
+
+
 def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
     """Run one check. An engine that breaks down in it has failed it; one of which too little is seen shows nothing.
 
@@ -171,7 +197,10 @@ def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
     """
     start, before = time.perf_counter(), subject.metrics.copy()
     try:
-        found = check.run(subject, effort)
+        with _errors() as hidden:
+            found = check.run(subject, effort)
+        for error in hidden[:1]:
+            found.add(HIDDEN, "none", error)
     except Exception as error:  # whatever it is: what breaks down proves nothing
         found = Found({}, {}, unfinished=True)
         found.add(f"the check could not be finished: {type(error).__name__}", "", error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from sameseed.errors import ConfigError
-from sameseed.laws import acceptance, busy, closeness, kernels, law, logits, oracle, sampled, texts, ties
+from sameseed.laws import acceptance, busy, closeness, kernels, law, logits, oracle, sampled, spelling, texts, ties
 from sameseed.laws.check import Check
 
 # Acceptance is counted while texts are compared; leaks of all engines come last.
@@ -19,6 +19,7 @@ CHECKS: tuple[Check, ...] = (
     texts.near_ties,
     ties.equal_logits,
     oracle.texts,
+    spelling.spelling,
     sampled.seeded,
     sampled.logprobs,
     sampled.stops,
@@ -35,7 +36,8 @@ CHECKS: tuple[Check, ...] = (
 
 # What no check looks at, whatever its size.
 UNSEEN = (
-    "grammars other than choices of texts; what a draft remembers of other requests, beyond its effect on texts",
+    "grammars other than choices and one regular expression",
+    "what a draft remembers of other requests, beyond its effect on texts",
     "the server's network, time-outs and restarts, tools, compiled grammars, /v1/responses and lists of prompts",
     "other models, number formats, machines, numbers of threads and versions than those named here",
     "whether the weights, the tokenizer and the chat template are the right ones",

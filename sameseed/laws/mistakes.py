@@ -142,7 +142,7 @@ MISTAKES: tuple[Mutant, ...] = (
         "_scaled(row, params) / _divisor(params)",
         ("L5s",),
     ),
-    Mutant("penalties do not see the draft", sampling._penalize, "if path:", "if False:", ("L9", "L6")),
+    Mutant("penalties do not see the draft", sampling._penalize, "if written:", "if False:", ("L9", "L6")),
     Mutant("penalties of a draft stay", sampling._penalize, "counts = counts.copy()", "pass", ("L9", "L6")),
     _product(
         "split-K: several rows add up in two halves",

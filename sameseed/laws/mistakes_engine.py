@@ -19,7 +19,7 @@ from sameseed.spec import sampling, verify
 
 _COUNT = vars(sampling.SamplingState)["of"].__func__  # the function behind the class method
 _EACH = "np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)"
-_GRAMMAR = "seq.grammar.allowed(seq.output_token_ids, path)"
+_GRAMMAR = "seq.grammar.allowed(seq.output_token_ids, _written(seq, path))"
 _LAST = "(table.shape[1] - 1 - table[:, ::-1].argmax(axis=-1)) if len(table) > 1 else table.argmax(axis=-1)"
 
 
@@ -41,11 +41,13 @@ _PROCESSORS = (
     _text("every other banned token is forgotten", sampling.adjust, "for t in banned if", "for t in banned[::2] if"),
     _text("the least length counts the prompt", sampling.adjust, "0 <= seq.num_output + len(path)", "0 <= len(seq)"),
     _text("the least length forgets the draft", sampling.adjust, "seq.num_output + len(path) <", "seq.num_output <"),
+    _text(
+        "prompts that are scored count as written", sampling._written, "path[max(0, -seq.num_output) :]", "path", "P2"
+    ),
+    _text("what was scored counts as written", _COUNT, "max(state.num_seen, seq.num_prompt)", "state.num_seen", "P2"),
     _text("a bias counts twice", sampling.adjust, "row[token] += bias", "row[token] += 2 * bias"),
     _text("repetition raises high logits", sampling._penalize, _EACH, _EACH.replace("/", "*")),
-    _text(
-        "repetition forgets the prompt", sampling._penalize, "flatnonzero(seen | state.in_prompt)", "flatnonzero(seen)"
-    ),
+    _text("repetition forgets the prompt", sampling._penalize, "flatnonzero(seen | in_prompt)", "flatnonzero(seen)"),
     _text("no penalty of presence", sampling._penalize, " + params.presence_penalty", ""),
     _text(
         "frequency is presence",
@@ -57,7 +59,10 @@ _PROCESSORS = (
     _text("min-p is its root", sampling._floor, "np.log(params.min_p)", "np.log(params.min_p) / 2", "T1", "L5s"),
     _text("no temperature below 0.3", sampling._divisor, "params.temperature, _COLDEST", "params.temperature, 0.3"),
     _text(
-        "greedy texts heed grammars alone", sampling.plain_greedy, "needs_adjusting(seq, 0)", "seq.grammar is not None"
+        "greedy texts heed grammars alone",
+        sampling.plain_greedy,
+        "needs_adjusting(seq, max(0, -seq.num_output))",
+        "seq.grammar is not None",
     ),
     _native("noise of the next position", "noise_key(seed, position)", "noise_key(seed, position + 1)", "T1", "L7"),
     _native("one token too many of top-k", "params.top_k,", "params.top_k + (params.top_k > 0),"),

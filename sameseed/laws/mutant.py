@@ -54,13 +54,13 @@ class Mutant:
     def alive(self) -> Iterator[None]:
         """The function runs the wrong version, whoever calls it; afterwards the right one again.
 
-        Meanwhile the specification's sampler runs instead of the native one (unless `native`), and nothing is logged.
+        Meanwhile the specification's sampler runs instead of the native one (unless `native`), and nothing is printed.
         """
         function: FunctionType = inspect.unwrap(self.function)
-        kept = function.__code__, sampling.HAS_NATIVE, log.disabled
+        kept = function.__code__, sampling.HAS_NATIVE, log.handlers, log.propagate
         try:
-            function.__code__, log.disabled = self.code(), True
+            function.__code__, log.handlers, log.propagate = self.code(), [logging.NullHandler()], False
             sampling.HAS_NATIVE = sampling.HAS_NATIVE and self.native
             yield
         finally:
-            function.__code__, sampling.HAS_NATIVE, log.disabled = kept
+            function.__code__, sampling.HAS_NATIVE, log.handlers, log.propagate = kept

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence as Seq
+import re
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from sameseed.errors import RequestError
 from sameseed.grammar import Choice, Vocabulary
+from sameseed.grammar.matching import Matching
 from sameseed.laws import textbook
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.sampled import sampling_settings
 from sameseed.laws.subject import Subject
 from sameseed.laws.textbook import HALF
 from sameseed.laws.trees import TreeDrafter
-from sameseed.request import Completion, Request, SamplingParams
+from sameseed.request import Completion, Grammar, Request, SamplingParams
 
 TEMPERATURES = (0.0, 0.05, 0.4, 1.0, 2.5)  # each with every processor on
 STOPPED = (3, 1)  # characters before a stop string begins, in turn: some come before the least length
 LETTERS, CHOICES, SPELLED = 4, 24, 8  # of the grammar: letters, texts, letters of a text
 NUM_NODES = 64  # of a tree
+EXPRESSION = "expression"  # a regular one, as xgrammar compiles it
+PATTERN, LONGEST = "(?:{0}{1}|[{2}{3}]{{2,3}}){{1,2}}{0}?", 7  # of letters, and the longest text that matches it
 WAIT = 4  # tokens: as many as one character may take
 
 
 class Rule(NamedTuple):
-    """A grammar as the textbook reads it: the texts that may be, what tokens spell, and the engine's own."""
+    """A grammar as the textbook reads it: the texts that may be, what tokens spell, and what makes the engine's own."""
 
     choices: tuple[str, ...]
     pieces: dict[int, str]
-    grammar: Choice
+    make: Callable[[], Grammar]
 
 
 class Written(NamedTuple):
@@ -39,6 +45,7 @@ class Written(NamedTuple):
     where: str
     job: Request
     completion: Completion
+    rule: Rule | None = None
 
 
 @check(
@@ -64,34 +71,37 @@ def texts(subject: Subject, effort: Effort) -> Found:
     up to 64 nodes. What is too near to call for sums in float32 is counted.
     """
     count, length = max(2, effort.of(2_000, 2)), min(16, subject.max_tokens)
-    rule = ruled(subject)
+    rules = ruled(subject)
     written: list[Written] = []
     trees = 0
-    for turn, (name, params) in enumerate(settings(subject, length).items()):
+    for turn, (name, params) in enumerate(settings(subject, length, tuple(rules)).items()):
         jobs = subject.jobs(count, replace(params, max_tokens=length), turn * count)
-        if name.startswith("grammar"):
-            jobs = [replace(job, grammar=rule.grammar) for job in jobs]
+        rule = rules.get(name.partition(" at ")[0])
+        if rule is not None:
+            jobs = [replace(job, grammar=rule.make()) for job in jobs]
         plain = subject.run(subject.plain(), jobs)
         stops = [c.text[STOPPED[i % 2] : STOPPED[i % 2] + 3] for i, c in enumerate(plain)]
         stops = ["" if HALF in s else s for s in stops]
         ended = [
             replace(job, params=replace(job.params, stop=(s,) if s else ())) for job, s in zip(jobs, stops, strict=True)
         ]
-        written += [Written(f"{name}, plain", *each) for each in zip(jobs, plain, strict=True)]
+        written += [Written(f"{name}, plain", *each, rule) for each in zip(jobs, plain, strict=True)]
         for way, engine in subject.guessing(jobs, plain, turn, nodes=NUM_NODES):
             done = subject.run(engine, ended)
             trees = max(trees, engine.drafter.largest if isinstance(engine.drafter, TreeDrafter) else 0)
-            written += [Written(f"{name}, {way}", *each) for each in zip(ended, done, strict=True)]
-    found = judge(subject, written, rule)
+            written += [Written(f"{name}, {way}", *each, rule) for each in zip(ended, done, strict=True)]
+    found = judge(subject, written)
     found.sizes["largest_tree"] = trees
+    if EXPRESSION not in rules:
+        found.notes.append("no regular expression was tried: xgrammar is not installed, or too few letters are tokens")
     return found
 
 
-def settings(subject: Subject, length: int) -> dict[str, SamplingParams]:
+def settings(subject: Subject, length: int, grammars: Seq[str]) -> dict[str, SamplingParams]:
     """Ways to sample by name: those of L6, greedy, every processor at once hot and cold, and under a grammar."""
     bare = SamplingParams(max_tokens=length, ignore_eos=True)
     every = {f"everything at {t:g}": everything(subject, replace(bare, temperature=t)) for t in TEMPERATURES}
-    under = {f"grammar at {t:g}": replace(bare, temperature=t, ignore_eos=False) for t in (0.0, 0.9)}
+    under = {f"{g} at {t:g}": replace(bare, temperature=t, ignore_eos=False) for g in grammars for t in (0.0, 0.9)}
     often = {"greedy": bare, "frequency": replace(bare, frequency_penalty=0.3)}
     return sampling_settings(subject.params) | often | every | under
 
@@ -116,38 +126,55 @@ def everything(subject: Subject, params: SamplingParams) -> SamplingParams:
     )
 
 
-def ruled(subject: Subject) -> Rule:
-    """A grammar of a few texts that begin alike, of letters that tokens spell one by one or together."""
+def ruled(subject: Subject) -> dict[str, Rule]:
+    """By name: a choice of a few texts that begin alike, and a regular expression that xgrammar compiles.
+
+    Both are of letters that tokens spell one by one or together. The textbook knows them as lists of texts: those
+    of the expression are all strings of its letters that Python's `re` matches. Of xgrammar it takes nothing.
+    """
     tokenizer, eos = subject.loaded.tokenizer, subject.target.config.eos_token_ids
     spelled = {t: tokenizer.token(t) or "" for t in range(subject.vocab_size) if t not in eos}
     letters = [s for t, s in spelled.items() if len(s) == 1 and "!" <= s <= "~" and tokenizer.decode([t]) == s]
     rng = random.Random(subject.seed)
-    few = rng.sample(letters, min(LETTERS, len(letters)))
+    plain = [s for s in letters if s.isalnum()]  # which mean themselves in an expression
+    few = rng.sample(plain if len(plain) >= LETTERS else letters, min(LETTERS, len(letters)))
     choices = tuple(sorted({"".join(rng.choices(few, k=SPELLED)) for _ in range(CHOICES)})) if few else ()
     pieces = {t: s for t, s in spelled.items() if s and set(s) <= set(few)}
     every = [pieces.get(t, "").encode() for t in range(subject.target.config.vocab_size)]
-    return Rule(choices, pieces, Choice(choices, Vocabulary(every, eos)))
+    choice = Choice(choices, Vocabulary(every, eos))
+    found = {"grammar": Rule(choices, pieces, lambda: choice)}
+    if len(plain) >= LETTERS:
+        pattern = PATTERN.format(*few)
+        try:
+            matching = Matching(Vocabulary(every, eos))
+            language = matching.language(matching.compiled("regex", pattern))
+        except RequestError:  # xgrammar is not installed
+            return found
+        strings = ("".join(s) for n in range(1, LONGEST + 1) for s in itertools.product(few, repeat=n))
+        texts = tuple(s for s in strings if re.fullmatch(pattern, s))
+        found[EXPRESSION] = Rule(texts, pieces, lambda: matching.matched(language))
+    return found
 
 
-def judge(subject: Subject, written: Seq[Written], rule: Rule) -> Found:
+def judge(subject: Subject, written: Seq[Written]) -> Found:
     """Count tokens of completions that are not the textbook's choice after those before them, and wrong ends."""
     model, kv = subject.target, subject.kv_format
     eos, share = model.config.eos_token_ids, textbook.tolerance(model, kv)
     sizes = {"tokens": 0, "exact": 0, "texts": len(written), "stops_met": 0, "stops_across_tokens": 0}
     found = Found(sizes | {"grammar_tokens": 0}, {"near_ties": 0, "differing_tokens": 0, "wrong_ends": 0})
     found.notes.append(f"up to {share:g} of the largest logit from the textbook's choice is a near tie")
-    every = {(*c.prompt_token_ids, *c.token_ids) for _, _, c in written}
+    every = {(*c.prompt_token_ids, *c.token_ids) for _, _, c, _ in written}
     whole = [text for text in every if not any(text != other and other[: len(text)] == text for other in every)]
     logits = dict(zip(whole, textbook.forward(model, whole, kv), strict=True))
-    for where, job, c in written:
+    for where, job, c, rule in written:
         prompt, tokens = c.prompt_token_ids, c.token_ids
         rows = next(r for text, r in logits.items() if text[: len(prompt) + len(tokens)] == (*prompt, *tokens))
         near = share * float(np.abs(rows).max())
         found.sizes["tokens"] += len(tokens)
-        found.sizes["grammar_tokens"] += len(tokens) if job.grammar is not None else 0
+        found.sizes["grammar_tokens"] += len(tokens) if rule is not None else 0
         for at, token in enumerate(tokens):
             row, before = rows[len(prompt) + at - 1], tokens[:at]
-            able = None if job.grammar is None else textbook.allowed(rule.choices, rule.pieces, eos, before)
+            able = None if rule is None else textbook.allowed(rule.choices, rule.pieces, eos, before)
             exact, close = textbook.judge(row, job.params, job.seed, prompt, before, token, eos, near, able)
             found.sizes["exact"] += exact
             found.statistic["near_ties"] += close and not exact

@@ -200,11 +200,20 @@ def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
                 body["prompt"], prompt = text, ids
         if (keep := body.get("truncate_prompt_tokens")) is not None:
             prompt = prompt[-keep:] if keep > 0 else prompt
+        if not _left(params, subject.target.config.eos_token_ids):  # fields that rule each other's tokens out
+            del body["allowed_token_ids"], params["allowed_token_ids"]
         params["max_tokens"] = min(params["max_tokens"], subject.max_len - len(prompt))
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
         most = {"off": 0, "fixed": 3}.get(body.get("speculation", {}).get("policy", ""))
         cases.append(Case("/v1/completions", body, prompt, SamplingParams(**params), most))
     return cases + _conversations(subject, [c for c in cases if len(c.body) > 3])
+
+
+def _left(params: Mapping[str, Any], eos: Seq[int]) -> bool:
+    """Is there a token that such a text may begin with?"""
+    allowed = params.get("allowed_token_ids")
+    ends = {*eos, *params.get("stop_token_ids", ())} if params.get("min_tokens") else set[int]()
+    return allowed is None or bool({*allowed} - {*params.get("banned_token_ids", ())} - ends)
 
 
 def fields_of(subject: Subject, rng: random.Random) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -88,18 +88,18 @@ class SamplingState:
 
     in_prompt: NDArray[np.bool_]  # [V]
     counts: NDArray[np.int32]  # [V], of output tokens
-    num_seen: int  # tokens of the sequence counted so far
+    num_seen: int  # tokens of the sequence counted so far; of a prompt that is being scored, perhaps not all
 
     @classmethod
     def of(cls, seq: Sequence, vocab_size: int) -> SamplingState:
         """The sequence's state, counting what has been appended since the last call."""
         state = seq.state
         if not isinstance(state, SamplingState) or state.num_seen > len(seq):
-            state = cls(np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.int32), seq.num_prompt)
-            prompt = np.array(seq.token_ids[: seq.num_prompt], np.int64)
-            state.in_prompt[prompt[prompt < vocab_size]] = True
+            state = cls(np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.int32), 0)
             seq.state = state
-        for token in seq.token_ids[state.num_seen :]:
+        prompt = np.array(seq.token_ids[state.num_seen : seq.num_prompt], np.int64)
+        state.in_prompt[prompt[prompt < vocab_size]] = True
+        for token in seq.token_ids[max(state.num_seen, seq.num_prompt) :]:
             state.counts[token] += 1
         state.num_seen = len(seq)
         return state
@@ -109,7 +109,7 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
     """Logits float64 [V] after allowed and banned tokens, grammar, minimum length, bias and penalties.
 
     `path` holds the drafted tokens between the sequence's known tokens and this row: the penalties count them, exactly
-    as they would if the tokens had been decoded one by one.
+    as they would if the tokens had been decoded one by one. Where a prompt is scored its first tokens are the prompt's.
     """
     params = seq.params
     row = logits.astype(np.float64)
@@ -118,8 +118,8 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
         kept = row[allowed]
         row[:] = -np.inf
         row[allowed] = kept
-    if seq.grammar is not None and seq.num_output >= 0:
-        _allow(row, seq.grammar.allowed(seq.output_token_ids, path))
+    if seq.grammar is not None and seq.num_output + len(path) >= 0:
+        _allow(row, seq.grammar.allowed(seq.output_token_ids, _written(seq, path)))
     banned = list(params.banned_token_ids)
     if 0 <= seq.num_output + len(path) < params.min_tokens:
         banned += [*eos_token_ids, *params.stop_token_ids]
@@ -128,8 +128,13 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
         if token < len(row):
             row[token] += bias
     if params.has_penalties:
-        _penalize(row, params, SamplingState.of(seq, len(row)), path)
+        _penalize(row, seq, SamplingState.of(seq, len(row)), path)
     return row
+
+
+def _written(seq: Sequence, path: Seq[int]) -> Seq[int]:
+    """The tokens of a path that are output: of a prompt that is being scored the rest comes first."""
+    return path[max(0, -seq.num_output) :]
 
 
 def _allow(row: NDArray[np.floating], mask: NDArray[np.bool_]) -> None:
@@ -149,15 +154,19 @@ def _allow(row: NDArray[np.floating], mask: NDArray[np.bool_]) -> None:
     row[allowed] = kept
 
 
-def _penalize(row: Floats, params: SamplingParams, state: SamplingState, path: Seq[int]) -> None:
-    counts = state.counts
-    if path:
+def _penalize(row: Floats, seq: Sequence, state: SamplingState, path: Seq[int]) -> None:
+    params, counts, in_prompt = seq.params, state.counts, state.in_prompt
+    written = _written(seq, path)
+    if written:
         counts = counts.copy()
-        for token, count in Counter(path).items():
+        for token, count in Counter(written).items():
             counts[token] += count
+    if len(written) < len(path):
+        in_prompt = in_prompt.copy()
+        in_prompt[[t for t in path[: -seq.num_output] if t < len(row)]] = True
     seen = counts > 0
     if params.repetition_penalty != 1.0:  # Keskar et al., 2019; prompt and output alike
-        index = np.flatnonzero(seen | state.in_prompt)
+        index = np.flatnonzero(seen | in_prompt)
         values = row[index]
         row[index] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     index = np.flatnonzero(seen)
@@ -178,7 +187,7 @@ def _is_limited(seq: Sequence, num_path: int) -> bool:
 
 def plain_greedy(seq: Sequence) -> bool:
     """Is this sequence's choice just the argmax of the raw logits, at any depth of a draft?"""
-    return seq.params.greedy and not needs_adjusting(seq, 0)
+    return seq.params.greedy and not needs_adjusting(seq, max(0, -seq.num_output))
 
 
 def drawable(seq: Sequence) -> bool:
@@ -264,10 +273,10 @@ def adjusted(
     """Logits float32 or float64 [V] as `adjust` gives them; themselves where it changes nothing."""
     if _is_limited(seq, len(path)):
         return adjust(logits, seq, path, eos_token_ids)
-    if seq.grammar is None or seq.num_output < 0:
+    if seq.grammar is None or seq.num_output + len(path) < 0:
         return logits
     row = logits.copy()  # as `adjust` does it, in half the memory
-    _allow(row, seq.grammar.allowed(seq.output_token_ids, path))
+    _allow(row, seq.grammar.allowed(seq.output_token_ids, _written(seq, path)))
     return row
 
 

@@ -10,7 +10,7 @@ from jinja2 import DictLoader, Environment
 from sameseed.laws.check import IN_PART, NOT_SHOWN, PASSED
 from sameseed.laws.statistics import bound_text
 from sameseed.study.certificate_every import Outcome
-from sameseed.study.certificate_words import summary
+from sameseed.study.certificate_words import drawn_text, summary
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5b6472; --line: #d9dee7; --ground: #fbfcfe; --card: #fff;
@@ -35,7 +35,10 @@ details { border-bottom: 1px solid var(--line); padding: .5rem 0; } summary { cu
 dl { margin: .6rem 0; } dt { color: var(--soft); margin-top: .5rem; } dd { margin: 0 0 0 1rem; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; padding: .5rem; font-size: .85rem;
   background: var(--ground); border: 1px solid var(--line); border-radius: .3rem; }
+table.tried td { overflow-wrap: anywhere; }
 @media (max-width: 40rem) {
+  table.tried tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line); }
+  table.tried td { display: block; border: 0; padding: .1rem .6rem; }
   table.checks thead { display: none; } table.checks tr { display: block; padding: .5rem 0;
     border-bottom: 1px solid var(--line); }
   table.checks td { display: block; border: 0; padding: .1rem .6rem; }
@@ -102,13 +105,25 @@ fails this certificate with a probability
 <h2>Mutants</h2>
 <p>{{ r.mutants.caught }} of {{ r.mutants.total }} wrong versions of the code, put in the place of the right one, were
 rejected by a check.</p>
-<table><tbody>
+<table class="tried"><tbody>
 {% for t in r.mutants.trials %}
 <tr><td>{{ t.name }}</td><td>
 {{- mark("passed", "rejected by " ~ t.caught_by) if t.caught_by else mark("failed", "not noticed") -}}
 </td><td>{{ t.said }}</td></tr>
 {% endfor %}
 </tbody></table>
+{% if r.mutants.drawn %}
+<h3>Drawn anew</h3>
+<p>{{ drawn(r.mutants.drawn) }}</p>
+<table class="tried"><tbody>
+{% for t in r.mutants.drawn.trials %}
+<tr><td>{{ t.name }}</td><td>
+{{- mark("warning" if t.outcome in ("not caught", "other counts alone") else "passed",
+         t.outcome ~ (" by " ~ t.by if t.by and t.outcome == "caught" else "")) -}}
+</td><td>{{ t.said }}</td></tr>
+{% endfor %}
+</tbody></table>
+{% endif %}
 {% endif %}
 <h2>Configuration</h2>
 {{ pairs(c) }}
@@ -167,7 +182,7 @@ _TEMPLATES = Environment(
     keep_trailing_newline=True,
 )
 _TEMPLATES.globals.update(style=STYLE, tones=TONES, sizes=sizes_text, statistic=statistic_text, bound=bound_text)
-_TEMPLATES.globals.update(summary=summary)
+_TEMPLATES.globals.update(summary=summary, drawn=drawn_text)
 
 
 def _page(template: str, verdict: str, **values: object) -> str:

@@ -85,3 +85,15 @@ def _share(record: Mapping[str, Any]) -> str:
         f"Effort {record['effort']:g} (quick is 0.0005, full is 1): each check looked at {low} to {high} of its full "
         "size. What is rarer than that may be missed."
     )
+
+
+def drawn_text(drawn: Mapping[str, Any]) -> str:
+    """What became of the mutants that a generator drew (`laws.held_out.score`)."""
+    low, high = (100 * share for share in drawn["interval"])
+    live = drawn["caught"] + drawn["not_caught"] + drawn["other_counts_alone"]
+    return (
+        f"Drawn by seed {drawn['seed']}: {drawn['caught']} of {live} mutants that run on broke a law "
+        f"({low:.0f} to {high:.0f} %). {drawn['broke_down'] + drawn['no_end']} more broke down or had no end. Of those "
+        f"not caught, {drawn['other_counts_alone']} changed only what is counted. "
+        f"{len(drawn['unreached'])} lay on lines that no check runs."
+    )

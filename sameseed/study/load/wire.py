@@ -48,6 +48,7 @@ class Exchange:
     sent: float
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
     retries: int = 0
+    refusals: int = 0  # of those, because the server was busy
     error: str | None = None
     detail: str = ""
 
@@ -154,7 +155,7 @@ async def _attempts(
         if made.retries >= max_retries:
             made.error += f" after {max_retries} retries"
             return
-        made.retries, made.error = made.retries + 1, None
+        made.retries, made.refusals, made.error = made.retries + 1, made.refusals + 1, None
         wait = response.headers.get("retry-after", "")  # may be a date
         await asyncio.sleep(min(LONGEST_WAIT, float(wait)) if wait.isdigit() else 1.0)
 

@@ -22,7 +22,7 @@ NOT_SENT = "not sent"
 
 @dataclass
 class RequestBudget:
-    """What may be spent. `ended`: why nothing more is sent; `died`: because the server is gone."""
+    """What may be spent; what is sent again counts. `ended`: why nothing more is sent; `died`: it is gone."""
 
     requests: int
     seconds: float
@@ -40,9 +40,13 @@ class RequestBudget:
         """One request more, if there is one."""
         if not self.ended and self.spent >= self.requests:
             self.ended = f"the {self.requests} requests of --requests were sent"
+        self.spent += self.left()
+        return not self.ended
+
+    def left(self) -> bool:
+        """Are seconds left, and may more be sent?"""
         if not self.ended and self.passed >= self.seconds:
             self.ended = f"the {self.seconds:g} seconds of --seconds were over"
-        self.spent += not self.ended
         return not self.ended
 
 
@@ -88,7 +92,13 @@ class Asker:
         """One answer. Never raises: what went wrong is its `error`."""
         if not self.budget.take():
             return ServedText(error=NOT_SENT, detail=self.budget.ended)
-        sent = await wire.exchange(self.client, self.endpoint, self.body(question), self.timeout, MAX_RETRIES)
+        budget, body = self.budget, self.body(question)
+        timeout = min(self.timeout, max(budget.seconds - budget.passed, 0.0))
+        retries = min(MAX_RETRIES, budget.requests - budget.spent)
+        sent = await wire.exchange(self.client, self.endpoint, body, timeout, retries)
+        budget.spent += sent.refusals
+        if sent.error == "timeout" and not budget.left():
+            return ServedText(error=NOT_SENT, detail=budget.ended)
         answer = read(sent, question.stream)
         if answer.error is not None:
             if answer.refused:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from lawkit import SAMPLED, Pair, assert_nothing_left, finished, make_engine, run
 
 from sameseed.engine.engine import Engine
+from sameseed.grammar import Choice, Vocabulary
 from sameseed.request import Completion, FinishReason, Request, SamplingParams
 from sameseed.spec import verify as verify_module
 from sameseed.spec.draft import Draft
@@ -43,6 +45,27 @@ def test_a_scored_prompt_is_continued_as_ever(reference_pair: Pair, method: str,
         assert mine.prompt_logprobs is not None
         assert [p.token_id for p in mine.prompt_logprobs] == list(mine.prompt_token_ids[1:])
     assert scored[0].prompt_logprobs == scored[2].prompt_logprobs
+
+
+@pytest.mark.parametrize("rows", [512, 9])
+def test_what_was_scored_is_the_prompt_to_all_processors(reference_pair: Pair, rows: int) -> None:
+    """Penalties of what was written, a least length, and a grammar: from the first token on, in chunks of any size."""
+    free = SamplingParams(max_tokens=8, seed=3, logprobs=2, ignore_eos=True)
+    first = run(make_engine(reference_pair), [OTHER], free)[0].token_ids[0]
+    size = reference_pair.target.config.vocab_size
+    letters = Vocabulary([bytes([97 + t % 26]) if t else b"" for t in range(size)], [0])
+    for params, grammar in (
+        (replace(free, temperature=0.9, presence_penalty=2.0, frequency_penalty=1.0), None),
+        (replace(free, ignore_eos=False, min_tokens=3, stop_token_ids=(first,)), None),
+        (free, Choice(["abcabc", "zyx"], letters)),
+    ):
+        done = []
+        for scores in (False, True):
+            engine = make_engine(reference_pair, rows=rows)
+            engine.add(Request("r", OTHER, params, 3, grammar=grammar, score_prompt=scores))
+            done.append(finished(engine)["r", 0])
+        assert done[0].token_ids == done[1].token_ids
+        assert done[0].logprobs == done[1].logprobs
 
 
 def test_scores_are_the_models(reference_pair: Pair) -> None:

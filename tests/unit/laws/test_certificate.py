@@ -72,7 +72,7 @@ def test_a_right_engine_passes_every_check(certificate: suite.Certificate) -> No
     assert not wrong_ones
     assert certificate.passed
     found = {r.check.id: r.found for r in certificate.results}
-    assert len(found) == 21 and [*found] == [c.id for c in CHECKS]
+    assert len(found) == 22 and [*found] == [c.id for c in CHECKS]
     assert {r.check.id: r.found.lacking for r in certificate.results if r.found.lacking} == {}, "each saw enough"
     assert found["L6"].statistic["preemptions"] > 0
     assert certificate.acceptance["num_accepted_tokens"] > 50

@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sameseed.errors import RequestError
+from sameseed.grammar import Vocabulary
+from sameseed.grammar.matching import Matching
 from sameseed.laws import oracle, textbook, trees
 from sameseed.laws.check import PASSED, Effort, run_check
 from sameseed.laws.mutants import MUTANTS, toy_subject
@@ -61,32 +64,41 @@ def test_where_a_text_is_cut() -> None:
     assert textbook.stopped(params, ["abc", "abcd\ufffd"]) is None, "half a character"
 
 
-def test_the_textbook_reads_a_grammar_as_the_engine_does(pair_folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("name", ["grammar", oracle.EXPRESSION])
+def test_the_textbook_reads_a_grammar_as_the_engine_does(pair_folders: tuple[Path, Path], name: str) -> None:
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
-    rule, eos = oracle.ruled(subject), subject.target.config.eos_token_ids
-    asked = [(), (next(iter(rule.pieces)),), tuple(rule.pieces)]
-    for choice in rule.choices:
+    rule, eos = oracle.ruled(subject)[name], subject.target.config.eos_token_ids
+    grammar, asked = rule.make(), [(), (next(iter(rule.pieces)),), tuple(rule.pieces)]
+    for choice in rule.choices[:100]:
         path = [next(t for t, piece in rule.pieces.items() if piece == letter) for letter in choice]
         asked += [tuple(path[:n]) for n in range(len(path) + 1)]
     assert len(asked) > 100
     for output in asked:
-        engine = np.flatnonzero(rule.grammar.allowed(output, ()))
+        engine = np.flatnonzero(grammar.allowed(output, ()))
         assert textbook.allowed(rule.choices, rule.pieces, eos, output) == engine.tolist(), output
 
 
+@pytest.mark.parametrize("name", ["grammar", oracle.EXPRESSION])
 def test_a_draft_that_guesses_outside_the_grammar_changes_no_text(
-    pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """And a text that breaks it is told: here the engine's grammar allows one letter more than the textbook's."""
+    """And a text that breaks it is told: here the textbook allows one text alone."""
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
-    rule = oracle.ruled(subject)
-    more = tuple(c[:3] + c[4:] for c in rule.choices)
-    loose = oracle.Rule(rule.choices, rule.pieces, oracle.ruled(subject).grammar)
-    loose.grammar._choices[:] = sorted(c.encode() for c in more)
-    loose.grammar._common[:] = [0] * len(more)
-    monkeypatch.setattr(oracle, "ruled", lambda subject: loose)
+    rules = oracle.ruled(subject)
+    other = rules[name]._replace(choices=rules[name].choices[:1])
+    monkeypatch.setattr(oracle, "ruled", lambda subject: {**rules, name: other})
     found = run_check(oracle.texts, subject, Effort(1e-9)).found
-    assert found.findings and "grammar" in found.findings[0].where
+    assert found.findings and name in found.findings[0].where
+
+
+def test_an_expression_is_left_out_aloud(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(vocabulary: Vocabulary) -> Matching:
+        raise RequestError("structured output needs xgrammar")
+
+    monkeypatch.setattr(oracle, "Matching", none)
+    result = run_check(oracle.texts, toy_subject(Tokenizer.from_folder(pair_folders[0])), Effort(1e-9))
+    assert result.status == PASSED
+    assert "no regular expression was tried" in result.found.notes[-1]
 
 
 def test_trees_may_be_as_large_as_they_are_asked_for() -> None:

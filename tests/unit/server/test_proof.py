@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from sameseed.cli.verify_lossless import known_checks
 from sameseed.laws import mutants
 from sameseed.laws.check import PASSED
+from sameseed.server import proof
 from sameseed.server.mistakes import SERVER_MISTAKES
 from sameseed.tokenizer import Tokenizer
 
@@ -27,3 +29,15 @@ def test_the_right_server_passes(baseline: mutants.Baseline) -> None:
 def test_every_mutant_is_rejected(baseline: mutants.Baseline, mutant: mutants.Mutant) -> None:
     trial = mutants.try_mutant(mutant, baseline)
     assert trial.caught_by == "V1", trial.said
+
+
+def test_no_drawn_request_rules_all_tokens_out(baseline: mutants.Baseline) -> None:
+    """Such a one is refused, rightly: the check would call a right server wrong."""
+    subject = mutants.toy_subject(baseline.tokenizer)
+    eos, every = set(subject.target.config.eos_token_ids), set(range(subject.vocab_size))
+    for seed in range(40):
+        for case in proof.made_cases(subject, random.Random(seed), 40):
+            p = case.params
+            ends = {*eos, *p.stop_token_ids} if p.min_tokens else set()
+            allowed = every if p.allowed_token_ids is None else {*p.allowed_token_ids}
+            assert allowed - {*p.banned_token_ids} - ends, (seed, case.body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,21 @@ async def test_requests_and_seconds_are_bounds() -> None:
     with pytest.raises(ConfigError, match="were over before"):
         await inquire(server, replace(SETTINGS, seconds=1e-9))
     assert not server.seen
+
+
+async def test_a_server_that_stalls_takes_no_more_than_the_seconds() -> None:
+    start = time.monotonic()
+    made = await inquire(PromiseServer("stalls"), replace(SETTINGS, seconds=3.0))
+    assert time.monotonic() - start < 20.0
+    assert "seconds were over" in made["ended"] and not made["died"] and not made["failures"]
+    assert made["verdict"] == "not shown"
+
+
+async def test_what_is_sent_again_to_a_busy_server_counts_too() -> None:
+    server = PromiseServer("busy")
+    made = await inquire(server, replace(SETTINGS, requests=LEAST_REQUESTS))
+    assert len(server.seen) == made["requests"] <= LEAST_REQUESTS
+    assert "were sent" in made["ended"]
 
 
 async def test_too_little_shows_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""Mistakes that a generator draws, and those that are written down: what the certificate's checks say of each.
+
+    .venv/bin/python benchmarks/mutants.py --seed 7 --count 60 --state drawn.jsonl    # again with the same: goes on
+    .venv/bin/python benchmarks/mutants.py --written --state written.jsonl
+
+Every verdict is a line of `--state`; what is there already is not tried again. At the end one record is appended to
+`--out`. `--areas` draws from some areas alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sameseed.cli.verify_lossless import known_checks, server_mistakes
+from sameseed.laws import mutants
+from sameseed.laws.drawn import AREAS, Places
+from sameseed.laws.held_out import Bench, Verdict, judge, score
+from sameseed.study import record
+from sameseed.study.workload import ASSETS
+from sameseed.tokenizer import Tokenizer
+
+RESULTS = Path(__file__).parent / "results" / "mutants.jsonl"
+SCHEMA = "sameseed.mutants/1"
+UNREACHED = "unreached"
+
+
+def written(tokenizer: Tokenizer, state: State) -> dict[str, Any]:
+    """The score of the written mutants."""
+    baseline = mutants.Baseline(tokenizer, checks=known_checks())
+    for mutant in (*mutants.MUTANTS, *server_mistakes()[0]):
+        if mutant.name not in state.done:
+            state.add(vars(mutants.try_mutant(mutant, baseline)))
+    trials = list(state.done.values())
+    return {"caught": sum(t["caught_by"] is not None for t in trials), "total": len(trials), "trials": trials}
+
+
+def drawn(tokenizer: Tokenizer, state: State, seed: int, count: int, areas: list[str]) -> dict[str, Any]:
+    """The score of `count` drawn mutants that lie on lines which a check runs."""
+    every = {**AREAS, **server_mistakes()[1]}
+    places = Places({name: modules for name, modules in every.items() if not areas or name in areas})
+    bench = Bench(tokenizer, known_checks(), places.files)
+    for one in places.draw(seed):
+        if sum(found["outcome"] != UNREACHED for found in state.done.values()) >= count:
+            break
+        if one.mutant.name in state.done:
+            continue
+        able = bench.who(one)
+        blank = {"name": one.mutant.name, "area": one.area, "kind": one.kind, "outcome": UNREACHED}
+        state.add(asdict(judge(one, bench)) if able else blank)
+    reached = [Verdict(**found) for found in state.done.values() if found["outcome"] != UNREACHED]
+    return score(reached, [name for name, found in state.done.items() if found["outcome"] == UNREACHED], seed)
+
+
+class State:
+    """Verdicts by name, kept in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done = {found["name"]: found for found in self._lines()}
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        if self.path.exists():
+            yield from map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
+
+    def add(self, verdict: dict[str, Any]) -> None:
+        """Keep one, and say it."""
+        self.done[verdict["name"]] = verdict
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(verdict) + "\n")
+        print(len(self.done), verdict.get("outcome", verdict.get("caught_by")), verdict["name"], flush=True)
+
+
+def main() -> None:
+    """Try, then append the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=40, help="mutants on lines that some check runs")
+    parser.add_argument("--areas", nargs="*", default=[], help="draw from these alone")
+    parser.add_argument("--written", action="store_true", help="those of the source in place of drawn ones")
+    parser.add_argument("--state", type=Path, required=True, help="what was found so far")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    tokenizer, state = Tokenizer.from_folder(ASSETS / "target"), State(args.state)
+    if args.written:
+        found = {"written": written(tokenizer, state)}
+    else:
+        found = {"drawn": drawn(tokenizer, state, args.seed, args.count, args.areas)}
+    origin = {"schema": SCHEMA, "time": record.now(), "commit": record.commit(), "machine": record.machine()}
+    with args.out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**origin, **found}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

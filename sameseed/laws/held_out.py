@@ -1,0 +1,221 @@
+"""The held-out test: mistakes that a seeded generator draws, and what the certificate's checks say of each."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any
+
+from sameseed.laws import trial
+from sameseed.laws.check import FAILED, HIDDEN, PASSED, Check, Effort, Result, run_check
+from sameseed.laws.drawn import Drawn, Places
+from sameseed.laws.mutant import REFERENCE, Mutant
+from sameseed.laws.mutants import toy_subject
+from sameseed.laws.statistics import share_interval
+from sameseed.tokenizer import Tokenizer
+
+# What became of a mistake. Only the first is the laws' doing.
+CAUGHT, BROKE_DOWN, NO_END, COUNTS, MISSED = "caught", "broke down", "no end", "other counts alone", "not caught"
+# Ways to run: as users do, and with the operations and the sampler that are written in Python.
+WAYS: tuple[tuple[dict[str, str], bool], ...] = (({}, True), (REFERENCE, False))
+SIZES = (0.2, 1.0)  # of the least sizes: most mistakes show in a fifth; what does not is looked for in all
+PATIENCE, SLACK = 5.0, 10.0  # times as long as without a mistake, and seconds: then a check has no end
+AGAIN = 2.0  # seconds until what still waits, in its own clearing up, is stopped again
+MOST_BREAKS = 4  # checks that only break down, before no other is asked
+Key = tuple[int, str, float]  # way, check, size
+_CRASH = "Internal Server Error"  # what a server says for an exception
+_RIGHT = ("nothing is wrong", trial.outcome, "c = completion", "c = completion")  # of no area
+
+
+class NoEndError(KeyboardInterrupt):
+    """Not an Exception: code that is tried must not take it for its own, and event loops let this one through."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a drawn mistake: `by` which check, and what it said."""
+
+    name: str
+    area: str
+    kind: str
+    outcome: str
+    by: str | None
+    said: str
+    seconds: float
+
+
+@dataclass
+class Bench:
+    """The checks on toys, and which lines each runs where nothing is wrong. C2 and A1 judge what others left behind."""
+
+    tokenizer: Tokenizer
+    checks: Seq[Check]
+    files: set[str]  # whose lines are looked at
+    base: Mapping[str, Any] = field(default_factory=dict)  # of the toys, where a way's own do not say otherwise
+    lines: dict[tuple[int, str], set[tuple[str, int]]] = field(default_factory=dict)
+    results: dict[Key, Result] = field(default_factory=dict)
+    seconds: dict[Key, float] = field(default_factory=dict)  # of those, with what they judge
+
+    def _reached(self, way: int, places: set[tuple[str, int]]) -> list[tuple[int, str]]:
+        """Checks that run one of these lines in this way. Before the first answer each runs once, traced."""
+        for check in self.checks:
+            if (way, check.id) not in self.lines:
+                with _traced(self.files) as seen:
+                    self.right((way, check.id, SIZES[0]))
+                self.lines[way, check.id] = seen
+        return [(way, check.id) for check in self.checks if places & self.lines[way, check.id]]
+
+    def who(self, drawn: Drawn) -> list[tuple[int, str]]:
+        """The first way that runs its lines, and the checks that do and pass without it, the quickest first."""
+        places = {(drawn.file, line) for line in drawn.lines}
+        for way in range(len(WAYS)):
+            able = [key for key in self._reached(way, places) if self.right((*key, SIZES[0])).status == PASSED]
+            if able:
+                return sorted(able, key=lambda key: self.seconds[(*key, SIZES[0])])
+        return []
+
+    def right(self, key: Key) -> Result:
+        """What a check says where nothing is wrong."""
+        if key not in self.results:
+            start = time.perf_counter()
+            self.results[key] = self.look(Mutant(*_RIGHT, native=WAYS[key[0]][1]), key)
+            self.seconds[key] = time.perf_counter() - start
+        return self.results[key]
+
+    def look(self, mutant: Mutant, key: Key, seconds: float | None = None) -> Result:
+        """One check of a fresh toy in the presence of a mutant. Raises NoEndError after so many seconds."""
+        way, name, size = key
+        every, effort = {c.id: c for c in self.checks}, Effort(1e-9, size)
+        with mutant.alive(), _at_most(seconds):
+            subject = toy_subject(self.tokenizer, **{**self.base, **WAYS[way][0]})
+            if name in ("A1", "C2"):
+                for before in ("L3", "P1", "W1")[: 1 if name == "A1" else 3]:
+                    run_check(every[before], subject, Effort(1e-9, max(1.0, 10 * size) if name == "A1" else size))
+            return run_check(every[name], subject, effort)
+
+
+def judge(drawn: Drawn, bench: Bench) -> Verdict:
+    """Run the checks that run its lines until one says that a law is broken.
+
+    What only breaks down, never ends, or only changes what is counted (guesses, preemptions) is told apart.
+    """
+    start, weaker = time.perf_counter(), Verdict(drawn.mutant.name, drawn.area, drawn.kind, MISSED, None, "", 0.0)
+    keys = [(way, name, size) for size in SIZES for way, name in bench.who(drawn)]
+    breaks = 0
+    for key in keys:
+        outcome, said = _outcome(drawn, bench, key)
+        breaks += outcome == BROKE_DOWN
+        if _RANK[outcome] < _RANK[weaker.outcome]:
+            weaker = Verdict(drawn.mutant.name, drawn.area, drawn.kind, outcome, key[1], said, 0.0)
+        if outcome in (CAUGHT, NO_END) or breaks == MOST_BREAKS:
+            break
+    return Verdict(**asdict(weaker) | {"seconds": round(time.perf_counter() - start, 2)})
+
+
+_RANK = {name: i for i, name in enumerate((CAUGHT, NO_END, BROKE_DOWN, COUNTS, MISSED))}
+
+
+def _outcome(drawn: Drawn, bench: Bench, key: Key) -> tuple[str, str]:
+    right = bench.right(key)
+    if right.status != PASSED:  # in this size it says nothing
+        return MISSED, ""
+    limit = SLACK + PATIENCE * bench.seconds[key]
+    mutant = Mutant(**{**vars(drawn.mutant), "native": WAYS[key[0]][1]})
+    try:
+        result = bench.look(mutant, key, limit)
+    except NoEndError:
+        return NO_END, f"no end after {limit:.0f} s"
+    except Exception as error:  # the toy could not even be made
+        return BROKE_DOWN, f"{type(error).__name__}: {error}"[:300]
+    if result.status == FAILED:
+        first = result.found.findings[0]
+        said = f"{first.where}: {first.found}"[:300]
+        broke = result.found.unfinished or _CRASH in said or all(f.where == HIDDEN for f in result.found.findings)
+        return (BROKE_DOWN if broke else CAUGHT), said
+    if result.found.lacking:
+        return COUNTS, result.found.lacking[0]
+    changed = [n for n, v in right.found.sizes.items() if result.found.sizes.get(n) != v]
+    return (COUNTS, ", ".join(changed)) if changed and key[1] != "L5" else (MISSED, "")
+
+
+def score(verdicts: Seq[Verdict], unreached: Seq[str], seed: int) -> dict[str, Any]:
+    """The figures, as plain data: of the mistakes that run on, how many were caught, with its interval (95 %)."""
+    counts = {name: sum(v.outcome == name for v in verdicts) for name in _RANK}
+    live = counts[CAUGHT] + counts[MISSED] + counts[COUNTS]
+    low, high = share_interval(counts[CAUGHT], live)
+    return {
+        "seed": seed,
+        "drawn": len(verdicts) + len(unreached),
+        "unreached": list(unreached),
+        **{name.replace(" ", "_"): n for name, n in counts.items()},
+        "interval": [round(low, 4), round(high, 4)],
+        "trials": [asdict(v) for v in verdicts],
+    }
+
+
+def try_drawn(
+    bench: Bench,
+    places: Places,
+    count: int,
+    seed: int,
+    tick: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> dict[str, Any]:
+    """Draw until `count` mistakes lie on lines that some check runs, judge each: see `score`."""
+    verdicts: list[Verdict] = []
+    unreached: list[str] = []
+    for drawn in places.draw(seed):
+        if len(verdicts) == count:
+            break
+        if not bench.who(drawn):
+            unreached.append(drawn.mutant.name)
+            continue
+        tick(f"drawn: {drawn.mutant.name}", len(verdicts), count)
+        verdicts.append(judge(drawn, bench))
+    return score(verdicts, unreached, seed)
+
+
+@contextmanager
+def _at_most(seconds: float | None) -> Iterator[None]:
+    """Raises NoEndError in the main thread after so many seconds; elsewhere, and with None, there is no limit."""
+    if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise NoEndError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _traced(files: set[str]) -> Iterator[set[tuple[str, int]]]:
+    """Gathers the lines of these files that are run meanwhile, as (file, line); mutants' code is nowhere."""
+    seen: set[tuple[str, int]] = set()
+
+    def line(frame: FrameType, event: str, arg: object) -> Any:
+        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return line
+
+    def enter(frame: FrameType, event: str, arg: object) -> Any:
+        return line(frame, event, arg) if frame.f_code.co_filename in files else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    threading.settrace(enter)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+        threading.settrace(before)

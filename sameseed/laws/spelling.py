@@ -1,0 +1,86 @@
+"""T2: texts are what their tokens spell, also where a token is half a character or special."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from sameseed.config import SpecConfig
+from sameseed.laws.check import Effort, Found, check
+from sameseed.laws.subject import Subject
+from sameseed.laws.textbook import HALF
+from sameseed.laws.toy import toy_loaded
+from sameseed.request import Completion, Delta, Request, SamplingParams
+
+LENGTH = 12  # tokens of a text, at most
+VOCAB = 320  # of the toy: tokens of single bytes are among the first
+WHOLE = 16  # tokens that are characters, beside those that are half ones
+
+
+@check(
+    "T2",
+    "spelling",
+    "0 texts other than what their tokens spell, whole or in pieces",
+    least={"texts": 32},
+    texts=20_000,
+)
+def spelling(subject: Subject, effort: Effort) -> Found:
+    """A text is what the tokenizer makes of all its tokens at once, to the last half character, with special tokens and
+    without; the pieces that are streamed are that text. Bytes that are no character may be written as more or fewer.
+    """
+    found = Found({"texts": 0, "half_ends": 0, "special_tokens": 0}, {"misspelt": 0})
+    tokenizer = subject.loaded.tokenizer
+    size = min(VOCAB, len(tokenizer.vocabulary()))
+    config = replace(subject.config, spec=SpecConfig())
+    loaded = toy_loaded(tokenizer, size, config, subject.target.ops)
+    toy = Subject(loaded, [(3, 4, 5), (5, 4)], SamplingParams(), max_tokens=LENGTH, batch=8, seed=subject.seed)
+    half = [t for t in range(size) if tokenizer.decode([t]) == HALF]
+    able = tuple(dict.fromkeys((*half, *range(0, size, max(1, size // WHOLE)), *range(min(4, size)))))
+    rng = random.Random(subject.seed)
+    for start in range(0, effort.of(20_000, 32), 16):
+        jobs = [_job(toy, job, able, rng) for job in toy.jobs(16, SamplingParams(max_tokens=LENGTH), start)]
+        plain = toy.run(toy.plain(), jobs)
+        for engine in (toy.plain(), toy.engine(drafter=toy.trees(jobs, plain, start))):
+            deltas: list[Delta] = []
+            _judge(found, toy, jobs, toy.run(engine, jobs, deltas=deltas), deltas)
+    if not half:
+        found.notes.append("none of the first tokens of this vocabulary is half a character")
+    return found
+
+
+def _job(toy: Subject, job: Request, able: tuple[int, ...], rng: random.Random) -> Request:
+    """A text of these tokens, of some length; every other one shows special tokens, a few have a stop string."""
+    spelled = [s for t in able if HALF not in (s := toy.loaded.tokenizer.decode([t])) and s]
+    stop = tuple(rng.sample(spelled, 1)) if spelled and rng.random() < 0.25 else ()
+    params = replace(
+        job.params,
+        temperature=1.5,
+        ignore_eos=True,
+        allowed_token_ids=able,
+        max_tokens=rng.randint(1, LENGTH),
+        skip_special_tokens=rng.random() < 0.5,
+        stop=stop,
+    )
+    return replace(job, params=params)
+
+
+def _judge(found: Found, toy: Subject, jobs: Seq[Request], got: Seq[Completion], deltas: Seq[Delta]) -> None:
+    """Count texts that are not what their tokens spell; of one that a stop string ended, what comes before it."""
+    decode = toy.loaded.tokenizer.decode
+    for job, c in zip(jobs, got, strict=True):
+        said = decode(list(c.token_ids), job.params.skip_special_tokens)
+        bare = decode(list(c.token_ids), not job.params.skip_special_tokens)
+        pieces = "".join(d.text for d in deltas if d.request_id == job.request_id)
+        found.sizes["texts"] += 1
+        found.sizes["special_tokens"] += said != bare
+        found.sizes["half_ends"] += said.endswith(HALF)
+        if c.finish_reason.value == "stop":
+            right = said.replace(HALF, "").startswith(c.text.replace(HALF, ""))
+        else:
+            right = said.replace(HALF, "") == c.text.replace(HALF, "") and said.endswith(HALF) == c.text.endswith(HALF)
+        if not right or pieces != c.text:
+            found.statistic["misspelt"] += 1
+            found.add(
+                f"tokens {c.token_ids}", said, c.text if pieces == c.text else f"{c.text!r}, in pieces {pieces!r}"
+            )

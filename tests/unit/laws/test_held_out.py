@@ -1,0 +1,150 @@
+"""Mistakes that a generator draws: which there are, and what becomes of each."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sameseed.cli import verify_lossless as command
+from sameseed.laws import held_out, mutants
+from sameseed.laws.check import Effort
+from sameseed.laws.checks import chosen
+from sameseed.laws.drawn import AREAS, Drawn, Places
+from sameseed.laws.edits import edits, silent
+from sameseed.laws.held_out import Bench
+from sameseed.laws.mutant import Mutant
+from sameseed.laws.statistics import share_interval
+from sameseed.spec import step, verify
+from sameseed.study import certificate as suite
+from sameseed.study.certificate_words import drawn_text
+from sameseed.tokenizer import Tokenizer
+
+CALL = "_walk(path, table[row:end], seq, draft_tokens, parents, made, eos_token_ids)"
+
+
+@pytest.fixture(scope="module")
+def places() -> Places:
+    return Places(AREAS)
+
+
+@pytest.fixture(scope="module")
+def bench(pair_folders: tuple[Path, Path]) -> Bench:
+    return Bench(Tokenizer.from_folder(pair_folders[0]), chosen(["L3", "S1"]), {verify.__file__, step.__file__})
+
+
+def drawn(function: Any, old: str, new: str, line: int = 1) -> Drawn:
+    first = function.__code__.co_firstlineno
+    mutant = Mutant("one", function, old, new)
+    return Drawn(mutant, "verification", "a kind", function.__code__.co_filename, range(first + line, first + 60))
+
+
+def test_the_same_seed_draws_the_same_mutants(places: Places) -> None:
+    first, again, other = ([(d.area, d.mutant.name) for d in islice(places.draw(seed), 100)] for seed in (3, 3, 4))
+    assert first == again != other
+    assert len(set(first)) == 100 and {area for area, _ in first} == set(AREAS)
+
+
+def test_every_drawn_mutant_can_be_put_in_place(places: Places) -> None:
+    for one in islice(places.draw(1), 400):
+        code = inspect.unwrap(one.mutant.function).__code__
+        assert len(one.lines) and one.lines.start >= code.co_firstlineno
+        with one.mutant.alive():
+            assert inspect.unwrap(one.mutant.function).__code__ is not code
+        assert inspect.unwrap(one.mutant.function).__code__ is code
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("a < b", "a <= b"),
+        ("a is None", "a is not None"),
+        ("a - b", "b - a"),
+        ("a and b and c", "a and b"),
+        ("not a", "a"),
+        ("3", "2"),
+        ("True", "False"),
+        ("min(a, b)", "max(a, b)"),
+        ("f(a, b)", "f(b, a)"),
+        ("f(a, b=c)", "f(a)"),
+        ("a[i]", "a[i + 1]"),
+        ("a[i:]", "a[i - 1:]"),
+        ("a[:i]", "a[:i + 1]"),
+        ("a[1:]", "a"),
+        ("a if b else c", "c if b else a"),
+    ],
+)
+def test_what_may_go_wrong_in_an_expression(source: str, wrong: str) -> None:
+    node = ast.parse(source, mode="eval").body
+    assert wrong in [ast.unparse(ast.fix_missing_locations(new)) for _, new in edits(node) if new is not None]
+
+
+@pytest.mark.parametrize("source", ["f(a)", "a.b = c", "a += 1", "for a in b:\n    continue", "if a:\n    return 1"])
+def test_what_may_be_left_out(source: str) -> None:
+    node = ast.parse(source).body[0]
+    node = getattr(node, "body", [node])[0]
+    assert ("left out" in kind for kind, new in edits(node, early=True) if new is None)
+    assert any(new is None for _, new in edits(node, early=True))
+
+
+@pytest.mark.parametrize("source", ["raise ValueError(1 + 1)", "log.info('%d', 1 + 1)", "'words'", "import os"])
+def test_what_only_speaks_to_people_is_left_alone(source: str) -> None:
+    node = ast.parse(source).body[0]
+    assert silent(node) or (isinstance(node, ast.Expr) and silent(node.value))
+
+
+@pytest.mark.parametrize(
+    ("new", "outcome"),
+    [
+        (CALL.replace("row:end", "row + 1:end"), held_out.BROKE_DOWN),
+        ("_walk(path, table[row:end][::-1].copy(), seq, draft_tokens, parents, made, eos_token_ids)", held_out.CAUGHT),
+        (CALL.replace("table[row:end]", "[None for _ in iter(int, 1)]"), held_out.NO_END),
+        (CALL + " # nothing", held_out.MISSED),
+    ],
+)
+def test_what_becomes_of_a_mistake(bench: Bench, monkeypatch: pytest.MonkeyPatch, new: str, outcome: str) -> None:
+    monkeypatch.setattr(held_out, "SLACK", 3.0)
+    verdict = held_out.judge(drawn(verify.verify, CALL, new), bench)
+    assert verdict.outcome == outcome, verdict
+    assert (verdict.by is None) == (outcome == held_out.MISSED)
+
+
+def test_a_draft_that_fails_unheard_is_noticed(bench: Bench) -> None:
+    """The engine goes on without drafts, and the texts are right."""
+    failing = drawn(step._propose, "drafter.propose(seqs, num_draft)", "drafter.propose(num_draft, seqs)")
+    verdict = held_out.judge(failing, bench)
+    assert verdict.outcome == held_out.BROKE_DOWN and "did not tell of" in verdict.said
+
+
+def test_lines_that_no_check_runs_are_told(bench: Bench) -> None:
+    assert not bench.who(drawn(verify.verify, CALL, CALL, line=10**6))
+
+
+def test_a_few_are_drawn_and_counted(bench: Bench) -> None:
+    score, again = (held_out.try_drawn(bench, Places({"verification": ("spec.verify",)}), 3, 5) for _ in range(2))
+    names = [t["name"] for t in score["trials"]]
+    assert len(names) == 3 and names == [t["name"] for t in again["trials"]]
+    assert score["drawn"] == 3 + len(score["unreached"])
+    assert drawn_text(score).startswith("Drawn by seed 5: ")
+
+
+@pytest.mark.parametrize(("hits", "count", "low", "high"), [(0, 0, 0, 1), (10, 10, 0.722, 1), (38, 40, 0.835, 0.986)])
+def test_the_interval_of_a_share(hits: int, count: int, low: float, high: float) -> None:
+    assert share_interval(hits, count) == pytest.approx((low, high), abs=1e-3)
+
+
+def test_a_tenth_is_drawn_beside_the_written_ones(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = [Mutant("nothing is wrong", verify.verify, "row = 0", "row = 0", ("S1",))] * 10
+    monkeypatch.setattr(mutants, "MUTANTS", written)
+    monkeypatch.setattr(command, "server_mistakes", lambda: ((), {}))
+    certificate = suite.Certificate([], {"backend": "auto", "device": "cpu"}, Effort(1.0), {}, 0.0, known=bench.checks)
+    args = command.VerifyArgs(mutants=True, mutant_seed=11)
+    made = command._mutants(certificate, bench.tokenizer, args, lambda name, done, total: None)
+    assert made["total"] == 10 and len(made["drawn"]["trials"]) == 2 and made["drawn"]["seed"] == 11
+    assert "--mutant-seed 11" in capsys.readouterr().err
