@@ -59,7 +59,9 @@ def __getattr__(name: str) -> object:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _ELSEWHERE:  # an AttributeError would lose its text where the name is imported
         raise ImportError(f"sameseed has no {name!r}; here it is {_ELSEWHERE[name]}")
-    raise AttributeError(f"module 'sameseed' has no attribute {name!r}")
+    from sameseed.errors import nearest
+
+    raise AttributeError(f"module 'sameseed' has no attribute {name!r}{nearest(name, __all__)}")
 
 
 def __dir__() -> list[str]:

@@ -37,9 +37,8 @@ class DemoArgs:
     The second part makes a twin in memory: a real model's shape with made-up weights that compute the small model.
     """
 
-    shape: Annotated[str | None, option("NAME")] = (
-        None  # its shape, see profile --list; unset: llama-3.2-1b, if it fits
-    )
+    # its shape, see profile --list; unset: llama-3.2-1b, if it fits
+    shape: Annotated[str | None, option("NAME")] = None
     format: str = "w4a8"  # number format of its weights
     seconds: float = 40.0  # time to aim at for measuring it
 

@@ -85,7 +85,7 @@ def overview() -> str:
             "",
             *lines,
             "",
-            "`sameseed COMMAND --help` lists a command's options. To begin: sameseed demo",
+            textwrap.fill("`sameseed COMMAND --help` lists a command's options. To begin: sameseed demo", width),
         ]
     )
 

@@ -51,9 +51,8 @@ class EvalArgs:
     num_prompts: int = 12  # --compare: prompts to take, spread over the file
     repeat: int = 3  # --compare: runs of each
     no_advice: Annotated[bool, option()] = False  # --compare: do not measure which parts should keep more bits
-    plot: Annotated[Path | None, option("FILE.png")] = (
-        None  # --compare: draw FILE-quality and FILE-cost, as .png and .svg
-    )
+    # --compare: draw FILE-quality and FILE-cost, as .png and .svg
+    plot: Annotated[Path | None, option("FILE.png")] = None
     out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
     json: Annotated[bool, option()] = False  # records to stdout as JSON lines instead of tables
 

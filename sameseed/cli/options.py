@@ -11,7 +11,10 @@ import difflib
 import inspect
 import json
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
@@ -213,11 +216,24 @@ def parse(
     whole = make_dataclass("Arguments", parts, kw_only=True)
     config = (tyro.conf.OmitArgPrefixes,)
     read: Any = tyro.cli(
-        whole, args=list(argv), prog=prog, description=inspect.cleandoc(command.__doc__ or ""), config=config
+        whole, args=list(argv), prog=prog, description=_wrapped(inspect.cleandoc(command.__doc__ or "")), config=config
     )
     flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
     params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
     return Parsed(read.command, _engine(flags, getattr(read.command, "engine", "")), params)
+
+
+class _Wrapped(str):
+    """A description that keeps its lines: tyro splits it, to join those of a paragraph into one too wide to read."""
+
+    def split(self, *args: Any, **kwargs: Any) -> list[str]:
+        return [str(self)]
+
+
+def _wrapped(text: str) -> str:
+    """Paragraphs as wide as the terminal, at most 80: as wide as the flags below them are in a pipe."""
+    width = min(80, shutil.get_terminal_size().columns)
+    return _Wrapped("\n\n".join(textwrap.fill(part, width) for part in re.split(r"\n\s*\n", text)))
 
 
 def profile_defaults(argv: Seq[str]) -> dict[str, Any]:

@@ -41,20 +41,17 @@ class QuantizeArgs:
     budget: Annotated[float | None, option("BITS")] = None  # bits a weight on average, spent by measured sensitivity
     candidates: str = "w4a16-g128,w4a16-g32,w8a16,bf16"  # the schemes that a budget chooses from
     device: str = "cpu"  # where it is computed: cpu, cuda, cuda:1, ...
-    head_for: Annotated[Path | None, option("DIR")] = (
-        None  # the model is an EAGLE-3 head: write it for this checkpoint of method rotate
-    )
+    # the model is an EAGLE-3 head: write it for this checkpoint of method rotate
+    head_for: Annotated[Path | None, option("DIR")] = None
     original: Annotated[str | None, option("MODEL")] = None  # --head-for: the target before, if its LM head is shared
     overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
     resume: Annotated[bool, option()] = False  # go on with an interrupted run
-    report: Annotated[bool, option()] = (
-        False  # then measure the model and the checkpoint side by side, as eval --compare
-    )
+    # then measure the model and the checkpoint side by side, as eval --compare
+    report: Annotated[bool, option()] = False
     text: Annotated[Path | None, option("FILE")] = None  # --report: text for perplexity; unset: the WikiText-2 test set
     data: Annotated[Path | None, option("DIR")] = None  # --report: folder of the data sets; unset: from the hub
-    plot: Annotated[Path | None, option("FILE.png")] = (
-        None  # --report: draw FILE-quality and FILE-cost, as .png and .svg
-    )
+    # --report: draw FILE-quality and FILE-cost, as .png and .svg
+    plot: Annotated[Path | None, option("FILE.png")] = None
     json: Annotated[bool, option()] = False  # one JSON object with the errors instead of tables
 
 

@@ -27,9 +27,8 @@ class StudyArgs:
     name: Annotated[str, Positional]  # of the study, or list
     size: str = "small"  # small: the embedded family, minutes; true: twins at true shapes, hours (26 GB of disk)
     out: Annotated[Path | None, option("DIR")] = None  # records, plots, page; unset: studies/NAME
-    only: Annotated[
-        tuple[str, ...], option("PATTERN")
-    ] = ()  # these cells alone, e.g. 'lengths'; as --dry-run names them
+    # these cells alone, e.g. 'lengths'; as --dry-run names them
+    only: Annotated[tuple[str, ...], option("PATTERN")] = ()
     dry_run: Annotated[bool, option()] = False  # print the grid, and what cannot run and why
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: the packaged
     num_prompts: Annotated[int, option("N")] = 12  # take N of them, spread over the file

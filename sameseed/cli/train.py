@@ -84,11 +84,11 @@ class DraftArgs(OwnArgs):
     parallel: Annotated[int | None, option("K")] = None  # it learns to guess K tokens in one pass, over mask tokens
     mask_token: Annotated[int | None, option("ID")] = None  # the mask's id; unset: one that no text has
     num_layers: Annotated[int | None, option("N")] = None  # sizes as config.json has them
-    hidden_size: Annotated[int | None, option("N")] = None
-    num_heads: Annotated[int | None, option("N")] = None
-    num_kv_heads: Annotated[int | None, option("N")] = None
-    head_dim: Annotated[int | None, option("N")] = None
-    intermediate_size: Annotated[int | None, option("N")] = None
+    hidden_size: Annotated[int | None, option("N")] = None  # numbers of a token's state
+    num_heads: Annotated[int | None, option("N")] = None  # of queries
+    num_kv_heads: Annotated[int | None, option("N")] = None  # of keys and values
+    head_dim: Annotated[int | None, option("N")] = None  # numbers of one head
+    intermediate_size: Annotated[int | None, option("N")] = None  # inner width of a layer's feed-forward
 
 
 OWN: dict[str, type[OwnArgs]] = {"head": HeadArgs, "draft": DraftArgs}

@@ -44,9 +44,8 @@ class TuneArgs:
     max_tokens: int = 96  # longest answer
     temperature: float = 0.0  # as your users sample
     seed: int = 1
-    drafts: Annotated[
-        tuple[str, ...], option("TEXT")
-    ] = ()  # as --draft; unset: those without a model, and embedded ones
+    # as --draft; unset: those without a model, and embedded ones
+    drafts: Annotated[tuple[str, ...], option("TEXT")] = ()
     formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
     kv_formats: tuple[str, ...] = ("auto",)  # of the cache
     draft_formats: tuple[str, ...] = ("auto",)  # of the drafts' weights
@@ -58,9 +57,8 @@ class TuneArgs:
     quality_text: Annotated[Path | None, option("FILE")] = None  # text for it; unset: the held-out prompts of sameseed
     quality_tokens: int = 2048  # of that text that are read
     seconds: float = 120.0  # time to spend, loading included
-    exhaustive: Annotated[bool, option()] = (
-        False  # run every setting, on half of the prompts each for choice and check: how good was the choice?
-    )
+    # run every setting, on half of the prompts each for choice and check: how good was the choice?
+    exhaustive: Annotated[bool, option()] = False
     device: str = "cpu"  # cpu, cuda, cuda:1, ...
     engine: Literal["sameseed", "vllm"] = "sameseed"  # vllm: measure the one that runs at --url with one of --drafts
     url: str | None = None  # vllm: its address

@@ -35,9 +35,8 @@ class VerifyServerArgs:
     model: Annotated[str | None, option("FOLDER")] = None  # the weights: texts are also held against a textbook decoder
     format: str = "auto"  # of these weights, as the server stores them
     kv_format: str = "auto"  # of the server's cache (auto: bf16)
-    tolerance: Annotated[float | None, option("X")] = (
-        None  # near ties: this share of the largest logit; unset: by format
-    )
+    # near ties: this share of the largest logit; unset: by format
+    tolerance: Annotated[float | None, option("X")] = None
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: built-in
     num_prompts: Annotated[int | None, option("N")] = None  # at most; unset: what --requests allow
     max_tokens: int = 48  # of an answer

@@ -61,7 +61,7 @@ def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> Engi
     where a `confidence` is to end them. `draft_options` are those of its top level; under "below" a list has those of
     the levels below, each an object with fields of SpecConfig. Raises ConfigError for unknown settings.
     """
-    fields.check_keys(settings, Settings.__annotations__)
+    fields.check_keys(settings, AsyncEngineArgs.__annotations__)  # the nearest may be one that LLM takes by name
     spec = _spec_of(draft)
     names = {"draft_options": "options", "draft_format": "format"}
     names |= {name: name for name in ("num_draft_tokens", "confidence", "policy", "overlap")}

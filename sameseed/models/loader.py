@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sameseed import registry
+from sameseed import hub, registry
 from sameseed.errors import ModelLoadError, nearest
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ASSETS, EMBEDDED, GGUF, ModelConfig, parse_config, read_json
@@ -43,11 +43,11 @@ def resolve_model(name: str) -> Path:
     if not (one_file or name.count("/") == 1) or name.startswith((".", "/", "~")):
         near = nearest(name, (*EMBEDDED, *registry.names("drafters")))
         raise ModelLoadError(f"no model at {name!r}{near}: give a folder, a hub id like 'org/name', or 'embedded'")
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
 
     try:
         if one_file:
-            return Path(hf_hub_download(*name.rsplit("/", 1)))
+            return hub.fetch(*name.rsplit("/", 1))
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from sameseed import scheme
+from sameseed import hub, scheme
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import EMBEDDED, ModelConfig, read_json
@@ -133,12 +133,12 @@ def find(model: str) -> Path:
                 f"no model at {model!r}: give a folder, a hub id like 'org/name', or a shape ({', '.join(NAMES)})"
             )
         return resolve_model(model)
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
     if isinstance(cached := try_to_load_from_cache(model, "config.json"), str):
         return Path(cached).parent
     try:
-        return Path(hf_hub_download(model, "config.json")).parent
+        return hub.fetch(model, "config.json").parent
     except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(

@@ -27,9 +27,8 @@ class ServerFlags:
 
     host: str = "127.0.0.1"  # address to listen on; one that others can reach needs a key
     port: int = 8000  # port to listen on; 0 takes a free one
-    cors: Annotated[
-        tuple[str, ...], arg(metavar="ORIGIN", help_behavior_hint="")
-    ] = ()  # pages that may call from a browser; '*': any
+    # pages that may call from a browser; '*': any
+    cors: Annotated[tuple[str, ...], arg(metavar="ORIGIN", help_behavior_hint="")] = ()
     reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss"] | None = None  # how the model marks its thoughts
     # the most that a request may ask for, a round
     max_draft_tokens: Annotated[int, arg(metavar="N")] = MAX_DRAFT_TOKENS

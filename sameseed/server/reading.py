@@ -44,11 +44,13 @@ REFUSED = {
     ),
     "add_special_tokens": "the chat template writes all special tokens",
     "continue_final_message": "send the beginning of the answer to /v1/completions",
-    "logits_processors": "programs in requests are not run",
+    **dict.fromkeys(("logits_processors", "custom_logit_processor"), "programs in requests are not run"),
     "bad_words": "use 'banned_token_ids' or 'logit_bias'",
     **dict.fromkeys(("use_beam_search", "length_penalty"), "beam search is not offered"),
-    "audio": "text only",
-    "include_stop_str_in_output": "the stop text is always left out",
+    **dict.fromkeys(("audio", "modalities"), "text only"),
+    "web_search_options": "the server searches nothing",
+    "verbosity": "say it in a message",
+    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), "the stop text is always left out"),
     **dict.fromkeys(
         ("previous_response_id", "conversation"), "responses are not stored; send the whole conversation as 'input'"
     ),
@@ -60,11 +62,16 @@ REFUSED = {
     "top_logprobs": "use 'logprobs' of /v1/completions, or /v1/chat/completions",
     "logprob_token_ids": "log-probabilities are those of the likeliest tokens",
     "thinking_token_budget": "thoughts have no limit of their own; use 'max_tokens'",
-    "lora_request": "adapters are not offered; merge it into the model",
+    **dict.fromkeys(("lora_request", "lora_path"), "adapters are not offered; merge it into the model"),
     **dict.fromkeys(("repetition_detection", "dry_multiplier", "repeat_penalty"), "use 'repetition_penalty'"),
+    "no_repeat_ngram_size": "use 'frequency_penalty'",
     **dict.fromkeys(("typical_p", "top_n_sigma", "xtc_probability", "mirostat"), "use 'min_p' or 'top_p'"),
+    **dict.fromkeys(("top_a", "tfs_z"), "use 'min_p' or 'top_p'"),
+    "samplers": "the order of sampling is fixed",
+    "n_probs": "use 'logprobs'",
     "dynatemp_range": "use 'temperature'",
     **dict.fromkeys(("n_predict", "max_new_tokens"), "use 'max_tokens'"),
+    "min_new_tokens": "use 'min_tokens'",
     "regex": "use 'guided_regex'",
     "json_schema": "use 'response_format'",
 }
@@ -72,6 +79,8 @@ _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", {"type": "text"})
 # And for some of these there is one more value that changes nothing.
 _ALSO_NEUTRAL: dict[str, Any] = {"typical_p": 1, "length_penalty": 1, "repeat_penalty": 1, "top_n_sigma": -1}
 _ALSO_NEUTRAL |= dict.fromkeys(("xtc_probability", "mirostat", "dynatemp_range", "dry_multiplier", "top_logprobs"), 0)
+_ALSO_NEUTRAL |= dict.fromkeys(("top_a", "no_repeat_ngram_size", "n_probs", "min_new_tokens"), 0)
+_ALSO_NEUTRAL |= {"tfs_z": 1, "modalities": ["text"], "verbosity": "medium"}
 _ALSO_NEUTRAL |= {"add_generation_prompt": True, "truncation": "disabled", "tool_choice": "auto"}
 
 F = TypeVar("F", bound=Fields)

@@ -309,6 +309,19 @@ def test_help_answers_without_loading_the_engine() -> None:
     assert all(f"usage: sameseed {name}" in done.stdout for name in ("COMMAND", *COMMANDS))
 
 
+@pytest.mark.parametrize("name", [*COMMANDS, "bench serve", "train head", "train draft"])
+def test_help_fits_a_terminal_and_explains_every_flag(name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*name.split(), "--help"])
+    usage, *lines = capsys.readouterr().out.splitlines()
+    assert usage.startswith(f"usage: sameseed {name} [-h]") and max(len(line) for line in lines) <= 80
+    for flag, below in itertools.pairwise(lines):
+        if flag.startswith("│ -"):
+            explained = re.search(r"\S {2,}\S", flag.strip("│ ")) or re.match(r"│ {5,}\S", below)
+            assert explained, flag
+
+
 def test_version_no_arguments_and_words_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("sameseed ")

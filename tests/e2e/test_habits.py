@@ -82,6 +82,7 @@ def test_settings_are_those_of_the_dataclasses() -> None:
     ("make", "message"),
     [
         (lambda: LLM(num_draft_token=3), "did you mean 'num_draft_tokens'"),
+        (lambda: LLM(drfat="ngram"), "did you mean 'draft'"),
         (lambda: LLM(threads="2"), "must be of type int or none"),
         (lambda: LLM(dtype="half", format="bf16"), "both are given"),
         (lambda: LLM(draft="ngram", speculative_config={"model": "org/m"}), "says draft too"),
@@ -105,8 +106,8 @@ def test_a_name_to_import(name: str) -> None:
 def test_public_names_are_listed() -> None:
     assert dir(sameseed) == sorted(sameseed.__all__)
     assert all(getattr(sameseed, name) is not None for name in dir(sameseed))
-    with pytest.raises(AttributeError):
-        sameseed.LLm  # noqa: B018
+    with pytest.raises(AttributeError, match="did you mean 'SamplingParams'"):
+        sameseed.SamplingParam  # noqa: B018
 
 
 def test_a_seed_of_the_llm_repeats_its_run(pair_folders: tuple[Path, Path]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sameseed import hub
 from sameseed.errors import ConfigError
 from sameseed.lines import objects
 
@@ -82,10 +83,8 @@ def locate(data: DataSet, folder: Path | None, flag: str = "--data DIR") -> Path
     if folder is None:
         if data.hub is None:
             raise ConfigError(f"the hub does not keep {data.name}; fetch {data.source} and give it with {flag}")
-        from huggingface_hub import hf_hub_download
-
         try:
-            return Path(hf_hub_download(*data.hub, repo_type="dataset"))
+            return hub.fetch(*data.hub, kind="dataset")
         except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ConfigError(

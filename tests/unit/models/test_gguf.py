@@ -423,11 +423,11 @@ def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
 def test_a_file_on_the_hub(tmp_path, monkeypatch):
     asked = []
 
-    def download(repository: str, file: str) -> str:
+    def fetch(repository: str, file: str) -> Path:
         asked.append((repository, file))
-        return str(tmp_path / "x.gguf")
+        return tmp_path / "x.gguf"
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("sameseed.hub.fetch", fetch)
     assert resolve_model("org/name/x-Q4_0.gguf") == tmp_path / "x.gguf" and asked == [("org/name", "x-Q4_0.gguf")]
 
 

@@ -139,7 +139,7 @@ def test_a_hub_id_is_looked_up_in_the_cache_first(tmp_path: Path, monkeypatch: p
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
+    monkeypatch.setattr("sameseed.hub.fetch", fails)
     with pytest.raises(ModelLoadError, match=r"no network.*--shape"):
         sheet("org/name")
 

@@ -103,11 +103,11 @@ def test_parquet_files(folder: Path) -> None:
 
 
 def test_by_name_alone_the_hub_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repository: str, file: str, repo_type: str) -> str:
-        assert (repository, repo_type) == ("HuggingFaceH4/mt_bench_prompts", "dataset")
-        return str(folder / "mt_bench.jsonl.gz")
+    def download(repository: str, file: str, kind: str) -> Path:
+        assert (repository, kind) == ("HuggingFaceH4/mt_bench_prompts", "dataset")
+        return folder / "mt_bench.jsonl.gz"
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("sameseed.hub.fetch", download)
     assert read_prompts(Path("mt-bench")) == asked("mt-bench", folder)
     with pytest.raises(ConfigError, match=r"github\.com/hemingkx/Spec-Bench and give it with --prompts spec-bench:DIR"):
         read_prompts(Path("spec-bench"))

@@ -68,10 +68,10 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_without_the_hub_the_error_tells_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*args: Any, **kwargs: Any) -> str:
+    def unreachable(*args: Any, **kwargs: Any) -> Path:
         raise ConnectionError("no route to host\nat all")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr("sameseed.hub.fetch", unreachable)
     with pytest.raises(ConfigError, match=r"no route to host; give a folder .* --data"):
         data.rows(HUMANEVAL, None)
 
@@ -82,14 +82,14 @@ def test_the_hub_s_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     asked: list[tuple[Any, ...]] = []
 
-    def download(repository: str, file: str, repo_type: str) -> str:
-        asked.append((repository, file, repo_type))
+    def download(repository: str, file: str, kind: str) -> Path:
+        asked.append((repository, file, kind))
         rows = [{"text": ""}, {"text": " = A = \n"}] if repository == "Salesforce/wikitext" else [ROW]
         path = tmp_path / f"{len(asked)}.parquet"
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        return str(path)
+        return path
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("sameseed.hub.fetch", download)
     assert data.rows(GSM8K, None) == [ROW]
     assert data.wikitext(None)[0] == "\n\n = A = \n"
     assert asked[0] == ("openai/gsm8k", "main/test-00000-of-00001.parquet", "dataset")

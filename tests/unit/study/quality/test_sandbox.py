@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sameseed.study.quality import sandbox
-from sameseed.study.quality.sandbox import run, run_all
+from sameseed.study.quality.sandbox import SandboxOutcome, run, run_all
 
 SHORT = 1.0  # seconds
 
@@ -152,12 +152,27 @@ def test_success_cannot_be_told_from_outside_the_guard() -> None:
 import os
 for fd in range(3, 32):
     try:
-        os.write(fd, b'{"token": "", "error": null}')
+        os.write(fd, b'\\n')
     except OSError:
         pass
 os._exit(0)
 """
     assert not run(forged).passed
+
+
+def test_no_frame_shows_the_token() -> None:
+    """Nor does the hook that holds it answer to another frame than the guard's."""
+    program = """
+import re, sys
+sys.audit('sameseed.ended', b'')
+frame, seen = sys._getframe(), ''
+while frame:
+    seen += repr(frame.f_locals) + repr(frame.f_globals)
+    frame = frame.f_back
+assert 'program.py' in seen and not re.search('[0-9a-f]{32}', seen)
+raise ValueError('to the end')
+"""
+    assert run(program) == SandboxOutcome(False, "ValueError: to the end")
 
 
 def test_limits_hold_for_good() -> None:
