@@ -109,11 +109,18 @@ def stages(title: str, quiet: bool = False) -> Iterator[Callable[[str, int, int]
 
 @contextmanager
 def weights_progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that counts weights: those done, and all."""
+    """A progress bar that counts weights: those done, and all. Where it begins anew, a draft is read."""
     with progress(title, quiet) as bar:
-        yield lambda done, total: bar.update(
-            bar.tasks[0].id, completed=done // 10**6, total=total // 10**6, note="million weights"
-        )
+        task, before = bar.tasks[0], 0
+
+        def report(done: int, total: int) -> None:
+            nonlocal before
+            name = "loading the draft" if done < before else task.description
+            before = done
+            done, total = done // 10**6, total // 10**6
+            bar.update(task.id, description=name, completed=done, total=total, note="million weights")
+
+        yield report
 
 
 def load_llm(choice: EngineChoice, quiet: bool = False) -> LLM:

@@ -1,7 +1,8 @@
 """The race: settings run in turns on the same prompts, the worse half drops out, and more prompts follow.
 
 Successive halving (Jamieson and Talwalkar, 2016) by pairs: of every batch of prompts each setting's time stands beside
-plain decoding's, measured within the same seconds, so that a machine that slows down hits all alike.
+plain decoding's, measured within the same turn, so that a machine that slows down hits all alike. A turn is a few
+batches long: a setting that runs for itself finds its weights in the caches.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from sameseed.study.workload import quantile
 
 SAMPLES, LOW, HIGH = 400, 0.1, 0.9  # of the bootstrap; an interval holds 80 %
 NOISE = 0.1  # standard deviation of the logarithm of one pair's ratio, where no other tells it
+TURN = 4  # batches of prompts that a setting runs before the next one has its turn, after so many tokens unmeasured:
+WARM_TOKENS = 8
 KEEPS = 0.9  # share of requests that keep a bound
 Job = tuple[tuple[int, ...], SamplingParams]
 
@@ -60,6 +63,14 @@ class Contestant:
         self.ttft.setdefault(batch, []).extend(c.metrics.time_to_first_token for c in run.completions)
         self.itl.setdefault(batch, []).extend(c.metrics.time_per_output_token for c in run.completions)
         self.texts.update({(batch, i): text for i, text in zip(members, run.texts, strict=True)})
+
+    def warm(self, batch: int, members: Seq[int]) -> None:
+        """A few tokens whose time nobody keeps: what ran before has filled the caches with its own."""
+        few = [
+            (tokens, replace(params, max_tokens=min(WARM_TOKENS, params.max_tokens), min_tokens=0))
+            for tokens, params in self.jobs(batch, members)
+        ]
+        run_batch(self.engine(), few, Run())
 
     def tokens_per_s(self, batch: int) -> float:
         """Over all of its prompts at this batch size."""
@@ -154,11 +165,13 @@ def race(
         upto = min(num_prompts, 2 * done or first_rung(num_prompts, batches))
         for batch in batches:
             groups = [range(i, min(i + batch, upto)) for i in range(done, upto, batch)]
-            for g, members in enumerate(groups):
-                first = g % len(alive)  # who begins rotates
+            for g in range(0, len(groups), TURN):
+                first = g // TURN % len(alive)  # who begins rotates
                 for contestant in alive[first:] + alive[:first]:
                     tick(f"race: {len(alive)} settings, batch {batch}", done + g * batch, num_prompts)
-                    contestant.run(batch, members)
+                    contestant.warm(batch, groups[g])
+                    for members in groups[g : g + TURN]:
+                        contestant.run(batch, members)
         done = upto
         if all_run:
             continue

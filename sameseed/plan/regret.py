@@ -82,6 +82,9 @@ class _Recorded(Contestant):
 
     source: Contestant | None = None
 
+    def warm(self, batch: int, members: Seq[int]) -> None:
+        pass
+
     def run(self, batch: int, members: Seq[int]) -> None:
         assert self.source is not None
         for name, count in (("tokens", 1), ("seconds", 1), ("ttft", len(members)), ("itl", len(members))):

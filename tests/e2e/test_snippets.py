@@ -15,6 +15,7 @@ import pytest
 from fixtures_server import serving
 
 from sameseed import cli
+from sameseed.models.config import ASSETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -22,7 +23,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STANDS_FOR = {
     r"(path/to|runs|twins)/[\w/-]*head\b.*|org/head": "embedded-head",
     r"suffix \+ DRAFT": "suffix + embedded-draft",
-    r".*\.gguf|folder-with-one-gguf|org/name[\w/@-]*|path/to/[\w/-]+|twins/\w+|runs/[\w-]+|DIR|M|MODEL": "embedded",
+    r"llama-3\.[12]-[18]b|smollm2-135m": "embedded",
+    r".*\.gguf|folder-with-one-gguf|org/name[\w/@-]*|path/to/[\w/-]+|twins/[\w-]+|runs/[\w-]+|DIR|M|MODEL": "embedded",
 }
 TOY = {  # commands that end by themselves, and what makes them small
     "generate": ["--max-tokens", "4"],
@@ -30,6 +32,12 @@ TOY = {  # commands that end by themselves, and what makes them small
     "estimate": ["--machine-read", "40", "--machine-ops", "1", "--memory", "64GB"],
     "completion": [],
     "vocabulary": [],
+    "chat": ["--max-tokens", "4"],
+    "bench": ["--num-prompts", "1", "--max-tokens", "4", "--repeat", "1"],
+    "eval": ["--tokens", "64"],
+    "profile": ["--rows", "1,2", "--prefill-tokens", "0", "--batch-sizes", "", "--repeats", "3", "--seconds", "0.1"],
+    "quantize": ["--samples", "4", "--length", "64", "--overwrite"],
+    "study": [],
 }
 NOT_HERE = (
     "Qwen/",
@@ -45,7 +53,14 @@ NOT_HERE = (
     "tuned.toml",
     "--run",
     "--cost",
+    "--data",
+    "--tasks",
+    "--head-for",
+    "bench serve",
+    "8192",  # tokens of context: more than the embedded target has
+    "profile --model",  # a checkpoint is not listed as a shape is
 )
+WHOLE = re.compile(r"study (?!list|.*--dry-run)|bench .*OUT/draft")  # hours, or what another command made
 
 
 def commands() -> list[tuple[str, list[str]]]:
@@ -94,7 +109,7 @@ def runnable() -> list[list[str]]:
     found: dict[str, list[str]] = {}
     for _, words in commands():
         line = " ".join(words)
-        if words[0] in TOY and not any(part in line for part in NOT_HERE):
+        if words[0] in TOY and not any(part in line for part in NOT_HERE) and not WHOLE.match(line):
             small = [words[0], *map(stood_for, words[1:]), *TOY[words[0]]]
             found.setdefault(" ".join(small), small)
     return list(found.values())
@@ -104,8 +119,12 @@ def runnable() -> list[list[str]]:
 def test_a_command_runs(
     words: list[str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.chdir(tmp_path_factory.getbasetemp())
-    monkeypatch.setenv("SAMESEED_CACHE", str(tmp_path_factory.getbasetemp() / "learned"))
+    folder = tmp_path_factory.getbasetemp()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("SAMESEED_CACHE", str(folder / "learned"))
+    for name in ("mine.jsonl", "text.jsonl", "texts.jsonl"):
+        (folder / name).write_text((ASSETS / "prompts.jsonl").read_text())
+    (folder / "mine.txt").write_text((ASSETS / "prompts.jsonl").read_text()[:2000])
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Once upon a time")))
     assert cli.main(words) == 0, capsys.readouterr().err
     assert capsys.readouterr().out.strip()

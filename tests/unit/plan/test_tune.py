@@ -125,6 +125,7 @@ class Runs:
         self.ran: list[int] = []
         self.contestant = Contestant(prospect(spec, speed, 0.1, num_bytes), lambda: SimpleNamespace(), self.jobs)
         self.contestant.run = self.run  # type: ignore[method-assign]
+        self.contestant.warm = lambda batch, members: None  # type: ignore[method-assign]
         self.speed, self.ttft = speed, ttft
 
     @staticmethod
@@ -196,11 +197,14 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
 def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
     runs = ngrams(6)
     for r in runs:  # copies share `run`: what was measured belongs to whoever runs
-        vars(r.contestant).pop("run")
+        vars(r.contestant).pop("run"), vars(r.contestant).pop("warm")
     speeds = {r.contestant.label: r.speed for r in runs}
     seen: set[int] = set()
 
     class Timed(Contestant):
+        def warm(self, batch: int, members: Seq[int]) -> None:
+            pass
+
         def run(self, batch: int, members: Seq[int]) -> None:
             seen.update(i for (i,) in self.jobs(batch, members))
             self.tokens.setdefault(batch, []).append(100 * len(members))
