@@ -1,10 +1,9 @@
 """What compilers make of the GPU's kernels, where there is no GPU: checked against budgets; nothing is measured.
 
-    .venv/bin/python benchmarks/gpu_static.py [--capabilities 80,89,90,100] [--formats w4a16,fp8] [--times]
+    .venv/bin/python benchmarks/gpu_static.py [--capabilities 80,89,90,100] [--formats w4a16,fp8]
 
 Each kernel of an 8B model is compiled for a chip and its machine code read: registers, spills, shared memory, the
-instructions of the inner loop, and which instruction multiplies. `--times` prints what `tiling._time` predicts for an
-H200 of the cuts it chooses, and of those it would choose if instructions were free.
+instructions of the inner loop, and which instruction multiplies.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 
 from sameseed.ops import Then, gated_rows, normed_rows, plain_rows, triton as backend
-from sameseed.ops.triton import dispatch, packing, prepared, tiling, wide
+from sameseed.ops.triton import dispatch, prepared, tiling, wide
 from sameseed.ops.triton.guard import Launch
 from sameseed.scheme import QuantScheme, QuantTensor
 
@@ -144,46 +143,13 @@ def check(formats: list[str], capability: int, only: str = "") -> list[str]:
     return bad
 
 
-def predicted(w: QuantTensor, free: bool) -> tuple[tiling.Tiling, float]:
-    """The cut of a weight, and microseconds that are predicted of it. free: chosen as if no instruction took time."""
-    issued = dict(tiling.ISSUED)
-    tiling.cut.cache_clear()
-    try:
-        if free:
-            tiling.ISSUED.update(dict.fromkeys(issued, 0.0))
-        how = tiling.tiling(w)
-    finally:
-        tiling.ISSUED.update(issued)
-        tiling.cut.cache_clear()
-    size = how.width * sum(t.element_size() for name, t in w.parts.items() if name in packing.PLANES)
-    rows = tiling.TILE * how.width * how.parts * (1 if w.activations == "int8" else 2)
-    return how, tiling._time(how, w.shape[0], size * how.outputs, rows) / 1000
-
-
-def times(formats: list[str]) -> None:
-    """Print predicted times of the products of an 8B model at one row, before and after instructions are counted."""
-    for name in formats:
-        whole = {True: 0.0, False: 0.0}
-        for what, shape in (*SHAPES.items(), ("lm_head", LM_HEAD)):
-            w, said = weight(name, *shape), []
-            for free in (True, False):
-                how, us = predicted(w, free)
-                whole[free] += us * (1 if what == "lm_head" else LAYERS)
-                said.append(f"{us:.1f} us ({how.outputs} outputs, {how.split} shares)")
-            print(f"{name} {what}: {said[0]} -> {said[1]}; reading {w.nbytes / 4.3e6:.1f} us")
-        print(f"{name}, products of a pass: {whole[True] / 1000:.2f} -> {whole[False] / 1000:.2f} ms")
-
-
 def main() -> None:
     """Print, and fail where a budget is exceeded."""
     parser = argparse.ArgumentParser(description="Machine code of the GPU's kernels; nothing is measured.")
     parser.add_argument("--formats", default=FORMATS)
     parser.add_argument("--capabilities", default="80,89,90,100")
-    parser.add_argument("--times", action="store_true", help="predicted times of an 8B model's products alone")
     args = parser.parse_args()
     print(f"Triton {version('triton')}: from listings and by formula, not measurements")
-    if args.times:
-        return times(args.formats.split(","))
     bad = [fault for c in args.capabilities.split(",") for fault in check(args.formats.split(","), int(c))]
     sys.exit("\n".join(["beyond their budgets:", *bad]) if bad else 0)
 

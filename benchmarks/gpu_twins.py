@@ -25,7 +25,6 @@ from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
 BLOCK = 16
 PROMPT = 128  # tokens of a prompt, at most
-SHORT = 12  # tokens of the texts in which the host's share is looked for
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,13 @@ class Stage:
         """One record: tokens a second, acceptance, equality with plain decoding, the host's share of a round."""
         jobs = self.jobs(batch)
         engine, run = self.engine(arm, batch, jobs), Run()
-        short = [(prompt, replace(params, max_tokens=SHORT)) for prompt, params in jobs[:batch]]
-        run_batch(engine, short, Run())  # warms up
-        forget_peak = memory.peak(self.device)
+        first = jobs[:batch]
+        for _ in range(2):  # the first pass of each number of rows is compiled, the second recorded as a graph
+            run_batch(engine, first, Run())
+        forget_peak, first_tokens = memory.peak(self.device), 0.0
         for start in range(0, len(jobs) // batch * batch, batch):
             run_batch(engine, jobs[start : start + batch], run)
+            first_tokens += max(c.metrics.time_to_first_token or 0.0 for c in run.completions[-batch:])
         failed = unfinished(run, self.sizes.max_tokens)
         if arm.spec.method == "none" and not failed:
             self.plain.setdefault(batch, run)
@@ -84,26 +85,27 @@ class Stage:
                 **self.shared, "arm": arm.name, "batch": batch, "k": arm.num_draft,
                 "policy": arm.spec.policy, "num_prompts": len(run.completions), "seconds": run.seconds,
                 "tokens_per_s": run.num_tokens / max(run.seconds, 1e-9), "failed": failed,
+                "decode_tokens_per_s": (run.num_tokens - len(run.completions)) / max(run.seconds - first_tokens, 1e-9),
                 "speedup": None if plain is None else plain.seconds / max(run.seconds, 1e-9),
                 "equals_plain": None if plain is None else run.texts == plain.texts,
                 "acceptance_rate": accepted / drafted if drafted else None,
                 "tokens_per_round": run.num_tokens / max(run.num_steps, 1), "rounds": run.num_steps,
                 "split_s": {"draft": run.times.draft, "target": run.times.target, "rest": run.overhead},
                 "ttft_s": [c.metrics.time_to_first_token for c in run.completions],
-                "peak_bytes": max(forget_peak, memory.peak(self.device)), **self.host(engine, short),
+                "peak_bytes": max(forget_peak, memory.peak(self.device)), **self.host(engine, first),
             }
         )  # fmt: skip
 
-    def host(self, engine: Engine, short: Seq[Job]) -> dict[str, Any]:
-        """The share of a round in which the device does not work: a short run by the clock, then by the profiler."""
-        seconds = wall(lambda: run_batch(engine, short, Run()), self.device)
+    def host(self, engine: Engine, jobs: Seq[Job]) -> dict[str, Any]:
+        """The share of a run in which the device does not work: a batch by the clock, then by the profiler."""
+        seconds = wall(lambda: run_batch(engine, jobs, Run()), self.device)
         if self.device == "cpu":
             run = Run()
-            run_batch(engine, short, run)
+            run_batch(engine, jobs, run)
             found = Busy(run.times.draft + run.times.target, STAND_IN)
             return {"host_share": run.overhead / run.seconds, "timed_by": found.source}
         try:
-            found = busy(lambda: run_batch(engine, short, Run()), self.device)
+            found = busy(lambda: run_batch(engine, jobs, Run()), self.device)
         except RuntimeError as error:
             if is_fault(error):
                 raise

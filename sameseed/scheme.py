@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -61,7 +62,7 @@ class QuantTensor:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.parts.values())
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Values of a row that share a scale: K over the number of scales (K for dense formats)."""
         scales = self.parts.get("scales")
@@ -267,6 +268,11 @@ def cache_format(asked: str, dense: str) -> str:
     return asked if asked != "auto" else dense if dense in ("bf16", "fp16") else "fp32"
 
 
+def over(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once on every device: on a GPU PyTorch multiplies by 1 / number, which rounds twice."""
+    return x / torch.full_like(x, number)
+
+
 def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     """Codes int8 [..., K] and scales float32 [..., K / G] of rows x [..., K]: what int8 is for activations and cache.
 
@@ -279,7 +285,7 @@ def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     a = x.abs().amax(-1, keepdim=True)
     usable = a.isfinite() & (a >= SMALLEST)
     codes = torch.where(usable, (x * (torch.full_like(a, 127.0) / a)).round_().clamp_(-127, 127), 0.0).to(torch.int8)
-    scales = torch.where(usable, a / 127.0, torch.where(a.isfinite(), 0.0, torch.nan))
+    scales = torch.where(usable, over(a, 127.0), torch.where(a.isfinite(), 0.0, torch.nan))
     return codes.flatten(-2), scales.squeeze(-1)
 
 

@@ -19,7 +19,7 @@ GIB = 2**30
 CACHE_SHARE = 0.3  # of the memory that the weights leave: the most that a cache of unstated size takes on the CPU
 PARTS = 512 << 20  # bytes of a GPU for parts of products and of attention, and for what its allocator cannot use
 GRAPHS = 300 << 20  # bytes of a GPU for the pool that all graphs share
-GRAPH_ROWS = 64  # rows, at most, of a graph, whose logits each model keeps beside it
+GRAPH_ROWS = 256  # rows, at most, of a graph, whose logits each model keeps beside it
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.scheme import SMALLEST, Format, QuantArgs, QuantTensor, own_args, plain
+from sameseed.scheme import SMALLEST, Format, QuantArgs, QuantTensor, over, own_args, plain
 
 
 def grouped(x: Tensor, group: int | None) -> Tensor:
@@ -22,7 +22,7 @@ def grouped(x: Tensor, group: int | None) -> Tensor:
 
 def bf16_scales(size: Tensor, steps: float) -> Tensor:
     """Scales bfloat16 of groups: size / steps; 0 below 2^-100, NaN where the size is no number."""
-    scales = torch.where(size >= SMALLEST, size / steps, 0.0)
+    scales = torch.where(size >= SMALLEST, over(size, steps), 0.0)
     return torch.where(size.isfinite(), scales, torch.nan).to(torch.bfloat16)
 
 

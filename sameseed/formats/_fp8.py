@@ -11,7 +11,7 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.formats._coded import Coded, compressed_tensors
-from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, plain
+from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, over, plain
 
 BLOCK = 128  # rows and columns that share a scale under -b128 (DeepSeek-AI, 2024)
 KINDS = ("fp8_e4m3", "fp8_e5m2")
@@ -40,7 +40,7 @@ class Float8(Coded):
         usable = a.isfinite() & (a >= SMALLEST)
         factors = torch.full_like(a, self.largest) / a
         scaled = torch.where(usable, (x * factors).clamp_(-self.largest, self.largest), 0.0)
-        scales = torch.where(usable, a / self.largest, torch.where(a.isfinite(), 0.0, torch.nan))
+        scales = torch.where(usable, over(a, self.largest), torch.where(a.isfinite(), 0.0, torch.nan))
         return scaled.to(self.dtype).view(torch.uint8), scales
 
     def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sameseed.formats._coded import Coded, bf16_scales, divided
-from sameseed.scheme import QuantArgs, QuantTensor, plain
+from sameseed.scheme import QuantArgs, QuantTensor, over, plain
 
 SUPER = 256  # values of a super-block
 
@@ -52,10 +52,10 @@ class KQuant(Coded):
         low, high = low.clamp(max=0.0), high.clamp(min=0.0)
         top = (1 << self.bits) - 1
         if not self.minima:
-            scales, steps = two_levels(torch.maximum(high, -low) / (top - self.zero), supers, 127)
+            scales, steps = two_levels(over(torch.maximum(high, -low), top - self.zero), supers, 127)
             codes = divided(x, product(scales, steps)).round_().add_(self.zero).clamp_(0, top)
             return self.stored(codes.to(torch.uint8), scales, steps)
-        scales, steps = two_levels(high / top - low / top, supers, 63)
+        scales, steps = two_levels(over(high, top) - over(low, top), supers, 63)
         least, minima = two_levels(-low, supers, 63)
         unit = product(scales, steps)
         shift = divided(product(least, minima)[..., None], unit)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.scheme import SMALLEST
+from sameseed.scheme import SMALLEST, over
 
 LOWEST_BYTES = 2
 
@@ -43,7 +43,7 @@ def encode_rows(x: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     steps = (torch.where(broken, 0.0, x) - lowest) * inverse
     codes = torch.where(usable, steps.nan_to_num_(0.0).round_().clamp_(0, 15), 0.0)
     codes = (codes if kept is None else codes.masked_fill_(kept, 0.0)).to(torch.uint8)
-    scales = torch.where(usable, span / 15.0, 0.0).masked_fill_(broken, torch.nan)
+    scales = torch.where(usable, over(span, 15.0), 0.0).masked_fill_(broken, torch.nan)
     half = x.shape[-1] // 2
     nibbles = codes[..., :half] | codes[..., half:] << 4
     return torch.cat([nibbles, as_bytes(lowest.to(torch.bfloat16))], -1), scales.squeeze(-1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sameseed.formats._coded import Coded, bf16_scales, divided, grouped
-from sameseed.scheme import QuantArgs, QuantTensor, plain
+from sameseed.scheme import QuantArgs, QuantTensor, over, plain
 
 LOWEST, HIGHEST = -128, 119
 
@@ -33,7 +33,7 @@ class Int8n(Coded):
     def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
         x = grouped(weight, args.group)
         low, high = x.aminmax(dim=-1)  # [O, K / G]
-        scales = bf16_scales(torch.maximum(high / HIGHEST, low / LOWEST), 1.0)
+        scales = bf16_scales(torch.maximum(over(high, HIGHEST), over(low, LOWEST)), 1.0)
         return self.stored(divided(x, scales).round_().clamp_(LOWEST, HIGHEST).to(torch.int8), scales)
 
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:

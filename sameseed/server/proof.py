@@ -154,12 +154,13 @@ async def _ask_all(subject: Subject, found: Found, cases: Seq[Case]) -> None:
             _judge_answer(found, where, case, truth, whole(data) if streamed else json.loads(data))
             found.sizes["told_apart"] += truth[0].token_ids != usual[0].token_ids
         for fields in (*REFUSED, *_beyond(subject)):
-            status, data = await call(app, "/v1/completions", {"prompt": list(cases[0].prompt)} | fields)
-            right = 404 if "model" in fields else 400
-            found.sizes["refused"] += status == right
-            if status != right:
+            before, usual_body = len(inside.adds), {"prompt": list(cases[0].prompt), "seed": subject.seed}
+            status, _ = await call(app, "/v1/completions", usual_body | fields)
+            right, taken = 404 if "model" in fields else 400, len(inside.adds) > before
+            found.sizes["refused"] += status == right and not taken
+            if status != right or taken:  # an engine without room for such an answer may still end it with 400
                 found.statistic["taken_though_bad"] += 1
-                found.add(f"{fields}"[:160], f"status {right}", status)
+                found.add(f"{fields}"[:160], f"status {right}", f"{status}, from the engine" if taken else status)
         subject.over(inside.engine, [])
     finally:
         inside.leave()

@@ -56,8 +56,9 @@ backend = ops.resolve("triton", DEVICE)
 def _small_programs(request, monkeypatch):
     """The interpreter computes what programs pad; theirs are as wide as the smallest weights here."""
     if guard.interpreted() and "as_it_is" not in request.node.name:
-        monkeypatch.setattr(cuts, "SHAPES", ((32, 4),))
-        monkeypatch.setattr(cuts, "NARROW", {})
+        monkeypatch.setattr(cuts, "OUTPUTS", {})
+        monkeypatch.setattr(cuts, "WARPS", {})
+        monkeypatch.setattr(cuts, "FEWEST", 32)
     cuts.cut.cache_clear()  # it remembers what it chose of other shapes
     yield
     cuts.cut.cache_clear()
@@ -249,7 +250,7 @@ def test_the_cut_of_a_weight_is_chosen_once(monkeypatch):
     """Every product asks for it twice, while the device waits for its launch."""
     _, w = packed("w4a16-g32", 20, 64)
     chosen = cuts.tiling(w)
-    monkeypatch.setattr(cuts, "_time", None)
+    monkeypatch.setattr(cuts, "PROGRAMS", None)
     assert cuts.tiling(packed("w4a16-g32", 20, 64)[1]) is chosen is cuts.tiling(w)
 
 

@@ -45,8 +45,7 @@ def test_wide_gated_rows_have_the_bits_of_whole_ones(form, group, monkeypatch):
 def test_shares_added_and_normed_at_once_have_the_bits_of_both(name, monkeypatch):
     """And the next product takes what was made, once it is for the same norm and kind of weight."""
     monkeypatch.setattr(cuts, "SHORTEST", 1)
-    monkeypatch.setattr(cuts, "SPLITS", (1, 2))
-    monkeypatch.setattr(cuts, "COMBINE", -1e9)  # shares wherever there are two steps
+    monkeypatch.setattr(cuts, "SPLITS", (1, 2))  # two shares wherever there are two steps: programs are few
     cuts.cut.cache_clear()
     w, after, norm = packed(name, 64, 256), packed(name, 20, 64), randn(64, seed=4)
     x, residual = randn(5, 256), randn(5, 64, seed=3)

@@ -40,7 +40,11 @@ def test_the_noise_is_the_same(seed, position, first):
     wanted = [spec._mix((key + (first + t + 1) * spec._GOLDEN) & spec._MASK) for t in range(256)]
     assert [h % (1 << 64) for h in hashes.tolist()] == wanted
     tokens = np.arange(first, first + 256)
-    assert (out.cpu().numpy() == spec.gumbel_noise(seed, position, tokens)).all()
+    wanted = spec.gumbel_noise(seed, position, tokens)
+    if out.device.type == "cuda":  # whose logarithms may differ in the last bits
+        np.testing.assert_allclose(out.cpu().numpy(), wanted, rtol=1e-13, atol=1e-15)
+    else:
+        assert (out.cpu().numpy() == wanted).all()
 
 
 def choices(logits, params, position, seeds, token_ids=None):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fixtures_ops import randn
@@ -20,8 +22,9 @@ backend = ops.resolve("triton", DEVICE)
 def _small_programs(monkeypatch):
     """As in test_linear: the interpreter computes what programs pad."""
     if guard.interpreted():
-        monkeypatch.setattr(cuts, "SHAPES", ((32, 4),))
-        monkeypatch.setattr(cuts, "NARROW", {})
+        monkeypatch.setattr(cuts, "OUTPUTS", {})
+        monkeypatch.setattr(cuts, "WARPS", {})
+        monkeypatch.setattr(cuts, "FEWEST", 32)
         monkeypatch.setattr(wide, "OUTPUTS", 32)
     cuts.cut.cache_clear()
     yield
@@ -61,7 +64,7 @@ def test_zeros_keep_their_signs(monkeypatch):
     monkeypatch.setattr(cuts, "SHORTEST", 1)
     monkeypatch.setattr(cuts, "SPLITS", (2,))
     w = packed("bf16", 32, 256)
-    w = QuantTensor(**{**vars(w), "parts": {"weight": torch.full((32, 256), -(2.0**-133), dtype=torch.bfloat16)}})
+    w = replace(w, parts={"weight": torch.full((32, 256), -(2.0**-133), dtype=torch.bfloat16)})
     x = torch.full((70, 256), 2.0**-60)
     got = backend.product(plain_rows(x), w)
     alone = backend.product(plain_rows(x[:1]), w).expand(70, 32).contiguous()
@@ -83,8 +86,9 @@ def test_wide_products_have_no_parts_in_memory(monkeypatch):
     monkeypatch.setattr(cuts, "SPLITS", (2,))
     w = packed("w4a16-g32", 40, 256)
     ready = host.preparation(plain_rows(randn(300, 256)), "half", w.group)[1]
-    launches = host.multiplication(ready, w, None, None, torch.empty(300, 40), chosen(w, 300))
-    assert len(launches) == 1 and launches[0].grid == (5, 2, 1)
+    way = chosen(w, 300)
+    launches = host.multiplication(ready, w, None, None, torch.empty(300, 40), way)
+    assert len(launches) == 1 and launches[0].grid == (-(-300 // way.tile), -(-40 // way.outputs), 1)
 
 
 @pytest.fixture
@@ -119,5 +123,6 @@ def test_products_ask_before_they_go_wide(asked):
     expected = backend.product(plain_rows(x), w)
     assert list(wide._proven.values()) == [True]
     wide._proven.update(dict.fromkeys(wide._proven, False))
-    assert host.larger("bf16", w, 70, x.device) is None
-    assert backend.product(plain_rows(x), w).equal(expected)
+    again = replace(w)  # a weight remembers what was shown of it
+    assert host.larger("bf16", again, 70, x.device) is None
+    assert backend.product(plain_rows(x), again).equal(expected)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sameseed.ops import Forward, Ops, Results
 
 log = logging.getLogger("sameseed.ops")
-MOST_ROWS = 64  # a larger pass computes for longer than its launches take
+MOST_ROWS = 256  # a larger pass computes for longer than its launches take
 NARROWEST = 2048  # keys of the narrowest tables; each wider bucket has four times as many
 MOST_GRAPHS = 32  # of a cache: the latest used
 Replay = Callable[[], None]
@@ -119,7 +119,6 @@ class Bucket:
     """Buffers, and once it is recorded, what replays a pass on them, and where its results are."""
 
     buffers: Buffers
-    seen: bool = False  # have its kernels run, so that none is compiled any more?
     replay: Replay | None = None
     results: Results | None = None
 
@@ -127,7 +126,7 @@ class Bucket:
 class Graphs:
     """A model's forward pass, by graphs where it is small, else op by op: on a GPU what PlanReplay is on the CPU.
 
-    The first pass of a bucket runs op by op (kernels are compiled), the second one is recorded. Logits of a pass stay
+    The first pass of a bucket runs op by op (kernels are compiled), and is recorded then. Logits of a pass stay
     until the model's next pass: all graphs leave them in one place. Choices stay until the next pass of the bucket;
     hidden states are the caller's. `inputs` of a pass are float32 [T, width] on the device.
     """
@@ -169,13 +168,12 @@ class Graphs:
         def run() -> Results:
             return self._forward(self._ops, bucket.buffers.batch, cache, captures, *bucket.buffers.inputs)
 
-        if bucket.replay is None and bucket.seen and not self._refused:
-            self._record(bucket, capture, run)
-        bucket.seen = True
         if bucket.replay is None or bucket.results is None:
             logits, hidden, chosen = run()
             if self._logits is None:
                 self._logits = logits.new_empty(MOST_ROWS, logits.shape[1])
+            if not self._refused:
+                self._record(bucket, capture, run)
         else:
             bucket.replay()
             logits, hidden, chosen = bucket.results

@@ -17,6 +17,7 @@ from sameseed.ops.triton.interpreter import interpreted as interpreted
 log = logging.getLogger("sameseed.ops")
 T = TypeVar("T")
 broken: set[str] = set()  # what did not compile here; the reference does it from then on
+_compiled: dict[tuple[Any, ...], Any] = {}  # by all that a kernel is compiled for (`Launch._key`)
 _POINTERS = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -55,12 +56,36 @@ class Launch:
         return {**options, "launch_pdl": True} if self.constants.get("EARLY") else options
 
     def run(self) -> None:
-        """Launch it; nothing where the grid is empty."""
+        """Launch it; nothing where the grid is empty.
+
+        From the second time on without Triton's binding of arguments, which takes most of a launch's time.
+        """
         if 0 in self.grid:
             return
         device = next(x.device for x in self.arguments.values() if isinstance(x, torch.Tensor))
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton takes the current one
-            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+        elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+        with torch.cuda.device(device) if elsewhere else nullcontext():  # Triton takes the current one
+            key = (device.index, *self._key())
+            found = _compiled.get(key)
+            if found is None:
+                _compiled[key] = self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+            else:
+                grid = (*self.grid, 1, 1)[:3]
+                given = {**self.arguments, **self.constants}
+                found[grid](*[given[name] for name in self.kernel.arg_names])
+
+    def _key(self) -> tuple[Any, ...]:
+        """All that Triton compiles a kernel for: constants, types, and what it asks of addresses and sizes."""
+        kinds: list[Any] = []
+        for name, x in self.arguments.items():
+            if isinstance(x, torch.Tensor):
+                kinds.append((x.dtype, x.data_ptr() % 16 == 0))
+            elif type(x) is int:
+                kinds.append(x < 1 << 31 if name in self.free else (x == 1, x % 16 == 0, x < 1 << 31))
+            else:
+                kinds.append(type(x))
+        names = (*self.arguments, *self.constants)
+        return id(self.kernel), self.warps, self.stages, names, *self.constants.values(), *kinds
 
     def compile(self, capability: int) -> Any:
         """Compile it for a GPU of that capability (90: 9.0), which need not be here, specialized as `run` would."""

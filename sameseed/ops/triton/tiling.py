@@ -1,8 +1,8 @@
 """How a product is cut into programs: a function of the weight's kind and shape, never of the number of rows.
 
-Chosen by arithmetic on paper and by what compilers make of the kernels (docs/guides/gpu.md), not by a clock: an
-H200's bandwidth, latency and issue of instructions, and a program that keeps its stages full, are all that `_time`
-knows.
+Chosen by a clock: `benchmarks/gpu_sweep.py` times every cut of an 8B model's products on a GPU at one row. On an H200
+programs of four warps were fastest or within 3 % of it for every format, and so many shares that each multiprocessor
+has two programs (docs/log.md).
 """
 
 from __future__ import annotations
@@ -15,29 +15,14 @@ from sameseed.scheme import QuantTensor
 
 TILE = 16  # rows of one chain of sums (product.TILE)
 MAX_TILES = 4  # tiles that share a decoded tile of the weight in one program
-SHAPES = ((64, 4), (128, 8))  # outputs of a program, and its warps
-NARROW = {"both": ((64, 8),), "nf4": ((64, 8),)}  # kinds that need more registers than others
+OUTPUTS = {"int4": 128}  # of a program, by kind of weight ...
+FEWEST = 64  # ... and of others
+WARPS = {"both": 8, "nf4": 8}  # kinds that need more registers than four warps have
 SPLITS = (1, 2, 4, 8)
 SHORTEST = 4  # steps of a share
+PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 MULTIPROCESSORS = 132  # an H200's
-RATE = 33.0  # bytes a nanosecond that one of them gets of the memory, and ...
-SHARED_RATE = 1.3 * RATE  # ... of the second cache, where rows lie
-LATENCY = 800.0  # nanoseconds
-COMBINE = 1500.0  # of adding shares
-CLOCK, ISSUES, DEPENDENT = 1.755, 4, 0.4  # GHz; instructions a clock of a multiprocessor, and of one warp, which waits
-ISSUED = {  # instructions of a warp for each byte of the weight, at one tile of rows (benchmarks/gpu_static.py)
-    "dense": 0.03,
-    "int8_bytes": 0.035,
-    "e4m3": 0.065,
-    "e5m2": 0.065,
-    "int8": 0.08,
-    "both": 0.1,
-    "int4": 0.15,
-    "int4_bytes": 0.14,
-    "upper": 0.14,
-    "e2m1": 0.2,
-    "nf4": 0.57,
-}
+STAGES = {"int4": 3, "int4_bytes": 3}  # steps whose words are on their way at one time, by kind of weight; others: 4
 
 
 @dataclass(frozen=True)
@@ -55,37 +40,27 @@ class Tiling:
 
 def tiling(w: QuantTensor) -> Tiling:
     """The one way in which products with `w` are cut. It must not know the rows: their bits hang on `split`."""
+    known = w.__dict__.get("_tiling")  # asked for by every launch
+    if known is None:
+        known = w.__dict__["_tiling"] = _tiling(w)
+    return known
+
+
+def _tiling(w: QuantTensor) -> Tiling:
     found, width = packing.words(w), packing.width(w)
     kind, parts = ("dense", 1) if found is None else (found.kind, found.parts)
     steps = -(-w.shape[1] // (width * parts))
-    size = width * sum(t.element_size() for name, t in w.parts.items() if name in packing.PLANES)  # of a step's words
-    rows = TILE * width * parts * (1 if w.activations == "int8" else 4 if kind == "dense" and w.format == "fp32" else 2)
-    return cut(kind, width, parts, steps, w.shape[0], size, rows)
+    return cut(kind, width, parts, steps, w.shape[0])
 
 
 @cache
-def cut(kind: str, width: int, parts: int, steps: int, outputs: int, size: int, rows: int) -> Tiling:
-    """The best of all ways: `size` bytes of one output's words and `rows` of 16 rows a step. Asked by every product."""
-    cuts = [
-        Tiling(kind, width, parts, steps, split, block, warps)
-        for block, warps in NARROW.get(kind, SHAPES)
-        for split in SPLITS
-        if split == 1 or steps >= split * SHORTEST
-    ]
-    return min(cuts, key=lambda way: _time(way, outputs, size * way.outputs, rows))
-
-
-def _time(cut: Tiling, outputs: int, tile: int, rows: int) -> float:
-    """Nanoseconds of the busiest multiprocessor, roughly: `tile` bytes of the weight and `rows` of 16 rows a step."""
-    programs = -(-outputs // cut.outputs) * cut.split
-    busiest = -(-programs // MULTIPROCESSORS)
-    in_flight = min(busiest, 16 // cut.warps) * (stages(1) - 1) * tile
-    warps = min(busiest, 16 // cut.warps) * cut.warps
-    issue = tile * ISSUED[cut.kind] / (CLOCK * min(ISSUES, DEPENDENT * warps))
-    step = max(tile / RATE, (tile + rows) / SHARED_RATE, LATENCY * tile / in_flight, issue)
-    sums = 2 * cut.split * TILE * outputs * 4  # bytes of shares, written and read again
-    combine = 0.0 if cut.split == 1 else COMBINE + sums / (MULTIPROCESSORS * SHARED_RATE)
-    return LATENCY + busiest * -(-cut.steps // cut.split) * step + combine
+def cut(kind: str, width: int, parts: int, steps: int, outputs: int) -> Tiling:
+    """As few shares as give every multiprocessor two programs, or as many as there may be."""
+    block = OUTPUTS.get(kind, FEWEST)
+    allowed = [n for n in SPLITS if n == 1 or steps >= n * SHORTEST]
+    programs = -(-outputs // block)
+    split = next((n for n in allowed if n * programs >= PROGRAMS), allowed[-1])
+    return Tiling(kind, width, parts, steps, split, block, WARPS.get(kind, 4))
 
 
 def tiles(num_rows: int) -> int:
@@ -93,6 +68,6 @@ def tiles(num_rows: int) -> int:
     return next((n for n in (1, 2) if num_rows <= n * TILE), MAX_TILES)
 
 
-def stages(count: int) -> int:
+def stages(kind: str, count: int) -> int:
     """Steps whose words are on their way at one time, for so many tiles: within 99 KiB. Sums do not depend on it."""
-    return 3 if count == MAX_TILES else 4
+    return 3 if count == MAX_TILES else STAGES.get(kind, 4)

@@ -51,13 +51,18 @@ def way(how: Tiling, form: str, grouped: bool, num_rows: int, capability: tuple[
     return Way(128, OUTPUTS, 8, 3 if dense else 2, False, True)
 
 
-def same_bits(key: Hashable, device: torch.device, narrow: Callable[[], Tensor], wide: Callable[[], Tensor]) -> bool:
-    """Whether `wide()` has the bits of `narrow()` on this device: computed once for each key, and said where not."""
+def same_bits(
+    key: Hashable, device: torch.device, narrow: Callable[[], Tensor], wide: Callable[[], Tensor]
+) -> bool | None:
+    """Whether `wide()` has the bits of `narrow()` on this device: computed once for each key, and said where not.
+
+    None while a graph is recorded, when nothing can be compared.
+    """
     if interpreted():  # by construction; tests say so
         return True
     if (key, device) not in _proven:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False
+            return None
         _proven[key, device] = _compared(device, narrow, wide)
     return _proven[key, device]
 
