@@ -135,9 +135,18 @@ def launches(
     first = Launch(attend, (*grid, num_parts), {**inputs, **results}, constants, warps=4, stages=STAGES, free=free)
     if taken == "all":
         return [first]
-    spans = 1 if taken == "span" else STRETCH // SPAN
-    rest = {"SPANS": spans, "TWICE": spans == 1, "DIM": dim, "BLOCK": max(16, triton.next_power_of_2(dim))}
-    return [first, Launch(combine, (num_rows, num_heads), results, rest, warps=1, free=free)]
+    return [first, _merging(results, taken, num_rows, num_heads, dim, num_keys, free)]
+
+
+def _merging(
+    results: dict[str, Any], taken: str, num_rows: int, num_heads: int, dim: int, num_keys: int, free: frozenset[str]
+) -> Launch:
+    """The launch that merges parts: a warp for each of up to eight stretches, of few or many dimensions of a head."""
+    spans = 1 if taken == "span" else AT_ONCE.value
+    lines = min(AT_ONCE.value, triton.next_power_of_2(-(-num_keys // STRETCH)))
+    width = 32 if 2 * num_rows * num_heads < MULTIPROCESSORS else 128  # one value a lane is soonest, four are cheapest
+    sizes = {"SPANS": spans, "PARTS": AT_ONCE.value // spans, "LINES": lines, "DIM": dim, "BLOCK": width}
+    return Launch(combine, (num_rows, num_heads, -(-dim // width)), results, sizes, warps=lines, free=free)
 
 
 def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
