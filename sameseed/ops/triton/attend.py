@@ -24,26 +24,33 @@ SEARCHED: tl.constexpr = tl.constexpr(128)  # sequences looked at at once
 
 
 @triton.jit
+def _counts(x):
+    # Set bits of each 2, 4, 8, 16 and 32 bits of int64; the shifts of a negative one are made logical by masks.
+    twos = x - ((x >> 1) & 0x5555555555555555)
+    fours = (twos & 0x3333333333333333) + ((twos >> 2) & 0x3333333333333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
+    sixteens = (eights + (eights >> 8)) & 0x00FF00FF00FF00FF
+    return twos, fours, eights, sixteens, (sixteens + (sixteens >> 16)) & 0x0000FFFF0000FFFF
+
+
+@triton.jit
 def _popcount(x):
-    # Set bits of int64; the shifts of a negative one are made logical by masks.
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-    x = x + (x >> 8)
-    x = x + (x >> 16)
-    x = x + (x >> 32)
-    return (x & 127).to(tl.int32)
+    words = _counts(x)[4]
+    return ((words + (words >> 32)) & 127).to(tl.int32)
 
 
 @triton.jit
 def _places(mask, rank):
-    # Index of the set bit of `mask` (a scalar) that has `rank` [KEYS] set bits below it; 0 where there is none.
-    found, rest, below = tl.zeros_like(rank), mask.to(tl.uint64, bitcast=True), 0
-    while rest != 0:
-        without = rest & (rest - 1)
-        lowest = (rest ^ without).to(tl.int64, bitcast=True)
-        found = tl.where(rank == below, _popcount(lowest - 1), found)
-        rest, below = without, below + 1
+    # Index of the set bit of `mask` (a scalar) that has `rank` [KEYS] set bits below it; any where there is none. It
+    # is looked for in halves: as many steps for each mask, where one bit after the other would take up to 64.
+    twos, fours, eights, sixteens, words = _counts(mask)
+    levels = (words, sixteens, eights, fours, twos, mask)
+    found = tl.zeros_like(rank)
+    for i in tl.static_range(6):
+        half = 32 >> i
+        below = ((levels[i] >> found.to(tl.int64)) & (2 * half - 1)).to(rank.dtype)  # set bits of the lower half
+        found = tl.where(rank >= below, found + half, found)
+        rank = tl.where(rank >= below, rank - below, rank)
     return found
 
 
