@@ -189,25 +189,28 @@ def attend(
                     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
                     KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
                 )  # fmt: skip
-            for row in range(tl.maximum(first, pending_end), tl.minimum(first + ROWS, end)):
+            # Each node's blocks, by one loop: the next node's keys are loaded meanwhile.
+            row_first, own_begin = tl.maximum(first, pending_end), tl.maximum(begin, shared)
+            each = tl.maximum(tl.cdiv(stop - own_begin, KEYS), 1)  # blocks of a row, if any
+            rows = tl.where(own_begin < stop, tl.minimum(first + ROWS, end) - row_first, 0)
+            for i in range(rows * each):
+                row, block = row_first + i // each, own_begin + i % each * KEYS
                 tree = tl.load(tree_ptr + row)
                 row_low, row_high = _spans(kv_len + _popcount(tree) - 1, window)
-                row_begin = tl.maximum(tl.maximum(begin, shared), row_low // KEYS * KEYS)
-                lines = t == row
-                for block in range(row_begin, tl.minimum(stop, row_high), KEYS):
-                    m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
-                        block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
-                        WALK, SPAN, STRETCH, BLOCK,
-                    )  # fmt: skip
-                    place = block + keys
-                    index = tl.where(place < kv_len, place, kv_len + _places(tree, place - kv_len))
-                    wanted = (place >= row_low) & (place < row_high)
-                    sp_m, sp_l, sp_o0, sp_o1 = step(
-                        q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
-                        index, wanted, lines[:, None] & wanted[None, :], lines,
-                        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
-                        KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
-                    )  # fmt: skip
+                lines = (t == row) & (block + KEYS > row_low) & (block < row_high)
+                m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
+                    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
+                    WALK, SPAN, STRETCH, BLOCK,
+                )  # fmt: skip
+                place = block + keys
+                index = tl.where(place < kv_len, place, kv_len + _places(tree, place - kv_len))
+                wanted = (place >= row_low) & (place < row_high)
+                sp_m, sp_l, sp_o0, sp_o1 = step(
+                    q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
+                    index, wanted, lines[:, None] & wanted[None, :], lines,
+                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
+                    KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
+                )  # fmt: skip
             if WALK != "span":
                 sp_m, sp_l, sp_o0, sp_o1 = merge(st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1)
             if WALK == "all":
