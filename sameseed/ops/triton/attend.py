@@ -57,12 +57,16 @@ def _places(mask, rank):
 @triton.jit
 def _sequence_of(slot, offsets_ptr, num_seqs, ROWS: tl.constexpr):
     # Tiles of sequence b begin at slot offsets[b] // ROWS + b, which leaves room for all: the last b at or before slot.
-    found = -1
-    for base in range(0, num_seqs, SEARCHED):
+    # Its first row and one past its last are of the same load: what comes next need not wait for another.
+    found, first, end = -1, 0, 0x7FFFFFFF
+    for base in range(0, num_seqs + 1, SEARCHED):
         b = base + tl.arange(0, SEARCHED)
-        begin = tl.load(offsets_ptr + b, mask=b < num_seqs, other=0) // ROWS + b
-        found += tl.sum(((b < num_seqs) & (begin <= slot)).to(tl.int32), axis=0)
-    return found
+        offset = tl.load(offsets_ptr + b, mask=b <= num_seqs, other=0x7FFFFFFF)
+        before = (b < num_seqs) & (offset // ROWS + b <= slot)
+        found += tl.sum(before.to(tl.int32), axis=0)
+        first = tl.maximum(first, tl.max(tl.where(before, offset, 0), axis=0))
+        end = tl.minimum(end, tl.min(tl.where(before, 0x7FFFFFFF, offset), axis=0))
+    return found, first, end
 
 
 @triton.jit
@@ -121,10 +125,8 @@ def attend(
     # Program (slot, head, part): ROWS rows of a sequence, HEADS query heads; a span, a stretch, or all of them (WALK).
     ROWS: tl.constexpr = TILE // HEADS
     slot = tl.program_id(0)
-    b = _sequence_of(slot, offsets_ptr, num_seqs, ROWS)
-    start = tl.load(offsets_ptr + b)
+    b, start, end = _sequence_of(slot, offsets_ptr, num_seqs, ROWS)
     first = start + (slot - start // ROWS - b) * ROWS
-    end = tl.load(offsets_ptr + b + 1)
     if first < end:
         tiles = tl.cdiv(group, HEADS)  # of query heads that share a KV head
         kv_head = tl.program_id(1) // tiles
@@ -135,7 +137,7 @@ def attend(
         real = (t < end) & (own < group)
         t_safe, head = tl.where(t < end, t, first).to(tl.int64), kv_head * group + tl.where(own < group, own, 0)
         node = t_safe >= pending_end
-        mask = tl.load(tree_ptr + t_safe, mask=node & (tl.zeros_like(t_safe) + has_tree != 0), other=0)
+        mask = tl.load(tree_ptr + t_safe, mask=tl.zeros_like(t_safe) + has_tree != 0, other=0)
         position = tl.where(node, kv_len + _popcount(mask) - 1, tl.load(positions_ptr + t_safe))
         low, high = _spans(position, window)
         shared = kv_len // KEYS * KEYS  # blocks before are known keys alone
