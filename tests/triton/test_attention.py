@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures_ops import Part, alone, exact_attention, flat, make_pass, slot_lists
+from fixtures_ops import Part, alone, exact_attention, flat, make_pass, randn, slot_lists
+
+from sameseed.ops.triton.guard import Launch
 
 kernels = importlib.import_module("sameseed.ops.triton.attention")
 
@@ -72,6 +74,30 @@ def test_who_walks_the_spans_changes_no_bit(window):
     whole, *rest = (attend(p, window, taken) for taken in ("all", "stretch", "span"))
     assert all(whole.equal(x) for x in rest)
     assert (whole.double() - exact_attention(p, 0.3, window)).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("spans", [1, 8])
+def test_who_merges_which_parts_changes_no_bit(spans):
+    """Stretches side by side, of some or all dimensions, against one after the other; nothing else is read."""
+    bounds = [(3, 5), (7, 9), (0, 64), (13, 97), (64, 89)]  # spans of a row
+    rows, heads, dim, num_parts = len(bounds), 1, 40, -(-100 // spans)
+    part, sums = (torch.full((rows, heads, num_parts, n), torch.nan) for n in (dim, 2))
+    for t, (low, high) in enumerate(bounds):
+        there = slice(low // spans, -(-high // spans))
+        part[t, :, there] = randn(heads, there.stop - there.start, dim, seed=t)
+        sums[t, :, there] = 9 * randn(heads, there.stop - there.start, 2, seed=50 + t).abs()
+    results = {"part_ptr": part, "sums_ptr": sums, "bounds_ptr": torch.tensor(bounds, dtype=torch.int32)}
+
+    def merged(lines, width):
+        out = torch.full((rows, heads, dim), torch.nan)
+        given = {**results, "out_ptr": out, "num_parts": num_parts, "num_heads": heads}
+        sizes = {"SPANS": spans, "PARTS": 8 // spans, "LINES": lines, "DIM": dim, "BLOCK": width}
+        Launch(kernels.combine, (rows, heads, -(-dim // width)), given, sizes, warps=lines).run()
+        return out
+
+    one_by_one = merged(1, 64)
+    assert not one_by_one.isnan().any()
+    assert all(merged(lines, width).equal(one_by_one) for lines, width in ((2, 32), (8, 32), (8, 64)))
 
 
 def test_the_last_level_of_a_full_tree():

@@ -24,38 +24,49 @@ SEARCHED: tl.constexpr = tl.constexpr(128)  # sequences looked at at once
 
 
 @triton.jit
+def _counts(x):
+    # Set bits of each 2, 4, 8, 16 and 32 bits of int64; the shifts of a negative one are made logical by masks.
+    twos = x - ((x >> 1) & 0x5555555555555555)
+    fours = (twos & 0x3333333333333333) + ((twos >> 2) & 0x3333333333333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
+    sixteens = (eights + (eights >> 8)) & 0x00FF00FF00FF00FF
+    return twos, fours, eights, sixteens, (sixteens + (sixteens >> 16)) & 0x0000FFFF0000FFFF
+
+
+@triton.jit
 def _popcount(x):
-    # Set bits of int64; the shifts of a negative one are made logical by masks.
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-    x = x + (x >> 8)
-    x = x + (x >> 16)
-    x = x + (x >> 32)
-    return (x & 127).to(tl.int32)
+    words = _counts(x)[4]
+    return ((words + (words >> 32)) & 127).to(tl.int32)
 
 
 @triton.jit
 def _places(mask, rank):
-    # Index of the set bit of `mask` (a scalar) that has `rank` [KEYS] set bits below it; 0 where there is none.
-    found, rest, below = tl.zeros_like(rank), mask.to(tl.uint64, bitcast=True), 0
-    while rest != 0:
-        without = rest & (rest - 1)
-        lowest = (rest ^ without).to(tl.int64, bitcast=True)
-        found = tl.where(rank == below, _popcount(lowest - 1), found)
-        rest, below = without, below + 1
+    # Index of the set bit of `mask` (a scalar) that has `rank` [KEYS] set bits below it; any where there is none. It
+    # is looked for in halves: as many steps for each mask, where one bit after the other would take up to 64.
+    twos, fours, eights, sixteens, words = _counts(mask)
+    levels = (words, sixteens, eights, fours, twos, mask)
+    found = tl.zeros_like(rank)
+    for i in tl.static_range(6):
+        half = 32 >> i
+        below = ((levels[i] >> found.to(tl.int64)) & (2 * half - 1)).to(rank.dtype)  # set bits of the lower half
+        found = tl.where(rank >= below, found + half, found)
+        rank = tl.where(rank >= below, rank - below, rank)
     return found
 
 
 @triton.jit
 def _sequence_of(slot, offsets_ptr, num_seqs, ROWS: tl.constexpr):
     # Tiles of sequence b begin at slot offsets[b] // ROWS + b, which leaves room for all: the last b at or before slot.
-    found = -1
-    for base in range(0, num_seqs, SEARCHED):
+    # Its first row and one past its last are of the same load: what comes next need not wait for another.
+    found, first, end = -1, 0, 0x7FFFFFFF
+    for base in range(0, num_seqs + 1, SEARCHED):
         b = base + tl.arange(0, SEARCHED)
-        begin = tl.load(offsets_ptr + b, mask=b < num_seqs, other=0) // ROWS + b
-        found += tl.sum(((b < num_seqs) & (begin <= slot)).to(tl.int32), axis=0)
-    return found
+        offset = tl.load(offsets_ptr + b, mask=b <= num_seqs, other=0x7FFFFFFF)
+        before = (b < num_seqs) & (offset // ROWS + b <= slot)
+        found += tl.sum(before.to(tl.int32), axis=0)
+        first = tl.maximum(first, tl.max(tl.where(before, offset, 0), axis=0))
+        end = tl.minimum(end, tl.min(tl.where(before, 0x7FFFFFFF, offset), axis=0))
+    return found, first, end
 
 
 @triton.jit
@@ -114,10 +125,8 @@ def attend(
     # Program (slot, head, part): ROWS rows of a sequence, HEADS query heads; a span, a stretch, or all of them (WALK).
     ROWS: tl.constexpr = TILE // HEADS
     slot = tl.program_id(0)
-    b = _sequence_of(slot, offsets_ptr, num_seqs, ROWS)
-    start = tl.load(offsets_ptr + b)
+    b, start, end = _sequence_of(slot, offsets_ptr, num_seqs, ROWS)
     first = start + (slot - start // ROWS - b) * ROWS
-    end = tl.load(offsets_ptr + b + 1)
     if first < end:
         tiles = tl.cdiv(group, HEADS)  # of query heads that share a KV head
         kv_head = tl.program_id(1) // tiles
@@ -128,7 +137,7 @@ def attend(
         real = (t < end) & (own < group)
         t_safe, head = tl.where(t < end, t, first).to(tl.int64), kv_head * group + tl.where(own < group, own, 0)
         node = t_safe >= pending_end
-        mask = tl.load(tree_ptr + t_safe, mask=node & (tl.zeros_like(t_safe) + has_tree != 0), other=0)
+        mask = tl.load(tree_ptr + t_safe, mask=tl.zeros_like(t_safe) + has_tree != 0, other=0)
         position = tl.where(node, kv_len + _popcount(mask) - 1, tl.load(positions_ptr + t_safe))
         low, high = _spans(position, window)
         shared = kv_len // KEYS * KEYS  # blocks before are known keys alone
@@ -182,25 +191,28 @@ def attend(
                     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
                     KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
                 )  # fmt: skip
-            for row in range(tl.maximum(first, pending_end), tl.minimum(first + ROWS, end)):
+            # Each node's blocks, by one loop: the next node's keys are loaded meanwhile.
+            row_first, own_begin = tl.maximum(first, pending_end), tl.maximum(begin, shared)
+            each = tl.maximum(tl.cdiv(stop - own_begin, KEYS), 1)  # blocks of a row, if any
+            rows = tl.where(own_begin < stop, tl.minimum(first + ROWS, end) - row_first, 0)
+            for i in range(rows * each):
+                row, block = row_first + i // each, own_begin + i % each * KEYS
                 tree = tl.load(tree_ptr + row)
                 row_low, row_high = _spans(kv_len + _popcount(tree) - 1, window)
-                row_begin = tl.maximum(tl.maximum(begin, shared), row_low // KEYS * KEYS)
-                lines = t == row
-                for block in range(row_begin, tl.minimum(stop, row_high), KEYS):
-                    m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
-                        block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
-                        WALK, SPAN, STRETCH, BLOCK,
-                    )  # fmt: skip
-                    place = block + keys
-                    index = tl.where(place < kv_len, place, kv_len + _places(tree, place - kv_len))
-                    wanted = (place >= row_low) & (place < row_high)
-                    sp_m, sp_l, sp_o0, sp_o1 = step(
-                        q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
-                        index, wanted, lines[:, None] & wanted[None, :], lines,
-                        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
-                        KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
-                    )  # fmt: skip
+                lines = (t == row) & (block + KEYS > row_low) & (block < row_high)
+                m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
+                    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
+                    WALK, SPAN, STRETCH, BLOCK,
+                )  # fmt: skip
+                place = block + keys
+                index = tl.where(place < kv_len, place, kv_len + _places(tree, place - kv_len))
+                wanted = (place >= row_low) & (place < row_high)
+                sp_m, sp_l, sp_o0, sp_o1 = step(
+                    q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
+                    index, wanted, lines[:, None] & wanted[None, :], lines,
+                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
+                    KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
+                )  # fmt: skip
             if WALK != "span":
                 sp_m, sp_l, sp_o0, sp_o1 = merge(st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1)
             if WALK == "all":

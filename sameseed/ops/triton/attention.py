@@ -23,7 +23,7 @@ from sameseed.ops.triton.tiling import MULTIPROCESSORS
 from sameseed.scheme import KVLayer
 
 KEYS = 64  # keys of a block
-STAGES = 3  # of the loop over blocks: where the next keys lie, the next keys, these keys
+IN_FLIGHT = 64 << 10  # bytes of keys and values that a program holds at once, where two blocks of them are no more
 SPAN = 2 * KEYS  # keys of a span: the least that a program takes
 STRETCH = AT_ONCE.value * SPAN  # what one takes where contexts are long
 FEW = MULTIPROCESSORS  # programs that give each multiprocessor of a large GPU one, ...
@@ -99,6 +99,15 @@ def _arithmetic(layer: KVLayer, device: torch.device) -> dict[str, Any]:
     }
 
 
+def _stages(layer: KVLayer, half: int) -> int:
+    """Stages of the loop over blocks. Each block that is held takes two, for where it lies is loaded before.
+
+    One block alone is loaded only after the one before is done with: the loop then waits for memory at each step.
+    """
+    block = 2 * KEYS * 2 * half * (1 if layer.format in LARGEST else layer.k.element_size())
+    return 1 + 2 * max(1, min(3, IN_FLIGHT // block))
+
+
 def launches(
     q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None, out: Tensor, taken: str | None = None
 ) -> list[Launch]:
@@ -132,12 +141,21 @@ def launches(
     sizes = {"WALK": taken, "PAGE": page, "DIM": dim, "BLOCK": half, "HEADS": heads}
     free = frozenset({"num_seqs", "has_tree", "q_stride", "num_parts", "table_width"})
     constants = {**_arithmetic(layer, q.device), **sizes}
-    first = Launch(attend, (*grid, num_parts), {**inputs, **results}, constants, warps=4, stages=STAGES, free=free)
+    first = Launch(attend, (*grid, num_parts), {**inputs, **results}, constants, 4, _stages(layer, half), free)
     if taken == "all":
         return [first]
-    spans = 1 if taken == "span" else STRETCH // SPAN
-    rest = {"SPANS": spans, "TWICE": spans == 1, "DIM": dim, "BLOCK": max(16, triton.next_power_of_2(dim))}
-    return [first, Launch(combine, (num_rows, num_heads), results, rest, warps=1, free=free)]
+    return [first, _merging(results, taken, num_rows, num_heads, dim, num_keys, free)]
+
+
+def _merging(
+    results: dict[str, Any], taken: str, num_rows: int, num_heads: int, dim: int, num_keys: int, free: frozenset[str]
+) -> Launch:
+    """The launch that merges parts: a warp for each of up to eight stretches, of few or many dimensions of a head."""
+    spans = 1 if taken == "span" else AT_ONCE.value
+    lines = min(AT_ONCE.value, triton.next_power_of_2(-(-num_keys // STRETCH)))
+    width = 32 if 2 * num_rows * num_heads < MULTIPROCESSORS else 128  # one value a lane is soonest, four are cheapest
+    sizes = {"SPANS": spans, "PARTS": AT_ONCE.value // spans, "LINES": lines, "DIM": dim, "BLOCK": width}
+    return Launch(combine, (num_rows, num_heads, -(-dim // width)), results, sizes, warps=lines, free=free)
 
 
 def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from sameseed.ops.triton.decode import e4m3, e5m2, int8
 from sameseed.ops.triton.rounding import inverse, power_of
 
 TILE: tl.constexpr = tl.constexpr(16)  # queries of a product: the tensor cores' smallest
-AT_ONCE: tl.constexpr = tl.constexpr(8)  # parts of one step; the next step's are loaded meanwhile
+AT_ONCE: tl.constexpr = tl.constexpr(8)  # spans of a stretch, and the most stretches that are merged side by side
 LIFT: tl.constexpr = tl.constexpr(2.0**15)  # float16 holds small weights under it; none is above 1
 
 
@@ -134,38 +134,57 @@ def step(
     return tl.where(sees, top, m), tl.where(sees, total, mass), o0, o1
 
 
+@triton.jit
+def _halves(x):
+    # The lower and the upper half of a vector.
+    return tl.split(tl.trans(tl.reshape(x, (2, x.shape[0] // 2))))
+
+
+@triton.jit
+def _ascend(m, mass, o, m_new, l_new, o_new):
+    # Partial softmaxes that lie one after the other, [n * BLOCK], into one of [BLOCK], in ascending order.
+    if m_new.shape[0] == m.shape[0]:
+        m, mass, old, new, first, seen = shares(m, mass, m_new, l_new)
+        o = blend(o, o_new, old, new, first, seen)
+    else:
+        m0, m1 = _halves(m_new)
+        l0, l1 = _halves(l_new)
+        o0, o1 = _halves(o_new)
+        m, mass, o = _ascend(m, mass, o, m0, l0, o0)
+        m, mass, o = _ascend(m, mass, o, m1, l1, o1)
+    return m, mass, o
+
+
 @triton.jit(do_not_specialize=["num_parts"])
 def combine(
     part_ptr, sums_ptr, bounds_ptr, out_ptr, num_parts, num_heads,
-    SPANS: tl.constexpr, TWICE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    SPANS: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Parts of attention merged in ascending order: what programs left that took a span or a stretch of keys each. An
     # element of a row's values meets no other, so who merges which elements changes nothing.
-    # Program (t, head). A part is SPANS spans; TWICE: AT_ONCE parts make a stretch, and stretches the whole.
+    # Program (t, head, dims). A part is SPANS spans, PARTS parts are a stretch. LINES stretches go on side by side;
+    # then they are merged, one after the other. Every element loads sums for itself: nothing is exchanged till then.
     t = tl.program_id(0).to(tl.int64)
     place = t * num_heads + tl.program_id(1)
     first = tl.load(bounds_ptr + t * 2) // SPANS
     last = tl.cdiv(tl.load(bounds_ptr + t * 2 + 1), SPANS)
-    dims = tl.arange(0, BLOCK)
-    same = dims * 0  # sums are loaded by every element for itself: as tensors, which alone are loaded ahead
-    o = tl.zeros((BLOCK,), tl.float32)
+    each = tl.arange(0, LINES * BLOCK)
+    line, dims = each // BLOCK, tl.program_id(2) * BLOCK + each % BLOCK
     m, mass = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(first // AT_ONCE * AT_ONCE, last, AT_ONCE, num_stages=3):
-        in_m, in_l, in_o = m, mass, o
-        if TWICE:
-            in_m, in_l = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
-            in_o = tl.zeros((BLOCK,), tl.float32)
-        for step in tl.static_range(AT_ONCE):
-            there = (start + step >= first) & (start + step < last)
-            at = place * num_parts + start + step
-            m_new = tl.load(sums_ptr + (at * 2 + same), mask=there, other=float("-inf"))
-            l_new = tl.load(sums_ptr + (at * 2 + 1 + same), mask=there, other=0.0)
-            o_new = tl.load(part_ptr + at * DIM + dims, mask=there & (dims < DIM), other=0.0)
-            in_m, in_l, old, new, none, seen = shares(in_m, in_l, m_new, l_new)
-            in_o = blend(in_o, o_new, old, new, none, seen)
-        if TWICE:
-            m, mass, old, new, none, seen = shares(m, mass, in_m, in_l)
-            o = blend(o, in_o, old, new, none, seen)
-        else:
-            m, mass, o = in_m, in_l, in_o
-    tl.store(out_ptr + place * DIM + dims, tl.div_rn(o, mass), mask=dims < DIM)
+    o = tl.zeros((BLOCK,), tl.float32)
+    for start in range(first // PARTS * PARTS, last, LINES * PARTS):
+        loaded = ()  # all of them before the first is needed: the chain of merges waits for memory once
+        for i in tl.static_range(PARTS):
+            part = start + line * PARTS + i
+            there = (part >= first) & (part < last)
+            at = place * num_parts + part
+            m_new = tl.load(sums_ptr + at * 2, mask=there, other=float("-inf"))
+            l_new = tl.load(sums_ptr + (at * 2 + 1), mask=there, other=0.0)
+            loaded += ((m_new, l_new, tl.load(part_ptr + (at * DIM + dims), mask=there & (dims < DIM), other=0.0)),)
+        st_m, st_l, st_o = loaded[0]
+        for i in tl.static_range(1, PARTS):
+            st_m, st_l, old, new, none, seen = shares(st_m, st_l, loaded[i][0], loaded[i][1])
+            st_o = blend(st_o, loaded[i][2], old, new, none, seen)
+        m, mass, o = _ascend(m, mass, o, st_m, st_l, st_o)
+    dims = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + (place * DIM + dims), tl.div_rn(o, mass), mask=dims < DIM)
