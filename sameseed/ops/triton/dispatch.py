@@ -22,7 +22,7 @@ from sameseed.ops.triton.prepared import (
     form_for,
     preparation,
 )
-from sameseed.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling
+from sameseed.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling, warps
 from sameseed.ops.triton.wide import Way
 from sameseed.scheme import QuantTensor
 
@@ -39,7 +39,7 @@ def multiplication(
     """
     how, (outputs, depth), num_rows = tiling(w), w.shape, ready.values.shape[0]
     count = tiles(num_rows)
-    tile = Way(TILE, how.outputs, how.warps, stages(how.kind, count), False, False)
+    tile = Way(TILE, how.outputs, warps(how, count), stages(how.kind, count), False, False)
     if way is not None:
         tile, count = way, 1
     parts = 1 if tile.whole else how.split

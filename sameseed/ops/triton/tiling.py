@@ -68,6 +68,11 @@ def tiles(num_rows: int) -> int:
     return next((n for n in (1, 2) if num_rows <= n * TILE), MAX_TILES)
 
 
+def warps(how: Tiling, count: int) -> int:
+    """Warps of a program of so many tiles: more tiles of many outputs would not fit the registers of four."""
+    return how.warps if count == 1 else max(how.warps, how.outputs // 16)
+
+
 def stages(kind: str, count: int) -> int:
     """Steps whose words are on their way at one time, for so many tiles: within 99 KiB. Sums do not depend on it."""
     return 3 if count == MAX_TILES else STAGES.get(kind, 4)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sameseed.ops.triton.guard import cannot_compile, interpreted
-from sameseed.ops.triton.tiling import MAX_TILES, TILE, Tiling
+from sameseed.ops.triton.tiling import MAX_TILES, TILE, Tiling, warps
 
 log = logging.getLogger("sameseed.ops")
 OUTPUTS = 128  # of a program that goes through all shares
@@ -43,7 +43,7 @@ def way(how: Tiling, form: str, grouped: bool, num_rows: int, capability: tuple[
     if form == "single" or how.kind == "nf4" or num_rows <= FEW // 2 or not (dense or capability >= (9, 0)):
         return None
     if num_rows <= FEW:  # the weight on the left: 64 rows are one instruction where four were (wgmma, N = 64)
-        return Way(FEW, how.outputs, how.warps, 3, True, False) if hopper and form != "int8" else None
+        return Way(FEW, how.outputs, warps(how, MAX_TILES), 3, True, False) if hopper and form != "int8" else None
     if form == "int8":
         return Way(64, OUTPUTS, 8, 2, False, True) if hopper else None
     if grouped or form == "fp8":  # a third tile of sums or scales: half as many rows
