@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from sameseed.batch import Draw
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.request import Sequence
@@ -183,10 +184,12 @@ class Contexts:
     def _reserve(self, context: Context, num_rows: int) -> bool:
         return self.runner.blocks.reserve(context.holder, context.holder.num_cached + num_rows)
 
-    def _extend(self, work: Seq[tuple[Sequence, Context, int]], wants_logits: bool) -> tuple[Tensor, Tensor]:
+    def _extend(
+        self, work: Seq[tuple[Sequence, Context, int]], wants_logits: bool, draws: Seq[Draw] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens = [seq.token_ids[c.next + 1 : c.next + 1 + n] for seq, c, n in work]
         hidden = [c.take(n) for _, c, n in work]
-        out = self.runner.extend([c.holder for _, c, _ in work], tokens, hidden, wants_logits)
+        out = self.runner.extend([c.holder for _, c, _ in work], tokens, hidden, wants_logits, draws)
         for _, context, _ in work:
             context.trim()
         return out
@@ -214,8 +217,8 @@ class Contexts:
         context.holder.num_cached = min(context.holder.num_cached, context.end - 1 - context.start)
         return self._reserve(context, context.num_pending + num_nodes)
 
-    def catch_up(self, seqs: Seq[Sequence]) -> tuple[Tensor, Tensor]:
-        """Make the rows that are pending; logits [B, Vd] and feature [B, C] after each sequence's last one."""
+    def catch_up(self, seqs: Seq[Sequence], draws: Seq[Draw] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Make the rows that are pending, and return what `HeadRunner.extend` does after each sequence's last one."""
         contexts = [self[seq] for seq in seqs]
         while sum(c.num_pending for c in contexts) > max(self.prefill_rows, 2 * len(contexts)):
             left, work = self.prefill_rows, []
@@ -225,7 +228,7 @@ class Contexts:
                     work.append((seq, context, size))
                     left -= size
             self._extend(work, False)
-        return self._extend([(s, c, c.num_pending) for s, c in zip(seqs, contexts, strict=True)], True)
+        return self._extend([(s, c, c.num_pending) for s, c in zip(seqs, contexts, strict=True)], True, draws)
 
     def rewind(self, seq: Sequence, length: int) -> None:
         context = self._contexts.get(seq.seq_id)

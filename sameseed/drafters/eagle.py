@@ -147,7 +147,7 @@ class EagleDrafter(Drafter):
 
     def _grow(self, growing: Seq[_GrowingTree]) -> None:
         """The first level from the last known positions, then a pass of the head for each further one."""
-        logits, features = self.followers.catch_up([g.seq for g in growing])
+        logits, features, _ = self.followers.catch_up([g.seq for g in growing])
         rows = self.guesses.rows(logits)
         for i, g in enumerate(growing):
             g.first = i
@@ -191,15 +191,17 @@ class EagleDrafter(Drafter):
 
     def _write_chains(self, growing: Seq[_GrowingTree]) -> Drawn | None:
         """`_grow` where each level is a single node. What the head wrote by itself, if nobody has to look at it yet."""
-        logits, features = self.followers.catch_up([g.seq for g in growing])
+
+        def draws(b: int, depth: int) -> Draw:
+            return drawer(growing[b].seq, depth) or GREEDY
+
+        unread = all(drawable(g.seq) for g in growing)
+        first = [draws(b, 0) for b in range(len(growing))] if unread else None
+        logits, features, chosen = self.followers.catch_up([g.seq for g in growing], first)
         drawn = None
-        if all(drawable(g.seq) for g in growing):
+        if chosen is not None:
             holders, counts = [self.followers[g.seq].holder for g in growing], [g.depth for g in growing]
-
-            def draws(b: int, depth: int) -> Draw:
-                return drawer(growing[b].seq, depth) or GREEDY
-
-            drawn = self.runner.draw(holders, counts, logits, features, draws)
+            drawn = self.runner.draw(holders, counts, chosen, features, draws)
         if drawn is None:
             self._lengthen(growing, logits, features)
         elif self.policy.uses_confidence:

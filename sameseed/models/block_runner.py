@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sameseed.batch import Batch, Rows, build_batch, pack, slots_of
+from sameseed.batch import Batch, Draw, Rows, build_batch, pack, slots_of
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.block import BlockHead
@@ -24,11 +24,16 @@ class BlockRunner:
         self.blocks = BlockManager(cache.num_blocks, cache.block_size)
 
     def extend(
-        self, holders: Seq[Sequence], tokens: Seq[Seq[int]], hidden: Seq[Tensor], wants_logits: bool
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        holders: Seq[Sequence],
+        tokens: Seq[Seq[int]],
+        hidden: Seq[Tensor],
+        wants_logits: bool,
+        draws: Seq[Draw] | None = None,
+    ) -> tuple[Tensor, Tensor, None]:
         """Add rows to the cache: of holder b as many as it has tokens, of the target's hidden states [n, F].
 
-        Which tokens they are does not matter; there are no logits and no features, whether wanted or not.
+        Which tokens they are does not matter; there are no logits, features and choices, whether wanted or not.
         """
         rows = [Rows(t, s.num_cached, [], [], s.blocks, False) for s, t in zip(holders, tokens, strict=True)]
         batch = build_batch(rows, self.cache.block_size)
@@ -36,7 +41,7 @@ class BlockRunner:
         for s, t in zip(holders, tokens, strict=True):
             s.num_cached += len(t)
         nothing = torch.empty(0, 1)
-        return nothing, nothing
+        return nothing, nothing, None
 
     def guess(self, holders: Seq[Sequence], last: Seq[int], counts: Seq[int]) -> Tensor:
         """Logits [sum of counts, Vd] of the first counts[b] guesses after the token last[b], which follows its rows.

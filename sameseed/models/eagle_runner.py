@@ -40,22 +40,30 @@ class HeadRunner:
         self.window = window
 
     def extend(
-        self, holders: Seq[Sequence], tokens: Seq[Seq[int]], hidden: Seq[Tensor], wants_logits: bool
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        holders: Seq[Sequence],
+        tokens: Seq[Seq[int]],
+        hidden: Seq[Tensor],
+        wants_logits: bool,
+        draws: Seq[Draw] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add rows to the cache: of holder b the tokens, each with the target's hidden states [n, F] a position before.
 
-        Returns logits [B, Vd] after each one's last row (none unless `wants_logits`) and its feature [B, C].
+        Returns logits [B, Vd] after each one's last row (none unless `wants_logits`), its feature [B, C], and the
+        tokens that `draws`, one a holder, ask for, with how sure they are, where the device chooses (`Ops.choose`).
         """
         rows = [Rows(t, s.num_cached, [], [], s.blocks, wants_logits) for s, t in zip(holders, tokens, strict=True)]
         batch = build_batch(rows, self.cache.block_size)
+        if draws is not None and self.model.ops.chooses:
+            batch = replace(batch, draws=Draws.of(draws, True))
         states = hidden[0] if len(hidden) == 1 else torch.cat(list(hidden))
-        logits, own = self.model.forward(states, batch, self.cache, self.window, captured=True)
+        logits, own, chosen = self.model.run(states, batch, self.cache, self.window, captured=True)
         for s, t in zip(holders, tokens, strict=True):
             s.num_cached += len(t)
         if len(holders) == 1:
-            return logits, own[-1:]
+            return logits, own[-1:], chosen
         (last,) = int_tensors(([n - 1 for n in itertools.accumulate(map(len, tokens))],), self.model.device)
-        return logits, own.index_select(0, last)
+        return logits, own.index_select(0, last), chosen
 
     def expand(self, levels: Seq[Level], features: Tensor) -> tuple[Tensor, Tensor]:
         """Run one level of several trees; features [T, C] are those of the nodes' parents.
@@ -69,19 +77,16 @@ class HeadRunner:
         self,
         holders: Seq[Sequence],
         counts: Seq[int],
-        logits: Tensor,
+        chosen: Tensor | None,
         features: Tensor,
         draws: Callable[[int, int], Draw],
     ) -> Drawn | None:
         """Write a chain of counts[b] >= 1 tokens after each holder's rows, a level a pass, without reading any.
 
-        logits [B, Vd] and features [B, C] are those after the last rows (`extend`); draws(b, depth): how sequence b's
-        token of a depth is drawn. Confidences come with the tokens. None where the device does not choose.
+        The first tokens, `chosen`, and features [B, C] are those after the last rows (`extend`); draws(b, depth): how
+        sequence b's token of a depth is drawn. Confidences come with the tokens. None where the device does not choose.
         """
-        if not self.model.ops.chooses:
-            return None
         drawn = Drawn(counts)
-        chosen = self.model.choose(logits, Draws.of([draws(b, 0) for b in range(len(holders))], True))
         for depth in range(1, max(counts)):
             if chosen is None:
                 return None

@@ -115,7 +115,7 @@ def larger(form: str, w: QuantTensor, num_rows: int, device: torch.device) -> Wa
     found = wide.way(how, form, w.group != w.shape[1], num_rows, capability(device))
     if found is None:
         return None
-    known = w.__dict__.setdefault("_shown", {})  # asked for by every launch
+    known: dict[Any, Way | None] = w.__dict__.setdefault("_shown", {})  # asked for by every launch
     if (found, device) in known:
         return known[found, device]
 

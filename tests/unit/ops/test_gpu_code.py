@@ -64,7 +64,7 @@ def test_products_spill_nothing_and_wait_for_no_conversion(name, num_rows, tenso
     assert not any(text.startswith(("STL", "LDL")) for _, text in code)
     assert compiled.metadata.shared <= 99 << 10  # an L40's programs have no more
     loop = Counter(text.split()[0].split(".")[0] for text in inner_loop(code))
-    assert loop["LDGSTS"] and not loop["I2F"] and not loop["STS"]  # copies run ahead; nothing is shuffled
+    assert loop["LDGSTS"] and not loop["I2F"] and loop["STS"] <= 2  # copies run ahead; at most scales are shuffled
     assert loop[tensor]
     planes = 2 if launch.arguments["low_ptr"] is not None else 1
     step = launch.constants["WIDTH"] * launch.constants["BLOCK_O"] * launch.arguments["w_ptr"].element_size() * planes
