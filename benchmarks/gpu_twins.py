@@ -69,8 +69,8 @@ class Stage:
         jobs = self.jobs(batch)
         engine, run = self.engine(arm, batch, jobs), Run()
         first = jobs[:batch]
-        for _ in range(2):  # the first pass of each number of rows is compiled, the second recorded as a graph
-            run_batch(engine, first, Run())
+        for start in range(0, len(jobs) // batch * batch, batch):  # each number of rows is compiled, and recorded
+            run_batch(engine, jobs[start : start + batch], Run())
         forget_peak, first_tokens = memory.peak(self.device), 0.0
         for start in range(0, len(jobs) // batch * batch, batch):
             run_batch(engine, jobs[start : start + batch], run)
@@ -83,7 +83,7 @@ class Stage:
         self.tell(
             {
                 **self.shared, "arm": arm.name, "batch": batch, "k": arm.num_draft,
-                "policy": arm.spec.policy, "num_prompts": len(run.completions), "seconds": run.seconds,
+                "policy": arm.spec.policy, "options": dict(arm.spec.options), "num_prompts": len(run.completions), "seconds": run.seconds,
                 "tokens_per_s": run.num_tokens / max(run.seconds, 1e-9), "failed": failed,
                 "decode_tokens_per_s": (run.num_tokens - len(run.completions)) / max(run.seconds - first_tokens, 1e-9),
                 "speedup": None if plain is None else plain.seconds / max(run.seconds, 1e-9),
@@ -131,11 +131,13 @@ def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format:
     head = head_twin(sizes.shape, target, quant, ops, device)
     draft = twin(DRAFT, sizes.draft_shape, quant, ops, device)
     arms = [Arm("plain", SpecConfig(), batches=few)]
-    for k, batches in ((5, few), (8, (1,)), (3, (1,))):
-        arms.append(Arm("eagle", SpecConfig("eagle", HEAD, num_draft_tokens=k), (head,), batches))
+    for k, batches in ((3, few), (5, (1,)), (2, (1,))):
+        chain = SpecConfig("eagle", HEAD, num_draft_tokens=k, options={"top_k": 1})
+        arms.append(Arm("eagle", chain, (head,), batches))
+    arms.append(Arm("eagle", SpecConfig("eagle", HEAD, num_draft_tokens=8), (head,), (1,)))
     for k, batches in ((4, few), (7, (1,))):
         arms.append(Arm("draft_model", SpecConfig("draft_model", DRAFT, num_draft_tokens=k), (draft,), batches))
-    good = SpecConfig("eagle", HEAD, num_draft_tokens=8, policy="goodput")
+    good = SpecConfig("eagle", HEAD, num_draft_tokens=8, policy="goodput", options={"top_k": 1})
     arms.append(Arm("eagle", good, (head,), few))
     run_arms(stage, arms, warm)
 
@@ -160,7 +162,10 @@ def measure_large(sizes: Sizes, ops: Ops, device: str, tell: Tell, warm: bool = 
     arms += [two("draft_model", 8, DRAFT, draft), cascade(12, 4), two("draft_model", 3, DRAFT, draft)]
     run_arms(stage, arms, warm)
     head = head_twin(sizes.large_shape, target, quant, ops, device)
-    rest = [two("eagle", 5, HEAD, head), two("eagle", 8, HEAD, head), two("ngram", 4), cascade(8, 2)]
+    chains = [
+        Arm("eagle", SpecConfig("eagle", HEAD, num_draft_tokens=k, options={"top_k": 1}), (head,)) for k in (3, 5)
+    ]
+    rest = [*chains, two("eagle", 8, HEAD, head), two("ngram", 4), cascade(8, 2)]
     run_arms(stage, rest, warm)
 
 

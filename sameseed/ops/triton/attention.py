@@ -23,7 +23,7 @@ from sameseed.ops.triton.tiling import MULTIPROCESSORS
 from sameseed.scheme import KVLayer
 
 KEYS = 64  # keys of a block
-IN_FLIGHT = 64 << 10  # bytes of keys and values that a program holds at once, where two blocks of them are no more
+STAGES = 3  # of the loop over blocks; five or seven cost registers, and a program of three: slower on an H200
 SPAN = 2 * KEYS  # keys of a span: the least that a program takes
 STRETCH = AT_ONCE.value * SPAN  # what one takes where contexts are long
 FEW = MULTIPROCESSORS  # programs that give each multiprocessor of a large GPU one, ...
@@ -99,15 +99,6 @@ def _arithmetic(layer: KVLayer, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _stages(layer: KVLayer, half: int) -> int:
-    """Stages of the loop over blocks. Each block that is held takes two, for where it lies is loaded before.
-
-    One block alone is loaded only after the one before is done with: the loop then waits for memory at each step.
-    """
-    block = 2 * KEYS * 2 * half * (1 if layer.format in LARGEST else layer.k.element_size())
-    return 1 + 2 * max(1, min(3, IN_FLIGHT // block))
-
-
 def launches(
     q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None, out: Tensor, taken: str | None = None
 ) -> list[Launch]:
@@ -141,7 +132,7 @@ def launches(
     sizes = {"WALK": taken, "PAGE": page, "DIM": dim, "BLOCK": half, "HEADS": heads}
     free = frozenset({"num_seqs", "has_tree", "q_stride", "num_parts", "table_width"})
     constants = {**_arithmetic(layer, q.device), **sizes}
-    first = Launch(attend, (*grid, num_parts), {**inputs, **results}, constants, 4, _stages(layer, half), free)
+    first = Launch(attend, (*grid, num_parts), {**inputs, **results}, constants, 4, STAGES, free)
     if taken == "all":
         return [first]
     return [first, _merging(results, taken, num_rows, num_heads, dim, num_keys, free)]
