@@ -154,11 +154,12 @@ async def _ask_all(subject: Subject, found: Found, cases: Seq[Case]) -> None:
             _judge_answer(found, where, case, truth, whole(data) if streamed else json.loads(data))
             found.sizes["told_apart"] += truth[0].token_ids != usual[0].token_ids
         for fields in (*REFUSED, *_beyond(subject)):
-            before, usual_body = len(inside.adds), {"prompt": list(cases[0].prompt), "seed": subject.seed}
-            status, _ = await call(app, "/v1/completions", usual_body | fields)
+            before, bad = len(inside.adds), {"prompt": list(cases[0].prompt), "seed": subject.seed} | fields
+            status, _ = await call(app, "/v1/completions", bad)
             right, taken = 404 if "model" in fields else 400, len(inside.adds) > before
-            found.sizes["refused"] += status == right and not taken
-            if status != right or taken:  # an engine without room for such an answer may still end it with 400
+            refused = status == right and not taken  # an engine without room for a long answer says 400 too
+            found.sizes["refused"] += refused
+            if not refused:
                 found.statistic["taken_though_bad"] += 1
                 found.add(f"{fields}"[:160], f"status {right}", f"{status}, from the engine" if taken else status)
         subject.over(inside.engine, [])
@@ -199,10 +200,12 @@ def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
             ids = tuple(subject.loaded.tokenizer.encode(text))
             if ids and max(ids) < subject.vocab_size and len(ids) <= LONGEST:
                 body["prompt"], prompt = text, ids
-        if (keep := body.get("truncate_prompt_tokens")) is not None:
-            prompt = prompt[-keep:] if keep > 0 else prompt
         if not _left(params, subject.target.config.eos_token_ids):  # fields that rule each other's tokens out
             del body["allowed_token_ids"], params["allowed_token_ids"]
+        if params["max_tokens"] > LONGEST and not _ends_at_once(params, subject.target.config.eos_token_ids):
+            body["max_tokens"] = params["max_tokens"] = LENGTH  # more than the cache of a check holds
+        if (keep := body.get("truncate_prompt_tokens")) is not None:  # -1: what the answer leaves
+            prompt = prompt[-(keep if keep > 0 else max(1, subject.max_len - params["max_tokens"])) :]
         params["max_tokens"] = min(params["max_tokens"], subject.max_len - len(prompt))
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
         most = {"off": 0, "fixed": 3}.get(body.get("speculation", {}).get("policy", ""))
@@ -215,6 +218,12 @@ def _left(params: Mapping[str, Any], eos: Seq[int]) -> bool:
     allowed = params.get("allowed_token_ids")
     ends = {*eos, *params.get("stop_token_ids", ())} if params.get("min_tokens") else set[int]()
     return allowed is None or bool({*allowed} - {*params.get("banned_token_ids", ())} - ends)
+
+
+def _ends_at_once(params: Mapping[str, Any], eos: Seq[int]) -> bool:
+    """May such a text hold nothing but an end token, which ends it? Then it is short, whatever length is asked for."""
+    only = set(eos).issuperset(params.get("allowed_token_ids") or [-1])
+    return only and not params.get("ignore_eos") and not params.get("min_tokens")
 
 
 def fields_of(subject: Subject, rng: random.Random) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -287,7 +296,8 @@ def _conversations(subject: Subject, cases: Seq[Case]) -> list[Case]:
             continue
         body = {k: v for k, v in case.body.items() if k not in ("prompt", "max_tokens")} | {"messages": messages}
         body |= {"max_tokens": 15, "max_completion_tokens": case.params.max_tokens}
-        made.append(Case("/v1/chat/completions", body, ids, case.params, case.most))
+        params = replace(case.params, max_tokens=min(case.params.max_tokens, subject.max_len - len(ids)))
+        made.append(Case("/v1/chat/completions", body, ids, params, case.most))
     return made
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sameseed.cli.verify_lossless import known_checks
 from sameseed.laws import mutants
-from sameseed.laws.check import PASSED
-from sameseed.server import proof
+from sameseed.laws.check import PASSED, Effort, run_check
+from sameseed.laws.subject import Subject
+from sameseed.server import parameters, proof
 from sameseed.server.mistakes import SERVER_MISTAKES
 from sameseed.tokenizer import Tokenizer
 
@@ -23,6 +25,26 @@ def baseline(pair_folders: tuple[Path, Path]) -> mutants.Baseline:
 def test_the_right_server_passes(baseline: mutants.Baseline) -> None:
     result = baseline.result("V1", {})
     assert result.status == PASSED, (result.found.findings, result.found.lacking)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_right_server_passes_whatever_is_drawn(baseline: mutants.Baseline, seed: int) -> None:
+    """Fields drawn together may ask for more than a toy's cache holds, or for a prompt cut to what an answer leaves."""
+    result = run_check(proof.requests, _subject(baseline, seed), Effort.parse("normal"))
+    assert result.status == PASSED, (result.found.findings, result.found.lacking)
+
+
+@pytest.mark.parametrize("seed", range(4, 8))
+def test_a_request_that_reaches_the_engine_was_taken(baseline: mutants.Baseline, seed: int) -> None:
+    """An engine without room for an answer ends it with 400, as if the server had refused it: three of these seeds."""
+    (wrong,) = (m for m in SERVER_MISTAKES if m.function is parameters.check_length)
+    with wrong.alive():
+        found = run_check(proof.requests, _subject(baseline, seed), mutants.EFFORT).found
+    assert found.statistic["taken_though_bad"] >= 2, found.findings
+
+
+def _subject(baseline: mutants.Baseline, seed: int) -> Subject:
+    return replace(mutants.toy_subject(baseline.tokenizer), seed=seed)
 
 
 @pytest.mark.parametrize("mutant", SERVER_MISTAKES, ids=lambda m: m.name)
