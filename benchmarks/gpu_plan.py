@@ -64,7 +64,7 @@ FULL = Sizes(
     num_prompts=2,
     workspace=2 * GIB,
     minutes=8.5,
-    seconds=dict(zip(KINDS, (100, 10, 22, 35, 40, 60, 40))),
+    seconds=dict(zip(KINDS, (60, 8, 18, 35, 30, 42, 24))),
 )
 DRY = Sizes(
     shape="embedded",

@@ -83,7 +83,8 @@ class Stage:
         self.tell(
             {
                 **self.shared, "arm": arm.name, "batch": batch, "k": arm.num_draft,
-                "policy": arm.spec.policy, "options": dict(arm.spec.options), "num_prompts": len(run.completions), "seconds": run.seconds,
+                "policy": arm.spec.policy, "options": dict(arm.spec.options),
+                "num_prompts": len(run.completions), "seconds": run.seconds,
                 "tokens_per_s": run.num_tokens / max(run.seconds, 1e-9), "failed": failed,
                 "decode_tokens_per_s": (run.num_tokens - len(run.completions)) / max(run.seconds - first_tokens, 1e-9),
                 "speedup": None if plain is None else plain.seconds / max(run.seconds, 1e-9),
