@@ -80,13 +80,13 @@ def gpu(found: list[Record]) -> str:
     found = last_run(found)
     rows = [[row.what, row.aim, row.got, row.verdict] for row in script("gpu_summary.py").rows(found)]
     first, left = found[0], [r for r in found if r["part"] == "end"]
-    lost = "; ".join(f"{r['what']} ({r['why']})" for r in left[-1]["left_out"]) if left else "what an interrupt cut off"
+    lost = [f"{r['what']}: {r['why']}." for r in left[-1]["left_out"]] if left else ["What an interrupt cut off."]
     about = (
         f"{first['machine']['gpu']}, PyTorch {first['machine']['torch']}, CUDA {first['cuda']}, {first['time'][:10]}"
     )
     return (
         f"{markdown(['what', 'aim', 'found', ''], rows)}\n\n"
-        f"{about}, commit {first['commit']}. Left out: {lost or 'nothing'}."
+        f"{about}, commit {first['commit']}. Left out:\n\n* " + "\n* ".join(lost or ["Nothing."])
     )
 
 

@@ -235,13 +235,12 @@ def test_stop_cancels_in_the_engine(page: Browser, server: Server, by: str) -> N
         else:
             page.run("document.getElementById('stop').click()")
         page.until(lambda: page["send"].is_displayed())
-        if "stopped" in page.all(".answer .took")[-1].text:
+        wait_until(lambda n=at: any(e["message"] == "answered" for e in server.log[n:]))
+        last = [e for e in server.log[at:] if e["message"] == "answered"][-1]
+        if "stopped" in page.all(".answer .took")[-1].text and last["status"] != 200:
             break
     kept = page.run("return [...document.querySelectorAll('.answer .said')].at(-1).textContent")
-    assert kept
-    wait_until(lambda: any(e["message"] == "answered" for e in server.log[at:]))
-    last = [e for e in server.log[at:] if e["message"] == "answered"][-1]
-    assert last["status"] == 499 and last["output_tokens"] < 1800
+    assert kept and last["status"] == 499 and last["output_tokens"] < 1800
     assert page.run("return [...document.querySelectorAll('.answer .said')].at(-1).textContent") == kept
 
 

@@ -26,10 +26,3 @@ def test_a_kernel_beyond_its_budget_is_named():
     faults = code.faults("w4a16, 1 rows", 16, 89)
     assert [fault.split()[0] for fault in faults] == ["8", "255", "102400"]
     assert code.faults("w4a8, 64 rows", 4, 90) == []
-
-
-def test_predicted_times_count_instructions():
-    """Cuts are chosen by them; nothing is predicted to be faster than its reading."""
-    w = gpu_static.weight("nf4", 4096, 4096)
-    (_, before), (_, after) = (gpu_static.predicted(w, free) for free in (True, False))
-    assert before > after > w.nbytes / 4.3e6

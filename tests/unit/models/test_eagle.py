@@ -99,7 +99,7 @@ def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
         assert runner.blocks.reserve(holder, n + 5)
     runner.extend(holders, [t[:2].tolist() for t in tokens], [h[:2] for h in hidden], False)
     steps = [t[2:n].tolist() for t, n in zip(tokens, lengths)]
-    logits, features = runner.extend(holders, steps, [h[2:] for h in hidden], True)
+    logits, features, _ = runner.extend(holders, steps, [h[2:] for h in hidden], True)
     # Nodes 0, 1 and 2 after the last row; 3 after 1, 4 after 2: of the second sequence only the first level.
     first, firsts = runner.expand(
         [Level(h, t[n : n + 3].tolist(), [1, 2, 4], 0) for h, t, n in zip(holders, tokens, lengths)],
@@ -162,7 +162,7 @@ def test_a_window_hides_what_is_far(target: Llama, tmp_path: Path) -> None:
     tokens, hidden = torch.arange(3, 15), torch.randn(12, 96, generator=torch.Generator().manual_seed(2))
     holder = Sequence(0, (), SamplingParams(), 0)
     assert runner.blocks.reserve(holder, 12)
-    logits, _ = runner.extend([holder], [tokens.tolist()], [hidden], True)
+    logits, _, _ = runner.extend([holder], [tokens.tolist()], [hidden], True)
     sees = torch.ones(12, 12).tril().triu(-3).bool()
     known = combine(config, w, hidden, target)
     wanted, _ = plain_head(config, w, tokens, known, torch.arange(12), sees, target, at)

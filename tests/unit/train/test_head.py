@@ -89,7 +89,7 @@ def chain(loaded: object, tokens: torch.Tensor, states: torch.Tensor, base: int)
     runner = HeadRunner(loaded, KVCache(1, 4, 16, c.num_kv_heads, c.head_dim))  # type: ignore[arg-type]
     holder = Sequence(0, (), SamplingParams(), 0)
     assert runner.blocks.reserve(holder, base + 1 + STEPS)
-    logits, feature = runner.extend([holder], [tokens[: base + 1].tolist()], [states[: base + 1]], True)
+    logits, feature, _ = runner.extend([holder], [tokens[: base + 1].tolist()], [states[: base + 1]], True)
     found = [logits[0]]
     for step in range(1, STEPS):
         level = Level(holder, [int(tokens[base + step])], [(1 << step) - 1], step - 1)
