@@ -19,7 +19,7 @@ from typing import Any
 from sameseed.cli.verify_lossless import known_checks, server_mistakes
 from sameseed.laws import mutants
 from sameseed.laws.drawn import AREAS, Places
-from sameseed.laws.held_out import Bench, Verdict, judge, score
+from sameseed.laws.held_out import Bench, Verdict, judge_apart, score
 from sameseed.study import record
 from sameseed.study.workload import ASSETS
 from sameseed.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def drawn(tokenizer: Tokenizer, state: State, seed: int, count: int, areas: list
             continue
         able = bench.who(one)
         blank = {"name": one.mutant.name, "area": one.area, "kind": one.kind, "outcome": UNREACHED}
-        state.add(asdict(judge(one, bench)) if able else blank)
+        state.add(asdict(judge_apart(one, bench)) if able else blank)
     reached = [Verdict(**found) for found in state.done.values() if found["outcome"] != UNREACHED]
     return score(reached, [name for name, found in state.done.items() if found["outcome"] == UNREACHED], seed)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -113,6 +115,18 @@ class Check:
     on_host: bool = False  # arithmetic of the CPU alone, wherever models are
     least: Mapping[str, int] = field(default_factory=dict)
     remedy: str = MORE
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets it by its name: that of the function that it was made of."""
+        return named, (self.run.__module__, self.run.__qualname__)
+
+
+def named(module: str, name: str) -> Any:
+    """What a module calls so, as it is written there: `Class.member` without binding."""
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part)
+    return found
 
 
 def check(

@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any
 
 from sameseed.laws.edits import edits, silent
-from sameseed.laws.mutant import Mutant
+from sameseed.laws.mutant import Mutant, bare
 
 # Where mistakes are made: areas, and the modules of each.
 AREAS: Mapping[str, tuple[str, ...]] = {
@@ -100,7 +100,7 @@ def functions(module: Any) -> Iterator[FunctionType]:
     spaces = [vars(module), *(vars(c) for c in vars(module).values() if inspect.isclass(c))]
     for space in spaces:
         for value in list(space.values()):
-            inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", value)
+            inner = bare(value)
             if hasattr(inner, "cache_clear"):
                 continue
             inner = inspect.unwrap(inner) if callable(inner) else inner

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
@@ -118,6 +120,33 @@ def judge(drawn: Drawn, bench: Bench) -> Verdict:
     return Verdict(**asdict(weaker) | {"seconds": round(time.perf_counter() - start, 2)})
 
 
+def judge_apart(drawn: Drawn, bench: Bench) -> Verdict:
+    """`judge` in a fresh process: what a mistake leaves behind (threads, remembered values) ends with it.
+
+    The bench keeps what the process learnt of the code as it is.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sameseed.laws.mutants"])
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_judge_into, args=(there, drawn, bench))
+    start = time.perf_counter()
+    process.start()
+    there.close()
+    verdict: Verdict
+    try:
+        verdict, bench.results, bench.seconds = here.recv()
+    except EOFError:
+        verdict = Verdict(drawn.mutant.name, drawn.area, drawn.kind, BROKE_DOWN, None, "its process died", 0.0)
+    finally:
+        process.kill()
+        process.join()
+    return replace(verdict, seconds=round(time.perf_counter() - start, 2))
+
+
+def _judge_into(there: Connection, drawn: Drawn, bench: Bench) -> None:
+    there.send((judge(drawn, bench), bench.results, bench.seconds))
+
+
 _RANK = {name: i for i, name in enumerate((CAUGHT, NO_END, BROKE_DOWN, COUNTS, MISSED))}
 
 
@@ -166,7 +195,7 @@ def try_drawn(
     seed: int,
     tick: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> dict[str, Any]:
-    """Draw until `count` mistakes lie on lines that some check runs, judge each: see `score`."""
+    """Draw until `count` mistakes lie on lines that some check runs, judge each in a fresh process: see `score`."""
     verdicts: list[Verdict] = []
     unreached: list[str] = []
     for drawn in places.draw(seed):
@@ -176,7 +205,7 @@ def try_drawn(
             unreached.append(drawn.mutant.name)
             continue
         tick(f"drawn: {drawn.mutant.name}", len(verdicts), count)
-        verdicts.append(judge(drawn, bench))
+        verdicts.append(judge_apart(drawn, bench))
     return score(verdicts, unreached, seed)
 
 

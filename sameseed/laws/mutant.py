@@ -13,6 +13,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from sameseed.errors import SameseedError
+from sameseed.laws.check import named
 from sameseed.spec import sampling
 
 log = logging.getLogger("sameseed")
@@ -50,6 +51,11 @@ class Mutant:
         wrong = compile(source.replace(self.old, self.new), "<mutant>", "exec", flags, dont_inherit=True)
         return next(c for c in wrong.co_consts if isinstance(c, CodeType) and c.co_name == self.function.__name__)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets the function by its name, for what has that name may be a property of it."""
+        name = self.function.__module__, self.function.__qualname__
+        return _mutant, (name, {k: v for k, v in vars(self).items() if k != "function"})
+
     @contextmanager
     def alive(self) -> Iterator[None]:
         """The function runs the wrong version, whoever calls it; afterwards the right one again.
@@ -64,3 +70,12 @@ class Mutant:
             yield
         finally:
             function.__code__, sampling.HAS_NATIVE, log.handlers, log.propagate = kept
+
+
+def bare(found: Any) -> Any:
+    """The function in a static method, a class method, a property or a cached one."""
+    return getattr(found, "__func__", None) or getattr(found, "fget", None) or getattr(found, "func", found)
+
+
+def _mutant(function: tuple[str, str], others: dict[str, Any]) -> Mutant:
+    return Mutant(function=inspect.unwrap(bare(named(*function))), **others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pickle
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from sameseed.cli import verify_lossless as command
+from sameseed.cli.verify_lossless import known_checks
 from sameseed.laws import held_out, mutants
-from sameseed.laws.check import Effort
+from sameseed.laws.check import Check, Effort
 from sameseed.laws.checks import chosen
 from sameseed.laws.drawn import AREAS, Drawn, Places
 from sameseed.laws.edits import edits, silent
@@ -25,6 +27,8 @@ from sameseed.study.certificate_words import drawn_text
 from sameseed.tokenizer import Tokenizer
 
 CALL = "_walk(path, table[row:end], seq, draft_tokens, parents, made, eos_token_ids)"
+
+JUDGES = (held_out.judge_apart, held_out.judge)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +115,25 @@ def test_what_becomes_of_a_mistake(bench: Bench, monkeypatch: pytest.MonkeyPatch
     verdict = held_out.judge(drawn(verify.verify, CALL, new), bench)
     assert verdict.outcome == outcome, verdict
     assert (verdict.by is None) == (outcome == held_out.MISSED)
+
+
+def test_a_mistake_ends_with_its_process(bench: Bench) -> None:
+    """The same verdicts as here; one that ends the process says so."""
+    there, here = (judge(drawn(verify.verify, CALL, CALL + " # nothing"), bench) for judge in JUDGES)
+    assert vars(there) | {"seconds": 0} == vars(here) | {"seconds": 0}
+    deadly = drawn(verify.verify, CALL, "__import__('os')._exit(3)")
+    verdict = held_out.judge_apart(deadly, bench)
+    assert (verdict.outcome, verdict.said) == (held_out.BROKE_DOWN, "its process died")
+
+
+@pytest.mark.parametrize("one", known_checks(), ids=lambda c: c.id)
+def test_another_process_gets_a_check_by_its_name(one: Check) -> None:
+    assert pickle.loads(pickle.dumps(one)) is one
+
+
+def test_another_process_gets_a_mutant_by_its_name(places: Places) -> None:
+    some = list(islice(places.draw(2), 200))
+    assert pickle.loads(pickle.dumps(some)) == some
 
 
 def test_a_draft_that_fails_unheard_is_noticed(bench: Bench) -> None:
