@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -27,6 +28,7 @@ NOISE = 0.1  # standard deviation of the logarithm of one pair's ratio, where no
 TURN = 4  # batches of prompts that a setting runs before the next one has its turn, after so many tokens unmeasured:
 WARM_TOKENS = 8
 KEEPS = 0.9  # share of requests that keep a bound
+PACE = 6  # settings after which plain decoding runs again, where all of many run
 Job = tuple[tuple[int, ...], SamplingParams]
 
 
@@ -145,6 +147,42 @@ def first_rung(num_prompts: int, batches: Seq[int]) -> int:
     return min(num_prompts, max(*batches, 4))
 
 
+def _turn(
+    order: Seq[Contestant], batch: int, groups: Seq[Seq[int]], pace: Contestant | None, tell: Callable[[], None]
+) -> None:
+    """Each runs these batches of prompts.
+
+    Where many run, a turn is long, and the machine's speed wanders: `pace` runs between them, and each one's seconds
+    become those of a machine that always was as fast as on average.
+    """
+    marks: list[float] = []
+
+    def run(c: Contestant) -> None:
+        c.warm(batch, groups[0])
+        for members in groups:
+            c.run(batch, members)
+
+    def mark() -> None:
+        assert pace is not None
+        again = replace(pace, tokens={}, seconds={}, ttft={}, itl={}, texts={})
+        run(again)
+        marks.append(sum(again.seconds[batch]))
+
+    paced = pace is not None and len(order) > PACE
+    for i, contestant in enumerate(order):
+        if paced and i % PACE == 0:
+            mark()
+        tell()
+        run(contestant)
+    if paced:
+        mark()
+        usual = sum(marks) / len(marks)
+        for i, c in enumerate(order):
+            at = (i % PACE + 0.5) / min(PACE, len(order) - i // PACE * PACE)  # between the marks before and after it
+            around = (1 - at) * marks[i // PACE] + at * marks[i // PACE + 1]
+            c.seconds[batch][-len(groups) :] = [s * usual / around for s in c.seconds[batch][-len(groups) :]]
+
+
 def race(
     contestants: Seq[Contestant],
     num_prompts: int,
@@ -167,11 +205,8 @@ def race(
             groups = [range(i, min(i + batch, upto)) for i in range(done, upto, batch)]
             for g in range(0, len(groups), TURN):
                 first = g // TURN % len(alive)  # who begins rotates
-                for contestant in alive[first:] + alive[:first]:
-                    tick(f"race: {len(alive)} settings, batch {batch}", done + g * batch, num_prompts)
-                    contestant.warm(batch, groups[g])
-                    for members in groups[g : g + TURN]:
-                        contestant.run(batch, members)
+                tell = partial(tick, f"race: {len(alive)} settings, batch {batch}", done + g * batch, num_prompts)
+                _turn(alive[first:] + alive[:first], batch, groups[g : g + TURN], reference if all_run else None, tell)
         done = upto
         if all_run:
             continue

@@ -162,6 +162,28 @@ def test_the_race() -> None:
     assert single.high / single.low > 1.2 > found.high / found.low, "one pair tells little"
 
 
+def test_a_machine_that_slows_down_during_a_long_turn_favours_nobody() -> None:
+    ran: list[int] = []
+
+    class Slower(Contestant):
+        def warm(self, batch: int, members: Seq[int]) -> None:
+            pass
+
+        def run(self, batch: int, members: Seq[int]) -> None:
+            ran.append(batch)
+            self.tokens.setdefault(batch, []).append(100)
+            speed = 1.0 + 0.1 * self.prospect.candidate.spec.num_draft_tokens * (not self.plain)
+            self.seconds.setdefault(batch, []).append(100 / speed * (1.0 + 0.01 * len(ran)))
+
+    specs = [SpecConfig(), *(SpecConfig("ngram", num_draft_tokens=k) for k in range(1, 25))]
+    many = [Slower(prospect(spec, 1.0), SimpleNamespace, Runs.jobs) for spec in specs]
+    order = race(many, 4, (1,), math.inf, Aim((1,)), all_run=True)
+    assert order == [*many[:0:-1], many[0]], "the last one ran when the machine was half as fast"
+    for c in many[1:]:
+        speed = 1.0 + 0.1 * c.prospect.candidate.spec.num_draft_tokens
+        assert ratio(c, many[0], (1,)).value == pytest.approx(speed, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("aim", "winner"),
     [
