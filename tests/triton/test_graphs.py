@@ -41,6 +41,8 @@ def test_a_bucket_serves_all_its_passes(kv, monkeypatch):
         [Rows([5, 6, 7], 0, [], [], [3], True), Rows([9], 0, [], [], [1], True)],
         [Rows([8], 3, [2, 4, 6], [-1, 0, -1], [3], True)],
         [Rows([1], 1, [], [], [1], True), Rows([3, 2], 0, [], [], [0], False), Rows([4], 0, [], [], [2], True)],
+        [Rows([2], 2, [], [], [1], True), Rows([5, 6], 4, [], [], [3], True)],
+        [Rows([t], n, [], [], [block], True) for t, n, block in ((7, 3, 1), (2, 2, 0), (4, 1, 2), (6, 6, 3))],
     ]
     batches = [build_batch(rows, 16) for rows in passes]
     wanted, cache = [], make_cache(model, kv)
@@ -51,7 +53,7 @@ def test_a_bucket_serves_all_its_passes(kv, monkeypatch):
         for _ in range(2):  # rows may be stored twice
             got, kept = model.forward(batch, ours, (0,))
             assert got.equal(logits) and kept.equal(hidden)
-    assert len(made) == 1  # 4 rows each
+    assert len(made) == 3  # all of 4 rows, of one, two and four sequences
     for a, b in zip(cache.layers, ours.layers, strict=True):
         assert a.k.equal(b.k) and a.v.equal(b.v)
 

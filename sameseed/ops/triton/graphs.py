@@ -1,8 +1,8 @@
 """Graphs: the launches of a small pass recorded once, on buffers that stay, and replayed by one call (CUDA graphs).
 
-A graph serves all passes of its bucket: of up to so many rows, whose block tables are up to so wide. Rows that a pass
-lacks belong to no sequence: they have slot -1, which nothing is stored at, and no query of theirs is attended for. A
-row's bits do not depend on its company, so they do not tell.
+A graph serves all passes of its bucket: of up to so many rows of up to so many sequences, whose block tables are up to
+so wide. Rows that a pass lacks belong to no sequence: they have slot -1, which nothing is stored at, and no query of
+theirs is attended for. A row's bits do not depend on its company, so they do not tell.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sameseed.ops")
 MOST_ROWS = 256  # a larger pass computes for longer than its launches take
 NARROWEST = 2048  # keys of the narrowest tables; each wider bucket has four times as many
-MOST_GRAPHS = 32  # of a cache: the latest used
+MOST_GRAPHS = 128  # of a cache: the latest used
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], "Results"]], tuple[Replay, "Results"]]
 
@@ -55,15 +55,18 @@ def capture_for(device: torch.device) -> Capture | None:
 
 
 class Buffers:
-    """A batch of `rows` rows and as many sequences, block tables `width` wide, that stays in its place on a device."""
+    """A batch of `rows` rows of `seqs` sequences, block tables `width` wide, that stays in its place on a device."""
 
-    def __init__(self, rows: int, width: int, draws: Draws | None, widths: Seq[int], device: torch.device) -> None:
+    def __init__(
+        self, rows: int, seqs: int, width: int, draws: Draws | None, widths: Seq[int], device: torch.device
+    ) -> None:
         """`draws`: how rows of such a pass are drawn; `widths`: of the inputs [T, width] beside the batch."""
-        names = ("token_ids", "positions", "slots", "num_pending", "kv_lens", "logit_rows", "key_positions")
+        names = ("token_ids", "positions", "slots", "logit_rows", "key_positions")
         long = () if draws is None else ("keys", "divisors", "floors")
-        sizes = {"row_offsets": rows + 1, **dict.fromkeys(names, rows), "tree_mask": 2 * rows}
+        sizes = {"row_offsets": seqs + 1, "num_pending": seqs, "kv_lens": seqs}
+        sizes |= {**dict.fromkeys(names, rows), "tree_mask": 2 * rows}
         sizes |= {**dict.fromkeys(long, 2 * rows), **({"greedy": rows} if long else {}), "late_rows": 2 * rows}
-        sizes["block_tables"] = rows * width
+        sizes["block_tables"] = seqs * width
         starts, end = {}, 0
         for name, size in sizes.items():
             starts[name], end = end, end + size + -size % 4  # each at a multiple of 16 bytes
@@ -78,7 +81,7 @@ class Buffers:
             self._parts[name] = torch.from_numpy(self._host)[part].view(kind).numpy()
         self._late_rows = there.pop("late_rows")
         own = {name: x for name, x in there.items() if name not in (*long, "greedy")}
-        own["block_tables"] = own["block_tables"].view(rows, width)
+        own["block_tables"] = own["block_tables"].view(seqs, width)
         self.width, self._tables_at = width, starts["block_tables"]
         nothing = torch.zeros(2, 0, dtype=torch.int64, device=device)
         drawn = None
@@ -205,14 +208,15 @@ class Graphs:
         """That of a batch. Rows that are cut to a top-k or top-p are chosen for outside: the host launches for each."""
         draws = batch.draws if batch.draws is None or not (batch.draws.most or batch.draws.shares) else None
         page = cache.layers[0].k.shape[1]
-        rows, keys = 1 << (batch.num_rows - 1).bit_length(), NARROWEST
+        rows, seqs = (1 << (count - 1).bit_length() for count in (batch.num_rows, batch.num_seqs))
+        keys = NARROWEST
         while keys < batch.block_tables.shape[1] * page:
             keys *= 4
         drawn = draws and (draws.sure,)
-        key = rows, keys, drawn, captures, tuple(x.shape[1] for x in inputs)
+        key = rows, seqs, keys, drawn, captures, tuple(x.shape[1] for x in inputs)
         known = self._buckets.setdefault(cache, OrderedDict())
         if key not in known:
-            known[key] = Bucket(Buffers(rows, -(-keys // page), draws, key[-1], device))
+            known[key] = Bucket(Buffers(rows, seqs, -(-keys // page), draws, key[-1], device))
             if len(known) > MOST_GRAPHS:
                 known.popitem(last=False)
         known.move_to_end(key)
