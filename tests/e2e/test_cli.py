@@ -316,6 +316,7 @@ def test_help_fits_a_terminal_and_explains_every_flag(name: str, capsys: Any, mo
         main([*name.split(), "--help"])
     usage, *lines = capsys.readouterr().out.splitlines()
     assert usage.startswith(f"usage: sameseed {name} [-h]") and max(len(line) for line in lines) <= 80
+    assert not any("default: )" in line for line in lines)
     for flag, below in itertools.pairwise(lines):
         if flag.startswith("│ -"):
             explained = re.search(r"\S {2,}\S", flag.strip("│ ")) or re.match(r"│ {5,}\S", below)
