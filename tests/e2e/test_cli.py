@@ -289,9 +289,12 @@ def test_completion_knows_commands_and_flags(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "sameseed").chmod(0o755)
     ask = "COMP_CWORD=1; COMP_WORDS=(sameseed pro); _sameseed; echo ${COMPREPLY[@]}\n"
     ask += "COMP_CWORD=2; COMP_WORDS=(sameseed twin --sha); _sameseed; echo ${COMPREPLY[@]}\n"
+    ask += "COMP_CWORD=2; COMP_WORDS=(sameseed train h); _sameseed; echo ${COMPREPLY[@]}\n"
+    ask += "COMP_CWORD=3; COMP_WORDS=(sameseed bench serve --burst); _sameseed; echo ${COMPREPLY[@]}\n"
+    ask += "COMP_CWORD=3; COMP_WORDS=(sameseed bench --k --burst); _sameseed; echo ${COMPREPLY[@]}\n"
     where = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, env=where)
-    assert done.stdout.split() == ["profile", "--shape"], done.stderr
+    assert done.stdout.split() == ["profile", "--shape", "head", "--burstiness"], done.stderr
 
 
 def test_help_answers_without_loading_the_engine() -> None:
