@@ -49,9 +49,11 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.seconds <= 0:
         raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
     from sameseed.cli.console import stdout_console
-    from sameseed.study.twin import find_shape
+    from sameseed.study.twin import find_shape, open_head_twin
 
-    find_shape(args.shape or SHAPE)  # a slip of the pen fails before anything is shown
+    name = args.shape or SHAPE
+    with open_head_twin(find_shape(name), HEAD, TARGET, name):
+        pass  # a slip of the pen, or a shape that is too small, fails before anything is shown
     console = stdout_console()
     same = show_pair(console)
     try:

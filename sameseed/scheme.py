@@ -381,10 +381,8 @@ class QuantScheme:
     def __post_init__(self) -> None:
         options = frozenset({"activations"}) if self.weights == "auto" else weight_format(self.weights).options
         if self.group is not None and ("group" not in options or self.group not in (CHANNEL, *GROUPS)):
-            allowed = f"of {', '.join(map(str, GROUPS))}" if "group" in options else "at all"
-            asked = (
-                f"groups {allowed} like {self.group}" if self.group != CHANNEL else "scales per output alone (-channel)"
-            )
+            asked = "scales per output alone (-channel)" if self.group == CHANNEL else f"groups of {self.group}"
+            asked += f", only of {', '.join(map(str, GROUPS))}" if "group" in options and self.group != CHANNEL else ""
             raise ConfigError(f"format {self.weights!r} has no {asked}; leave that out")
         if not self.symmetric and "asymmetric" not in options:
             raise ConfigError(f"format {self.weights!r} has no zero points; leave out -asym, or take w4a8 or w4a16")

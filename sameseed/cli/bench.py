@@ -31,8 +31,8 @@ AXES = {  # lists of bench, and the flag of other commands that each stands for,
 }
 
 
-def _axis(flag: str) -> Any:
-    return arg(aliases=[flag])
+def _axis(flag: str, hint: str | None = None) -> Any:
+    return arg(aliases=[flag], help_behavior_hint=hint)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class BenchArgs:
     num_prompts: Annotated[int | None, option("N")] = None  # take N of them, spread over the file; unset: all
     drafts: Annotated[tuple[str, ...], _axis("--draft")] = ("ngram", "auto")  # ways to guess; auto: the embedded draft
     draft_formats: Annotated[tuple[str, ...], _axis("--draft-format")] = ("auto",)  # number formats of draft models
-    confidences: Annotated[tuple[float, ...], _axis("--confidence")] = ()  # end drafts below; unset: never
+    confidences: Annotated[tuple[float, ...], _axis("--confidence", "")] = ()  # end drafts below; unset: never
     ks: Annotated[tuple[int, ...], _axis("--k")] = (3, 5, 7)  # draft lengths
     temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
     batch_sizes: tuple[int, ...] = (1,)  # prompts that run together

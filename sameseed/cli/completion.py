@@ -12,14 +12,19 @@ from sameseed.cli.options import parse
 SCRIPT = """[ -n "${ZSH_VERSION-}" ] && autoload -U +X compinit bashcompinit && compinit && bashcompinit
 typeset -A _sameseed_flags
 _sameseed() {
-  local word="${COMP_WORDS[COMP_CWORD]}" name="${COMP_WORDS[1]}"
+  local word="${COMP_WORDS[COMP_CWORD]}" name="${COMP_WORDS[1]}" second="${COMP_WORDS[2]-}" seconds=""
   COMPREPLY=()
+  case "$name" in bench) seconds="serve" ;; train) seconds="head draft" ;; esac
+  [[ -n "$second" && " $seconds " == *" $second "* ]] || second=""
   if [ "$COMP_CWORD" -eq 1 ]; then
     COMPREPLY=($(compgen -W "%s" -- "$word"))
   elif [[ "$word" == -* ]]; then
-    [ -n "${_sameseed_flags[$name]-}" ] ||
-      _sameseed_flags[$name]="$(sameseed "$name" --help 2>/dev/null | grep -oE -e '--[a-z][a-z-]+' | sort -u)"
-    COMPREPLY=($(compgen -W "${_sameseed_flags[$name]}" -- "$word"))
+    [ -n "${_sameseed_flags[$name$second]-}" ] ||
+      _sameseed_flags[$name$second]="$(sameseed "$name" ${second:+"$second"} --help 2>/dev/null |
+        grep -oE -e '--[a-z][a-z-]+' | sort -u)"
+    COMPREPLY=($(compgen -W "${_sameseed_flags[$name$second]}" -- "$word"))
+  elif [ "$COMP_CWORD" -eq 2 ]; then
+    COMPREPLY=($(compgen -W "$seconds" -- "$word"))
   fi
 }
 complete -o default -F _sameseed sameseed"""

@@ -61,7 +61,10 @@ REFUSED = {
     "prompt_logprobs": "use 'echo' and 'logprobs' of /v1/completions",
     "top_logprobs": "use 'logprobs' of /v1/completions, or /v1/chat/completions",
     "logprob_token_ids": "log-probabilities are those of the likeliest tokens",
-    "thinking_token_budget": "thoughts have no limit of their own; use 'max_tokens'",
+    **dict.fromkeys(("enable_thinking", "thinking"), "say it by a conversation's 'chat_template_kwargs'"),
+    **dict.fromkeys(
+        ("thinking_token_budget", "thinking_budget"), "thoughts have no limit of their own; use 'max_tokens'"
+    ),
     **dict.fromkeys(("lora_request", "lora_path"), "adapters are not offered; merge it into the model"),
     **dict.fromkeys(("repetition_detection", "dry_multiplier", "repeat_penalty"), "use 'repetition_penalty'"),
     "no_repeat_ngram_size": "use 'frequency_penalty'",
@@ -76,6 +79,7 @@ REFUSED = {
     "json_schema": "use 'response_format'",
 }
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", {"type": "text"})
+_NEVER_NEUTRAL = ("enable_thinking", "thinking")  # false asks for something too
 # And for some of these there is one more value that changes nothing.
 _ALSO_NEUTRAL: dict[str, Any] = {"typical_p": 1, "length_penalty": 1, "repeat_penalty": 1, "top_n_sigma": -1}
 _ALSO_NEUTRAL |= dict.fromkeys(("xtc_probability", "mirostat", "dynatemp_range", "dry_multiplier", "top_logprobs"), 0)
@@ -157,7 +161,8 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
     """The fields of a request. Raises ApiError 400 that names the first bad one."""
     for name in sorted(body.keys() & REFUSED.keys() - kind.model_fields.keys()):
         also = body.get("n") or 1 if name == "best_of" else _ALSO_NEUTRAL.get(name)
-        if not any(body[name] == v and isinstance(v, bool) == isinstance(body[name], bool) for v in (*_NEUTRAL, also)):
+        neutral = (None,) if name in _NEVER_NEUTRAL else (*_NEUTRAL, also)
+        if not any(body[name] == v and isinstance(v, bool) == isinstance(body[name], bool) for v in neutral):
             raise bad_request(f"{name!r} is not supported: {REFUSED[name]}", param=name, code="unsupported_parameter")
     try:
         fields = kind.model_validate(body)

@@ -101,10 +101,7 @@ class _SchemaWalk:
             # It must lead to a schema within the same document; nothing is fetched.
             if not isinstance(value, str) or not (value == "#" or value.startswith("#/")) or set(value) & set("~%"):
                 raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
-            found: Any = self._root
-            for part in value[2:].split("/") if len(value) > 1 else ():
-                found = found.get(part) if isinstance(found, dict) else None
-            if not isinstance(found, dict):
+            if self._found(value) is None:
                 raise self._fault(place, "leads to no schema in the same document")
         elif key == "enum":
             if not isinstance(value, list) or not value:
@@ -119,6 +116,32 @@ class _SchemaWalk:
                 raise self._fault(place, "of several schemas cannot be enforced; write them as one")
             for i, part in enumerate(value):
                 self.schema(part, f"{place}[{i}]", depth + 1)
+            if key == "oneOf":
+                self._tell_apart(node)
+
+    def _found(self, reference: str) -> Any:
+        """What a reference leads to; None where that is no schema."""
+        found: Any = self._root
+        for part in reference[2:].split("/") if len(reference) > 1 else ():
+            found = found.get(part) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else None
+
+    def _tell_apart(self, node: dict[str, Any]) -> None:
+        """Make "one of" "any of" where a property tells which: the library does not look for it behind references.
+
+        It must then be written. Pydantic does not demand that where it has a default, but refuses texts without it.
+        """
+        told = node.get("discriminator")
+        name = told.get("propertyName") if isinstance(told, dict) else None
+        forms = [self._found(f["$ref"]) if isinstance(f, dict) and "$ref" in f else f for f in node["oneOf"]]
+        tags = [_texts(form, name) for form in forms]
+        if all(tags) and len(set().union(*tags)) == sum(map(len, tags)):
+            for form in forms:
+                required = form.setdefault("required", [])
+                if isinstance(required, list) and name not in required:
+                    required.append(name)
+            node["anyOf"] = node.pop("oneOf")
+            self.changed = True
 
     def _plain(self, node: dict[str, Any], keys: set[str], place: str, depth: int) -> None:
         types = node.get("type", [])
@@ -177,7 +200,7 @@ class _SchemaWalk:
     def _each(self, group: Any, place: str, depth: int) -> None:
         if not isinstance(group, dict):
             raise self._fault(place, "must be an object of schemas")
-        for key, part in group.items():
+        for key, part in list(group.items()):  # a reference may lead here too, and change it
             self.schema(part, f"{place}.{key[:64]}", depth + 1)
 
     def _fault(self, place: str, message: str) -> ApiError:
@@ -194,6 +217,14 @@ def check_text(text: Any, name: str, what: str, most: int) -> str:
         if depth > limits.MAX_NESTING:
             raise bad_request(f"{name}: at most {limits.MAX_NESTING} brackets within each other", name)
     return text
+
+
+def _texts(form: Any, name: Any) -> set[str]:
+    """What an object of this schema may have as that property, where these are few texts."""
+    properties = form.get("properties") if isinstance(form, dict) and form.get("type") == "object" else None
+    part = properties.get(name) if isinstance(properties, dict) and isinstance(name, str) else None
+    values = part.get("enum", [part.get("const")]) if isinstance(part, dict) else None
+    return set(values) if isinstance(values, list) and all(isinstance(v, str) for v in values) else set()
 
 
 def _are_types(value: Any) -> bool:

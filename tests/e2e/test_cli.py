@@ -289,9 +289,12 @@ def test_completion_knows_commands_and_flags(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "sameseed").chmod(0o755)
     ask = "COMP_CWORD=1; COMP_WORDS=(sameseed pro); _sameseed; echo ${COMPREPLY[@]}\n"
     ask += "COMP_CWORD=2; COMP_WORDS=(sameseed twin --sha); _sameseed; echo ${COMPREPLY[@]}\n"
+    ask += "COMP_CWORD=2; COMP_WORDS=(sameseed train h); _sameseed; echo ${COMPREPLY[@]}\n"
+    ask += "COMP_CWORD=3; COMP_WORDS=(sameseed bench serve --burst); _sameseed; echo ${COMPREPLY[@]}\n"
+    ask += "COMP_CWORD=3; COMP_WORDS=(sameseed bench --k --burst); _sameseed; echo ${COMPREPLY[@]}\n"
     where = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, env=where)
-    assert done.stdout.split() == ["profile", "--shape"], done.stderr
+    assert done.stdout.split() == ["profile", "--shape", "head", "--burstiness"], done.stderr
 
 
 def test_help_answers_without_loading_the_engine() -> None:
@@ -316,6 +319,7 @@ def test_help_fits_a_terminal_and_explains_every_flag(name: str, capsys: Any, mo
         main([*name.split(), "--help"])
     usage, *lines = capsys.readouterr().out.splitlines()
     assert usage.startswith(f"usage: sameseed {name} [-h]") and max(len(line) for line in lines) <= 80
+    assert not any("default: )" in line for line in lines)
     for flag, below in itertools.pairwise(lines):
         if flag.startswith("│ -"):
             explained = re.search(r"\S {2,}\S", flag.strip("│ ")) or re.match(r"│ {5,}\S", below)

@@ -70,11 +70,21 @@ def texts(http: httpx.Client, **fields: Any) -> list[str]:
     return [c["text"] for c in response.json()["choices"]]
 
 
+class Cat(BaseModel):
+    kind: Literal["cat"]
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    age: Annotated[int, Field(ge=0, le=30)]
+
+
 class Person(BaseModel):
     model_config = ConfigDict(extra="forbid")
     mood: Literal["good", "bad"] | None
     age: Annotated[int, Field(ge=0, le=150)]
     tags: Annotated[list[Literal["für", "the"]], Field(max_length=3)]
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
 
 
 def test_models_of_pydantic(openai: OpenAI) -> None:

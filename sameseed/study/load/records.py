@@ -56,7 +56,7 @@ def make_records(
 ) -> list[dict[str, Any]]:
     """The records of what was measured, one an arm; the first arm is what the others are compared with."""
     base = found[bench.arms[0].label]
-    made = []
+    made: list[dict[str, Any]] = []
     for arm in bench.arms:
         mine = found[arm.label]
         summaries = [r.summary for r in mine]
@@ -79,6 +79,8 @@ def make_records(
         record["acceptance"] = acceptance(known, RECORDED, known[0]["source"]) if known else None
         if arm is not bench.arms[0]:
             record |= _against(mine, base)
+        if record["speedup"] and made[0]["output_tokens_per_s"]:  # two medians of their own could contradict it
+            record["output_tokens_per_s"] = made[0]["output_tokens_per_s"] * record["speedup"]
         record["remarks"] = remarks(bench, record, min(r.summary["num_requests"] for r in (*mine, *base)))
         made.append(record)
     return made

@@ -12,7 +12,8 @@ from sameseed.study.report import blank
 LEGEND = (
     "load: clients at once, or requests a second; good/s: requests a second within --ttft-slo and --tpot-slo; times in "
     "ms (latency in s): TTFT to the first token, TPOT for each other one, ITL from chunk to chunk (drafts that were "
-    "accepted arrive together); medians of the repetitions; speed-up: median of the ratios of repetitions in turns"
+    "accepted arrive together); medians of the repetitions; speed-up: median of the ratios of repetitions in turns; "
+    "tokens/s of a second arm: the first's times that"
 )
 
 

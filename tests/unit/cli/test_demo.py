@@ -55,7 +55,14 @@ def test_too_little_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "0.5 GiB are free: take a smaller model" in err
 
 
-@pytest.mark.parametrize(("words", "said"), [("--shape llama-9b", "no shape 'llama-9b'"), ("--seconds 0", "above 0")])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--shape llama-9b", "no shape 'llama-9b'"),
+        ("--shape smollm2-135m", "choose a larger shape"),
+        ("--seconds 0", "above 0"),
+    ],
+)
 def test_errors_come_before_anything_is_shown(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *words.split()]) == 2
     out, err = capsys.readouterr()

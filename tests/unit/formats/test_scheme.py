@@ -69,10 +69,10 @@ def test_unknown_names_suggest_the_near_one(text, near):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("w4a8-g48", "no groups of 32, 64, 128 like 48"),
-        ("w4a8-g0", "no groups of 32, 64, 128 like 0"),
-        ("bf16-g32", "no groups at all"),
-        ("fp8-g64", "no groups at all"),
+        ("w4a8-g48", "no groups of 48, only of 32, 64, 128;"),
+        ("w4a8-g0", "no groups of 0, only of 32, 64, 128;"),
+        ("bf16-g32", "no groups of 32;"),
+        ("fp8-g64", "no groups of 64;"),
         ("w8a8-asym", "no zero points; leave out -asym, or take w4a8"),
         ("nf4-asym", "no zero points"),
         ("qoq-asym", "no zero points"),
@@ -82,7 +82,7 @@ def test_unknown_names_suggest_the_near_one(text, near):
         ("fp8-b64", "no variant -b64; it has -auto, -b128"),
         ("w4a8-g", "no variant -g; it has none"),
         ("nf4-a8", "only integer weights take int8 activations"),
-        ("mxfp4-g64", "no groups at all"),
+        ("mxfp4-g64", "no groups of 64;"),
         ("int4_sparse", "serves the KV cache only"),
     ],
 )

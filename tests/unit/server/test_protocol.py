@@ -134,6 +134,7 @@ def test_neutral_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixture
     read(ChatFields, {**ROUTES[1][1], "typical_p": 1, "mirostat": 0, "prompt_logprobs": False})
     read(ChatFields, {**ROUTES[1][1], "tfs_z": 1.0, "top_a": 0, "modalities": ["text"], "verbosity": "medium"})
     assert refusal(ChatFields, {**ROUTES[1][1], "prompt_logprobs": 0}).param == "prompt_logprobs", "0 asks for some"
+    assert "chat_template_kwargs" in refusal(ChatFields, {**ROUTES[1][1], "enable_thinking": False}).message
     assert refusal(ResponseFields, {"input": "x", "tool_choice": "required"}).param == "tool_choice"
     refusal(CompletionFields, {"prompt": "x", "best_of": 3, "n": 2})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field, HttpUrl
@@ -166,6 +166,15 @@ ACCEPTED: list[Any] = [
 ]
 
 
+class Square(BaseModel):
+    kind: Literal["square"] = "square"
+    side: int
+
+
+class Other(BaseModel):
+    kind: Literal["circle", "point"]
+
+
 class Everything(BaseModel):
     """What pydantic writes in ways of its own."""
 
@@ -174,13 +183,29 @@ class Everything(BaseModel):
     raw: bytes
     where: Path | None
     share: Annotated[int | float, Field(ge=1)]
+    shape: Annotated[Square | Other, Field(discriminator="kind")]
 
 
 def test_schemas_of_pydantic() -> None:
-    made = json.loads(schemas.check(Everything.model_json_schema(), "x"))["properties"]
+    whole = json.loads(schemas.check(Everything.model_json_schema(), "x"))
+    made = whole["properties"]
     assert made["page"]["format"] == "uri" and "maxLength" not in made["page"]
     assert made["raw"] == {"title": "Raw", "type": "string"}
     assert [form["minimum"] for form in made["share"]["anyOf"]] == [1, 1] and "ge" not in made["share"]
+    assert "oneOf" not in made["shape"] and len(made["shape"]["anyOf"]) == 2
+    assert whole["$defs"]["Square"]["required"] == ["side", "kind"], "it says which of the two it is"
+
+
+@pytest.mark.parametrize("told", [None, "kind", {}, {"propertyName": 3}, {"propertyName": "side"}])
+def test_one_of_what_nothing_tells_apart_stays(told: Any) -> None:
+    """For the grammar to refuse: what it writes could be both."""
+    schema = {
+        "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}],
+        "discriminator": told,
+        "$defs": {"a": {"type": "object", "properties": {"kind": {"const": "a"}, "side": {"type": "integer"}}}},
+    }
+    assert json.loads(schemas.check(schema, "x")) == schema
+    assert json.loads(schemas.check({**schema, "discriminator": {"propertyName": "kind"}}, "x"))["oneOf"]
 
 
 @pytest.mark.parametrize("schema", ACCEPTED)

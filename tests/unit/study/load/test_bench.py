@@ -128,6 +128,8 @@ async def test_arms_take_turns_over_the_same_prompts_and_seeds() -> None:
     assert records[1]["acceptance"]["mean_acceptance_length"] == 3.0
     assert records[1]["same_texts"] == [6, 6] and records[0]["same_texts"] is None
     assert records[1]["itl_token_ms"] is not None
+    (a, b), (c, d) = ([r["output_tokens_per_s"] for r in made["repetitions"]] for made in records)
+    assert records[1]["output_tokens_per_s"] == pytest.approx((a + b) / 2 * (c / a + d / b) / 2), "as the speed-up says"
 
 
 async def test_another_text_is_seen() -> None:
