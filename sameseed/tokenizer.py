@@ -35,6 +35,10 @@ class Tokenizer(habits.Hinted):
         self.special = special or {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which compiles the template anew."""
+        return vars(self) | {"_compiled": None}
+
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json and, if present, tokenizer_config.json, chat_template.jinja. Raises ModelLoadError."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from sameseed.server import limits, structured
 from sameseed.server.conversation import Fields, Messages, NamedTool, Tool, plain
@@ -127,9 +128,18 @@ class CompletionFields(Common):
         | Annotated[list[Annotated[Tokens, Field(min_length=1)]], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = (
+        None  # goes before it, as in conversations
+    )
     add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import re
 from functools import cache
 from pathlib import Path
@@ -366,6 +367,14 @@ TALK = [{"role": "system", "content": "Be kind."}, *HELLO, {"role": "assistant",
 
 def with_template(template: str | None) -> Tokenizer:
     return Tokenizer(byte_level()._backend, template, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def test_another_process_gets_a_tokenizer_whose_template_was_used():
+    messages = [{"role": "user", "content": "x"}]
+    here = Tokenizer(byte_level()._backend, "{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    text = here.render_chat(messages)
+    there = pickle.loads(pickle.dumps(here))
+    assert there.render_chat(messages) == text == "<x>" and there.encode("a b") == here.encode("a b")
 
 
 def test_template():

@@ -139,6 +139,13 @@ def test_neutral_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixture
     refusal(CompletionFields, {"prompt": "x", "best_of": 3, "n": 2})
 
 
+def test_completions_know_both_names_of_the_limit() -> None:
+    (kind, body), *_ = ROUTES
+    assert read(kind, {**body, "max_tokens": 9, "max_completion_tokens": 5}).max_tokens == 5
+    assert read(kind, {**body, "max_tokens": 9, "max_completion_tokens": None}).max_tokens == 9
+    assert refusal(kind, {**body, "max_completion_tokens": 0}).param == "max_completion_tokens"
+
+
 def test_settings_of_speculation() -> None:
     def of(value: Any) -> Any:
         return speculation(read(CompletionFields, {"prompt": "x", "speculation": value}), 5)
