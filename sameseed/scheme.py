@@ -481,9 +481,12 @@ class QuantScheme:
         return get(self.format_for(dtype)).bits_per_weight(width, self.args(width))
 
     def encode(self, weight: Tensor) -> QuantTensor:
-        """Store a dense weight [O, K] by this scheme. Raises ConfigError as `args` does."""
+        """Store a dense weight [O, K] by this scheme. Raises ConfigError as `args` does.
+
+        What stays dense ("auto") meets rows as they are: int8 activations are for what a checkpoint stores as integers.
+        """
         q = get(self.format_for(weight.dtype)).encode(weight, self.args(weight.shape[1]))
-        return replace(q, activations=self.activations)
+        return q if self.weights == "auto" else replace(q, activations=self.activations)
 
     def settled(self, weight: Tensor) -> QuantScheme:
         """The scheme that a choice of format comes to for weight [O, K]: fp8-auto is fp8_e4m3 or fp8_e5m2."""

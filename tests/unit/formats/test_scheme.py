@@ -204,3 +204,9 @@ def test_rows_of_fp8_by_example():
     assert got[1].isnan().all() and not got[2].any()
     assert round_rows(torch.zeros(0, 8)).shape == (0, 8)
     torch.testing.assert_close(round_rows(got[:1]), got[:1])
+
+
+def test_what_stays_dense_has_no_integer_activations():
+    """auto-a8 is for matrices that a checkpoint stores as integers; beside them lie dense ones."""
+    w = QuantScheme.parse("auto-a8").encode(torch.ones(4, 32))
+    assert (w.format, w.activations) == ("fp32", None)
