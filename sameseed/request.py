@@ -333,7 +333,6 @@ class Sequence:
     num_shared: int = 0  # tokens of the prompt whose rows were there already when it started
     priority: int = 0  # lower goes first
     owner: str = ""  # within a priority, fair between owners
-    finish_reason: FinishReason | None = None
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     times: TimeSplit = field(default_factory=TimeSplit)
     num_preemptions: int = 0

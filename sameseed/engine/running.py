@@ -79,7 +79,6 @@ class Running:
     def complete(self, reason: FinishReason) -> Completion:
         """The end: all that it has written."""
         seq, r = self.seq, self.request
-        seq.finish_reason = reason
         self.output.finish()
         return Completion(
             request_id=r.request_id,

@@ -19,7 +19,8 @@ from sameseed.request import Completion, Delta, Request, SamplingParams, Sequenc
 SEQS, ROWS, BLOCK = 10, 14, 4  # of a crowded engine: sequences, rows of a pass, rows of a block
 STAGES = ("waiting", "in_its_prompt", "writing", "preempted")  # in which requests are aborted
 PROMPT = 24  # tokens of a prompt, at least: six blocks
-CHANGED = 9  # the token of a beginning that is another's
+REPEATED = 24  # tokens of a text that says the same again and again
+CHANGED = (8, 11)  # the token of a beginning that is another's: the first of a block, and the last
 
 
 def _long(subject: Subject, i: int) -> Tokens:
@@ -142,15 +143,17 @@ def _is_in(stage: str, seq: Sequence, runs: bool) -> bool:
     "P1",
     "texts that begin alike",
     SAME_TEXTS + "; 0 rows from another tenant, or without a prefix cache",
-    least={"texts": 24, "reused_tokens": 100, "refused_tenants": 2, "guesses": 20, "rejections": 4},
+    least={"texts": 24, "reused_tokens": 100, "refused_tenants": 2, "came_back": 1, "guesses": 20, "rejections": 4},
     remedy="leave --no-prefix-cache out, or take a higher --effort",
     requests=2_000,
 )
 def beginnings(subject: Subject, effort: Effort) -> Found:
     """Texts that begin with the rows of earlier ones are those without a prefix cache. Of another tenant's rows none
-    are taken, nor of a beginning from where it differs, nor any where the cache is off.
+    are taken, nor of a beginning from where it differs, nor any where the cache is off. A text that says the same again
+    and again is preempted and comes back to its own rows.
     """
-    found = Found({"texts": 0, "reused_tokens": 0, "refused_tenants": 0}, {"differing_texts": 0, "rows_of_others": 0})
+    sizes = {"texts": 0, "reused_tokens": 0, "refused_tenants": 0, "came_back": 0}
+    found = Found(sizes, {"differing_texts": 0, "rows_of_others": 0})
     for turn in range(max(1, effort.of(2_000, 8) // 8)):
         jobs = _alike(subject, turn)
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
@@ -171,28 +174,60 @@ def beginnings(subject: Subject, effort: Effort) -> Found:
             compare(subject, found, name, jobs, plain, got)
             if alone:
                 _judge_reuse(found, name, jobs, got, on)
+        _come_back(subject, found, turn)
     return found
 
 
 def _alike(subject: Subject, turn: int) -> list[Request]:
-    """A tenant's text twice, another's the same text twice, the first one's again, and with one token changed."""
+    """A tenant's text twice, another's the same text twice, the first one's again, and twice with one token changed."""
     ways = list(sampling_settings(subject.params).values())
     begin, jobs = _long(subject, turn), []
-    at = CHANGED % len(begin)
-    other = (*begin[:at], (begin[at] + 1) % subject.vocab_size, *begin[at + 1 :])
     for i, tenant in enumerate("aabbaaaa"):
-        prompt = (*(begin if i < 6 else other), *_long(subject, turn + 1 + i % 2)[:5])
+        own = begin
+        if i >= 6:
+            at = CHANGED[i - 6] % len(begin)
+            own = (*begin[:at], (begin[at] + 1) % subject.vocab_size, *begin[at + 1 :])
+        prompt = (*own, *_long(subject, turn + 1 + i % 2)[:5])
         params = replace(ways[(turn + i) % len(ways)], max_tokens=min(8, subject.max_tokens), ignore_eos=True)
         seed = subject.seed * 7_919 + turn * 8 + i
         jobs.append(Request(f"p{i}", prompt, replace(params, seed=seed), seed, tenant=tenant))
     return jobs
 
 
+def _come_back(subject: Subject, found: Found, turn: int) -> None:
+    """A text of nearly one token is preempted when it is long: its blocks hold the same, their places are others.
+
+    What the second token would have scored shows which rows were read.
+    """
+    one = turn % (subject.vocab_size - 1)
+    params = SamplingParams(
+        max_tokens=REPEATED,
+        ignore_eos=True,
+        logprobs=2,
+        temperature=0.0,
+        allowed_token_ids=(one, one + 1),
+        logit_bias={one: 40.0},
+    )
+    job = Request(f"r{turn}", _long(subject, turn)[:PROMPT], params, turn)
+    plain = subject.run(subject.plain(seqs=1), [job])
+    engine = subject.engine(block=BLOCK, rows=ROWS, seqs=1, tokens=4 * (PROMPT + REPEATED))
+    done: list[Completion] = []
+    engine.add(job)
+    while engine.has_work:
+        done += [d.completion for d in engine.step() if d.completion is not None]
+        for seq in list(engine.scheduler.running):
+            if seq.num_output > REPEATED // 2 and not seq.num_preemptions:
+                engine.scheduler._preempt(seq)
+                found.sizes["came_back"] += 1
+    found.sizes["texts"] += 1
+    compare(subject, found, "one token again and again, preempted", [job], plain, subject.over(engine, done))
+
+
 def _judge_reuse(found: Found, name: str, jobs: Seq[Request], got: Seq[Completion], on: bool) -> None:
     """Count tokens whose rows were there already, and requests that took more than were theirs to take."""
     for i, (job, c) in enumerate(zip(jobs, got, strict=True)):
         reused = c.metrics.num_cached_tokens
-        most = {0: 0, 2: 0, 6: CHANGED}.get(i, len(job.prompt_token_ids)) if on else 0
+        most = {0: 0, 2: 0, 6: CHANGED[0], 7: CHANGED[1]}.get(i, len(job.prompt_token_ids)) if on else 0
         found.sizes["reused_tokens"] += reused
         found.sizes["refused_tenants"] += on and i == 2 and not reused
         if reused > most:

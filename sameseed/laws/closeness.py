@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -44,9 +45,8 @@ def backend_is_reference(subject: Subject, effort: Effort) -> Found:
             _product(found, name, ops, w, subject.device)
             _fused(found, name, ops, w, subject.device)
         wanted = effort.of(2_000, 60)
-        for name, w in random_weights(subject, rng):
-            if found.sizes["products"] >= wanted:
-                break
+        turns = (weight for turn in range(wanted) for weight in random_weights(subject, rng, turn))
+        for name, w in itertools.islice(turns, max(0, wanted - found.sizes["products"])):
             _product(found, f"random {name}", model.ops, w, subject.device)
         for name, got, expected, bound in (*_rowwise(model), *_attention(subject)):
             _judge(found, name, got, expected, bound)

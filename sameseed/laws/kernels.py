@@ -163,12 +163,15 @@ def own_weights(subject: Subject) -> Iterator[tuple[str, Ops, QuantTensor]]:
                 yield f"{name} {w.format}", ops, w
 
 
-def random_weights(subject: Subject, rng: random.Random) -> Iterator[tuple[str, QuantTensor]]:
-    """Random weights by the name of their scheme: the configured one at every width, then every other one."""
+def random_weights(subject: Subject, rng: random.Random, turn: int = 0) -> Iterator[tuple[str, QuantTensor]]:
+    """Random weights by the name of their scheme: the configured one at every width, then every other one.
+
+    Each `turn` has others.
+    """
     own, ops = subject.config.format, subject.target.ops
     for name in dict.fromkeys((own, *PRESETS, *registry.loaded("formats"))):
         for width in rng.sample(WIDTHS, len(WIDTHS)):
-            weight = randn(rng.choice(OUTPUTS), width, seed=width, device=subject.device)
+            weight = randn(rng.choice(OUTPUTS), width, seed=width + turn * WIDTHS[-1], device=subject.device)
             try:
                 yield name, ops.encode(weight * width**-0.5, QuantScheme.parse(name))
             except SameseedError:  # no format of weights, or its groups do not divide this width

@@ -28,6 +28,8 @@ LETTERS, CHOICES, SPELLED = 4, 24, 8  # of the grammar: letters, texts, letters 
 NUM_NODES = 64  # of a tree
 EXPRESSION = "expression"  # a regular one, as xgrammar compiles it
 PATTERN, LONGEST = "(?:{0}{1}|[{2}{3}]{{2,3}}){{1,2}}{0}?", 7  # of letters, and the longest text that matches it
+WORDS = "words"  # a choice of texts of long pieces
+PIECES = (1, 1, 1, 2, 3, 3, 4, 7, 8, 8, 9, 15, 16, 16, 17)  # letters that they have
 WAIT = 4  # tokens: as many as one character may take
 
 
@@ -142,7 +144,7 @@ def ruled(subject: Subject) -> dict[str, Rule]:
     pieces = {t: s for t, s in spelled.items() if s and set(s) <= set(few)}
     every = [pieces.get(t, "").encode() for t in range(subject.target.config.vocab_size)]
     choice = Choice(choices, Vocabulary(every, eos))
-    found = {"grammar": Rule(choices, pieces, lambda: choice)}
+    found = {"grammar": Rule(choices, pieces, lambda: choice), WORDS: _worded(subject, rng)}
     if len(plain) >= LETTERS:
         pattern = PATTERN.format(*few)
         try:
@@ -154,6 +156,18 @@ def ruled(subject: Subject) -> dict[str, Rule]:
         texts = tuple(s for s in strings if re.fullmatch(pattern, s))
         found[EXPRESSION] = Rule(texts, pieces, lambda: matching.matched(language))
     return found
+
+
+def _worded(subject: Subject, rng: random.Random) -> Rule:
+    """A choice whose tokens are given long pieces of few letters, whatever they spell: vocabularies have such tokens."""
+    eos = subject.target.config.eos_token_ids
+    tokens = rng.sample([t for t in range(subject.vocab_size) if t not in eos], len(PIECES))
+    pieces = {t: "".join(rng.choices("ab", k=n)) for t, n in zip(tokens, PIECES, strict=True)}
+    pieces |= dict(zip(tokens, "ab", strict=False))  # every text can be written letter by letter
+    texts = tuple(sorted({"".join(rng.sample(list(pieces.values()), 2)) for _ in range(CHOICES)}))
+    every = [pieces.get(t, "").encode() for t in range(subject.target.config.vocab_size)]
+    choice = Choice(texts, Vocabulary(every, eos))
+    return Rule(texts, pieces, lambda: choice)
 
 
 def judge(subject: Subject, written: Seq[Written]) -> Found:

@@ -22,14 +22,15 @@ WHOLE = 16  # tokens that are characters, beside those that are half ones
     "T2",
     "spelling",
     "0 texts other than what their tokens spell, whole or in pieces",
-    least={"texts": 32},
+    least={"texts": 32, "held_back": 2, "places": 50},
     texts=20_000,
 )
 def spelling(subject: Subject, effort: Effort) -> Found:
     """A text is what the tokenizer makes of all its tokens at once, to the last half character, with special tokens and
-    without; the pieces that are streamed are that text. Bytes that are no character may be written as more or fewer.
+    without; the pieces that are streamed are that text, also where it ends as a stop string begins. Each token is said
+    to begin where it does. Bytes that are no character may be written as more or fewer.
     """
-    found = Found({"texts": 0, "half_ends": 0, "special_tokens": 0}, {"misspelt": 0})
+    found = Found({"texts": 0, "half_ends": 0, "special_tokens": 0, "held_back": 0, "places": 0}, {"misspelt": 0})
     tokenizer = subject.loaded.tokenizer
     size = min(VOCAB, len(tokenizer.vocabulary()))
     config = replace(subject.config, spec=SpecConfig())
@@ -37,10 +38,13 @@ def spelling(subject: Subject, effort: Effort) -> Found:
     toy = Subject(loaded, [(3, 4, 5), (5, 4)], SamplingParams(), max_tokens=LENGTH, batch=8, seed=subject.seed)
     half = [t for t in range(size) if tokenizer.decode([t]) == HALF]
     able = tuple(dict.fromkeys((*half, *range(0, size, max(1, size // WHOLE)), *range(min(4, size)))))
+    whole = tuple(t for t in able if HALF not in (s := tokenizer.decode([t])) and s)
     rng = random.Random(subject.seed)
     for start in range(0, effort.of(20_000, 32), 16):
-        jobs = [_job(toy, job, able, rng) for job in toy.jobs(16, SamplingParams(max_tokens=LENGTH), start)]
+        jobs = toy.jobs(16, SamplingParams(max_tokens=LENGTH), start)
+        jobs = [_job(toy, job, able if i % 4 else whole or able, rng) for i, job in enumerate(jobs)]
         plain = toy.run(toy.plain(), jobs)
+        jobs = [_teased(job, c.text) for job, c in zip(jobs, plain, strict=True)]
         for engine in (toy.plain(), toy.engine(drafter=toy.trees(jobs, plain, start))):
             deltas: list[Delta] = []
             _judge(found, toy, jobs, toy.run(engine, jobs, deltas=deltas), deltas)
@@ -65,6 +69,13 @@ def _job(toy: Subject, job: Request, able: tuple[int, ...], rng: random.Random) 
     return replace(job, params=params)
 
 
+def _teased(job: Request, text: str) -> Request:
+    """The job with a stop string that begins as its text ends: that end must be held back, and given out at last."""
+    if job.params.stop or not text or HALF in text:
+        return job
+    return replace(job, params=replace(job.params, stop=(text[-2:] + text[-2:] + "!",)))
+
+
 def _judge(found: Found, toy: Subject, jobs: Seq[Request], got: Seq[Completion], deltas: Seq[Delta]) -> None:
     """Count texts that are not what their tokens spell; of one that a stop string ended, what comes before it."""
     decode = toy.loaded.tokenizer.decode
@@ -79,8 +90,23 @@ def _judge(found: Found, toy: Subject, jobs: Seq[Request], got: Seq[Completion],
             right = said.replace(HALF, "").startswith(c.text.replace(HALF, ""))
         else:
             right = said.replace(HALF, "") == c.text.replace(HALF, "") and said.endswith(HALF) == c.text.endswith(HALF)
+        begun = any(s[:2] == c.text[-2:] for s in job.params.stop)
+        found.sizes["held_back"] += begun and c.finish_reason.value == "length"
+        _judge_places(found, toy, job, c)
         if not right or pieces != c.text:
             found.statistic["misspelt"] += 1
             found.add(
                 f"tokens {c.token_ids}", said, c.text if pieces == c.text else f"{c.text!r}, in pieces {pieces!r}"
             )
+
+
+def _judge_places(found: Found, toy: Subject, job: Request, c: Completion) -> None:
+    """Count tokens that are said to begin elsewhere than where the text of those before them ends."""
+    decode, skip = toy.loaded.tokenizer.decode, job.params.skip_special_tokens
+    before = [decode(list(c.token_ids[:n]), skip) for n in range(len(c.token_ids))]
+    for n, text in enumerate(before):
+        found.sizes["places"] += HALF not in text
+        said = c.text_offset[n : n + 1]
+        if HALF not in text and said != (len(text),):
+            found.statistic["misspelt"] += 1
+            found.add(f"tokens {c.token_ids}: the place of token {n}", len(text), said)

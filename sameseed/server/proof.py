@@ -172,7 +172,7 @@ def _beyond(subject: Subject) -> list[dict[str, Any]]:
     size, few = subject.target.config.vocab_size, range(1, 4)
     lists = [{name: [size]} for name in ("banned_token_ids", "allowed_token_ids", "stop_token_ids", "prompt")]
     more = {"max_tokens": subject.max_len + 1}, {"prompt": [t % 3 + 1 for t in range(subject.max_len)]}
-    return [*lists, *more, {"logit_bias": {str(size): 1.0}}, {"model": "another", "prompt": list(few)}]
+    return [*lists, *more, {"prompt": [-1]}, {"logit_bias": {str(size): 1.0}}, {"model": "another", "prompt": list(few)}]
 
 
 def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
@@ -187,6 +187,8 @@ def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
     for i, parts in enumerate(chosen):
         own = subject.prompts[i % len(subject.prompts)]
         prompt = (own * LONGEST)[-LONGEST:]
+        if i % 4 == 1:  # the first token of all and the last are tokens like any other
+            prompt = (*prompt[:-2], 0, subject.target.config.vocab_size - 1)
         seed = subject.seed * 1_000 + i
         body: dict[str, Any] = {"seed": seed, "prompt": list(prompt)}
         params: dict[str, Any] = {**DEFAULTS, "seed": seed}
