@@ -69,7 +69,7 @@ class Stage:
         jobs = self.jobs(batch)
         engine, run = self.engine(arm, batch, jobs), Run()
         first = jobs[:batch]
-        for start in range(0, len(jobs) // batch * batch, batch):  # each number of rows is compiled, and recorded
+        for start in range(0, min(len(jobs), 2 * batch) // batch * batch, batch):  # rows are compiled, and recorded
             run_batch(engine, jobs[start : start + batch], Run())
         forget_peak, first_tokens = memory.peak(self.device), 0.0
         for start in range(0, len(jobs) // batch * batch, batch):
@@ -146,6 +146,7 @@ def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format:
 def measure_large(sizes: Sizes, ops: Ops, device: str, tell: Tell, warm: bool = False) -> None:
     """The large target in 4 bits: plain, every two-level setting (a head, a draft model, n-grams), and cascades."""
     forget(device)
+    sizes = replace(sizes, num_prompts=min(2, sizes.num_prompts))
     format = sizes.large_format
     quant = QuantScheme.parse(format)
     target = twin(TARGET, sizes.large_shape, quant, ops, device)

@@ -110,6 +110,30 @@ class Batch:
     def num_seqs(self) -> int:
         return self.num_pending.shape[0]
 
+    def without_chains(self) -> Batch:
+        """This batch, of the CPU, with drafts that do not branch as known tokens: their rows see the same keys.
+
+        Attention gives them the same bits so (the law of rows), by blocks of keys that they share.
+        """
+        if self.tree_mask is None:
+            return self
+        masks, offsets = self.tree_mask.numpy(), self.row_offsets.numpy()
+        counts = np.diff(offsets)
+        if not counts.all():  # a sequence without rows, which sums of stretches cannot tell
+            return self
+        straight = np.logical_and.reduceat(masks & (masks + 1) == 0, offsets[:-1])
+        if not straight.any():
+            return self
+        positions = (self.positions if self.key_positions is None else self.key_positions).numpy()
+        ends, known = np.maximum.reduceat(positions, offsets[:-1]) + 1, self.kv_lens.numpy()
+        trees = None if straight.all() else np.where(np.repeat(straight, counts), 0, masks)
+        return replace(
+            self,
+            num_pending=torch.from_numpy(np.where(straight, counts, self.num_pending.numpy())),
+            kv_lens=torch.from_numpy(np.where(straight, np.maximum(ends, known), known)),
+            tree_mask=None if trees is None else torch.from_numpy(trees),
+        )
+
     def with_late(self, tokens: Tensor) -> Batch:
         """This batch, of the CPU, with tokens int32 [n] of the device for its rows whose tokens are UNKNOWN."""
         rows = np.flatnonzero(self.token_ids.numpy() == UNKNOWN)

@@ -148,6 +148,8 @@ class Graphs:
         made_here = batch.token_ids.device.type == "cpu" and all(
             len(x) <= batch.num_rows for x in (batch.num_pending, batch.logit_rows)
         )
+        if batch.token_ids.device.type == "cpu":
+            batch = batch.without_chains()
         # The buffers serve one pass at a time; another pass meanwhile computes op by op.
         if capture is None or not made_here or not self._busy.acquire(blocking=False):
             return self._forward(self._ops, batch, cache, captures, *inputs)
