@@ -69,7 +69,7 @@ class Stage:
         jobs = self.jobs(batch)
         engine, run = self.engine(arm, batch, jobs), Run()
         first = jobs[:batch]
-        for start in range(0, min(len(jobs), 2 * batch) // batch * batch, batch):  # rows are compiled, and recorded
+        for start in range(0, len(jobs) // batch * batch, batch):  # each number of rows is compiled, and recorded
             run_batch(engine, jobs[start : start + batch], Run())
         forget_peak, first_tokens = memory.peak(self.device), 0.0
         for start in range(0, len(jobs) // batch * batch, batch):
