@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -110,6 +111,10 @@ class Batch:
     def num_seqs(self) -> int:
         return self.num_pending.shape[0]
 
+    @property
+    def _key_positions(self) -> Tensor:
+        return self.positions if self.key_positions is None else self.key_positions
+
     def without_chains(self) -> Batch:
         """This batch, of the CPU, with drafts that do not branch as known tokens: their rows see the same keys.
 
@@ -117,22 +122,19 @@ class Batch:
         """
         if self.tree_mask is None:
             return self
-        masks, offsets = self.tree_mask.numpy(), self.row_offsets.numpy()
-        counts = np.diff(offsets)
-        if not counts.all():  # a sequence without rows, which sums of stretches cannot tell
-            return self
-        straight = np.logical_and.reduceat(masks & (masks + 1) == 0, offsets[:-1])
-        if not straight.any():
-            return self
-        positions = (self.positions if self.key_positions is None else self.key_positions).numpy()
-        ends, known = np.maximum.reduceat(positions, offsets[:-1]) + 1, self.kv_lens.numpy()
-        trees = None if straight.all() else np.where(np.repeat(straight, counts), 0, masks)
-        return replace(
-            self,
-            num_pending=torch.from_numpy(np.where(straight, counts, self.num_pending.numpy())),
-            kv_lens=torch.from_numpy(np.where(straight, np.maximum(ends, known), known)),
-            tree_mask=None if trees is None else torch.from_numpy(trees),
-        )
+        masks, offsets, positions = self.tree_mask.tolist(), self.row_offsets.tolist(), self._key_positions.tolist()
+        pending, known = self.num_pending.tolist(), self.kv_lens.tolist()
+        branched = False
+        for b, (start, end) in enumerate(itertools.pairwise(offsets)):
+            if all(mask & (mask + 1) == 0 for mask in masks[start:end]):  # each row's ancestors are all before it
+                if start < end:
+                    pending[b], known[b] = end - start, max(known[b], positions[end - 1] + 1)
+                masks[start:end] = [0] * (end - start)
+            else:
+                branched = True
+        num_pending, kv_lens = int_tensors((pending, known))
+        trees = torch.from_numpy(np.array(masks, np.int64)) if branched else None
+        return replace(self, num_pending=num_pending, kv_lens=kv_lens, tree_mask=trees)
 
     def with_late(self, tokens: Tensor) -> Batch:
         """This batch, of the CPU, with tokens int32 [n] of the device for its rows whose tokens are UNKNOWN."""
