@@ -173,7 +173,7 @@ class _Catch:
         self.device = device
 
     def run(self, batch: Batch, cache: Any, captures: Any) -> tuple[Any, None, None]:
-        self.batch = batch.on(self.device)
+        self.batch = batch.without_chains().on(self.device)  # as passes by graphs have it
         return None, None, None
 
 

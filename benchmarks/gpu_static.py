@@ -76,9 +76,14 @@ def product(w: QuantTensor, num_rows: int, capability: int) -> list[Launch]:
 
 
 def launches(formats: list[str], capability: int) -> Iterator[tuple[str, Launch]]:
-    """Every kernel that is looked at: products of few, of 64 and of many rows; rows made ready."""
+    """Every kernel that is looked at: products of few, of 32, of 64 and of many rows; rows made ready."""
     for name in formats:
-        for rows, what in ((1, "gate_up"), (64, "gate_up"), (512, "down")):  # down's sums are shared out
+        for rows, what in (
+            (1, "gate_up"),
+            (32, "gate_up"),
+            (64, "gate_up"),
+            (512, "down"),
+        ):  # down's sums are shared out
             yield f"{name}, {rows} rows", product(weight(name, *SHAPES[what]), rows, capability)[0]
     w = weight("w4a16", *SHAPES["o"])
     combine = product(w, 1, capability)[1]

@@ -146,6 +146,7 @@ def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format:
 def measure_large(sizes: Sizes, ops: Ops, device: str, tell: Tell, warm: bool = False) -> None:
     """The large target in 4 bits: plain, every two-level setting (a head, a draft model, n-grams), and cascades."""
     forget(device)
+    sizes = replace(sizes, num_prompts=min(2, sizes.num_prompts))
     format = sizes.large_format
     quant = QuantScheme.parse(format)
     target = twin(TARGET, sizes.large_shape, quant, ops, device)

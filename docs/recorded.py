@@ -77,16 +77,26 @@ def gpu(found: list[Record]) -> str:
     found = [r for r in found if not r["dry_run"]]
     if not found:
         return hint("gpu")
-    found = last_run(found)
+    newest: dict[tuple[Any, ...], str] = {}
+
+    def measured(r: Record) -> tuple[Any, ...]:
+        return tuple(r.get(name) for name in ("part", "shape", "format", "engine"))
+
+    for r in found:
+        newest[measured(r)] = r["run"]
+    found = [r for r in found if r["run"] == newest[measured(r)]]  # of each part the newest run that has it
     rows = [[row.what, row.aim, row.got, row.verdict] for row in script("gpu_summary.py").rows(found)]
-    first, left = found[0], [r for r in found if r["part"] == "end"]
+    last = last_run(found)
+    first, left = last[0], [r for r in last if r["part"] == "end"]
     lost = [f"{r['what']}: {r['why']}." for r in left[-1]["left_out"]] if left else ["What an interrupt cut off."]
     about = (
         f"{first['machine']['gpu']}, PyTorch {first['machine']['torch']}, CUDA {first['cuda']}, {first['time'][:10]}"
     )
+    commits = ", ".join(dict.fromkeys(r["commit"] for r in found))
     return (
         f"{markdown(['what', 'aim', 'found', ''], rows)}\n\n"
-        f"{about}, commit {first['commit']}. Left out:\n\n* " + "\n* ".join(lost or ["Nothing."])
+        f"{about}; of each part the newest run (commits {commits}). Left out of the last:\n\n* "
+        + "\n* ".join(lost or ["Nothing."])
     )
 
 

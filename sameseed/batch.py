@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -109,6 +110,31 @@ class Batch:
     @property
     def num_seqs(self) -> int:
         return self.num_pending.shape[0]
+
+    @property
+    def _key_positions(self) -> Tensor:
+        return self.positions if self.key_positions is None else self.key_positions
+
+    def without_chains(self) -> Batch:
+        """This batch, of the CPU, with drafts that do not branch as known tokens: their rows see the same keys.
+
+        Attention gives them the same bits so (the law of rows), by blocks of keys that they share.
+        """
+        if self.tree_mask is None:
+            return self
+        masks, offsets, positions = self.tree_mask.tolist(), self.row_offsets.tolist(), self._key_positions.tolist()
+        pending, known = self.num_pending.tolist(), self.kv_lens.tolist()
+        branched = False
+        for b, (start, end) in enumerate(itertools.pairwise(offsets)):
+            if all(mask & (mask + 1) == 0 for mask in masks[start:end]):  # each row's ancestors are all before it
+                if start < end:
+                    pending[b], known[b] = end - start, max(known[b], positions[end - 1] + 1)
+                masks[start:end] = [0] * (end - start)
+            else:
+                branched = True
+        num_pending, kv_lens = int_tensors((pending, known))
+        trees = torch.from_numpy(np.array(masks, np.int64)) if branched else None
+        return replace(self, num_pending=num_pending, kv_lens=kv_lens, tree_mask=trees)
 
     def with_late(self, tokens: Tensor) -> Batch:
         """This batch, of the CPU, with tokens int32 [n] of the device for its rows whose tokens are UNKNOWN."""

@@ -96,6 +96,11 @@ def put(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.to(device)
 
 
+def put_into(there: torch.Tensor, x: torch.Tensor) -> None:
+    """Numbers of the CPU into a tensor of a device, likewise: x is not to change before the device has them."""
+    there.copy_(x.pin_memory() if there.device.type == "cuda" else x, non_blocking=True)
+
+
 def read(x: torch.Tensor) -> list[Any]:
     """A tensor's numbers: the host waits for what computes them."""
     numbers: list[Any] = x.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from sameseed.drafters._followers import Followers
 from sameseed.engine.engine import Engine
 from sameseed.errors import SameseedError
 from sameseed.lengths.fixed import FixedLength
@@ -76,9 +77,10 @@ def leaks(engine: Engine) -> list[str]:
 def shadows(drafter: Any, seq: Sequence) -> list[tuple[Any, Sequence]]:
     """Levels of drafting with a cache of their own that follow `seq`, each with its sequence there."""
     followers, levels = getattr(drafter, "followers", None), getattr(drafter, "below", ())
-    mine = [(drafter, followers[seq])] if followers is not None and seq.seq_id in followers._shadows else []
-    if followers is not None:  # those below it follow the shadow
-        seq = mine[0][1] if mine else seq
+    mine: list[tuple[Any, Sequence]] = []
+    if isinstance(followers, Followers):  # a head's contexts are rows of the target's: no sequence of its own
+        mine = [(drafter, followers[seq])] if seq.seq_id in followers._shadows else []
+        seq = mine[0][1] if mine else seq  # those below it follow the shadow
     every = [levels] if isinstance(levels, Drafter) else levels
     return mine + [found for level in every for found in shadows(level, seq)]
 

@@ -91,7 +91,7 @@ def test_who_merges_which_parts_changes_no_bit(spans):
     def merged(lines, width):
         out = torch.full((rows, heads, dim), torch.nan)
         given = {**results, "out_ptr": out, "num_parts": num_parts, "num_heads": heads}
-        sizes = {"SPANS": spans, "PARTS": 8 // spans, "LINES": lines, "DIM": dim, "BLOCK": width}
+        sizes = {"SPANS": spans, "PARTS": 8 // spans, "LINES": lines, "DIM": dim, "BLOCK": width, "EARLY": False}
         Launch(kernels.combine, (rows, heads, -(-dim // width)), given, sizes, warps=lines).run()
         return out
 

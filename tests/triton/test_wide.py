@@ -49,9 +49,9 @@ def test_larger_tiles_have_the_bits_of_small_ones(name, split, monkeypatch):
     many = 130 if name == "bf16" else 66
     x, bias, residual = randn(many, w.shape[1]), randn(40, seed=2), randn(many, 40, seed=3)
     x[:, 3] *= 1e4
-    for rows in (40, many):
+    for rows in (20, 40, many):
         way = chosen(w, rows)
-        assert (way is None) == (rows == 40 and host.form_for(w) == "int8")
+        assert (way is None) == (rows < many and host.form_for(w) == "int8")
         got = backend.product(plain_rows(x[:rows]), w, bias, residual[:rows])
         with monkeypatch.context() as without:
             without.setattr(wide, "way", lambda *_: None)
@@ -75,7 +75,9 @@ def test_zeros_keep_their_signs(monkeypatch):
 def test_few_rows_go_by_tiles_of_16(name):
     w = packed(name, 40, 256)
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
-        assert all(chosen(w, rows, capability) is None for rows in (1, 16, 17, 32))
+        assert all(chosen(w, rows, capability) is None for rows in (1, 16))
+    few = [chosen(w, rows) for rows in (17, 32, 33, 64)]
+    assert few == [None] * 4 or ([way.tile for way in few] == [32, 32, 64, 64] and all(way.left for way in few))
     assert chosen(w, 500) is None if name in ("fp32", "nf4") else chosen(w, 500).whole
     assert (chosen(w, 500, (8, 0)) is not None) == (name in ("bf16", "fp16"))
 

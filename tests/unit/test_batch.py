@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import torch
 from fixtures_device import DEVICE, counted_waits, pretended_device
+from fixtures_ops import Part, make_pass
 
 from sameseed.batch import GREEDY, MAX_NODES, UNKNOWN, Draw, Draws, Rows, ancestor_masks, build_batch
+from sameseed.ops import reference
 
 
 def test_ancestor_masks() -> None:
@@ -140,3 +142,36 @@ def test_tokens_that_only_the_device_knows_stay_there() -> None:
         with counted_waits() as found:
             there = batch.with_late(late).on(DEVICE)
         assert list(found.values()) == [1] and there.token_ids.tolist() == [5, 8, 9, 7]
+
+
+def test_drafts_that_do_not_branch_may_stand_for_known_tokens() -> None:
+    """Their rows see the same keys in the same order, so attention gives the same bits."""
+    rng, found = random.Random(5), 0
+    for _ in range(40):
+        parts = []
+        for _ in range(rng.randint(1, 4)):
+            n = rng.choice([0, 1, 4, 9])
+            chain = rng.random() < 0.6
+            parents = range(-1, n - 1) if chain else [rng.randint(-1, i - 1) for i in range(n)]
+            parts.append(Part(rng.randint(0, 40), rng.randint(1, 5), list(parents)))
+        p = make_pass(parts)
+        batch = p.batch.without_chains()
+        found += batch is not p.batch and batch.tree_mask is not None
+        straight = [part.parents == list(range(-1, len(part.parents) - 1)) for part in parts]
+        assert (batch.tree_mask is None) == all(straight)
+        for b, part in enumerate(parts):
+            expected = (part.stored, part.pending + len(part.parents)) if straight[b] else (part.kv_len, part.pending)
+            assert (int(batch.kv_lens[b]), int(batch.num_pending[b])) == expected
+        for window in (None, 8):
+            got = reference.attention(p.q, p.layer, batch, 0.3, window)
+            assert torch.equal(got, reference.attention(p.q, p.layer, p.batch, 0.3, window))
+    assert found, "batches of both kinds"
+
+
+def test_a_node_whose_ancestors_are_stored_stands_for_a_known_token_too() -> None:
+    batch = build_batch([Rows([1, 2], 3, [7, 8, 9], [-1, 0, 1], [0, 1, 2], True)], 4)
+    last = {name: getattr(batch, name)[-1:] for name in ("token_ids", "positions", "slots", "tree_mask")}
+    last |= {"row_offsets": torch.tensor([0, 1], dtype=torch.int32), "num_pending": torch.zeros(1, dtype=torch.int32)}
+    one = replace(batch, **last)
+    found = one.without_chains()
+    assert (found.kv_lens.tolist(), found.num_pending.tolist(), found.tree_mask) == ([8], [1], None)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sameseed.ops.triton import early
 from sameseed.ops.triton.rounding import inverse, power_of
 from sameseed.ops.triton.softmax import TILE, merge, step, terms
 
@@ -121,6 +122,7 @@ def attend(
     WALK: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
     WIDEN: tl.constexpr, MACHINE: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # Program (slot, head, part): ROWS rows of a sequence, HEADS query heads; a span, a stretch, or all of them (WALK).
     ROWS: tl.constexpr = TILE // HEADS
@@ -146,6 +148,7 @@ def attend(
         # The keys of this program: [begin, stop).
         TAKEN: tl.constexpr = SPAN if WALK == "span" else STRETCH
         begin, stop = tile_low // KEYS * KEYS, tile_high
+        early.wait(EARLY)  # all till here is of the batch, which lies there since the pass began
         if WALK != "all":
             begin = tl.maximum(begin, tl.program_id(2) * TAKEN)
             stop = tl.minimum(stop, tl.program_id(2) * TAKEN + TAKEN)
@@ -228,3 +231,5 @@ def attend(
                 tl.store(part_at + NEXT, sp_o1, mask=ins1 & (sp_l != 0.0)[:, None])
                 tl.store(sums_ptr + where * 2, sp_m, mask=real)
                 tl.store(sums_ptr + where * 2 + 1, sp_l, mask=real)
+    else:
+        early.wait(EARLY)  # no kernel is done before the one before it is

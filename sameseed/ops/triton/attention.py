@@ -17,7 +17,7 @@ from sameseed.ops import reference
 from sameseed.ops.triton.attend import attend
 from sameseed.ops.triton.guard import Launch, guarded, interpreted
 from sameseed.ops.triton.kv import KINDS, LARGEST, heads_packed
-from sameseed.ops.triton.prepared import converts_fp8
+from sameseed.ops.triton.prepared import begins_early, converts_fp8
 from sameseed.ops.triton.softmax import AT_ONCE, combine
 from sameseed.ops.triton.tiling import MULTIPROCESSORS
 from sameseed.scheme import KVLayer
@@ -124,14 +124,14 @@ def launches(
         "out_ptr": out,
         "part_ptr": part,
         "sums_ptr": sums,
-        "bounds_ptr": torch.zeros(num_rows, 2, dtype=torch.int32, device=q.device),  # none, for rows of nobody
+        "bounds_ptr": torch.empty(num_rows, 2, dtype=torch.int32, device=q.device),
         "num_parts": num_parts,
         "num_heads": num_heads,
     }
     half = max(16, triton.next_power_of_2(-(-dim // 2)))
     sizes = {"WALK": taken, "PAGE": page, "DIM": dim, "BLOCK": half, "HEADS": heads}
     free = frozenset({"num_seqs", "has_tree", "q_stride", "num_parts", "table_width"})
-    constants = {**_arithmetic(layer, q.device), **sizes}
+    constants = {**_arithmetic(layer, q.device), **sizes, "EARLY": begins_early(num_rows, q.device)}
     first = Launch(attend, (*grid, num_parts), {**inputs, **results}, constants, 4, STAGES, free)
     if taken == "all":
         return [first]
@@ -146,6 +146,7 @@ def _merging(
     lines = min(AT_ONCE.value, triton.next_power_of_2(-(-num_keys // STRETCH)))
     width = 32 if 2 * num_rows * num_heads < MULTIPROCESSORS else 128  # one value a lane is soonest, four are cheapest
     sizes = {"SPANS": spans, "PARTS": AT_ONCE.value // spans, "LINES": lines, "DIM": dim, "BLOCK": width}
+    sizes["EARLY"] = begins_early(num_rows, results["out_ptr"].device)
     return Launch(combine, (num_rows, num_heads, -(-dim // width)), results, sizes, warps=lines, free=free)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sameseed.ops.triton import early
 from sameseed.ops.triton.rounding import ROUND, SMALLEST, bfloat
 
 
@@ -106,7 +107,7 @@ def _turned(at, angles, DIM: tl.constexpr, BLOCK: tl.constexpr):
 def rotate_store(
     q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, positions_ptr, table_ptr, slots_ptr,
     out_ptr, k_codes_ptr, v_codes_ptr, k_scale_ptr, v_scale_ptr, num_heads, kv_heads,
-    KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # Row t, head h: a query rotated; behind the queries' heads a key rotated and stored, then a value stored.
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -114,6 +115,7 @@ def rotate_store(
     HALF: tl.constexpr = DIM // 2
     angles = table_ptr + tl.load(positions_ptr + t).to(tl.int64) * DIM
     slot = tl.load(slots_ptr + t)  # -1: a row of nobody, which is not stored
+    early.wait(EARLY)  # the batch lies there since the pass began
     first = slot.to(tl.int64) * kv_heads - num_heads
     if h < num_heads:
         y1, y2 = _turned(q_ptr + t * q_stride + h * DIM, angles, DIM, BLOCK)

@@ -62,13 +62,14 @@ def multiplication(
         "num_groups": depth // w.group,
         "num_steps": how.steps,
     }
-    constants = {**_cut(ready, w, out.device, tile), **flags, "TILES": count, "EARLY": begins_early(out.device)}
+    early = {"EARLY": begins_early(num_rows, out.device)}
+    constants = {**_cut(ready, w, out.device, tile), **flags, "TILES": count, **early}
     free = frozenset({"num_rows"})
     first = Launch(multiply.product, grid, arguments, constants, tile.warps, tile.stages, free)
     if parts == 1:
         return [first]
     arguments = {"parts_ptr": target, **extras, "out_ptr": out, "num_rows": num_rows, "outputs": outputs}
-    grid, constants = (num_rows, -(-outputs // SUMMED), 1), {**flags, "BLOCK": SUMMED, "EARLY": constants["EARLY"]}
+    grid, constants = (num_rows, -(-outputs // SUMMED), 1), {**flags, "BLOCK": SUMMED, **early}
     return [first, Launch(multiply.combine, grid, arguments, constants, free=free)]
 
 

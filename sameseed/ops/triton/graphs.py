@@ -110,7 +110,7 @@ class Buffers:
                 part[:size] = x.numpy()
             part[size:] = behind.get(name, 0)
         end = self._tables_at + batch.num_seqs * self.width  # what else is in the tables is read by no sequence
-        self._there[:end].copy_(devices.put(torch.from_numpy(self._host[:end].copy()), self._there.device))
+        devices.put_into(self._there[:end], torch.from_numpy(self._host[:end].copy()))
         if batch.late is not None:
             self.batch.token_ids.index_copy_(0, self._late_rows[: len(batch.late)], batch.late)
         for buffer, given_input in zip(self.inputs, inputs, strict=True):
@@ -148,6 +148,8 @@ class Graphs:
         made_here = batch.token_ids.device.type == "cpu" and all(
             len(x) <= batch.num_rows for x in (batch.num_pending, batch.logit_rows)
         )
+        if batch.token_ids.device.type == "cpu":
+            batch = batch.without_chains()
         # The buffers serve one pass at a time; another pass meanwhile computes op by op.
         if capture is None or not made_here or not self._busy.acquire(blocking=False):
             return self._forward(self._ops, batch, cache, captures, *inputs)

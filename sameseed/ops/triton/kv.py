@@ -14,6 +14,7 @@ from sameseed.ops import reference
 from sameseed.ops.triton.cached_rows import copy_rows, rotate_store, store
 from sameseed.ops.triton.dispatch import rms_norm
 from sameseed.ops.triton.guard import Launch, guarded
+from sameseed.ops.triton.prepared import begins_early
 from sameseed.ops.triton.rows import rotate
 from sameseed.scheme import KVLayer
 
@@ -74,7 +75,8 @@ def rotating(q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, tabl
     arguments |= {**_places(layer), "num_heads": heads, "kv_heads": kv_heads}
     free = frozenset({"q_stride", "k_stride", "v_stride"})
     grid = (num_rows, heads + 2 * kv_heads)
-    return Launch(rotate_store, grid, arguments, _constants(layer, dim), warps=1, free=free), out
+    constants = {**_constants(layer, dim), "EARLY": begins_early(num_rows, q.device)}
+    return Launch(rotate_store, grid, arguments, constants, warps=1, free=free), out
 
 
 def moving(layer: KVLayer, src: Tensor, dst: Tensor) -> list[Launch]:

@@ -107,8 +107,6 @@ def product(
     base = (tl.program_id(1) * BLOCK_O).to(tl.int64)
     outputs_at = tl.program_id(1) * BLOCK_O + o
     known = outputs_at < outputs
-    if EARLY:
-        early.fetch(w_ptr, outputs_at, share, depth, outputs, num_steps, WEIGHT == "dense", WIDTH, SPLIT, 2)
     early.wait(EARLY)
     of_group = base * num_groups + ((o // 32) * (num_groups * 32) + o % 32)  # packing.by_block
     if WHOLE and SPLIT > 1:

@@ -14,7 +14,9 @@ from sameseed.ops.triton.guard import Launch, interpreted
 from sameseed.scheme import QuantTensor
 
 MOST_AT_ONCE, CHUNK = 16384, 8192  # columns of a gated row that registers hold; of each part of a wider one
-EARLY = False  # programmatic dependent launch (9.0 and newer): off until a GPU has shown its laws and its times
+A_WARP = 256  # columns of a row that a warp holds
+EARLY = True  # programmatic dependent launch (9.0 and newer) ...
+EARLY_ROWS = 16  # ... of passes of so many rows: larger ones were slower with it on an H200
 _FORMS = {  # of prepared rows: how they are stored
     "single": torch.float32,
     "bf16": torch.bfloat16,
@@ -59,9 +61,9 @@ def converts_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def begins_early(device: torch.device) -> bool:
-    """Whether kernels begin while those before them end."""
-    return EARLY and not interpreted() and capability(device) >= (9, 0)
+def begins_early(num_rows: int, device: torch.device) -> bool:
+    """Whether kernels of a pass of so many rows begin while those before them end. No bits depend on it."""
+    return EARLY and num_rows <= EARLY_ROWS and not interpreted() and capability(device) >= (9, 0)
 
 
 def form_for(w: QuantTensor) -> str:
@@ -117,9 +119,9 @@ def preparation(rows: RowSource, form: str, group: int) -> tuple[Launch, Ready]:
         "GATHER": index is not None,
         "GROUP": block if groups == 1 else group,
         "BLOCK": block,
-        "EARLY": begins_early(x.device),
+        "EARLY": begins_early(num_rows, x.device),
         "CHUNK": min(block, CHUNK) if source == "silu" and block > MOST_AT_ONCE else block,
     }
-    warps = min(16, max(1, block // 512))
+    warps = min(16, max(1, block // A_WARP))
     launch = Launch(row_kernels.prepare, (num_rows,), arguments, constants, warps)
     return launch, ready

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sameseed.ops.triton import early
 from sameseed.ops.triton.decode import e4m3, e5m2, int8
 from sameseed.ops.triton.rounding import inverse, power_of
 
@@ -159,6 +160,7 @@ def _ascend(m, mass, o, m_new, l_new, o_new):
 def combine(
     part_ptr, sums_ptr, bounds_ptr, out_ptr, num_parts, num_heads,
     SPANS: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # Parts of attention merged in ascending order: what programs left that took a span or a stretch of keys each. An
     # element of a row's values meets no other, so who merges which elements changes nothing.
@@ -166,8 +168,10 @@ def combine(
     # then they are merged, one after the other. Every element loads sums for itself: nothing is exchanged till then.
     t = tl.program_id(0).to(tl.int64)
     place = t * num_heads + tl.program_id(1)
-    first = tl.load(bounds_ptr + t * 2) // SPANS
-    last = tl.cdiv(tl.load(bounds_ptr + t * 2 + 1), SPANS)
+    early.wait(EARLY)
+    # Of rows of nobody any number may lie here: it leads to nothing outside of the parts.
+    first = tl.maximum(tl.load(bounds_ptr + t * 2) // SPANS, 0)
+    last = tl.minimum(tl.cdiv(tl.load(bounds_ptr + t * 2 + 1), SPANS), num_parts)
     each = tl.arange(0, LINES * BLOCK)
     line, dims = each // BLOCK, tl.program_id(2) * BLOCK + each % BLOCK
     m, mass = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)

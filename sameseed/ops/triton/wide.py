@@ -40,10 +40,11 @@ def way(how: Tiling, form: str, grouped: bool, num_rows: int, capability: tuple[
     Spilled registers rule out nf4 and wide tiles of codes before 9.0; products of float32 use no tensor cores.
     """
     dense, hopper = how.kind == "dense", capability[0] == 9
-    if form == "single" or how.kind == "nf4" or num_rows <= FEW // 2 or not (dense or capability >= (9, 0)):
+    if form == "single" or how.kind == "nf4" or num_rows <= TILE or not (dense or capability >= (9, 0)):
         return None
     if num_rows <= FEW:  # the weight on the left: 64 rows are one instruction where four were (wgmma, N = 64)
-        return Way(FEW, how.outputs, warps(how, MAX_TILES), 3, True, False) if hopper and form != "int8" else None
+        tile, count = (FEW // 2, MAX_TILES // 2) if num_rows <= FEW // 2 else (FEW, MAX_TILES)
+        return Way(tile, how.outputs, warps(how, count), 3, True, False) if hopper and form != "int8" else None
     if form == "int8":
         return Way(64, OUTPUTS, 8, 2, False, True) if hopper else None
     if grouped or form == "fp8":  # a third tile of sums or scales: half as many rows

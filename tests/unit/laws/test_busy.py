@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from sameseed.drafters._eagle_context import Contexts
 from sameseed.kvcache.prefix import Prefixes
 from sameseed.laws import busy, ties, trial
 from sameseed.laws.check import FAILED, NOT_SHOWN, PASSED, Check, Effort, Result, run_check
 from sameseed.laws.logits import cache_rows
 from sameseed.laws.mutants import toy_subject
 from sameseed.laws.subject import Subject
-from sameseed.request import Sequence
+from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import verify
 from sameseed.tokenizer import Tokenizer
 
@@ -93,3 +96,9 @@ def test_the_cache_of_a_draft_is_looked_at(subject: Subject, monkeypatch: pytest
     monkeypatch.setattr(trial, "shadows", spoilt)
     result = looked(cache_rows, subject)
     assert result.status == FAILED and "the cache of DraftModelDrafter" in result.found.findings[0].where
+
+
+def test_a_head_has_no_sequence_of_its_own_to_look_at() -> None:
+    """Its cache holds rows made of the target's states: what becomes of them, texts tell."""
+    contexts = Contexts(cast(Any, None), 1, 1)
+    assert trial.shadows(SimpleNamespace(followers=contexts), Sequence(1, [1], SamplingParams(), 0)) == []

@@ -8,46 +8,71 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing is compiled")
+from fixtures_ops import Part, make_pass
+
 from sameseed.ops import normed_rows, triton as gpu
-from sameseed.ops.triton import dispatch, guard, prepared
+from sameseed.ops.triton import dispatch, guard, kv, prepared
+from sameseed.ops.triton.attention import launches as attending
 from sameseed.scheme import QuantScheme
 
 pytestmark = [pytest.mark.triton, pytest.mark.skipif(guard.interpreted(), reason="the interpreter compiles nothing")]
 
 
-def launches(name: str) -> list[guard.Launch]:
+GLOBAL = re.compile(r"\b(ld|st|cp\.async\S*|atom)\.\S*global")
+
+
+def launches(name: str, num_rows: int = 3) -> list[guard.Launch]:
     w = gpu.pack(QuantScheme.parse(name).encode(torch.ones(128, 2048)))
-    rows = normed_rows(torch.empty(3, 2048), torch.ones(2048), 1e-5)
+    rows = normed_rows(torch.empty(num_rows, 2048), torch.ones(2048), 1e-5)
     launch, ready = dispatch.preparation(rows, dispatch.form_for(w), w.group)
-    return [launch, *dispatch.multiplication(ready, w, None, torch.empty(3, 128), torch.empty(3, 128))]
+    return [launch, *dispatch.multiplication(ready, w, None, torch.empty(num_rows, 128), torch.empty(num_rows, 128))]
+
+
+def of_attention() -> list[guard.Launch]:
+    p = make_pass([Part(300, 1), Part(20, 2, [-1, 0, 0])], "bf16", dim=64, block_size=16)
+    rotating = kv.rotating(p.q, p.q[:, :2], p.q[:, :2], p.layer, p.batch, torch.empty(512, 64))[0]
+    return [rotating, *attending(p.q, p.layer, p.batch, 0.1, None, torch.empty_like(p.q), "span")]
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return lambda launch: launch.compile(90).asm["ptx"].split("griddepcontrol.wait;")
 
 
 @pytest.mark.parametrize("name", ["bf16", "w4a16"])
-def test_only_weights_are_asked_for_before_the_wait(name, tmp_path, monkeypatch):
+def test_nothing_is_read_before_the_wait(name, compiled):
     """A kernel launched early that did not wait would let its successor read what its predecessor has not written."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(prepared, "EARLY", True)
     made = launches(name)
     assert len(made) == 3
     for launch in made:
         assert launch.options["launch_pdl"]
-        ptx = launch.compile(90).asm["ptx"]
-        before, after = ptx.split("griddepcontrol.wait;")
-        assert not re.search(r"\b(ld|st|cp\.async\S*|atom)\.\S*global", before) and "griddepcontrol" not in before
+        before, after = compiled(launch)
+        assert not GLOBAL.search(before) and "griddepcontrol" not in before
         assert "griddepcontrol.launch_dependents" in after and re.search(r"st\.global", after)
-        assert ("prefetch.global.L2" in before) == ("w_ptr" in launch.arguments)
-        assert "prefetch" not in after
 
 
-def test_no_kernel_begins_early_unless_asked():
-    assert not any(launch.constants["EARLY"] or "launch_pdl" in launch.options for launch in launches("bf16"))
+def test_attention_reads_the_batch_alone_before_the_wait(compiled):
+    """It lies there since the pass began. Every program waits, also one without rows: else a kernel might be done
+    before its predecessor is."""
+    attend = of_attention()[1]
+    for launch in of_attention():
+        assert launch.options["launch_pdl"]
+        before, *after = compiled(launch)
+        assert not re.search(r"\b(st|cp\.async\S*|atom)\.\S*global", before) and "griddepcontrol" not in before
+        assert len(after) == (2 if launch.kernel is attend.kernel else 1)
+        assert all("griddepcontrol.launch_dependents" in part for part in after)
+
+
+def test_passes_of_many_rows_begin_in_turn():
+    made = launches("bf16", prepared.EARLY_ROWS + 1)
+    assert not any(launch.constants["EARLY"] or "launch_pdl" in launch.options for launch in made)
 
 
 def test_older_gpus_and_the_interpreter_begin_in_turn(monkeypatch):
-    monkeypatch.setattr(prepared, "EARLY", True)
     monkeypatch.setattr(prepared, "capability", lambda device: (8, 9))
-    assert not prepared.begins_early(torch.device("cuda"))
+    assert not prepared.begins_early(1, torch.device("cuda"))
     monkeypatch.setattr(prepared, "capability", lambda device: (9, 0))
-    assert prepared.begins_early(torch.device("cuda"))
+    assert prepared.begins_early(1, torch.device("cuda"))
     monkeypatch.setattr(prepared, "interpreted", lambda: True)
-    assert not prepared.begins_early(torch.device("cuda"))
+    assert not prepared.begins_early(1, torch.device("cuda"))
