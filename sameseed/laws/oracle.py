@@ -159,7 +159,7 @@ def ruled(subject: Subject) -> dict[str, Rule]:
 
 
 def _worded(subject: Subject, rng: random.Random) -> Rule:
-    """A choice whose tokens are given long pieces of few letters, whatever they spell: vocabularies have such tokens."""
+    """A choice whose tokens are given long pieces of few letters, whatever they spell: vocabularies have such."""
     eos = subject.target.config.eos_token_ids
     tokens = rng.sample([t for t in range(subject.vocab_size) if t not in eos], len(PIECES))
     pieces = {t: "".join(rng.choices("ab", k=n)) for t, n in zip(tokens, PIECES, strict=True)}

@@ -172,7 +172,13 @@ def _beyond(subject: Subject) -> list[dict[str, Any]]:
     size, few = subject.target.config.vocab_size, range(1, 4)
     lists = [{name: [size]} for name in ("banned_token_ids", "allowed_token_ids", "stop_token_ids", "prompt")]
     more = {"max_tokens": subject.max_len + 1}, {"prompt": [t % 3 + 1 for t in range(subject.max_len)]}
-    return [*lists, *more, {"prompt": [-1]}, {"logit_bias": {str(size): 1.0}}, {"model": "another", "prompt": list(few)}]
+    return [
+        *lists,
+        *more,
+        {"prompt": [-1]},
+        {"logit_bias": {str(size): 1.0}},
+        {"model": "another", "prompt": list(few)},
+    ]
 
 
 def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
