@@ -6,7 +6,7 @@ import logging
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -94,9 +94,8 @@ class Launch:
         from triton.compiler import ASTSource
 
         signature: dict[str, str] = {}
-        constants = dict(self.constants)
-        if "FLOAT8" in constants:
-            constants["FLOAT8"] = capability >= 89
+        able = {"FLOAT8": capability >= 89, "EARLY": self.constants.get("EARLY") and capability >= 90}
+        constants = {name: able.get(name, value) for name, value in self.constants.items()}
         aligned: dict[tuple[int, ...], list[list[object]]] = {}
         for place, name in enumerate(self.kernel.arg_names):
             value, bound = self.arguments.get(name), name not in self.free
@@ -112,7 +111,8 @@ class Launch:
                 if bound and value % 16 == 0:
                     aligned[place,] = _BY_16
         source = ASTSource(self.kernel, signature, constants, aligned)
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+        options = replace(self, constants=constants).options
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def cannot_compile(error: Exception) -> bool:

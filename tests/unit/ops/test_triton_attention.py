@@ -97,7 +97,7 @@ def test_sampling_compiles(capability):
 
 
 def test_one_configuration_for_every_number_of_rows():
-    """What is compiled hangs on the model and the cache; rows decide the grid, and who takes which keys."""
+    """What is compiled hangs on the model and the cache; rows decide the grid, the start, and who takes which keys."""
     attention = module("attention")
 
     found = set()
@@ -106,7 +106,8 @@ def test_one_configuration_for_every_number_of_rows():
         tree = paged("bf16", [Part(40, 1, list(range(-1, rows - 2)))])
         for x in (p, tree):
             for launch in attention.launches(x.q, x.layer, x.batch, 0.1, None, torch.empty_like(x.q), "all"):
-                found.add((launch.kernel.__name__, tuple(launch.constants.items()), launch.warps, launch.stages))
+                cut = tuple((name, value) for name, value in launch.constants.items() if name != "EARLY")
+                found.add((launch.kernel.__name__, cut, launch.warps, launch.stages))
                 assert launch.free >= {"num_seqs", "has_tree", "num_parts", "table_width"}  # these vary with company
     assert len(found) == 1
 
