@@ -58,6 +58,16 @@ def test_a_bucket_serves_all_its_passes(kv, monkeypatch):
         assert a.k.equal(b.k) and a.v.equal(b.v)
 
 
+def test_a_pass_without_hidden_states_takes_the_graph_of_one_with_them(monkeypatch):
+    model = tiny_model.__wrapped__("triton", "llama3.2", "w4a16")
+    batch, made, cache = build_batch([Rows([5], 0, [], [], [3], True)], 16), fake_graphs(monkeypatch), make_cache(model)
+    wanted, kept = model.forward(batch, cache, (0,))
+    for _ in range(2):
+        got, none = model.forward(batch, cache)
+        assert none is None and got.equal(wanted)
+    assert model.forward(batch, cache, (0,))[1].equal(kept) and len(made) == 1
+
+
 @pytest.mark.parametrize(
     ("method", "temperature", "how"),
     [

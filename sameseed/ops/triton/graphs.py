@@ -185,7 +185,7 @@ class Graphs:
         count = len(batch.logit_rows)
         return (
             logits[:count],
-            None if hidden is None else hidden[: batch.num_rows].clone(),
+            None if hidden is None or not captures else hidden[: batch.num_rows].clone(),
             None if chosen is None else chosen[..., :count],
         )
 
@@ -215,8 +215,10 @@ class Graphs:
         while keys < batch.block_tables.shape[1] * page:
             keys *= 4
         drawn = draws and (draws.sure,)
-        key = rows, seqs, keys, drawn, captures, tuple(x.shape[1] for x in inputs)
+        key = captures, rows, seqs, keys, drawn, tuple(x.shape[1] for x in inputs)
         known = self._buckets.setdefault(cache, OrderedDict())
+        if not captures and key not in known:  # to record costs more than to keep hidden states that nobody asked for
+            key = next((k for k, own in known.items() if k[1:] == key[1:] and own.replay is not None), key)
         if key not in known:
             known[key] = Bucket(Buffers(rows, seqs, -(-keys // page), draws, key[-1], device))
             if len(known) > MOST_GRAPHS:
