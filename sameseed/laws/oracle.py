@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import random
 import re
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ EXPRESSION = "expression"  # a regular one, as xgrammar compiles it
 PATTERN, LONGEST = "(?:{0}{1}|[{2}{3}]{{2,3}}){{1,2}}{0}?", 7  # of letters, and the longest text that matches it
 WORDS = "words"  # a choice of texts of long pieces
 PIECES = (1, 1, 1, 2, 3, 3, 4, 7, 8, 8, 9, 15, 16, 16, 17)  # letters that they have
+PORTION = 2**25  # logits of the textbook in memory at a time, 8 bytes each
 WAIT = 4  # tokens: as many as one character may take
 
 
@@ -177,12 +179,8 @@ def judge(subject: Subject, written: Seq[Written]) -> Found:
     sizes = {"tokens": 0, "exact": 0, "texts": len(written), "stops_met": 0, "stops_across_tokens": 0}
     found = Found(sizes | {"grammar_tokens": 0}, {"near_ties": 0, "differing_tokens": 0, "wrong_ends": 0})
     found.notes.append(f"up to {share:g} of the largest logit from the textbook's choice is a near tie")
-    every = {(*c.prompt_token_ids, *c.token_ids) for _, _, c, _ in written}
-    whole = [text for text in every if not any(text != other and other[: len(text)] == text for other in every)]
-    logits = dict(zip(whole, textbook.forward(model, whole, kv), strict=True))
-    for where, job, c, rule in written:
+    for (where, job, c, rule), rows in _with_logits(subject, written):
         prompt, tokens = c.prompt_token_ids, c.token_ids
-        rows = next(r for text, r in logits.items() if text[: len(prompt) + len(tokens)] == (*prompt, *tokens))
         near = share * float(np.abs(rows).max())
         found.sizes["tokens"] += len(tokens)
         found.sizes["grammar_tokens"] += len(tokens) if rule is not None else 0
@@ -197,6 +195,30 @@ def judge(subject: Subject, written: Seq[Written]) -> Found:
                 found.add(f"{where} (seed {job.seed}): token {at}", "the textbook's choice", token)
         _judge_end(subject, found, where, job, c)
     return found
+
+
+def _with_logits(subject: Subject, written: Seq[Written]) -> Iterator[tuple[Written, textbook.Floats]]:
+    """Each with the textbook's logits after every token. Texts that begin another one are read in that one.
+
+    In the order of texts, so that a portion of them is in memory at a time: full sizes have tens of thousands.
+    """
+    model, kv = subject.target, subject.kv_format
+    known = {id(one): (*one.completion.prompt_token_ids, *one.completion.token_ids) for one in written}
+    order = sorted(written, key=lambda one: known[id(one)])
+    every = sorted(set(known.values()))  # what begins a text stands before it
+    whole = [a for a, b in itertools.zip_longest(every, every[1:], fillvalue=()) if b[: len(a)] != a]
+    rows, at = max(map(len, whole), default=1), 0
+    count = max(1, PORTION // (rows * model.config.vocab_size))
+    for first in range(0, len(whole), count):
+        texts = whole[first : first + count]
+        logits = dict(zip(texts, textbook.forward(model, texts, kv), strict=True))
+        while at < len(order):
+            text = known[id(order[at])]
+            place = bisect.bisect_left(texts, text)
+            if place == len(texts) or texts[place][: len(text)] != text:
+                break
+            yield order[at], logits[texts[place]]
+            at += 1
 
 
 def _judge_end(subject: Subject, found: Found, where: str, job: Request, c: Completion) -> None:

@@ -31,6 +31,16 @@ def test_texts_are_the_textbooks(pair_folders: tuple[Path, Path], weights: str, 
     assert result.found.statistic["near_ties"] <= (0 if kv == "fp32" else 50), "counted, and few"
 
 
+def test_texts_are_read_in_portions(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
+    whole = run_check(oracle.texts, subject, Effort(1e-9)).found
+    monkeypatch.setattr(oracle, "PORTION", 1)  # a text at a time
+    parts = run_check(oracle.texts, subject, Effort(1e-9)).found
+    assert whole is not None and parts is not None
+    same = [{**found.sizes, **found.statistic, "exact": 0, "near_ties": 0} for found in (whole, parts)]
+    assert same[0] == same[1]  # sums of other sizes may tell near ties otherwise
+
+
 @pytest.mark.parametrize("name", SHARED)
 def test_a_mistake_that_all_texts_share_is_noticed(pair_folders: tuple[Path, Path], name: str) -> None:
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]), kv="fp32")
