@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, write_draft
+from sameseed.drafters._shadow import Guide
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
@@ -54,6 +55,7 @@ class SelfQuantDrafter(ChainDrafter):
         self.policy = policy
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
+        self._guides: dict[int, Guide] = {}  # by request
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> SelfQuantDrafter:
@@ -71,6 +73,7 @@ class SelfQuantDrafter(ChainDrafter):
             if counts[b] > 0:
                 copies[b] = copy = Sequence(seq.seq_id, seq.token_ids, seq.params, seq.seed, seq.tenant)
                 copy.num_prompt, copy.num_cached, copy.blocks = seq.num_prompt, seq.num_cached, seq.blocks
+                copy.grammar = self._guide(seq)
         vocab_size = self.runner.model.config.vocab_size
         chains = [Chain() for _ in seqs]
         return write_draft(
@@ -85,6 +88,18 @@ class SelfQuantDrafter(ChainDrafter):
             range(len(seqs)),
             siblings=self.options.siblings,
         )
+
+    def release(self, seq: Sequence) -> None:
+        self._guides.pop(seq.seq_id, None)
+
+    def _guide(self, seq: Sequence) -> Guide | None:
+        """The grammar for guesses: what the target may not write is not worth one."""
+        if seq.grammar is None:
+            return None
+        if seq.seq_id not in self._guides:
+            self._guides[seq.seq_id] = Guide(seq.grammar.another())
+        guide = self._guides[seq.seq_id]
+        return None if guide.failed else guide  # as in a shadow: an unguided guess costs no more than none
 
     def _unseen(self, seq: Sequence) -> tuple[int, int]:
         """Blocks between the first tokens and the latest: drafts do not attend to them."""

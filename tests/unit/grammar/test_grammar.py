@@ -74,6 +74,19 @@ def test_drafts_change_nothing(
     assert accepted > 5
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_copy_of_the_target_guesses_only_what_the_grammar_allows(
+    pair: Pair, vocabulary: Vocabulary, temperature: float
+) -> None:
+    grammar = Choice(CHOICES, vocabulary)
+    params = SamplingParams(max_tokens=20, temperature=temperature)
+    plain = write(make_engine(pair), grammar, params, range(12))
+    engine = make_engine(Pair(pair.target, pair.draft, pair.tokenizer), "self_quant", k=4, seqs=4)
+    assert [c.token_ids for c in write(engine, grammar, params, range(12))] == [c.token_ids for c in plain]
+    assert engine.metrics.acceptance_rate == 1.0
+    assert not engine.drafter._guides
+
+
 def test_every_choice_can_be_made(pair: Pair, vocabulary: Vocabulary) -> None:
     hot = SamplingParams(max_tokens=20, temperature=8.0)
     counts = Counter(c.text for c in write(make_engine(pair, seqs=32), Choice(CHOICES, vocabulary), hot, range(120)))
