@@ -190,12 +190,12 @@ def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
             console.print(text, style="dim", markup=False)
 
 
-SPECULATION = ("draft_options", "policy")  # flags of the drafts, not of the target
+OF_DRAFTS = ("draft_options", "policy")  # flags of the drafts, not of the target
 SHORT = 60.0  # seconds that need no announcement
 
 
 def _target_settings(engine: EngineChoice, batch_sizes: Seq[int], number_format: str) -> dict[str, Any]:
-    settings = {k: v for k, v in engine.settings.items() if k not in ("draft", "overlap", *SPECULATION)}
+    settings = {k: v for k, v in engine.settings.items() if k not in ("draft", "overlap", *OF_DRAFTS)}
     return settings | {"format": number_format, "max_num_seqs": max(batch_sizes)}
 
 
@@ -239,7 +239,7 @@ def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
     from sameseed.engine.levels import drafter_class, heeds_confidence, levels, with_heads
     from sameseed.engine.settings import make_config
 
-    shared = {k: engine.settings[k] for k in SPECULATION}
+    shared = {k: engine.settings[k] for k in OF_DRAFTS}
     chosen: list[SpecConfig] = []
     drafts = [draft_choice(name, engine.model) for name in args.drafts]
     for draft, number_format, confidence in itertools.product(drafts, args.draft_formats, args.confidences or (None,)):

@@ -54,10 +54,24 @@ def keep(records: Iterable[dict[str, Any]], out: Path | None, as_json: bool) -> 
 
 
 def show_table(table: Table) -> None:
-    """Print a table whole: where a terminal is too narrow for it, heads and cells fold."""
+    """Print a table whole: where a terminal is too narrow for it, heads and cells fold, between words if they can."""
+    from rich.measure import Measurement
+
+    console = stdout_console()
+    words, lines = [], []
     for column in table.columns:
         column.no_wrap, column.overflow = False, "fold"
-    stdout_console().print(table)
+        cells = [Measurement.get(console, console.options, c) for c in (column.header, *column.cells)]
+        words.append(max(c.minimum for c in cells))
+        lines.append(max(c.maximum for c in cells))
+    spare = console.width - 3 * len(words) - 1 - sum(words)  # beside lines and padding
+    if 0 <= spare < sum(lines) - sum(words):
+        for _ in range(spare):
+            i = max(range(len(words)), key=lambda i: lines[i] / words[i])  # which folds most
+            words[i] += 1
+        for column, width in zip(table.columns, words, strict=True):
+            column.width = width
+    console.print(table)
 
 
 def warn_if_busy() -> None:

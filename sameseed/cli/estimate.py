@@ -152,11 +152,11 @@ def _memory(found: Seq[Estimate]) -> Table:
         f"memory in GiB (paper), of {first.available / gib:.1f} there",
         "format",
         "KV",
-        "weights",
+        "target",
         "draft",
         "cache a 1000 tokens",
         "peak",
-        *(f"longest text, batch {b}" for b in first.max_context),
+        *(f"longest text at batch {b}" for b in first.max_context),
         f"most texts of {found[0].context}",
     )
     for e in found:
@@ -170,22 +170,24 @@ def _memory(found: Seq[Estimate]) -> Table:
 
 
 def _speeds(found: Seq[Estimate]) -> Table:
-    title = f"speed after {found[0].context} tokens, with 80 % intervals; all texts of a batch together"
-    heads = ("format", "draft", "batch", "k", "tokens/s", "times plain", "tokens a round", "drafting", "grade")
-    table = _table(title, *heads)
+    grades = {s.speedup.grade for e in found for s in e.speeds}
+    grade = f" ({grades.pop()})" if len(grades) == 1 else ""
+    title = f"speed{grade} after {found[0].context} tokens, with 80 % intervals; all texts of a batch together"
+    heads = ("format", "draft", "batch", "k", "tokens/s", "times plain", "tokens a round", "draft share")
+    table = _table(title, *heads, *(() if grade else ("grade",)))
     for e in found:
         for s in e.speeds:
+            its = () if grade else (s.speedup.grade,)
+            tokens_per_s = _figure(s.tokens_per_s, 0 if s.tokens_per_s.value >= 100 else 1)
             if s.draft == "none":
-                table.add_row(
-                    e.format, "none", str(s.batch), "", _figure(s.tokens_per_s, 1), "", "", "", s.speedup.grade
-                )
+                table.add_row(e.format, "none", str(s.batch), "", tokens_per_s, "", "", "", *its)
                 continue
             share, k = (
                 f"{s.draft_share:.0%}",
                 f"{s.num_draft_tokens}" if s.pays else f"{s.num_draft_tokens}: does not pay",
             )
-            figures = _figure(s.tokens_per_s, 1), _figure(s.speedup, 2), _figure(s.tokens_per_round, 2)
-            table.add_row(e.format, s.draft, str(s.batch), k, *figures, share, s.speedup.grade)
+            figures = tokens_per_s, _figure(s.speedup, 2), _figure(s.tokens_per_round, 2)
+            table.add_row(e.format, s.draft, str(s.batch), k, *figures, share, *its)
     return table
 
 

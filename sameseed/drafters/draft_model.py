@@ -1,6 +1,6 @@
 """draft_model drafter (Leviathan et al., 2023; Chen et al., 2023): a smaller model guesses a chain of tokens.
 
-It draws with the target's own noise (coupled sampling), so a sampled guess agrees as often as a greedy one would.
+It draws with the target's own noise (coupled sampling), so a guess is right where both would draw the same token.
 """
 
 from __future__ import annotations
