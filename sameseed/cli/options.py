@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import arg
@@ -216,11 +216,39 @@ def parse(
     whole = make_dataclass("Arguments", parts, kw_only=True)
     config = (tyro.conf.OmitArgPrefixes,)
     read: Any = tyro.cli(
-        whole, args=list(argv), prog=prog, description=_wrapped(inspect.cleandoc(command.__doc__ or "")), config=config
+        whole,
+        args=_gathered(argv, command),
+        prog=prog,
+        description=_wrapped(inspect.cleandoc(command.__doc__ or "")),
+        config=config,
     )
     flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
     params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
     return Parsed(read.command, _engine(flags, getattr(read.command, "engine", "")), params)
+
+
+def _gathered(argv: Seq[str], command: type) -> list[str]:
+    """The same words, but the values of a flag that takes several and is given twice stand behind the first one."""
+    hints = {"--" + name.replace("_", "-"): h for name, h in get_type_hints(command, include_extras=True).items()}
+    values: dict[str, list[str]] = {}
+    for flag, hint in hints.items():
+        kind, *marks = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+        if tyro.conf.UseAppendAction not in marks and tuple in map(get_origin, (kind, *get_args(kind))):
+            values[flag] = []
+    words: list[str] = []
+    last = words
+    for word in argv:
+        if word in values:
+            last = values[word]
+            if word in words:
+                continue
+            words.append(word)
+        elif word.startswith("-") and not word[1:2].isdigit():
+            last = words
+            words.append(word)
+        else:
+            last.append(word)
+    return [w for word in words for w in (word, *values.get(word, ()))]
 
 
 class _Wrapped(str):

@@ -21,8 +21,12 @@ import pytest
 from fixtures_server import Server, children, serving, wait_until
 from fixtures_vllm import real_pythons, stream
 
+from sameseed import LLM, SamplingParams
 from sameseed.export.vllm_draft import model_path
 from sameseed.export.vllm_installed import look
+from sameseed.plan.replay import replay
+from sameseed.plan.texts import Text, Texts
+from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,6 +92,33 @@ def test_the_real_vllm_with_a_head_on_two_workers() -> None:
         whole = http.post("/v1/completions", json={"prompt": "def add(a, b):", **GREEDY}).json()
         told = whole["metrics"]["speculative_decoding"]
         assert whole["usage"]["completion_tokens"] == 24 and told["num_accepted_draft_tokens"] > 0
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"ngram": {}, "suffix": {}, "embedded-draft": {}, "embedded-head": {"top_k": 1}}
+
+
+@pytest.mark.parametrize("draft", OPTIONS)
+def test_a_draft_is_worth_there_what_it_is_worth_here(
+    draft: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Tokens of a round with a draft: vLLM's, and those of our drafter along the very texts that vLLM wrote."""
+    if draft == "suffix" and subprocess.run([real_pythons()[0], "-c", "import arctic_inference"]).returncode:
+        pytest.skip("vLLM's suffix decoding needs the package arctic-inference, which is not there")
+    llm = LLM("embedded", draft, draft_options=OPTIONS[draft], num_draft_tokens=3, policy="fixed", max_num_seqs=8)
+    params = SamplingParams(max_tokens=96, ignore_eos=True, seed=0)
+    texts, rounds, accepted = [], 0, 0
+    with real("--draft", draft, "--k", "3") as (_, http):
+        for prompt in read_prompts(DEFAULT_PROMPTS, 33):
+            ids = llm.tokenizer.encode(prompt.said)
+            body = {"prompt": ids, **GREEDY, "max_tokens": 96, "return_token_ids": True}
+            answer = http.post("/v1/completions", json=body).json()
+            texts.append(Text(tuple(ids), tuple(answer["choices"][0]["token_ids"]), params, 0))
+            told = answer["metrics"]["speculative_decoding"]
+            rounds, accepted = rounds + told["num_spec_steps"], accepted + told["num_accepted_draft_tokens"]
+    theirs = 1.0 + accepted / rounds
+    ours = replay(llm.engine, llm.config.spec, Texts(tuple(texts)), 3).rates(3).mean_acceptance_length
+    record_property("tokens a round there and here", f"{theirs:.4f}, {ours:.4f}")
+    assert theirs / ours == pytest.approx(1.0, abs=0.02)
 
 
 ROLLED = 500  # requests at least while every replica is replaced

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import pytest
+from tyro.conf import UseAppendAction, arg
 
 from sameseed.cli import options
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
@@ -16,6 +18,14 @@ from sameseed.request import SamplingParams
 @dataclasses.dataclass(frozen=True)
 class Nothing:
     """A command without flags of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    names: tuple[str, ...] = ()
+    sizes: Annotated[tuple[int, ...] | None, arg(metavar="N")] = None
+    repeated: UseAppendAction[tuple[str, ...]] = ()
+    switch: bool = False
 
 
 def parse(*argv: str) -> options.Parsed[Nothing]:
@@ -91,3 +101,12 @@ def test_a_checkout_without_what_the_command_line_needs(monkeypatch, capsys):
     monkeypatch.setattr(cli.importlib, "import_module", missing)
     assert cli.main(["info"]) == cli.EXIT_USAGE
     assert "needs tyro" in (said := capsys.readouterr().err) and "from sameseed import LLM" in said
+
+
+def test_a_list_may_be_given_in_parts() -> None:
+    def read(text: str) -> Lists:
+        return options.parse(Lists, text.split(), "test").args
+
+    assert read("--names a b") == read("--names a --names b") == Lists(("a", "b"))
+    assert read("--sizes 1 -2 --switch --names a --sizes 3 --names b") == Lists(("a", "b"), (1, -2, 3), switch=True)
+    assert read("--repeated a --names x --repeated b") == Lists(("x",), repeated=("a", "b"))
