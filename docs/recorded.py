@@ -158,13 +158,26 @@ def certificates(found: list[Record]) -> str:
         passed = sum(c["status"] == "passed" for c in r["checks"])
         c, mutants = r["config"], r["mutants"]
         cells += [f"{differing:,.0f}", f"{mutants['caught']} of {mutants['total']}" if mutants else ""]
-        rows.append([c["label"], c["format"], c["kv_format"], f"{passed} of {len(r['checks'])}", *cells])
-    head = ["draft", "weights", "cache", "checks passed", "products", "logits rows", "greedy tokens", "seeded texts"]
+        own = [name for name in checks if name not in ("A1", "C2")]  # these two stand in every run
+        share = "full" if r["effort"] == 1 else f"{100 * r['effort']:.2g} %"
+        which = f"{passed} of {len(checks)}" + (f": {', '.join(own)}" if len(own) < 5 else "")
+        rows.append([c["label"], c["format"], c["kv_format"], share, which, *cells])
+    head = [
+        "draft",
+        "weights",
+        "cache",
+        "size",
+        "checks passed",
+        "products",
+        "logits rows",
+        "greedy tokens",
+        "seeded texts",
+    ]
     head += ["texts of the law", "draws of the sampler", "differing values and texts", "mutants rejected"]
     about = f"Model `{r['config']['model']}`; the last: {measured_on(r)}."
     if any("\\*" in cell for row in rows for cell in row):
         about += "\n\n\\* An older record: passes of six sizes only (2, 9, 16, 23, 30 and 128 rows)."
-    return f"{markdown(head, rows, range(3, len(head)))}\n\n{about}"
+    return f"{markdown(head, rows, range(5, len(head)))}\n\n{about}"
 
 
 def policies(found: list[Record]) -> str:
