@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fixtures_eagle import fit_head
 from fixtures_graph import fake_graphs
-from fixtures_models import tiny_model
-from lawkit import write_model
+from lawkit import load_pair, make_engine, run, texts, write_model
 
 from sameseed import devices, ops
 from sameseed.batch import UNKNOWN, Draw
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
+from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.triton import graphs, guard
 from sameseed.ops.triton.graphs import Graphs
 from sameseed.request import SamplingParams, Sequence
+from sameseed.scheme import QuantScheme
 from sameseed.spec.sampling import drawer
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 TEXTS = [[5, 6, 7], [8], [3, 9, 4, 2, 6, 1, 7]]
 WARM, GREEDY = SamplingParams(temperature=0.8), SamplingParams(temperature=0.0)
 PARAMS = [WARM, GREEDY, SamplingParams(temperature=1.2, min_p=0.05)]
-LENGTHS = {"equal": [4, 4, 4], "unequal": [5, 1, 3], "one": [4]}
+LENGTHS = {"equal": [3, 3, 3], "unequal": [5, 1, 3], "one": [4]}
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +67,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> Llama:
+    write_model(tmp_path, num_hidden_layers=1)
+    return load_model(tmp_path, ops.resolve("triton"), QuantScheme.parse("w4a16"))
+
+
 def sequences(runner: Any, lengths: list[int], seed: int, params: list[SamplingParams] | None = None) -> list[Sequence]:
     """With blocks for so many tokens more."""
     made = []
@@ -73,24 +82,30 @@ def sequences(runner: Any, lengths: list[int], seed: int, params: list[SamplingP
     return made
 
 
-def draft_runner(model: Any, kv: str = "fp32") -> ModelRunner:
+def draft_runner(model: Llama, kv: str = "fp32") -> ModelRunner:
     c = model.config
-    return ModelRunner(model, KVCache(c.num_layers, 12, 4, c.num_kv_heads, c.head_dim, kv))
+    return ModelRunner(model, KVCache(c.num_layers, 24, 4, c.num_kv_heads, c.head_dim, kv))
 
 
 def same_rows(a: Any, b: Any) -> bool:
     return all(x.k.equal(y.k) and x.v.equal(y.v) for x, y in zip(a.cache.layers, b.cache.layers, strict=True))
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("sure", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "sure", "kv"), [("equal", True, "int8"), ("unequal", False, "fp32"), ("one", True, "fp32")]
+)
 def test_a_models_chain(
-    lengths: str, sure: bool, chains: list[int], copies: list[int], monkeypatch: pytest.MonkeyPatch
+    lengths: str,
+    sure: bool,
+    kv: str,
+    model: Llama,
+    chains: list[int],
+    copies: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twice: a graph that was recorded for other tokens, places and noise serves them."""
     counts = LENGTHS[lengths]
-    model = tiny_model.__wrapped__("triton", "llama3.2", "w4a16")
-    by_pass, by_graph = draft_runner(model), draft_runner(model)
+    by_pass, by_graph = draft_runner(model, kv), draft_runner(model, kv)
     wanted = []
     for seed in (1, 9):
         seqs = sequences(by_pass, counts, seed)
@@ -112,7 +127,7 @@ def test_a_models_chain(
     assert same_rows(by_pass, by_graph)
 
 
-def test_a_heads_chain(tmp_path: Any, chains: list[int], copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heads_chain(tmp_path: Path, chains: list[int], copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "target", num_hidden_layers=1)
     fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
     backend = ops.resolve("triton")
@@ -123,8 +138,8 @@ def test_a_heads_chain(tmp_path: Any, chains: list[int], copies: list[int], monk
     for window in (None, 3):
         runners = [HeadRunner(loaded, KVCache(1, 24, 4, c.num_kv_heads, c.head_dim, "fp32"), window) for _ in range(2)]
         generator, cases = torch.Generator().manual_seed(1), []
+        width = target.config.hidden_size
         for counts in (LENGTHS["unequal"], LENGTHS["equal"], LENGTHS["one"], LENGTHS["one"]):
-            width = target.config.hidden_size
             cases.append((counts, [torch.randn(len(t), width, generator=generator) for t in TEXTS[: len(counts)]]))
         wanted = [head_chain(runners[0], *case) for case in cases]
         chains.clear()
@@ -133,7 +148,7 @@ def test_a_heads_chain(tmp_path: Any, chains: list[int], copies: list[int], monk
             for case, tokens in zip(cases, wanted, strict=True):
                 copies.clear()
                 assert head_chain(runners[1], *case) == tokens
-        assert chains == [4, 3, 3, 3] and same_rows(*runners)
+        assert chains == [4, 2, 3, 3] and same_rows(*runners)
         assert len(copies) == 2
 
 
@@ -154,9 +169,8 @@ def head_chain(runner: HeadRunner, counts: list[int], hidden: list[torch.Tensor]
 
 
 def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(
-    chains: list[int], monkeypatch: pytest.MonkeyPatch
+    model: Llama, chains: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model.__wrapped__("triton", "llama3.2", "w4a16")
     by_pass, by_graph = draft_runner(model), draft_runner(model)
     # All but the first block and the last six tokens; a block of 4 more is left out at 10, 14, ... rows.
     for runner in (by_pass, by_graph):
@@ -182,9 +196,8 @@ def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(
     "params", [SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=0.8, top_k=5)]
 )
 def test_truncated_choices_go_pass_by_pass(
-    params: SamplingParams, chains: list[int], monkeypatch: pytest.MonkeyPatch
+    params: SamplingParams, model: Llama, chains: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model.__wrapped__("triton", "llama3.2", "w4a16")
     by_pass, by_graph = draft_runner(model), draft_runner(model)
     wanted = by_pass.draw(sequences(by_pass, [3], 1, [params]), [3], drawer)
     made = fake_graphs(monkeypatch)
@@ -194,9 +207,8 @@ def test_truncated_choices_go_pass_by_pass(
 
 
 def test_a_chain_that_cannot_be_recorded_goes_pass_by_pass(
-    chains: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Llama, chains: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = tiny_model.__wrapped__("triton", "llama3.2", "w4a16")
     by_pass, by_graph = draft_runner(model), draft_runner(model)
     wanted = by_pass.draw(sequences(by_pass, [3], 1), [3], drawer)
     made = fake_graphs(monkeypatch)
@@ -210,3 +222,26 @@ def test_a_chain_that_cannot_be_recorded_goes_pass_by_pass(
         drawn = by_graph.draw(sequences(by_graph, [3], seed), [3], drawer)
         assert wanted is not None and drawn is not None and drawn.read() == wanted.read()
     assert chains == [0, 0] and made and caplog.text.count("not permitted") == 1
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_texts_and_counts_are_those_of_passes(
+    method: str, tmp_path: Path, chains: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled, prompts of several lengths, texts that end within a chain, one that is preempted."""
+    for folder, noise in (("target", 0.0), ("draft", 0.1)):
+        write_model(tmp_path / folder, noise=noise, num_hidden_layers=1)
+    if method == "eagle":
+        fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
+    pair = load_pair(tmp_path / "target", tmp_path / "draft", "triton", "w4a16")
+    params = [replace(p, max_tokens=8, seed=1, ignore_eos=True) for p in PARAMS]
+    plain = texts(run(make_engine(pair), TEXTS, params, alone=True))
+    how: dict[str, Any] = {"block": 4, "tokens": 24, "max_len": 16}
+    how |= {"options": {"top_k": 1}} if method == "eagle" else {}
+    op_by_op = make_engine(pair, method, 4, **how)
+    run(op_by_op, TEXTS, params)
+    chains.clear()
+    made, engine = fake_graphs(monkeypatch), make_engine(pair, method, 4, **how)
+    done = run(engine, TEXTS, params)
+    assert texts(done) == plain and made and len([n for n in chains if n]) > 2
+    assert engine.metrics == op_by_op.metrics and any(c.metrics.num_preemptions for c in done)
