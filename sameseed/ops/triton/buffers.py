@@ -14,8 +14,22 @@ from sameseed import devices
 from sameseed.batch import Batch, Draws, Steps
 
 
+def _sizes(rows: int, seqs: int, width: int, drawn: bool) -> dict[str, int]:
+    """Numbers int32 of the parts of a batch; what differs from pass to pass of a chain lies between the two others."""
+    names = ("positions", "slots", "logit_rows", "key_positions")
+    long = ("keys", "divisors", "floors") if drawn else ()
+    sizes = {"token_ids": rows, "row_offsets": seqs + 1, "num_pending": seqs, "kv_lens": seqs}
+    sizes |= {**dict.fromkeys(names, rows), "tree_mask": 2 * rows}
+    sizes |= {**dict.fromkeys(long, 2 * rows), **({"greedy": rows} if drawn else {}), "late_rows": 2 * rows}
+    return {**sizes, "block_tables": seqs * width}
+
+
 class Buffers:
-    """A batch of `rows` rows of `seqs` sequences, block tables `width` wide, that stays in its place on a device."""
+    """A batch of `rows` rows of `seqs` sequences, block tables `width` wide, that stays in its place on a device.
+
+    Or the batches of a chain: what differs lies ready for each pass, which leaves tokens and inputs to the next. Their
+    `choices` are int32 [most_steps, 1 or 2, rows].
+    """
 
     def __init__(
         self,
@@ -27,43 +41,34 @@ class Buffers:
         device: torch.device,
         most_steps: int = 0,
     ) -> None:
-        """`draws`: how rows of such a pass are drawn; `widths`: of the inputs [T, width] beside the batch.
-
-        `most_steps`: so many passes of a chain may be told of beforehand (`ChainBuffers`).
-        """
-        names = ("positions", "slots", "logit_rows", "key_positions")
-        long = () if draws is None else ("keys", "divisors", "floors")
-        sizes = {"token_ids": rows, "row_offsets": seqs + 1, "num_pending": seqs, "kv_lens": seqs}
-        sizes |= {**dict.fromkeys(names, rows), "tree_mask": 2 * rows}
-        sizes |= {**dict.fromkeys(long, 2 * rows), **({"greedy": rows} if long else {}), "late_rows": 2 * rows}
-        sizes["block_tables"] = seqs * width
-        starts, end = {}, 0
-        for name, size in sizes.items():
-            starts[name], end = end, end + size + -size % 4  # each at a multiple of 16 bytes
-        # What differs from pass to pass of a chain: all but its tokens and tables. Behind the tables it lies for each.
-        self._differs, self._steps_at = slice(starts["row_offsets"], starts["block_tables"]), end
+        """`draws`: how rows of such a pass are drawn; `widths`: of the inputs [T, width] beside the batch."""
+        self.width, self._starts, end = width, {}, 0
+        for name, size in (sizes := _sizes(rows, seqs, width, draws is not None)).items():
+            self._starts[name], end = end, end + size + -size % 4  # each at a multiple of 16 bytes
+        self._differs, self._steps_at = slice(self._starts["row_offsets"], self._starts["block_tables"]), end
         end += most_steps * (self._differs.stop - self._differs.start)
-        self._starts = starts
         self._host, self._there = np.zeros(end, np.int32), torch.zeros(end, dtype=torch.int32, device=device)
         kinds = dict.fromkeys(("tree_mask", "keys", "late_rows"), torch.int64)
         kinds |= dict.fromkeys(("divisors", "floors"), torch.float64)
         self._parts: dict[str, NDArray[Any]] = {}
         there: dict[str, Any] = {}
-        for name, start in starts.items():
+        for name, start in self._starts.items():
             part, kind = slice(start, start + sizes[name]), kinds.get(name, torch.int32)
             there[name] = self._there[part].view(kind)
             self._parts[name] = torch.from_numpy(self._host)[part].view(kind).numpy()
         self._late_rows = there.pop("late_rows")
-        own = {name: x for name, x in there.items() if name not in (*long, "greedy")}
-        own["block_tables"] = own["block_tables"].view(seqs, width)
-        self.width = width
-        nothing = torch.zeros(2, 0, dtype=torch.int64, device=device)
-        drawn = None
+        there["block_tables"] = there["block_tables"].view(seqs, width)
+        drawn, nothing = None, torch.zeros(2, 0, dtype=torch.int64, device=device)
         if draws is not None:
-            keys, divisors, floors, greedy = (there[name] for name in (*long, "greedy"))
-            drawn = Draws(keys, divisors, floors, greedy, nothing, 0, (), draws.sure)
-        self.batch = Batch(**own, draws=drawn)
+            how = [there.pop(name) for name in ("keys", "divisors", "floors", "greedy")]
+            drawn = Draws(*how, nothing, 0, (), draws.sure)
+        self.batch = Batch(**there, draws=drawn)
         self.inputs = [torch.zeros(rows, w, dtype=torch.float32, device=device) for w in widths]
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._of_step = self._there[self._differs].view(1, -1)
+        self._of_steps = self._there[self._steps_at :].view(-1, self._of_step.shape[1])
+        outputs = 2 if drawn is not None and drawn.sure else 1
+        self.choices = torch.zeros(most_steps, outputs, rows, dtype=torch.int32, device=device)
 
     def fill(self, batch: Batch, inputs: Seq[Tensor]) -> None:
         """The rows of a batch, which is on the CPU, and behind them rows of nobody; by one copy."""
@@ -95,30 +100,6 @@ class Buffers:
             self.batch.token_ids.index_copy_(0, self._late_rows[: len(batch.late)], batch.late)
         for buffer, given_input in zip(self.inputs, inputs, strict=True):
             buffer[: batch.num_rows].copy_(given_input)
-
-
-class ChainBuffers(Buffers):
-    """Those of a chain: each pass takes what the host has laid ready for it, and leaves tokens and inputs to the next.
-
-    `choices` int32 [most_steps, 1 or 2, rows]: what was chosen in each.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        seqs: int,
-        width: int,
-        draws: Draws | None,
-        widths: Seq[int],
-        device: torch.device,
-        most_steps: int = 0,
-    ) -> None:
-        super().__init__(rows, seqs, width, draws, widths, device, most_steps)
-        self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._of_step = self._there[self._differs].view(1, -1)
-        self._of_steps = self._there[self._steps_at :].view(most_steps, -1)
-        outputs = 2 if draws is not None and draws.sure else 1
-        self.choices = torch.zeros(most_steps, outputs, rows, dtype=torch.int32, device=device)
 
     def fill_steps(self, batch: Batch, inputs: Seq[Tensor], steps: Steps) -> None:
         """`fill` by the first pass of a chain, of one row a sequence, and what differs in each pass; by one copy."""

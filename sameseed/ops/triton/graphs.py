@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import MAX_NODES, Batch, Steps
-from sameseed.ops.triton.buffers import Buffers, ChainBuffers
+from sameseed.ops.triton.buffers import Buffers
 
 if TYPE_CHECKING:
     from sameseed.ops import Forward, Ops, Results
@@ -175,7 +175,6 @@ class Graphs:
     ) -> Tensor:
         bucket = self._bucket(device, batch, cache, captures, inputs, MAX_NODES)
         buffers = bucket.buffers
-        assert isinstance(buffers, ChainBuffers)
 
         def run() -> Results:
             buffers.take()
@@ -219,8 +218,7 @@ class Graphs:
         if not captures and key not in known:  # to record costs more than to keep hidden states that nobody asked for
             key = next((k for k, own in known.items() if k[1:] == key[1:] and own.replay is not None), key)
         if key not in known:
-            make = ChainBuffers if most_steps else Buffers
-            known[key] = Bucket(make(rows, seqs, -(-keys // page), draws, widths, device, most_steps))
+            known[key] = Bucket(Buffers(rows, seqs, -(-keys // page), draws, widths, device, most_steps))
             if len(known) > MOST_GRAPHS:
                 known.popitem(last=False)
         known.move_to_end(key)
