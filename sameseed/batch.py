@@ -159,6 +159,16 @@ class Batch:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What differs in the k passes of chains that B sequences write, a row each: `slots` int32 [k, B], `keys` of their
+    noise int64 [k, B]. After its last row a sequence has slots -1: the row is run again, and not stored.
+    """
+
+    slots: NDArray[np.int32]
+    keys: NDArray[np.int64]
+
+
 def _tensors(of: Batch | Draws) -> dict[str, Tensor]:
     return {name: x for name, x in vars(of).items() if isinstance(x, Tensor)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sameseed import devices
-from sameseed.batch import UNKNOWN, int_tensors
+from sameseed.batch import UNKNOWN, Batch, Draw, Steps, int_tensors, slots_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Drawn:
     def __init__(self, counts: Seq[int]) -> None:
         self.counts = list(counts)
         self._steps: list[Tensor] = []
+        self._rows: list[list[int]] = []  # whose they are
 
     def running(self, step: int) -> list[int]:
         """The sequences that draw a token in a step."""
@@ -40,7 +41,13 @@ class Drawn:
 
     def add(self, chosen: Tensor) -> None:
         """The next step's choices: int32 [R], or [2, R] with confidences (`Ops.choose`)."""
+        self._rows.append(self.running(len(self._steps)))
         self._steps.append(chosen.clone().view(-1, chosen.shape[-1]))  # a pass writes over the choices of the last one
+
+    def add_rest(self, chosen: Tensor) -> None:
+        """The choices of all steps after the first: int32 [k, 1 or 2, R] of the sequences that run in the second."""
+        self._rows += [self.running(1)] * len(chosen)
+        self._steps += chosen.unbind()
 
     def going(self, rows: Tensor, step: int) -> Tensor:
         """Of rows [R, ...] of those running in the step before, those of the ones running in this one."""
@@ -58,9 +65,9 @@ class Drawn:
     def numbers(self) -> Tensor:
         """Tokens, and below them confidences where they were asked for: int32 [1 or 2, N], sequence after sequence."""
         every = torch.cat(self._steps, dim=1)
-        drawn = [(b, step) for step in range(len(self._steps)) for b in self.running(step)]
-        order = sorted(range(len(drawn)), key=drawn.__getitem__)
-        if order == list(range(len(order))):
+        drawn = [(b, step) for step, rows in enumerate(self._rows) for b in rows]
+        order = sorted((i for i, (b, step) in enumerate(drawn) if step < self.counts[b]), key=drawn.__getitem__)
+        if order == list(range(len(drawn))):
             return every
         return every.index_select(1, int_tensors((order,), every.device)[0])
 
@@ -77,3 +84,28 @@ class Drawn:
     def read(self) -> list[list[tuple[int, float]]]:
         """What was drawn (`split`); the host waits for it."""
         return self.split(devices.read(self.numbers))
+
+
+def steps_after(
+    batch: Batch,
+    blocks: Seq[Seq[int]],
+    starts: Seq[int],
+    counts: Seq[int],
+    block_size: int,
+    draw: Callable[[int, int], Draw | None],
+) -> Steps | None:
+    """What differs in the passes of chains of counts[b] >= 1 rows, which follow the starts[b] rows of each sequence.
+
+    `batch` is the first pass; draw(b, step): how the token after a row is drawn. None where a single pass is left, or
+    where the device's choices are truncated: then each pass is made by itself.
+    """
+    draws, most = batch.draws, max(counts)
+    if most < 2 or draws is None or draws.most or draws.shares:
+        return None
+    slots = np.full((most, len(counts)), -1, np.int32)
+    keys = np.zeros((most, len(counts)), np.int64)
+    for b, (own, start, count) in enumerate(zip(blocks, starts, counts, strict=True)):
+        drawn = [draw(b, step) for step in range(count)]
+        slots[:count, b] = slots_of(own, start, start + count, block_size)
+        keys[:count, b] = np.array([0 if d is None else d.key for d in drawn], np.uint64).view(np.int64)
+    return Steps(slots, keys)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sameseed.batch import Batch, Draws
+from sameseed.batch import Batch, Draws, Steps
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import LayerWeights, rope_table, run_layer
@@ -87,6 +87,12 @@ class EagleHead:
         if chosen is None and batch.draws is not None:  # not chosen on the way
             chosen = self.choose(logits, batch.draws)
         return logits, features, chosen
+
+    @torch.inference_mode()
+    def chain(self, x: Tensor, batch: Batch, steps: Steps, cache: KVCache, window: int | None = None) -> Tensor | None:
+        """As `Llama.chain`; x [B, C] are the features of the first rows' parents."""
+        chain = getattr(self._run, "chain", None)
+        return None if chain is None else cast("Tensor | None", chain(batch, steps, cache, (0, window or 0), x))
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, draws: Draws) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sameseed.batch import UNKNOWN, Batch, Draw, Draws, Rows, build_batch, int_tensors, pack, slots_of
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.drawn import Drawn
+from sameseed.models.drawn import Drawn, steps_after
 from sameseed.models.eagle import EagleHead
 from sameseed.request import Sequence
 
@@ -96,11 +96,29 @@ class HeadRunner:
             batch = replace(batch, draws=Draws.of([draws(b, depth) for b in running], True))
             batch = batch.with_late(drawn.last(depth).clamp(min=0))  # after a FAILED any token will do
             features = drawn.going(features, depth)
+            if depth == 1 and (rest := self._rest(holders, drawn, features, batch, draws)) is not None:
+                drawn.add_rest(rest)
+                return drawn
             _, features, chosen = self.model.run(features, batch, self.cache, self.window)
         if chosen is None:
             return None
         drawn.add(chosen)
         return drawn
+
+    def _rest(
+        self, holders: Seq[Sequence], drawn: Drawn, features: Tensor, batch: Batch, draws: Callable[[int, int], Draw]
+    ) -> Tensor | None:
+        """The choices of all levels from `batch` on, the first, where the device goes through them by itself."""
+        running = drawn.running(1)
+        steps = steps_after(
+            batch,
+            [holders[b].blocks for b in running],
+            [holders[b].num_cached for b in running],
+            [drawn.counts[b] - 1 for b in running],
+            self.cache.block_size,
+            lambda i, step: draws(running[i], 1 + step),
+        )
+        return None if steps is None else self.model.chain(features, batch, steps, self.cache, self.window)
 
     def _batch(self, levels: Seq[Level]) -> Batch:
         """The rows of one level of several trees."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sameseed.batch import Batch
+from sameseed.batch import Batch, Steps
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig
 from sameseed.models.layers import ModelWeights, rope_table, run_layer
@@ -60,6 +60,12 @@ class Llama:
             whole = logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf)
             logits = whole.index_copy_(1, self.token_ids, logits)
         return logits, hidden, chosen
+
+    @torch.inference_mode()
+    def chain(self, batch: Batch, steps: Steps, cache: KVCache) -> Tensor | None:
+        """The tokens of a chain that the device goes on with by itself (`Ops.replayer`); None where it does not."""
+        chain = getattr(self._run, "chain", None)
+        return None if chain is None else cast("Tensor | None", chain(batch, steps, cache, ()))
 
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from sameseed import devices
-from sameseed.batch import GREEDY, UNKNOWN, Draw, Draws, Rows, ancestor_masks, build_batch, int_tensors
+from sameseed.batch import GREEDY, UNKNOWN, Batch, Draw, Draws, Rows, ancestor_masks, build_batch, int_tensors
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.drawn import Drawn, LateNodes
+from sameseed.models.drawn import Drawn, LateNodes, steps_after
 from sameseed.models.llama import Llama
 from sameseed.request import Sequence
 
@@ -128,7 +128,9 @@ class ModelRunner:
         pass as well; else its end is waited for here.
         """
         late = draft.tokens if isinstance(draft, LateNodes) else None
-        out = self._start(seqs, draft, num_pending, captured, drawer, late=late)
+        batch, offsets, wants = self._batch(seqs, draft, num_pending, drawer, late=late)
+        logits, hidden, chosen = self.model.run(batch, self.cache, self.captures if captured else ())
+        out = Output(logits, hidden, offsets, wants, chosen)
         # Who times a pass times all of it: its end is waited for, by reading its choices if there are any.
         if late is None:
             if out.chosen is None:
@@ -149,27 +151,55 @@ class ModelRunner:
         for step in range(max(counts)):
             some = [seqs[b] for b in drawn.running(step)]
             late = drawn.last(step) if step else None
-            out = self._start(some, None, [s.num_pending for s in some], False, drawer, sure, late)
-            if out.chosen is None:
+            batch, *_ = self._batch(some, None, [s.num_pending for s in some], drawer, sure, late)
+            if step == 1 and self._draw_rest(some, drawn, batch, drawer):
+                break
+            _, _, chosen = self.model.run(batch, self.cache)
+            if chosen is None:
                 self._no_choices = True
                 return None
-            drawn.add(out.chosen)
+            drawn.add(chosen)
             for seq in some:
                 seq.num_cached = len(seq)
                 seq.token_ids.append(UNKNOWN)
         return drawn
 
-    def _start(
+    def _draw_rest(self, seqs: Seq[Sequence], drawn: Drawn, batch: Batch, drawer: Drawer) -> bool:
+        """All passes of a chain from `batch` on, the second, where the device goes through them by itself; did it?
+
+        What the rows do not attend to must be the same in all of them.
+        """
+        counts, starts = [drawn.counts[b] - 1 for b in drawn.running(1)], [s.num_cached for s in seqs]
+        unseen = [self.unseen(s) for s in seqs]
+        for seq, count in zip(seqs, counts, strict=True):
+            seq.num_cached += count - 1
+        moved = [self.unseen(s) for s in seqs] != unseen
+        for seq, start in zip(seqs, starts, strict=True):
+            seq.num_cached = start
+        blocks, size = [s.blocks for s in seqs], self.cache.block_size
+        steps = steps_after(batch, blocks, starts, counts, size, lambda b, step: drawer(seqs[b], step))
+        chosen = None if steps is None or moved else self.model.chain(batch, steps, self.cache)
+        if chosen is None:
+            return False
+        drawn.add_rest(chosen)
+        for seq, count in zip(seqs, counts, strict=True):
+            seq.token_ids += [UNKNOWN] * count
+            seq.num_cached = len(seq) - 1
+        return True
+
+    def _batch(
         self,
         seqs: Seq[Sequence],
         draft: Nodes | None,
         num_pending: Seq[int],
-        captured: bool,
         drawer: Drawer | None,
         sure: bool = False,
         late: Tensor | None = None,
-    ) -> Output:
-        """A pass that is not waited for. `late` int32 [n]: tokens of its rows whose tokens are UNKNOWN."""
+    ) -> tuple[Batch, list[int], list[bool]]:
+        """A pass: its batch, where each sequence's rows begin, and whose logits are wanted.
+
+        `late` int32 [n]: tokens of its rows whose tokens are UNKNOWN.
+        """
         rows: list[Rows] = []
         offsets = [0]
         drawn: list[Draw | None] = []
@@ -189,8 +219,7 @@ class ModelRunner:
             batch = replace(batch, draws=Draws.of([GREEDY if d is None else d for d in drawn], sure))
         if late is not None:  # which may be another model's, of more tokens, or FAILED: any guess will do
             batch = batch.with_late(late.clamp(0, self.model.config.vocab_size - 1))
-        logits, hidden, chosen = self.model.run(batch, self.cache, self.captures if captured else ())
-        return Output(logits, hidden, offsets, [r.wants_logits for r in rows], chosen)
+        return batch, offsets, [r.wants_logits for r in rows]
 
     def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
         """Keep the pending rows and the accepted nodes' rows of each sequence, drop the other nodes'.

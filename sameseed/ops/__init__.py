@@ -104,7 +104,10 @@ class Ops:
         return picked
 
     def replayer(self, forward: Forward) -> Replayed:
-        """`forward(ops, batch, cache, captures)` as this backend runs it best: op by op, or recorded and replayed."""
+        """`forward(ops, batch, cache, captures)` as this backend runs it best: op by op, or recorded and replayed.
+
+        What it gives may have `chain(batch, steps, cache, captures, ...)`, which runs the passes of `Steps` at once.
+        """
         replay: Callable[[Forward, Ops], Replayed] | None = getattr(self.backend, "replayer", None)
         return partial(forward, self) if replay is None else replay(forward, self)
 

@@ -11,16 +11,18 @@ import pytest
 import torch
 from fixtures_device import DEVICE, Elsewhere, counted_waits
 from fixtures_eagle import fit_head
+from fixtures_graph import fake_graphs
 from lawkit import Pair, load_pair, make_engine, run, texts, write_model
 
 from sameseed import SamplingParams, devices, ops
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.loader import load_model
+from sameseed.ops.triton import graphs
 from sameseed.scheme import QuantScheme
 
 pytestmark = pytest.mark.skipif(os.environ.get("SAMESEED_TEST_GPU") != "pretended", reason="of the pretended GPU")
 IN, OUT = "copy to the device", "copy to the host"
-ROWS, CHOICES = (IN, "devices.put"), (OUT, "devices.read")
+ROWS, BATCH, CHOICES = (IN, "devices.put"), (IN, "devices.put_into"), (OUT, "devices.read")
 # What a round may wait for at most; k is 2. The end of a pass is waited for by reading its choices.
 MOST: dict[str, Counter[tuple[str, str]]] = {
     "none": Counter({ROWS: 1, CHOICES: 1}),
@@ -36,42 +38,66 @@ MOST: dict[str, Counter[tuple[str, str]]] = {
     # Where a policy looks at confidences the draft is read first.
     "draft_model, confidence": Counter({ROWS: 3, CHOICES: 2}),
 }
+# The same by graphs; k is 4. A chain is a pass and then a graph for all others: two batches, however long it is.
+BY_GRAPHS: dict[str, Counter[tuple[str, str]]] = {
+    "draft_model": Counter({BATCH: 3, CHOICES: 1}),
+    "draft_model, confidence": Counter({BATCH: 3, CHOICES: 2}),
+    "eagle chain": Counter({BATCH: 3, ROWS: 1, CHOICES: 1}),
+}
 
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_round_waits_for_little(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, _ in rounds(name, 2, 4, tmp_path, monkeypatch, by_graphs=False):
+        assert found <= MOST[name], found - MOST[name]
+
+
+@pytest.mark.parametrize("name", BY_GRAPHS)
+def test_a_chain_by_graphs_is_two_batches(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "NARROWEST", 64)
+    steady = [found for found, new in rounds(name, 4, 14, tmp_path, monkeypatch, by_graphs=True) if not new]
+    for found in steady:
+        assert found <= BY_GRAPHS[name], found - BY_GRAPHS[name]
+    assert BY_GRAPHS[name] in steady
+
+
+def rounds(
+    name: str, k: int, length: int, folder: Path, monkeypatch: pytest.MonkeyPatch, by_graphs: bool
+) -> list[tuple[Counter[tuple[str, str]], int]]:
+    """What each round of a text waits for, and how many graphs it recorded. The text is the CPU's."""
     method = name.split(",")[0].split()[0]
     torch.set_default_device(None)
-    for folder, noise in (("target", 0.0), ("draft", 0.1)):
-        write_model(tmp_path / folder, noise=noise, num_hidden_layers=1, pard_token=9)
+    for own, noise in (("target", 0.0), ("draft", 0.1)):
+        write_model(folder / own, noise=noise, num_hidden_layers=1, pard_token=9)
     backend, quant, place = ops.resolve("triton"), QuantScheme.parse("w4a16"), str(DEVICE)
     if method == "eagle":
-        fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
-    here = load_pair(tmp_path / "target", tmp_path / "draft", "triton", "w4a16")
-    target, draft = (load_model(tmp_path / f, backend, quant, device=place) for f in ("target", "draft"))
-    head = load_head(tmp_path / "head", target, backend, device=place) if method == "eagle" else None
+        fit_head(folder / "head", load_model(folder / "target", ops.resolve("reference")))
+    here = load_pair(folder / "target", folder / "draft", "triton", "w4a16")
+    target, draft = (load_model(folder / own, backend, quant, device=place) for own in ("target", "draft"))
+    head = load_head(folder / "head", target, backend, device=place) if method == "eagle" else None
     there = Pair(target, draft, here.tokenizer, None, head)
     waited: list[torch.device] = []
     monkeypatch.setattr(devices, "wait", waited.append)
-    params = SamplingParams(max_tokens=4, temperature=0.8, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=length, temperature=0.8, seed=1, ignore_eos=True)
     wanted = texts(run(make_engine(here), [[5, 6, 7]], params))
     options = {"top_k": 1} if "chain" in name else {}
-    engine = make_engine(there, method, 2, 0.01 if "confidence" in name else None, options=options)
+    engine = make_engine(there, method, k, 0.01 if "confidence" in name else None, options=options)
     assert isinstance(engine.runner.cache.layers[0].k, Elsewhere)
-    steps: list[Counter[tuple[str, str]]] = []
+    made = fake_graphs(monkeypatch) if by_graphs else []
+    steps: list[tuple[Counter[tuple[str, str]], int]] = []
     step = engine.step
 
     def counted() -> object:
+        before = len(made)
         with counted_waits() as found:
             done = step()
-        steps.append(found)
+        steps.append((found, len(made) - before))
         return done
 
     monkeypatch.setattr(engine, "step", counted)
     assert texts(run(engine, [[5, 6, 7]], params)) == wanted
-    for found in steps:
-        assert found <= MOST[name], found - MOST[name]
-    assert any(found[CHOICES] for found in steps) and not waited
+    assert any(found[CHOICES] for found, _ in steps) and not waited and bool(made) == by_graphs
+    return steps
 
 
 def test_who_is_chosen_for_does_not_hang_on_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from sameseed import devices
-from sameseed.batch import Batch, Draws
+from sameseed.batch import MAX_NODES, Batch, Steps
+from sameseed.ops.triton.buffers import Buffers
 
 if TYPE_CHECKING:
     from sameseed.ops import Forward, Ops, Results
@@ -54,72 +52,9 @@ def capture_for(device: torch.device) -> Capture | None:
     return on_cuda if device.type == "cuda" else None
 
 
-class Buffers:
-    """A batch of `rows` rows of `seqs` sequences, block tables `width` wide, that stays in its place on a device."""
-
-    def __init__(
-        self, rows: int, seqs: int, width: int, draws: Draws | None, widths: Seq[int], device: torch.device
-    ) -> None:
-        """`draws`: how rows of such a pass are drawn; `widths`: of the inputs [T, width] beside the batch."""
-        names = ("token_ids", "positions", "slots", "logit_rows", "key_positions")
-        long = () if draws is None else ("keys", "divisors", "floors")
-        sizes = {"row_offsets": seqs + 1, "num_pending": seqs, "kv_lens": seqs}
-        sizes |= {**dict.fromkeys(names, rows), "tree_mask": 2 * rows}
-        sizes |= {**dict.fromkeys(long, 2 * rows), **({"greedy": rows} if long else {}), "late_rows": 2 * rows}
-        sizes["block_tables"] = seqs * width
-        starts, end = {}, 0
-        for name, size in sizes.items():
-            starts[name], end = end, end + size + -size % 4  # each at a multiple of 16 bytes
-        self._host, self._there = np.zeros(end, np.int32), torch.zeros(end, dtype=torch.int32, device=device)
-        kinds = dict.fromkeys(("tree_mask", "keys", "late_rows"), torch.int64)
-        kinds |= dict.fromkeys(("divisors", "floors"), torch.float64)
-        self._parts: dict[str, NDArray[Any]] = {}
-        there: dict[str, Any] = {}
-        for name, start in starts.items():
-            part, kind = slice(start, start + sizes[name]), kinds.get(name, torch.int32)
-            there[name] = self._there[part].view(kind)
-            self._parts[name] = torch.from_numpy(self._host)[part].view(kind).numpy()
-        self._late_rows = there.pop("late_rows")
-        own = {name: x for name, x in there.items() if name not in (*long, "greedy")}
-        own["block_tables"] = own["block_tables"].view(seqs, width)
-        self.width, self._tables_at = width, starts["block_tables"]
-        nothing = torch.zeros(2, 0, dtype=torch.int64, device=device)
-        drawn = None
-        if draws is not None:
-            keys, divisors, floors, greedy = (there[name] for name in (*long, "greedy"))
-            drawn = Draws(keys, divisors, floors, greedy, nothing, 0, (), draws.sure)
-        self.batch = Batch(**own, draws=drawn)
-        self.inputs = [torch.zeros(rows, w, dtype=torch.float32, device=device) for w in widths]
-
-    def fill(self, batch: Batch, inputs: Seq[Tensor]) -> None:
-        """The rows of a batch, which is on the CPU, and behind them rows of nobody; by one copy."""
-        rows = batch.num_rows
-        given: dict[str, Tensor | None] = {name: x for name, x in vars(batch).items() if name != "draws"}
-        given["key_positions"] = batch.positions if batch.key_positions is None else batch.key_positions
-        if self.batch.draws is not None and batch.draws is not None:
-            given |= {name: getattr(batch.draws, name) for name in ("keys", "divisors", "floors", "greedy")}
-        behind = {"slots": -1, "row_offsets": rows, "divisors": 1, "greedy": 1}
-        for name, part in self._parts.items():
-            x = given[name]
-            if name == "block_tables":
-                table = batch.block_tables.numpy()
-                part.reshape(-1, self.width)[: len(table), : table.shape[1]] = table
-                continue
-            size = 0 if x is None else len(x)
-            if x is not None:
-                part[:size] = x.numpy()
-            part[size:] = behind.get(name, 0)
-        end = self._tables_at + batch.num_seqs * self.width  # what else is in the tables is read by no sequence
-        devices.put_into(self._there[:end], torch.from_numpy(self._host[:end].copy()))
-        if batch.late is not None:
-            self.batch.token_ids.index_copy_(0, self._late_rows[: len(batch.late)], batch.late)
-        for buffer, given_input in zip(self.inputs, inputs, strict=True):
-            buffer[:rows].copy_(given_input)
-
-
 @dataclass
 class Bucket:
-    """Buffers, and once it is recorded, what replays a pass on them, and where its results are."""
+    """Buffers, and once it is recorded, what replays a pass on them, and where its results are, if it keeps any."""
 
     buffers: Buffers
     replay: Replay | None = None
@@ -140,6 +75,7 @@ class Graphs:
         self._busy = threading.Lock()
         self._buckets: weakref.WeakKeyDictionary[Any, OrderedDict[Any, Bucket]] = weakref.WeakKeyDictionary()
         self._refused = False
+        self._no_chains = False  # could a pass of a chain not be recorded?
         self._logits: Tensor | None = None  # float32 [MOST_ROWS, V] of the latest graph that ran
 
     def __call__(self, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor) -> Results:
@@ -201,13 +137,74 @@ class Graphs:
             bucket.replay, bucket.results = capture(recorded)
         except RuntimeError as error:
             self._refused = True
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            log.warning("no graph of a pass could be recorded (%s); passes run op by op, which is slower", reason)
+            log.warning(
+                "no graph of a pass could be recorded (%s); passes run op by op, which is slower", _reason(error)
+            )
+
+    def chain(
+        self, batch: Batch, steps: Steps, cache: Any, captures: tuple[int, ...], *inputs: Tensor
+    ) -> Tensor | None:
+        """The choices of the k passes of `steps`, of which `batch` is the first: int32 [k, 1 or 2, B] (`Ops.choose`).
+
+        A graph of one pass ends with what the next one needs, its tokens and inputs, so it is replayed k times and the
+        host makes and reads nothing in between. None where that cannot be; the passes may then run one by one.
+        """
+        rows, device = batch.num_rows, cache.layers[0].k.device
+        small = rows <= MOST_ROWS and len(steps.slots) <= MAX_NODES
+        capture = capture_for(device) if small and not (self._refused or self._no_chains) else None
+        if capture is None or not self._busy.acquire(blocking=False):
+            return None
+        try:
+            return self._by_one_graph(capture, device, batch.without_chains(), steps, cache, captures, inputs)
+        except RuntimeError as error:
+            self._no_chains = True
+            log.warning("no graph of a chain could be recorded (%s); its passes come one by one", _reason(error))
+            return None
+        finally:
+            self._busy.release()
+
+    def _by_one_graph(
+        self,
+        capture: Capture,
+        device: torch.device,
+        batch: Batch,
+        steps: Steps,
+        cache: Any,
+        captures: tuple[int, ...],
+        inputs: Seq[Tensor],
+    ) -> Tensor:
+        bucket = self._bucket(device, batch, cache, captures, inputs, MAX_NODES)
+        buffers = bucket.buffers
+
+        def run() -> Results:
+            buffers.take()
+            logits, hidden, chosen = self._forward(self._ops, buffers.batch, cache, captures, *buffers.inputs)
+            buffers.keep(hidden, chosen)
+            return logits, hidden, chosen
+
+        buffers.fill_steps(batch, inputs, steps)
+        if bucket.replay is None:
+            run()  # so that its kernels are compiled
+            buffers.fill_steps(batch, inputs, steps)
+            bucket.replay, _ = capture(run)
+            buffers.fill_steps(batch, inputs, steps)
+        for _ in steps.slots:
+            bucket.replay()
+        return buffers.choices[: len(steps.slots), :, : batch.num_rows].clone()
 
     def _bucket(
-        self, device: torch.device, batch: Batch, cache: Any, captures: tuple[int, ...], inputs: Seq[Tensor]
+        self,
+        device: torch.device,
+        batch: Batch,
+        cache: Any,
+        captures: tuple[int, ...],
+        inputs: Seq[Tensor],
+        most_steps: int = 0,
     ) -> Bucket:
-        """That of a batch. Rows that are cut to a top-k or top-p are chosen for outside: the host launches for each."""
+        """That of a batch, or of a chain of at most so many passes.
+
+        Rows that are cut to a top-k or top-p are chosen for outside: the host launches for each.
+        """
         draws = batch.draws if batch.draws is None or not (batch.draws.most or batch.draws.shares) else None
         page = cache.layers[0].k.shape[1]
         rows, seqs = (1 << (count - 1).bit_length() for count in (batch.num_rows, batch.num_seqs))
@@ -215,16 +212,21 @@ class Graphs:
         while keys < batch.block_tables.shape[1] * page:
             keys *= 4
         drawn = draws and (draws.sure,)
-        key = captures, rows, seqs, keys, drawn, tuple(x.shape[1] for x in inputs)
+        widths = tuple(x.shape[1] for x in inputs)
+        key = captures, rows, seqs, keys, drawn, widths, most_steps
         known = self._buckets.setdefault(cache, OrderedDict())
         if not captures and key not in known:  # to record costs more than to keep hidden states that nobody asked for
             key = next((k for k, own in known.items() if k[1:] == key[1:] and own.replay is not None), key)
         if key not in known:
-            known[key] = Bucket(Buffers(rows, seqs, -(-keys // page), draws, key[-1], device))
+            known[key] = Bucket(Buffers(rows, seqs, -(-keys // page), draws, widths, device, most_steps))
             if len(known) > MOST_GRAPHS:
                 known.popitem(last=False)
         known.move_to_end(key)
         return known[key]
+
+
+def _reason(error: RuntimeError) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def replayer(forward: Forward, ops: Ops) -> Graphs:

@@ -1,0 +1,247 @@
+"""Chains that a graph writes by itself: the tokens, confidences and cached rows of passes that the host makes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures_eagle import fit_head
+from fixtures_graph import fake_graphs
+from lawkit import load_pair, make_engine, run, texts, write_model
+
+from sameseed import devices, ops
+from sameseed.batch import UNKNOWN, Draw
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.eagle_loader import load_head
+from sameseed.models.eagle_runner import HeadRunner
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model
+from sameseed.models.runner import ModelRunner
+from sameseed.ops.triton import graphs, guard
+from sameseed.ops.triton.graphs import Graphs
+from sameseed.request import SamplingParams, Sequence
+from sameseed.scheme import QuantScheme
+from sameseed.spec.sampling import drawer
+
+pytestmark = pytest.mark.skipif(
+    not guard.interpreted() or os.environ.get("SAMESEED_TEST_GPU") == "pretended", reason="its models are on the CPU"
+)
+# Prompts of several lengths, one that crosses a block of 4; their chains; what is drawn how.
+TEXTS = [[5, 6, 7], [8], [3, 9, 4, 2, 6, 1, 7]]
+WARM, GREEDY = SamplingParams(temperature=0.8), SamplingParams(temperature=0.0)
+PARAMS = [WARM, GREEDY, SamplingParams(temperature=1.2, min_p=0.05)]
+LENGTHS = {"equal": [3, 3, 3], "unequal": [3, 1, 5], "one": [4]}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_default_device(None)
+    monkeypatch.setattr(graphs, "NARROWEST", 64)
+
+
+@pytest.fixture
+def chains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The passes of each chain that a graph wrote."""
+    found: list[int] = []
+    chain = Graphs.chain
+
+    def counted(self: Graphs, *args: Any) -> Any:
+        chosen = chain(self, *args)
+        found.append(0 if chosen is None else len(chosen))
+        return chosen
+
+    monkeypatch.setattr(Graphs, "chain", counted)
+    return found
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many numbers each batch was that went to the device."""
+    sizes: list[int] = []
+    put_into = devices.put_into
+    monkeypatch.setattr(devices, "put_into", lambda there, x: (sizes.append(x.numel()), put_into(there, x))[1])
+    return sizes
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Llama:
+    write_model(tmp_path, num_hidden_layers=1)
+    return load_model(tmp_path, ops.resolve("triton"), QuantScheme.parse("w4a16"))
+
+
+def sequences(runner: Any, lengths: list[int], seed: int, params: list[SamplingParams] | None = None) -> list[Sequence]:
+    """With blocks for so many tokens more."""
+    made = []
+    for i, (n, p) in enumerate(zip(lengths, params or PARAMS, strict=False)):
+        made.append(Sequence(i, tuple(t + seed for t in TEXTS[i]), p, seed + i))
+        assert runner.blocks.reserve(made[-1], len(TEXTS[i]) + n)
+    return made
+
+
+def draft_runner(model: Llama, kv: str = "fp32") -> ModelRunner:
+    c = model.config
+    return ModelRunner(model, KVCache(c.num_layers, 24, 4, c.num_kv_heads, c.head_dim, kv))
+
+
+def same_rows(a: Any, b: Any) -> bool:
+    return all(x.k.equal(y.k) and x.v.equal(y.v) for x, y in zip(a.cache.layers, b.cache.layers, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sure", "kv"), [("equal", True, "int8"), ("unequal", False, "fp32"), ("one", True, "fp32")]
+)
+def test_a_models_chain(
+    lengths: str,
+    sure: bool,
+    kv: str,
+    model: Llama,
+    chains: list[int],
+    copies: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice: a graph that was recorded for other tokens, places and noise serves them."""
+    counts = LENGTHS[lengths]
+    by_pass, by_graph = draft_runner(model, kv), draft_runner(model, kv)
+    wanted = []
+    for seed in (1, 9):
+        seqs = sequences(by_pass, counts, seed)
+        drawn = by_pass.draw(seqs, counts, drawer, sure)
+        assert drawn is not None
+        wanted.append((drawn.read(), [(s.token_ids, s.num_cached) for s in seqs]))
+    assert not any(chains)
+    made = fake_graphs(monkeypatch)
+    for seed, (tokens, state) in zip((1, 9), wanted, strict=True):
+        seqs = sequences(by_graph, counts, seed)
+        recorded = len(made)
+        copies.clear()
+        drawn = by_graph.draw(seqs, counts, drawer, sure)
+        assert drawn is not None and drawn.read() == tokens
+        assert [(s.token_ids, s.num_cached) for s in seqs] == state
+        assert all(s.token_ids[-n:] == [UNKNOWN] * n for s, n in zip(seqs, counts, strict=True))
+        assert recorded == 0 or len(copies) == 2  # the first pass, and all others
+    assert chains[2:] == [max(counts) - 1] * 2 and len(made) == 2
+    assert same_rows(by_pass, by_graph)
+
+
+def test_a_heads_chain(tmp_path: Path, chains: list[int], copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "target", num_hidden_layers=1)
+    fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
+    backend = ops.resolve("triton")
+    target = load_model(tmp_path / "target", backend)
+    loaded = load_head(tmp_path / "head", target, backend)
+    c = loaded.config.layer
+    made: list[Any] = []
+    for window in (None, 3):
+        runners = [HeadRunner(loaded, KVCache(1, 24, 4, c.num_kv_heads, c.head_dim, "fp32"), window) for _ in range(2)]
+        generator, cases = torch.Generator().manual_seed(1), []
+        width = target.config.hidden_size
+        for counts in (LENGTHS["unequal"], LENGTHS["equal"], LENGTHS["one"], LENGTHS["one"]):
+            cases.append((counts, [torch.randn(len(t), width, generator=generator) for t in TEXTS[: len(counts)]]))
+        wanted = [head_chain(runners[0], *case) for case in cases]
+        chains.clear()
+        with monkeypatch.context() as patch:
+            made += fake_graphs(patch)
+            for case, tokens in zip(cases, wanted, strict=True):
+                copies.clear()
+                assert head_chain(runners[1], *case) == tokens
+        assert chains == [4, 2, 3, 3] and same_rows(*runners)
+        assert len(copies) == 2
+
+
+def head_chain(runner: HeadRunner, counts: list[int], hidden: list[torch.Tensor]) -> list[Any]:
+    """What a head writes after texts with these hidden states."""
+    holders = sequences(runner, counts, len(counts))
+
+    def draws(b: int, depth: int) -> Draw:
+        drawn = drawer(holders[b], depth)
+        assert drawn is not None
+        return drawn
+
+    own = [draws(b, 0) for b in range(len(counts))]
+    _, features, chosen = runner.extend(holders, [s.token_ids for s in holders], hidden, True, own)
+    drawn = runner.draw(holders, counts, chosen, features, draws)
+    assert drawn is not None
+    return drawn.read()
+
+
+def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(
+    model: Llama, chains: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_pass, by_graph = draft_runner(model), draft_runner(model)
+    # All but the first block and the last six tokens; a block of 4 more is left out at 10, 14, ... rows.
+    for runner in (by_pass, by_graph):
+        runner.unseen = lambda seq: (1, (seq.num_cached - 6) // 4) if seq.num_cached >= 14 else (0, 0)
+    text = [t % 50 + 3 for t in range(0, 90, 7)]  # 13 tokens
+
+    def drawn(runner: ModelRunner, length: int, count: int) -> Any:
+        seq = Sequence(0, tuple(text[:length]), WARM, 3)
+        assert runner.blocks.reserve(seq, length + count)
+        found = runner.draw([seq], [count], drawer)
+        runner.blocks.release(seq)
+        assert found is not None
+        return found.read()
+
+    wanted = [drawn(by_pass, 9, 4), drawn(by_pass, 13, 4), drawn(by_pass, 13, 3)]
+    chains.clear()
+    made = fake_graphs(monkeypatch)
+    assert [drawn(by_graph, 9, 4), drawn(by_graph, 13, 4), drawn(by_graph, 13, 3)] == wanted
+    assert chains == [3] and made  # the others go pass by pass
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=0.8, top_k=5)]
+)
+def test_truncated_choices_go_pass_by_pass(
+    params: SamplingParams, model: Llama, chains: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_pass, by_graph = draft_runner(model), draft_runner(model)
+    wanted = by_pass.draw(sequences(by_pass, [3], 1, [params]), [3], drawer)
+    made = fake_graphs(monkeypatch)
+    drawn = by_graph.draw(sequences(by_graph, [3], 1, [params]), [3], drawer)
+    assert wanted is not None and drawn is not None and drawn.read() == wanted.read()
+    assert made and not chains
+
+
+def test_a_chain_that_cannot_be_recorded_goes_pass_by_pass(
+    model: Llama, chains: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_pass, by_graph = draft_runner(model), draft_runner(model)
+    wanted = by_pass.draw(sequences(by_pass, [3], 1), [3], drawer)
+    made = fake_graphs(monkeypatch)
+
+    def refuses(self: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("sameseed.ops.triton.buffers.Buffers.take", refuses)
+    chains.clear()
+    for seed in (1, 1):
+        drawn = by_graph.draw(sequences(by_graph, [3], seed), [3], drawer)
+        assert wanted is not None and drawn is not None and drawn.read() == wanted.read()
+    assert chains == [0, 0] and made and caplog.text.count("not permitted") == 1
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_texts_and_counts_are_those_of_passes(
+    method: str, tmp_path: Path, chains: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled, prompts of several lengths, texts that end within a chain, one that is preempted."""
+    for folder, noise in (("target", 0.0), ("draft", 0.1)):
+        write_model(tmp_path / folder, noise=noise, num_hidden_layers=1)
+    if method == "eagle":
+        fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
+    pair = load_pair(tmp_path / "target", tmp_path / "draft", "triton", "w4a16")
+    params = [replace(p, max_tokens=8, seed=1, ignore_eos=True) for p in PARAMS]
+    plain = texts(run(make_engine(pair), TEXTS, params, alone=True))
+    how: dict[str, Any] = {"block": 4, "tokens": 24, "max_len": 16}
+    how |= {"options": {"top_k": 1}} if method == "eagle" else {}
+    op_by_op = make_engine(pair, method, 4, **how)
+    run(op_by_op, TEXTS, params)
+    chains.clear()
+    made, engine = fake_graphs(monkeypatch), make_engine(pair, method, 4, **how)
+    done = run(engine, TEXTS, params)
+    assert texts(done) == plain and made and len([n for n in chains if n]) > 2
+    assert engine.metrics == op_by_op.metrics and any(c.metrics.num_preemptions for c in done)
