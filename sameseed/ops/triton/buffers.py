@@ -60,8 +60,8 @@ class Buffers:
         there["block_tables"] = there["block_tables"].view(seqs, width)
         drawn, nothing = None, torch.zeros(2, 0, dtype=torch.int64, device=device)
         if draws is not None:
-            how = [there.pop(name) for name in ("keys", "divisors", "floors", "greedy")]
-            drawn = Draws(*how, nothing, 0, (), draws.sure)
+            keys, divisors, floors, greedy = (there.pop(name) for name in ("keys", "divisors", "floors", "greedy"))
+            drawn = Draws(keys, divisors, floors, greedy, nothing, 0, (), draws.sure)
         self.batch = Batch(**there, draws=drawn)
         self.inputs = [torch.zeros(rows, w, dtype=torch.float32, device=device) for w in widths]
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
