@@ -233,7 +233,7 @@ def _gathered(argv: Seq[str], command: type) -> list[str]:
     values: dict[str, list[str]] = {}
     for flag, hint in hints.items():
         kind, *marks = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-        if tyro.conf.UseAppendAction not in marks and tuple in map(get_origin, (kind, *get_args(kind))):
+        if tyro.conf.UseAppendAction not in marks and any(get_origin(k) is tuple for k in (kind, *get_args(kind))):
             values[flag] = []
     words: list[str] = []
     last = words
