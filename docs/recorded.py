@@ -162,18 +162,14 @@ def certificates(found: list[Record]) -> str:
         share = "full" if r["effort"] == 1 else f"{100 * r['effort']:.2g} %"
         which = f"{passed} of {len(checks)}" + (f": {', '.join(own)}" if len(own) < 5 else "")
         rows.append([c["label"], c["format"], c["kv_format"], share, which, *cells])
-    head = [
-        "draft",
-        "weights",
-        "cache",
-        "size",
-        "checks passed",
-        "products",
-        "logits rows",
-        "greedy tokens",
+    head = ["draft", "weights", "cache", "size", "checks passed", "products", "logits rows", "greedy tokens"]
+    head += [
         "seeded texts",
+        "texts of the law",
+        "draws of the sampler",
+        "differing values and texts",
+        "mutants rejected",
     ]
-    head += ["texts of the law", "draws of the sampler", "differing values and texts", "mutants rejected"]
     about = f"Model `{r['config']['model']}`; the last: {measured_on(r)}."
     if any("\\*" in cell for row in rows for cell in row):
         about += "\n\n\\* An older record: passes of six sizes only (2, 9, 16, 23, 30 and 128 rows)."

@@ -238,11 +238,13 @@ def _gathered(argv: Seq[str], command: type) -> list[str]:
     words: list[str] = []
     last = words
     for word in argv:
-        if word in values:
-            last = values[word]
-            if word in words:
-                continue
-            words.append(word)
+        flag, joined, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if flag in values:
+            if flag not in words:
+                words.append(flag)
+            values[flag] += [value] * bool(joined)
+            last = words if joined else values[flag]
         elif word.startswith("-") and not word[1:2].isdigit():
             last = words
             words.append(word)

@@ -21,7 +21,7 @@ PLAIN_PREFIXES = ("LC_", "LD_", "OMP_", "OPENBLAS_", "MKL_", "COVERAGE_", "COV_C
 def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, socket.socket]:
     """Start one of the two programs beside the server; returns its id and our end of the socket.
 
-    It gets what is named here and no more. (multiprocessing's spawn took 132 ms in place of 49, and hands on all.)
+    It gets what is named here and no more. (multiprocessing's spawn hands on the whole environment.)
     """
     ours, theirs = socket.socketpair()
     with theirs:

@@ -2,7 +2,7 @@
 
 Muon (Jordan et al., 2024) replaces each matrix's momentum by the nearest orthogonal matrix, and so learns from fewer
 tokens than AdamW. Matrices of one shape are orthogonalised together, in float32: `torch.optim.Muon` multiplies in
-bfloat16, which takes minutes a step on a CPU that has no instructions for it.
+bfloat16, for which most CPUs have no instructions.
 """
 
 from __future__ import annotations

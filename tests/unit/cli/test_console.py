@@ -6,7 +6,10 @@ import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
+from sameseed.cli import console
 from sameseed.cli.console import PLAIN_MARKS, TextWriter, level_line
 from sameseed.engine.output import OutputText
 from sameseed.request import Delta, SpecMetrics
@@ -92,3 +95,17 @@ def test_a_line_for_each_level() -> None:
     assert level_line("level 1: ngram", metrics) == (
         "level 1: ngram: 3 of 8 drafted accepted (38%) | 2.50 tokens a draft"
     )
+
+
+@pytest.mark.parametrize("width", [44, 60, 200])
+def test_a_table_folds_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = Console(width=width, file=io.StringIO())
+    monkeypatch.setattr(console, "stdout_console", lambda: narrow)
+    table = Table("format", "weights of all", "tokens a second", "peak")
+    table.add_row("w4a8", "embedded-draft", "1693 (1095 to 2309)", "0.27 (0.04 to 0.52)")
+    console.show_table(table)
+    assert isinstance(narrow.file, io.StringIO)
+    shown = narrow.file.getvalue()
+    words = ["format", "weights", "of", "all", "tokens", "a", "second", "peak", "w4a8", "embedded-draft", "1693", "(1095", "to", "2309)", "(0.04", "0.52)"]
+    assert all(f" {word} " in shown for word in words)
+    assert max(map(len, shown.splitlines())) <= width

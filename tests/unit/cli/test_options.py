@@ -108,5 +108,6 @@ def test_a_list_may_be_given_in_parts() -> None:
         return options.parse(Lists, text.split(), "test").args
 
     assert read("--names a b") == read("--names a --names b") == Lists(("a", "b"))
+    assert read("--names=a --switch --names=b") == Lists(("a", "b"), switch=True)
     assert read("--sizes 1 -2 --switch --names a --sizes 3 --names b") == Lists(("a", "b"), (1, -2, 3), switch=True)
     assert read("--repeated a --names x --repeated b") == Lists(("x",), repeated=("a", "b"))
