@@ -106,6 +106,6 @@ def test_a_table_folds_between_words(width: int, monkeypatch: pytest.MonkeyPatch
     console.show_table(table)
     assert isinstance(narrow.file, io.StringIO)
     shown = narrow.file.getvalue()
-    words = ["format", "weights", "of", "all", "tokens", "a", "second", "peak", "w4a8", "embedded-draft", "1693", "(1095", "to", "2309)", "(0.04", "0.52)"]
+    words = ["format", "weights", "tokens", "second", "peak", "w4a8", "embedded-draft", "1693", "(1095", "(0.04"]
     assert all(f" {word} " in shown for word in words)
     assert max(map(len, shown.splitlines())) <= width
