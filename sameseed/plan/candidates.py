@@ -175,8 +175,10 @@ class TargetBench:
                 table: int | tuple[int, ...] = one.num_draft_tokens
                 if one.policy == "goodput":
                     sizes = [size for size in replay.sizes if size <= one.num_draft_tokens]
-                    table = best_lengths(replay.only(sizes), cost, batch, margin=0.02)
-                sim = prospect.simulations[batch] = simulate(replay, cost, table, batch, plain=before[batch])
+                    table = best_lengths(replay.only(sizes), cost, batch, margin=0.02, off=cost.residuals.at)
+                off = cost.residuals.at(batch, one.num_draft_tokens if one.policy == "fixed" else 0)
+                sim = simulate(replay, cost, table, batch, plain=before[batch], off=off)
+                prospect.simulations[batch] = sim
                 x, its = sim.speedup, plain.tokens_per_s[batch].value
                 prospect.tokens_per_s[batch] = Interval(x.value * its, x.low * its, x.high * its)
             found.append(prospect)

@@ -35,6 +35,24 @@ class CostSpread:
     drafted: float = 0.0
 
 
+@dataclass(frozen=True)
+class Residuals:
+    """What real runs with drafts took over what all parts of a round together say.
+
+    `runs`: (batch size, draft tokens, logarithm); 0 tokens: a policy chose the lengths.
+    """
+
+    runs: tuple[tuple[int, int, float], ...] = ()
+
+    def at(self, batch: int, tokens: int) -> float:
+        """Between the runs of the nearest batch size, along the logarithm of the draft size."""
+        own = sorted((b, k, off) for b, k, off in self.runs if (k == 0) == (tokens == 0))
+        near = min((b for b, _, _ in own), key=lambda b: abs(math.log(b / batch)), default=0)
+        sizes = [math.log(max(k, 1)) for b, k, _ in own if b == near]
+        logs = [off for b, _, off in own if b == near]
+        return math.exp(np.interp(math.log(max(tokens, 1)), sizes, logs)) if logs else 1.0
+
+
 class CostModel(Protocol):
     """Seconds of the parts of a round; arrays [G] in, arrays [G] out. `context`: mean cached tokens of a sequence."""
 
@@ -87,7 +105,8 @@ class RoundCost:
 
     `plain_gap` and `drafted_gap`: seconds outside the models in a round, `gap_per_seq` for each of its sequences.
     `prompt`: passes over prompts, where these were measured; `max_num_rows`: of one pass. `rows_scale`: what drafted
-    rows take in a pass, over what the curve says; `draft_scale`: what the draft's steps take (`refit.py`).
+    rows take in a pass, over what the curve says; `draft_scale`: what the draft's steps take; `residuals`: what the
+    parts together leave unexplained (`refit.py`).
     """
 
     curve: Curve
@@ -100,6 +119,7 @@ class RoundCost:
     rows_scale: float = 1.0
     draft_scale: float = 1.0
     spread: CostSpread = CostSpread()
+    residuals: Residuals = Residuals()
 
     @classmethod
     def of(cls, cost: EngineCost) -> RoundCost:

@@ -180,6 +180,8 @@ def _turn(
         for i, c in enumerate(order):
             at = (i % PACE + 0.5) / min(PACE, len(order) - i // PACE * PACE)  # between the marks before and after it
             around = (1 - at) * marks[i // PACE] + at * marks[i // PACE + 1]
+            if c is pace:  # all are held against it: its own time is that of all of its runs
+                around = sum(c.seconds[batch][-len(groups) :])
             c.seconds[batch][-len(groups) :] = [s * usual / around for s in c.seconds[batch][-len(groups) :]]
 
 

@@ -1,8 +1,10 @@
 """Refitting: a few real runs beside plain decoding show how far costs are off, before anything is chosen by them.
 
 Costs are measured within a second, of passes over any tokens. Real rounds have other work between them, colder caches
-and another moment of the machine. So a short and a long draft of each kind run in turns with plain decoding, on prompts
-that were replayed: there acceptance is known, and what differs is cost.
+and another moment of the machine. So a few lengths of each kind of draft run in turns with plain decoding, on prompts
+that were replayed: there acceptance is known, and what differs is cost. Three scales are fitted first. What they leave
+is taken as a function of the draft size: a tree's passes and their rows grow with it in no straight line, and a policy
+that chooses lengths has to find out first.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from sameseed.plan.acceptance import Ints, Replay
 from sameseed.plan.candidates import Prospect, TargetBench, Tell
-from sameseed.plan.cost import CostSpread, Floats, RoundCost
+from sameseed.plan.cost import CostSpread, Floats, Residuals, RoundCost
 from sameseed.plan.race import Aim, Contestant, race
 from sameseed.plan.rounds import walk
 from sameseed.plan.simulate import Interval
@@ -24,15 +26,20 @@ PARTS = 3  # of a round that a draft adds: rows of the target's pass, steps of t
 PRIOR = 1.0  # how far off each part may be: standard deviation of its scale
 NOISE, SURE = 0.03, 4  # of a run's ratio to plain decoding, as sure as so many runs would make it
 SCALES = (0.1, 10.0)
+PROBES = 4  # runs of each way to guess
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A run with drafts: its sizes by running sequences, and its seconds over plain decoding's on the same texts."""
+    """A run with drafts: its sizes by running sequences, and its seconds over plain decoding's on the same texts.
+
+    `adapts`: a policy chose the sizes; `lengths` are then what it was expected to choose.
+    """
 
     lengths: tuple[int, ...]
     batch: int
     ratio: float
+    adapts: bool = False
 
 
 def refitted(target: TargetBench, found: Seq[Prospect], seconds: float, tell: Tell) -> list[Prospect]:
@@ -51,8 +58,11 @@ def refitted(target: TargetBench, found: Seq[Prospect], seconds: float, tell: Te
 def _one(target: TargetBench, plain: Prospect, own: list[Prospect], seconds: float, tell: Tell) -> list[Prospect]:
     """The settings beside one plain decoding."""
     batches, ways = target.asked.batches, list(dict.fromkeys(p.candidate.way for p in own if p is not plain))
-    probes = [p for way in ways for p in _probes([q for q in own if q.candidate.way == way])]
-    count = _affordable(target, [plain, *probes], seconds)
+    for most in (PROBES, 2):  # where time is short two of each must do
+        probes = [p for way in ways for p in _probes([q for q in own if q.candidate.way == way])[:most]]
+        count = _affordable(target, [plain, *probes], seconds)
+        if count:
+            break
     if not probes or not count:
         return own
     jobs = lambda batch, members: [target.jobs[target.replayed[i]] for i in members]  # noqa: E731
@@ -68,7 +78,12 @@ def _one(target: TargetBench, plain: Prospect, own: list[Prospect], seconds: flo
     for way in ways:
         ran = [run for run in runs if run.prospect.candidate.way == way]
         seen = [
-            Probe(run.prospect.simulations[b].lengths, b, sum(run.seconds[b]) / sum(runs[0].seconds[b]))
+            Probe(
+                run.prospect.simulations[b].lengths,
+                b,
+                sum(run.seconds[b]) / sum(runs[0].seconds[b]),
+                run.prospect.candidate.spec.policy != "fixed",
+            )
             for run in ran
             for b in batches
         ]
@@ -82,9 +97,10 @@ def _one(target: TargetBench, plain: Prospect, own: list[Prospect], seconds: flo
 
 
 def _probes(own: Seq[Prospect]) -> list[Prospect]:
-    """A short draft and the longest, by fixed lengths."""
+    """Those that tell most first: a short draft, the longest, what adapts itself, a single token."""
     fixed = [p for p in own if p.candidate.spec.policy == "fixed"]
-    return [fixed[len(fixed) // 3], fixed[-1]] if len(fixed) > 1 else fixed
+    some = [fixed[len(fixed) // 3], fixed[-1]] if len(fixed) > 1 else fixed
+    return [*some, *(p for p in own if p not in fixed), *(p for p in fixed[:1] if p not in some)]
 
 
 def _affordable(target: TargetBench, runs: Seq[Prospect], seconds: float) -> int:
@@ -99,7 +115,8 @@ def refit(replay: Replay, cost: RoundCost, probes: Seq[Probe]) -> RoundCost:
     """Costs by which simulated runs over these texts take, beside plain decoding, what the real ones took.
 
     Three scales, of drafted rows, the draft's steps, and a drafted round's gap, by ridge regression towards 1: what the
-    probes do not tell stays as it was measured. `spread.drafted` says how far off the probes still are.
+    probes do not tell stays as it was measured. `residuals` have what that leaves of each probe, as far as it is more
+    than noise; `spread.drafted` says how far off the probes were without them.
     """
     none = replace(cost, rows_scale=0.0, draft_scale=0.0, drafted_gap=0.0)
     parts = (
@@ -108,21 +125,39 @@ def refit(replay: Replay, cost: RoundCost, probes: Seq[Probe]) -> RoundCost:
         replace(none, drafted_gap=cost.drafted_gap),
     )
     rows, wanted = [], []
-    for probe in probes:
+    for probe in (p for p in probes if not p.adapts):
         plain = _seconds(replay, cost, (0,) * probe.batch, probe.batch)
         without = _seconds(replay, none, probe.lengths, probe.batch)
         took = probe.ratio * plain
         rows.append([(_seconds(replay, part, probe.lengths, probe.batch) - without) / took for part in parts])
         wanted.append(1.0 - without / took)
-    found, off = ridge(np.array(rows), np.array(wanted))
+    found, off = ridge(np.array(rows).reshape(-1, PARTS), np.array(wanted))
     scales = np.clip(found, *SCALES).tolist()
-    return replace(
+    fitted = replace(
         cost,
         rows_scale=cost.rows_scale * scales[0],
         draft_scale=cost.draft_scale * scales[1],
         drafted_gap=cost.drafted_gap * scales[2],
         spread=CostSpread(drafted=off),
     )
+    return replace(fitted, residuals=residuals_of(replay, fitted, probes))
+
+
+def residuals_of(replay: Replay, cost: RoundCost, probes: Seq[Probe]) -> Residuals:
+    """What the probes took over what these costs say, shrunk by the share of it that noise explains."""
+    runs: list[tuple[int, int, float]] = []
+    for adapts in (False, True):
+        own = [p for p in probes if p.adapts == adapts]
+        logs = [
+            math.log(
+                p.ratio * _seconds(replay, cost, (0,) * p.batch, p.batch) / _seconds(replay, cost, p.lengths, p.batch)
+            )
+            for p in own
+        ]
+        square = sum(x * x for x in logs) / max(1, len(logs))
+        real = square / (square + NOISE**2)
+        runs += [(p.batch, 0 if adapts else p.lengths[-1], real * x) for p, x in zip(own, logs, strict=True)]
+    return Residuals(tuple(runs))
 
 
 def ridge(rows: Floats, wanted: Floats) -> tuple[Floats, float]:

@@ -7,7 +7,7 @@ long as its longest draft. So the rounds are walked, all samples of the bootstra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -66,12 +66,14 @@ def simulate(
     num_samples: int = 100,
     seed: int = 0,
     plain: Simulation | None = None,
+    off: float | None = None,
 ) -> Simulation:
     """A run over all texts, `batch_size` together, with draft sizes `lengths`; 0 is plain decoding.
 
     A batch shrinks as its texts end; with `refill` the next prompt takes the place. `plain`: the same with lengths 0,
     if it is known; `seed`: of the bootstrap, over prompts and over the costs' spread: with the same seed, settings are
     compared on the same samples. `num_samples` 0: figures without intervals, for a first look at many settings.
+    `off`: what real runs like this one took over what `cost` says (`Residuals`), where any did.
 
     Raises ConfigError for sizes that were not replayed, or an interval from fewer than two texts.
     """
@@ -86,13 +88,15 @@ def simulate(
     noise = np.vstack([np.zeros(3), rng.standard_normal((num_samples, 3))])
     drafted = np.exp(cost.spread.drafted * np.append(0.0, rng.standard_normal(num_samples)))
     totals = walk(replay, cost, table, orders, batch_size, refill)
-    seconds = _seconds(totals, cost, noise) * (drafted if any(table) else 1.0)
+    seconds = _seconds(totals, cost, noise)
     if not any(table):
         before = seconds
     elif plain is not None and len(plain.samples) == len(seconds):
         before = plain.totals.tokens / plain.samples
     else:
         before = _seconds(walk(replay, cost, (0,) * batch_size, orders, batch_size, refill), cost, noise)
+    if any(table) or off is not None:
+        seconds = seconds * drafted * (off or 1.0)
     decoding = totals.target[0] + totals.draft[0] + totals.gap[0]
     return Simulation(
         lengths=table,
@@ -125,17 +129,26 @@ def widened(num: int) -> float:
     return (1.0 + (Z90**2 + 1.0) / (4.0 * free)) * math.sqrt(num / free)
 
 
-def best_lengths(replay: Replay, cost: CostModel, batch_size: int, margin: float = 0.0) -> tuple[int, ...]:
+def best_lengths(
+    replay: Replay,
+    cost: CostModel,
+    batch_size: int,
+    margin: float = 0.0,
+    off: Callable[[int, int], float] = lambda batch, size: 1.0,
+) -> tuple[int, ...]:
     """What goodput would choose: for each number of running sequences the size with most expected tokens over time.
 
-    From mean acceptance and costs. A draft must promise `margin` more than plain decoding, else it is 0.
+    From mean acceptance and costs; `off`: of real rounds over these, by batch and draft size. A draft must promise
+    `margin` more than plain decoding, else it is 0.
     """
     context = np.array([replay.num_prompts.mean() + replay.num_tokens.mean() / 2])
     sizes = (0, *replay.sizes)
     means = [_Means.of(replay, size) for size in sizes]
     found = []
     for b in range(1, batch_size + 1):
-        rates = [m.tokens / float(m.seconds(cost, b, context)[0]) for m in means]
+        rates = [
+            m.tokens / (float(m.seconds(cost, b, context)[0]) * (off(b, m.size) if m.size else 1.0)) for m in means
+        ]
         best = max(range(len(sizes)), key=rates.__getitem__)
         found.append(sizes[best] if rates[best] > rates[0] * (1.0 + margin) else 0)
     return tuple(found)

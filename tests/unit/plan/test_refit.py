@@ -7,7 +7,7 @@ import pytest
 
 from sameseed.lengths._cost import Curve
 from sameseed.plan.acceptance import Replay
-from sameseed.plan.cost import LevelCost, RoundCost
+from sameseed.plan.cost import LevelCost, Residuals, RoundCost
 from sameseed.plan.refit import NOISE, PARTS, Probe, refit, ridge
 from sameseed.plan.simulate import simulate
 
@@ -72,3 +72,46 @@ def test_how_far_off_runs_are_is_stated() -> None:
     one = simulate(replay, refit(replay, costs(), noisy), 4).speedup
     other = simulate(replay, refit(replay, costs(), right), 4).speedup
     assert one.high / one.low > 1.2 * other.high / other.low
+
+
+def test_what_no_scale_explains_is_taken_by_draft_size() -> None:
+    replay = chains()
+
+    def real(k: int, batch: int) -> float:
+        """A draft that takes as much longer as it is larger, in no straight line."""
+        return simulate(replay, costs(), k, batch, num_samples=0).seconds.value * (2.0 if k > 2 else 1.0)
+
+    seen = [
+        Probe((k,) * b, b, real(k, b) / simulate(replay, costs(), 0, b, num_samples=0).seconds.value)
+        for b in (1, 4)
+        for k in (1, 3, 8)
+    ]
+    found = refit(replay, costs(), seen)
+    straight, bent = [], []
+    for batch, k in ((1, 1), (1, 4), (2, 8), (4, 6), (4, 1)):
+        for off, left in ((None, straight), (found.residuals.at(batch, k), bent)):
+            took = simulate(replay, found, k, batch, num_samples=0, off=off).seconds.value
+            left.append(abs(took / real(k, batch) - 1.0))
+    assert max(bent) < 0.02 < 0.05 < max(straight)
+
+
+def test_a_policy_that_chooses_lengths_has_residuals_of_its_own() -> None:
+    replay = chains()
+    right = probes(replay, costs())
+    own = [Probe((8,) * b, b, p.ratio * 1.25, adapts=True) for b, p in zip((1, 4), (right[1], right[3]), strict=True)]
+    found = refit(replay, costs(), right + own)
+    alone = refit(replay, costs(), right)
+    scales = ("rows_scale", "draft_scale", "drafted_gap", "spread")
+    assert [getattr(found, x) for x in scales] == [getattr(alone, x) for x in scales], "none is fitted to them"
+    assert found.residuals.at(1, 8) == pytest.approx(1.0, abs=0.01)
+    assert found.residuals.at(1, 0) == found.residuals.at(2, 0) == pytest.approx(1.25, rel=0.01)
+    plain = simulate(replay, found, 0, 1)
+    assert simulate(replay, found, 0, 1, off=1.25).speedup.value == pytest.approx(0.8), "that it finds out, it pays for"
+    assert plain.speedup.value == 1.0
+
+
+def test_residuals_lie_between_those_of_the_nearest_batch_size() -> None:
+    some = Residuals(((1, 2, 0.2), (1, 8, 0.4), (8, 2, -0.1), (8, 0, 0.7)))
+    found = [np.log(some.at(*at)) for at in ((1, 4), (2, 2), (3, 2), (1, 1), (1, 32), (64, 9), (1, 0))]
+    assert found == pytest.approx([0.3, 0.2, -0.1, 0.2, 0.4, -0.1, 0.7])
+    assert Residuals().at(4, 2) == 1.0
