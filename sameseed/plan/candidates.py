@@ -174,8 +174,7 @@ class TargetBench:
             for batch in self.asked.batches:
                 table: int | tuple[int, ...] = one.num_draft_tokens
                 if one.policy == "goodput":
-                    sizes = [size for size in replay.sizes if size <= one.num_draft_tokens]
-                    table = best_lengths(replay.only(sizes), cost, batch, margin=0.02, off=cost.residuals.at)
+                    table = adapted(replay, cost, one.num_draft_tokens, batch)
                 off = cost.residuals.at(batch, one.num_draft_tokens if one.policy == "fixed" else 0)
                 sim = simulate(replay, cost, table, batch, plain=before[batch], off=off)
                 prospect.simulations[batch] = sim
@@ -190,6 +189,12 @@ class TargetBench:
         for batch in self.asked.batches:
             rows = cost.curve.at(batch) + cost.plain_gap
             plain.tokens_per_s[batch] = Interval(batch / rows, 0.8 * batch / rows, 1.2 * batch / rows)
+
+
+def adapted(replay: Replay, cost: RoundCost, most: int, batch: int) -> tuple[int, ...]:
+    """Draft sizes up to `most` that goodput would choose, by running sequences."""
+    sizes = [size for size in replay.sizes if size <= most]
+    return best_lengths(replay.only(sizes), cost, batch, margin=0.02, off=cost.residuals.at)
 
 
 def _no_time(setting: str, asked: TuneRequest) -> Loser:

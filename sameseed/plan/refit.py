@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sameseed.plan.acceptance import Ints, Replay
-from sameseed.plan.candidates import Prospect, TargetBench, Tell
+from sameseed.plan.candidates import Prospect, TargetBench, Tell, adapted
 from sameseed.plan.cost import CostSpread, Floats, Residuals, RoundCost
 from sameseed.plan.race import Aim, Contestant, race
 from sameseed.plan.rounds import walk
@@ -31,15 +31,11 @@ PROBES = 4  # runs of each way to guess
 
 @dataclass(frozen=True)
 class Probe:
-    """A run with drafts: its sizes by running sequences, and its seconds over plain decoding's on the same texts.
-
-    `adapts`: a policy chose the sizes; `lengths` are then what it was expected to choose.
-    """
+    """A run with drafts: its sizes by running sequences, and its seconds over plain decoding's on the same texts."""
 
     lengths: tuple[int, ...]
     batch: int
     ratio: float
-    adapts: bool = False
 
 
 def refitted(target: TargetBench, found: Seq[Prospect], seconds: float, tell: Tell) -> list[Prospect]:
@@ -76,19 +72,18 @@ def _one(target: TargetBench, plain: Prospect, own: list[Prospect], seconds: flo
         plain.tokens_per_s[batch] = Interval(x * was.value, x * was.low, x * was.high)
     made = [plain]
     for way in ways:
-        ran = [run for run in runs if run.prospect.candidate.way == way]
-        seen = [
-            Probe(
-                run.prospect.simulations[b].lengths,
-                b,
-                sum(run.seconds[b]) / sum(runs[0].seconds[b]),
-                run.prospect.candidate.spec.policy != "fixed",
-            )
-            for run in ran
+        ran = [
+            (run.prospect.candidate.spec, b, sum(run.seconds[b]) / sum(runs[0].seconds[b]))
+            for run in runs
             for b in batches
+            if run.prospect.candidate.way == way
         ]
-        replay, threads = target.replays[way], plain.candidate.threads
-        cost = refit(replay.subset(range(count)), target.costs[way, threads], seen)
+        whole, threads = target.replays[way], plain.candidate.threads
+        replay = whole.subset(range(count))
+        fixed = [Probe((s.num_draft_tokens,) * b, b, x) for s, b, x in ran if s.policy == "fixed"]
+        cost = refit(replay, target.costs[way, threads], fixed)
+        chosen = [Probe(adapted(whole, cost, s.num_draft_tokens, b), b, x) for s, b, x in ran if s.policy != "fixed"]
+        cost = replace(cost, residuals=Residuals((*cost.residuals.runs, *left_of(replay, cost, chosen, adapts=True))))
         made += target.promised(way, cost, plain, threads)
     known = {p.candidate.label: p.num_bytes for p in own}
     for p in made:
@@ -125,13 +120,13 @@ def refit(replay: Replay, cost: RoundCost, probes: Seq[Probe]) -> RoundCost:
         replace(none, drafted_gap=cost.drafted_gap),
     )
     rows, wanted = [], []
-    for probe in (p for p in probes if not p.adapts):
+    for probe in probes:
         plain = _seconds(replay, cost, (0,) * probe.batch, probe.batch)
         without = _seconds(replay, none, probe.lengths, probe.batch)
         took = probe.ratio * plain
         rows.append([(_seconds(replay, part, probe.lengths, probe.batch) - without) / took for part in parts])
         wanted.append(1.0 - without / took)
-    found, off = ridge(np.array(rows).reshape(-1, PARTS), np.array(wanted))
+    found, off = ridge(np.array(rows), np.array(wanted))
     scales = np.clip(found, *SCALES).tolist()
     fitted = replace(
         cost,
@@ -140,24 +135,23 @@ def refit(replay: Replay, cost: RoundCost, probes: Seq[Probe]) -> RoundCost:
         drafted_gap=cost.drafted_gap * scales[2],
         spread=CostSpread(drafted=off),
     )
-    return replace(fitted, residuals=residuals_of(replay, fitted, probes))
+    return replace(fitted, residuals=Residuals(left_of(replay, fitted, probes)))
 
 
-def residuals_of(replay: Replay, cost: RoundCost, probes: Seq[Probe]) -> Residuals:
-    """What the probes took over what these costs say, shrunk by the share of it that noise explains."""
-    runs: list[tuple[int, int, float]] = []
-    for adapts in (False, True):
-        own = [p for p in probes if p.adapts == adapts]
-        logs = [
-            math.log(
-                p.ratio * _seconds(replay, cost, (0,) * p.batch, p.batch) / _seconds(replay, cost, p.lengths, p.batch)
-            )
-            for p in own
-        ]
-        square = sum(x * x for x in logs) / max(1, len(logs))
-        real = square / (square + NOISE**2)
-        runs += [(p.batch, 0 if adapts else p.lengths[-1], real * x) for p, x in zip(own, logs, strict=True)]
-    return Residuals(tuple(runs))
+def left_of(
+    replay: Replay, cost: RoundCost, probes: Seq[Probe], adapts: bool = False
+) -> tuple[tuple[int, int, float], ...]:
+    """What the probes took over what these costs say, shrunk by the share of it that noise explains.
+
+    `adapts`: a policy chose their lengths.
+    """
+    logs = []
+    for p in probes:
+        said = _seconds(replay, cost, p.lengths, p.batch) / _seconds(replay, cost, (0,) * p.batch, p.batch)
+        logs.append(math.log(p.ratio / said))
+    square = sum(x * x for x in logs) / max(1, len(logs))
+    real = square / (square + NOISE**2)
+    return tuple((p.batch, 0 if adapts else p.lengths[-1], real * x) for p, x in zip(probes, logs, strict=True))
 
 
 def ridge(rows: Floats, wanted: Floats) -> tuple[Floats, float]:
