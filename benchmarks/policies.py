@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=6.0, help="of a cell")
     parser.add_argument("--cells", type=int, help="so many, drawn; unset: all")
+    parser.add_argument("--skip", type=int, default=0, help="so many of those drawn, which ran before")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -152,7 +153,7 @@ def main() -> None:
     given = prompts_of(args.data, lambda p: p.encode(tokenizer), vocab_size)
     cells = list(itertools.product(args.drafts, args.temperatures, args.batches, args.texts))
     random.Random(0).shuffle(cells)  # a run that is cut short has drawn some
-    cells = cells[: args.cells]
+    cells = cells[: args.cells][args.skip :]
     run_id = record.now()
     for done, (draft, temperature, batch, texts) in enumerate(cells, 1):
         count = max(batch, args.num_prompts // batch * batch)

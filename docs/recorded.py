@@ -219,6 +219,46 @@ def policies(found: list[Record]) -> str:
 LOST = 0.98
 
 
+def regrets(found: list[Record]) -> str:
+    """What `tune --exhaustive` showed: the newest run of each workload and number of threads."""
+
+    def about(r: Record) -> tuple[str, int]:
+        domains = r["config"].get("domains", [])
+        return domains[0] if len(domains) == 1 else "packaged prompts", r["machine"]["threads"]
+
+    def share(found: dict[str, Any]) -> str:
+        return f"{found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
+
+    newest_ones = sorted(newest([r for r in found if "domains" in r["config"]], about), key=about)
+    rows = [
+        [
+            f"{name}, {r['config']['num_prompts']} x {r['config']['max_tokens']}",
+            str(threads),
+            r["choice"]["setting"].replace(f" threads={threads}", ""),
+            share(r["choice"]["share"]),
+            *(f"{r['baselines'][b]['share']['value']:.0%}" for b in ("plain", "longest acceptance", "k = 4")),
+            f"{r['errors']['median']:.1%}, {r['errors']['p90']:.1%}",
+            f"{r['errors']['coverage']:.0%}",
+        ]
+        for r in newest_ones
+        for name, threads in [about(r)]
+    ]
+    head = [
+        "texts, prompts x tokens",
+        "threads",
+        "`tune` chose",
+        "behind the best",
+        "plain",
+        "longest acceptance",
+        "k = 4",
+    ]
+    table = markdown([*head, "predictions off: median, p90", "within 80 %"], rows, (1, 3, 4, 5, 6, 7, 8))
+    lacks = [r["choice"]["share"]["value"] for r in newest_ones]
+    sizes = sorted({len(r["settings"]) for r in newest_ones})
+    said = f"{' to '.join(map(str, sizes))} drafting settings each. Behind the best: {mean(lacks):.1%} in the mean, "
+    return f"{table}\n\n{said}{max(lacks):.1%} at most. {'; '.join(dict.fromkeys(map(measured_on, newest_ones)))}."
+
+
 def _way(r: Record) -> str:
     """The draft, with the format of its weights where it has any."""
     return str(r["draft"]) if r["draft"] in ("ngram", "suffix") else f"{r['draft']} ({r['draft_format']})"
@@ -342,6 +382,7 @@ OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # what makes a ta
     "gguf": (gguf, "its script is in the history"),
     "certificates": (certificates, "`sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one"),
     "policies": (policies, "`benchmarks/policies.py` writes one"),
+    "tune": (regrets, "`sameseed tune embedded --exhaustive --records benchmarks/results/tune.jsonl` writes one"),
     "headline": (headline, "its script is in the history"),
     "load": (load, "`sameseed bench serve --compare-speculation` writes one"),
     "server": (server, "its scripts are in the history"),

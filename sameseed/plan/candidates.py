@@ -32,7 +32,7 @@ from sameseed.tuned import Loser
 
 SURVIVORS = 6  # settings that run, beside plain decoding
 PER_DRAFT = 2  # of them with one draft
-REPLAYED = 12  # prompts whose texts drafts are replayed along
+REPLAYED = 12  # prompts whose texts drafts are replayed along; all of them where time does not matter
 Tell = Callable[[str, int, int], None]  # stage, done, of so many
 
 
@@ -73,7 +73,8 @@ class TargetBench:
         self.workload = self.bench.workload("tune", asked.prompts, asked.params)
         self.jobs = [job for batch in self.workload.batches() for job in batch]
         self.replays: dict[str, Replay] = {}  # by way to guess
-        self.replayed = take(range(len(asked.fitted)), REPLAYED)  # prompts whose texts drafts are replayed along
+        most = len(asked.fitted) if asked.exhaustive else REPLAYED
+        self.replayed = take(range(len(asked.fitted)), most)  # prompts whose texts drafts are replayed along
         self.costs: dict[tuple[str, int | None], RoundCost] = {}  # by way to guess and threads
         self.mean_tokens = float(asked.params.max_tokens)  # of a text
 

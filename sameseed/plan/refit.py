@@ -92,9 +92,9 @@ def _one(target: TargetBench, plain: Prospect, own: list[Prospect], seconds: flo
 
 
 def _probes(own: Seq[Prospect]) -> list[Prospect]:
-    """Those that tell most first: a short draft, the longest, what adapts itself, a single token."""
+    """Those that tell most first: a draft of middle length, the longest, what adapts itself, a single token."""
     fixed = [p for p in own if p.candidate.spec.policy == "fixed"]
-    some = [fixed[len(fixed) // 3], fixed[-1]] if len(fixed) > 1 else fixed
+    some = [fixed[len(fixed) // 2], fixed[-1]] if len(fixed) > 1 else fixed
     return [*some, *(p for p in own if p not in fixed), *(p for p in fixed[:1] if p not in some)]
 
 

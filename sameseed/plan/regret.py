@@ -68,6 +68,7 @@ class Regret:
             **{name: list(v) if isinstance(v := getattr(asked, name), tuple) else v for name in names},
             "drafts": [" ".join(record.model_name(word) for word in text.split()) for text in asked.drafts],
             "num_prompts": len(asked.prompts),
+            "domains": sorted({p.domain for p in asked.prompts if p.domain}),
             "max_tokens": asked.params.max_tokens,
             "temperature": asked.params.temperature,
             "seed": asked.params.seed,
