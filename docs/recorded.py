@@ -229,6 +229,8 @@ def regrets(found: list[Record]) -> str:
     def share(found: dict[str, Any]) -> str:
         return f"{found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
 
+    if not any("domains" in r["config"] for r in found):
+        return hint("tune")
     newest_ones = sorted(newest([r for r in found if "domains" in r["config"]], about), key=about)
     rows = [
         [
