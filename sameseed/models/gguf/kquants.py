@@ -1,7 +1,8 @@
 """K-quants of a GGUF file as parts of our formats q2_k, q4_k, q5_k and q6_k: code for code, scale for scale.
 
 Blocks as ggml lays them out (block_q2_K to block_q6_K in ggml-common.h), 256 values each. Q3_K is Q6_K with codes of
-three bits: it takes the room of q6_k here, and its kernel.
+three bits: it takes the room of q6_k here, and its kernel. IQ4_XS has the sixteen values of IQ4_NL and a scale for 32
+of them, six bits of a larger one: int8, exactly.
 """
 
 from __future__ import annotations
@@ -14,13 +15,21 @@ from sameseed.scheme import KQUANTS, QuantScheme
 # Rows are rounded to int8 by super-block, as llama.cpp itself rounds them (Q8_K).
 TYPES = {name.upper(): QuantScheme(name, activations="int8") for name in KQUANTS}
 TYPES["Q3_K"] = TYPES["Q6_K"]
+TYPES["IQ4_XS"] = QuantScheme("int8", 32)
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml's kvalues_iq4nl
 
 
 def parts(kind: str, blocks: Tensor, height: int) -> dict[str, Tensor]:
     """The parts of a weight of `height` rows from its blocks uint8 [height * K / 256, bytes]."""
-    read = {"Q2_K": _q2, "Q3_K": _q3, "Q4_K": _q45, "Q5_K": _q45, "Q6_K": _q6}[kind]
+    read = {"Q2_K": _q2, "Q3_K": _q3, "Q4_K": _q45, "Q5_K": _q45, "Q6_K": _q6, "IQ4_XS": _iq4}[kind]
     found = read(blocks)
     return {name: t.reshape(height, -1) for name, t in found.items()}
+
+
+def iq4_values(indices: Tensor) -> Tensor:
+    """int8 of uint8 [n, k]: what IQ4's sixteen codes mean."""
+    values = torch.tensor(IQ4, dtype=torch.int8)  # some blocks at a time: indices take 8 bytes each
+    return torch.cat([values[part.long()] for part in indices.chunk(1 + len(indices) // (1 << 16))])
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -78,3 +87,12 @@ def _q6(blocks: Tensor) -> dict[str, Tensor]:
     high = _bits(blocks[:, 128:192].reshape(-1, 32), 4, 2).view(-1, 128)
     steps = blocks[:, 192:208].contiguous().view(torch.int8)
     return {"codes": low | high << 4, "steps": steps, "scales": _half(blocks, 208)}
+
+
+def _iq4(blocks: Tensor) -> dict[str, Tensor]:
+    """An fp16 scale; high twos of eight steps in 2 bytes, low fours in 4; eight times 16 low and 16 high halves."""
+    high = _bits(blocks[:, 2:4], 4, 2).transpose(1, 2).flatten(1)
+    low = _bits(blocks[:, 4:8], 2, 4).transpose(1, 2).flatten(1)
+    steps = (low | high << 4).view(torch.int8) - 32
+    codes = _bits(blocks[:, 8:].reshape(-1, 16), 2, 4).view(-1, 256)
+    return {"codes": iq4_values(codes), "scales": _half(blocks, 0).float() * steps}

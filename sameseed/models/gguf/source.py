@@ -1,8 +1,9 @@
 """The weights of a GGUF file as a `Source`: under Hugging Face's names, in codes where a format of ours has them.
 
 Q4_0, Q5_0 and Q8_0 are int4 and int8 in groups of 32 with fp16 scales, code for code, and so is IQ4_NL with its sixteen
-values. MXFP4 is mxfp4; Q2_K, Q4_K, Q5_K and Q6_K are formats of their own names, and Q3_K is q6_k. The other types of
-blocks are decoded by the gguf package, exactly, some rows at a time, and rounded to 8 bits in groups of 32.
+values. MXFP4 is mxfp4; Q2_K, Q4_K, Q5_K and Q6_K are formats of their own names, Q3_K is q6_k, and IQ4_XS int8. The
+other types of blocks are decoded by the gguf package, exactly, some rows at a time, and rounded to 8 bits in groups of
+32.
 """
 
 from __future__ import annotations
@@ -33,10 +34,8 @@ KEPT = {
     **kquants.TYPES,
 }
 DECODED = frozenset(
-    {"Q4_1", "Q5_1", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S"}
-    | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"}
+    {"Q4_1", "Q5_1", "IQ3_S", "IQ3_XXS", "IQ2_S"} | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"}
 )
-IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml's kvalues_iq4nl
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -172,8 +171,7 @@ class GGUFCheckpoint:
                 bits = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
                 codes = (codes | bits.flatten(1) << 4).view(torch.int8) - 16
             if info.type == "IQ4_NL":
-                values = torch.tensor(IQ4_NL, dtype=torch.int8)  # some blocks at a time: indices take 8 bytes each
-                codes = torch.cat([values[part.long()] for part in codes.chunk(1 + len(codes) // (1 << 16))])
+                codes = kquants.iq4_values(codes)
         return {"codes": codes.reshape(height, width), "scales": scales}
 
     def tensor(self, name: str) -> Tensor:

@@ -302,7 +302,13 @@ def random_blocks(height: int, width: int, kind: str, *scales_at: int) -> np.nda
 
 
 @pytest.mark.parametrize(
-    ("kind", "at", "text_"), [("Q2_K", (80, 82), "q2_k-a8"), ("Q3_K", (108,), "q6_k-a8"), ("IQ4_NL", (0,), "w8a16-g32")]
+    ("kind", "at", "text_"),
+    [
+        ("Q2_K", (80, 82), "q2_k-a8"),
+        ("Q3_K", (108,), "q6_k-a8"),
+        ("IQ4_NL", (0,), "w8a16-g32"),
+        ("IQ4_XS", (0,), "w8a16-g32"),
+    ],
 )
 def test_types_that_the_gguf_package_cannot_write(kind, at, text_, tmp_path, caplog):
     """Exactly the file's values, and a model of them on every backend."""
