@@ -69,10 +69,16 @@ def test_every_code_is_read_as_torch_reads_it(isa, name):
 
 
 def ask(isa: str) -> str:
-    """What the module, alone in a process, says to SAMESEED_ISA."""
-    code = "from sameseed import _native\ntry: print(_native.isa())\nexcept ValueError as error: print(error)"
-    environment = os.environ | {"SAMESEED_ISA": isa}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    """What this module's file, alone in a process, says to SAMESEED_ISA."""
+    code = (
+        "import sys, importlib.util as u\n"
+        "spec = u.spec_from_file_location('sameseed._native', sys.argv[1])\n"
+        "native = u.module_from_spec(spec)\n"
+        "spec.loader.exec_module(native)\n"
+        "try: print(native.isa())\nexcept ValueError as error: print(error)"
+    )
+    command, environment = [sys.executable, "-c", code, _native.__file__], os.environ | {"SAMESEED_ISA": isa}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return run.stdout.strip()
 
 
