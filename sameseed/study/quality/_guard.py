@@ -141,12 +141,17 @@ def take_away() -> None:
 
 
 def keep(token: str, pipe: int, frame: FrameType) -> None:
-    """Keep the token where no frame shows it, in a hook, which writes it to the pipe once `frame` itself says ENDED."""
+    """Keep the token where no frame shows it, in a hook, which writes it to the pipe once `frame` itself says ENDED.
+
+    Only the last line of `frame` that says so, where the program has ended by itself, can report no error. The others
+    touch what the program made, which may be anything that is called in this very frame.
+    """
     write, frame_of, head = os.write, sys._getframe, f"{token}\n".encode()
+    *_, passed, _ = sorted({line for *_, line in frame.f_code.co_lines() if line is not None})
 
     def report(event: str, args: tuple[Any, ...]) -> None:
         if event == ENDED and frame_of(1) is frame:  # the program's frames are others
-            write(pipe, head + args[0])
+            write(pipe, head + (b"" if frame.f_lineno == passed else args[0] or b"failed"))
 
     sys.addaudithook(report)
 
@@ -163,13 +168,15 @@ def main() -> None:
         sys.modules.pop(name, None)
     take_away()
     del job
-    error = ""
+    run, audit, leave = runpy.run_path, sys.audit, os._exit  # the program can put others in their places
     try:
-        runpy.run_path("program.py", run_name="program")
+        run("program.py", run_name="program")
     except BaseException as fault:  # SystemExit too: a program that leaves early has not passed its tests
-        error = f"{type(fault).__name__}: {fault}"[:400]
-    sys.audit(ENDED, error.encode("utf-8", "replace"))
-    os._exit(0)  # no atexit handlers, no threads that go on
+        audit(ENDED, f"{type(fault).__name__}: {fault}"[:400].encode("utf-8", "replace"))
+        leave(0)  # no atexit handlers, no threads that go on
+    else:
+        audit(ENDED, b"")
+        leave(0)
 
 
 if __name__ == "__main__":

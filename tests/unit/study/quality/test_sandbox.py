@@ -175,6 +175,41 @@ raise ValueError('to the end')
     assert run(program) == SandboxOutcome(False, "ValueError: to the end")
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        # what the guard calls, replaced
+        """
+import functools, sys, types
+sys.modules["__main__"].sys = types.SimpleNamespace(audit=functools.partial(sys.audit, "sameseed.ended", b""))
+raise SystemExit
+""",
+        # what the guard's own frame calls to tell the error
+        """
+import functools, sys
+pretend = functools.partial(sys.audit, "sameseed.ended", b"")
+class Kind(type):
+    __name__ = property(pretend)
+class Wrong(Exception, metaclass=Kind):
+    __str__ = pretend
+raise Wrong
+""",
+        # its locals, which a frame hands out to be changed from Python 3.13 on
+        """
+import functools, sys
+frame = sys._getframe()
+while frame.f_back is not None:
+    frame = frame.f_back
+    if "audit" in frame.f_locals:
+        frame.f_locals.update(audit=functools.partial(sys.audit, "sameseed.ended", b""), leave=print)
+raise SystemExit
+""",
+    ],
+)
+def test_who_fails_cannot_make_the_guard_say_otherwise(program: str) -> None:
+    assert not run(program).passed
+
+
 def test_limits_hold_for_good() -> None:
     program = "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))"
     assert not run(program).passed
