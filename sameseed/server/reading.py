@@ -80,7 +80,7 @@ REFUSED = {
     "json_schema": "use 'response_format'",
 }
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", {"type": "text"})
-_NEVER_NEUTRAL = ("enable_thinking", "thinking")  # false asks for something too
+_NEVER_NEUTRAL = ("enable_thinking", "thinking", "add_generation_prompt")  # false asks for something too
 # And for some of these there is one more value that changes nothing.
 _ALSO_NEUTRAL: dict[str, Any] = {"typical_p": 1, "length_penalty": 1, "repeat_penalty": 1, "top_n_sigma": -1}
 _ALSO_NEUTRAL |= dict.fromkeys(("xtc_probability", "mirostat", "dynatemp_range", "dry_multiplier", "top_logprobs"), 0)
@@ -162,7 +162,7 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
     """The fields of a request. Raises ApiError 400 that names the first bad one."""
     for name in sorted(body.keys() & REFUSED.keys() - kind.model_fields.keys()):
         also = body.get("n") or 1 if name == "best_of" else _ALSO_NEUTRAL.get(name)
-        neutral = (None,) if name in _NEVER_NEUTRAL else (*_NEUTRAL, also)
+        neutral = (None, also) if name in _NEVER_NEUTRAL else (*_NEUTRAL, also)
         if not any(body[name] == v and isinstance(v, bool) == isinstance(body[name], bool) for v in neutral):
             raise bad_request(f"{name!r} is not supported: {REFUSED[name]}", param=name, code="unsupported_parameter")
     try:

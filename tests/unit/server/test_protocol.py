@@ -136,6 +136,8 @@ def test_neutral_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixture
     assert refusal(ChatFields, {**ROUTES[1][1], "prompt_logprobs": 0}).param == "prompt_logprobs", "0 asks for some"
     assert "chat_template_kwargs" in refusal(ChatFields, {**ROUTES[1][1], "enable_thinking": False}).message
     assert refusal(ResponseFields, {"input": "x", "tool_choice": "required"}).param == "tool_choice"
+    assert refusal(ResponseFields, {"input": "x", "add_generation_prompt": False}).param == "add_generation_prompt"
+    read(ResponseFields, {"input": "x", "add_generation_prompt": True})
     refusal(CompletionFields, {"prompt": "x", "best_of": 3, "n": 2})
 
 
