@@ -54,7 +54,10 @@ def keep(records: Iterable[dict[str, Any]], out: Path | None, as_json: bool) -> 
 
 
 def show_table(table: Table) -> None:
-    """Print a table whole: where a terminal is too narrow for it, heads and cells fold, between words if they can."""
+    """Print a table whole: where a terminal is too narrow for it, heads and cells fold, between words if they can.
+
+    Where the words alone do not fit between its lines, it has none.
+    """
     from rich.measure import Measurement
 
     console = stdout_console()
@@ -65,6 +68,9 @@ def show_table(table: Table) -> None:
         words.append(max(c.minimum for c in cells))
         lines.append(max(c.maximum for c in cells))
     spare = console.width - 3 * len(words) - 1 - sum(words)  # beside lines and padding
+    if spare < 0:
+        table.box, table.padding, table.pad_edge, table.title_justify = None, (0, 1, 0, 0), False, "left"
+        spare = console.width - len(words) - sum(words)
     if 0 <= spare < sum(lines) - sum(words):
         for _ in range(spare):
             i = max(range(len(words)), key=lambda i: lines[i] / words[i])  # which folds most

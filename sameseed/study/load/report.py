@@ -32,9 +32,9 @@ def cells(record: Mapping[str, Any]) -> dict[str, str]:
     return {
         "load": f"{c['concurrency']}" if c["rate"] is None else f"{c['rate']:g}/s",
         "arm": c["label"],
-        "tokens/s": f"{record['output_tokens_per_s']:.1f}",
+        "tokens\nper s": f"{record['output_tokens_per_s']:.1f}",
         "speed-up": "" if record["speedup"] is None else f"{record['speedup']:.2f}x",
-        "requests/s": f"{record['requests_per_s']:.2f}",
+        "requests\nper s": f"{record['requests_per_s']:.2f}",
         "good/s": f"{record['goodput_requests_per_s']:.2f}" if bounded else "",
         "TTFT\np50 p90 p99": _joined(record["ttft_ms"], ("p50", "p90", "p99")),
         "TPOT\np50 p99": _joined(record["tpot_ms"], ("p50", "p99")),

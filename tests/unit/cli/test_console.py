@@ -97,7 +97,7 @@ def test_a_line_for_each_level() -> None:
     )
 
 
-@pytest.mark.parametrize("width", [44, 60, 200])
+@pytest.mark.parametrize("width", [36, 44, 60, 200])
 def test_a_table_folds_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = Console(width=width, file=io.StringIO())
     monkeypatch.setattr(console, "stdout_console", lambda: narrow)
@@ -107,5 +107,5 @@ def test_a_table_folds_between_words(width: int, monkeypatch: pytest.MonkeyPatch
     assert isinstance(narrow.file, io.StringIO)
     shown = narrow.file.getvalue()
     words = ["format", "weights", "tokens", "second", "peak", "w4a8", "embedded-draft", "1693", "(1095", "(0.04"]
-    assert all(f" {word} " in shown for word in words)
+    assert set(words) <= set(shown.split())
     assert max(map(len, shown.splitlines())) <= width
