@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sameseed import scheme
+from sameseed.formats._memory import roomy
 from sameseed.scheme import Format, KVLayer
 
 
@@ -36,7 +37,7 @@ class KVCache:
         def rows(fmt: Format) -> tuple[Tensor, Tensor | None]:
             codes, scales = fmt.encode_kv(torch.zeros(1, num_kv_heads, head_dim))
             shape = (num_layers, num_blocks, block_size, *codes.shape[1:])
-            stored = torch.zeros(shape, dtype=fmt.kv_dtype, device=device)
+            stored = roomy(shape, fmt.kv_dtype, torch.device(device)).zero_()
             return stored, None if scales is None else torch.zeros(shape[:4], dtype=torch.float32, device=device)
 
         (k, k_scale), (v, v_scale) = map(rows, scheme.kv_formats(format))
