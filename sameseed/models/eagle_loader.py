@@ -155,8 +155,8 @@ def _ends(reader: WeightReader, target: Llama, ops: Ops) -> tuple[QuantTensor, Q
     stored = scheme.get(plain.format)
     if quant.rows_together != 1:
         return embedding, ops.pack(quant.encode(stored.decode(plain)))
-    rows = torch.arange(w.shape[0], device=next(iter(plain.parts.values())).device).split(CHUNK)
-    parts = [quant.encode(stored.decode_rows(plain, some)) for some in rows]
+    rows = torch.arange(w.shape[0], device=next(iter(plain.parts.values())).device)
+    parts = [quant.encode(stored.decode_rows(plain, some)) for some in torch.split(rows, CHUNK)]
     return embedding, ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))
 
 
