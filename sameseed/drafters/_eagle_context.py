@@ -16,7 +16,7 @@ from sameseed.batch import Draw
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.request import Sequence
-from sameseed.spec.drafter import Span
+from sameseed.spec.drafter import Drafter, Span
 
 KEEP = 64  # hidden states kept behind the last cached row: so far tokens can be taken back
 WAIT_BYTES = 64 << 20  # of hidden states, of all sequences, that may wait until something is drafted
@@ -241,3 +241,19 @@ class Contexts:
         context = self._sorted.pop(seq.seq_id, None)
         if context is not None:
             self.runner.blocks.release(context.holder)
+
+
+class Reading(Drafter):
+    """Base of drafters that know of a sequence only the target's hidden states, which their followers hold."""
+
+    followers: Contexts
+
+    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+        if hidden is not None:
+            self.followers.observe(seqs, spans, hidden)
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        self.followers.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        self.followers.release(seq)

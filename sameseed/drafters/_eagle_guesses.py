@@ -6,6 +6,7 @@ With sampling the target's own noise is part of it: it is known before the targe
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,16 +44,14 @@ class Guesses:
         self, rows: NDArray[np.float32], seq: Sequence, paths: Seq[Seq[int]], count: int
     ) -> tuple[Ints, Floats]:
         """`likeliest` after each path under penalties, bias, bans: they need rows over the target's vocabulary."""
-        found = [self._adjusted(row, seq, path, count) for row, path in zip(rows, paths, strict=True)]
-        return np.concatenate([tokens for tokens, _ in found]), np.concatenate([log_probs for _, log_probs in found])
-
-    def _adjusted(self, logits: NDArray[np.float32], seq: Sequence, path: Seq[int], count: int) -> tuple[Ints, Floats]:
-        if self.target_ids is not None:
-            whole = np.full(self.vocab_size, -np.inf, np.float32)
-            whole[self.target_ids] = logits
-            logits = whole
-        try:
-            values = adjust(logits, seq, path, self.eos_token_ids)
-        except RequestError:  # its grammar is given up: the sequences beside it go on
-            return np.zeros((1, count), np.int64), np.full((1, count), -np.inf)
-        return likely(values[None], seq, len(path), count)
+        tokens, log_probs = np.zeros((len(rows), count), np.int64), np.full((len(rows), count), -np.inf)
+        for i, (row, path) in enumerate(zip(rows, paths, strict=True)):
+            whole = row
+            if self.target_ids is not None:
+                whole = np.full(self.vocab_size, -np.inf, np.float32)
+                whole[self.target_ids] = row
+            # A grammar that is given up allows nothing: the sequences beside it go on.
+            with suppress(RequestError):
+                values = adjust(whole, seq, path, self.eos_token_ids)
+                tokens[i : i + 1], log_probs[i : i + 1] = likely(values[None], seq, len(path), count)
+        return tokens, log_probs

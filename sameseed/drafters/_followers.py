@@ -8,7 +8,7 @@ from sameseed.drafters._shadow import Shadow
 from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
-from sameseed.spec.drafter import Below, NoDrafter
+from sameseed.spec.drafter import Below, Drafter, NoDrafter
 from sameseed.spec.step import decode_step
 
 
@@ -43,25 +43,27 @@ class Followers:
         blocks = self.runner.blocks
         if blocks.num_free * 4 < blocks.num_blocks:  # those that do not run now give theirs back, and catch up later
             running = {seq.seq_id for seq in seqs}
-            for seq_id, shadow in self._shadows.items():
+            for seq_id, idle in self._shadows.items():
                 if seq_id not in running:
-                    blocks.release(shadow.seq)
-        kept = keep or [0] * len(seqs)
-        return [b for b, n in enumerate(num_rows) if n > 0 and self._follow(seqs[b], n, kept[b])]
-
-    def _follow(self, seq: Sequence, num_rows: int, keep: int) -> bool:
-        shadow = self._shadows.get(seq.seq_id)
-        new = seq.token_ids[shadow.num_agreed if shadow is not None else 0 :]
-        if len(seq) >= self.limit or max(new, default=0) >= self.vocab_limit:
-            return False
-        if shadow is None:
-            shadow = self._shadows[seq.seq_id] = Shadow(seq, self.runner)
-        shadow.follow(seq, self.below.rewind, keep)
-        blocks, mine = self.runner.blocks, shadow.seq
-        blocks.enter(mine, min(mine.num_cached, len(seq)))  # what was only guessed is not certain
-        if mine.num_pending > blocks.block_size:
-            blocks.adopt(mine)
-        return blocks.reserve(mine, min(len(seq) + num_rows, self.limit))
+                    blocks.release(idle.seq)
+        able: list[int] = []
+        for b, (seq, n) in enumerate(zip(seqs, num_rows, strict=True)):
+            if n <= 0:
+                continue
+            shadow = self._shadows.get(seq.seq_id)
+            new = seq.token_ids[shadow.num_agreed if shadow is not None else 0 :]
+            if len(seq) >= self.limit or max(new, default=0) >= self.vocab_limit:
+                continue
+            if shadow is None:
+                shadow = self._shadows[seq.seq_id] = Shadow(seq, self.runner)
+            shadow.follow(seq, self.below.rewind, keep[b] if keep else 0)
+            mine = shadow.seq
+            blocks.enter(mine, min(mine.num_cached, len(seq)))  # what was only guessed is not certain
+            if mine.num_pending > blocks.block_size:
+                blocks.adopt(mine)
+            if blocks.reserve(mine, min(len(seq) + n, self.limit)):
+                able.append(b)
+        return able
 
     def catch_up(self, shadows: Seq[Sequence]) -> None:
         """Run long pending prefixes (a prompt, a sequence that went undrafted) in passes of bounded size."""
@@ -86,3 +88,19 @@ class Followers:
             self.below.release(shadow.seq)
             self._policy.release(shadow.seq)
             self.runner.blocks.release(shadow.seq)
+
+
+class Following(Drafter):
+    """Base of drafters that know of a sequence only what their followers hold."""
+
+    followers: Followers
+
+    @property
+    def limit(self) -> int:
+        return self.followers.limit
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        self.followers.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        self.followers.release(seq)

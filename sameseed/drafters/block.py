@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of
-from sameseed.drafters._eagle_context import Contexts
+from sameseed.drafters._eagle_context import Contexts, Reading
 from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.errors import ConfigError
@@ -24,13 +23,13 @@ from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
+from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 from sameseed.spec.sampling import needs_adjusting
 
 log = logging.getLogger("sameseed")
 
 
-class BlockDrafter(ChainDrafter):
+class BlockDrafter(Reading, ChainDrafter):
     """A block head with its own format and cache, which follows each sequence by the target's hidden states.
 
     The whole block is run whatever number of tokens is asked for: a short draft is the beginning of a long one.
@@ -88,19 +87,9 @@ class BlockDrafter(ChainDrafter):
             runner = BlockRunner(own, runner.cache)
         return cls(options, runner, config.captures(target.num_layers), parts.policy, target.eos_token_ids)
 
-    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
-        if hidden is not None:
-            self.followers.observe(seqs, spans, hidden)
-
     @property
     def limit(self) -> int:
         return self.followers.limit + 2  # the last known token has no row of its own
-
-    def rewind(self, seq: Sequence, length: int) -> None:
-        self.followers.rewind(seq, length)
-
-    def release(self, seq: Sequence) -> None:
-        self.followers.release(seq)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together, by one pass; leaves beside them."""
@@ -109,8 +98,12 @@ class BlockDrafter(ChainDrafter):
         lengths = chain_lengths(seqs, num_draft, siblings)
         chains, growing = [Chain() for _ in seqs], list[_GrowingBlock]()
         for b, (seq, k) in enumerate(zip(seqs, lengths, strict=True)):
-            count = self._able(seq, k)
-            if count and self.followers.reserve(seq, self.runner.model.config.block_size):
+            if k > self.most and not self._said:
+                self._said = True
+                log.warning("drafter 'block': trained for %d tokens at once, not %d; it guesses so many", self.most, k)
+            count = min(k, self.most)
+            able = count > 0 and self.followers.room(seq, 1) > 0
+            if able and self.followers.reserve(seq, self.runner.model.config.block_size):
                 growing.append(_GrowingBlock(seq, count, chains[b]))
         if growing:
             self._guess(growing)
@@ -118,16 +111,6 @@ class BlockDrafter(ChainDrafter):
             holder = self.followers[g.seq].holder
             self.runner.blocks.trim(holder, holder.num_cached)  # blocks of guessed rows
         return draft_of(chains, num_draft, self.policy.uses_confidence, siblings)
-
-    def _able(self, seq: Sequence, num_draft: int) -> int:
-        """So many of these tokens can be guessed: what it was trained for, where its context has room."""
-        if num_draft > self.most and not self._said:
-            self._said = True
-            log.warning(
-                "drafter 'block': trained for %d tokens at once, not %d; it guesses so many", self.most, num_draft
-            )
-        wanted = min(num_draft, self.most)
-        return wanted if wanted > 0 and self.followers.room(seq, 1) else 0
 
     def _guess(self, growing: Seq[_GrowingBlock]) -> None:
         """Catch up, run all blocks, and read the chains off the logits, place by place where there is a Markov head."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._followers import Followers
+from sameseed.drafters._followers import Followers, Following
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
@@ -19,7 +19,7 @@ from sameseed.spec.drafter import Below, Drafter, Parts, Round
 from sameseed.spec.step import decode_step
 
 
-class CascadeDrafter(Drafter):
+class CascadeDrafter(Following):
     """Runs `decode_step` on a model of its own until a sequence of at least `min_length` tokens is drafted."""
 
     @dataclass(frozen=True)
@@ -108,16 +108,6 @@ class CascadeDrafter(Drafter):
             levels[b] += [by[node] for node in result.nodes[b]]
             levels[b] += [own] * (len(result.tokens[b]) - right)
         return [bool(f) for f in result.failed]
-
-    @property
-    def limit(self) -> int:
-        return self.followers.limit
-
-    def rewind(self, seq: Sequence, length: int) -> None:
-        self.followers.rewind(seq, length)
-
-    def release(self, seq: Sequence) -> None:
-        self.followers.release(seq)
 
     @property
     def level_names(self) -> tuple[str, ...]:

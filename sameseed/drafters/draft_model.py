@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, extend_chains, write_draft
-from sameseed.drafters._followers import Followers
+from sameseed.drafters._followers import Followers, Following
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
@@ -18,7 +18,7 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 
 
-class DraftModelDrafter(ChainDrafter):
+class DraftModelDrafter(Following, ChainDrafter):
     """A second model with its own format and cache; a Shadow follows each sequence."""
 
     @dataclass(frozen=True)
@@ -116,10 +116,6 @@ class DraftModelDrafter(ChainDrafter):
         self._extend(seqs, active, [ready[b][1] for b in active], num_draft, going)
         self._ready = {seqs[b].seq_id: r for b, r in ready.items()}
         return [c.tokens + (ready[b][1].tokens if b in ready else []) for b, c in enumerate(guesses)]
-
-    @property
-    def limit(self) -> int:
-        return self.followers.limit
 
     def rewind(self, seq: Sequence, length: int) -> None:
         self._ready.pop(seq.seq_id, None)

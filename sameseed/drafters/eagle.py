@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sameseed import devices
 from sameseed.batch import GREEDY, MAX_NODES, Draw
-from sameseed.drafters._eagle_context import Contexts
+from sameseed.drafters._eagle_context import Contexts, Reading
 from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.drafters._tree import Tree
 from sameseed.drafters._vocabulary import read_vocabulary
@@ -28,11 +28,11 @@ from sameseed.models.eagle_runner import HeadRunner, Level
 from sameseed.request import Sequence
 from sameseed.spec.choices import Ints
 from sameseed.spec.draft import Draft, LateDraft
-from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
+from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 from sameseed.spec.sampling import FAILED, drawable, drawer, needs_adjusting
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(Reading):
     """An EAGLE head with its own format and cache, which follows each sequence by the target's hidden states."""
 
     @dataclass(frozen=True)
@@ -103,20 +103,10 @@ class EagleDrafter(Drafter):
         captures = head.config.captures(target.num_layers)
         return cls(options, runner, captures, parts.policy, target.eos_token_ids)
 
-    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
-        if hidden is not None:
-            self.followers.observe(seqs, spans, hidden)
-
     @property
     def limit(self) -> int | None:
         # Its row t holds token t + 1, and the last known token's guess needs no row.
         return self.followers.limit + 2 if self.options.beyond == "stop" else None
-
-    def rewind(self, seq: Sequence, length: int) -> None:
-        self.followers.rewind(seq, length)
-
-    def release(self, seq: Sequence) -> None:
-        self.followers.release(seq)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Trees for all sequences together, of at most num_draft[b] nodes; confidence: probabilities of the paths."""

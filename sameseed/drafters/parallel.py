@@ -13,7 +13,7 @@ from typing import Any
 
 from sameseed.batch import MAX_NODES
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, likely_after
-from sameseed.drafters._followers import Followers
+from sameseed.drafters._followers import Followers, Following
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
@@ -26,7 +26,7 @@ from sameseed.spec.verify import on_host
 log = logging.getLogger("sameseed")
 
 
-class ParallelDrafter(ChainDrafter):
+class ParallelDrafter(Following, ChainDrafter):
     """A model trained to guess behind mask tokens, with its own format and cache; a Shadow follows each sequence.
 
     A draft of k tokens takes one pass over k rows beside those not read yet, and any length up to k comes of it.
@@ -83,7 +83,13 @@ class ParallelDrafter(ChainDrafter):
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together, by one pass; leaves beside them."""
         lengths = chain_lengths(seqs, num_draft, self.options.siblings)
-        counts = [self._able(seq, k) for seq, k in zip(seqs, lengths, strict=True)]
+        counts = [max(0, min(k, self.most, self.limit - len(seq))) for seq, k in zip(seqs, lengths, strict=True)]
+        beyond = next((k for k in lengths if k > self.most), None)
+        if beyond is not None and not self._said:
+            self._said = True
+            log.warning(
+                "drafter 'parallel': trained for %d tokens at once, not %d; it guesses so many", self.most, beyond
+            )
         chains = [Chain() for _ in seqs]
         active = self.followers.follow(seqs, counts)
         if active:
@@ -97,15 +103,6 @@ class ParallelDrafter(ChainDrafter):
                 self._read(chains[b], table[row:end], shadow, drawn)
                 row = end
         return draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings)
-
-    def _able(self, seq: Sequence, num_draft: int) -> int:
-        """So many of these tokens can be guessed: what it was trained for, and what its context has room for."""
-        if num_draft > self.most and not self._said:
-            self._said = True
-            log.warning(
-                "drafter 'parallel': trained for %d tokens at once, not %d; it guesses so many", self.most, num_draft
-            )
-        return max(0, min(num_draft, self.most, self.limit - len(seq)))
 
     def _logits(self, shadows: Seq[Sequence], counts: Seq[int]) -> tuple[Any, list[int] | None]:
         """Rows float32 [sum of counts, V]: after each sequence's last token, then after each of its masks.
@@ -134,16 +131,6 @@ class ParallelDrafter(ChainDrafter):
             chain.grow(found, policy, self.followers.vocab_limit)
             if chain.ended:
                 return
-
-    @property
-    def limit(self) -> int:
-        return self.followers.limit
-
-    def rewind(self, seq: Sequence, length: int) -> None:
-        self.followers.rewind(seq, length)
-
-    def release(self, seq: Sequence) -> None:
-        self.followers.release(seq)
 
 
 DRAFTER = ParallelDrafter

@@ -73,7 +73,11 @@ class SelfQuantDrafter(ChainDrafter):
             if counts[b] > 0:
                 copies[b] = copy = Sequence(seq.seq_id, seq.token_ids, seq.params, seq.seed, seq.tenant)
                 copy.num_prompt, copy.num_cached, copy.blocks = seq.num_prompt, seq.num_cached, seq.blocks
-                copy.grammar = self._guide(seq)
+                if seq.grammar is not None:  # what the target may not write is not worth a guess
+                    if seq.seq_id not in self._guides:
+                        self._guides[seq.seq_id] = Guide(seq.grammar.another())
+                    guide = self._guides[seq.seq_id]
+                    copy.grammar = None if guide.failed else guide  # as in a shadow: unguided, it costs no more
         vocab_size = self.runner.model.config.vocab_size
         chains = [Chain() for _ in seqs]
         return write_draft(
@@ -91,15 +95,6 @@ class SelfQuantDrafter(ChainDrafter):
 
     def release(self, seq: Sequence) -> None:
         self._guides.pop(seq.seq_id, None)
-
-    def _guide(self, seq: Sequence) -> Guide | None:
-        """The grammar for guesses: what the target may not write is not worth one."""
-        if seq.grammar is None:
-            return None
-        if seq.seq_id not in self._guides:
-            self._guides[seq.seq_id] = Guide(seq.grammar.another())
-        guide = self._guides[seq.seq_id]
-        return None if guide.failed else guide  # as in a shadow: an unguided guess costs no more than none
 
     def _unseen(self, seq: Sequence) -> tuple[int, int]:
         """Blocks between the first tokens and the latest: drafts do not attend to them."""

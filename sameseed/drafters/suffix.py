@@ -148,7 +148,13 @@ class SuffixDrafter(Drafter):
         def branch(parent: int, steps: int, likely: float, there: list[Place]) -> None:
             by_token: dict[int, list[Place]] = {}
             for place in there:
-                by_token.setdefault(_after(place, steps), []).append(place)
+                text, at = place.text, place.end + steps
+                token = -1  # none
+                if at < len(text):
+                    token = text[at]
+                elif period := len(text) - place.end:  # past the end of a text, a repetition goes on
+                    token = text[place.end + steps % period]
+                by_token.setdefault(token, []).append(place)
             total = sum(len(p) for token, p in by_token.items() if token >= 0)
             for token, those in by_token.items():
                 share = likely * len(those) / total if token >= 0 else 0.0
@@ -165,15 +171,6 @@ class SuffixDrafter(Drafter):
             if steps + 1 < depth:
                 branch(node, steps + 1, -minus, those)
         return guess
-
-
-def _after(place: Place, steps: int) -> int:
-    """The token `steps` after the place; past the end of a text, a repetition goes on. -1: none."""
-    text, at = place.text, place.end + steps
-    if at < len(text):
-        return text[at]
-    period = len(text) - place.end
-    return text[place.end + steps % period] if period else -1
 
 
 DRAFTER = SuffixDrafter

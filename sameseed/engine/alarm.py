@@ -34,17 +34,12 @@ class Alarm:
                 metrics.update(drafted, accepted)
         for level, counted in [(drafter, metrics), *drafter.counted()]:
             if level.owns and is_useless(counted) and level not in self._said:
-                self._say(level, counted)
-
-    def _say(self, drafter: Drafter, metrics: SpecMetrics) -> None:
-        self._said.add(drafter)
-        drafted, accepted = metrics.num_draft_tokens, metrics.num_accepted_tokens
-        text = (
-            f"drafter {drafter.name!r}: {accepted} of {drafted} drafted tokens accepted ({accepted / drafted:.1%}). "
-            f"{REMEDY}"
-        )
-        self.texts.append(text)
-        log.warning("%s", text)
+                self._said.add(level)
+                drafted, accepted = counted.num_draft_tokens, counted.num_accepted_tokens
+                text = f"drafter {level.name!r}: {accepted} of {drafted} drafted tokens accepted "
+                text += f"({accepted / drafted:.1%}). {REMEDY}"
+                self.texts.append(text)
+                log.warning("%s", text)
 
 
 def is_useless(metrics: SpecMetrics) -> bool:

@@ -46,7 +46,14 @@ class AsyncLLM(Front):
             raise RequestError(f"request id {request_id!r} is running already; choose another")
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Delta | SameseedError] = asyncio.Queue()
-        self._sinks[request_id] = lambda item: _put(loop, queue, item)  # from here on the id is taken
+
+        def put(item: Delta | SameseedError) -> None:
+            try:
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+            except RuntimeError:  # the caller's event loop is gone, and nobody waits for this any more
+                return
+
+        self._sinks[request_id] = put  # from here on the id is taken
         try:
             requests = await asyncio.to_thread(self._requests, prompt, chosen, request_id)
             if not self._post(lambda: self._add(requests)):
@@ -143,10 +150,3 @@ class AsyncLLM(Front):
         for request_id, sink in list(self._sinks.items()):
             self.engine.abort(request_id)
             sink(error)
-
-
-def _put(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], item: object) -> None:
-    try:
-        loop.call_soon_threadsafe(queue.put_nowait, item)
-    except RuntimeError:  # the caller's event loop is gone, and nobody waits for this any more
-        return

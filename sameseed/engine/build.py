@@ -247,7 +247,12 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
                 f"--draft {written_as(head_text(own))}:{name}"
             )
         is_view = _drafts_with_view(spec, cls, folder, quant)
-        own_quant = quant if is_view else _draft_scheme(spec, cls, own, folder, quant)
+        if is_view:
+            own_quant = quant
+        elif spec.format != "auto":
+            own_quant = QuantScheme.parse(spec.format)
+        else:  # as fits its target
+            own_quant = QuantScheme.parse(SELF_FORMAT) if cls.owns == "target" else draft_scheme(own, folder, quant)
         if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant, quant):
             raise ConfigError(
                 f"{name or 'the target'} would draft for itself in as many bits ({own_quant}; the target: {quant}); "
@@ -257,13 +262,6 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in spec.below:
         _add_models(found, below, folder, quant, owner)
-
-
-def _draft_scheme(spec: SpecConfig, cls: type[Drafter], own: Path, folder: Path, quant: QuantScheme) -> QuantScheme:
-    """The scheme of a level's model `own`, which drafts for the one in `folder`: as named, else as fits its target."""
-    if spec.format != "auto":
-        return QuantScheme.parse(spec.format)
-    return QuantScheme.parse(SELF_FORMAT) if cls.owns == "target" else draft_scheme(own, folder, quant)
 
 
 def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:

@@ -76,7 +76,9 @@ def measure_rounds(
     drafter has counted, are as before when this returns. What lies between passes is left open (`measure_engine`).
     """
     if known is not None:
-        known.scale(_slowdown(runner, known.target))
+        now = measure_curve(runner, rows=(FEW, MANY), longest=0)  # over what the same passes are known to take
+        slowdown = fmean(seconds / known.target.at(m) for m, seconds in zip(now.rows, now.seconds, strict=True))
+        known.scale(min(max(slowdown, 0.25), 4.0))
         known.gap, known.ratios = gap_cost(), {}  # of another moment of the machine, and soon learned again
         return known
     cost = EngineCost(measure_curve(runner, seconds), DraftCost(type(drafter).at_once))
@@ -181,13 +183,6 @@ def _rounds(
             drafter.release(seq)
             runner.blocks.release(seq)
     return unseen, late, measured
-
-
-def _slowdown(runner: ModelRunner, known: Curve) -> float:
-    """What passes over few rows take now, over what they are known to take."""
-    now = measure_curve(runner, rows=(FEW, MANY), longest=0)
-    ratios = [seconds / known.at(m) for m, seconds in zip(now.rows, now.seconds, strict=True)]
-    return min(max(fmean(ratios), 0.25), 4.0)
 
 
 def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: float) -> float:

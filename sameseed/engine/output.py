@@ -38,14 +38,11 @@ class OutputText:
 
     def delta(self) -> str:
         """Text not given out before. A tail that may become a stop string is held back until it is decided."""
-        end = len(self.text) if self._stopped else len(self.text) - self._undecided()
+        end = len(self.text)
+        for length in range(0 if self._stopped else min(self._longest - 1, end), 0, -1):
+            if any(s.startswith(self.text[-length:]) for s in self._stop):
+                end -= length  # the longest end of the text that begins a stop string
+                break
         new = self.text[self.num_sent : end]
         self.num_sent = max(self.num_sent, end)
         return new
-
-    def _undecided(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
-            if any(s.startswith(self.text[-length:]) for s in self._stop):
-                return length
-        return 0

@@ -80,28 +80,9 @@ class Running:
         """The end: all that it has written."""
         seq, r = self.seq, self.request
         self.output.finish()
-        return Completion(
-            request_id=r.request_id,
-            index=r.index,
-            prompt=r.prompt,
-            prompt_token_ids=r.prompt_token_ids,
-            text=self.output.text,
-            token_ids=tuple(seq.output_token_ids),
-            finish_reason=reason,
-            seed=r.seed,
-            metrics=self._metrics(),
-            levels=tuple(self.levels),
-            logprobs=tuple(seq.logprobs) if r.params.logprobs is not None else None,
-            prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
-            text_offset=tuple(self.offsets),
-            ruled_out=seq.ruled_out,
-            n=r.params.n,
-        )
-
-    def _metrics(self) -> Metrics:
-        now, seq = time.perf_counter(), self.seq
+        now = time.perf_counter()
         first = self.first_token if self.first_token is not None else now
-        return Metrics(
+        metrics = Metrics(
             num_prompt_tokens=seq.num_prompt,
             num_output_tokens=max(0, seq.num_output),
             spec=seq.metrics,
@@ -112,4 +93,21 @@ class Running:
             num_preemptions=seq.num_preemptions,
             num_cached_tokens=seq.num_shared,
             queue_time=(self.started if self.started is not None else now) - self.arrived,
+        )
+        return Completion(
+            request_id=r.request_id,
+            index=r.index,
+            prompt=r.prompt,
+            prompt_token_ids=r.prompt_token_ids,
+            text=self.output.text,
+            token_ids=tuple(seq.output_token_ids),
+            finish_reason=reason,
+            seed=r.seed,
+            metrics=metrics,
+            levels=tuple(self.levels),
+            logprobs=tuple(seq.logprobs) if r.params.logprobs is not None else None,
+            prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
+            text_offset=tuple(self.offsets),
+            ruled_out=seq.ruled_out,
+            n=r.params.n,
         )

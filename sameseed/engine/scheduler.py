@@ -110,7 +110,15 @@ class Scheduler:
         chunks = self._chunks()
         left = self.max_num_rows - sum(chunks.values())
         left -= self._admit(chunks, left)
-        left -= self._fill(chunks, left)
+        # Rows that were kept and that nobody took go to the first prompts.
+        cut = {seq for seq, size in chunks.items() if len(seq.token_ids) - seq.num_cached > size}
+        for seq in self.running if cut else ():
+            if seq in cut:
+                end = seq.num_cached + chunks[seq]
+                more = min(len(seq) - end, left, self.blocks.reservable(seq) - end)
+                self.blocks.reserve(seq, end + more)
+                chunks[seq] += more
+                left -= more
         plan = [seq for seq in self.running if seq in chunks]
         num_draft = self._drafts(plan, chunks, draft_lengths, left)
         return Plan(plan, [chunks[seq] for seq in plan], num_draft)
@@ -172,7 +180,13 @@ class Scheduler:
             size = _part(seq.num_pending, left - used, len(self.waiting) > 1)
             self.blocks.reserve(seq, seq.num_cached + size)
             self.waiting.remove(seq)
-            self._start(seq)
+            standing = self._standing[seq]
+            if not standing.num_started:
+                self._num_started += 1
+                standing.num_started = self._num_started
+            insort(self.running, seq, key=self._by_start)
+            self._fairness.start(seq.owner)
+            self._count_pass(standing)
             chunks[seq] = size
             used += size
         return used
@@ -193,29 +207,6 @@ class Scheduler:
                 if len(firsts) == len(self._fairness.num_waiting):
                     break
         return firsts[min(firsts, key=self._fairness.rank)]
-
-    def _fill(self, chunks: dict[Sequence, int], left: int) -> int:
-        """Rows that were kept and that nobody took go to the first prompts; returns how many."""
-        used = 0
-        cut = {seq for seq, size in chunks.items() if len(seq.token_ids) - seq.num_cached > size}
-        for seq in self.running if cut else ():
-            if seq in cut:
-                end = seq.num_cached + chunks[seq]
-                more = min(len(seq) - end, left - used, self.blocks.reservable(seq) - end)
-                self.blocks.reserve(seq, end + more)
-                chunks[seq] += more
-                used += more
-        return used
-
-    def _start(self, seq: Sequence) -> None:
-        """It runs from now on."""
-        standing = self._standing[seq]
-        if not standing.num_started:
-            self._num_started += 1
-            standing.num_started = self._num_started
-        insort(self.running, seq, key=self._by_start)
-        self._fairness.start(seq.owner)
-        self._count_pass(standing)
 
     def _count_pass(self, by: _Standing) -> None:
         """Count one more pass for the earliest waiting sequence that it goes before.

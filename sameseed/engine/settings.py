@@ -88,7 +88,12 @@ def _spec_of(draft: DraftChoice) -> SpecConfig:
         return draft
     if draft is None or draft == "none":
         return SpecConfig()
-    return parse_draft(draft) if isinstance(draft, str) else SpecConfig(_name(draft), drafter=draft)
+    if isinstance(draft, str):
+        return parse_draft(draft)
+    kind = draft if isinstance(draft, type) else type(draft)
+    if not issubclass(kind, Drafter):
+        raise ConfigError(f"draft must be text, a SpecConfig or a Drafter, got {draft!r}")
+    return SpecConfig(kind.__name__, drafter=draft)
 
 
 def _in_format(spec: SpecConfig, number_format: str) -> SpecConfig:
@@ -100,14 +105,6 @@ def _in_format(spec: SpecConfig, number_format: str) -> SpecConfig:
         for b in spec.below
     )
     return dataclasses.replace(spec, below=below)
-
-
-def _name(draft: object) -> str:
-    """The name of a drafter that is given as an object. Raises ConfigError for what is none."""
-    kind = draft if isinstance(draft, type) else type(draft)
-    if not issubclass(kind, Drafter):
-        raise ConfigError(f"draft must be text, a SpecConfig or a Drafter, got {draft!r}")
-    return kind.__name__
 
 
 def _levels_below(spec: SpecConfig, settings: object) -> tuple[SpecConfig, ...]:

@@ -97,9 +97,13 @@ class Matching:
         compiler = self._library.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         with _warnings() as said:
             try:
-                if kind == "object":
+                if kind == "object":  # the library's grammar of JSON, much faster than a schema without properties
                     builtin = str(self._library.Grammar.builtin_json_grammar())
-                    made = compiler.compile_grammar(_any_object(builtin))
+                    _, end, rules = builtin.partition("\n")
+                    if "\nmembers_and_embrace ::=" not in builtin or _SPACE not in rules:
+                        raise RequestError("this version of xgrammar cannot be used for JSON objects; give a schema")
+                    objects = 'root ::= "{" ' + _SPACE + " members_and_embrace" + end + rules  # and nothing else
+                    made = compiler.compile_grammar(objects.replace(_SPACE, "[ \\n]?"))  # space: one character
                 elif kind == "json":  # any amount of space would let a model write it for ever
                     made = compiler.compile_json_schema(source, max_whitespace_cnt=1)
                 elif kind == "grammar" and "::=" not in source:
@@ -197,17 +201,6 @@ def _shared(held: list[int], wanted: list[int]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if held[low:middle] == wanted[low:middle] else (low, middle - 1)
     return low
-
-
-def _any_object(grammar: str) -> str:
-    """The library's grammar of JSON, which is much faster than that of a schema without properties, for objects alone.
-
-    Space is one character at most, as elsewhere. Raises RequestError where the library writes its grammar otherwise.
-    """
-    _, end, rules = grammar.partition("\n")
-    if "\nmembers_and_embrace ::=" not in grammar or _SPACE not in rules:
-        raise RequestError("this version of xgrammar cannot be used for JSON objects; give a schema")
-    return ('root ::= "{" ' + _SPACE + " members_and_embrace" + end + rules).replace(_SPACE, "[ \\n]?")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.sampled import sampling_settings
 from sameseed.laws.subject import Subject, Tokens
 from sameseed.laws.texts import SAME_TEXTS, compare
-from sameseed.request import Completion, Delta, Request, SamplingParams, Sequence
+from sameseed.request import Completion, Delta, Request, SamplingParams
 
 SEQS, ROWS, BLOCK = 10, 14, 4  # of a crowded engine: sequences, rows of a pass, rows of a block
 STAGES = ("waiting", "in_its_prompt", "writing", "preempted")  # in which requests are aborted
@@ -118,25 +118,21 @@ class _Crowd:
     def _abort(self) -> list[Delta]:
         """What becomes of a request that is where one is to be aborted."""
         for live in self.engine._live.values():
-            for stage in self.wanted:
-                if _is_in(stage, live.seq, live.seq in self.engine.scheduler.running):
-                    self.wanted.remove(stage)
-                    self.found.sizes[f"aborted_{stage}"] += 1
-                    left = self.engine.abort(live.request.request_id)
-                    if not left:
-                        self.found.add(f"aborted {stage.replace('_', ' ')}", "an end", "none")
-                    return left
+            seq = live.seq
+            if seq not in self.engine.scheduler.running:
+                stage = "preempted" if seq.num_preemptions else "waiting"
+            elif not seq.num_output and seq.num_cached > 0:
+                stage = "in_its_prompt"
+            else:
+                stage = "writing" if seq.num_output > 2 else ""
+            if stage in self.wanted:
+                self.wanted.remove(stage)
+                self.found.sizes[f"aborted_{stage}"] += 1
+                left = self.engine.abort(live.request.request_id)
+                if not left:
+                    self.found.add(f"aborted {stage.replace('_', ' ')}", "an end", "none")
+                return left
         return []
-
-
-def _is_in(stage: str, seq: Sequence, runs: bool) -> bool:
-    if stage == "waiting":
-        return not runs and not seq.num_preemptions
-    if stage == "preempted":
-        return not runs and seq.num_preemptions > 0
-    if stage == "in_its_prompt":
-        return runs and not seq.num_output and seq.num_cached > 0
-    return runs and seq.num_output > 2
 
 
 @check(
@@ -251,7 +247,12 @@ def scores(subject: Subject, effort: Effort) -> Found:
         {"scores": 0, "texts": 0, "other_texts": 0}, {"differing_scores": 0, "too_far": 0, "differing_texts": 0}
     )
     bare = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)
-    ways = [bare, *(replace(p, max_tokens=4, logprobs=2) for p in _limited(subject))]
+    # Ways to sample for which it matters what is the prompt: penalties, and a least length.
+    free = SamplingParams(temperature=0.8, ignore_eos=True)
+    penalties = replace(free, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.5)
+    token = subject.run(subject.plain(), subject.jobs(1, SamplingParams(max_tokens=1, ignore_eos=True)))[0].token_ids
+    limited = penalties, SamplingParams(min_tokens=2, stop_token_ids=token), replace(penalties, temperature=0.0)
+    ways = [bare, *(replace(p, max_tokens=4, logprobs=2) for p in limited)]
     for turn in range(max(len(ways), effort.of(500, 4) // 4)):
         way, texts = ways[turn % len(ways)], [_long(subject, 4 * turn + i) for i in range(4)]
         jobs = [Request(f"s{i}", t, way, 4 * turn + i, score_prompt=i < 3) for i, t in enumerate(texts)]
@@ -269,14 +270,6 @@ def scores(subject: Subject, effort: Effort) -> Found:
         if way is bare:
             _judge_scores(subject, found, texts, got)
     return found
-
-
-def _limited(subject: Subject) -> list[SamplingParams]:
-    """Ways to sample for which it matters what is the prompt: penalties, and a least length."""
-    free = SamplingParams(temperature=0.8, ignore_eos=True)
-    penalties = replace(free, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.5)
-    token = subject.run(subject.plain(), subject.jobs(1, SamplingParams(max_tokens=1, ignore_eos=True)))[0].token_ids
-    return [penalties, SamplingParams(min_tokens=2, stop_token_ids=token), replace(penalties, temperature=0.0)]
 
 
 def _judge_scores(subject: Subject, found: Found, texts: Seq[Tokens], got: Seq[Completion]) -> None:

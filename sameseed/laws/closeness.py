@@ -16,7 +16,6 @@ from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.kernels import Stored, differing, own_weights, randn, random_weights, threads_kept
 from sameseed.laws.subject import Subject
 from sameseed.laws.textbook import Floats, array
-from sameseed.models.llama import Llama
 from sameseed.ops import SUMS, Ops, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import QuantTensor
 
@@ -48,7 +47,18 @@ def backend_is_reference(subject: Subject, effort: Effort) -> Found:
         turns = (weight for turn in range(wanted) for weight in random_weights(subject, rng, turn))
         for name, w in itertools.islice(turns, max(0, wanted - found.sizes["products"])):
             _product(found, f"random {name}", model.ops, w, subject.device)
-        for name, got, expected, bound in (*_rowwise(model), *_attention(subject)):
+        ops, c, device, small = model.ops, model.config, subject.device, SMALL * SUMS
+        x = randn(ROWS, c.hidden_size, seed=3, device=device)
+        gates = randn(ROWS, 2 * c.hidden_size, seed=4, device=device)
+        norm = torch.linspace(0.5, 1.5, c.hidden_size).to(device)
+        heads = randn(ROWS, c.num_heads, c.head_dim, seed=5, device=device)
+        positions = [min(7, model.max_model_len // ROWS) * i for i in range(ROWS)]
+        turned = ops.rope(heads, torch.tensor(positions, dtype=torch.int32, device=device), model.rope)
+        normed = textbook.rms_norm(array(x), norm, c.rms_eps)
+        _judge(found, "rms_norm", ops.rms_norm(x, norm, c.rms_eps), normed, small)
+        _judge(found, "silu_mul", ops.silu_mul(gates), textbook.silu_mul(array(gates)), small)
+        _judge(found, "rope", turned, textbook.rope(array(heads), positions, model.rope), small)
+        for name, got, expected, bound in _attention(subject):
             _judge(found, name, got, expected, bound)
     found.notes.append(f"backend {model.ops.name} on {subject.device}, against the textbook in float64")
     return found
@@ -91,19 +101,6 @@ def _fused(found: Found, name: str, ops: Ops, w: QuantTensor, device: str) -> No
         found.statistic["differing_values_of_fused_ops"] += count
         if count:
             found.add(f"{name} {op}", "the bits of its parts, one after the other", f"{count} values differ")
-
-
-def _rowwise(model: Llama) -> Iterator[tuple[str, Tensor, Floats, float]]:
-    ops, c, device = model.ops, model.config, str(model.device)
-    x, gates = randn(ROWS, c.hidden_size, seed=3, device=device), randn(ROWS, 2 * c.hidden_size, seed=4, device=device)
-    norm = torch.linspace(0.5, 1.5, c.hidden_size).to(device)
-    heads = randn(ROWS, c.num_heads, c.head_dim, seed=5, device=device)
-    positions = [min(7, model.max_model_len // ROWS) * i for i in range(ROWS)]
-    turned = ops.rope(heads, torch.tensor(positions, dtype=torch.int32, device=device), model.rope)
-    bound = SMALL * SUMS
-    yield "rms_norm", ops.rms_norm(x, norm, c.rms_eps), textbook.rms_norm(array(x), norm, c.rms_eps), bound
-    yield "silu_mul", ops.silu_mul(gates), textbook.silu_mul(array(gates)), bound
-    yield "rope", turned, textbook.rope(array(heads), positions, model.rope), bound
 
 
 def _attention(subject: Subject) -> Iterator[tuple[str, Tensor, Floats, float]]:

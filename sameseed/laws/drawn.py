@@ -8,7 +8,7 @@ import importlib
 import inspect
 import random
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType
@@ -74,7 +74,11 @@ class Places:
     def draw(self, seed: int) -> Iterator[Drawn]:
         """Mutants without end, the areas in turn, none twice; of an area first a function, then a place in it."""
         rng, seen = random.Random(seed), set[str]()
-        left = {area: _by_function(sites) for area, sites in self.sites.items()}
+        left: dict[str, dict[str, list[Site]]] = {area: {} for area in self.sites}  # by area and function
+        for area, sites in self.sites.items():
+            for site in sites:
+                name = f"{site.function.__module__}.{site.function.__qualname__}"
+                left[area].setdefault(name, []).append(site)
         while any(left.values()):
             for area, functions in left.items():
                 if functions:
@@ -86,13 +90,6 @@ class Places:
                     if made is not None and made.mutant.name not in seen:
                         seen.add(made.mutant.name)
                         yield made
-
-
-def _by_function(sites: Seq[Site]) -> dict[str, list[Site]]:
-    found: dict[str, list[Site]] = {}
-    for site in sites:
-        found.setdefault(f"{site.function.__module__}.{site.function.__qualname__}", []).append(site)
-    return found
 
 
 def functions(module: Any) -> Iterator[FunctionType]:

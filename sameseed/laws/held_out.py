@@ -64,20 +64,17 @@ class Bench:
     results: dict[Key, Result] = field(default_factory=dict)
     seconds: dict[Key, float] = field(default_factory=dict)  # of those, with what they judge
 
-    def _reached(self, way: int, places: set[tuple[str, int]]) -> list[tuple[int, str]]:
-        """Checks that run one of these lines in this way. Before the first answer each runs once, traced."""
-        for check in self.checks:
-            if (way, check.id) not in self.lines:
-                with _traced(self.files) as seen:
-                    self.right((way, check.id, SIZES[0]))
-                self.lines[way, check.id] = seen
-        return [(way, check.id) for check in self.checks if places & self.lines[way, check.id]]
-
     def who(self, drawn: Drawn) -> list[tuple[int, str]]:
         """The first way that runs its lines, and the checks that do and pass without it, the quickest first."""
         places = {(drawn.file, line) for line in drawn.lines}
         for way in range(len(WAYS)):
-            able = [key for key in self._reached(way, places) if self.right((*key, SIZES[0])).status == PASSED]
+            for check in self.checks:  # before the first answer each runs once, traced
+                if (way, check.id) not in self.lines:
+                    with _traced(self.files) as seen:
+                        self.right((way, check.id, SIZES[0]))
+                    self.lines[way, check.id] = seen
+            reached = [(way, check.id) for check in self.checks if places & self.lines[way, check.id]]
+            able = [key for key in reached if self.right((*key, SIZES[0])).status == PASSED]
             if able:
                 return sorted(able, key=lambda key: self.seconds[(*key, SIZES[0])])
         return []

@@ -66,7 +66,11 @@ def _arms(toy: Subject, drafts: Seq[str]) -> list[tuple[str, SamplingParams, str
     arms = [(name, params, draft, toy) for (name, params), draft in itertools.product(LAWS.items(), drafts)]
     if "the draft" in drafts:
         chosen = next(iter(LAWS.items()))
-        arms += [(*chosen, f"the draft, {policy}", _with_policy(toy, policy)) for policy in POLICIES]
+        for policy in POLICIES:
+            spec = replace(toy.config.spec, policy=policy, confidence=SURE if policy == "confidence" else None)
+            loaded = replace(toy.loaded, config=replace(toy.config, spec=spec))
+            other = replace(toy, loaded=loaded, leaks=[], metrics=SpecMetrics(), scripted=SpecMetrics())
+            arms.append((*chosen, f"the draft, {policy}", other))
     return arms
 
 
@@ -115,18 +119,6 @@ def texts(subject: Subject, effort: Effort) -> Found:
     if headed:
         found.notes.append("there is no toy of a draft head: only trees were tried here")
     return found
-
-
-def _with_policy(toy: Subject, policy: str) -> Subject:
-    """The toy under another length policy."""
-    spec = replace(toy.config.spec, policy=policy, confidence=SURE if policy == "confidence" else None)
-    return replace(
-        toy,
-        loaded=replace(toy.loaded, config=replace(toy.config, spec=spec)),
-        leaks=[],
-        metrics=SpecMetrics(),
-        scripted=SpecMetrics(),
-    )
 
 
 def _draw(toy: Subject, params: SamplingParams, draft: str, count: int, base: int) -> Counter[Cell]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from sameseed.laws.check import Effort, Finding, Found, check
-from sameseed.laws.subject import Subject, Tokens
+from sameseed.laws.subject import Subject
 from sameseed.laws.texts import SAME_TEXTS, compare
 from sameseed.request import Completion, Delta, Request, SamplingParams
 
@@ -127,7 +127,18 @@ def stops(subject: Subject, effort: Effort) -> Found:
     for start in range(0, count, 6):
         base = subject.jobs(min(6, count - start), free, start)
         long = subject.run(subject.plain(), base)
-        jobs = [_stopping(job, c, rng, start + i) for i, (job, c) in enumerate(zip(base, long, strict=True))]
+        jobs: list[Request] = []
+        # Each gets an end somewhere in its text, and sometimes a least length that puts it off.
+        for turn, (job, c) in enumerate(zip(base, long, strict=True), start):
+            least = rng.randint(1, 6) if turn % 4 == 1 else 0
+            if turn % 3 == 0 and c.text:
+                at = rng.randrange(len(c.text))
+                params = replace(job.params, stop=(c.text[at : at + rng.randint(1, 4)],), min_tokens=least)
+            elif turn % 3 == 1:
+                params = replace(job.params, stop_token_ids=(rng.choice(c.token_ids),), min_tokens=least)
+            else:
+                params = replace(job.params, max_tokens=rng.randint(1, job.params.max_tokens), min_tokens=0)
+            jobs.append(replace(job, params=params))
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
         found.sizes["requests"] += len(jobs)
         found.sizes["stopped"] += sum(c.finish_reason.value == "stop" for c in plain)
@@ -141,19 +152,6 @@ def stops(subject: Subject, effort: Effort) -> Found:
                 if beyond:
                     found.add(f"{name}: {job.params.max_tokens} tokens asked for", "no more", len(c.token_ids))
     return found
-
-
-def _stopping(job: Request, long: Completion, rng: random.Random, turn: int) -> Request:
-    """The job with an end somewhere in its text, and sometimes a least length that puts it off."""
-    params, tokens, text = job.params, long.token_ids, long.text
-    least = rng.randint(1, 6) if turn % 4 == 1 else 0
-    if turn % 3 == 0 and text:
-        at = rng.randrange(len(text))
-        return replace(job, params=replace(params, stop=(text[at : at + rng.randint(1, 4)],), min_tokens=least))
-    if turn % 3 == 1:
-        token: Tokens = (rng.choice(tokens),)
-        return replace(job, params=replace(params, stop_token_ids=token, min_tokens=least))
-    return replace(job, params=replace(params, max_tokens=rng.randint(1, params.max_tokens), min_tokens=0))
 
 
 @check(

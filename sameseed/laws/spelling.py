@@ -44,7 +44,11 @@ def spelling(subject: Subject, effort: Effort) -> Found:
         jobs = toy.jobs(16, SamplingParams(max_tokens=LENGTH), start)
         jobs = [_job(toy, job, able if i % 4 else whole or able, rng) for i, job in enumerate(jobs)]
         plain = toy.run(toy.plain(), jobs)
-        jobs = [_teased(job, c.text) for job, c in zip(jobs, plain, strict=True)]
+        for i, c in enumerate(plain):
+            if c.text and HALF not in c.text and not jobs[i].params.stop:
+                # A stop string that begins as the text ends: that end must be held back, and given out at last.
+                stop = (c.text[-2:] + c.text[-2:] + "!",)
+                jobs[i] = replace(jobs[i], params=replace(jobs[i].params, stop=stop))
         for engine in (toy.plain(), toy.engine(drafter=toy.trees(jobs, plain, start))):
             deltas: list[Delta] = []
             _judge(found, toy, jobs, toy.run(engine, jobs, deltas=deltas), deltas)
@@ -69,13 +73,6 @@ def _job(toy: Subject, job: Request, able: tuple[int, ...], rng: random.Random) 
     return replace(job, params=params)
 
 
-def _teased(job: Request, text: str) -> Request:
-    """The job with a stop string that begins as its text ends: that end must be held back, and given out at last."""
-    if job.params.stop or not text or HALF in text:
-        return job
-    return replace(job, params=replace(job.params, stop=(text[-2:] + text[-2:] + "!",)))
-
-
 def _judge(found: Found, toy: Subject, jobs: Seq[Request], got: Seq[Completion], deltas: Seq[Delta]) -> None:
     """Count texts that are not what their tokens spell; of one that a stop string ended, what comes before it."""
     decode = toy.loaded.tokenizer.decode
@@ -92,21 +89,15 @@ def _judge(found: Found, toy: Subject, jobs: Seq[Request], got: Seq[Completion],
             right = said.replace(HALF, "") == c.text.replace(HALF, "") and said.endswith(HALF) == c.text.endswith(HALF)
         begun = any(s[:2] == c.text[-2:] for s in job.params.stop)
         found.sizes["held_back"] += begun and c.finish_reason.value == "length"
-        _judge_places(found, toy, job, c)
+        for n in range(len(c.token_ids)):  # a token begins where the text of those before it ends
+            before = decode(list(c.token_ids[:n]), job.params.skip_special_tokens)
+            place = c.text_offset[n : n + 1]
+            found.sizes["places"] += HALF not in before
+            if HALF not in before and place != (len(before),):
+                found.statistic["misspelt"] += 1
+                found.add(f"tokens {c.token_ids}: the place of token {n}", len(before), place)
         if not right or pieces != c.text:
             found.statistic["misspelt"] += 1
             found.add(
                 f"tokens {c.token_ids}", said, c.text if pieces == c.text else f"{c.text!r}, in pieces {pieces!r}"
             )
-
-
-def _judge_places(found: Found, toy: Subject, job: Request, c: Completion) -> None:
-    """Count tokens that are said to begin elsewhere than where the text of those before them ends."""
-    decode, skip = toy.loaded.tokenizer.decode, job.params.skip_special_tokens
-    before = [decode(list(c.token_ids[:n]), skip) for n in range(len(c.token_ids))]
-    for n, text in enumerate(before):
-        found.sizes["places"] += HALF not in text
-        said = c.text_offset[n : n + 1]
-        if HALF not in text and said != (len(text),):
-            found.statistic["misspelt"] += 1
-            found.add(f"tokens {c.token_ids}: the place of token {n}", len(text), said)

@@ -85,20 +85,15 @@ class BlockHead:
     ) -> tuple[Tensor, None, None]:
         c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
         batch = batch.on(self.device)
-        if how == INJECT:
-            self._store(ops, batch, cache, ops.product(plain_rows(states[0]), w.fc))
+        if how == INJECT:  # keys and values of the features [T, C] in every layer's cache
+            rows = normed_rows(ops.product(plain_rows(states[0]), w.fc), w.hidden_norm, eps)
+            for layer, kv in zip(w.layers, cache.layers, strict=True):
+                norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+                qkv = ops.product(rows, layer.qkv, layer.qkv_bias)  # [T, (H + 2 Hk) D]
+                ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, eps)  # nobody asks for the queries
             return torch.empty(0, 1), None, None
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         for layer, kv in zip(w.layers, cache.layers, strict=True):
             rows = normed_rows(x, layer.input_norm, eps)
             x = run_layer(ops, c, layer, rows, x, batch, kv, self.rope, None)
         return ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head), None, None
-
-    def _store(self, ops: Ops, batch: Batch, cache: KVCache, features: Tensor) -> None:
-        """Keys and values of features [T, C] in every layer's cache."""
-        c, eps = self.config.layer, self.config.layer.rms_eps
-        rows = normed_rows(features, self.weights.hidden_norm, eps)
-        for w, kv in zip(self.weights.layers, cache.layers, strict=True):
-            norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-            qkv = ops.product(rows, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
-            ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, eps)  # nobody asks for the queries

@@ -65,28 +65,24 @@ def parse_block_config(raw: Mapping[str, Any], where: str) -> BlockConfig:
     kind = settings.get("markov_head_type", "vanilla")
     if rank and kind != "vanilla":
         raise ModelLoadError(f"{where}: a Markov head of type {kind!r} is not supported; only 'vanilla' is")
+    # Speculators name the layers whose inputs it reads, the others those whose outputs it reads.
+    name, later = "aux_hidden_state_layer_ids", 0
+    if settings.get(name) is None:
+        name, later = "target_layer_ids", 1
+    aux = settings.get(name)
+    if not isinstance(aux, list) or not aux or any(type(i) is not int for i in aux):
+        raise ModelLoadError(f"{where}: {name} must list the target's layers that the head reads, got {str(aux)[:80]}")
     return BlockConfig(
         "block",
         layer,
         whole_number(settings, where, "draft_vocab_size", layer.vocab_size),
         whole_number(settings, where, "target_hidden_size", layer.hidden_size),
-        _aux_layers(settings, where),
+        tuple(i + later for i in aux),
         block_size=whole_number(settings, where, "block_size", least=2, most=MAX_NODES),
         mask_token=whole_number(settings, where, "mask_token_id", least=0, most=layer.vocab_size - 1),
         from_anchor=bool(settings.get("sample_from_anchor", spark)),
         markov_rank=rank,
     )
-
-
-def _aux_layers(settings: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """The layers whose inputs it reads: speculators name these, the others layers whose outputs it reads."""
-    name, later = "aux_hidden_state_layer_ids", 0
-    if settings.get(name) is None:
-        name, later = "target_layer_ids", 1
-    ids = settings.get(name)
-    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-        raise ModelLoadError(f"{where}: {name} must list the target's layers that the head reads, got {str(ids)[:80]}")
-    return tuple(i + later for i in ids)
 
 
 def _refuse(inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:

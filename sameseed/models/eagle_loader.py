@@ -148,7 +148,16 @@ def _ends(reader: WeightReader, target: Llama, ops: Ops) -> tuple[QuantTensor, Q
     embedding = reader.matrix("embed_tokens") if own else target.weights.embedding
     if "lm_head.weight" in reader.shapes:
         return embedding, reader.matrix("lm_head")
-    return embedding, _in_format(ops, target.weights.lm_head, reader.quant.at("lm_head"))
+    w, quant = target.weights.lm_head, reader.quant.at("lm_head")
+    if quant.weights == "auto" or (quant.weights == w.format and quant.activations == w.activations):
+        return embedding, w
+    plain = ops.unpack(w)
+    stored = scheme.get(plain.format)
+    if quant.rows_together != 1:
+        return embedding, ops.pack(quant.encode(stored.decode(plain)))
+    rows = torch.arange(w.shape[0], device=next(iter(plain.parts.values())).device)
+    parts = [quant.encode(stored.decode_rows(plain, some)) for some in torch.split(rows, CHUNK)]
+    return embedding, ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))
 
 
 def target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:
@@ -163,22 +172,6 @@ def target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | 
     if int(ids.min()) < 0 or int(ids.max()) >= full or len(set(ids.tolist())) != size:
         raise ModelLoadError(f"{folder}: d2t names tokens outside 0..{full - 1}, or one twice; download the head again")
     return None if size == full and bool((ids == torch.arange(size)).all()) else ids.int()
-
-
-def _in_format(ops: Ops, w: QuantTensor, quant: QuantScheme) -> QuantTensor:
-    if quant.weights == "auto" or (quant.weights == w.format and quant.activations == w.activations):
-        return w
-    plain = ops.unpack(w)
-    device = next(iter(plain.parts.values())).device
-    if quant.rows_together != 1:
-        return ops.pack(quant.encode(scheme.get(plain.format).decode(plain)))
-    parts = [
-        quant.encode(
-            scheme.get(plain.format).decode_rows(plain, torch.arange(i, min(i + CHUNK, w.shape[0]), device=device))
-        )
-        for i in range(0, w.shape[0], CHUNK)
-    ]
-    return ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))
 
 
 H = TypeVar("H", EagleHead, BlockHead)

@@ -84,15 +84,6 @@ def _codes(w: QuantTensor) -> tuple[str, Tensor]:
     return name, w.parts[name]
 
 
-def _pack_planes(w: QuantTensor) -> QuantTensor:
-    """int8n: the nibbles of code + 136, which are both halves plus 8; a view of the upper halves has one plane."""
-    name, codes = _codes(w)
-    both = codes.contiguous().view(torch.uint8) + 136  # modulo 256
-    parts = {"high": _plane(both >> 4, w)} | ({"low": _plane(both, w)} if name == "codes" else {})
-    scales = by_block(w.parts["scales"].reshape(w.shape[0], -1), _sizes(w)[0], 0)
-    return replace(w, parts={**parts, "scales": scales}, layout="cpu")
-
-
 def _pack_codes(codes: Tensor, packed: Tensor, zeros: Tensor | None, w: QuantTensor, nibbles: bool) -> None:
     outputs, depth = w.shape
     _native.pack_codes(
@@ -145,8 +136,11 @@ def pack(w: QuantTensor) -> QuantTensor:
         raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     if columns == 2:
         return _pack_pairs(w)
-    if nested:
-        return _pack_planes(w)
+    if nested:  # the nibbles of code + 136, which are both halves plus 8; a view of the upper halves has one plane
+        both = codes.contiguous().view(torch.uint8) + 136  # modulo 256
+        planes = {"high": _plane(both >> 4, w)} | ({"low": _plane(both, w)} if name == "codes" else {})
+        scales = by_block(w.parts["scales"].reshape(w.shape[0], -1), blocks, 0)
+        return replace(w, parts={**planes, "scales": scales}, layout="cpu")
     codes, zeros = codes.contiguous(), w.parts.get("zeros")
     zeros = None if zeros is None else zeros.to(torch.uint8).reshape(-1, groups).contiguous()
     packed = roomy(_codes_shape(w), torch.uint8)

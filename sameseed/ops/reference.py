@@ -19,7 +19,7 @@ from sameseed import registry, scheme
 from sameseed.batch import MAX_NODES, Batch
 from sameseed.ops import _outliers
 from sameseed.ops._rows import RowSource
-from sameseed.scheme import TOKENS, Format, KVLayer, QuantTensor
+from sameseed.scheme import TOKENS, KVLayer, QuantTensor
 
 row_invariant = True
 LINEAR_FORMATS = frozenset(name for name, module in registry.loaded("formats").items() if module.FORMAT.weights)
@@ -94,20 +94,17 @@ def _integer_product(x: Tensor, w: QuantTensor) -> Tensor:
     for start in range(0, w.shape[0], 4096):  # of the outputs, to bound the memory
         part = slice(start, min(start + 4096, w.shape[0]))
         index = torch.arange(part.start, part.stop, device=x.device)
-        integers = {p: _integers(w, fmt, p, index) for p in scales}
+        integers: dict[str, Tensor] = {}  # [K / G, O, G]
+        for p in scales:  # what the rows have under this scale: their values where it is 1, others 0
+            units = {other: torch.full_like(w.parts[other], float(other == p)) for other in scales}
+            values = fmt.decode_rows(replace(w, parts={**w.parts, **units}), index)
+            integers[p] = values.double().view(len(index), -1, w.group).transpose(0, 1).contiguous()
         for t in range(x.shape[0]):
             sums = {p: torch.bmm(n, rows[t]).squeeze(-1).float() for p, n in integers.items()}  # [K / G, O]
             for g in range(num_groups):
                 for p, scale in scales.items():
                     out[t, part] = _fma(sums[p][g], scale[g, part] * row_scales[t, g], out[t, part])
     return out
-
-
-def _integers(w: QuantTensor, fmt: Format, part: str, index: Tensor) -> Tensor:
-    """What rows `index` of w have under scale `part`, float64 [K / G, O, G]: their values where it is 1, others 0."""
-    units = {p: torch.full_like(w.parts[p], float(p == part)) for p in fmt.scale_parts}
-    values = fmt.decode_rows(replace(w, parts={**w.parts, **units}), index)
-    return values.double().view(len(index), -1, w.group).transpose(0, 1).contiguous()
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -88,24 +88,20 @@ def numpy_likely(
     """The meaning of `likely`: tokens and shares [n, count], 0 for none."""
     tokens, shares = np.zeros((len(rows), count), np.int64), np.zeros((len(rows), count))
     for row, own_tokens, own_shares in zip(rows, tokens, shares, strict=True):
-        found = _softly(row.astype(np.float64), params, seed, position, count, ids)
+        values: Floats = row.astype(np.float64)
+        if params.greedy or not np.isfinite(values.max()):
+            found = numpy_choices(values, params, seed, position, count)
+        else:
+            _, kept = sampling.survivors(values, params)
+            places, scores = sampling.survivors(values, replace(params, min_p=0.0, top_k=0, top_p=1.0))
+            scores[scores < kept.min()] -= LEFT_OUT
+            scores += sampling.gumbel_noise(seed, position, places if ids is None else ids[places].astype(np.int64))
+            first = np.argsort(-scores, kind="stable")[: max(count, SHARE_AMONG)]
+            exps = np.exp(scores[first] - scores[first[0]])
+            found = list(zip(places[first].tolist(), (exps / exps.sum()).tolist(), strict=True))[:count]
         for i, (place, share) in enumerate(found):
             own_tokens[i], own_shares[i] = place if ids is None else ids[place], share
     return tokens, shares
-
-
-def _softly(
-    row: Floats, params: SamplingParams, seed: int, position: int, count: int, ids: NDArray[np.int32] | None
-) -> Choices:
-    if params.greedy or not np.isfinite(row.max()):
-        return numpy_choices(row, params, seed, position, count)
-    _, kept = sampling.survivors(row, params)
-    places, scores = sampling.survivors(row, replace(params, min_p=0.0, top_k=0, top_p=1.0))
-    scores[scores < kept.min()] -= LEFT_OUT
-    scores += sampling.gumbel_noise(seed, position, places if ids is None else ids[places].astype(np.int64))
-    first = np.argsort(-scores, kind="stable")[: max(count, SHARE_AMONG)]
-    shares = np.exp(scores[first] - scores[first[0]])
-    return list(zip(places[first].tolist(), (shares / shares.sum()).tolist(), strict=True))[:count]
 
 
 def native_likely(

@@ -31,25 +31,23 @@ class BitsAndBytes(Layout):
         if weight not in files or files.kind(weight)[0] in FLOATS:
             return None
         if files.kind(weight)[0] == "I8":
-            return _int8(name, shape, files)
+            tensors = [files.expect(weight, ["I8"], shape), files.expect(f"{name}.SCB", ["F32"], (shape[0],))]
+            layout = f"{name}.weight_format"
+            if layout in files:
+                tensors.append(files.expect(layout, ["U8", "I8"], (), (1,)))
+                if files.raw(layout).any():
+                    raise ModelLoadError(
+                        f"tensor {weight} is in a layout of a GPU's own; save it again in the row layout"
+                    )
+
+            def read() -> QuantTensor:
+                scales = files.raw(f"{name}.SCB")[:, None] / 127.0
+                return QuantTensor("int8", shape, {"codes": files.raw(weight), "scales": scales.contiguous()})
+
+            return StoredMatrix(tuple(tensors), QuantScheme("int8"), read)
         if f"{name}.{STATE}fp4" in files:
             raise ModelLoadError(f"tensor {weight} is in bitsandbytes' fp4, which cannot be read; nf4 and int8 can")
         return _nf4(name, shape, files)
-
-
-def _int8(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
-    tensors = [files.expect(f"{name}.weight", ["I8"], shape), files.expect(f"{name}.SCB", ["F32"], (shape[0],))]
-    layout = f"{name}.weight_format"
-    if layout in files:
-        tensors.append(files.expect(layout, ["U8", "I8"], (), (1,)))
-        if files.raw(layout).any():
-            raise ModelLoadError(f"tensor {name}.weight is in a layout of a GPU's own; save it again in the row layout")
-
-    def read() -> QuantTensor:
-        scales = files.raw(f"{name}.SCB")[:, None] / 127.0
-        return QuantTensor("int8", shape, {"codes": files.raw(f"{name}.weight"), "scales": scales.contiguous()})
-
-    return StoredMatrix(tuple(tensors), QuantScheme("int8"), read)
 
 
 def _state(name: str, shape: tuple[int, int], files: Files) -> dict[str, Any]:

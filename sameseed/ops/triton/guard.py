@@ -64,18 +64,7 @@ class Launch:
             return
         device = next(x.device for x in self.arguments.values() if isinstance(x, torch.Tensor))
         elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-        with torch.cuda.device(device) if elsewhere else nullcontext():  # Triton takes the current one
-            key = (device.index, *self._key())
-            found = _compiled.get(key)
-            if found is None:
-                _compiled[key] = self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
-            else:
-                grid = (*self.grid, 1, 1)[:3]
-                given = {**self.arguments, **self.constants}
-                found[grid](*[given[name] for name in self.kernel.arg_names])
-
-    def _key(self) -> tuple[Any, ...]:
-        """All that Triton compiles a kernel for: constants, types, and what it asks of addresses and sizes."""
+        # All that Triton compiles a kernel for: constants, types, and what it asks of addresses and sizes.
         kinds: list[Any] = []
         for name, x in self.arguments.items():
             if isinstance(x, torch.Tensor):
@@ -84,8 +73,16 @@ class Launch:
                 kinds.append(x < 1 << 31 if name in self.free else (x == 1, x % 16 == 0, x < 1 << 31))
             else:
                 kinds.append(type(x))
-        names = (*self.arguments, *self.constants)
-        return id(self.kernel), self.warps, self.stages, names, *self.constants.values(), *kinds
+        how = device.index, id(self.kernel), self.warps, self.stages
+        key = (*how, (*self.arguments, *self.constants), *self.constants.values(), *kinds)
+        with torch.cuda.device(device) if elsewhere else nullcontext():  # Triton takes the current one
+            found = _compiled.get(key)
+            if found is None:
+                _compiled[key] = self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+            else:
+                grid = (*self.grid, 1, 1)[:3]
+                given = {**self.arguments, **self.constants}
+                found[grid](*[given[name] for name in self.kernel.arg_names])
 
     def compile(self, capability: int) -> Any:
         """Compile it for a GPU of that capability (90: 9.0), which need not be here, specialized as `run` would."""

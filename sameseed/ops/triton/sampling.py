@@ -122,15 +122,11 @@ def _chosen(logits: Tensor, draws: Draws, token_ids: Tensor | None) -> Tensor:
     best = scores.amax(1, keepdim=True)
     chosen = torch.where(scores == best, tokens, _NONE).amin(1)
     chosen = torch.where(finite, chosen, FAILED)
-    return torch.stack([chosen, _sure(logits, draws, safe, scores)]) if draws.sure else chosen
-
-
-def _sure(logits: Tensor, draws: Draws, top: Tensor, scores: Tensor) -> Tensor:
-    """How sure the choices are, as the bits of float32 [R]: it decides lengths only, so about will do.
-
-    Greedy the token's probability; sampled its part of the exponentials of the largest scores, one of each chunk.
-    """
-    likely = torch.exp(top - torch.logsumexp(logits, 1))
+    if not draws.sure:
+        return chosen
+    # How sure the choices are, as the bits of float32 [R]: it decides lengths only, so about will do. Greedy, the
+    # token's probability; sampled, its part of the exponentials of the largest scores, one of each chunk.
+    likely = torch.exp(safe - torch.logsumexp(logits, 1))
     largest = torch.topk(scores, min(AMONG, scores.shape[1]), dim=1).values
     shares = 1.0 / torch.exp(largest - largest[:, :1]).sum(1)
-    return torch.where(draws.greedy != 0, likely, shares).float().view(torch.int32)
+    return torch.stack([chosen, torch.where(draws.greedy != 0, likely, shares).float().view(torch.int32)])

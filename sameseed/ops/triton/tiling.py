@@ -42,15 +42,10 @@ def tiling(w: QuantTensor) -> Tiling:
     """The one way in which products with `w` are cut. It must not know the rows: their bits hang on `split`."""
     known = w.__dict__.get("_tiling")  # asked for by every launch
     if known is None:
-        known = w.__dict__["_tiling"] = _tiling(w)
+        found, width = packing.words(w), packing.width(w)
+        kind, parts = ("dense", 1) if found is None else (found.kind, found.parts)
+        known = w.__dict__["_tiling"] = cut(kind, width, parts, -(-w.shape[1] // (width * parts)), w.shape[0])
     return known
-
-
-def _tiling(w: QuantTensor) -> Tiling:
-    found, width = packing.words(w), packing.width(w)
-    kind, parts = ("dense", 1) if found is None else (found.kind, found.parts)
-    steps = -(-w.shape[1] // (width * parts))
-    return cut(kind, width, parts, steps, w.shape[0])
 
 
 @cache

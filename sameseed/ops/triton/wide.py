@@ -64,22 +64,18 @@ def same_bits(
     if (key, device) not in _proven:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
-        _proven[key, device] = _compared(device, narrow, wide)
+        expected = narrow()
+        try:
+            same = bool((wide().view(torch.int32) == expected.view(torch.int32)).all())
+            reason = "has other bits"
+        except Exception as error:
+            if not cannot_compile(error):
+                raise
+            same, reason = False, "does not compile"
+        if not same:
+            log.warning("a kernel of larger tiles %s on %s; tiles of 16 rows serve, which is slower", reason, device)
+        _proven[key, device] = same
     return _proven[key, device]
-
-
-def _compared(device: torch.device, narrow: Callable[[], Tensor], wide: Callable[[], Tensor]) -> bool:
-    expected = narrow()
-    try:
-        same = bool((wide().view(torch.int32) == expected.view(torch.int32)).all())
-        reason = "has other bits"
-    except Exception as error:
-        if not cannot_compile(error):
-            raise
-        same, reason = False, "does not compile"
-    if not same:
-        log.warning("a kernel of larger tiles %s on %s; tiles of 16 rows serve, which is slower", reason, device)
-    return same
 
 
 def spread(rows: int, width: int, device: torch.device) -> Tensor:
