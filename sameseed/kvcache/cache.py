@@ -37,7 +37,7 @@ class KVCache:
         def rows(fmt: Format) -> tuple[Tensor, Tensor | None]:
             codes, scales = fmt.encode_kv(torch.zeros(1, num_kv_heads, head_dim))
             shape = (num_layers, num_blocks, block_size, *codes.shape[1:])
-            stored = roomy(shape, fmt.kv_dtype, torch.device(device)).zero_()
+            stored = roomy(shape, codes.dtype, torch.device(device)).zero_()
             return stored, None if scales is None else torch.zeros(shape[:4], dtype=torch.float32, device=device)
 
         (k, k_scale), (v, v_scale) = map(rows, scheme.kv_formats(format))
