@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from sameseed.spec.drafter import Drafter, LengthPolicy
 from sameseed.spec.sampling import FAILED, choose, drawable, drawer, plain_greedy, probability
 from sameseed.spec.verify import on_host
 
+log = logging.getLogger("sameseed")
 MOST_SIBLINGS = 8  # leaves beside a token
 
 
@@ -31,11 +33,25 @@ class ChainDrafter(Drafter):
         siblings: int = 0
 
         def __post_init__(self) -> None:
+            rows = getattr(self, "prefill_rows", 1)  # an option where a model of its own catches up with prompts
+            if rows < 1:
+                raise ConfigError(f"prefill_rows must be at least 1, got {rows}")
             if not 0 <= self.siblings <= MOST_SIBLINGS:
                 raise ConfigError(f"siblings must lie in 0..{MOST_SIBLINGS}, got {self.siblings}")
 
     cuttable = True
     judges = True
+    _said = False
+
+    def _heed_most(self, lengths: Seq[int], most: int) -> list[int]:
+        """The lengths, but no more than its model was trained to guess at once; the first that is more is told of."""
+        beyond = next((k for k in lengths if k > most), None)
+        if beyond is not None and not self._said:
+            self._said = True
+            log.warning(
+                "drafter %r: trained for %d tokens at once, not %d; it guesses so many", self.name, most, beyond
+            )
+        return [min(k, most) for k in lengths]
 
     @classmethod
     def branches_with(cls, options: Drafter.Options) -> bool:

@@ -6,7 +6,6 @@ Markov head, where there is one, tells each place what the one before became (DS
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -18,15 +17,12 @@ from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_
 from sameseed.drafters._eagle_context import Contexts, Reading
 from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.drafters._vocabulary import read_vocabulary
-from sameseed.errors import ConfigError
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 from sameseed.spec.sampling import needs_adjusting
-
-log = logging.getLogger("sameseed")
 
 
 class BlockDrafter(Reading, ChainDrafter):
@@ -45,11 +41,6 @@ class BlockDrafter(Reading, ChainDrafter):
 
         vocabulary: str = ""
         prefill_rows: int = 512
-
-        def __post_init__(self) -> None:
-            if self.prefill_rows < 1:
-                raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
-            super().__post_init__()
 
     owns = "head"
     text = "BLOCK"
@@ -72,7 +63,6 @@ class BlockDrafter(Reading, ChainDrafter):
         self.most = head.config.num_guesses
         self.followers = Contexts(runner, options.prefill_rows, head.max_model_len)
         self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
-        self._said = False
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
 
@@ -95,13 +85,9 @@ class BlockDrafter(Reading, ChainDrafter):
         """Chains for all sequences together, by one pass; leaves beside them."""
         self.followers.make_room(seqs)
         siblings = self.options.siblings
-        lengths = chain_lengths(seqs, num_draft, siblings)
+        lengths = self._heed_most(chain_lengths(seqs, num_draft, siblings), self.most)
         chains, growing = [Chain() for _ in seqs], list[_GrowingBlock]()
-        for b, (seq, k) in enumerate(zip(seqs, lengths, strict=True)):
-            if k > self.most and not self._said:
-                self._said = True
-                log.warning("drafter 'block': trained for %d tokens at once, not %d; it guesses so many", self.most, k)
-            count = min(k, self.most)
+        for b, (seq, count) in enumerate(zip(seqs, lengths, strict=True)):
             able = count > 0 and self.followers.room(seq, 1) > 0
             if able and self.followers.reserve(seq, self.runner.model.config.block_size):
                 growing.append(_GrowingBlock(seq, count, chains[b]))

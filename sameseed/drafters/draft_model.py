@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, extend_chains, write_draft
 from sameseed.drafters._followers import Followers, Following
 from sameseed.drafters._vocabulary import with_vocabulary
-from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
@@ -31,11 +30,6 @@ class DraftModelDrafter(Following, ChainDrafter):
 
         prefill_rows: int = 512
         vocabulary: str = ""
-
-        def __post_init__(self) -> None:
-            if self.prefill_rows < 1:
-                raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
-            super().__post_init__()
 
     owns = "model"
     text = "MODEL"

@@ -6,7 +6,6 @@ are dropped after it; tokens that the target took are read again as themselves, 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,6 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 from sameseed.spec.sampling import drawable, drawer
 from sameseed.spec.verify import on_host
-
-log = logging.getLogger("sameseed")
 
 
 class ParallelDrafter(Following, ChainDrafter):
@@ -45,11 +42,6 @@ class ParallelDrafter(Following, ChainDrafter):
         prefill_rows: int = 512
         vocabulary: str = ""
 
-        def __post_init__(self) -> None:
-            if self.prefill_rows < 1:
-                raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
-            super().__post_init__()
-
     owns = "model"
     text = "PARALLEL"
     at_once = True
@@ -70,7 +62,6 @@ class ParallelDrafter(Following, ChainDrafter):
         self.mask = mask
         self.most = min(config.num_parallel or MAX_NODES, MAX_NODES)
         self.followers = Followers(runner, options.prefill_rows, vocab_size)
-        self._said = False
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
 
@@ -82,14 +73,8 @@ class ParallelDrafter(Following, ChainDrafter):
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together, by one pass; leaves beside them."""
-        lengths = chain_lengths(seqs, num_draft, self.options.siblings)
-        counts = [max(0, min(k, self.most, self.limit - len(seq))) for seq, k in zip(seqs, lengths, strict=True)]
-        beyond = next((k for k in lengths if k > self.most), None)
-        if beyond is not None and not self._said:
-            self._said = True
-            log.warning(
-                "drafter 'parallel': trained for %d tokens at once, not %d; it guesses so many", self.most, beyond
-            )
+        lengths = self._heed_most(chain_lengths(seqs, num_draft, self.options.siblings), self.most)
+        counts = [max(0, min(k, self.limit - len(seq))) for seq, k in zip(seqs, lengths, strict=True)]
         chains = [Chain() for _ in seqs]
         active = self.followers.follow(seqs, counts)
         if active:
