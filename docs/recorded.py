@@ -343,13 +343,14 @@ def summary(_: list[Record]) -> str:
     """README's table: the embedded pair and twins of real shapes, greedy and sampled, with prompts, tokens and runs."""
     shapes = lines("shapes")
     found = [r for r in last_run(lines("bench")) if r["config"]["num_draft_tokens"] in (0, 5)]
-    for model in dict.fromkeys(r["config"]["model"] for r in shapes):
-        found += last_run([r for r in shapes if r["config"]["model"] == model])
+    for size in dict.fromkeys(r["config"]["num_parameters"] for r in shapes):
+        found += last_run([r for r in shapes if r["config"]["num_parameters"] == size])
     rows, same = [], yes(all(r["equals_plain"] for r in found))
     for r in found:
         c, rate = r["config"], r["acceptance_rate"]
         size = c["num_parameters"] / 1e6
-        cells = [f"{c['model']}, {f'{size:.1f} M' if size < 100 else f'{size / 1e3:.1f} B'}, {c['format']}"]
+        name = c["model"] if size < 100 else "twin-" + c["model"].removeprefix("twin-")
+        cells = [f"{name}, {f'{size:.1f} M' if size < 100 else f'{size / 1e3:.1f} B'}, {c['format']}"]
         cells += [f"temperature {c['temperature']}" if c["temperature"] else "greedy", c["label"]]
         cells += [f"{r['tokens_per_s']:.0f}", f"{r['speedup']:.2f}x" if c["num_draft_tokens"] else "1"]
         cells += ["" if rate is None else f"{rate:.0%}"]
