@@ -121,17 +121,17 @@ class Engine:
             draft, result = decode_step(self.runner, self.drafter, *how, captured)
         decided = time.perf_counter()
         self.num_rows = sum(plan.num_pending) + len(draft.tokens)
-        free = [b for b, known in enumerate(scripted) if not known]
-        between = start - self._ended if self._went_on else 0.0  # of whoever calls: he hands tokens on
-        whole = replace(times, schedule=times.schedule + self._tail + min(between, self._tail + times.target))
-        seqs, asked = [plan.seqs[b] for b in free], [plan.num_draft[b] for b in free]
-        every = draft.counts
-        counts, nodes = [every[b] for b in free], [result.nodes[b] for b in free]
-        accepted = [len(n) for n in nodes]
-        self._policies.update(Round(seqs, asked, counts, accepted, self.num_rows, whole, nodes))
+        if not self._policies.skips():
+            between = start - self._ended if self._went_on else 0.0  # of whoever calls: he hands tokens on
+            whole = replace(times, schedule=times.schedule + self._tail + min(between, self._tail + times.target))
+            free, every = [b for b, known in enumerate(scripted) if not known], draft.counts
+            seqs, asked = [plan.seqs[b] for b in free], [plan.num_draft[b] for b in free]
+            counts, nodes = [every[b] for b in free], [result.nodes[b] for b in free]
+            accepted = [len(n) for n in nodes]
+            self._policies.update(Round(seqs, asked, counts, accepted, self.num_rows, whole, nodes))
+            if any(counts):
+                self.alarm.update(self.drafter, counts, accepted)
         deltas = self._deliver(plan, draft, result, decided, scripted)
-        if any(counts):
-            self.alarm.update(self.drafter, counts, accepted)
         self._tail = time.perf_counter() - decided
         times.schedule += self._tail
         self.times.add(times)

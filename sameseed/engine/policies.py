@@ -154,6 +154,15 @@ class RequestPolicies:
         goodput = self.default
         return not isinstance(goodput, GoodputLength) or any(s.speculation for s in seqs) or goodput.listens(seqs)
 
+    def skips(self) -> bool:
+        """Does no policy learn of the round that has just run? `GoodputLength.skips` says when."""
+        goodput = self.default
+        if self._own or not isinstance(goodput, GoodputLength) or not goodput.skips():
+            return False
+        if self._table is not None:
+            self._table.passed()
+        return True
+
     def update(self, round_: Round) -> None:
         """Every policy in use learns of the round."""
         for policy in self._all():

@@ -25,7 +25,7 @@ class Budget:
         self.trying: int | None = None  # the sequence that is tried, for `_left` rounds more
         self.tried: int | None = None  # the one whose trial has just ended
         self._left = self._now = 0
-        self._cost = 0.0  # of the next trial
+        self._cost = self._price = 0.0  # of the next trial, and of the one that runs
         self._waits: dict[int, tuple[int, int]] = {}  # by sequence: the round from which it may be tried, and its wait
         self._num_tried = self._num_good = 0  # sequences
 
@@ -49,9 +49,13 @@ class Budget:
         seq = min(seqs, key=lambda s: self._waits[s.seq_id])
         if self._waits[seq.seq_id][0] > self._now:
             return None
-        self.rounds -= cost
+        self.rounds, self._price = self.rounds - cost, cost
         self.trying, self._left = seq.seq_id, TRIAL_ROUNDS - 1
         return seq
+
+    def lost(self, rounds: float) -> None:
+        """A round of a trial has lost so much: it pays that, not its share of the price; one slow round, twice it."""
+        self.rounds -= min(max(rounds, 0.0), 2.0 * self._price) - self._price / TRIAL_ROUNDS
 
     def end_trial(self) -> None:
         """End the trial that has had its rounds."""

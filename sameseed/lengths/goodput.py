@@ -310,13 +310,20 @@ class GoodputLength:
                 best, best_gain = n, gain
         return best
 
+    def skips(self) -> bool:
+        """Is nothing learned of the round that has run? So it is with most of a rest; the round counts all the same."""
+        if not self._idle or self._num_plain < LOOK_EVERY or (self._num_plain + 1) % LOOK_EVERY == 0:
+            return False
+        self._num_plain += 1
+        self.budget.passed()
+        return True
+
     def update(self, round_: Round) -> None:
         """Learn from a round: what was right, and what it took."""
+        if self.skips():
+            return
         self.budget.passed()
-        if self._idle:  # plain decoding should cost what it costs
-            self._num_plain += 1
-            if self._num_plain > LOOK_EVERY and self._num_plain % LOOK_EVERY:
-                return
+        self._num_plain += self._idle  # plain decoding should cost what it costs
         # A drafter that was not asked in the last round first has to catch up: that is no part of what a step costs. A
         # head does so a round later after a prompt. (One that found nothing was asked all the same.)
         asked_now = {s.seq_id for s, k in zip(round_.seqs, round_.num_asked, strict=True) if k}
@@ -336,15 +343,17 @@ class GoodputLength:
         if times is not None and round_.seqs:
             seconds = times.draft + times.target + times.verify + times.schedule
             self._unlearned += seconds
-            if asked_now and not catching_up:
+            trial = self.budget.trying is not None
+            if asked_now and round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt's rows among them
                 tokens = len(round_.seqs) + sum(round_.num_accepted)
-                if round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt's rows among them
+                if trial:
+                    self.budget.lost(seconds / self._plain - tokens / len(round_.seqs))
+                if not catching_up:
                     self._promise[0] = FADE * self._promise[0] + tokens
                     self._promise[1] = FADE * self._promise[1] + (self._rate * seconds if self._rate else tokens)
             if self.cost is None:  # in shape as measured for 8-bit weights: nearly flat, then a slope
                 one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
                 self.cost = EngineCost(Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)]))
-            trial = self.budget.trying is not None
             if trial or self._unlearned >= LEARN_EVERY or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up)

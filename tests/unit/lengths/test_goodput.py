@@ -343,6 +343,36 @@ def test_a_trial_held_for_too_dear_is_made_once_the_budget_is_full_and_paid_for_
     assert budget.trying == seq.seq_id and budget.rounds == pytest.approx(-MOST)
 
 
+def test_a_trial_pays_what_its_rounds_really_lost() -> None:
+    def left(*lost: float) -> float:
+        budget, (seq,) = Budget(), sequences(1)
+        budget.passed()
+        assert budget.next([seq], 1.0) is seq  # the price; half of it is a round's
+        for rounds in lost:
+            budget.lost(rounds)
+        return budget.rounds - (FIRST + SHARE)
+
+    assert left(0.5, 0.5) == pytest.approx(-1.0), "as was expected"
+    assert left(1.5, 0.5) == pytest.approx(-2.0), "dearer"
+    assert left(-3.0, 0.25) == pytest.approx(-0.25), "what a trial wins buys no other"
+    assert left(50.0, 0.0) == pytest.approx(-2.0), "the machine was busy for a moment"
+
+
+def test_rounds_of_a_rest_cost_the_engine_nothing_but_every_sixteenth() -> None:
+    policies = RequestPolicies(GoodputLength(4, Curve([(1, 0.01), (8, 0.08)])))
+    (seq,), skipped = sequences(1), []
+    for _ in range(400):
+        asked = policies.lengths([seq], 1)
+        skipped.append(policies.skips())
+        assert not (skipped[-1] and any(asked))
+        if not skipped[-1]:
+            times = TimeSplit(draft=0.05 * asked[0], target=0.01 * (1 + asked[0]))
+            policies.update(Round([seq], asked, asked, [0], 1 + asked[0], times))
+    assert 0.8 < sum(skipped) / len(skipped) < 0.95
+    policies._own["fixed"] = FixedLength(2)
+    assert not any(policies.skips() for _ in range(32)), "another policy has to learn too"
+
+
 def test_of_a_chain_that_ended_the_rest_is_as_likely_as_its_end_promised() -> None:
     whole, ended = Acceptance(6), Acceptance(6)
     for estimates in (whole, ended):
