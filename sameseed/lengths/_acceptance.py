@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence as Seq
+from math import log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +22,12 @@ EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99, 0.
 NUM_BINS = len(EDGES) + 1
 PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # before anything is known: a draft token is taken to be right so often
 SURE = 0.98  # no token is surer before it has been seen to be
-OWN_WEIGHT = 3.0  # observations of its own that outweigh what other requests showed
+OWN_WEIGHT = 1.5  # observations of its own that outweigh what other requests showed
 DECAY = 0.92  # of what a request showed, a round later
-DECAY_OF_ALL = 0.99  # of what all did, a request and round later
+DECAY_OF_ALL = 0.97  # of what all did, a request and round later
+HALF_LIFE = 2048  # rounds in which nobody drafts, after which half of what all did is forgotten: texts change
 KEPT = 0.25  # of what all did, in the next process: its texts may be others
+MOST_TIMES = 1000.0  # rounds at once, after which nothing is left of what was seen
 _MIDDLES = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)]
 # A token's kind: its place where its probability is unknown, else its bin, a first token's apart from later ones'.
 _PRIORS = [PRIOR_RATE] * POSITIONS + [0.9 * p for p in _MIDDLES] * 2
@@ -51,9 +54,9 @@ class Record:
         self.weight = 1.0  # of what is added now: it grows, which is cheaper than making all old ones fade
         self._growth = 1.0 / decay
 
-    def next(self) -> None:
-        """A round has passed."""
-        self.weight *= self._growth
+    def next(self, times: float = 1.0) -> None:
+        """A round has passed, or so many times one."""
+        self.weight *= self._growth if times == 1.0 else self._growth ** min(times, MOST_TIMES)
         if self.weight > 1e12:
             for counts in (self.tries, self.hits, self.asked, self.there, self.gain, self.steps):
                 counts[:] = [c / self.weight for c in counts]
@@ -213,6 +216,10 @@ class Acceptance:
             falls = min(gain / before, SURE) if before > 0.0 else PRIOR_RATE
             offers.append((gain, there, steps))
         return offers
+
+    def rested(self, rounds: int) -> None:
+        """So many rounds have passed in which nobody drafted: what was seen before them says less of texts now."""
+        self.all.next(rounds / HALF_LIFE * log(0.5) / log(DECAY_OF_ALL))
 
     def learn_round(self, round_: Round, read: Mapping[int, DraftNodes], ended: bool = False) -> None:
         """Learn from all drafts of a round; `read`: their nodes, as they were checked.

@@ -84,6 +84,7 @@ class GoodputLength:
         self._deciding = 0.0  # seconds of this round's decision, which stands for more rounds than this one
         self._steps = 0.0  # that a proposal as decided is expected to take
         self._unclear = False  # does drafting promise little more than plain decoding?
+        self._drafted = 0  # when somebody last drafted, in rounds
         self._since_plain = 0  # rounds since the last one without a draft
         self._chains = DraftCost()  # of proposals that could end early, by the steps that they really took
         self._could_end = self._ended = False  # the one of this round; did it?
@@ -206,7 +207,7 @@ class GoodputLength:
             start = min(starts[b] for b in idle) / prices.plain
             tried = self.budget.next([seqs[b] for b in idle], TRIAL_ROUNDS * max(lost - brought, 0.0) + start)
             if tried is not None:
-                lengths[seqs.index(tried)] = trial
+                lengths[seqs.index(tried)] = min(self.budget.trial_tokens, self.num_draft_tokens, left)
                 if not self._drafting:
                     self._next = None  # a trial is to find out, not to pay
         self._steps = max((o[k - 1][2] for o, k in zip(offers, lengths, strict=True) if k), default=0.0)
@@ -334,6 +335,9 @@ class GoodputLength:
             counts = zip(round_.seqs, round_.num_accepted, strict=True)
             self._new = new & {seq.seq_id for seq, accepted in counts if seq.num_output <= 1 + accepted}
         self._since_plain = self._since_plain + 1 if asked_now else 0
+        if asked_now:
+            self.acceptance.rested(self.budget.now - self._drafted - 1)
+            self._drafted = self.budget.now
         self.acceptance.learn_round(round_, self._nodes, self._ended)
         times = round_.times
         if not catching_up:  # nobody asked again: how long the rest took is not known
@@ -347,7 +351,7 @@ class GoodputLength:
             if asked_now and round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt's rows among them
                 tokens = len(round_.seqs) + sum(round_.num_accepted)
                 if trial:
-                    self.budget.lost(seconds / self._plain - tokens / len(round_.seqs))
+                    self._tried(round_, seconds / self._plain - tokens / len(round_.seqs))
                 if not catching_up:
                     self._promise[0] = FADE * self._promise[0] + tokens
                     self._promise[1] = FADE * self._promise[1] + (self._rate * seconds if self._rate else tokens)
@@ -359,6 +363,12 @@ class GoodputLength:
                 self._learn(round_, times, catching_up)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
         self._nodes, self._could_end, self._ended, self._depth, self._deciding = {}, False, False, 0, 0.0
+
+    def _tried(self, round_: Round, lost: float) -> None:
+        """A round of a trial is over, and has lost so many rounds' time."""
+        counts = zip(round_.seqs, round_.num_asked, round_.num_accepted, strict=True)
+        asked, accepted = next(((k, n) for s, k, n in counts if s.seq_id == self.budget.trying), (0, 0))
+        self.budget.lost(lost, 0 < asked <= accepted)
 
     def _learn(self, round_: Round, times: TimeSplit, catching_up: bool) -> None:
         """Learn what a round took; a proposal that could end early by the steps that it took, not those expected."""

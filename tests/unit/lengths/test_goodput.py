@@ -349,7 +349,7 @@ def test_a_trial_pays_what_its_rounds_really_lost() -> None:
         budget.passed()
         assert budget.next([seq], 1.0) is seq  # the price; half of it is a round's
         for rounds in lost:
-            budget.lost(rounds)
+            budget.lost(rounds, False)
         return budget.rounds - (FIRST + SHARE)
 
     assert left(0.5, 0.5) == pytest.approx(-1.0), "as was expected"
