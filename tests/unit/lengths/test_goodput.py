@@ -12,7 +12,7 @@ from lawkit import Pair, make_engine, random_prompts, run, texts
 
 from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
-from sameseed.lengths._acceptance import PRIOR_RATE, Acceptance, DraftNodes
+from sameseed.lengths._acceptance import HALF_LIFE, PRIOR_RATE, Acceptance, DraftNodes
 from sameseed.lengths._budget import FIRST, MOST, SHARE, Budget
 from sameseed.lengths._cost import Curve, EngineCost
 from sameseed.lengths._search import MARGIN
@@ -344,18 +344,55 @@ def test_a_trial_held_for_too_dear_is_made_once_the_budget_is_full_and_paid_for_
 
 
 def test_a_trial_pays_what_its_rounds_really_lost() -> None:
-    def left(*lost: float) -> float:
+    def left(*lost: float, right: bool = False) -> float:
         budget, (seq,) = Budget(), sequences(1)
         budget.passed()
         assert budget.next([seq], 1.0) is seq  # the price; half of it is a round's
         for rounds in lost:
-            budget.lost(rounds, False)
+            budget.lost(rounds, right)
         return budget.rounds - (FIRST + SHARE)
 
     assert left(0.5, 0.5) == pytest.approx(-1.0), "as was expected"
     assert left(1.5, 0.5) == pytest.approx(-2.0), "dearer"
     assert left(-3.0, 0.25) == pytest.approx(-0.25), "what a trial wins buys no other"
     assert left(50.0, 0.0) == pytest.approx(-2.0), "the machine was busy for a moment"
+    assert left(0.5, 0.5, 0.5, right=True) == pytest.approx(-1.5), "a longer one pays all of its rounds"
+
+
+def test_a_trial_goes_on_while_all_of_its_drafts_are_right() -> None:
+    budget, (seq, other) = Budget(), sequences(2)
+    budget.passed()
+    asked = []
+    for right in (True, True, True, False, False):
+        assert budget.next([seq, other], 1.0) is seq
+        asked.append(budget.trial_tokens)
+        budget.lost(0.2, right)
+        budget.end_trial()
+    assert asked == [2, 3, 4, 5, 5], "two rounds, and one for each that was right; drafts grow"
+    assert budget.trying is None and budget.tried == seq.seq_id
+
+
+def test_a_trial_ends_once_drafting_pays() -> None:
+    budget, (seq, other) = Budget(), sequences(2)
+    budget.passed()
+    assert budget.next([seq, other], 1.0) is seq
+    assert budget.next([other], 1.0) is None and budget.trying is None
+
+
+def test_what_texts_were_like_is_forgotten_while_nobody_drafts() -> None:
+    """A new kind of text is found out after a few drafts, however many told of the old kind."""
+
+    def rate(rounds: int) -> float:
+        estimates = Acceptance(4)
+        for _ in range(200):
+            estimates.learn(0, 2, DraftNodes(range(-1, 1), None, estimates.rates(0)), range(0))
+        estimates.rested(rounds)
+        for _ in range(4):
+            estimates.learn(1, 2, DraftNodes(range(-1, 1), None, estimates.rates(1)), range(2))
+        return estimates.offers(-1, 1)[0][0]
+
+    assert rate(0) < 0.2 < rate(HALF_LIFE) < rate(4 * HALF_LIFE)
+    assert rate(10**9) > 0.8
 
 
 def test_rounds_of_a_rest_cost_the_engine_nothing_but_every_sixteenth() -> None:
