@@ -17,6 +17,8 @@ namespace {
 
 constexpr int64_t rows_of_a_tile = 32;  // more would waste products with keys that only the last rows see
 constexpr int64_t tasks_per_thread = 4;
+constexpr int64_t blocks_in_order = 4;  // of a sequence, at least, that are walked in the order of memory
+constexpr int64_t merged_by_one = 64;  // blocks that are merged before another thread is worth waking
 
 // Everything that a kernel would follow blindly: offsets, lengths, masks, block numbers.
 void check_sequence(const AttentionArgs& a, const Sequences& s, int64_t b, int64_t num_blocks) {
@@ -60,30 +62,63 @@ void add_tiles(const AttentionArgs& a, const Sequences& s, int64_t b, std::vecto
     }
 }
 
+// Blocks [block_begin, block_end) of the tiles [tile_begin, tile_end): one, or all heads of a sequence.
 struct Work {
-    const AttentionTile* tile;
-    int64_t block_begin, block_end;
+    int64_t tile_begin, tile_end, block_begin, block_end;
 };
 
-// Fewer tiles than threads can use: share the blocks of each among several tasks, and merge what they find.
-void attend_in_parts(const AttentionArgs& args, KvFormat format, std::vector<AttentionTile>& tiles, int64_t blocks) {
-    const Kernels& table = kernels();
-    const int64_t size = attention_partial(args.dim), wanted = tasks_per_thread * num_threads();
-    const int64_t step = std::max<int64_t>(1, blocks / wanted);
-    float* partial = scratch(partial_area, blocks * size);
-    std::vector<Work> work;
-    for (AttentionTile& tile : tiles) {
-        tile.partial = partial;
-        partial += (tile.end_block - tile.first_block) * size;
-        for (int64_t b = tile.first_block; b < tile.end_block; b += step)
-            work.push_back({&tile, b, std::min(b + step, tile.end_block)});
+// What a tile of works[i] is to fetch while it walks `block`: its share, of as many as the work has tiles, of the block after it.
+void fetch_next(const AttentionArgs& args, const std::vector<AttentionTile>& tiles, const std::vector<Work>& works, int64_t i,
+                int64_t block, int64_t share, AttentionTile& tile) {
+    const bool last = block + 1 == works[i].block_end;
+    if (last && i + 1 == static_cast<int64_t>(works.size())) return;
+    const Work& next = works[last ? i + 1 : i];
+    const AttentionTile& there = tiles[next.tile_begin];
+    const int32_t* positions = args.positions + there.row_begin;
+    const int64_t seen = std::min<int64_t>(there.kv_len, *std::max_element(positions, positions + there.row_count) + 1);
+    const int64_t start = (last ? next.block_begin : block + 1) * key_block, shares = works[i].tile_end - works[i].tile_begin;
+    const int64_t count = std::max<int64_t>(0, std::min(key_block, seen - start));
+    tile.next_table = there.block_table;
+    tile.next_begin = start + count * share / shares;
+    tile.next_end = start + count * (share + 1) / shares;
+}
+
+// Cut the tiles of the sequences, [begins[b], begins[b + 1]), into works. Where several of them share a tile's blocks, what
+// each finds is merged later; returns how many floats that takes.
+int64_t cut(const AttentionArgs& args, KvFormat format, std::vector<AttentionTile>& tiles, const std::vector<int64_t>& begins,
+            std::vector<Work>& works) {
+    const int64_t wanted = tasks_per_thread * num_threads(), num_tiles = static_cast<int64_t>(tiles.size());
+    const int64_t count = static_cast<int64_t>(begins.size()) - 1;
+    const auto blocks_of = [&](int64_t t) { return tiles[t].end_block - tiles[t].first_block; };
+    // Few rows wait for memory, which is faster in order: all heads of a block, then the next block. Packing keys by pairs
+    // takes longer than memory, and was slower so.
+    const auto in_order = [&](int64_t b) {
+        return begins[b] < begins[b + 1] && tiles[begins[b]].row_begin == tiles[begins[b + 1] - 1].row_begin &&
+               blocks_of(begins[b]) >= blocks_in_order && format != KvFormat::bf16_a16;
+    };
+    int64_t ordered = 0, blocks = 0, floats = 0;
+    for (int64_t b = 0; b < count; b++) ordered += in_order(b) ? blocks_of(begins[b]) : 0;
+    for (int64_t t = 0; t < num_tiles; t++) blocks += blocks_of(t);
+    const bool by_blocks = ordered >= wanted, by_tiles = !by_blocks && num_threads() > 1 && num_tiles < wanted;
+    const auto split = [&](int64_t begin, int64_t end, int64_t step) {
+        if (end == begin + 1 && blocks_of(begin) <= step)
+            return works.push_back({begin, end, tiles[begin].first_block, tiles[begin].end_block});
+        for (int64_t first = tiles[begin].first_block; first < tiles[begin].end_block; first += step)
+            works.push_back({begin, end, first, std::min(first + step, tiles[begin].end_block)});
+        for (int64_t t = begin; t < end; t++) {
+            tiles[t].in_parts = true;
+            floats += blocks_of(t) * attention_partial(args.dim, tiles[t].row_count * tiles[t].head_count);
+        }
+    };
+    for (int64_t b = 0; b < count; b++) {
+        if (by_blocks && in_order(b)) {
+            split(begins[b], begins[b + 1], ordered / wanted);
+            continue;
+        }
+        for (int64_t t = begins[b]; t < begins[b + 1]; t++)
+            split(t, t + 1, by_tiles ? std::max<int64_t>(1, blocks / wanted) : blocks_of(t));
     }
-    const auto kernel = table.attention[static_cast<int>(format)];
-    run_tasks(static_cast<int64_t>(work.size()), true, [&](int64_t i) {
-        kernel(args, *work[i].tile, work[i].block_begin, work[i].block_end, scratch(attention_area, attention_scratch(args.dim)));
-    });
-    run_tasks(static_cast<int64_t>(tiles.size()), blocks > 8 * wanted,
-              [&](int64_t i) { table.attention_merge(args, tiles[i], scratch(attention_area, attention_scratch(args.dim))); });
+    return floats;
 }
 
 }  // namespace
@@ -128,27 +163,51 @@ void attention(const Attention& a) {
                        a.stride, a.heads, cache.kv_heads, cache.dim,     a.block_size,  a.window, a.scale};
     args.rotated = format == KvFormat::int4;
     thread_local std::vector<AttentionTile> tile_buffer;
+    thread_local std::vector<Work> work_buffer;
+    thread_local std::vector<int64_t> begin_buffer;
     std::vector<AttentionTile>& tiles = tile_buffer;  // workers have their own of the former
-    tiles.clear();
+    std::vector<Work>& works = work_buffer;
+    std::vector<int64_t>& begins = begin_buffer;
+    tiles.clear(), works.clear(), begins.clear();
     for (int64_t b = 0; b < sequences.count; b++) {
         check_sequence(args, sequences, b, num_blocks);
+        begins.push_back(static_cast<int64_t>(tiles.size()));
         add_tiles(args, sequences, b, tiles);
     }
-    int64_t blocks = 0, most = 0, cost = 0;
+    begins.push_back(static_cast<int64_t>(tiles.size()));
+    int64_t cost = 0;
     for (const AttentionTile& tile : tiles) {
-        const int64_t count = tile.end_block - tile.first_block, last = args.positions[tile.row_begin + tile.row_count - 1];
-        blocks += count;
-        most = std::max(most, count);
-        cost += tile.row_count * tile.head_count * args.dim * 2 * (std::min(last, count * key_block) + 16);
+        const int64_t last = args.positions[tile.row_begin + tile.row_count - 1];
+        cost += tile.row_count * tile.head_count * args.dim * 2 *
+                (std::min(last, (tile.end_block - tile.first_block) * key_block) + 16);
     }
     const bool parallel = cost > 4 * serial_cost;
-    const int64_t num_tiles = static_cast<int64_t>(tiles.size());
-    if (parallel && most > 1 && num_threads() > 1 && num_tiles < tasks_per_thread * num_threads())
-        return attend_in_parts(args, format, tiles, blocks);
-    const auto kernel = kernels().attention[static_cast<int>(format)];
-    run_tasks(num_tiles, parallel, [&](int64_t i) {
-        kernel(args, tiles[i], tiles[i].first_block, tiles[i].end_block, scratch(attention_area, attention_scratch(args.dim)));
+    float* partial = scratch(partial_area, cut(args, format, tiles, begins, works));
+    for (AttentionTile& tile : tiles) {
+        if (!tile.in_parts) continue;
+        tile.partial = partial;
+        partial += (tile.end_block - tile.first_block) * attention_partial(args.dim, tile.row_count * tile.head_count);
+    }
+    const Kernels& table = kernels();
+    const auto kernel = table.attention[static_cast<int>(format)];
+    const auto area = [&] { return scratch(attention_area, attention_scratch(args.dim)); };
+    run_tasks(static_cast<int64_t>(works.size()), parallel, [&](int64_t i) {
+        const Work& work = works[i];
+        if (work.tile_end == work.tile_begin + 1)
+            return kernel(args, tiles[work.tile_begin], work.block_begin, work.block_end, area());
+        for (int64_t b = work.block_begin; b < work.block_end; b++)
+            for (int64_t t = work.tile_begin; t < work.tile_end; t++) {
+                AttentionTile tile = tiles[t];
+                fetch_next(args, tiles, works, i, b, t - work.tile_begin, tile);
+                kernel(args, tile, b, b + 1, area());
+            }
     });
+    int64_t to_merge = 0;
+    for (const AttentionTile& tile : tiles) to_merge += tile.in_parts ? tile.end_block - tile.first_block : 0;
+    if (to_merge > 0)
+        run_tasks(static_cast<int64_t>(tiles.size()), to_merge > merged_by_one, [&](int64_t i) {
+            if (tiles[i].in_parts) table.attention_merge(args, tiles[i], area());
+        });
 }
 
 }  // namespace sameseed

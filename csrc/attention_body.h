@@ -10,6 +10,9 @@
 // rotated, so is q, and the result is rotated back. (Blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022.)
 
 constexpr int64_t few_queries = 4;  // up to so many, keys and values are widened in registers
+// So many rows of values at a time then. They lie apart by a power of two: of more, few would stay in the first-level cache
+// until all their columns are summed.
+constexpr int64_t few_values = 32;
 
 // What the rows of a tile share.
 struct Walk {
@@ -26,8 +29,10 @@ struct Walk {
     int64_t row_of[max_queries];                           // of query c: a division each time would cost more than its sums
     int64_t low, seen;                                     // places of the block that any row sees: [low, seen)
     int64_t known, high;                                   // the nodes' own keys begin at `known`; shared ones: [low, high)
+    Ahead ahead;
 
-    Walk(const AttentionArgs& args, const AttentionTile& t, float* scratch) : a(args), tile(t), row_size(args.dim) {
+    Walk(const AttentionArgs& args, const AttentionTile& t, float* scratch)
+        : a(args), tile(t), row_size(args.dim), ahead(a, tile) {
         group = t.head_count, queries = t.row_count * group, padded = round_up(a.dim, lanes);
         const int64_t area = max_queries * padded;
         q = scratch, total = q + area, block = total + area, panel = block + area;
@@ -39,6 +44,13 @@ struct Walk {
         for (int64_t i = 0; i < queries * padded; i += lanes) store(total + i, zero());
     }
 
+    // What is fetched ahead is spread over the tiles of scores and of values of a block.
+    void plan_ahead(int64_t element) {
+        const int64_t tiles = (queries + query_tile - 1) / query_tile, some = queries < query_tile ? queries : query_tile;
+        const int64_t step = queries <= few_queries ? few_values : panel_keys;
+        ahead.plan(a.kv_heads * row_size * element, tiles * key_block / (2 * key_pairs[some]),
+                   tiles * (key_block / step) * ((padded / lanes + value_columns[some] - 1) / value_columns[some]));
+    }
     int64_t position(int64_t i) const { return a.positions[tile.row_begin + i]; }
     int64_t head(int64_t c) const { return tile.head_begin + c - row_of[c] * group; }
     bool sees(int64_t i) const { return begin[i] < end[i]; }
@@ -119,7 +131,8 @@ void score_keys(Walk& w, int64_t c, int64_t count, const Keys& keys, int64_t num
     for (int64_t n; count > 0; c += n, count -= n, fetch = false) {
         n = count < query_tile ? count : query_tile;
         with_count(n, [&](auto queries) INLINE_LAMBDA {
-            score_strip<queries>(w.q + c * w.padded, w.padded, keys, num_keys, w.a.dim, fetch, w.scores + c * score_stride + at);
+            score_strip<queries>(w.q + c * w.padded, w.padded, keys, num_keys, w.a.dim, fetch, w.ahead,
+                                 w.scores + c * score_stride + at);
         });
     }
 }
@@ -186,7 +199,7 @@ void add_seen(Walk& w, int64_t c, int64_t count, const Values& values, int64_t l
     if (common_from >= common_to) common_from = common_to = high;
     auto sum = [&](int64_t n, int64_t some, int64_t begin, int64_t end) {
         add_values(w.scores + (c + n) * score_stride + begin, some, values.from(begin - low), end - begin, w.a.dim,
-                   w.block + (c + n) * w.padded, w.padded, fetch);
+                   w.block + (c + n) * w.padded, w.padded, fetch, w.ahead);
     };
     for (int64_t n = 0; n < count; n++) sum(n, 1, from[n], to[n] < common_from ? to[n] : common_from);
     sum(0, count, common_from, common_to);
@@ -196,10 +209,16 @@ void add_seen(Walk& w, int64_t c, int64_t count, const Values& values, int64_t l
 template <class T>
 void add_shared(Walk& w, const T* const* values, int64_t low, int64_t high) {
     const bool few = w.queries <= few_queries;
-    const int64_t step = few ? key_block : panel_keys;
+    const int64_t step = few ? few_values : panel_keys;
+    bool all_see = few;
+    for (int64_t i = 0; i < w.tile.row_count; i++) all_see = all_see && w.begin[i] <= low && w.end[i] >= high;
     for (int64_t s = low; s < high; s += step) {
         const int64_t n = high - s < step ? high - s : step;
         const Stored<T> stored{values + (s - low), n, high - s - n, w.a.dim, w.value_scales + s};
+        if (all_see && few_queries <= query_tile) {
+            add_values(w.scores + s, w.queries, stored, n, w.a.dim, w.block, w.padded, true, w.ahead);
+            continue;
+        }
         if (!few) widen_values(stored, w.padded, w.panel);
         for (int64_t c = 0, count; c < w.queries; c += count) {
             count = w.queries - c < query_tile ? w.queries - c : query_tile;
@@ -241,7 +260,7 @@ void walk_block(Walk& w, int64_t block_index) {
         for (int64_t c = i * group, count, last = c + group; c < last; c += count) {
             count = last - c < query_tile ? last - c : query_tile;
             add_values(w.scores + c * score_stride + from, count, Stored<Row<T>>{own + 64, n, 0, dim, w.value_scales + from}, n,
-                       dim, w.block + c * w.padded, w.padded, false);
+                       dim, w.block + c * w.padded, w.padded, false, w.ahead);
         }
     }
 }
@@ -281,7 +300,7 @@ inline void finish(const Walk& w) {
 // A block's results: merged, or written down for those who share the blocks.
 inline void keep_block(Walk& w, int64_t block_index) {
     if (w.tile.partial == nullptr) return merge(w, w.block_max, w.block_sum, w.block);
-    float* partial = w.tile.partial + (block_index - w.tile.first_block) * attention_partial(w.a.dim);
+    float* partial = w.tile.partial + (block_index - w.tile.first_block) * attention_partial(w.a.dim, w.queries);
     __builtin_memcpy(partial, w.block_max, sizeof w.block_max);
     __builtin_memcpy(partial + max_queries, w.block_sum, sizeof w.block_sum);
     __builtin_memcpy(partial + 2 * max_queries, w.block, static_cast<uint64_t>(w.queries * w.padded) * sizeof(float));
@@ -295,6 +314,7 @@ void attention(const AttentionArgs& a, const AttentionTile& tile, int64_t block_
     if constexpr (std::is_same_v<T, rotated4> || std::is_same_v<T, nibbles4>) w.row_size = kv_row_bytes(KvFormat::int4, a.dim);
     if constexpr (std::is_same_v<T, sparse4>) w.row_size = kv_row_bytes(KvFormat::int4_sparse, a.dim);
     load_queries<T>(w);
+    w.plan_ahead(static_cast<int64_t>(sizeof(T)));
     for (int64_t b = block_begin; b < block_end; b++) {
         walk_block<T>(w, b);
         keep_block(w, b);
@@ -305,7 +325,7 @@ void attention(const AttentionArgs& a, const AttentionTile& tile, int64_t block_
 void attention_merge(const AttentionArgs& a, const AttentionTile& tile, float* scratch) {
     Walk w(a, tile, scratch);
     for (int64_t b = tile.first_block; b < tile.end_block; b++) {
-        const float* partial = tile.partial + (b - tile.first_block) * attention_partial(a.dim);
+        const float* partial = tile.partial + (b - tile.first_block) * attention_partial(a.dim, w.queries);
         w.look(b);
         merge(w, partial, partial + max_queries, partial + 2 * max_queries);
     }

@@ -10,7 +10,9 @@ struct Places {
     const T* at[2 * key_block];  // keys by place in the block, then values; `zero_row` where there is none
     T* edges;                   // [16][depth]: rows that are not whole
 
-    Places(Walk& walk, int64_t padded_dim) : w(walk), depth(padded_dim) {}
+    Places(Walk& walk, int64_t padded_dim) : w(walk), depth(padded_dim) {
+        w.ahead.plan(w.a.kv_heads * w.a.dim * static_cast<int64_t>(sizeof(T)), key_block / lanes, 1);
+    }
     const T* const* values() const { return at + key_block; }
 
     // A row with zeros behind its end, in area i.
@@ -39,6 +41,7 @@ struct Places {
 
     // The 16 keys from `place` on; asks for their values, and for the keys `ahead` places later.
     void take_keys(int64_t place, int64_t ahead, const T** rows) {
+        w.ahead.fetch(2 * w.ahead.at_scores);
         for (int64_t i = 0; i < lanes; i++) {
             const T *next = at[place + i + ahead], *value = at[key_block + place + i];
             if (place + ahead < key_block && next != zero_row<T>) prefetch_row(next, w.a.dim);

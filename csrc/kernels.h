@@ -196,6 +196,10 @@ struct AttentionTile {
     int64_t kv_len, row_begin, row_count, kv_head, head_begin, head_count;
     int64_t first_block, end_block;  // the blocks of `key_block` positions that some row sees
     float* partial;  // results of the blocks, attention_partial floats each; null: merge each as it comes
+    bool in_parts = false;  // whether several calls share the blocks
+    // What somebody will read next, all heads of it, is fetched meanwhile: positions of the sequence that has this table.
+    const int32_t* next_table = nullptr;
+    int64_t next_begin = 0, next_end = 0;
 };
 
 constexpr int64_t lanes = 16;
@@ -277,7 +281,7 @@ constexpr int64_t attention_scratch(int64_t dim) {
     return attention_pairs_scratch(dim) + (3 * max_queries + panel_keys + 2 * key_block) * round_up(dim, lanes) +
            max_queries * score_stride + 2 * score_stride;
 }
-constexpr int64_t attention_partial(int64_t dim) { return max_queries * (2 + round_up(dim, lanes)); }
+constexpr int64_t attention_partial(int64_t dim, int64_t queries) { return 2 * max_queries + queries * round_up(dim, lanes); }
 
 constexpr int64_t float_chunk = 128;  // columns of a strip of decoded weights: 16 KB
 constexpr int64_t float_scratch(int64_t blocks, int64_t rows) { return 32 * (float_chunk + 2 * blocks * rows); }

@@ -23,8 +23,49 @@ INLINE void prefetch_row(const T* row, int64_t dim) {
     const char* p = reinterpret_cast<const char*>(row);
     const int64_t bytes = decoded<T> ? dim / 2 + 2 : dim * static_cast<int64_t>(sizeof(T));
     for (int64_t i = 0; i < bytes; i += 64) prefetch(p + i);
-    prefetch(p + bytes - 1);  // a row may begin inside a line
+    if (bytes % 64 != 0) prefetch(p + bytes - 1);  // a row may begin inside a line
 }
+
+// Memory that somebody reads next, fetched line by line while there are sums to do: a whole position at a time, because
+// memory is faster in order than by heads.
+struct Ahead {
+    const AttentionArgs& a;
+    const AttentionTile& tile;
+    int64_t bytes = 0;                         // of a position's keys, all heads
+    int64_t at_scores = 0, at_values = 0;      // lines at a time
+    int64_t position, place = 0;               // the next one, and its place in its block of the cache
+    int64_t offset = 0;                        // bytes of it that have been asked for
+    int64_t row = 0;                           // where it lies, in bytes
+
+    Ahead(const AttentionArgs& args, const AttentionTile& t) : a(args), tile(t), position(t.next_begin) {}
+    void find() {
+        place = position % a.block_size;
+        row = (tile.next_table[position / a.block_size] * a.block_size + place) * bytes;
+    }
+    // So many lines at a time that all are there when tiles of scores and of values have been computed so often.
+    void plan(int64_t position_bytes, int64_t scores, int64_t values) {
+        bytes = position_bytes;
+        if (position < tile.next_end) find();
+        const int64_t lines = (tile.next_end - tile.next_begin) * ((bytes + 63) / 64);  // and as many of values
+        at_scores = lines <= 0 ? 0 : (lines + 2 * scores - 1) / (2 * scores);
+        at_values = lines <= 0 ? 0 : (lines + 2 * values - 1) / (2 * values);
+    }
+    INLINE void fetch(int64_t count) {
+        if (count > 0 && position < tile.next_end) fetch_some(count);
+    }
+    void fetch_some(int64_t count) {
+        for (int64_t end; count > 0 && position < tile.next_end; count -= (end - offset + 63) / 64, offset = end) {
+            if (offset >= bytes) {
+                offset = 0, position++, row += bytes;
+                if (position == tile.next_end) return;
+                if (++place == a.block_size) find();
+            }
+            end = offset + 64 * count < bytes ? offset + 64 * count : bytes;
+            const char *k = static_cast<const char*>(a.k) + row, *v = static_cast<const char*>(a.v) + row;
+            for (int64_t i = offset; i < end; i += 64) prefetch(k + i), prefetch(v + i);
+        }
+    }
+};
 
 // Rows of keys or of values as they are stored: `count` of them, and then `count_ahead` more to fetch early.
 template <class T>
@@ -36,11 +77,16 @@ struct Stored {
     const float* scales;  // of no use here
 
     const T* row(int64_t j) const { return rows[j < count ? j : count - 1]; }
-    INLINE void fetch(int64_t j) const {
-        if (j + rows_ahead < count + count_ahead) prefetch_row(rows[j + rows_ahead], dim);
+    INLINE void fetch(int64_t j, int64_t n) const {
+        const int64_t end = j + n + rows_ahead < count + count_ahead ? j + n + rows_ahead : count + count_ahead;
+        for (int64_t i = j + rows_ahead; i < end; i++) prefetch_row(rows[i], dim);
     }
     int64_t whole() const { return dim / depth_step * depth_step; }
-    Pair pair(int64_t j, int64_t d) const { return {row(j) + d, row(j + 1) + d}; }
+    struct Two {
+        const T *a, *b;
+    };
+    Two two(int64_t j) const { return {row(j), row(j + 1)}; }
+    static Pair part_of(const Two& rows, int64_t d) { return {rows.a + d, rows.b + d}; }
     Stored from(int64_t j) const { return {rows + j, count - j, count_ahead, dim, scales}; }
     V part(int64_t j, int64_t d) const { return load(rows[j] + d); }
     V part_n(int64_t j, int64_t d) const { return load_n(rows[j] + d, dim - d); }
@@ -49,6 +95,11 @@ struct Stored {
 template <>
 struct Stored<nibbles4> {
     using Type = nibbles4;
+    struct Two {
+        const uint8_t *a, *b;
+        int64_t half;
+        V scales, lowest;
+    };
     struct Pair {
         const uint8_t *a, *b;
         int shift;
@@ -60,16 +111,19 @@ struct Stored<nibbles4> {
     int64_t count, count_ahead, dim;
     const float* scales;
 
-    INLINE void fetch(int64_t j) const {
-        if (j + rows_ahead < count + count_ahead) prefetch_row(rows[j + rows_ahead], dim);
+    INLINE void fetch(int64_t j, int64_t n) const {
+        const int64_t end = j + n + rows_ahead < count + count_ahead ? j + n + rows_ahead : count + count_ahead;
+        for (int64_t i = j + rows_ahead; i < end; i++) prefetch_row(rows[i], dim);
     }
     int64_t whole() const { return dim; }
-    INLINE Pair pair(int64_t j, int64_t d) const {
-        const int64_t i = j < count ? j : count - 1, k = j + 1 < count ? j + 1 : count - 1, half = dim / 2;
+    INLINE Two two(int64_t j) const {
+        const int64_t i = j < count ? j : count - 1, k = j + 1 < count ? j + 1 : count - 1;
         const uint8_t *a = &rows[i]->byte, *b = &rows[k]->byte;
-        const int64_t at = d < half ? d : d - half;
-        return {a + at, b + at, d < half ? 0 : 4, set_halves(scales[i], scales[k]),
-                set_halves(lowest_of(a, dim), lowest_of(b, dim))};
+        return {a, b, dim / 2, set_halves(scales[i], scales[k]), set_halves(lowest_of(a, dim), lowest_of(b, dim))};
+    }
+    INLINE static Pair part_of(const Two& t, int64_t d) {
+        const int64_t at = d < t.half ? d : d - t.half;
+        return {t.a + at, t.b + at, d < t.half ? 0 : 4, t.scales, t.lowest};
     }
     Stored from(int64_t j) const { return {rows + j, count - j, count_ahead, dim, scales + j}; }
     INLINE V part(int64_t j, int64_t d) const {
@@ -89,13 +143,15 @@ struct KeyPanel {
         V first() const { return load(at); }
         V second() const { return load(at + lanes); }
     };
-    const float* at;
+    const float* rows;
     int64_t padded;
 
-    INLINE void fetch(int64_t) const {}
+    INLINE void fetch(int64_t, int64_t) const {}
     int64_t whole() const { return padded; }
-    Pair pair(int64_t j, int64_t d) const { return {at + j * padded + 2 * d}; }
-    KeyPanel from(int64_t j) const { return {at + j * padded, padded}; }  // j is even
+    using Two = const float*;
+    Two two(int64_t j) const { return rows + j * padded; }  // j is even
+    static Pair part_of(Two at, int64_t d) { return {at + 2 * d}; }
+    KeyPanel from(int64_t j) const { return {rows + j * padded, padded}; }
 };
 
 // Widened values, rows of `padded` floats.
@@ -103,7 +159,7 @@ struct ValuePanel {
     const float* at;
     int64_t padded;
 
-    INLINE void fetch(int64_t) const {}
+    INLINE void fetch(int64_t, int64_t) const {}
     ValuePanel from(int64_t j) const { return {at + j * padded, padded}; }
     V part(int64_t j, int64_t d) const { return load(at + j * padded + d); }
     V part_n(int64_t j, int64_t d) const { return part(j, d); }
@@ -115,10 +171,10 @@ void widen_keys(const Stored<T>& keys, int64_t padded, float* panel) {
     const int64_t whole = keys.whole();
     [[maybe_unused]] const int64_t rest = keys.dim - whole;
     for (int64_t j = 0; j < keys.count; j += 2, panel += 2 * padded) {
-        keys.fetch(j);
-        keys.fetch(j + 1);
+        keys.fetch(j, 2);
+        const typename Stored<T>::Two two = keys.two(j);
         for (int64_t d = 0; d < whole; d += depth_step) {
-            const typename Stored<T>::Pair pair = keys.pair(j, d);
+            const typename Stored<T>::Pair pair = keys.part_of(two, d);
             store(panel + 2 * d, pair.first());
             store(panel + 2 * d + lanes, pair.second());
         }
@@ -135,7 +191,7 @@ void widen_keys(const Stored<T>& keys, int64_t padded, float* panel) {
 template <class T>
 void widen_values(const Stored<T>& values, int64_t padded, float* panel) {
     for (int64_t j = 0; j < values.count; j++, panel += padded) {
-        values.fetch(j);
+        values.fetch(j, 1);
         for (int64_t d = 0; d < padded; d += lanes) store(panel + d, values.part_n(j, d));
     }
 }
@@ -143,42 +199,50 @@ void widen_values(const Stored<T>& values, int64_t padded, float* panel) {
 // Q queries against 2P keys, two of which share a vector as two rows of weights do in `linear`; scores[query][key].
 template <int Q, int P, class Keys>
 INLINE void score_tile(const float* q, int64_t q_stride, const Keys& keys, int64_t dim, float* scores) {
-    constexpr int count = Q * P, eights = (count + 7) / 8;
-    V sums[eights * 8];  // query * P + pair of keys
-    unroll<eights * 8>([&](auto i) INLINE_LAMBDA { sums[i] = zero(); });
-    auto multiply = [&](const float* x, const typename Keys::Pair(&pairs)[P]) INLINE_LAMBDA {
-        V part[P];
-        unroll<P>([&](auto p) INLINE_LAMBDA { part[p] = pairs[p].first(); });
-        unroll<Q>([&](auto c) INLINE_LAMBDA {
-            const V xc = load_twice(x + c * q_stride);
-            unroll<P>([&](auto p) INLINE_LAMBDA { accumulate(sums[c * P + p], part[p], xc); });
-        });
-        unroll<P>([&](auto p) INLINE_LAMBDA { part[p] = pairs[p].second(); });
-        unroll<Q>([&](auto c) INLINE_LAMBDA {
-            const V xc = load_twice(x + c * q_stride + depth_step / 2);
-            unroll<P>([&](auto p) INLINE_LAMBDA { accumulate(sums[c * P + p], part[p], xc); });
-        });
-    };
+    using Pair = typename Keys::Pair;
+    constexpr int count = Q * P, eights = (count + 7) / 8, some = pairs_at_once[Q];
+    V all[eights * 8];  // query * P + pair of keys
+    unroll<eights * 8 - count>([&](auto i) INLINE_LAMBDA { all[count + i] = zero(); });
     const int64_t whole = keys.whole();
-    for (int64_t d = 0; d < whole; d += depth_step) {
-        typename Keys::Pair pairs[P];
-        unroll<P>([&](auto p) INLINE_LAMBDA { pairs[p] = keys.pair(2 * p, d); });
-        multiply(q + d, pairs);
-    }
-    if constexpr (!std::is_same_v<Keys, KeyPanel> && !decoded<typename Keys::Type>) {
-        if (whole < dim) {
-            typename Keys::Type padded[2 * P][depth_step] = {};
-            for (int i = 0; i < 2 * P; i++)
-                for (int64_t j = whole; j < dim; j++) padded[i][j - whole] = keys.row(i)[j];
-            typename Keys::Pair pairs[P];
-            unroll<P>([&](auto p) INLINE_LAMBDA { pairs[p] = {padded[2 * p], padded[2 * p + 1]}; });
-            multiply(q + whole, pairs);
+    for (int first = 0; first < P; first += some) {
+        V sums[Q * some];
+        unroll<Q * some>([&](auto i) INLINE_LAMBDA { sums[i] = zero(); });
+        auto multiply = [&](const float* x, const Pair(&pairs)[some]) INLINE_LAMBDA {
+            V part[some];
+            unroll<some>([&](auto p) INLINE_LAMBDA { part[p] = pairs[p].first(); });
+            unroll<Q>([&](auto c) INLINE_LAMBDA {
+                const V xc = load_twice(x + c * q_stride);
+                unroll<some>([&](auto p) INLINE_LAMBDA { accumulate(sums[c * some + p], part[p], xc); });
+            });
+            unroll<some>([&](auto p) INLINE_LAMBDA { part[p] = pairs[p].second(); });
+            unroll<Q>([&](auto c) INLINE_LAMBDA {
+                const V xc = load_twice(x + c * q_stride + depth_step / 2);
+                unroll<some>([&](auto p) INLINE_LAMBDA { accumulate(sums[c * some + p], part[p], xc); });
+            });
+        };
+        typename Keys::Two twos[some];
+        unroll<some>([&](auto p) INLINE_LAMBDA { twos[p] = keys.two(2 * (first + p)); });
+        for (int64_t d = 0; d < whole; d += depth_step) {
+            Pair pairs[some];
+            unroll<some>([&](auto p) INLINE_LAMBDA { pairs[p] = keys.part_of(twos[p], d); });
+            multiply(q + d, pairs);
         }
+        if constexpr (!std::is_same_v<Keys, KeyPanel> && !decoded<typename Keys::Type>) {
+            if (whole < dim) {
+                typename Keys::Type padded[2 * some][depth_step] = {};
+                for (int i = 0; i < 2 * some; i++)
+                    for (int64_t j = whole; j < dim; j++) padded[i][j - whole] = keys.row(2 * first + i)[j];
+                Pair pairs[some];
+                unroll<some>([&](auto p) INLINE_LAMBDA { pairs[p] = {padded[2 * p], padded[2 * p + 1]}; });
+                multiply(q + whole, pairs);
+            }
+        }
+        unroll<Q * some>([&](auto i) INLINE_LAMBDA { all[i / some * P + first + i % some] = sums[i]; });
     }
     float totals[eights * 16];  // the two keys of sum c * P + p stand side by side
     unroll<eights>([&](auto i) INLINE_LAMBDA {
         V eight[8];
-        unroll<8>([&](auto k) INLINE_LAMBDA { eight[k] = sums[8 * i + k]; });
+        unroll<8>([&](auto k) INLINE_LAMBDA { eight[k] = all[8 * i + k]; });
         reduce_halves8(eight, totals + 16 * i);
     });
     unroll<Q>([&](auto c)
@@ -188,10 +252,11 @@ INLINE void score_tile(const float* q, int64_t q_stride, const Keys& keys, int64
 // Q queries against `num_keys` keys. A row of scores has room for a tile's keys beyond the last.
 template <int Q, class Keys>
 INLINE void score_strip(const float* q, int64_t q_stride, const Keys& keys, int64_t num_keys, int64_t dim, bool fetch,
-                        float* scores) {
+                        Ahead& ahead, float* scores) {
     constexpr int P = key_pairs[Q];
     for (int64_t j = 0; j < num_keys; j += 2 * P) {
-        if (fetch) unroll<2 * P>([&](auto i) INLINE_LAMBDA { keys.fetch(j + i); });
+        if (fetch) keys.fetch(j, 2 * P);
+        ahead.fetch(ahead.at_scores);
         score_tile<Q, P>(q, q_stride, keys.from(j), dim, scores + j);
     }
 }
@@ -208,11 +273,12 @@ INLINE void with_count(int64_t count, const F& f) {
 // C vectors of columns of Q queries: out[query] += sum over keys, ascending, of weight[query][key] * value[key].
 template <int Q, int C, bool Whole, class Values>
 INLINE void add_values_tile(const float* weights, const Values& values, int64_t num_keys, float* out, int64_t out_stride,
-                            int64_t d, bool fetch) {
+                            int64_t d, bool fetch, Ahead& ahead) {
+    ahead.fetch(ahead.at_values);
+    if (fetch) values.fetch(0, num_keys);
     V sums[Q * C];
     unroll<Q * C>([&](auto i) INLINE_LAMBDA { sums[i] = load(out + i / C * out_stride + i % C * lanes); });
     for (int64_t j = 0; j < num_keys; j++) {
-        if (fetch) values.fetch(j);
         V v[C];
         unroll<C>([&](auto c) INLINE_LAMBDA { v[c] = Whole ? values.part(j, d + c * lanes) : values.part_n(j, d + c * lanes); });
         unroll<Q>([&](auto q) INLINE_LAMBDA {
@@ -225,15 +291,15 @@ INLINE void add_values_tile(const float* weights, const Values& values, int64_t 
 
 template <class Values>
 void add_values(const float* weights, int64_t count, const Values& values, int64_t num_keys, int64_t dim, float* out,
-                int64_t out_stride, bool fetch) {
+                int64_t out_stride, bool fetch, Ahead& ahead) {
     if (num_keys <= 0) return;
     with_count(count, [&](auto queries) INLINE_LAMBDA {
         constexpr int Q = queries, C = value_columns[Q];
         int64_t d = 0;
         for (; d + C * lanes <= dim; d += C * lanes)
-            add_values_tile<Q, C, true>(weights, values, num_keys, out + d, out_stride, d, fetch && d == 0);
+            add_values_tile<Q, C, true>(weights, values, num_keys, out + d, out_stride, d, fetch && d == 0, ahead);
         for (; d + lanes <= dim; d += lanes)
-            add_values_tile<Q, 1, true>(weights, values, num_keys, out + d, out_stride, d, fetch && d == 0);
-        if (d < dim) add_values_tile<Q, 1, false>(weights, values, num_keys, out + d, out_stride, d, fetch && d == 0);
+            add_values_tile<Q, 1, true>(weights, values, num_keys, out + d, out_stride, d, fetch && d == 0, ahead);
+        if (d < dim) add_values_tile<Q, 1, false>(weights, values, num_keys, out + d, out_stride, d, fetch && d == 0, ahead);
     });
 }

@@ -6,9 +6,10 @@ struct V {
 
 constexpr int row_tile = 6;
 constexpr int pair_tile[7] = {0, 4, 2, 1, 1, 1, 1};  // pairs of weight rows for 1..6 rows of x
-constexpr int query_tile = 3;  // queries in a tile of scores or of values
-constexpr int key_pairs[4] = {0, 4, 2, 2};  // pairs of keys for 1..3 queries
-constexpr int value_columns[4] = {0, 2, 2, 1};  // vectors of columns for 1..3 queries
+constexpr int query_tile = 4;  // queries in a tile of scores or of values
+constexpr int key_pairs[5] = {0, 4, 4, 4, 4};  // pairs of keys for 1..4 queries
+constexpr int pairs_at_once[5] = {0, 4, 2, 2, 1};  // of them, those whose sums fit the registers
+constexpr int value_columns[5] = {0, 2, 2, 1, 1};  // vectors of columns for 1..4 queries
 
 inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -119,11 +120,17 @@ inline V evens_then_odds(V a) {
 
 // Sums of the 8 lower and the 8 upper lanes of eight vectors: out[2 i] and out[2 i + 1] belong to vector i.
 inline void reduce_halves8(const V (&v)[8], float* out) {
-    auto fold = [](__m256 a) { return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)); };
-    unroll<4>([&](auto i) INLINE_LAMBDA {
-        __m128 s0 = fold(v[2 * i].lo), s1 = fold(v[2 * i].hi), s2 = fold(v[2 * i + 1].lo), s3 = fold(v[2 * i + 1].hi);
-        _MM_TRANSPOSE4_PS(s0, s1, s2, s3);
-        _mm_storeu_ps(out + 4 * i, _mm_add_ps(_mm_add_ps(s0, s2), _mm_add_ps(s1, s3)));
+    auto fold = [](V a) INLINE_LAMBDA {  // four lanes of the lower half, four of the upper
+        return _mm256_add_ps(_mm256_permute2f128_ps(a.lo, a.hi, 0x20), _mm256_permute2f128_ps(a.lo, a.hi, 0x31));
+    };
+    auto pair = [](__m256 a, __m256 b)
+                    INLINE_LAMBDA { return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee)); };
+    unroll<2>([&](auto i) INLINE_LAMBDA {
+        const __m256 ab = pair(fold(v[4 * i]), fold(v[4 * i + 1])), cd = pair(fold(v[4 * i + 2]), fold(v[4 * i + 3]));
+        const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x88), _mm256_shuffle_ps(ab, cd, 0xdd));
+        const __m128 lower = _mm256_castps256_ps128(all), upper = _mm256_extractf128_ps(all, 1);
+        _mm_storeu_ps(out + 8 * i, _mm_unpacklo_ps(lower, upper));
+        _mm_storeu_ps(out + 8 * i + 4, _mm_unpackhi_ps(lower, upper));
     });
 }
 

@@ -9,6 +9,7 @@ constexpr int row_tile = 8;
 constexpr int pair_tile[9] = {0, 4, 4, 4, 4, 3, 3, 3, 3};
 constexpr int query_tile = 4;  // queries in a tile of scores or of values
 constexpr int key_pairs[5] = {0, 8, 4, 4, 4};  // pairs of keys for 1..4 queries
+constexpr int pairs_at_once[5] = {0, 8, 4, 4, 4};  // of them, those whose sums fit the registers
 constexpr int value_columns[5] = {0, 4, 4, 4, 4};  // vectors of columns for 1..4 queries
 
 inline V zero() { return {_mm512_setzero_ps()}; }

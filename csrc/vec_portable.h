@@ -9,6 +9,7 @@ constexpr int row_tile = 4;
 constexpr int pair_tile[5] = {0, 1, 1, 1, 1};  // pairs of weight rows for 1..4 rows of x
 constexpr int query_tile = 4;  // queries in a tile of scores or of values
 constexpr int key_pairs[5] = {0, 4, 2, 2, 2};  // pairs of keys for 1..4 queries
+constexpr int pairs_at_once[5] = {0, 4, 2, 2, 2};  // of them, those whose sums fit the registers
 constexpr int value_columns[5] = {0, 4, 2, 1, 1};  // vectors of columns for 1..4 queries
 
 template <class F>

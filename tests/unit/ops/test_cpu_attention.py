@@ -219,6 +219,22 @@ def test_one_row_over_a_long_context(isa, name):
         assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(alone_bits)
 
 
+@every_isa
+@every_kv_format
+@pytest.mark.parametrize("window", [None, 700])
+def test_the_order_of_a_walk_leaves_no_trace(isa, name, window):
+    """By blocks and then heads where a few threads have long sequences, by heads where there are many threads."""
+    parts = [Part(2300, 1), Part(1500, 1, [-1, 0, 1]), Part(1030, 2, [-1, -1, 0, 0, 3, 1]), Part(1100, 40), Part(3, 1)]
+    p = make_pass(parts, name, heads=4, kv_heads=2, dim=32, block_size=16)
+    with instructions(isa):
+        with threads(16):
+            by_heads = cpu.attention(p.q, p.layer, p.batch, 0.2, window)
+        assert (by_heads.double() - exact_attention(p, 0.2, window)).abs().max() < 1e-5
+        for count in (1, 2):
+            with threads(count):
+                assert cpu.attention(p.q, p.layer, p.batch, 0.2, window).equal(by_heads)
+
+
 @pytest.mark.parametrize("window", [None, 300, 1])
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_blocks_are_shared_among_threads_without_a_trace(count, window):
