@@ -84,9 +84,9 @@ void fetch_next(const AttentionArgs& args, const std::vector<AttentionTile>& til
 }
 
 // Cut the tiles of the sequences, [begins[b], begins[b + 1]), into works. Where several of them share a tile's blocks, what
-// each finds is merged later; returns how many floats that takes.
+// each finds is merged later; returns how many floats that takes. `parallel`: is there work for more than one task?
 int64_t cut(const AttentionArgs& args, KvFormat format, std::vector<AttentionTile>& tiles, const std::vector<int64_t>& begins,
-            std::vector<Work>& works) {
+            bool parallel, std::vector<Work>& works) {
     const int64_t wanted = tasks_per_thread * num_threads(), num_tiles = static_cast<int64_t>(tiles.size());
     const int64_t count = static_cast<int64_t>(begins.size()) - 1;
     const auto blocks_of = [&](int64_t t) { return tiles[t].end_block - tiles[t].first_block; };
@@ -99,7 +99,8 @@ int64_t cut(const AttentionArgs& args, KvFormat format, std::vector<AttentionTil
     int64_t ordered = 0, blocks = 0, floats = 0;
     for (int64_t b = 0; b < count; b++) ordered += in_order(b) ? blocks_of(begins[b]) : 0;
     for (int64_t t = 0; t < num_tiles; t++) blocks += blocks_of(t);
-    const bool by_blocks = ordered >= wanted, by_tiles = !by_blocks && num_threads() > 1 && num_tiles < wanted;
+    const bool by_blocks = parallel && ordered >= wanted;
+    const bool by_tiles = parallel && !by_blocks && num_threads() > 1 && num_tiles < wanted;
     const auto split = [&](int64_t begin, int64_t end, int64_t step) {
         if (end == begin + 1 && blocks_of(begin) <= step)
             return works.push_back({begin, end, tiles[begin].first_block, tiles[begin].end_block});
@@ -182,7 +183,7 @@ void attention(const Attention& a) {
                 (std::min(last, (tile.end_block - tile.first_block) * key_block) + 16);
     }
     const bool parallel = cost > 4 * serial_cost;
-    float* partial = scratch(partial_area, cut(args, format, tiles, begins, works));
+    float* partial = scratch(partial_area, cut(args, format, tiles, begins, parallel, works));
     for (AttentionTile& tile : tiles) {
         if (!tile.in_parts) continue;
         tile.partial = partial;
