@@ -67,7 +67,7 @@ struct Work {
     int64_t tile_begin, tile_end, block_begin, block_end;
 };
 
-// What a tile of works[i] is to fetch while it walks `block`: its share, of as many as the work has tiles, of the block after it.
+// Has a tile of works[i] fetch a part of what is read after `block`. The work's tiles divide that: this one takes part `share`.
 void fetch_next(const AttentionArgs& args, const std::vector<AttentionTile>& tiles, const std::vector<Work>& works, int64_t i,
                 int64_t block, int64_t share, AttentionTile& tile) {
     const bool last = block + 1 == works[i].block_end;
@@ -81,6 +81,11 @@ void fetch_next(const AttentionArgs& args, const std::vector<AttentionTile>& til
     tile.next_table = there.block_table;
     tile.next_begin = start + count * share / shares;
     tile.next_end = start + count * (share + 1) / shares;
+}
+
+// Floats that a tile's blocks leave to be merged.
+int64_t partial_floats(const AttentionArgs& args, const AttentionTile& tile) {
+    return (tile.end_block - tile.first_block) * attention_partial(args.dim, tile.row_count * tile.head_count);
 }
 
 // Cut the tiles of the sequences, [begins[b], begins[b + 1]), into works. Where several of them share a tile's blocks, what
@@ -108,7 +113,7 @@ int64_t cut(const AttentionArgs& args, KvFormat format, std::vector<AttentionTil
             works.push_back({begin, end, first, std::min(first + step, tiles[begin].end_block)});
         for (int64_t t = begin; t < end; t++) {
             tiles[t].in_parts = true;
-            floats += blocks_of(t) * attention_partial(args.dim, tiles[t].row_count * tiles[t].head_count);
+            floats += partial_floats(args, tiles[t]);
         }
     };
     for (int64_t b = 0; b < count; b++) {
@@ -187,7 +192,7 @@ void attention(const Attention& a) {
     for (AttentionTile& tile : tiles) {
         if (!tile.in_parts) continue;
         tile.partial = partial;
-        partial += (tile.end_block - tile.first_block) * attention_partial(args.dim, tile.row_count * tile.head_count);
+        partial += partial_floats(args, tile);
     }
     const Kernels& table = kernels();
     const auto kernel = table.attention[static_cast<int>(format)];

@@ -9,9 +9,9 @@
 // Rows in 4 bits are decoded to floats, in registers or when they are found, and their scales are spent then; where they are
 // rotated, so is q, and the result is rotated back. (Blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022.)
 
-constexpr int64_t few_queries = 4;  // up to so many, keys and values are widened in registers
-// So many rows of values at a time then. They lie apart by a power of two: of more, few would stay in the first-level cache
-// until all their columns are summed.
+constexpr int64_t few_queries = query_tile;  // up to so many, one tile, keys and values are widened in registers
+// So many rows of values at a time then. They often lie apart by a power of two: of more, few would stay in the first-level
+// cache until all their columns are summed.
 constexpr int64_t few_values = 32;
 
 // What the rows of a tile share.
@@ -210,22 +210,21 @@ template <class T>
 void add_shared(Walk& w, const T* const* values, int64_t low, int64_t high) {
     const bool few = w.queries <= few_queries;
     const int64_t step = few ? few_values : panel_keys;
-    bool all_see = few;
-    for (int64_t i = 0; i < w.tile.row_count; i++) all_see = all_see && w.begin[i] <= low && w.end[i] >= high;
+    bool all_seen = true;  // by every row
+    for (int64_t i = 0; i < w.tile.row_count; i++) all_seen = all_seen && w.begin[i] <= low && w.end[i] >= high;
     for (int64_t s = low; s < high; s += step) {
         const int64_t n = high - s < step ? high - s : step;
         const Stored<T> stored{values + (s - low), n, high - s - n, w.a.dim, w.value_scales + s};
-        if (all_see && few_queries <= query_tile) {
+        if (few && all_seen) {
             add_values(w.scores + s, w.queries, stored, n, w.a.dim, w.block, w.padded, true, w.ahead);
-            continue;
-        }
-        if (!few) widen_values(stored, w.padded, w.panel);
-        for (int64_t c = 0, count; c < w.queries; c += count) {
-            count = w.queries - c < query_tile ? w.queries - c : query_tile;
-            if (few)
-                add_seen(w, c, count, stored, s, s + n, c == 0);
-            else
+        } else if (few) {
+            add_seen(w, 0, w.queries, stored, s, s + n, true);
+        } else {
+            widen_values(stored, w.padded, w.panel);
+            for (int64_t c = 0, count; c < w.queries; c += count) {
+                count = w.queries - c < query_tile ? w.queries - c : query_tile;
                 add_seen(w, c, count, ValuePanel{w.panel, w.padded}, s, s + n, false);
+            }
         }
     }
 }

@@ -26,6 +26,13 @@ INLINE void prefetch_row(const T* row, int64_t dim) {
     if (bytes % 64 != 0) prefetch(p + bytes - 1);  // a row may begin inside a line
 }
 
+// Rows [j + rows_ahead, j + rows_ahead + n), as far as there are `total`.
+template <class T>
+INLINE void prefetch_rows(const T* const* rows, int64_t j, int64_t n, int64_t total, int64_t dim) {
+    const int64_t end = j + rows_ahead + n < total ? j + rows_ahead + n : total;
+    for (int64_t i = j + rows_ahead; i < end; i++) prefetch_row(rows[i], dim);
+}
+
 // Memory that somebody reads next, fetched line by line while there are sums to do: a whole position at a time, because
 // memory is faster in order than by heads.
 struct Ahead {
@@ -77,11 +84,9 @@ struct Stored {
     const float* scales;  // of no use here
 
     const T* row(int64_t j) const { return rows[j < count ? j : count - 1]; }
-    INLINE void fetch(int64_t j, int64_t n) const {
-        const int64_t end = j + n + rows_ahead < count + count_ahead ? j + n + rows_ahead : count + count_ahead;
-        for (int64_t i = j + rows_ahead; i < end; i++) prefetch_row(rows[i], dim);
-    }
+    INLINE void fetch(int64_t j, int64_t n) const { prefetch_rows(rows, j, n, count + count_ahead, dim); }
     int64_t whole() const { return dim / depth_step * depth_step; }
+    // Two keys, from `two(j)`; `part_of` them are the columns d .. d + 15.
     struct Two {
         const T *a, *b;
     };
@@ -111,10 +116,7 @@ struct Stored<nibbles4> {
     int64_t count, count_ahead, dim;
     const float* scales;
 
-    INLINE void fetch(int64_t j, int64_t n) const {
-        const int64_t end = j + n + rows_ahead < count + count_ahead ? j + n + rows_ahead : count + count_ahead;
-        for (int64_t i = j + rows_ahead; i < end; i++) prefetch_row(rows[i], dim);
-    }
+    INLINE void fetch(int64_t j, int64_t n) const { prefetch_rows(rows, j, n, count + count_ahead, dim); }
     int64_t whole() const { return dim; }
     INLINE Two two(int64_t j) const {
         const int64_t i = j < count ? j : count - 1, k = j + 1 < count ? j + 1 : count - 1;

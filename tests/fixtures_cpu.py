@@ -74,6 +74,21 @@ def hold_long(isa: str, name: str, near: Near) -> None:
         assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
 
 
+def hold_order(isa: str, name: str, window: int | None, near: Near) -> None:
+    """The same of long sequences: one thread and two walk all heads of a block in turn, sixteen go by heads.
+
+    The prompt's rows need two tiles a head, so that its tiles are walked whole; its rows alone are walked in parts.
+    """
+    parts = [Part(2300, 1), Part(1500, 1, [-1, 0, 1]), Part(1030, 2, [-1, -1, 0, 0, 3, 1]), Part(1100, 40), Part(3, 1)]
+    p = make_pass(parts, name, heads=4, kv_heads=2, dim=32, block_size=16)
+    with threads(1):
+        hold_rows(isa, p, window, near)
+    with instructions(isa), threads(1):
+        one = cpu.attention(p.q, p.layer, p.batch, 0.2, window)
+        with threads(16):
+            assert cpu.attention(p.q, p.layer, p.batch, 0.2, window).equal(one)
+
+
 def spoiled(name: str, slot: int, parents: list[int], broken: float, parts: slice) -> tuple[Pass, Tensor, int]:
     """A pass in whose cache one place holds a value that is no number; what attention said before, its first row."""
     p = make_pass([Part(3, 1 if parents else 12, parents)], name, heads=8, block_size=16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fixtures_cpu import every_isa, hold_long, hold_rows, instructions, spoiled
+from fixtures_cpu import every_isa, hold_long, hold_order, hold_rows, instructions, spoiled
 from fixtures_ops import Part, Pass, exact_attention, flat, make_pass, passes
 from hypothesis import given, settings
 from torch import Tensor
@@ -37,6 +37,12 @@ def test_attention_is_right_and_its_bits_belong_to_the_row(isa, drawn):
 @every_isa
 def test_one_row_over_a_long_context(isa):
     hold_long(isa, NAME, near)
+
+
+@every_isa
+@pytest.mark.parametrize("window", [None, 1200])
+def test_the_order_of_a_walk_leaves_no_trace(isa, window):
+    hold_order(isa, NAME, window, near)
 
 
 @every_isa
