@@ -9,17 +9,26 @@ from fnmatch import fnmatch
 
 @dataclass(frozen=True)
 class Arm:
-    """`engine`: a module in engines/; `checkpoint`: a kind of checkpoints.py; `gib`: memory that it should need."""
+    """`engine`: a module in engines/; `checkpoint`: a kind of checkpoints.py; `gib`: memory that it should need.
+
+    `draft`: the model that guesses, as its role beside the shape ("draft", "head") and its kind of checkpoint.
+    """
 
     name: str
     engine: str
     checkpoint: str
     gib: float
     options: Mapping[str, object] = field(default_factory=dict)
+    draft: tuple[str, str] | None = None
 
     @property
     def ours(self) -> bool:
         return self.engine == "sameseed"
+
+    @property
+    def guesses(self) -> bool:
+        """Whether it speculates, in whichever way."""
+        return self.draft is not None or "way" in self.options
 
 
 def sameseed(fmt: str, gib: float) -> Arm:
@@ -57,11 +66,64 @@ PLANS: dict[str, dict[str, list[Arm]]] = {
         "8 bits": [sameseed("w4a8", 6.0), Arm("vLLM w8a8", "vllm", "hf-w8a8", 12.0)],
     },
 }
+
+
+def guessing(arm: Arm, label: str, draft: tuple[str, str] | None = None, **options: object) -> Arm:
+    """The same engine and checkpoint with a speculation of its own."""
+    return replace(arm, name=f"{arm.name} + {label}", options={**arm.options, **options}, draft=draft)
+
+
+OURS4, OURS16 = sameseed("w4a8", 2.5), sameseed("bf16", 3.5)
+OURS = [
+    OURS4,
+    guessing(OURS4, "suffix + head", ("head", "hf-bf16"), way="suffix + {draft}", draft_format="w4a8"),
+    guessing(OURS4, "draft model", ("draft", "hf-bf16"), way="{draft}", draft_format="w4a8"),
+]
+LLAMA = Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 1.5)
+OPENVINO = Arm("OpenVINO int4", "openvino", "openvino-int4", 2.5)
+VLLM = Arm("vLLM bf16", "vllm", "hf-bf16", 5.0)
+TRANSFORMERS = Arm("transformers bf16", "transformers", "hf-bf16", 4.0)
+DRAFT = ("draft", "hf-bf16")
+# Texts with each engine's own speculation; the checkpoints write the embedded models' texts.
+TEXTS: dict[str, dict[str, list[Arm]]] = {
+    "twin-1b": {
+        "llama.cpp": [
+            *OURS,
+            LLAMA,
+            *(guessing(LLAMA, f"draft model k={k}", ("draft", "gguf-q8_0"), k=k) for k in (3, 6)),
+            guessing(LLAMA, "n-grams", way="ngram-simple"),
+        ],
+        "OpenVINO": [
+            *OURS,
+            OPENVINO,
+            *(guessing(OPENVINO, f"draft model k={k}", ("draft", "openvino-int8"), k=k) for k in (3, 6)),
+            guessing(OPENVINO, "n-grams k=3", way="ngram", k=3),
+        ],
+        "vLLM": [
+            *OURS,
+            VLLM,
+            guessing(VLLM, "draft model k=3", DRAFT, way="draft_model", k=3),
+            guessing(VLLM, "n-grams k=3", way="ngram", k=3),
+        ],
+        "transformers": [
+            OURS16,
+            guessing(OURS16, "suffix + head", ("head", "hf-bf16"), way="suffix + {draft}"),
+            TRANSFORMERS,
+            guessing(TRANSFORMERS, "draft model", DRAFT),
+            guessing(TRANSFORMERS, "n-grams k=10", way="ngram", k=10),
+        ],
+    },
+}
 # To try the machinery: the same arms on a small shape, each with little memory.
 PLANS["tiny"] = {
     group: [replace(arm, gib=3.0 if arm.engine == "vllm" else 0.6) for arm in arms]
     for group, arms in PLANS["llama-3.2-1b"].items()
 }
+TEXTS["embedded"] = {
+    group: [replace(arm, gib=3.0 if arm.engine == "vllm" else 0.7) for arm in arms]
+    for group, arms in TEXTS["twin-1b"].items()
+}
+ALL = {**PLANS, **TEXTS}
 
 
 def choose(groups: Mapping[str, list[Arm]], patterns: list[str], formats: list[str]) -> dict[str, list[Arm]]:

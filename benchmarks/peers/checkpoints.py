@@ -1,8 +1,9 @@
-"""Random-weight checkpoints at true shapes, in every peer's format, all from the same bfloat16 weights.
+"""Checkpoints at true shapes, in every peer's format, all from the same bfloat16 weights.
 
     python benchmarks/peers/checkpoints.py --shape llama-3.2-1b --home ENVIRONMENTS --work FOLDER
 
-Times do not depend on the values, but the same ones everywhere let run.py see that all engines compute the same. What
+Those for passes have random weights: times do not depend on the values, but the same ones everywhere let run.py see
+that all engines compute the same. Those for texts are the embedded models and their twins, with drafts and heads. What
 is there already is kept: a folder or file under its final name is complete.
 """
 
@@ -14,16 +15,20 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+from arms import ALL, Arm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sameseed.models.config import parse_config
+from sameseed.models.loader import resolve_model
 from sameseed.models.stream import stream_weights
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.quantize._plan import QuantizePlan
 from sameseed.quantize._run import quantize
 from sameseed.study import shapes
+from sameseed.study.twin import find_shape, make_head_twin, make_twin
 
 HERE = Path(__file__).resolve().parent
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 2048}
@@ -32,6 +37,15 @@ SHAPES = {
     "llama-3.1-8b": shapes.SHAPES["llama-3.1-8b"],
     # To try the machinery; its times mean nothing.
     "tiny": {**shapes.SHAPES["llama-3.2-1b"], **TINY, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+# For texts: which packaged model each computes, and the shape of its twin (None: as it is).
+TEXT_MODELS: dict[str, tuple[str, str | None]] = {
+    "embedded": ("embedded-target", None),
+    "embedded-draft": ("embedded-draft", None),
+    "embedded-head": ("embedded-head", None),
+    "twin-1b": ("embedded-target", "llama-3.2-1b"),
+    "twin-1b-draft": ("embedded-draft", "smollm2-135m"),
+    "twin-1b-head": ("embedded-head", "llama-3.2-1b"),
 }
 GGUF = {"gguf-bf16": "bf16", "gguf-q4_0": "q4_0", "gguf-q4_k_m": "q4_k_m", "gguf-q8_0": "q8_0"}
 OPENVINO = {
@@ -45,6 +59,16 @@ KINDS = ("hf-bf16", "hf-w8a8", *GGUF, *OPENVINO)
 def path_of(work: Path, shape: str, kind: str) -> Path:
     """Where a checkpoint lies: a folder, or one file for GGUF."""
     return work / shape / (kind + ".gguf" if kind in GGUF else kind)
+
+
+def wanted(shape: str, arms: Iterable[Arm]) -> dict[str, list[str]]:
+    """Kinds of checkpoints that arms need, in the order of KINDS, by the model that they are of."""
+    found: dict[str, set[str]] = {}
+    for arm in arms:
+        found.setdefault(shape, set()).add(arm.checkpoint)
+        if arm.draft is not None:
+            found.setdefault(f"{shape}-{arm.draft[0]}", set()).add(arm.draft[1])
+    return {name: [kind for kind in KINDS if kind in kinds] for name, kinds in found.items()}
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
@@ -89,6 +113,20 @@ def write_random(folder: Path, shape: str) -> None:
     stream_weights(folder, config, RandomCheckpoint(config))
 
 
+def write_source(folder: Path, name: str) -> None:
+    """The bfloat16 checkpoint that all others of a model are made from."""
+    if name in SHAPES:
+        write_random(folder, name)
+        return
+    of, shape = TEXT_MODELS[name]
+    if shape is None:
+        shutil.copytree(resolve_model(of), folder)
+    elif of == "embedded-head":
+        make_head_twin(find_shape(shape), of, "embedded-target", folder, name=shape)
+    else:
+        make_twin(find_shape(shape), of, folder, name=shape)
+
+
 def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
     """Make one checkpoint under a name of its own, then give it its final one. Needs hf-bf16 for all others."""
     final = path_of(work, shape_name, kind)
@@ -101,7 +139,7 @@ def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
         shutil.rmtree(unfinished)
     unfinished.unlink(missing_ok=True)
     if kind == "hf-bf16":
-        write_random(unfinished, shape_name)
+        write_source(unfinished, shape_name)
     elif kind == "hf-w8a8":  # compressed-tensors: int8 by channel, activations by token, rounded to nearest
         quantize(QuantizePlan(str(source), unfinished, "w8a8"))
     elif kind in GGUF:
@@ -118,25 +156,31 @@ def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Make the checkpoints named (all by default); 1 if one could not be made."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.2-1b")
+    names = sorted({*SHAPES, *TEXT_MODELS})
+    parser.add_argument("--shape", choices=names, default="llama-3.2-1b")
     parser.add_argument("--home", type=Path, required=True, help="folder of the environments (environments.py)")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoints")
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"any of {', '.join(KINDS)}; all by default")
+    parser.add_argument(
+        "kinds", nargs="*", metavar="KIND", help=f"any of {', '.join(KINDS)}; by default what run.py needs of the shape"
+    )
     options = parser.parse_args(argv)
     unknown = sorted(set(options.kinds) - set(KINDS))
     if unknown:
         parser.error(f"no kind {', '.join(unknown)}; there are {', '.join(KINDS)}")
-    wanted = [k for k in KINDS if not options.kinds or k in options.kinds]
-    sources = {"hf-bf16"} | ({"gguf-bf16"} if set(wanted) & set(GGUF) else set())
+    arms = [arm for group in ALL.get(options.shape, {}).values() for arm in group]
+    models = {options.shape: options.kinds or list(KINDS)} if options.kinds or not arms else wanted(options.shape, arms)
     failed = []
-    for kind in (k for k in KINDS if k in wanted or k in sources):
-        try:
-            make(kind, options.shape, options.home.resolve(), options.work.resolve())
-        except (subprocess.CalledProcessError, OSError) as error:
-            failed.append(kind)
-            print(
-                f"{kind} could not be made ({error}); is its environment there? `make peers` makes it", file=sys.stderr
-            )
+    for name, kinds in models.items():
+        sources = {"hf-bf16"} | ({"gguf-bf16"} if set(kinds) & set(GGUF) else set())
+        for kind in (k for k in KINDS if k in kinds or k in sources):
+            try:
+                make(kind, name, options.home.resolve(), options.work.resolve())
+            except (subprocess.CalledProcessError, OSError) as error:
+                failed.append(kind)
+                print(
+                    f"{name}: {kind} could not be made ({error}); is its environment there? `make peers` makes it",
+                    file=sys.stderr,
+                )
     return 1 if failed else 0
 
 

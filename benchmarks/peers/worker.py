@@ -8,6 +8,8 @@
     {"do": "prefill", "tokens": 512}                        -> {"seconds": ...}
     {"do": "batch", "size": 16, "context": 128, "steps": 16} -> {"seconds": ...} of all steps of all sequences
     {"do": "probe", "tokens": 24, "count": 64}              -> {"logits": [...]} after a fixed prompt
+    {"do": "load_writer", "model": PATH, "draft": PATH or null, "threads": 2, "max_len": 640, "options": {}}
+    {"do": "write", "prompt": [...], "count": 64}           -> {"seconds": ..., "text": [...]}: greedy token ids
     {"do": "quit"}
 
 Every answer also holds "peak_rss_bytes". A command that fails answers {"error": text}, one that the engine does not
@@ -24,18 +26,24 @@ import random
 import resource
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from protocol import Engine, UnsupportedError
+from protocol import Engine, UnsupportedError, Writer
+
+DOES = ("load", "rows", "prefill", "batch", "probe", "load_writer", "write")
 
 
 class Worker:
     """Draws the tokens, calls the engine, answers. The same seed gives every engine the same tokens."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    engine: Engine
+    writer: Writer
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
         self.random = random.Random(0)
         self.vocab_size = 1000
 
@@ -44,8 +52,8 @@ class Worker:
         return [self.random.randrange(3, self.vocab_size) for _ in range(count)]
 
     def load(self, model: str, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
-        if hasattr(os, "sched_setaffinity"):  # before any library counts its cores
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        take_cores(threads)
+        self.engine = self.module.Engine()
         return self.engine.load(Path(model), threads, max_len, batch, options)
 
     def rows(self, rows: list[int], context: int) -> dict[str, object]:
@@ -62,10 +70,22 @@ class Worker:
         fixed = random.Random(1)
         return {"logits": self.engine.probe([fixed.randrange(3, self.vocab_size) for _ in range(tokens)], count)}
 
+    def load_writer(
+        self, model: str, draft: str | None, threads: int, max_len: int, options: dict[str, Any]
+    ) -> dict[str, object]:
+        take_cores(threads)
+        self.writer = self.module.Writer()
+        return self.writer.load(Path(model), threads, max_len, Path(draft) if draft else None, options)
+
+    def write(self, prompt: list[int], count: int) -> dict[str, object]:
+        start = time.perf_counter()
+        text = self.writer.write(prompt, count)
+        return {"seconds": time.perf_counter() - start, "text": text}
+
     def answer(self, message: dict[str, Any]) -> dict[str, object]:
         """Do what one message says."""
         do = message.pop("do")
-        if do not in ("load", "rows", "prefill", "batch", "probe"):
+        if do not in DOES:
             return {"error": f"no command {do!r}"}
         try:
             result: dict[str, object] = getattr(self, do)(**message)
@@ -75,6 +95,12 @@ class Worker:
         except (Exception, SystemExit) as error:  # whatever a library raises belongs into the record, not into a hang
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+
+
+def take_cores(threads: int) -> None:
+    """Bind this process to so many cores, before any library counts them."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 
 def memory() -> dict[str, object]:
@@ -107,7 +133,7 @@ def main() -> None:
     incoming = os.fdopen(os.dup(0), "r")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = importlib.import_module(f"engines.{sys.argv[1]}")
-    serve(Worker(module.Engine()), incoming, outgoing)
+    serve(Worker(module), incoming, outgoing)
     outgoing.flush()
     os._exit(0)  # some libraries hang or crash while they are torn down; everything is measured by now
 

@@ -1,4 +1,4 @@
-"""Other engines beside ours, same checkpoints, in turns: passes over several rows, prompts, batches.
+"""Other engines beside ours, same checkpoints, in turns: passes, prompts and batches; texts with their own speculation.
 
 What is measured, and how each engine is set: benchmarks/peers/README.md, whose runner measures here too.
 """
@@ -24,15 +24,24 @@ from sameseed.study.schemas import PEER_SCHEMA
 
 PEERS = Path(sameseed.__file__).resolve().parent.parent / "benchmarks" / "peers"
 ENGINES = {"llama_cpp": "llama.cpp*", "openvino": "OpenVINO*", "vllm": "vLLM*", "transformers": "transformers*"}
-SHAPES = {"small": "tiny", "true": "llama-3.2-1b"}
+SHAPES = {
+    "passes": {"small": "tiny", "true": "llama-3.2-1b"},  # random weights
+    "texts": {"small": "embedded", "true": "twin-1b"},
+}
+KEPT = ("engine", "versions", "settings", "rows", "prefill", "batch", "texts", "missing")
 ROUNDS = 3  # for each of a study's repetitions: passes are short
 
 
 @dataclass(frozen=True)
 class PeerCell:
-    """One engine and ours, in groups that fit the memory."""
+    """One engine and ours, in groups that fit the memory. `what`: "passes" or "texts"."""
 
-    name: str
+    engine: str
+    what: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.what}"
 
     @property
     def weight(self) -> float:
@@ -54,10 +63,10 @@ class PeerCell:
             raise ConfigError(
                 "other engines are measured by benchmarks/peers; run this in a checkout of the repository"
             )
-        if not (self.home / self.name / ".installed").exists():
-            raise ConfigError(f"{self.name} is not installed in PEERS_HOME ({self.home}); `make peers` installs it")
-        if not (self.work / SHAPES[setup.size]).is_dir():
-            shape = SHAPES[setup.size]
+        if not (self.home / self.engine / ".installed").exists():
+            raise ConfigError(f"{self.engine} is not installed in PEERS_HOME ({self.home}); `make peers` installs it")
+        shape = SHAPES[self.what][setup.size]
+        if not (self.work / shape).is_dir():
             raise ConfigError(
                 f"no checkpoints in PEERS_WORK ({self.work}); `make peers PEERS_SHAPE={shape}` makes them"
             )
@@ -66,10 +75,13 @@ class PeerCell:
         """A record an arm. Raises ConfigError with the runner's words."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "peers.jsonl"
-            command = [sys.executable, str(PEERS / "run.py"), "--shape", SHAPES[setup.size], "--out", str(out)]
-            command += ["--home", str(self.home), "--work", str(self.work), "--arms", ENGINES[self.name]]
+            shape = SHAPES[self.what][setup.size]
+            command = [sys.executable, str(PEERS / "run.py"), "--shape", shape, "--out", str(out)]
+            command += ["--home", str(self.home), "--work", str(self.work), "--arms", ENGINES[self.engine]]
             command += ["--rounds", str(ROUNDS * setup.repeat), "--slow-rounds", str(setup.repeat)]
             command += ["--threads", str(min(2, setup.cores))]
+            command += ["--num-prompts", str(setup.num_prompts), "--max-tokens", str(setup.max_tokens)]
+            command += ["--prompts", str(setup.prompts)] if setup.prompts else []
             tell(" ".join(command))
             done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             if done.returncode:
@@ -78,14 +90,16 @@ class PeerCell:
 
 
 def cells(size: str) -> list[PeerCell]:
-    """A cell an engine."""
-    return [PeerCell(engine) for engine in ENGINES]
+    """Two cells an engine."""
+    return [PeerCell(engine, what) for what in SHAPES for engine in ENGINES]
 
 
 def split(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The arms of a record of benchmarks/peers, each as a record of its own."""
     plan = line["plan"]
     said = f"{line['shape']}, context {plan['context']}, {plan['rounds']} rounds in turns, medians"
+    if prompts := line.get("prompts"):
+        said = f"{line['shape']}, {prompts['count']} prompts of {prompts['from']}, {plan['text_tokens']} tokens at most"
     shared = {name: line[name] for name in ("run", "commit", "machine")} | {"time": line.get("time", line["run"])}
     return [
         {
@@ -93,7 +107,7 @@ def split(line: Mapping[str, Any]) -> list[dict[str, Any]]:
             "schema": PEER_SCHEMA,
             "config": {"label": arm["name"], "group": group["name"], "shape": line["shape"], "workload": said},
             "repetitions": [],
-            **{name: arm[name] for name in ("engine", "versions", "settings", "rows", "prefill", "batch", "missing")},
+            **{name: arm.get(name) for name in KEPT},
         }
         for group in line["groups"]
         for arm in group["arms"]
@@ -101,7 +115,9 @@ def split(line: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def report(records: Records) -> Report:
-    """Time by rows, what more rows cost, prompts and batches; ratios within each round."""
+    """Time by rows, what more rows cost, prompts and batches, texts; ratios within each round or text."""
+    texts = [r for r in records if r.get("texts")]
+    records = [r for r in records if r["config"]["shape"] not in SHAPES["texts"].values()]
     panels = [
         Panel("ms of a pass", "rows", [Series(_name(r), _rows(r)) for r in records]),
         Panel("over one row: c(M)", "rows", [Series(_name(r), _curve(r)) for r in records], level=1.0),
@@ -109,7 +125,11 @@ def report(records: Records) -> Report:
         _bars("16 sequences: tokens/s", records, "batch"),
     ]
     pairs = [(m, p) for m in records for p in records if _ours(m) and not _ours(p) and _place(m) == _place(p)]
-    return Report(_findings(pairs), [], [Plot("passes", "Passes, prompts, batches", panels)], _tables(records, pairs))
+    plots = [Plot("passes", "Passes, prompts, batches", panels)] if records else []
+    if texts:
+        plots.append(Plot("texts", "Texts, each engine with its own speculation", _text_panels(texts)))
+    tables = [*(_tables(records, pairs) if records else []), *([_text_table(texts)] if texts else [])]
+    return Report([*_findings(pairs), *_text_findings(texts)], [], plots, tables)
 
 
 def _name(record: Mapping[str, Any]) -> str:
@@ -158,6 +178,67 @@ def _findings(pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[
     return said
 
 
+def _speeds(record: Mapping[str, Any]) -> list[float]:
+    """Tokens a second of each text; one that ended at once counts as one token."""
+    texts = record["texts"]
+    return [max(n, 1) / s for n, s in zip(texts["tokens"], texts["seconds"])]
+
+
+def _over(mine: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    return median(a / b for a, b in zip(_speeds(mine), _speeds(other)))
+
+
+def _best(texts: Records, ours: bool) -> dict[tuple[object, ...], Mapping[str, Any]]:
+    """The fastest arm of ours, or of others', at each place."""
+    found: dict[tuple[object, ...], Mapping[str, Any]] = {}
+    for record in texts:
+        if _ours(record) is ours:
+            found[_place(record)] = max(
+                record, found.get(_place(record), record), key=lambda r: float(r["texts"]["median"])
+            )
+    return found
+
+
+def _text_panels(texts: Records) -> list[Panel]:
+    texts = list({_name(r): r for r in reversed(texts)}.values())[::-1]  # ours are in each group: the first's
+    speculating = [r for r in texts if r["texts"]["plain"]]
+    return [
+        _bars("texts: tokens/s", texts, "texts"),
+        Panel(
+            "times its own plain decoding",
+            "",
+            [Series(_name(r), [("", r["texts"]["plain"]["faster"]["median"])]) for r in speculating],
+            True,
+            level=1.0,
+        ),
+    ]
+
+
+def _text_table(texts: Records) -> Table:
+    ours = _best(texts, True)
+    rows = []
+    for record in texts:
+        plain, best = record["texts"]["plain"], ours.get(_place(record))
+        same = f"{plain['same']} of {plain['texts']}" if plain else ""
+        gain = figure(plain["faster"]["median"] if plain else None)
+        faster = figure(_over(best, record) if best else None)
+        rows.append(
+            [record["config"]["group"], _name(record), figure(record["texts"]["median"], ".1f"), gain, same, faster]
+        )
+    heads = ("beside", "engine", "tokens/s", "over its plain", "texts as its plain", "ours, the fastest: times faster")
+    return Table("Texts", heads, rows)
+
+
+def _text_findings(texts: Records) -> list[str]:
+    ours = _best(texts, True)
+    return [
+        f"Texts, {place[1]}: its fastest is {_name(theirs)}; {_name(ours[place])} is {_over(ours[place], theirs):.2f} "
+        "times as fast."
+        for place, theirs in _best(texts, False).items()
+        if place in ours
+    ]
+
+
 def _tables(records: Records, pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[Table]:
     sizes = sorted({m for r in records for m, _ in _rows(r)})
     of: Callable[[Mapping[str, Any], str], object] = lambda r, what: r[what]["median"] if r[what] else None  # noqa: E731
@@ -178,8 +259,9 @@ STUDY = Study(
     title="Other engines beside ours: what checking a draft costs in each",
     source="no publication; llama.cpp, OpenVINO, vLLM and transformers run here, each at its best settings",
     differs=(
-        "Passes over M rows are what verification costs; each engine's own speculation is not measured.",
-        "Checkpoints have random weights of the shape: speed alone is compared, on the same numbers.",
+        "Passes over M rows are what verification costs; they run on random weights of the shape.",
+        "Texts come from the embedded models or their twins, which all engines load. Formats differ, so texts do.",
+        "Each engine speculates as it can: with the draft model and n-grams. The EAGLE head is ours alone here.",
     ),
     data="`make peers` installs the engines, each in an environment of its own, and makes the checkpoints.",
     cells=cells,

@@ -68,7 +68,7 @@ def test_engines_that_are_not_here_are_named(
     monkeypatch.setenv("PEERS_HOME", str(tmp_path / "none"))
     assert main(["study", "rivals", "--dry-run", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert all(engine in shown for engine in rivals.ENGINES) and shown.count("make peers") == len(rivals.ENGINES)
+    assert all(engine in shown for engine in rivals.ENGINES) and shown.count("make peers") == 2 * len(rivals.ENGINES)
     assert main(["study", "rivals", "--out", str(tmp_path)]) == 2
     assert "nothing of rivals is measured" in capsys.readouterr().err
     monkeypatch.setattr(rivals, "PEERS", tmp_path / "gone")
@@ -81,7 +81,7 @@ def test_a_comparison_with_engines_is_read(tmp_path: Path, monkeypatch: pytest.M
     made = rivals.split(json.loads(lines[-1]))
     monkeypatch.setattr(rivals.PeerCell, "check", lambda cell, setup: None)
     monkeypatch.setattr(rivals.PeerCell, "measure", lambda cell, setup, tell: made)
-    assert main(["study", "rivals", "--only", "llama", "--out", str(tmp_path)]) == 0
+    assert main(["study", "rivals", "--only", "llama_cpp passes", "--out", str(tmp_path)]) == 0
     assert len(record.read(tmp_path / "rivals.jsonl")) == len(made)
     page = (tmp_path / "rivals.html").read_text()
     assert "sameseed w4a8 / llama.cpp Q4_0" in page and "no publication" in page

@@ -42,3 +42,17 @@ class Engine:
 
     def probe(self, tokens: Seq[int], count: int) -> list[float]:
         return [float((7 * t + tokens[0]) % 5) for t in range(count)]
+
+
+class Writer(Engine):
+    """`options`: ms (a text), fail ("load" or "write": raises), text (what it writes; else the prompt backwards)."""
+
+    def load(  # type: ignore[override]
+        self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
+    ) -> dict[str, object]:
+        return super().load(model, threads, max_len, 1, options)
+
+    def write(self, prompt: Seq[int], count: int) -> list[int]:
+        self._fail("write")
+        self._wait(1)
+        return list(self.options.get("text", prompt[::-1]))[:count]

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import random
+import socket
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+os.environ["LLAMA_CPP_LIB_PATH"] = f"{sys.prefix}/llama.cpp/build/bin"  # as environments.py builds it
+
 import llama_cpp as api
+
+BUILT = Path(os.environ["LLAMA_CPP_LIB_PATH"])
 
 Row = tuple[int, int, int, bool]  # token, position, sequence, logits wanted
 
@@ -110,3 +120,43 @@ class Engine:
         values = [float(logits[i]) for i in range(count)]
         self._clear()
         return values
+
+
+class Writer:
+    """Its server. `options`: k, the draft model's tokens a draft; or way, an n-gram speculation by its name there."""
+
+    def load(
+        self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
+    ) -> dict[str, object]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        flags = ["--threads", threads, "--ctx-size", max(max_len, 512), "--parallel", 1, "--flash-attn", "on"]
+        flags += ["--no-mmap", "--no-webui"]
+        if draft is not None:
+            flags += ["--model-draft", draft, "--threads-draft", threads, "--spec-draft-n-max", options["k"]]
+        elif way := options.get("way"):
+            flags += ["--spec-type", way]
+        command = [str(part) for part in (BUILT / "llama-server", "--model", model, "--port", port, *flags)]
+        self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # of this group: it is frozen and ended too
+        while not self._ready():
+            time.sleep(0.1)
+        return {"versions": {"llama-cpp-python": api.__version__}, "settings": {"flags": " ".join(map(str, flags))}}
+
+    def _ready(self) -> bool:
+        """Whether it can answer. Raises RuntimeError where it has ended."""
+        if self.server.poll() is not None:
+            raise RuntimeError(f"llama-server ended with status {self.server.returncode}")
+        try:
+            with urllib.request.urlopen(f"{self.url}/health"):
+                return True
+        except OSError:
+            return False
+
+    def write(self, prompt: Seq[int], count: int) -> list[int]:
+        asked = {"prompt": list(prompt), "n_predict": count, "temperature": 0.0, "return_tokens": True}
+        body = json.dumps({**asked, "cache_prompt": False}).encode()
+        request = urllib.request.Request(f"{self.url}/completion", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            return list(json.load(answer)["tokens"])

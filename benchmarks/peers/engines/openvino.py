@@ -102,3 +102,37 @@ class Engine:
         logits = self.request.get_tensor("logits").data[0, -1, :count]
         self._reset()
         return [float(x) for x in logits]
+
+
+class Writer:
+    """GenAI's pipeline. `options`: way "ngram" (prompt lookup), or a draft model; k, its tokens a draft."""
+
+    def load(
+        self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
+    ) -> dict[str, object]:
+        import openvino_genai as genai
+
+        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        more: dict[str, Any] = {}
+        if options.get("way") == "ngram":
+            more["prompt_lookup"] = True
+        elif draft is not None:
+            more["draft_model"] = genai.draft_model(str(draft), "CPU", **properties)
+        if more:  # what speculates is its continuous batching; plain decoding is faster without
+            scheduler = genai.SchedulerConfig()
+            scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 1, max(1024, max_len), 1
+            scheduler.enable_prefix_caching = False
+            more["scheduler_config"] = scheduler
+        self.pipeline = genai.LLMPipeline(str(model), "CPU", **more, **properties)
+        self.config = self.pipeline.get_generation_config()
+        self.config.do_sample, self.config.apply_chat_template = False, False
+        if more:
+            self.config.num_assistant_tokens = options["k"]
+        if "prompt_lookup" in more:
+            self.config.max_ngram_size = 3
+        return {"versions": {"openvino-genai": genai.__version__}, "settings": {**properties, **options}}
+
+    def write(self, prompt: Seq[int], count: int) -> list[int]:
+        self.config.max_new_tokens = count
+        out = self.pipeline.generate(ov.Tensor(np.asarray([prompt], dtype=np.int64)), self.config)
+        return [int(token) for token in out.tokens[0]]

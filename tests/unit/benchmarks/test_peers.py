@@ -23,6 +23,7 @@ from arms import Arm
 from engines.sameseed import Engine
 
 from sameseed.models.loader import open_checkpoint, read_config
+from sameseed.studies import rivals
 
 PEERS = Path(run.__file__).parent
 PLAN = measure.Plan(rows=(1, 4, 8), rounds=3, slow_rounds=2, batch_steps=4)
@@ -60,6 +61,37 @@ def test_every_engine_measures_everything_in_every_round(tmp_path: Path) -> None
         assert not result.missing and result.peak_rss > 0 and result.logits is not None and len(result.logits) == 64
         assert all(second > 0 for times in result.seconds.values() for second in times)
     assert results[0].logits == results[1].logits  # all see the same prompt
+
+
+def text_record(tmp_path: Path, *group: Arm) -> dict[str, Any]:
+    """The record of arms that write three texts, the last of which ends at once."""
+    prompts: list[list[int]] = [[5, 6], [7], []]
+    texts = measure.TextGroup(group, PLAN, lambda arm: start(tmp_path), lambda text: None, prompts)
+    about = {"model": "", "draft": None, "threads": 1, "max_len": 64}
+    results = texts.run(lambda arm: {**about, "options": dict(arm.options)})
+    plan = {**PLAN.__dict__, "rows": []}
+    made = {**record("embedded"), "plan": plan, "prompts": {"from": "some prompts", "count": 3}}
+    return {**made, "groups": [run.make_group("all", results, PLAN)]}
+
+
+def test_texts_are_written_in_turns_and_held_to_plain_decoding(tmp_path: Path) -> None:
+    told = fake("told")
+    wrong = arms.guessing(told, "dice", way="dice", text=[9])
+    made = text_record(tmp_path, told, arms.guessing(told, "n-grams", way="n"), wrong, fake("broken", fail="write"))
+    plain, guessing, wrongly, broken = made["groups"][0]["arms"]
+    assert plain["rows"] == [] and plain["texts"]["plain"] is None
+    assert plain["texts"]["tokens"] == [2, 1, 0] * PLAN.slow_rounds == guessing["texts"]["tokens"]
+    assert guessing["name"] == "told + n-grams" and guessing["texts"]["plain"]["name"] == "told"
+    assert (guessing["texts"]["plain"]["same"], guessing["texts"]["plain"]["texts"]) == (6, 6)
+    assert wrongly["texts"]["plain"]["same"] == 0, "none is the text of plain decoding"
+    assert broken["texts"] is None and broken["missing"] == {"texts": "RuntimeError: told to fail at write"}
+    made["groups"][0]["arms"][0]["engine"] = "sameseed"
+    text = table.render(json.loads(json.dumps(made)))
+    assert "| told + n-grams |" in text and "| 6 of 6 |" in text and "told: times faster" in text
+    assert "after 3 prompts (some prompts)" in text and "| broken |" not in text
+    report = rivals.report([{**r, "cell": "texts"} for r in rivals.split(made)])
+    assert [t.title for t in report.tables] == ["Texts"] and len(report.tables[0].rows) == 3
+    assert any("told + " in finding for finding in report.findings)
 
 
 def test_an_engine_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
