@@ -65,6 +65,8 @@ def check(groups: dict[str, list[Arm]], options: argparse.Namespace) -> list[str
         problems.append(
             f"{options.threads} threads asked for, {len(os.sched_getaffinity(0))} cores here: lower --threads"
         )
+    if options.formats and options.shape in TEXTS:
+        problems.append(f"--formats is for passes; {options.shape} has texts, by the arms of benchmarks/peers/arms.py")
     if not groups:
         problems.append("no arm matches; see benchmarks/peers/arms.py for their names")
     for group, arms in groups.items():

@@ -233,6 +233,10 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path, capsys: pytest
     assert "no environment of openvino" in said and "make peers" in said
     assert "checkpoints.py --shape tiny" in said and said.rstrip().endswith("hf-bf16 openvino-int4")
     assert run.main([*where, "--arms", "no such"]) == 2 and "arms.py" in capsys.readouterr().err
+    texts = ["--shape", "embedded", *where[2:], "--arms", "openvino int4 + draft*", "--threads", "1"]
+    assert run.main([*texts, "--formats", "w4a8"]) == 2
+    said = capsys.readouterr().err
+    assert "--formats is for passes" in said and "--shape embedded-draft" in said and "openvino-int8" in said
     assert run.main([*where, "--threads", "10000"]) == 2 and "lower --threads" in capsys.readouterr().err
     assert not out.exists()
 
