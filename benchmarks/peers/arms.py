@@ -103,6 +103,7 @@ TEXTS: dict[str, dict[str, list[Arm]]] = {
             *OURS,
             VLLM,
             guessing(VLLM, "draft model k=3", DRAFT, way="draft_model", k=3),
+            guessing(VLLM, "head k=3", ("head", "hf-bf16"), way="eagle3", k=3),
             guessing(VLLM, "n-grams k=3", way="ngram", k=3),
         ],
         "transformers": [

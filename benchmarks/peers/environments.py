@@ -59,10 +59,10 @@ def build_llama_cpp(python: Path, install: Install) -> None:
     """Its library and server, built from the bindings' own sources for this processor, in llama.cpp/build/bin."""
     home = python.parent.parent / "llama.cpp"
     shutil.rmtree(home, ignore_errors=True)
-    wanted = ["--no-deps", "--no-binary", "llama-cpp-python", LLAMA_CPP]
+    wanted = ["--no-binary", "llama-cpp-python", LLAMA_CPP]
     install(*wanted)
-    download = [python, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", *wanted, "--dest", home]
-    subprocess.run(download, check=True)
+    download = [python, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", *wanted]
+    subprocess.run([*download, "--dest", home], check=True)
     (archive,) = home.glob("*.tar.gz")
     shutil.unpack_archive(archive, home, filter="data")
     archive.unlink()
@@ -74,6 +74,9 @@ def build_llama_cpp(python: Path, install: Install) -> None:
     print("llama_cpp: its library and server are compiled", flush=True)
     subprocess.run([cmake, "-S", source, "-B", build, *ninja, *options], check=True, stdout=quiet)
     subprocess.run([cmake, "--build", build, "--target", "llama", "llama-server"], check=True, stdout=quiet)
+    (bindings,) = python.parent.parent.glob("lib/python*/site-packages/llama_cpp")
+    shutil.rmtree(bindings / "lib", ignore_errors=True)
+    (bindings / "lib").symlink_to(build / "bin")
 
 
 ENVIRONMENTS: dict[str, Environment] = {

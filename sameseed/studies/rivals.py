@@ -261,7 +261,7 @@ STUDY = Study(
     differs=(
         "Passes over M rows are what verification costs; they run on random weights of the shape.",
         "Texts come from the embedded models or their twins, which all engines load. Formats differ, so texts do.",
-        "Each engine speculates as it can: with the draft model and n-grams. The EAGLE head is ours alone here.",
+        "Each engine speculates as it can: with the draft model and n-grams, ours and vLLM also with the EAGLE head.",
     ),
     data="`make peers` installs the engines, each in an environment of its own, and makes the checkpoints.",
     cells=cells,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import random
 import socket
 import subprocess
@@ -15,11 +14,9 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-os.environ["LLAMA_CPP_LIB_PATH"] = f"{sys.prefix}/llama.cpp/build/bin"  # as environments.py builds it
-
 import llama_cpp as api
 
-BUILT = Path(os.environ["LLAMA_CPP_LIB_PATH"])
+SERVER = Path(sys.prefix) / "llama.cpp" / "build" / "bin" / "llama-server"  # as environments.py builds it
 
 Row = tuple[int, int, int, bool]  # token, position, sequence, logits wanted
 
@@ -138,7 +135,7 @@ class Writer:
             flags += ["--model-draft", draft, "--threads-draft", threads, "--spec-draft-n-max", options["k"]]
         elif way := options.get("way"):
             flags += ["--spec-type", way]
-        command = [str(part) for part in (BUILT / "llama-server", "--model", model, "--port", port, *flags)]
+        command = [str(part) for part in (SERVER, "--model", model, "--port", port, *flags)]
         self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # of this group: it is frozen and ended too
         while not self._ready():
             time.sleep(0.1)

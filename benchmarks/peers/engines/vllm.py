@@ -100,7 +100,7 @@ class Engine:
 
 
 class Writer:
-    """`options`: way ("draft_model", "ngram"; none: plain decoding) and k, its tokens a draft."""
+    """`options`: way ("draft_model", "eagle3", "ngram"; none: plain decoding) and k, its tokens a draft."""
 
     def load(
         self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
