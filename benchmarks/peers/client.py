@@ -81,12 +81,13 @@ class Client:
                 os.killpg(self.process.pid, number)
 
     def cpu_seconds(self) -> float:
-        """Processor time that the worker has used, all threads; 0 where there is no /proc or no worker any more."""
-        try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        """Processor time that the worker and all that it started have used; 0 where there is no /proc or no worker."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has ended meanwhile
+                fields = stat.read_text().rsplit(")", 1)[1].split()
+                ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) == self.process.pid else 0
+        return ticks / TICKS
 
     def close(self) -> None:
         """End the worker, kindly if it listens."""

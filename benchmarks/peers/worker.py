@@ -104,9 +104,14 @@ def take_cores(threads: int) -> None:
 
 
 def memory() -> dict[str, object]:
-    """Peak resident memory of this process in bytes (Linux counts KiB)."""
+    """Peak resident memory of this process, and of those that it started, in bytes (Linux counts KiB)."""
     unit = 1 if sys.platform == "darwin" else 1024
-    return {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            status = Path(f"/proc/{pid}/status").read_text()
+            peak += 1024 * sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return {"peak_rss_bytes": peak}
 
 
 def serve(worker: Worker, incoming: TextIO, outgoing: TextIO) -> None:

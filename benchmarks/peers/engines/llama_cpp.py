@@ -130,7 +130,7 @@ class Writer:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         flags = ["--threads", threads, "--ctx-size", max(max_len, 512), "--parallel", 1, "--flash-attn", "on"]
-        flags += ["--no-mmap", "--no-webui"]
+        flags += ["--load-mode", "none", "--no-webui"]
         if draft is not None:
             flags += ["--model-draft", draft, "--threads-draft", threads, "--spec-draft-n-max", options["k"]]
         elif way := options.get("way"):
