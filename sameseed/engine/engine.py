@@ -121,7 +121,7 @@ class Engine:
             draft, result = decode_step(self.runner, self.drafter, *how, captured)
         decided = time.perf_counter()
         self.num_rows = sum(plan.num_pending) + len(draft.tokens)
-        if not self._policies.skips():
+        if not self._policies.pass_over():
             between = start - self._ended if self._went_on else 0.0  # of whoever calls: he hands tokens on
             whole = replace(times, schedule=times.schedule + self._tail + min(between, self._tail + times.target))
             free, every = [b for b, known in enumerate(scripted) if not known], draft.counts

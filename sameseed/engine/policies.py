@@ -154,10 +154,10 @@ class RequestPolicies:
         goodput = self.default
         return not isinstance(goodput, GoodputLength) or any(s.speculation for s in seqs) or goodput.listens(seqs)
 
-    def skips(self) -> bool:
-        """Does no policy learn of the round that has just run? `GoodputLength.skips` says when."""
+    def pass_over(self) -> bool:
+        """Count the round that has run without learning of it; False where `update` is to (see GoodputLength)."""
         goodput = self.default
-        if self._own or not isinstance(goodput, GoodputLength) or not goodput.skips():
+        if self._own or not isinstance(goodput, GoodputLength) or not goodput.pass_over():
             return False
         if self._table is not None:
             self._table.passed()

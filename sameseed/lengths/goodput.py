@@ -311,8 +311,8 @@ class GoodputLength:
                 best, best_gain = n, gain
         return best
 
-    def skips(self) -> bool:
-        """Is nothing learned of the round that has run? So it is with most of a rest; the round counts all the same."""
+    def pass_over(self) -> bool:
+        """Count the round that has run without learning of it, as most of a rest; False where `update` is to."""
         if not self._idle or self._num_plain < LOOK_EVERY or (self._num_plain + 1) % LOOK_EVERY == 0:
             return False
         self._num_plain += 1
@@ -321,7 +321,7 @@ class GoodputLength:
 
     def update(self, round_: Round) -> None:
         """Learn from a round: what was right, and what it took."""
-        if self.skips():
+        if self.pass_over():
             return
         self.budget.passed()
         self._num_plain += self._idle  # plain decoding should cost what it costs

@@ -400,14 +400,14 @@ def test_rounds_of_a_rest_cost_the_engine_nothing_but_every_sixteenth() -> None:
     (seq,), skipped = sequences(1), []
     for _ in range(400):
         asked = policies.lengths([seq], 1)
-        skipped.append(policies.skips())
+        skipped.append(policies.pass_over())
         assert not (skipped[-1] and any(asked))
         if not skipped[-1]:
             times = TimeSplit(draft=0.05 * asked[0], target=0.01 * (1 + asked[0]))
             policies.update(Round([seq], asked, asked, [0], 1 + asked[0], times))
     assert 0.8 < sum(skipped) / len(skipped) < 0.95
     policies._own["fixed"] = FixedLength(2)
-    assert not any(policies.skips() for _ in range(32)), "another policy has to learn too"
+    assert not any(policies.pass_over() for _ in range(32)), "another policy has to learn too"
 
 
 def test_of_a_chain_that_ended_the_rest_is_as_likely_as_its_end_promised() -> None:
