@@ -78,7 +78,7 @@ def convert(folder: Path, out: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     if (folder / "tokenizer.json").exists():
-        add_tokenizer(writer, folder)
+        add_tokenizer(writer, folder, config["vocab_size"])
     else:
         writer.add_tokenizer_model("no_vocab")
     for name, bits in read(folder).items():
@@ -97,18 +97,23 @@ def convert(folder: Path, out: Path) -> None:
     writer.close()
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """Tokens, merges, special tokens and the chat template. Raises ValueError for what is no byte-level BPE."""
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
+    """Tokens, merges, special tokens and the chat template; ids that no token has, up to `size`, get names.
+
+    Raises ValueError for what is no byte-level BPE.
+    """
     told, about = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
     if told["model"]["type"] != "BPE" or told["decoder"]["type"] != "ByteLevel":
         raise ValueError(f"{folder} has no byte-level BPE tokenizer; give another folder")
     special = {token["content"] for token in told["added_tokens"] if token["special"]}
     ids = {**told["model"]["vocab"], **{token["content"]: token["id"] for token in told["added_tokens"]}}
     words = sorted(ids, key=ids.__getitem__)
+    free = [f"[UNUSED{i}]" for i in range(len(words), size)]
+    types = [gguf.TokenType.CONTROL if word in special else gguf.TokenType.NORMAL for word in words]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(words)
-    writer.add_token_types([gguf.TokenType.CONTROL if word in special else gguf.TokenType.NORMAL for word in words])
+    writer.add_token_list([*words, *free])
+    writer.add_token_types([*types, *[gguf.TokenType.UNUSED] * len(free)])
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in told["model"]["merges"]])
     for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
         add(ids[about[f"{name}_token"]])
