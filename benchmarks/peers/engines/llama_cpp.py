@@ -132,7 +132,8 @@ class Writer:
         flags = ["--threads", threads, "--ctx-size", max(max_len, 512), "--parallel", 1, "--flash-attn", "on"]
         flags += ["--load-mode", "none", "--no-webui"]
         if draft is not None:
-            flags += ["--model-draft", draft, "--threads-draft", threads, "--spec-draft-n-max", options["k"]]
+            flags += ["--spec-type", "draft-simple", "--model-draft", draft, "--spec-draft-n-max", options["k"]]
+            flags += ["--threads-draft", threads]
         elif way := options.get("way"):
             flags += ["--spec-type", way]
         command = [str(part) for part in (SERVER, "--model", model, "--port", port, *flags)]
