@@ -83,9 +83,13 @@ class PeerCell:
             command += ["--num-prompts", str(setup.num_prompts), "--max-tokens", str(setup.max_tokens)]
             command += ["--prompts", str(setup.prompts)] if setup.prompts else []
             tell(" ".join(command))
-            done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            if done.returncode:
-                raise ConfigError(f"{self.name}: {done.stderr.strip()[-500:]}")
+            errors = Path(folder) / "errors"
+            with errors.open("w") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file) as running:
+                for line in running.stdout or ():
+                    if line.startswith(b"  "):  # what it does, and how far it is; its tables are made here
+                        tell(line.decode(errors="replace").strip())
+            if running.returncode:
+                raise ConfigError(f"{self.name}: {errors.read_text(errors='replace').strip()[-500:]}")
             return split(json.loads(out.read_text()))
 
 
