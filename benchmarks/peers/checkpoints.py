@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from arms import ALL, Arm
@@ -124,7 +125,11 @@ def write_source(folder: Path, name: str) -> None:
     elif of == "embedded-head":
         make_head_twin(find_shape(shape), of, "embedded-target", folder, name=shape)
     else:
-        make_twin(find_shape(shape), of, folder, name=shape)
+        config = find_shape(shape)
+        if of == "embedded-draft":  # engines take only drafts with the target's vocabulary
+            target = TEXT_MODELS[name.removesuffix("-draft")][1]
+            config = replace(config, vocab_size=SHAPES[str(target)]["vocab_size"])
+        make_twin(config, of, folder, name=shape)
 
 
 def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
