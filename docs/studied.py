@@ -44,6 +44,8 @@ def shown(name: str, size: str, found: list[Record]) -> str:
     left = f" {missing} published figures are not measured here." if missing else ""
     parts = [wrapped(f"**{SAID[size].capitalize()}.** {' '.join(report.findings)}")]
     parts += [markdown(heads, rows, (1, 2, 3))] if rows else []
+    if not report.published:  # nothing is beside ours: what was measured stands for itself
+        parts += [markdown(table.heads, table.rows, tuple(range(1, len(table.heads)))) for table in report.tables]
     last = next((r for r in reversed(found) if "repetitions" in r), found[-1])
     about = f"{_page.ours(last)}. {last['time'][:10]}, commit {last['commit']}.{left}"
     return "\n\n".join([*parts, wrapped(about[0].upper() + about[1:])])

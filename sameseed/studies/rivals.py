@@ -222,15 +222,12 @@ def _text_table(texts: Records) -> Table:
     ours = _best(texts, True)
     rows = []
     for record in texts:
-        plain, best = record["texts"]["plain"], ours.get(_place(record))
+        said, plain, best = record["texts"], record["texts"]["plain"], ours.get(_place(record))
+        name = f"{_name(record)} (beside {record['config']['group']})" if _ours(record) else _name(record)
         same = f"{plain['same']} of {plain['texts']}" if plain else ""
         gain = figure(plain["faster"]["median"] if plain else None)
-        faster = figure(_over(best, record) if best else None)
-        rows.append(
-            [record["config"]["group"], _name(record), figure(record["texts"]["median"], ".1f"), gain, same, faster]
-        )
-    heads = ("beside", "engine", "tokens/s", "over its plain", "texts as its plain", "ours, the fastest: times faster")
-    return Table("Texts", heads, rows)
+        rows.append([name, figure(said["median"], ".1f"), gain, same, figure(_over(best, record) if best else None)])
+    return Table("Texts", ("engine", "tokens/s", "over its plain", "texts as its plain", "our best: times as fast"), rows)
 
 
 def _text_findings(texts: Records) -> list[str]:
