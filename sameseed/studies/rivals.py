@@ -227,7 +227,9 @@ def _text_table(texts: Records) -> Table:
         same = f"{plain['same']} of {plain['texts']}" if plain else ""
         gain = figure(plain["faster"]["median"] if plain else None)
         rows.append([name, figure(said["median"], ".1f"), gain, same, figure(_over(best, record) if best else None)])
-    return Table("Texts", ("engine", "tokens/s", "over its plain", "texts as its plain", "our best: times as fast"), rows)
+    return Table(
+        "Texts", ("engine", "tokens/s", "over its plain", "texts as its plain", "our best: times as fast"), rows
+    )
 
 
 def _text_findings(texts: Records) -> list[str]:
