@@ -73,7 +73,7 @@ def guessing(arm: Arm, label: str, draft: tuple[str, str] | None = None, **optio
     return replace(arm, name=f"{arm.name} + {label}", options={**arm.options, **options}, draft=draft)
 
 
-OURS4, OURS16 = sameseed("w4a8", 2.5), sameseed("bf16", 3.5)
+OURS4, OURS16 = sameseed("w4a8", 1.5), sameseed("bf16", 3.5)
 OURS = [
     OURS4,
     guessing(OURS4, "suffix + head", ("head", "hf-bf16"), way="suffix + {draft}", draft_format="w4a8"),
@@ -81,7 +81,7 @@ OURS = [
 ]
 LLAMA = Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 1.5)
 OPENVINO = Arm("OpenVINO int4", "openvino", "openvino-int4", 2.5)
-VLLM = Arm("vLLM bf16", "vllm", "hf-bf16", 5.0)
+VLLM = Arm("vLLM bf16", "vllm", "hf-bf16", 4.5)
 TRANSFORMERS = Arm("transformers bf16", "transformers", "hf-bf16", 4.0)
 DRAFT = ("draft", "hf-bf16")
 # Texts with each engine's own speculation; the checkpoints write the embedded models' texts.
@@ -100,7 +100,7 @@ TEXTS: dict[str, dict[str, list[Arm]]] = {
             guessing(OPENVINO, "n-grams k=3", way="ngram", k=3),
         ],
         "vLLM": [
-            *OURS,
+            *OURS[:2],
             VLLM,
             guessing(VLLM, "draft model k=3", DRAFT, way="draft_model", k=3),
             guessing(VLLM, "head k=3", ("head", "hf-bf16"), way="eagle3", k=3),

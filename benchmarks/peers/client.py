@@ -99,7 +99,8 @@ class Client:
             self.process.wait(timeout=3)
         except (OSError, ValueError, subprocess.TimeoutExpired):
             pass
-        self.signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):  # also what it started, if it has ended itself
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 

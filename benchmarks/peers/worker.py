@@ -18,20 +18,18 @@ offer {"unsupported": text}; the worker goes on.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
 import random
 import resource
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from protocol import Engine, UnsupportedError, Writer
+from protocol import Engine, UnsupportedError, Writer, die_with_parent
 
 DOES = ("load", "rows", "prefill", "batch", "probe", "load_writer", "write")
 
@@ -122,12 +120,6 @@ def serve(worker: Worker, incoming: TextIO, outgoing: TextIO) -> None:
             return
         outgoing.write(json.dumps(worker.answer(message)) + "\n")
         outgoing.flush()
-
-
-def die_with_parent() -> None:
-    """Ask Linux to end this process with the one that started it: a frozen worker could not see that by itself."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def main() -> None:

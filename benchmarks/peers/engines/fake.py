@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -45,11 +46,16 @@ class Engine:
 
 
 class Writer(Engine):
-    """`options`: ms (a text), fail ("load" or "write": raises), text (what it writes; else the prompt backwards)."""
+    """`options`: ms (a text), fail ("load" or "write": raises), text (what it writes; else the prompt backwards),
+
+    helper (seconds that a process of its own goes on for).
+    """
 
     def load(  # type: ignore[override]
         self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
     ) -> dict[str, object]:
+        if options.get("helper"):  # as an engine that is a server of its own
+            subprocess.Popen(["sleep", options["helper"]])
         return super().load(model, threads, max_len, 1, options)
 
     def write(self, prompt: Seq[int], count: int) -> list[int]:

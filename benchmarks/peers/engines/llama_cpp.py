@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp as api
+from protocol import die_with_parent
 
 SERVER = Path(sys.prefix) / "llama.cpp" / "build" / "bin" / "llama-server"  # as environments.py builds it
 
@@ -137,7 +138,8 @@ class Writer:
         elif way := options.get("way"):
             flags += ["--spec-type", way]
         command = [str(part) for part in (SERVER, "--model", model, "--port", port, *flags)]
-        self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # of this group: it is frozen and ended too
+        # Of this group: it is frozen too.
+        self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
         while not self._ready():
             time.sleep(0.1)
         return {"versions": {"llama-cpp-python": api.__version__}, "settings": {"flags": " ".join(map(str, flags))}}

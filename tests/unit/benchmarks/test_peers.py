@@ -131,6 +131,25 @@ def test_an_idle_worker_is_frozen(tmp_path: Path) -> None:
     assert worker.process.returncode == 0
 
 
+@linux
+def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
+    worker = start(tmp_path)
+    group = lambda: [s for s in Path("/proc").glob("[0-9]*/stat") if f" {worker.process.pid} " in stat_of(s)]  # noqa: E731
+    about = {"model": "", "draft": None, "threads": 1, "max_len": 64, "options": {"helper": "600"}}
+    worker.ask(60, do="load_writer", **about)
+    assert len(group()) == 2
+    worker.close()
+    wait_until(lambda: not group())
+
+
+def stat_of(file: Path) -> str:
+    """The state, parent and group of a process; nothing of one that has ended."""
+    try:
+        return " ".join(file.read_text().rsplit(")", 1)[1].split()[1:3]) + " "
+    except OSError:
+        return ""
+
+
 def wait_until(true: Callable[[], bool]) -> None:
     for _ in range(500):
         if true():
