@@ -20,7 +20,7 @@ def section(name: str) -> str:
         mine = newest([r for r in found if r["size"] == size])
         command = f"`sameseed study {name} --size {size} --out benchmarks/results/studies`"
         parts.append(
-            shown(name, size, mine) if mine else wrapped(f"*{SAID[size].capitalize()}: not run yet: {command}*")
+            shown(name, size, mine) if mine else wrapped(f"{SAID[size].capitalize()}: not run yet. {command} runs it.")
         )
     return "\n\n".join(parts) + "\n"
 

@@ -43,10 +43,12 @@ def draw(plot: Plot, path: Path) -> tuple[Path, Path]:
 def _legend(figure: Any, flat: Seq[Any]) -> None:
     """One for all panels, below them."""
     handles = {name: h for axes in flat for h, name in zip(*axes.get_legend_handles_labels())}
-    rows = -(-len(handles) // 4)
-    below = 0.26 * (rows + 0.5) / figure.get_figheight() if len(handles) > 1 else 0.0
+    inches = 0.6 + 0.07 * max(map(len, handles), default=0)  # of the longest entry
+    columns = max(1, min(4, int(figure.get_figwidth() / inches)))
+    below = 0.26 * (-(-len(handles) // columns) + 0.5) / figure.get_figheight() if len(handles) > 1 else 0.0
     if below:
-        figure.legend(list(handles.values()), list(handles), loc="lower center", ncol=4, frameon=False, fontsize=8)
+        look = {"loc": "lower center", "ncol": columns, "frameon": False, "fontsize": 8}
+        figure.legend(list(handles.values()), list(handles), **look)
     figure.tight_layout(rect=(0, below, 1, 1))
 
 

@@ -204,18 +204,17 @@ def _best(texts: Records, ours: bool) -> dict[tuple[object, ...], Mapping[str, A
 
 
 def _text_panels(texts: Records) -> list[Panel]:
-    texts = list({_name(r): r for r in reversed(texts)}.values())[::-1]  # ours are in each group: the first's
-    speculating = [r for r in texts if r["texts"]["plain"]]
-    return [
-        _bars("texts: tokens/s", texts, "texts"),
-        Panel(
-            "times its own plain decoding",
-            "",
-            [Series(_name(r), [("", r["texts"]["plain"]["faster"]["median"])]) for r in speculating],
-            True,
-            level=1.0,
-        ),
-    ]
+    """A diagram for each engine beside ours: tokens a second of every way to decode."""
+    panels = []
+    for place in dict.fromkeys(map(_place, texts)):
+        here = [r for r in texts if _place(r) == place]
+        ours, others = [r for r in here if _ours(r)], [r for r in here if not _ours(r)]
+        bars = [
+            Series(who, [(_name(r), r["texts"]["median"]) for r in of])
+            for who, of in (("ours", ours), ("theirs", others))
+        ]
+        panels.append(Panel(f"{place[1]}: tokens/s", "", bars, True, stacked=True))
+    return panels
 
 
 def _text_table(texts: Records) -> Table:
@@ -235,8 +234,8 @@ def _text_table(texts: Records) -> Table:
 def _text_findings(texts: Records) -> list[str]:
     ours = _best(texts, True)
     return [
-        f"Texts, {place[1]}: its fastest is {_name(theirs)}; {_name(ours[place])} is {_over(ours[place], theirs):.2f} "
-        "times as fast."
+        f"Texts: {_name(ours[place])} is {_over(ours[place], theirs):.2f} times as fast as {_name(theirs)}, the fastest "
+        f"of {place[1]}."
         for place, theirs in _best(texts, False).items()
         if place in ours
     ]

@@ -176,7 +176,7 @@ def test_a_study_shows_its_newest_cells_beside_what_was_published(
     assert {f"study:{name}" for name in registry.names("studies")} <= set(re.findall(r"study:\w+", page))
     monkeypatch.setattr(recorded, "RECORDS", tmp_path)
     said = make_tables.render("<!-- study:rivals -->\nold\n<!-- end -->\n")
-    assert "not run yet: `sameseed study rivals --size true --out" in said.replace("\n", " ") and "old" not in said
+    assert "not run yet. `sameseed study rivals --size true --out" in said.replace("\n", " ") and "old" not in said
     made = [{**r, "size": "small", "cell": "all", "digest": str(n)} for n in (1, 2) for r in rivals.split(told[-1])]
     made[0] = {**made[0], "commit": "outdated", "cell": "all"}
     (tmp_path / "studies").mkdir()
