@@ -233,12 +233,12 @@ def _text_table(texts: Records) -> Table:
 
 def _text_findings(texts: Records) -> list[str]:
     ours = _best(texts, True)
-    return [
-        f"Texts: {_name(ours[place])} is {_over(ours[place], theirs):.2f} times as fast as {_name(theirs)}, the fastest "
-        f"of {place[1]}."
-        for place, theirs in _best(texts, False).items()
-        if place in ours
-    ]
+    said = []
+    for place, theirs in _best(texts, False).items():
+        if place in ours:
+            faster = f"{_over(ours[place], theirs):.2f} times as fast as {_name(theirs)}"
+            said.append(f"Texts: {_name(ours[place])} is {faster}, the fastest of {place[1]}.")
+    return said
 
 
 def _tables(records: Records, pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[Table]:
