@@ -75,8 +75,10 @@ def build_llama_cpp(python: Path, install: Install) -> None:
     subprocess.run([cmake, "-S", source, "-B", build, *ninja, *options], check=True, stdout=quiet)
     subprocess.run([cmake, "--build", build, "--target", "llama", "llama-server"], check=True, stdout=quiet)
     (bindings,) = python.parent.parent.glob("lib/python*/site-packages/llama_cpp")
-    shutil.rmtree(bindings / "lib", ignore_errors=True)
-    (bindings / "lib").symlink_to(build / "bin")
+    library = bindings / "lib"
+    shutil.rmtree(library, ignore_errors=True)
+    library.unlink(missing_ok=True)  # a link of an earlier try
+    library.symlink_to(build / "bin")
 
 
 ENVIRONMENTS: dict[str, Environment] = {

@@ -118,7 +118,7 @@ class Writer:
             more["prompt_lookup"] = True
         elif draft is not None:
             more["draft_model"] = genai.draft_model(str(draft), "CPU", **properties)
-        if more:  # what speculates is its continuous batching; plain decoding is faster without
+        if more:  # its continuous batching speculates
             scheduler = genai.SchedulerConfig()
             scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 1, max(1024, max_len), 1
             scheduler.enable_prefix_caching = False
