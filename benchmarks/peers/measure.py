@@ -232,7 +232,8 @@ def texts_record(result: Result, results: Seq[Result]) -> dict[str, Any] | None:
     arm, seconds = result.arm, result.seconds["texts"]
     rates = speeds(result)
     plain = next((r for r in results if r.texts and not r.arm.guesses and same_model(r.arm, arm)), None)
-    found = {"seconds": seconds, "tokens": [len(text) for text in result.texts], **spread(rates), "plain": None}
+    told = {"seconds": seconds, "tokens": [len(text) for text in result.texts], "tokens_per_s": rates}
+    found: dict[str, Any] = {**told, **spread(rates), "plain": None}
     if plain is not None and arm.guesses:
         same = [a == b for a, b in zip(result.texts, plain.texts)]
         faster = [mine / theirs for mine, theirs in zip(rates, speeds(plain))]

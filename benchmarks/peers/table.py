@@ -76,14 +76,9 @@ def texts_table(group: dict[str, Any]) -> str:
         texts, plain = arm["texts"], arm["texts"]["plain"] or {}
         gain = number(plain.get("faster", {}).get("median"), 2)
         same = f"{plain['same']} of {plain['texts']}" if plain else "-"
-        more = [number(median(map(truediv, rates(ours), rates(arm))), 2)] if ours else []
+        more = [number(median(map(truediv, ours["texts"]["tokens_per_s"], texts["tokens_per_s"])), 2)] if ours else []
         body.append([arm["name"], number(texts["median"]), gain, same, *more])
     return markdown([*head, *([f"{ours['name']}: times faster"] if ours else [])], body)
-
-
-def rates(arm: dict[str, Any]) -> list[float]:
-    """Tokens a second of each text of an arm; one that ended at once counts as one token."""
-    return [max(n, 1) / s for n, s in zip(arm["texts"]["tokens"], arm["texts"]["seconds"])]
 
 
 def notes(record: dict[str, Any]) -> str:

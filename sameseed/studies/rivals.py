@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -182,14 +183,8 @@ def _findings(pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[
     return said
 
 
-def _speeds(record: Mapping[str, Any]) -> list[float]:
-    """Tokens a second of each text; one that ended at once counts as one token."""
-    texts = record["texts"]
-    return [max(n, 1) / s for n, s in zip(texts["tokens"], texts["seconds"])]
-
-
 def _over(mine: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    return median(a / b for a, b in zip(_speeds(mine), _speeds(other)))
+    return float(median(map(truediv, mine["texts"]["tokens_per_s"], other["texts"]["tokens_per_s"])))
 
 
 def _best(texts: Records, ours: bool) -> dict[tuple[object, ...], Mapping[str, Any]]:
