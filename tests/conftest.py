@@ -18,7 +18,13 @@ from sameseed.models.loader import load_model, resolve_model
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
 
+LONG_FILES = ("test_triton.py", "test_snippets.py", "test_study.py")  # minutes each
 DRAFT_NOISE = 0.04  # the tiny draft is the tiny target with this share of other weights mixed in
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: where two processes share the tests, none waits for such a file at the end."""
+    items.sort(key=lambda item: [*LONG_FILES, item.path.name].index(item.path.name))
 
 
 @pytest.fixture(scope="session", autouse=True)
