@@ -77,7 +77,8 @@ def convert(folder: Path, out: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    if (folder / "tokenizer.json").exists():
+    file = folder / "tokenizer.json"
+    if file.exists() and json.loads(file.read_text())["model"].get("merges"):  # random weights come with no merges
         add_tokenizer(writer, folder, config["vocab_size"])
     else:
         writer.add_tokenizer_model("no_vocab")

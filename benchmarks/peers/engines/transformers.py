@@ -41,7 +41,7 @@ class Engine:
             self.cache = DynamicCache(config=self.model.config)
             self._forward([[3 + i % 500 for i in range(context)]], self.cache, 1)
         seconds, _ = self._forward([tokens], self.cache, 0)
-        self.cache.crop(context)
+        self.cache.crop(-len(tokens))
         return seconds
 
     def prefill(self, tokens: Seq[int]) -> float:
