@@ -125,10 +125,8 @@ def write_source(folder: Path, name: str) -> None:
     elif of == "embedded-head":
         make_head_twin(find_shape(shape), of, "embedded-target", folder, name=shape)
     else:
-        config = find_shape(shape)
-        if of == "embedded-draft":  # engines take only drafts with the target's vocabulary
-            target = TEXT_MODELS[name.removesuffix("-draft")][1]
-            config = replace(config, vocab_size=SHAPES[str(target)]["vocab_size"])
+        target = find_shape(str(TEXT_MODELS[name.removesuffix("-draft")][1]))
+        config = replace(find_shape(shape), vocab_size=target.vocab_size)  # engines refuse drafts with another
         make_twin(config, of, folder, name=shape)
 
 

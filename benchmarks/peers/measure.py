@@ -168,16 +168,17 @@ class TextGroup(Group):
         self.prompts = prompts
 
     def _begin(self, result: Result, client: Client) -> None:
-        asked = {"prompt": list(self.prompts[0]), "count": self.plan.text_tokens}
-        self._ask(result, client, "write", TIMEOUT, "texts", **asked)
+        self._ask(result, client, "write", TIMEOUT, "texts", **self._text(self.prompts[0]))
+
+    def _text(self, prompt: Seq[int]) -> dict[str, Any]:
+        return {"prompt": list(prompt), "count": self.plan.text_tokens}
 
     def _measure(self) -> None:
         for r in range(self.plan.slow_rounds):
             for i, prompt in enumerate(self.prompts):
                 self.say(f"round {r + 1} of {self.plan.slow_rounds}, prompt {i + 1} of {len(self.prompts)}")
                 for result in self._in_turn(r + i):
-                    asked = {"prompt": list(prompt), "count": self.plan.text_tokens}
-                    if answer := self._turn(result, "texts", do="write", **asked):
+                    if answer := self._turn(result, "texts", do="write", **self._text(prompt)):
                         result.texts.append(answer["text"])
 
 
@@ -227,11 +228,11 @@ def texts_record(result: Result, results: Seq[Result]) -> dict[str, Any] | None:
 
     None where it wrote none. `plain` is None for an arm without speculation.
     """
-    if not result.texts:
+    if "texts" not in result.seconds:
         return None
     arm, seconds = result.arm, result.seconds["texts"]
     rates = speeds(result)
-    plain = next((r for r in results if r.texts and not r.arm.guesses and same_model(r.arm, arm)), None)
+    plain = next((r for r in results if "texts" in r.seconds and not r.arm.guesses and same_model(r.arm, arm)), None)
     told = {"seconds": seconds, "tokens": [len(text) for text in result.texts], "tokens_per_s": rates}
     found: dict[str, Any] = {**told, **spread(rates), "plain": None}
     if plain is not None and arm.guesses:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence as Seq
-from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from sameseed.studies import rivals
 
 SCHEMA = "sameseed.peers/1"
 RATIO_ROWS = (1, 8, 16)
@@ -66,19 +67,11 @@ def ratio_table(group: dict[str, Any], rows: Seq[int]) -> str:
     return markdown(["times faster", *[title for title, _ in shown]], body)
 
 
-def texts_table(group: dict[str, Any]) -> str:
-    """Tokens a second of each arm, the same over its plain decoding, equal texts; and how much faster our best is."""
-    arms = [arm for arm in group["arms"] if arm.get("texts")]
-    ours = max((a for a in arms if a["engine"] == "sameseed"), key=lambda a: a["texts"]["median"], default=None)
-    head = ["engine", "tokens/s", "over its plain", "texts as its plain"]
-    body = []
-    for arm in arms:
-        texts, plain = arm["texts"], arm["texts"]["plain"] or {}
-        gain = number(plain.get("faster", {}).get("median"), 2)
-        same = f"{plain['same']} of {plain['texts']}" if plain else "-"
-        more = [number(median(map(truediv, ours["texts"]["tokens_per_s"], texts["tokens_per_s"])), 2)] if ours else []
-        body.append([arm["name"], number(texts["median"]), gain, same, *more])
-    return markdown([*head, *([f"{ours['name']}: times faster"] if ours else [])], body)
+def texts_table(record: dict[str, Any], group: dict[str, Any]) -> str:
+    """Tokens a second of one group's arms, as `sameseed study rivals` shows them."""
+    arms = rivals.split({**record, "groups": [group]})
+    found = rivals.text_table([arm for arm in arms if arm["texts"]])
+    return markdown(found.heads, found.rows)
 
 
 def notes(record: dict[str, Any]) -> str:
@@ -131,7 +124,7 @@ def render(record: dict[str, Any]) -> str:
     for group in record["groups"]:
         parts.append(f"*{group['name']}*")
         if record.get("prompts"):
-            parts.append(texts_table(group))
+            parts.append(texts_table(record, group))
             continue
         parts.append(times_table(group, rows))
         if any(arm["engine"] != "sameseed" for arm in group["arms"]):

@@ -133,7 +133,7 @@ def report(records: Records) -> Report:
     plots = [Plot("passes", "Passes, prompts, batches", panels)] if records else []
     if texts:
         plots.append(Plot("texts", "Texts, each engine with its own speculation", _text_panels(texts)))
-    tables = [*(_tables(records, pairs) if records else []), *([_text_table(texts)] if texts else [])]
+    tables = [*(_tables(records, pairs) if records else []), *([text_table(texts)] if texts else [])]
     return Report([*_findings(pairs), *_text_findings(texts)], [], plots, tables)
 
 
@@ -212,18 +212,23 @@ def _text_panels(texts: Records) -> list[Panel]:
     return panels
 
 
-def _text_table(texts: Records) -> Table:
-    ours = _best(texts, True)
-    rows = []
+def text_table(texts: Records) -> Table:
+    """Tokens a second of each way to decode, over its engine's plain decoding, equal texts, and how far ours is ahead.
+
+    `texts`: records as `split` makes them, of arms that wrote some.
+    """
+    ours, rows = _best(texts, True), []
+    several = len(set(map(_place, texts))) > 1
     for record in texts:
         said, plain, best = record["texts"], record["texts"]["plain"], ours.get(_place(record))
-        name = f"{_name(record)} (beside {record['config']['group']})" if _ours(record) else _name(record)
+        beside = f" (beside {record['config']['group']})" if several and _ours(record) else ""
         same = f"{plain['same']} of {plain['texts']}" if plain else ""
         gain = figure(plain["faster"]["median"] if plain else None)
-        rows.append([name, figure(said["median"], ".1f"), gain, same, figure(_over(best, record) if best else None)])
-    return Table(
-        "Texts", ("engine", "tokens/s", "over its plain", "texts as its plain", "our best: times as fast"), rows
-    )
+        faster = figure(_over(best, record) if best else None)
+        rows.append([_name(record) + beside, figure(said["median"], ".1f"), gain, same, faster])
+    best_name = "our best" if several or not ours else _name(*ours.values())
+    heads = ("engine", "tokens/s", "over its plain", "texts as its plain", f"{best_name}: times faster")
+    return Table("Texts", heads, rows)
 
 
 def _text_findings(texts: Records) -> list[str]:

@@ -133,11 +133,11 @@ class Writer:
         flags = ["--threads", threads, "--ctx-size", max(max_len, 512), "--parallel", 1, "--flash-attn", "on"]
         flags += ["--load-mode", "none", "--no-webui"]
         if draft is not None:
-            flags += ["--spec-type", "draft-simple", "--model-draft", draft, "--spec-draft-n-max", options["k"]]
-            flags += ["--threads-draft", threads]
+            flags += ["--spec-type", "draft-simple", "--spec-draft-n-max", options["k"], "--threads-draft", threads]
         elif way := options.get("way"):
             flags += ["--spec-type", way]
-        command = [str(part) for part in (SERVER, "--model", model, "--port", port, *flags)]
+        models = ["--model", model, *(["--model-draft", draft] if draft is not None else [])]
+        command = [str(part) for part in (SERVER, *models, "--port", port, *flags)]
         # Of this group: it is frozen too.
         self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
         while not self._ready():

