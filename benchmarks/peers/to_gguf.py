@@ -78,7 +78,7 @@ def convert(folder: Path, out: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     file = folder / "tokenizer.json"
-    if file.exists() and json.loads(file.read_text())["model"].get("merges"):  # random weights come with no merges
+    if file.exists() and json.loads(file.read_text())["model"].get("merges") != []:  # random weights: no merges
         add_tokenizer(writer, folder, config["vocab_size"])
     else:
         writer.add_tokenizer_model("no_vocab")
