@@ -7,6 +7,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
@@ -16,6 +17,7 @@
 
 #include "attention.h"
 #include "bind.h"
+#include "grow.h"
 #include "isa.h"
 #include "limits.h"
 #include "linear.h"
@@ -39,6 +41,15 @@ T* at(uintptr_t address) {
 struct Columns {
     const float* x;
     int64_t stride, width, column, total;
+    float* out;
+};
+
+// Rows of x [T, C], its rows `stride` apart, normed.
+struct Norm {
+    const float* x;
+    int64_t stride, width;
+    const float* weight;
+    float eps;
     float* out;
 };
 
@@ -80,11 +91,14 @@ void replay(Columns op, const Pass& p) {
         std::memcpy(out + t * op.total, op.x + t * op.stride, static_cast<size_t>(op.width) * sizeof(float));
 }
 
+void replay(Norm op, const Pass& p) { rms_norm(op.x, op.stride, op.weight, op.eps, op.out, p.rows, op.width); }
+
 const char* kind_of(const Embedding&) { return "embedding"; }
 const char* kind_of(const Product& op) { return op.source.index != nullptr ? "lm_head" : "linear"; }
 const char* kind_of(const RopeStore&) { return "rope_store"; }
 const char* kind_of(const Attention&) { return "attention"; }
 const char* kind_of(const Columns&) { return "columns"; }
+const char* kind_of(const Norm&) { return "norm"; }
 
 template <class Op>
 void record(nb::class_<Plan>& plan, const char* name) {
@@ -128,6 +142,8 @@ void bind_structs(nb::module_& m) {
     bind_struct(m, "Columns", "Columns of `out` [rows, total] from x; out 0: of the hidden states of the pass.",
                 field("x", &Columns::x), field("stride", &Columns::stride), field("width", &Columns::width),
                 field("column", &Columns::column), field("total", &Columns::total), field("out", &Columns::out));
+    bind_struct(m, "Norm", "Rows of x [T, C] normed.", field("x", &Norm::x), field("stride", &Norm::stride),
+                field("width", &Norm::width), field("weight", &Norm::weight), field("eps", &Norm::eps), field("out", &Norm::out));
     bind_struct(m, "Pass", "The rows of a pass, as sameseed/batch.py lays them out, and where its results go.",
                 field("rows", &Pass::rows), field("num_seqs", &Pass::num_seqs), field("num_logit_rows", &Pass::num_logit_rows),
                 field("table_stride", &Pass::table_stride), field("token_ids", &Pass::token_ids),
@@ -146,6 +162,22 @@ void bind_structs(nb::module_& m) {
                 field("scales", &EncodeArgs::scales), field("zeros", &EncodeArgs::zeros), field("low", &EncodeArgs::low));
 }
 
+void bind_growth(nb::module_& m) {
+    bind_struct(m, "GrowingTree", "One sequence's draft tree.", field("size", &GrowingTree::size),
+                field("depth", &GrowingTree::depth), field("width", &GrowingTree::width), field("count", &GrowingTree::count),
+                field("greedy", &GrowingTree::greedy), field("temperature", &GrowingTree::temperature),
+                field("floor", &GrowingTree::floor), field("top_k", &GrowingTree::top_k), field("top_p", &GrowingTree::top_p),
+                field("keys", &GrowingTree::keys), field("ids", &GrowingTree::ids), field("ending", &GrowingTree::ending),
+                field("num_cached", &GrowingTree::num_cached), field("blocks", &GrowingTree::blocks));
+    bind_struct(m, "TreePasses", "The passes of a head that grows trees.", field("vocab", &TreePasses::vocab),
+                field("width", &TreePasses::width), field("block_size", &TreePasses::block_size),
+                field("logits", &TreePasses::logits), field("features", &TreePasses::features),
+                field("input", &TreePasses::input), field("level_logits", &TreePasses::level_logits),
+                field("level_features", &TreePasses::level_features));
+    m.def("grow_trees", &grow_trees, nb::call_guard<nb::gil_scoped_release>(),
+          "Tokens, parents and path probabilities of draft trees, grown level by level.");
+}
+
 void bind_plan(nb::module_& m) {
     auto plan = nb::class_<Plan>(m, "Plan", "Recorded ops; what a pass brings is ignored as they are recorded.");
     plan.def(nb::init<>());
@@ -154,6 +186,7 @@ void bind_plan(nb::module_& m) {
     record<RopeStore>(plan, "rope_store");
     record<Attention>(plan, "attention");
     record<Columns>(plan, "columns");
+    record<Norm>(plan, "norm");
     plan.def("run", &Plan::run, nb::call_guard<nb::gil_scoped_release>())
         .def("set_timed", &Plan::set_timed)
         .def("seconds", &Plan::seconds)
@@ -217,6 +250,7 @@ NB_MODULE(_native, m) {
     const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
     bind_structs(m);
     bind_plan(m);
+    bind_growth(m);
     bind_sampling(m);
     m.def("embedding", &embedding, unlocked);
     m.def("product", &linear, unlocked);

@@ -2,6 +2,7 @@
 Native CPU kernels (csrc/). Memory is an address, strides count elements, formats are numbers of enum Format.
 """
 
+from collections.abc import Sequence
 
 
 class Weight:
@@ -55,6 +56,11 @@ class Columns:
 
     def __init__(self, *, x: int, stride: int, width: int, column: int, total: int, out: int) -> None: ...
 
+class Norm:
+    """Rows of x [T, C] normed."""
+
+    def __init__(self, *, x: int, stride: int, width: int, weight: int, eps: float, out: int) -> None: ...
+
 class Pass:
     """
     The rows of a pass, as sameseed/batch.py lays them out, and where its results go.
@@ -87,6 +93,8 @@ class Plan:
 
     def columns(self, arg: Columns, /) -> None: ...
 
+    def norm(self, arg: Norm, /) -> None: ...
+
     def run(self, arg: Pass, /) -> None: ...
 
     def set_timed(self, arg: bool, /) -> None: ...
@@ -94,6 +102,21 @@ class Plan:
     def seconds(self) -> list[tuple[str, float]]: ...
 
     def __len__(self) -> int: ...
+
+class GrowingTree:
+    """One sequence's draft tree."""
+
+    def __init__(self, *, size: int, depth: int, width: int, count: int, greedy: bool, temperature: float, floor: float, top_k: int, top_p: float, keys: Sequence[int], ids: int, ending: Sequence[int], num_cached: int, blocks: Sequence[int]) -> None: ...
+
+class TreePasses:
+    """The passes of a head that grows trees."""
+
+    def __init__(self, *, vocab: int, width: int, block_size: int, logits: int, features: int, input: int, level_logits: int, level_features: int) -> None: ...
+
+def grow_trees(arg0: Plan, arg1: TreePasses, arg2: Sequence[GrowingTree], /) -> list[tuple[list[int], list[int], list[float]]]:
+    """
+    Tokens, parents and path probabilities of draft trees, grown level by level.
+    """
 
 def choose(arg0: int, arg1: bool, arg2: int, arg3: bool, arg4: float, arg5: float, arg6: int, arg7: float, arg8: int, /) -> int:
     """The token chosen from a row of logits, or -1."""

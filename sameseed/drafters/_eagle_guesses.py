@@ -5,8 +5,9 @@ With sampling the target's own noise is part of it: it is known before the targe
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from sameseed.errors import RequestError
 from sameseed.request import Sequence
-from sameseed.spec.choices import Floats, Ints, likely
+from sameseed.spec.choices import Floats, Ints, growing_tree, likely
 from sameseed.spec.sampling import adjust
 
 
@@ -39,6 +40,10 @@ class Guesses:
         largest, as shares of their exponentials: the target's choice is the largest of its own log p + the same noise.
         """
         return likely(rows, seq, num_path, count, self.target_ids)
+
+    def growing(self, seq: Sequence, depth: int, ending: Iterable[int], **sizes: Any) -> Any:
+        """A tree that grows natively by what `likeliest` says after each path (`choices.growing_tree`)."""
+        return growing_tree(seq, depth, self.target_ids, ending, **sizes)
 
     def adjusted(
         self, rows: NDArray[np.float32], seq: Sequence, paths: Seq[Seq[int]], count: int

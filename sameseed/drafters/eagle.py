@@ -29,7 +29,7 @@ from sameseed.request import Sequence
 from sameseed.spec.choices import Ints
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
-from sameseed.spec.sampling import FAILED, drawable, drawer, needs_adjusting
+from sameseed.spec.sampling import FAILED, HAS_NATIVE, drawable, drawer, needs_adjusting, shaped_by_model
 
 
 class EagleDrafter(Reading):
@@ -138,6 +138,8 @@ class EagleDrafter(Reading):
     def _grow(self, growing: Seq[_GrowingTree]) -> None:
         """The first level from the last known positions, then a pass of the head for each further one."""
         logits, features, _ = self.followers.catch_up([g.seq for g in growing])
+        if self._grow_at_once(growing, logits, features):
+            return
         rows = self.guesses.rows(logits)
         for i, g in enumerate(growing):
             g.first = i
@@ -165,6 +167,24 @@ class EagleDrafter(Reading):
             rows = self.guesses.rows(logits)
             for g, chosen in running:
                 self._children(g, chosen, rows, depth)
+
+    def _grow_at_once(self, growing: Seq[_GrowingTree], logits: Tensor, features: Tensor) -> bool:
+        """`_grow` in one call, where nobody has to look at a level before the next; False where that cannot be."""
+        stops = self.policy.uses_confidence and self.policy.stop(0.0)  # else it never does
+        if not HAS_NATIVE or stops or not all(shaped_by_model(g.seq) for g in growing):
+            return False
+        trees = []
+        for g in growing:
+            holder = self.followers[g.seq].holder
+            sizes = {"size": g.tree.size, "width": g.width, "count": self.options.top_k}
+            where = {"num_cached": holder.num_cached, "blocks": holder.blocks}
+            trees.append(self.guesses.growing(g.seq, g.depth, g.ending, **sizes, **where))
+        grown = self.runner.grow(trees, sum(g.width for g in growing), logits, features)
+        if grown is None:
+            return False
+        for g, found in zip(growing, grown, strict=True):
+            g.grown = found
+        return True
 
     def _children(self, g: _GrowingTree, nodes: list[int], rows: NDArray[np.float32], depth: int) -> None:
         """Grow the tree by the likeliest tokens after nodes of one depth; rows: logits [R, Vd] of the pass."""
@@ -245,7 +265,7 @@ class _GrowingTree:
     """One sequence's tree in the making, or its chain: `tokens`, and `sure`, the probability of each path.
 
     `ending`: tokens after which nothing comes. `first`: of the nodes of the tree's last level, the first one's row in
-    the pass.
+    the pass. `grown`: what `Tree.best` would say, where all grew in one call.
     """
 
     seq: Sequence
@@ -254,6 +274,7 @@ class _GrowingTree:
     width: int
     ending: Set[int]
     first: int = 0
+    grown: tuple[list[int], list[int], list[float]] | None = None
     tokens: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)
 
@@ -266,7 +287,7 @@ def _draft_of(growing: Mapping[int, _GrowingTree], num_seqs: int, chains: bool) 
         if chains:
             trees[b], sure[b] = (g.tokens, list(range(-1, len(g.tokens) - 1))), g.sure
         else:
-            tokens, parents, sure[b] = g.tree.best()
+            tokens, parents, sure[b] = g.grown or g.tree.best()
             trees[b] = tokens, parents
     return Draft.trees(trees, sure)
 

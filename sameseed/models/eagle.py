@@ -10,6 +10,7 @@ Letters as in `ops`; F: width of the hidden states that the head takes from the 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -93,6 +94,13 @@ class EagleHead:
         """As `Llama.chain`; x [B, C] are the features of the first rows' parents."""
         chain = getattr(self._run, "chain", None)
         return None if chain is None else cast("Tensor | None", chain(batch, steps, cache, (0, window or 0), x))
+
+    def grow(
+        self, trees: Seq[Any], num_rows: int, logits: Tensor, features: Tensor, cache: KVCache, window: int | None
+    ) -> list[Any] | None:
+        """Draft trees whose levels are passes of `forward`, where the backend grows them (`PlanReplay.grow`)."""
+        grow = getattr(self._run, "grow", None)
+        return None if grow is None else cast(Any, grow(trees, num_rows, logits, features, cache, (0, window or 0)))
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, draws: Draws) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,10 @@ class HeadRunner:
         own, by place, until they are written over.
         """
         return self.model.forward(features, self._batch(levels), self.cache, self.window)
+
+    def grow(self, trees: Seq[Any], num_rows: int, logits: Tensor, features: Tensor) -> list[Any] | None:
+        """All levels of several trees (`expand`), where the backend can: `PlanReplay.grow` says what comes and goes."""
+        return self.model.grow(trees, num_rows, logits, features, self.cache, self.window)
 
     def draw(
         self,

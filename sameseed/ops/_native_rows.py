@@ -174,12 +174,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def norm_call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callable[[int], None]:
-    """rms_norm of the first rows of x [T, C] into `out`, to be called with their number as often as wanted."""
-    x_at, stride, width = x.data_ptr(), x.stride(0), x.shape[1]
+def recorded_norm(x: Tensor, weight: Tensor, eps: float, on: Executor) -> Tensor:
+    """rms_norm of rows x [T, C] as a step of a plan; returns [T, C]."""
+    rows, width = x.shape
     check_fit("norm weight", weight.shape[0], width)
-    weight_at, out_at = weight.data_ptr(), out.data_ptr()
-    return lambda rows: _native.rms_norm(x_at, stride, weight_at, eps, out_at, rows, width)
+    out = on.empty(rows, width)
+    where = {"x": x.data_ptr(), "stride": x.stride(0), "width": width}
+    on.calls.norm(_native.Norm(**where, weight=weight.data_ptr(), eps=eps, out=out.data_ptr()))
+    return out
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:

@@ -84,10 +84,7 @@ class Recorder:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not weight.is_contiguous():
             raise NotRecordableError("a norm that is no contiguous tensor")
-        out = self._on.empty(x.shape[0], x.shape[1])
-        self.parts.append(row_ops.norm_call(x, weight, eps, out))
-        self._open()
-        return out
+        return row_ops.recorded_norm(x, weight, eps, self._on)
 
     def _served(self, w: QuantTensor, *vectors: Tensor | None) -> None:
         if not row_ops.serves(w):
@@ -195,6 +192,16 @@ class Recorded:
         self.logit_width = logits.shape[1]
         self.hidden_width = 0 if hidden is None else hidden.shape[1]
 
+    @property
+    def single(self) -> _native.Plan | None:
+        """The plan, where a pass is nothing else; None where other calls lie between several."""
+        return self._parts[0] if len(self._parts) == 1 and not callable(self._parts[0]) else None
+
+    @property
+    def input(self) -> int:
+        """Where steps read the first input, as an address."""
+        return self._inputs[0].ctypes.data
+
     def run(self, batch: Batch, results: Pool, inputs: Seq[Tensor] = ()) -> tuple[Tensor, Tensor | None]:
         """Replay: logits float32 [R, V] and hidden float32 [T, ...] of the captured layers, in buffers of `results`."""
         rows, num_logit_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
@@ -256,6 +263,43 @@ class PlanReplay:
         finally:
             self._busy.release()
         return self._forward(self._ops, batch, cache, captures, *inputs)
+
+    def grow(
+        self,
+        trees: Seq[_native.GrowingTree],
+        num_rows: int,
+        logits: Tensor,
+        features: Tensor,
+        cache: Any,
+        captures: tuple[int, ...],
+    ) -> list[Any] | None:
+        """Draft trees in one native call, a pass a level (csrc/grow.h): tokens, parents, path probabilities of each.
+
+        logits [B, V] and features [B, C]: after each tree's last known row. A level has `num_rows` rows at most. None
+        where a pass is more than one plan.
+        """
+        if not self._busy.acquire(blocking=False):
+            return None
+        try:
+            recorded = self.recorded(num_rows, cache, captures, [features.shape[1]])
+            plan = None if recorded is None else recorded.single
+            if recorded is None or plan is None:
+                return None
+            level_logits = self._results.take(num_rows, recorded.logit_width)
+            level_features = self._results.take(num_rows, recorded.hidden_width)
+            passes = _native.TreePasses(
+                vocab=recorded.logit_width,
+                width=recorded.hidden_width,
+                block_size=cache.block_size,
+                logits=logits.data_ptr(),
+                features=features.data_ptr(),
+                input=recorded.input,
+                level_logits=level_logits.data_ptr(),
+                level_features=level_features.data_ptr(),
+            )
+            return _native.grow_trees(plan, passes, trees)
+        finally:
+            self._busy.release()
 
     def recorded(self, rows: int, cache: Any, captures: tuple[int, ...], widths: Seq[int] = ()) -> Recorded | None:
         """The plan for that many rows, recorded if need be; None if the pass cannot be recorded."""

@@ -6,8 +6,9 @@ drafter's largest is not it, its second often is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,3 +122,23 @@ def native_likely(
         args = sampling.native_args(rows[0], params, seed, position)
         _native.likely(*args, len(rows), where, count, tokens.ctypes.data, shares.ctypes.data)
     return tokens, shares
+
+
+def growing_tree(
+    seq: Sequence, depth: int, ids: NDArray[np.int32] | None, ending: Iterable[int], **sizes: Any
+) -> _native.GrowingTree:
+    """A tree of `depth` levels that grows natively by `likely`'s choices; `sizes`: its other fields."""
+    draws = [sampling.native_draw(seq.params, seq.seed, len(seq) + level) for level in range(depth)]
+    greedy, temperature, floor, top_k, top_p, _ = draws[0]
+    return _native.GrowingTree(
+        depth=depth,
+        greedy=greedy,
+        temperature=temperature,
+        floor=floor,
+        top_k=top_k,
+        top_p=top_p,
+        keys=[draw[-1] for draw in draws],
+        ids=0 if ids is None else ids.ctypes.data,
+        ending=list(ending),
+        **sizes,
+    )

@@ -185,9 +185,14 @@ def _is_limited(seq: Sequence, num_path: int) -> bool:
     return p.has_penalties or short or bool(p.logit_bias or p.banned_token_ids) or p.allowed_token_ids is not None
 
 
+def shaped_by_model(seq: Sequence) -> bool:
+    """Does `adjust` leave this sequence's logits as they are, at any depth of a draft?"""
+    return not needs_adjusting(seq, max(0, -seq.num_output))
+
+
 def plain_greedy(seq: Sequence) -> bool:
     """Is this sequence's choice just the argmax of the raw logits, at any depth of a draft?"""
-    return seq.params.greedy and not needs_adjusting(seq, max(0, -seq.num_output))
+    return seq.params.greedy and shaped_by_model(seq)
 
 
 def drawable(seq: Sequence) -> bool:
@@ -301,10 +306,14 @@ def native_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, 
 
 def native_args(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> NativeArgs:
     """The native sampler's arguments for a contiguous row."""
-    where = row.ctypes.data, row.dtype == np.float64, len(row)
+    return row.ctypes.data, row.dtype == np.float64, len(row), *native_draw(params, seed, position)
+
+
+def native_draw(params: SamplingParams, seed: int, position: int) -> tuple[bool, float, float, int, float, int]:
+    """How the native sampler draws: whether greedily, temperature, floor, top-k, top-p, the noise's key."""
     if params.greedy:
-        return *where, True, 1.0, -np.inf, 0, 1.0, 0
-    return *where, False, _divisor(params), _floor(params), params.top_k, params.top_p, noise_key(seed, position)
+        return True, 1.0, -np.inf, 0, 1.0, 0
+    return False, _divisor(params), _floor(params), params.top_k, params.top_p, noise_key(seed, position)
 
 
 def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float:

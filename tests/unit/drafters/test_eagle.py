@@ -31,7 +31,7 @@ from sameseed.models.eagle_loader import load_head
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
 from sameseed.spec.drafter import Span, level_metrics
-from sameseed.spec.sampling import choose, needs_adjusting
+from sameseed.spec.sampling import HAS_NATIVE, choose, needs_adjusting
 from sameseed.spec.step import decode_step
 
 PROMPTS = random_prompts(5, seed=4)
@@ -289,6 +289,40 @@ def test_broken_logits_guess_nothing(easy: Pair) -> None:
     assert engine.metrics.num_draft_tokens == 0
 
 
+@pytest.mark.skipif(not HAS_NATIVE, reason="trees grow in one call in the native module")
+@pytest.mark.parametrize("k", [1, 5, 12, 64])
+@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+def test_trees_that_grow_in_one_call_are_those_that_grow_level_by_level(
+    folders: Path, easy: Pair, head: str, k: int
+) -> None:
+    engine = engine_of(pair_of(folders, easy, head), k, depth=6, top_k=5, block=4)
+    runner = drafter_of(engine).runner
+    in_one_call, given = runner.grow, []
+
+    def watched(*how: Any) -> Any:
+        given.append(in_one_call(*how))
+        return given[-1]
+
+    flat = replace(DRAWN, temperature=1.5, top_p=1.0)
+    ending = replace(GREEDY, ignore_eos=False, stop_token_ids=tuple(range(0, MODEL_VOCAB, 3)))
+    asked = [GREEDY, DRAWN, replace(flat, top_k=7), replace(flat, min_p=0.02), ending]
+    seqs = [Sequence(i, prompt, how, 100 + i) for i, (prompt, how) in enumerate(zip(PROMPTS, asked, strict=True))]
+    num_draft = [0] * len(seqs)
+    for _ in range(6):
+        for seq in seqs:
+            assert engine.runner.blocks.reserve(seq, len(seq) + k)
+        decode_step(engine.runner, engine.drafter, seqs, [s.num_pending for s in seqs], num_draft)
+        num_draft = [max(1, k - i) for i in range(len(seqs))]
+        runner.grow = watched  # type: ignore[method-assign]
+        found = engine.drafter.propose(seqs, num_draft)
+        runner.grow = lambda *_: None  # type: ignore[method-assign]
+        wanted = engine.drafter.propose(seqs, num_draft)
+        assert [found.nodes(b) for b in range(len(seqs))] == [wanted.nodes(b) for b in range(len(seqs))]
+        assert found.confidence is not None and wanted.confidence is not None
+        np.testing.assert_allclose(found.confidence, wanted.confidence, rtol=1e-12)
+    assert len(given) == 6 and None not in given, "this head's passes are one plan"
+
+
 def test_one_child_makes_chains(easy: Pair) -> None:
     engine = engine_of(easy, 6, top_k=1, depth=4)
     seq = Sequence(0, PROMPTS[4], GREEDY, 0)
@@ -463,6 +497,7 @@ def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> No
         engine = engine_of(pair, 6, beyond=beyond)
         highest: list[int] = []
         expand = drafter_of(engine).runner.expand
+        drafter_of(engine).runner.grow = lambda *_: None  # type: ignore[method-assign]  # level by level, to be watched
 
         def watched(levels: Any, features: Any, expand: Any = expand, highest: list[int] = highest) -> Any:
             highest.extend(x.holder.num_cached + x.masks[0].bit_count() - 1 for x in levels)
