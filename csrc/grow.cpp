@@ -53,6 +53,14 @@ class Tree {
         return chosen;
     }
 
+    // The probabilities of the path's nodes down to i.
+    std::vector<double> path(int64_t i) const {
+        std::vector<double> found;
+        for (; i >= 0; i = nodes_[i].parent) found.push_back(std::exp(nodes_[i].score));
+        std::reverse(found.begin(), found.end());
+        return found;
+    }
+
     GrownTree best(int64_t size) const {
         GrownTree found;
         auto& [tokens, parents, sure] = found;
@@ -96,11 +104,12 @@ void add_children(Tree& tree, const Running& running, const GrowingTree& how, in
     const int64_t rows = static_cast<int64_t>(running.nodes.size());
     std::vector<int64_t> tokens(rows * how.count);
     std::vector<double> shares(rows * how.count);
-    const uint64_t key = how.greedy ? 0 : how.keys.at(level);
-    likely({logits + running.first * vocab, false, vocab, how.temperature, how.floor, how.top_k, how.top_p, key}, how.greedy,
-           rows, how.ids, how.count, tokens.data(), shares.data());
+    SamplingArgs args{logits + running.first * vocab, false, vocab, how.temperature, how.floor, how.top_k, how.top_p, 0};
+    if (!how.greedy) args.key = how.keys.at(level);
+    (how.exact ? first_choices : likely)(args, how.greedy, rows, how.ids, how.count, tokens.data(), shares.data());
     tree.begin_level();
     for (int64_t i = 0; i < rows * how.count; ++i) {
+        if (tokens[i] >= how.limit) continue;
         const bool ended = std::find(how.ending.begin(), how.ending.end(), tokens[i]) != how.ending.end();
         tree.add(tokens[i], running.nodes[i / how.count], i / how.count, std::log(shares[i]), ended);
     }
@@ -142,12 +151,12 @@ struct Level {
 
 }  // namespace
 
-std::vector<GrownTree> grow_trees(Plan& plan, const TreePasses& passes, const std::vector<GrowingTree>& given) {
+std::vector<GrownTree> grow_trees(Plan& plan, const TreePasses& passes, const std::vector<GrowingTree>& given, const Ends& ends) {
     std::vector<Tree> trees(given.size());
     std::vector<Running> running;
     for (size_t i = 0; i < given.size(); ++i) running.push_back({static_cast<int64_t>(i), static_cast<int64_t>(i), {-1}});
     const float *logits = passes.logits, *features = passes.features;
-    for (int64_t level = 0; !running.empty(); ++level) {
+    for (int64_t level = 0;; ++level) {
         Level next;
         std::vector<Running> going;
         for (const Running& r : running) {
@@ -163,8 +172,14 @@ std::vector<GrownTree> grow_trees(Plan& plan, const TreePasses& passes, const st
             next.add(how, tree, nodes, passes.block_size);
             going.push_back({r.tree, first, nodes});
         }
-        if (!going.empty()) next.run(plan, passes);
         running = std::move(going);
+        if (running.empty()) break;
+        if (ends) {
+            std::vector<std::vector<double>> paths;
+            for (const Running& r : running) paths.push_back(trees[r.tree].path(r.nodes.front()));
+            if (ends(paths)) break;
+        }
+        next.run(plan, passes);
         logits = passes.level_logits;
         features = passes.level_features;
     }

@@ -1,9 +1,11 @@
-// Draft trees that a head grows level by level (EAGLE-2), all levels in one call. sameseed/drafters/_tree.py and eagle.py are
-// the specification: what a tree keeps, which nodes run next, where they lie in the cache.
+// Draft trees that a model grows level by level (EAGLE-2), all levels in one call; a chain is one of width 1. The
+// specification is in sameseed/drafters: what a tree keeps, which nodes run next and where they lie in the cache (_tree.py,
+// eagle.py), and how a chain ends (_chains.py).
 
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <tuple>
 #include <vector>
 
@@ -16,6 +18,8 @@ struct GrowingTree {
     int64_t size;          // nodes that are wanted
     int64_t depth;         // levels
     int64_t width, count;  // nodes of a level that run, and children of each
+    bool exact;            // children are what the model itself would choose (`choices`), else `likely`
+    int64_t limit;         // tokens from here on are none of them
     bool greedy;
     double temperature, floor;
     int64_t top_k;
@@ -27,9 +31,9 @@ struct GrowingTree {
     std::vector<int32_t> blocks;
 };
 
-// The head's passes, each a level of all trees.
+// The model's passes, each a level of all trees.
 struct TreePasses {
-    int64_t vocab, width;  // of a row of logits, of features
+    int64_t vocab, width;  // of a row of logits, of features (0: the model takes none)
     int64_t block_size;
     const float *logits, *features;        // after the last known row of each tree: [B, vocab], [B, width]
     float* input;                          // where the plan reads the features of each row's parent
@@ -39,6 +43,10 @@ struct TreePasses {
 // Tokens, parents (-1: the last known token) and path probabilities of the likeliest nodes, parents first.
 using GrownTree = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<double>>;
 
-std::vector<GrownTree> grow_trees(Plan& plan, const TreePasses& passes, const std::vector<GrowingTree>& given);
+// The path probabilities of chains that could go on, each from its first token: shall they not?
+using Ends = std::function<bool(const std::vector<std::vector<double>>&)>;
+
+// `ends`, of chains only, is asked before each pass; empty: nobody is.
+std::vector<GrownTree> grow_trees(Plan& plan, const TreePasses& passes, const std::vector<GrowingTree>& given, const Ends& ends);
 
 }  // namespace sameseed

@@ -5,6 +5,7 @@
 // the function of its name runs it, the method of Plan of that name records it.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -165,16 +166,18 @@ void bind_structs(nb::module_& m) {
 void bind_growth(nb::module_& m) {
     bind_struct(m, "GrowingTree", "One sequence's draft tree.", field("size", &GrowingTree::size),
                 field("depth", &GrowingTree::depth), field("width", &GrowingTree::width), field("count", &GrowingTree::count),
-                field("greedy", &GrowingTree::greedy), field("temperature", &GrowingTree::temperature),
-                field("floor", &GrowingTree::floor), field("top_k", &GrowingTree::top_k), field("top_p", &GrowingTree::top_p),
-                field("keys", &GrowingTree::keys), field("ids", &GrowingTree::ids), field("ending", &GrowingTree::ending),
+                field("exact", &GrowingTree::exact), field("limit", &GrowingTree::limit), field("greedy", &GrowingTree::greedy),
+                field("temperature", &GrowingTree::temperature), field("floor", &GrowingTree::floor),
+                field("top_k", &GrowingTree::top_k), field("top_p", &GrowingTree::top_p), field("keys", &GrowingTree::keys),
+                field("ids", &GrowingTree::ids), field("ending", &GrowingTree::ending),
                 field("num_cached", &GrowingTree::num_cached), field("blocks", &GrowingTree::blocks));
-    bind_struct(m, "TreePasses", "The passes of a head that grows trees.", field("vocab", &TreePasses::vocab),
+    bind_struct(m, "TreePasses", "The passes of a model that grows trees.", field("vocab", &TreePasses::vocab),
                 field("width", &TreePasses::width), field("block_size", &TreePasses::block_size),
                 field("logits", &TreePasses::logits), field("features", &TreePasses::features),
                 field("input", &TreePasses::input), field("level_logits", &TreePasses::level_logits),
                 field("level_features", &TreePasses::level_features));
-    m.def("grow_trees", &grow_trees, nb::call_guard<nb::gil_scoped_release>(),
+    m.def("grow_trees", &grow_trees, nb::arg("plan"), nb::arg("passes"), nb::arg("trees"), nb::arg("ends").none(),
+          nb::call_guard<nb::gil_scoped_release>(),
           "Tokens, parents and path probabilities of draft trees, grown level by level.");
 }
 

@@ -351,19 +351,37 @@ std::vector<Choice> choices(const SamplingArgs& args, bool greedy, int64_t count
     return args.wide ? choices_from<double>(args, greedy, count) : choices_from<float>(args, greedy, count);
 }
 
-void likely(const SamplingArgs& args, bool greedy, int64_t num_rows, const int32_t* ids, int64_t count, int64_t* tokens,
-            double* shares) {
+namespace {
+
+// Writes what `found`, of a row's arguments, says of each row.
+template <class Found>
+void for_rows(const SamplingArgs& args, int64_t num_rows, const int32_t* ids, int64_t count, int64_t* tokens, double* shares,
+              Found found_in) {
     if (args.vocab < 1 || count < 1) throw std::invalid_argument("a row of logits and a count must be at least one token");
     SamplingArgs row = args;
     for (int64_t r = 0; r < num_rows; ++r) {
         row.logits = static_cast<const char*>(args.logits) + r * args.vocab * (args.wide ? sizeof(double) : sizeof(float));
-        const auto found = args.wide ? likely_in<double>(row, greedy, ids, count) : likely_in<float>(row, greedy, ids, count);
+        const std::vector<Choice> found = found_in(row);
         for (int64_t i = 0; i < count; ++i, ++tokens, ++shares) {
             const Choice c = i < static_cast<int64_t>(found.size()) ? found[i] : Choice{0, 0.0};
             *tokens = ids == nullptr || c.share == 0.0 ? c.token : ids[c.token];
             *shares = c.share;
         }
     }
+}
+
+}  // namespace
+
+void likely(const SamplingArgs& args, bool greedy, int64_t num_rows, const int32_t* ids, int64_t count, int64_t* tokens,
+            double* shares) {
+    for_rows(args, num_rows, ids, count, tokens, shares, [&](const SamplingArgs& row) {
+        return row.wide ? likely_in<double>(row, greedy, ids, count) : likely_in<float>(row, greedy, ids, count);
+    });
+}
+
+void first_choices(const SamplingArgs& args, bool greedy, int64_t num_rows, const int32_t* ids, int64_t count, int64_t* tokens,
+                   double* shares) {
+    for_rows(args, num_rows, ids, count, tokens, shares, [&](const SamplingArgs& row) { return choices(row, greedy, count); });
 }
 
 double probability(const SamplingArgs& args, int64_t token) {

@@ -41,6 +41,10 @@ void likely(const SamplingArgs& args, bool greedy, int64_t num_rows, const int32
 
 constexpr double left_out = 3.0;
 
+// The same of `choices`: what the model itself would choose, its truncation as it is.
+void first_choices(const SamplingArgs& args, bool greedy, int64_t num_rows, const int32_t* ids, int64_t count, int64_t* tokens,
+                   double* shares);
+
 // Probability of `token` at the temperature; floor, top-k, top-p and noise play no part.
 double probability(const SamplingArgs& args, int64_t token);
 

@@ -2,7 +2,7 @@
 Native CPU kernels (csrc/). Memory is an address, strides count elements, formats are numbers of enum Format.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class Weight:
@@ -106,14 +106,14 @@ class Plan:
 class GrowingTree:
     """One sequence's draft tree."""
 
-    def __init__(self, *, size: int, depth: int, width: int, count: int, greedy: bool, temperature: float, floor: float, top_k: int, top_p: float, keys: Sequence[int], ids: int, ending: Sequence[int], num_cached: int, blocks: Sequence[int]) -> None: ...
+    def __init__(self, *, size: int, depth: int, width: int, count: int, exact: bool, limit: int, greedy: bool, temperature: float, floor: float, top_k: int, top_p: float, keys: Sequence[int], ids: int, ending: Sequence[int], num_cached: int, blocks: Sequence[int]) -> None: ...
 
 class TreePasses:
-    """The passes of a head that grows trees."""
+    """The passes of a model that grows trees."""
 
     def __init__(self, *, vocab: int, width: int, block_size: int, logits: int, features: int, input: int, level_logits: int, level_features: int) -> None: ...
 
-def grow_trees(arg0: Plan, arg1: TreePasses, arg2: Sequence[GrowingTree], /) -> list[tuple[list[int], list[int], list[float]]]:
+def grow_trees(plan: Plan, passes: TreePasses, trees: Sequence[GrowingTree], ends: Callable[[Sequence[Sequence[float]]], bool] | None) -> list[tuple[list[int], list[int], list[float]]]:
     """
     Tokens, parents and path probabilities of draft trees, grown level by level.
     """

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.models.drawn import Drawn
-from sameseed.models.runner import ModelRunner
+from sameseed.models.runner import ModelRunner, Output
 from sameseed.request import Sequence
-from sameseed.spec.choices import choices
+from sameseed.spec.choices import choices, growing_tree, grows_at_once
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy
 from sameseed.spec.sampling import FAILED, choose, drawable, drawer, plain_greedy, probability
@@ -132,7 +133,7 @@ def extend_chains(
     policy: LengthPolicy,
     vocab_limit: int,
     prepare: Callable[[Seq[Sequence]], None] | None = None,
-    going: Callable[[], bool] = lambda: True,
+    going: Callable[[], bool] | None = None,
     siblings: int = 0,
 ) -> None:
     """Let the model write on at each of `chains`, which its shadow ends with, up to lengths[b] tokens in all.
@@ -151,11 +152,18 @@ def extend_chains(
     if drawn is not None:
         return take_drawn(runner, shadows, chains, policy, vocab_limit, *drawn)
     active = [b for b in range(len(chains)) if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
-    while active and going():
+    watched = going is not None or siblings > 0
+    while active and (going is None or going()):
         running = [shadows[b] for b in active]
         if prepare is not None:
             prepare(running)
-        for b, found in zip(active, _next(runner, running, policy.uses_confidence, siblings), strict=True):
+        out = _pass(runner, running, not siblings and not policy.uses_confidence)
+        some = [chains[b] for b in active]
+        if not watched and not any(c.tokens for c in some) and grows_at_once(policy, running):
+            wanted_lengths = [lengths[b] for b in active]
+            if _grow_at_once(runner, running, some, wanted_lengths, policy, vocab_limit, out.logits):
+                return
+        for b, found in zip(active, _next(runner, running, out, policy.uses_confidence, siblings), strict=True):
             _grow(runner, shadows[b], chains[b], found, policy, vocab_limit)
         active = [b for b in active if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
         if active and policy.ends([chains[b].sure for b in active]):
@@ -201,14 +209,14 @@ def start_chains(
     lengths: Seq[int],
     policy: LengthPolicy,
     prepare: Callable[[Seq[Sequence]], None] | None = None,
-    going: Callable[[], bool] = lambda: True,
+    going: Callable[[], bool] | None = None,
     siblings: int = 0,
 ) -> tuple[list[int], Drawn] | None:
     """`extend_chains`, but nothing is read: which chains grow, and what was drawn for them, for `take_drawn`.
 
     None, and nothing is written, where the model has to be waited for at each token.
     """
-    if siblings or not runner.takes_late or not going():
+    if siblings or not runner.takes_late or (going is not None and not going()):
         return None
     most = runner.model.max_model_len
     room = [min(n - len(c.tokens), most - len(s)) for s, c, n in zip(shadows, chains, lengths, strict=True)]
@@ -260,16 +268,20 @@ def _grow(
         chain.ended |= chain.tokens[-1] in shadow.params.ending(runner.model.config.eos_token_ids)
 
 
-def _next(
-    runner: ModelRunner, seqs: list[Sequence], with_probability: bool, siblings: int
-) -> list[list[tuple[int, float]]]:
-    """One pass: the model's choices after each sequence's last token."""
+def _pass(runner: ModelRunner, seqs: list[Sequence], choosing: bool) -> Output:
+    """One pass over the pending tokens; `choosing`: its choices are all that is wanted, where a device makes them."""
     num_pending = [s.num_pending for s in seqs]
-    nobody, alone = Draft.empty(len(seqs)), not siblings and not with_probability
-    out = runner.forward(seqs, nobody, num_pending, drawer=drawer if alone else None)
+    out = runner.forward(seqs, Draft.empty(len(seqs)), num_pending, drawer=drawer if choosing else None)
     runner.commit(seqs, num_pending, [[] for _ in seqs], out)
+    return out
+
+
+def _next(
+    runner: ModelRunner, seqs: list[Sequence], out: Output, with_probability: bool, siblings: int
+) -> list[list[tuple[int, float]]]:
+    """The model's choices after each sequence's last token, from the pass there."""
     drawn = [out.choices is not None and drawable(s) for s in seqs]
-    table = on_host(out.logits, nobody, out.wants_logits, drawn)
+    table = on_host(out.logits, Draft.empty(len(seqs)), out.wants_logits, drawn)
     eos = runner.model.config.eos_token_ids
     return [
         [(out.choices[b], 1.0)]
@@ -277,6 +289,34 @@ def _next(
         else likely_after(table[b], s, [], eos, siblings, with_probability)
         for b, s in enumerate(seqs)
     ]
+
+
+def _grow_at_once(
+    runner: ModelRunner,
+    shadows: Seq[Sequence],
+    chains: Seq[Chain],
+    lengths: Seq[int],
+    policy: LengthPolicy,
+    vocab_limit: int,
+    logits: Tensor,
+) -> bool:
+    """Empty chains in one call, from the logits [B, V] after each sequence; False, and nothing done, if it cannot."""
+    most, eos = runner.model.max_model_len, runner.model.config.eos_token_ids
+    trees = []
+    for shadow, length in zip(shadows, lengths, strict=True):
+        depth = min(length, most - len(shadow))
+        shape = {"size": depth, "width": 1, "count": 1, "exact": True, "limit": vocab_limit}
+        where = {"num_cached": shadow.num_cached, "blocks": shadow.blocks}
+        trees.append(growing_tree(shadow, depth, None, shadow.params.ending(eos), **shape, **where))
+    grown = runner.grow(trees, shadows, logits, policy.ends)
+    if grown is None:
+        return False
+    for shadow, chain, (tokens, _, sure) in zip(shadows, chains, grown, strict=True):
+        chain.tokens, chain.sure, chain.beside = tokens, sure, [[] for _ in tokens]
+        chain.ended = not tokens or tokens[-1] in shadow.params.ending(eos)
+        shadow.token_ids += tokens
+        shadow.num_cached += max(0, len(tokens) - 1)  # the last one's row comes with the next pass
+    return True
 
 
 def likely_after(

@@ -43,7 +43,7 @@ class Guesses:
 
     def growing(self, seq: Sequence, depth: int, ending: Iterable[int], **sizes: Any) -> Any:
         """A tree that grows natively by what `likeliest` says after each path (`choices.growing_tree`)."""
-        return growing_tree(seq, depth, self.target_ids, ending, **sizes)
+        return growing_tree(seq, depth, self.target_ids, ending, exact=False, limit=self.vocab_size, **sizes)
 
     def adjusted(
         self, rows: NDArray[np.float32], seq: Sequence, paths: Seq[Seq[int]], count: int

@@ -26,10 +26,10 @@ from sameseed.models.drawn import Drawn
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, Level
 from sameseed.request import Sequence
-from sameseed.spec.choices import Ints
+from sameseed.spec.choices import Ints, grows_at_once
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
-from sameseed.spec.sampling import FAILED, HAS_NATIVE, drawable, drawer, needs_adjusting, shaped_by_model
+from sameseed.spec.sampling import FAILED, drawable, drawer, needs_adjusting
 
 
 class EagleDrafter(Reading):
@@ -169,9 +169,8 @@ class EagleDrafter(Reading):
                 self._children(g, chosen, rows, depth)
 
     def _grow_at_once(self, growing: Seq[_GrowingTree], logits: Tensor, features: Tensor) -> bool:
-        """`_grow` in one call, where nobody has to look at a level before the next; False where that cannot be."""
-        stops = self.policy.uses_confidence and self.policy.stop(0.0)  # else it never does
-        if not HAS_NATIVE or stops or not all(shaped_by_model(g.seq) for g in growing):
+        """Trees or chains in one call, after the last known rows; False where somebody has to look at each level."""
+        if not grows_at_once(self.policy, [g.seq for g in growing]):
             return False
         trees = []
         for g in growing:
@@ -179,7 +178,8 @@ class EagleDrafter(Reading):
             sizes = {"size": g.tree.size, "width": g.width, "count": self.options.top_k}
             where = {"num_cached": holder.num_cached, "blocks": holder.blocks}
             trees.append(self.guesses.growing(g.seq, g.depth, g.ending, **sizes, **where))
-        grown = self.runner.grow(trees, sum(g.width for g in growing), logits, features)
+        ends = None if self.branches else self.policy.ends
+        grown = self.runner.grow(trees, sum(g.width for g in growing), logits, features, ends)
         if grown is None:
             return False
         for g, found in zip(growing, grown, strict=True):
@@ -213,7 +213,8 @@ class EagleDrafter(Reading):
             holders, counts = [self.followers[g.seq].holder for g in growing], [g.depth for g in growing]
             drawn = self.runner.draw(holders, counts, chosen, features, draws)
         if drawn is None:
-            self._lengthen(growing, logits, features)
+            if not self._grow_at_once(growing, logits, features):
+                self._lengthen(growing, logits, features)
         elif self.policy.uses_confidence:
             self._take(growing, drawn.read())
             return None
@@ -265,7 +266,7 @@ class _GrowingTree:
     """One sequence's tree in the making, or its chain: `tokens`, and `sure`, the probability of each path.
 
     `ending`: tokens after which nothing comes. `first`: of the nodes of the tree's last level, the first one's row in
-    the pass. `grown`: what `Tree.best` would say, where all grew in one call.
+    the pass. `grown`: tokens, parents and `sure` of what grew in one call.
     """
 
     seq: Sequence
@@ -284,11 +285,9 @@ def _draft_of(growing: Mapping[int, _GrowingTree], num_seqs: int, chains: bool) 
     trees: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_seqs)]
     sure: list[list[float]] = [[] for _ in range(num_seqs)]
     for b, g in growing.items():
-        if chains:
-            trees[b], sure[b] = (g.tokens, list(range(-1, len(g.tokens) - 1))), g.sure
-        else:
-            tokens, parents, sure[b] = g.grown or g.tree.best()
-            trees[b] = tokens, parents
+        chain = g.tokens, list(range(-1, len(g.tokens) - 1)), g.sure
+        tokens, parents, sure[b] = g.grown or (chain if chains else g.tree.best())
+        trees[b] = tokens, parents
     return Draft.trees(trees, sure)
 
 

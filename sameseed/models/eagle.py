@@ -21,7 +21,7 @@ from sameseed.batch import Batch, Draws, Steps
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import LayerWeights, rope_table, run_layer
-from sameseed.ops import Ops, normed_rows, plain_rows
+from sameseed.ops import Ends, Grown, Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantTensor
 
 
@@ -96,11 +96,19 @@ class EagleHead:
         return None if chain is None else cast("Tensor | None", chain(batch, steps, cache, (0, window or 0), x))
 
     def grow(
-        self, trees: Seq[Any], num_rows: int, logits: Tensor, features: Tensor, cache: KVCache, window: int | None
-    ) -> list[Any] | None:
-        """Draft trees whose levels are passes of `forward`, where the backend grows them (`PlanReplay.grow`)."""
+        self,
+        trees: Seq[Any],
+        num_rows: int,
+        logits: Tensor,
+        features: Tensor,
+        cache: KVCache,
+        window: int | None,
+        ends: Ends | None,
+    ) -> Grown | None:
+        """As `Llama.grow`; features [B, C] are those after the last known rows."""
         grow = getattr(self._run, "grow", None)
-        return None if grow is None else cast(Any, grow(trees, num_rows, logits, features, cache, (0, window or 0)))
+        args = trees, num_rows, logits, features, cache, (0, window or 0), ends
+        return None if grow is None else cast("Grown | None", grow(*args))
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, draws: Draws) -> Tensor | None:

@@ -15,6 +15,7 @@ from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.drawn import Drawn, steps_after
 from sameseed.models.eagle import EagleHead
+from sameseed.ops import Ends, Grown
 from sameseed.request import Sequence
 
 
@@ -74,9 +75,9 @@ class HeadRunner:
         """
         return self.model.forward(features, self._batch(levels), self.cache, self.window)
 
-    def grow(self, trees: Seq[Any], num_rows: int, logits: Tensor, features: Tensor) -> list[Any] | None:
+    def grow(self, trees: Seq[Any], num_rows: int, logits: Tensor, features: Tensor, ends: Ends | None) -> Grown | None:
         """All levels of several trees (`expand`), where the backend can: `PlanReplay.grow` says what comes and goes."""
-        return self.model.grow(trees, num_rows, logits, features, self.cache, self.window)
+        return self.model.grow(trees, num_rows, logits, features, self.cache, self.window, ends)
 
     def draw(
         self,

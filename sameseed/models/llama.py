@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence as Seq
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from sameseed.batch import Batch, Steps
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig
 from sameseed.models.layers import ModelWeights, rope_table, run_layer
-from sameseed.ops import Ops, Then, normed_rows
+from sameseed.ops import Ends, Grown, Ops, Then, normed_rows
 
 
 class Llama:
@@ -66,6 +67,16 @@ class Llama:
         """The tokens of a chain that the device goes on with by itself (`Ops.replayer`); None where it does not."""
         chain = getattr(self._run, "chain", None)
         return None if chain is None else cast("Tensor | None", chain(batch, steps, cache, ()))
+
+    def grow(self, trees: Seq[Any], num_rows: int, logits: Tensor, cache: KVCache, ends: Ends | None) -> Grown | None:
+        """Draft trees whose levels are passes of `forward`, where the backend grows them; None where it does not.
+
+        logits [B, V] are those after the last known rows; `PlanReplay.grow` has the rest.
+        """
+        grow = getattr(self._run, "grow", None)
+        if grow is None or self.token_ids is not None:  # the noise is that of tokens, not of their places
+            return None
+        return cast("Grown | None", grow(trees, num_rows, logits, None, cache, (), ends))
 
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.drawn import Drawn, LateNodes, steps_after
 from sameseed.models.llama import Llama
+from sameseed.ops import Ends, Grown
 from sameseed.request import Sequence
 
 
@@ -163,6 +164,15 @@ class ModelRunner:
                 seq.num_cached = len(seq)
                 seq.token_ids.append(UNKNOWN)
         return drawn
+
+    def grow(self, trees: Seq[Any], seqs: Seq[Sequence], logits: Tensor, ends: Ends | None) -> Grown | None:
+        """A chain after each sequence, whose rows are all cached, from the logits [B, V] there (`Llama.grow`).
+
+        None, and nothing is written, where the backend does not do that, or a sequence is not seen whole.
+        """
+        if any(self.unseen(s) != (0, 0) for s in seqs):
+            return None
+        return self.model.grow(trees, len(seqs), logits, self.cache, ends)
 
     def _draw_rest(self, seqs: Seq[Sequence], drawn: Drawn, batch: Batch, drawer: Drawer) -> bool:
         """All passes of a chain from `batch` on, the second, where the device goes through them by itself; did it?

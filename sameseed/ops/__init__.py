@@ -32,7 +32,9 @@ from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
 
 __all__ = [
     "SUMS",
+    "Ends",
     "Forward",
+    "Grown",
     "Ops",
     "Replayed",
     "RowSource",
@@ -60,6 +62,8 @@ SUMS = 2e-6  # of float32 sums in another order, over the size of what is summed
 Results = tuple[Tensor, Tensor | None, Tensor | None]  # of a pass: logits, hidden, chosen tokens
 Forward = Callable[..., Results]  # (ops, batch, cache, captures, ...)
 Replayed = Callable[..., Results]  # (batch, cache, captures, ...)
+Ends = Callable[[Seq[Seq[float]]], bool]  # given the path probabilities of chains that could go on: shall they not?
+Grown = list[tuple[list[int], list[int], list[float]]]  # of each tree: tokens, parents, path probabilities
 
 
 def by_part(w: Seq[QuantTensor], bias: Tensor | None) -> list[tuple[QuantTensor, Tensor | None]]:
@@ -106,7 +110,8 @@ class Ops:
     def replayer(self, forward: Forward) -> Replayed:
         """`forward(ops, batch, cache, captures)` as this backend runs it best: op by op, or recorded and replayed.
 
-        What it gives may have `chain(batch, steps, cache, captures, ...)`, which runs the passes of `Steps` at once.
+        What it gives may have `chain(batch, steps, cache, captures, ...)`, which runs the passes of `Steps` at once,
+        and `grow(trees, ...)`, which grows draft trees, a pass a level (`PlanReplay.grow`).
         """
         replay: Callable[[Forward, Ops], Replayed] | None = getattr(self.backend, "replayer", None)
         return partial(forward, self) if replay is None else replay(forward, self)

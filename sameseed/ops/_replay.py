@@ -27,7 +27,7 @@ with suppress(ImportError):  # cpu.py then says that the module is missing
     from sameseed import _native
 
 if TYPE_CHECKING:
-    from sameseed.ops import Forward, Ops
+    from sameseed.ops import Ends, Forward, Grown, Ops
 
 log = logging.getLogger("sameseed.ops")
 SMALLEST_CAPACITY = 16  # rows
@@ -269,35 +269,38 @@ class PlanReplay:
         trees: Seq[_native.GrowingTree],
         num_rows: int,
         logits: Tensor,
-        features: Tensor,
+        features: Tensor | None,
         cache: Any,
         captures: tuple[int, ...],
-    ) -> list[Any] | None:
+        ends: Ends | None,
+    ) -> Grown | None:
         """Draft trees in one native call, a pass a level (csrc/grow.h): tokens, parents, path probabilities of each.
 
-        logits [B, V] and features [B, C]: after each tree's last known row. A level has `num_rows` rows at most. None
-        where a pass is more than one plan.
+        logits [B, V] and features [B, C], where passes take some: after each tree's last known row. A level has
+        `num_rows` rows at most. `ends(paths)`, of chains only, is asked before each pass. None where a pass is more
+        than one plan.
         """
         if not self._busy.acquire(blocking=False):
             return None
         try:
-            recorded = self.recorded(num_rows, cache, captures, [features.shape[1]])
+            widths = [] if features is None else [features.shape[1]]
+            recorded = self.recorded(num_rows, cache, captures, widths)
             plan = None if recorded is None else recorded.single
             if recorded is None or plan is None:
                 return None
-            level_logits = self._results.take(num_rows, recorded.logit_width)
-            level_features = self._results.take(num_rows, recorded.hidden_width)
+            results = [self._results.take(num_rows, n) for n in (recorded.logit_width, *widths)]
+            taken = [0, 0, 0] if features is None else [features.data_ptr(), recorded.input, results[1].data_ptr()]
             passes = _native.TreePasses(
                 vocab=recorded.logit_width,
-                width=recorded.hidden_width,
+                width=sum(widths),
                 block_size=cache.block_size,
                 logits=logits.data_ptr(),
-                features=features.data_ptr(),
-                input=recorded.input,
-                level_logits=level_logits.data_ptr(),
-                level_features=level_features.data_ptr(),
+                features=taken[0],
+                input=taken[1],
+                level_logits=results[0].data_ptr(),
+                level_features=taken[2],
             )
-            return _native.grow_trees(plan, passes, trees)
+            return _native.grow_trees(plan, passes, trees, ends)
         finally:
             self._busy.release()
 

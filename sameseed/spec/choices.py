@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
+
+if TYPE_CHECKING:
+    from sameseed.spec.drafter import LengthPolicy
 
 if sampling.HAS_NATIVE:
     from sameseed import _native
@@ -124,10 +127,16 @@ def native_likely(
     return tokens, shares
 
 
+def grows_at_once(policy: LengthPolicy, seqs: Seq[Sequence]) -> bool:
+    """May drafts of these sequences grow natively? Not where their tokens are looked at one by one."""
+    stops = policy.uses_confidence and policy.stop(0.0)  # what goes on after the least likely token always does
+    return sampling.HAS_NATIVE and not stops and all(map(sampling.shaped_by_model, seqs))
+
+
 def growing_tree(
     seq: Sequence, depth: int, ids: NDArray[np.int32] | None, ending: Iterable[int], **sizes: Any
 ) -> _native.GrowingTree:
-    """A tree of `depth` levels that grows natively by `likely`'s choices; `sizes`: its other fields."""
+    """A tree of `depth` levels that grows natively (csrc/grow.h); `sizes`: its other fields."""
     draws = [sampling.native_draw(seq.params, seq.seed, len(seq) + level) for level in range(depth)]
     greedy, temperature, floor, top_k, top_p, _ = draws[0]
     return _native.GrowingTree(
