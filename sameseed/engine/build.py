@@ -125,7 +125,7 @@ def check_parts(folder: Path, config: EngineConfig) -> tuple[Tokenizer, list[_Mo
     check_options(config.spec)
     check_overlap(config.spec)
     check_policies(config.spec)
-    models = models_of(config.spec, folder, quant)
+    models = models_of(config.spec, folder, quant, config.device)
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
             check_vocabulary(tokenizer, load_tokenizer(m.folder))
@@ -212,17 +212,19 @@ class _Model:
     owner: int | None
 
 
-def models_of(spec: SpecConfig, folder: Path, quant: QuantScheme) -> list[_Model]:
+def models_of(spec: SpecConfig, folder: Path, quant: QuantScheme, device: str = "cpu") -> list[_Model]:
     """The models of all levels, in the order in which drafters are built; `folder`, `quant`: what they draft for.
 
     Raises ConfigError where a model is to draft for itself: it would cost what it saves.
     """
     found: list[_Model] = []
-    _add_models(found, spec, folder, quant, None)
+    _add_models(found, spec, folder, quant, None, device)
     return found
 
 
-def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: QuantScheme, owner: int | None) -> None:
+def _add_models(
+    found: list[_Model], spec: SpecConfig, folder: Path, quant: QuantScheme, owner: int | None, device: str
+) -> None:
     if spec.method == "none":
         return
     cls, name = drafter_class(spec), spec.model
@@ -252,7 +254,8 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         elif spec.format != "auto":
             own_quant = QuantScheme.parse(spec.format)
         else:  # as fits its target
-            own_quant = QuantScheme.parse(SELF_FORMAT) if cls.owns == "target" else draft_scheme(own, folder, quant)
+            of_target = cls.owns == "target"
+            own_quant = QuantScheme.parse(SELF_FORMAT) if of_target else draft_scheme(own, folder, quant, device)
         if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant, quant):
             raise ConfigError(
                 f"{name or 'the target'} would draft for itself in as many bits ({own_quant}; the target: {quant}); "
@@ -261,7 +264,7 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         found.append(_Model(own, own_quant, cls.owns == "target", cls.owns == "head", is_view, folder, owner))
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in spec.below:
-        _add_models(found, below, folder, quant, owner)
+        _add_models(found, below, folder, quant, owner, device)
 
 
 def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:

@@ -1,4 +1,4 @@
-"""The number format of a draft: that of its target, unless somebody says otherwise."""
+"""The number format of a draft: few bits, those of its target if it has few, unless somebody says otherwise."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from sameseed.models.weights import (
 from sameseed.scheme import DENSE, KQUANTS, QuantScheme, get
 
 USUAL = "model.layers.0.mlp.down_proj"  # the matrix whose scheme counts as the model's
+BESIDE_DENSE = QuantScheme.parse("w8a8")  # a draft's, on a CPU: half of the bytes, and guesses as good
 
 
-def draft_scheme(draft: Path, target: Path, quant: QuantScheme) -> QuantScheme:
+def draft_scheme(draft: Path, target: Path, quant: QuantScheme, device: str = "cpu") -> QuantScheme:
     """The scheme of a draft model or head for which none is named: its target's. Reads headers.
 
-    A draft in 16 bits beside a target in 4 costs half a pass a step. Its format cannot change the text. Weights that
-    the checkpoint stores in few bits stay so ("auto"), and so do all beside a target in 16 bits or more.
+    A draft in 16 bits beside a target in 4 costs half a pass a step. Its format cannot change the text. Beside a target
+    in 16 bits or more it is w8a8 on a CPU, and as stored elsewhere. What the checkpoint stores in few bits stays so
+    ("auto").
     Raises ConfigError or ModelLoadError for folders that hold no such model.
     """
     config = read_config(target)
     with open_checkpoint(target) as checkpoint:
         checkpoint.check(config)
-        usual = few_bits(resolve_scheme(config, checkpoint, quant, USUAL))
-    if usual.weights == "auto":
-        return usual
+        usual = few_bits(resolve_scheme(config, checkpoint, quant, USUAL), device)
+    if usual.weights == "auto" or (usual == BESIDE_DENSE and draft.resolve() == target.resolve()):
+        return QuantScheme()  # a target named as its own draft is a slip, that is told
     if is_head(draft):
         with open_head(draft) as (head, files, shapes, _):
             return following(usual, head.layer, files, shapes)
@@ -47,14 +49,16 @@ def draft_scheme(draft: Path, target: Path, quant: QuantScheme) -> QuantScheme:
         return following(usual, config, checkpoint)
 
 
-def few_bits(quant: QuantScheme) -> QuantScheme:
-    """The scheme without its rules; "auto" where it takes 16 bits or more.
+def few_bits(quant: QuantScheme, device: str = "cpu") -> QuantScheme:
+    """The scheme without its rules; where it takes 16 bits or more, what a draft on this device takes instead.
 
     A K-quant's is w4a8 or w8a8: of rows that 256 does not divide, and on GPUs, no kernel has K-quants.
     """
     if quant.weights in KQUANTS:
         return QuantScheme.parse("w4a8" if get(quant.weights).bits <= 4 else "w8a8")
-    return QuantScheme() if quant.weights in ("auto", *DENSE.values()) else replace(quant, rules=())
+    if quant.weights in ("auto", *DENSE.values()):
+        return BESIDE_DENSE if device == "cpu" else QuantScheme()
+    return replace(quant, rules=())
 
 
 def following(

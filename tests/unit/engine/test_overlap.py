@@ -101,6 +101,7 @@ def test_what_is_ready_is_not_drafted_again(pair: Pair) -> None:
     assert isinstance(engine.drafter, DraftModelDrafter)
     runner, here = engine.drafter.runner, threading.get_ident()
     forward, passes = runner.forward, {True: 0, False: 0}
+    runner.grow = lambda *_: None  # type: ignore[method-assign]  # a pass a token, to be counted
 
     def counted(*args: Any, **more: Any) -> Any:
         passes[threading.get_ident() == here] += 1

@@ -25,9 +25,9 @@ def formats(draft: str, target_format: str, **settings: object) -> list[str]:
 @pytest.mark.parametrize(
     ("target_format", "expected"),
     [
-        ("auto", "auto"),
-        ("bf16", "auto"),
-        ("fp32", "auto"),
+        ("auto", "w8a8"),
+        ("bf16", "w8a8"),
+        ("fp32", "w8a8"),
         ("w4a8", "w4a8"),
         ("w8a8n", "w8a8n"),
         ("w4a16-g64-asym", "w4a16-g64-asym"),
@@ -40,6 +40,11 @@ def formats(draft: str, target_format: str, **settings: object) -> list[str]:
 )
 def test_a_draft_takes_the_format_of_its_target(draft, target_format, expected):
     assert formats(draft, target_format) == [expected]
+
+
+def test_beside_a_target_in_16_bits_it_stays_as_it_is_on_a_gpu():
+    spec = with_heads(make_config("embedded-draft").spec)
+    assert [str(m.quant) for m in models_of(spec, TARGET, QuantScheme.parse("bf16"), "cuda")] == ["auto"]
 
 
 def test_what_is_named_wins():
