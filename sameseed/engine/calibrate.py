@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from sameseed.engine.alarm import Alarm
-from sameseed.lengths._cost import SHORT, Curve, DraftCost, EngineCost, gap_cost
+from sameseed.lengths._cost import SHORT, Curve, DraftCost, EngineCost, GapCost
 from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread
@@ -79,7 +79,7 @@ def measure_rounds(
         now = measure_curve(runner, rows=(FEW, MANY), longest=0)  # over what the same passes are known to take
         slowdown = fmean(seconds / known.target.at(m) for m, seconds in zip(now.rows, now.seconds, strict=True))
         known.scale(min(max(slowdown, 0.25), 4.0))
-        known.gap, known.ratios = gap_cost(), {}  # of another moment of the machine, and soon learned again
+        known.gap, known.ratios = GapCost(), {}  # of another moment of the machine, and soon learned again
         return known
     cost = EngineCost(measure_curve(runner, seconds), DraftCost(type(drafter).at_once))
     counted = [(metrics, vars(metrics.copy())) for _, metrics in drafter.counted()]
@@ -95,7 +95,7 @@ def measure_rounds(
             cost.catch_up = max(0.0, late - 2 * (start + LENGTHS[0] * step)) / unseen
     for metrics, before in counted:
         vars(metrics).update(before)
-    cost.gap = gap_cost()  # what lies between an engine's passes is more than what lay between these
+    cost.gap = GapCost()  # what lies between an engine's passes is more than what lay between these
     return cost
 
 

@@ -18,7 +18,7 @@ from sameseed.lengths._cost import EngineCost
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.scheme import QuantScheme
 
-SCHEMA, KIND = 3, "learned"
+SCHEMA, KIND = 4, "learned"
 FIRST, LAST = 64, 4096  # rounds after which a table is kept: then after four times as many, and each `LAST`
 
 

@@ -190,9 +190,32 @@ class DraftCost(FadingFit):
         self.correct((1.0, num_seqs, steps, steps * num_seqs, steps * num_seqs * context / UNIT), seconds)
 
 
-def gap_cost() -> FadingFit:
-    """Seconds between passes, of which nothing is known: of 1, the rows, and whether anything was drafted."""
-    return FadingFit((1e-6, 0.1, 1.0))
+class GapCost:
+    """Seconds outside the models (Python, scheduling) by the rows of a round: a base, and more for each row.
+
+    Rounds without a draft and those with one are told apart: while one kind is seldom seen, what it takes stays known.
+    """
+
+    def __init__(self) -> None:
+        self.plain, self.drafted = (FadingFit((1e-6, 0.1)) for _ in range(2))
+
+    @property
+    def seen(self) -> int:
+        return self.plain.seen + self.drafted.seen
+
+    def terms(self, drafted: bool) -> tuple[float, float]:
+        """Seconds of a round, and of each of its rows; a kind not seen is taken to be as the other."""
+        fit, other = (self.drafted, self.plain) if drafted else (self.plain, self.drafted)
+        base, row = (fit if fit.seen else other).coefficients.tolist()
+        return base, row
+
+    def at(self, rows: float, drafted: bool) -> float:
+        base, row = self.terms(drafted)
+        return base + row * rows
+
+    def correct(self, rows: float, drafted: bool, seconds: float) -> None:
+        """A round took so long there."""
+        (self.drafted if drafted else self.plain).correct((1.0, rows), seconds)
 
 
 @dataclass
@@ -204,7 +227,7 @@ class EngineCost:
 
     target: Curve
     draft: DraftCost = field(default_factory=DraftCost)
-    gap: FadingFit = field(default_factory=gap_cost)
+    gap: GapCost = field(default_factory=GapCost)
     catch_up: float = 0.0  # seconds for each token that the drafter has yet to see when it is asked
     ratios: dict[tuple[bool, int], float] = field(default_factory=dict)
 
@@ -217,7 +240,8 @@ class EngineCost:
             "catch_up": np.array([self.catch_up]),
             "draft": self.draft.as_array(),
             "at_once": np.array([float(self.draft.at_once)]),
-            "gap": self.gap.as_array(),
+            "plain_gap": self.gap.plain.as_array(),
+            "drafted_gap": self.gap.drafted.as_array(),
             "ratios": np.array([(*key, ratio) for key, ratio in self.ratios.items()], dtype=float).reshape(-1, 3),
         }
 
@@ -229,7 +253,8 @@ class EngineCost:
         curve = Curve(list(zip(rows, seconds, strict=True)), int(context), per_token, per_row)
         cost = cls(curve, DraftCost(bool(arrays["at_once"][0])))
         cost.draft.restore(arrays["draft"])
-        cost.gap.restore(arrays["gap"])
+        cost.gap.plain.restore(arrays["plain_gap"])
+        cost.gap.drafted.restore(arrays["drafted_gap"])
         cost.catch_up = float(arrays["catch_up"][0])
         cost.ratios = {(bool(drafted), int(size)): ratio for drafted, size, ratio in arrays["ratios"].tolist()}
         return cost
@@ -258,16 +283,18 @@ class EngineCost:
         """Of a pass over `num_rows` known rows of sequences with these contexts, `num_drafting` drafted for."""
         count = len(contexts)
         start, step = self.draft.terms(num_drafting, drafting_context)
-        base, row, drafted = self.gap.coefficients.tolist()
+        plain, (_, row) = self.gap.at(count, False), self.gap.terms(True)
+        start += max(0.0, self.gap.at(count, True) - plain)
         slope = row + self.target.per_row * max(0.0, drafting_context - self.target.context)
-        fixed = self.target.extra(contexts, [1] * count) + base + row * count
+        fixed = self.target.extra(contexts, [1] * count) + plain
         both = (self.ratio(False, count), self.ratio(True, count)) if ratios else (1.0, 1.0)
-        return Prices(self.target, count, num_rows, fixed, slope, start + drafted, step, *both)
+        return Prices(self.target, count, num_rows, fixed, slope, start, step, *both)
 
-    def learn(self, round_: Round, steps: float, catching_up: bool, start: bool = False) -> None:
+    def learn(self, round_: Round, steps: float, catching_up: bool, start: bool = False, weight: float = LEARN) -> None:
         """A round took so long; `steps`: expected of its proposal. One that catches up tells nothing of later ones.
 
         At the `start` a change is that of the whole machine: all that models do takes as much longer or shorter.
+        `weight`: of the round in what rounds like it take over what was expected.
         """
         times, num_seqs, num_nodes = round_.times, len(round_.seqs), sum(round_.num_draft)
         assert times is not None
@@ -281,10 +308,10 @@ class EngineCost:
             took = times.draft + times.target + times.verify + times.schedule
             key = (drafted, num_seqs.bit_length())
             known = self.ratios.get(key, 1.0)
-            self.ratios[key] = known + LEARN * (min(max(took / expected, 0.8 * known), 1.25 * known) - known)
+            self.ratios[key] = known + weight * (min(max(took / expected, 0.8 * known), 1.25 * known) - known)
         if drafted and not catching_up:
             self.draft.learn(steps, len(asking), context, times.draft)
-        self.gap.correct((1.0, num_seqs + num_nodes, float(drafted)), times.verify + times.schedule)
+        self.gap.correct(num_seqs + num_nodes, drafted, times.verify + times.schedule)
         if round_.num_rows <= 2 * self.target.rows[-1]:
             extra = self.target.extra(contexts, [1 + n for n in round_.num_draft])
             if start:

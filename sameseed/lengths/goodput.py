@@ -17,7 +17,7 @@ import numpy as np
 
 from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates
 from sameseed.lengths._budget import TRIAL_ROUNDS, TRIAL_TOKENS, Budget
-from sameseed.lengths._cost import Curve, DraftCost, EngineCost, Prices
+from sameseed.lengths._cost import LEARN, Curve, DraftCost, EngineCost, Prices
 from sameseed.lengths._search import Offers, alone, shared
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
@@ -25,7 +25,7 @@ from sameseed.spec.drafter import Round
 
 HOLD_ROUNDS, LONGEST_HOLD = 4, 16  # rounds that a decision stands while the same sequences run, of short ones more
 HOLD_SECONDS = 0.015  # seconds that they should last then
-LEARN_EVERY = 0.005  # seconds of rounds, of which one is learned: of those that are looked at (`LOOK_EVERY`)
+LEARN_EVERY = 0.01  # seconds of rounds, of which one is learned: of those that are looked at (`LOOK_EVERY`)
 SHORT_ROUND = 0.004  # seconds of a round: in shorter ones it is felt if the drafter gets hidden states
 LONGEST_WITHOUT_STATES = 0.5  # seconds without them, at most
 STATES_NEEDED = 96  # tokens of a sequence with them, after some without: a head that knows fewer guesses worse
@@ -37,6 +37,9 @@ FEW_SEQUENCES = 3  # sequences, at most, of which a new one ends a rest: it may 
 LONGEST_REST = 64  # rounds without a draft before it is decided anew, at most
 CLEAR_GAIN = 1.25  # times as fast as plain decoding; below, one round without a draft is measured of so many:
 MEASURE_EVERY = 64
+FIRST_UNMEASURED, LONGEST_UNMEASURED = 256, 1024  # where the gain is clear; twice as many after one as expected
+AS_EXPECTED = 1.15  # times as long, or as short, as expected is what a measured round takes
+MEASURED = 0.4  # weight of such a round in what rounds without a draft take
 FREE_STEP = 0.01  # of a round without a draft: a step that takes less costs nothing
 LOOK_EVERY = 16  # of so many rounds without a draft one is measured, after the first of them
 FADE = 0.95  # a round later, of how promises were kept; a text later, of how long texts are
@@ -86,6 +89,7 @@ class GoodputLength:
         self._unclear = False  # does drafting promise little more than plain decoding?
         self._drafted = 0  # when somebody last drafted, in rounds
         self._since_plain = 0  # rounds since the last one without a draft
+        self._unmeasured = FIRST_UNMEASURED  # rounds after which the next one is measured where the gain is clear
         self._chains = DraftCost()  # of proposals that could end early, by the steps that they really took
         self._could_end = self._ended = False  # the one of this round; did it?
         self._depth = 0  # of this round's draft, before it was trimmed
@@ -156,8 +160,8 @@ class GoodputLength:
             self._resting, self._idle = (len(seqs), ids[-1]), self._rest > 0
             self._held, self._asked, self._catching_up = None, set(), (0, 0.0)
             return lengths
-        elif self._unclear and self._since_plain >= MEASURE_EVERY:  # what is not measured any more may have changed
-            lengths, hold = [0] * len(seqs), 1
+        elif self._since_plain >= (MEASURE_EVERY if self._unclear else self._unmeasured):
+            lengths, hold = [0] * len(seqs), 1  # what is not measured any more may have changed
         self._held = ids, hold - 1, lengths
         return list(lengths)
 
@@ -334,6 +338,7 @@ class GoodputLength:
         if new and self.cost is not None and self.cost.catch_up > 0.0:
             counts = zip(round_.seqs, round_.num_accepted, strict=True)
             self._new = new & {seq.seq_id for seq, accepted in counts if seq.num_output <= 1 + accepted}
+        measured = not asked_now and self._since_plain > 0
         self._since_plain = self._since_plain + 1 if asked_now else 0
         if asked_now:
             self.acceptance.rested(self.budget.now - self._drafted - 1)
@@ -358,9 +363,13 @@ class GoodputLength:
             if self.cost is None:  # in shape as measured for 8-bit weights: nearly flat, then a slope
                 one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
                 self.cost = EngineCost(Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)]))
-            if trial or self._unlearned >= LEARN_EVERY or self.cost.gap.seen < FIRST_GAPS:  # to learn takes time too
+            due = self._unlearned >= LEARN_EVERY or self._num_learned < WARM_UP or self.cost.gap.seen < FIRST_GAPS
+            if trial or measured or due:  # to learn takes time too
                 self._unlearned = 0.0
-                self._learn(round_, times, catching_up)
+                self._learn(round_, times, catching_up, MEASURED if measured else LEARN)
+            if measured and round_.num_rows == len(round_.seqs):
+                as_expected = self._plain / AS_EXPECTED < seconds < self._plain * AS_EXPECTED
+                self._unmeasured = min(2 * self._unmeasured, LONGEST_UNMEASURED) if as_expected else MEASURE_EVERY
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
         self._nodes, self._could_end, self._ended, self._depth, self._deciding = {}, False, False, 0, 0.0
 
@@ -370,7 +379,7 @@ class GoodputLength:
         asked, accepted = next(((k, n) for s, k, n in counts if s.seq_id == self.budget.trying), (0, 0))
         self.budget.lost(lost, 0 < asked <= accepted)
 
-    def _learn(self, round_: Round, times: TimeSplit, catching_up: bool) -> None:
+    def _learn(self, round_: Round, times: TimeSplit, catching_up: bool, weight: float) -> None:
         """Learn what a round took; a proposal that could end early by the steps that it took, not those expected."""
         assert self.cost is not None
         self._num_learned += 1
@@ -378,7 +387,7 @@ class GoodputLength:
             times = replace(times, schedule=max(0.0, times.schedule - self._deciding))
             round_ = replace(round_, times=times)
         steps = self._depth if self._could_end else self._steps
-        self.cost.learn(round_, steps, catching_up, start=self._num_learned <= WARM_UP)
+        self.cost.learn(round_, steps, catching_up, self._num_learned <= WARM_UP, weight)
         if self._could_end and self._depth and not catching_up:
             asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
             self._chains.learn(self._depth, len(asking), sum(asking) / len(asking), times.draft)

@@ -124,8 +124,8 @@ class RoundCost:
     @classmethod
     def of(cls, cost: EngineCost) -> RoundCost:
         """What was measured of a running engine (`engine.calibrate.measure_rounds`)."""
-        base, row, drafted = cost.gap.coefficients.tolist()
-        return cls(cost.target, (LevelCost.of(cost.draft),), base, base + drafted, row)
+        (plain, row), (drafted, _) = cost.gap.terms(False), cost.gap.terms(True)
+        return cls(cost.target, (LevelCost.of(cost.draft),), plain, drafted, row)
 
     @classmethod
     def from_profile(cls, profile: Profile, format: str) -> RoundCost:

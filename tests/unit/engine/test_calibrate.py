@@ -48,7 +48,7 @@ def test_an_engine_tells_what_lies_between_its_passes_and_counts_nothing_of_it(p
     policy, alarm, before = engine.policy, engine.alarm, [vars(m.copy()) for _, m in engine.drafter.counted()]
     assert not measure_rounds(engine.runner, engine.drafter).gap.seen
     cost = measure_engine(engine, 1.0)
-    assert cost.gap.seen > 50 and cost.gap.at((1.0, 1.0, 0.0)) > 0.0
+    assert cost.gap.seen > 50 and cost.gap.at(1, False) > 0.0
     assert cost.draft.terms(1)[1] > 0.0
     assert engine.policy is policy and engine.alarm is alarm and not engine.has_work
     assert not engine.metrics.num_rounds and not engine.times.target

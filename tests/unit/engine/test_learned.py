@@ -29,7 +29,7 @@ def policy_that_knows(num_draft_tokens: int = 4) -> GoodputLength:
     assert policy.cost is not None
     for n in range(20):
         policy.cost.draft.learn(n % 4, 2, 100.0, 0.01 + 0.002 * (n % 4))
-        policy.cost.gap.correct((1.0, 2.0 + n % 3, float(n % 2)), 0.001 * (1 + n % 2))
+        policy.cost.gap.correct(2.0 + n % 3, n % 2 == 1, 0.001 * (1 + n % 2))
         policy.acceptance.learn(7, 4, DraftNodes(range(-1, 3), None, policy.acceptance.rates(7)), range(n % 5))
     policy.cost.ratios = {(True, 1): 1.1, (False, 3): 0.9}
     return policy
@@ -70,11 +70,11 @@ def test_a_table_comes_back() -> None:
 def test_scaled_costs_are_those_of_a_slower_machine() -> None:
     policy = policy_that_knows()
     assert policy.cost is not None
-    curve, draft, gap = policy.cost.target.at(8), policy.cost.draft.terms(2, 100.0), policy.cost.gap.at((1, 2, 1))
+    curve, draft, gap = policy.cost.target.at(8), policy.cost.draft.terms(2, 100.0), policy.cost.gap.at(2, True)
     policy.cost.scale(2.0)
     assert policy.cost.target.at(8) == pytest.approx(2 * curve)
     assert policy.cost.draft.terms(2, 100.0) == pytest.approx([2 * s for s in draft])
-    assert policy.cost.gap.at((1, 2, 1)) == gap, "Python is no slower where memory is"
+    assert policy.cost.gap.at(2, True) == gap, "Python is no slower where memory is"
 
 
 def test_what_lay_between_passes_is_learned_anew(pair_folders: tuple[Path, Path]) -> None:

@@ -432,7 +432,7 @@ def test_the_time_of_a_decision_is_no_part_of_what_drafting_takes(monkeypatch: p
         policy._held = None
         asked = policy.lengths([seq], 1)
         policy.update(Round([seq], asked, asked, [0], 1 + sum(asked), TimeSplit(target=0.01, schedule=1.001)))
-    assert policy.cost is not None and policy.cost.gap.at((1.0, 1.0, 0.0)) < 0.01
+    assert policy.cost is not None and policy.cost.gap.at(1, False) < 0.01
 
 
 def test_bad_wishes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
 import pytest
@@ -45,6 +45,8 @@ class World:
     catch_up: float = 0.0  # milliseconds of the drafter for each token that it has yet to see
     ends: bool = True  # does the drafter ask whether a chain should end? One that writes trees does not
     slow_start: float = 1.0  # passes took so many times as long when they were measured
+    more: float = 0.0  # milliseconds outside both that a round with a draft takes more
+    cold: float = 1.0  # after a draft the target's pass takes so many times as long: its weights left the cache
 
     def read(self, now: float) -> float:
         return self.memory * (1.0 + self.drift * (0.5 - 0.5 * math.cos(now / (150 * self.memory))))
@@ -126,10 +128,11 @@ def _round(
     counts = [draft.count(b) for b in range(len(seqs))]
     rows = len(seqs) + sum(counts)
     noise = [math.exp(rng.gauss(0.0, world.noise)) for _ in range(2)]
+    cold, more = (world.cold, world.more) if any(counts) else (1.0, 0.0)
     times = TimeSplit(
         draft=1e-3 * spent * noise[0] if any(asked) else 0.0,
-        target=1e-3 * world.target(rows, now) * noise[1],
-        verify=1e-3 * world.gap,
+        target=1e-3 * world.target(rows, now) * noise[1] * cold,
+        verify=1e-3 * (world.gap + more),
     )
     accepted = []
     for b in range(len(seqs)):
@@ -164,6 +167,8 @@ WORLDS = {
     "small pair, slow start": World(0.2, 0.042, 0.02, 0.12, (0.7,), gap=0.2, slow_start=2.2),
     "small pair, slow start, batch of 4": World(0.2, 0.042, 0.03, 0.14, (0.8,), 4, gap=0.2, slow_start=2.2),
     "small pair, slow start, batch of 8": World(0.25, 0.03, 0.03, 0.14, (0.75,), 8, gap=0.4, slow_start=2.2),
+    "small pair, breaks even, dear rounds": World(1.4, 0.3, 0.4, 0.2, (0.55,), gap=0.3, more=0.9, cold=1.2),
+    "small pair, pays, dear rounds": World(1.4, 0.3, 0.4, 0.2, (0.8,), gap=0.3, more=0.9, cold=1.2),
     "1B head, slow start": World(20, 2.6, 0.5, 4.0, (0.7,), slow_start=2.0),
     "1B head, long prompts, code": World(20, 2.6, 0.5, 1.4, (0.8,), prompt=300, catch_up=0.33),
 }
@@ -203,6 +208,16 @@ def test_one_texts_rest_is_not_the_next_ones() -> None:
     """One at a time, every other text as good as known to the drafter: it is found out within the text."""
     world = World(13.3, 1.86, 0.7, 2.1, (0.1, 0.95))
     assert decode(world, FixedLength(0), 64) > 1.3 * decode(world, make(world), 64)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.6])
+def test_rounds_with_drafts_do_not_make_plain_decoding_look_dear(rate: float) -> None:
+    """After texts that pay for hundreds of rounds, and whose rounds cost more in all parts, others do not pay."""
+    good = World(1.4, 0.3, 0.4, 0.2, (0.9,), gap=0.3, more=0.9, cold=1.2)
+    policy = make(good)
+    decode(good, policy, 48)
+    poor = replace(good, rates=(rate,))
+    assert decode(poor, FixedLength(0), 48) / decode(poor, policy, 48) >= 0.98
 
 
 def decide(make_one: Callable[[], LengthPolicy], world: World) -> list[int]:

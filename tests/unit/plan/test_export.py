@@ -65,7 +65,9 @@ def test_what_has_no_counterpart_is_said(engine: str, changes: dict[str, object]
     assert any(word in note for note in export(with_(**changes), engine).notes)
 
 
-@pytest.mark.parametrize(("format", "told"), [("w4a8", "w4a8"), ("q6_k-a8", "w8a8"), ("bf16", "w8a8"), ("auto", "w8a8")])
+@pytest.mark.parametrize(
+    ("format", "told"), [("w4a8", "w4a8"), ("q6_k-a8", "w8a8"), ("bf16", "w8a8"), ("auto", "w8a8")]
+)
 def test_a_draft_is_exported_in_the_format_that_it_took(format: str, told: str) -> None:
     notes = " ".join(export(with_(format=format), "sglang").notes)
     assert f"--draft-format {told}: a draft is read as stored" in notes

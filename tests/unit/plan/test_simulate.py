@@ -202,7 +202,8 @@ def test_round_cost() -> None:
     assert slower.prefill(prompts, True) == pytest.approx(slower.prefill(prompts, False) + 3 * reading)
     engine = EngineCost(curve)
     engine.draft.coefficients[:] = (0.1, 0.0, 0.2, 0.05, 0.4)
-    engine.gap.coefficients[:] = (0.3, 0.01, 0.02)
+    engine.gap.plain.coefficients[:], engine.gap.plain.seen = (0.3, 0.01), 1
+    engine.gap.drafted.coefficients[:], engine.gap.drafted.seen = (0.32, 0.02), 1
     fitted = RoundCost.of(engine)
     assert fitted.draft(0, two, one, np.array([512.0])) == pytest.approx(0.1 + 2 * (0.25 + 0.2))
     assert fitted.draft(0, one, two, np.array([0.0])) == pytest.approx(0.1 + 0.3)
