@@ -29,7 +29,7 @@ def _text(name: str, function: Any, old: str, new: str, *checks: str) -> Mutant:
 
 
 def _native(name: str, old: str, new: str, *checks: str) -> Mutant:
-    return Mutant(f"native sampler: {name}", sampling.native_args, old, new, checks or ("L5s", "T1"), native=True)
+    return Mutant(f"native sampler: {name}", sampling.native_draw, old, new, checks or ("L5s", "T1"), native=True)
 
 
 def _op(name: str, function: Any, old: str, new: str, *checks: str, **settings: str) -> Mutant:
@@ -61,8 +61,8 @@ _PROCESSORS = (
     _text(
         "greedy texts heed grammars alone",
         sampling.plain_greedy,
-        "needs_adjusting(seq, max(0, -seq.num_output))",
-        "seq.grammar is not None",
+        "shaped_by_model(seq)",
+        "seq.grammar is None",
     ),
     _native("noise of the next position", "noise_key(seed, position)", "noise_key(seed, position + 1)", "T1", "L7"),
     _native("one token too many of top-k", "params.top_k,", "params.top_k + (params.top_k > 0),"),
