@@ -73,12 +73,12 @@ def lines(path: Path) -> Iterable[dict[str, Any]]:
 def speeds(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> tuple[dict[Arm, Any], bool]:
     """(tokens, seconds) of each pair [n, 2] by way, for about so long; and whether all texts were plain decoding's."""
     taken: dict[Arm, list[tuple[int, float]]] = {way: [] for way in ways}
-    same, end = True, time.perf_counter() + seconds
-    for i, batch in enumerate(itertools.cycle(list(workload.batches()))):
+    same, end, batches = True, time.perf_counter() + seconds, list(workload.batches())
+    for i, batch in enumerate(itertools.cycle(batches)):
         if i >= FEWEST and time.perf_counter() > end:
             break
-        texts = []
-        for way in list(ways[i % len(ways) :]) + list(ways[: i % len(ways)]):
+        texts, first = [], (i + i // len(batches)) % len(ways)  # another one each time that a batch comes round
+        for way in list(ways[first:]) + list(ways[:first]):
             run = Run()
             run_batch(bench.install(way), batch, run)
             taken[way].append((run.num_tokens, run.seconds))

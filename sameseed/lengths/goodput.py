@@ -89,6 +89,7 @@ class GoodputLength:
         self._unclear = False  # does drafting promise little more than plain decoding?
         self._drafted = 0  # when somebody last drafted, in rounds
         self._since_plain = 0  # rounds since the last one without a draft
+        self._begun_in_vain = -1  # `_drafted`, when a text that had just begun was last decided not to draft
         self._unmeasured = FIRST_UNMEASURED  # rounds after which the next one is measured where the gain is clear
         self._chains = DraftCost()  # of proposals that could end early, by the steps that they really took
         self._could_end = self._ended = False  # the one of this round; did it?
@@ -130,7 +131,9 @@ class GoodputLength:
         if self.num_draft_tokens == 0 or not seqs or self.cost is None:
             return [0] * len(seqs)
         size, last = self._resting
-        alike = abs(len(seqs) - size) <= SIMILAR_BATCH * size and (size > FEW_SEQUENCES or seqs[-1].seq_id == last)
+        # A text that begins now would be decided as the last one that began, while nobody drafted since.
+        same = size > FEW_SEQUENCES or seqs[-1].seq_id == last or self._begun_in_vain == self._drafted
+        alike = abs(len(seqs) - size) <= SIMILAR_BATCH * size and same
         self._idle = self._rest > 0 and (alike or self._fixed_rest > 0)
         if self._idle:
             self._rest, self._fixed_rest = self._rest - 1, self._fixed_rest - 1
@@ -149,6 +152,8 @@ class GoodputLength:
             hold = 1
         elif not any(lengths):
             rest, poor = self.budget.rest(ids, LONGEST_REST), self.budget.poor
+            if poor > 0.0 and any(i not in self.acceptance.own for i in ids):
+                self._begun_in_vain = self._drafted
             self._without_states = self._plain < SHORT_ROUND and (self._none_to_try or poor > LONGEST_REST)
             if self._without_states:
                 most = LONGEST_WITHOUT_STATES / self._plain
