@@ -8,8 +8,10 @@ are the embedded ones; `--data` names a folder with humaneval, mt_bench and gsm8
 first three. Answers end where the model ends them. A cache of suffixes looks at no past request here: the same prompts
 come again and again. What goodput learned in one cell it knows in the next, as in a server.
 
-In a cell all ways run the same batches of prompts in turns, who begins rotates, and each batch gives a pair with plain
-decoding's. `--cells N` draws N of the cells. One record a cell, with 80 % intervals; `make docs` makes the table.
+In a cell all ways run the same batches of prompts, in an order that is drawn for each batch, and each batch gives a
+pair with plain decoding's. Before it goodput runs `--settle` seconds alone: a cell is a workload that lasts, and what
+texts cost that have just changed is another question. `--cells N` draws N of the cells. One record a cell, with 80 %
+intervals; `make docs` makes the table.
 """
 
 from __future__ import annotations
@@ -73,12 +75,12 @@ def lines(path: Path) -> Iterable[dict[str, Any]]:
 def speeds(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> tuple[dict[Arm, Any], bool]:
     """(tokens, seconds) of each pair [n, 2] by way, for about so long; and whether all texts were plain decoding's."""
     taken: dict[Arm, list[tuple[int, float]]] = {way: [] for way in ways}
-    same, end, batches = True, time.perf_counter() + seconds, list(workload.batches())
-    for i, batch in enumerate(itertools.cycle(batches)):
+    same, end, rng = True, time.perf_counter() + seconds, random.Random(0)
+    for i, batch in enumerate(itertools.cycle(list(workload.batches()))):
         if i >= FEWEST and time.perf_counter() > end:
             break
-        texts, first = [], (i + i // len(batches)) % len(ways)  # another one each time that a batch comes round
-        for way in list(ways[first:]) + list(ways[:first]):
+        texts = []
+        for way in rng.sample(ways, len(ways)):  # in no fixed order: what runs before leaves the caches as it does
             run = Run()
             run_batch(bench.install(way), batch, run)
             taken[way].append((run.num_tokens, run.seconds))
@@ -96,8 +98,10 @@ def ratio(one: Any, other: Any) -> list[float]:
     return [round(float(x), 4) for x in (found[0], *np.quantile(found[1:], (0.1, 0.9)))]
 
 
-def measured(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> dict[str, Any]:
+def measured(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float, settle: float) -> dict[str, Any]:
     """What one cell showed: plain decoding first, goodput second, fixed lengths after them."""
+    if settle:
+        speeds(bench, ways[1:2], workload, settle)
     taken, same = speeds(bench, ways, workload, seconds)
     plain, good, *fixed = ways
     found = {str(way.spec.num_draft_tokens): ratio(taken[way], taken[plain]) for way in fixed}
@@ -135,6 +139,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=6.0, help="of a cell")
+    parser.add_argument("--settle", type=float, default=0.0, help="seconds of goodput before it, which do not count")
     parser.add_argument("--cells", type=int, help="so many, drawn; unset: all")
     parser.add_argument("--skip", type=int, default=0, help="so many of those drawn, which ran before")
     parser.add_argument("--threads", type=int)
@@ -163,8 +168,18 @@ def main() -> None:
         line: dict[str, Any] = {"schema": SCHEMA, "run": run_id, "time": record.now(), "commit": record.commit()}
         line |= {"machine": record.machine(), "model": record.model_name(args.model), "format": args.format}
         line |= {"draft": " ".join(Path(word).name for word in draft.split()), "draft_format": args.draft_format}
-        line |= {"most": args.most, "max_tokens": args.max_tokens, "temperature": temperature, "batch": batch}
-        line |= {"texts": texts, "num_prompts": count, **measured(bench, ways[draft], workload, args.seconds)}
+        line |= {
+            "settle": args.settle,
+            "most": args.most,
+            "max_tokens": args.max_tokens,
+            "temperature": temperature,
+            "batch": batch,
+        }
+        line |= {
+            "texts": texts,
+            "num_prompts": count,
+            **measured(bench, ways[draft], workload, args.seconds, args.settle),
+        }
         with args.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         good, same = line["goodput"], "" if line["equals_plain"] else "  OTHER TEXT"
