@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,20 @@ from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
 from sameseed.spec.choices import choices
 from sameseed.spec.draft import Draft
+from sameseed.spec.sampling import HAS_NATIVE
 
 PROMPTS = random_prompts(5, seed=4)
 ASKED = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, **SAMPLED)
+
+
+@dataclass(frozen=True)
+class Judge(ConfidenceLength):
+    """Chains end where `says` says so of their paths."""
+
+    says: Callable[[Seq[Seq[float]]], bool] = bool
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        return self.says(paths)
 
 
 def drafter_of(engine: Engine) -> DraftModelDrafter:
@@ -47,6 +59,41 @@ def test_a_draft_equal_to_the_target_is_always_right(pair: Pair) -> None:
         run(engine, PROMPTS, asked)
         assert engine.metrics.acceptance_rate == 1.0
         assert engine.metrics.num_rollbacks == 0
+
+
+@pytest.mark.skipif(not HAS_NATIVE, reason="chains are written in one call in the native module")
+def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair) -> None:
+    """Tokens, confidences, cached rows; with ends of texts, truncations, an end by the policy, and the context's."""
+    flat = replace(ASKED, temperature=1.2, top_p=1.0)
+    ending = replace(ASKED, temperature=0.0, ignore_eos=False, stop_token_ids=tuple(range(0, MODEL_VOCAB, 3)))
+    asked = [replace(ASKED, temperature=0.0), ASKED, replace(flat, top_k=5), replace(flat, min_p=0.05), ending]
+    at_once, by_token = (make_engine(pair, "draft_model", k=9) for _ in range(2))
+    calls, grow = [], drafter_of(at_once).runner.grow
+
+    def watched(*how: Any) -> Any:
+        calls.append(grow(*how))
+        return calls[-1]
+
+    drafter_of(at_once).runner.grow = watched  # type: ignore[method-assign]
+    drafter_of(by_token).runner.grow = lambda *_: None  # type: ignore[method-assign]
+    seqs = [Sequence(i, prompt, how, 50 + i) for i, (prompt, how) in enumerate(zip(PROMPTS, asked, strict=True))]
+    long = Sequence(9, tuple(random_prompts(1, seed=2)[0] * 60)[:253], asked[0], 1)
+    for ends in (lambda paths: False, lambda paths: sum(path[-1] for path in paths) < 1.0):
+        for given, k in (([*seqs, long], 9), (seqs, 1), (seqs[:1], 6), (seqs, 4)):
+            drafts = []
+            for engine in (at_once, by_token):
+                drafter_of(engine).policy = Judge(9, 0.0, ends)
+                drafts.append(engine.drafter.propose(given, [k] * len(given)))
+            found, wanted = drafts
+            assert [found.nodes(b) for b in range(len(given))] == [wanted.nodes(b) for b in range(len(given))]
+            assert found.confidence is not None and wanted.confidence is not None
+            np.testing.assert_allclose(found.confidence, wanted.confidence, rtol=1e-6)
+            shadows = [
+                [(s.token_ids, s.num_cached) for s in map(drafter_of(e).followers.__getitem__, given)]
+                for e in (at_once, by_token)
+            ]
+            assert shadows[0] == shadows[1]
+    assert len(calls) == 8 and None not in calls
 
 
 def test_siblings_join_the_chain_as_leaves(pair: Pair) -> None:
