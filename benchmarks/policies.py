@@ -168,18 +168,9 @@ def main() -> None:
         line: dict[str, Any] = {"schema": SCHEMA, "run": run_id, "time": record.now(), "commit": record.commit()}
         line |= {"machine": record.machine(), "model": record.model_name(args.model), "format": args.format}
         line |= {"draft": " ".join(Path(word).name for word in draft.split()), "draft_format": args.draft_format}
-        line |= {
-            "settle": args.settle,
-            "most": args.most,
-            "max_tokens": args.max_tokens,
-            "temperature": temperature,
-            "batch": batch,
-        }
-        line |= {
-            "texts": texts,
-            "num_prompts": count,
-            **measured(bench, ways[draft], workload, args.seconds, args.settle),
-        }
+        line |= {"settle": args.settle, "most": args.most, "max_tokens": args.max_tokens, "temperature": temperature}
+        line |= {"batch": batch, "texts": texts, "num_prompts": count}
+        line |= measured(bench, ways[draft], workload, args.seconds, args.settle)
         with args.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         good, same = line["goodput"], "" if line["equals_plain"] else "  OTHER TEXT"

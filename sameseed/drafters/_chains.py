@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from torch import Tensor
 from sameseed.errors import ConfigError
 from sameseed.models.drawn import Drawn
 from sameseed.models.runner import ModelRunner, Output
+from sameseed.ops import Ends
 from sameseed.request import Sequence
 from sameseed.spec.choices import choices, growing_tree, grows_at_once
 from sameseed.spec.draft import Draft, LateDraft
@@ -133,7 +135,7 @@ def extend_chains(
     policy: LengthPolicy,
     vocab_limit: int,
     prepare: Callable[[Seq[Sequence]], None] | None = None,
-    going: Callable[[], bool] | None = None,
+    going: Callable[[], bool] = lambda: True,
     siblings: int = 0,
 ) -> None:
     """Let the model write on at each of `chains`, which its shadow ends with, up to lengths[b] tokens in all.
@@ -152,16 +154,15 @@ def extend_chains(
     if drawn is not None:
         return take_drawn(runner, shadows, chains, policy, vocab_limit, *drawn)
     active = [b for b in range(len(chains)) if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
-    watched = going is not None or siblings > 0
-    while active and (going is None or going()):
+    while active and going():
         running = [shadows[b] for b in active]
         if prepare is not None:
             prepare(running)
         out = _pass(runner, running, not siblings and not policy.uses_confidence)
-        some = [chains[b] for b in active]
-        if not watched and not any(c.tokens for c in some) and grows_at_once(policy, running):
-            wanted_lengths = [lengths[b] for b in active]
-            if _grow_at_once(runner, running, some, wanted_lengths, policy, vocab_limit, out.logits):
+        if not siblings and not any(chains[b].tokens for b in active) and grows_at_once(policy, running):
+            some, counts = [chains[b] for b in active], [lengths[b] for b in active]
+            ends = partial(_ends, policy, going)
+            if _grow_at_once(runner, running, some, counts, vocab_limit, out.logits, ends):
                 return
         for b, found in zip(active, _next(runner, running, out, policy.uses_confidence, siblings), strict=True):
             _grow(runner, shadows[b], chains[b], found, policy, vocab_limit)
@@ -209,14 +210,14 @@ def start_chains(
     lengths: Seq[int],
     policy: LengthPolicy,
     prepare: Callable[[Seq[Sequence]], None] | None = None,
-    going: Callable[[], bool] | None = None,
+    going: Callable[[], bool] = lambda: True,
     siblings: int = 0,
 ) -> tuple[list[int], Drawn] | None:
     """`extend_chains`, but nothing is read: which chains grow, and what was drawn for them, for `take_drawn`.
 
     None, and nothing is written, where the model has to be waited for at each token.
     """
-    if siblings or not runner.takes_late or (going is not None and not going()):
+    if siblings or not runner.takes_late or not going():
         return None
     most = runner.model.max_model_len
     room = [min(n - len(c.tokens), most - len(s)) for s, c, n in zip(shadows, chains, lengths, strict=True)]
@@ -291,14 +292,19 @@ def _next(
     ]
 
 
+def _ends(policy: LengthPolicy, going: Callable[[], bool], paths: Seq[Seq[float]]) -> bool:
+    """Shall no further pass begin?"""
+    return policy.ends(paths) or not going()
+
+
 def _grow_at_once(
     runner: ModelRunner,
     shadows: Seq[Sequence],
     chains: Seq[Chain],
     lengths: Seq[int],
-    policy: LengthPolicy,
     vocab_limit: int,
     logits: Tensor,
+    ends: Ends,
 ) -> bool:
     """Empty chains in one call, from the logits [B, V] after each sequence; False, and nothing done, if it cannot."""
     most, eos = runner.model.max_model_len, runner.model.config.eos_token_ids
@@ -308,7 +314,7 @@ def _grow_at_once(
         shape = {"size": depth, "width": 1, "count": 1, "exact": True, "limit": vocab_limit}
         where = {"num_cached": shadow.num_cached, "blocks": shadow.blocks}
         trees.append(growing_tree(shadow, depth, None, shadow.params.ending(eos), **shape, **where))
-    grown = runner.grow(trees, shadows, logits, policy.ends)
+    grown = runner.grow(trees, shadows, logits, ends)
     if grown is None:
         return False
     for shadow, chain, (tokens, _, sure) in zip(shadows, chains, grown, strict=True):

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
-
-if TYPE_CHECKING:
-    from sameseed.spec.drafter import LengthPolicy
+from sameseed.spec.drafter import LengthPolicy
 
 if sampling.HAS_NATIVE:
     from sameseed import _native
