@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 # Prompts of several lengths, one that crosses a block of 4; their chains; what is drawn how.
 TEXTS = [[5, 6, 7], [8], [3, 9, 4, 2, 6, 1, 7]]
 WARM, GREEDY = SamplingParams(temperature=0.8), SamplingParams(temperature=0.0)
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 PARAMS = [WARM, GREEDY, SamplingParams(temperature=1.2, min_p=0.05)]
 LENGTHS = {"equal": [3, 3, 3], "unequal": [3, 1, 5], "one": [4]}
 
@@ -69,7 +70,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Llama:
-    write_model(tmp_path, num_hidden_layers=1)
+    write_model(tmp_path, **SMALL)
     return load_model(tmp_path, ops.resolve("triton"), QuantScheme.parse("w4a16"))
 
 
@@ -128,7 +129,7 @@ def test_a_models_chain(
 
 
 def test_a_heads_chain(tmp_path: Path, chains: list[int], copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model(tmp_path / "target", num_hidden_layers=1)
+    write_model(tmp_path / "target", **SMALL)
     fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
     backend = ops.resolve("triton")
     target = load_model(tmp_path / "target", backend)
@@ -230,12 +231,12 @@ def test_texts_and_counts_are_those_of_passes(
 ) -> None:
     """Greedy and sampled, prompts of several lengths, texts that end within a chain, one that is preempted."""
     for folder, noise in (("target", 0.0), ("draft", 0.1)):
-        write_model(tmp_path / folder, noise=noise, num_hidden_layers=1)
+        write_model(tmp_path / folder, noise=noise, **SMALL)
     if method == "eagle":
         fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
     pair = load_pair(tmp_path / "target", tmp_path / "draft", "triton", "w4a16")
     params = [replace(p, max_tokens=8, seed=1, ignore_eos=True) for p in PARAMS]
-    plain = texts(run(make_engine(pair), TEXTS, params, alone=True))
+    plain = texts(run(make_engine(pair), TEXTS, params))
     how: dict[str, Any] = {"block": 4, "tokens": 24, "max_len": 16}
     how |= {"options": {"top_k": 1}} if method == "eagle" else {}
     op_by_op = make_engine(pair, method, 4, **how)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from fixtures_eagle import fit_head
 from fixtures_graph import fake_graphs
-from fixtures_models import tiny_model
 from lawkit import load_pair, make_engine, random_prompts, run, texts, write_model
 
 from sameseed import SamplingParams, ops
@@ -16,10 +15,18 @@ from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.loader import load_model
 from sameseed.ops.triton import graphs, guard
+from sameseed.scheme import QuantScheme
 
 pytestmark = pytest.mark.skipif(
     not guard.interpreted() or os.environ.get("SAMESEED_TEST_GPU") == "pretended", reason="its models are on the CPU"
 )
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def model(tmp_path):
+    write_model(tmp_path, **SMALL)
+    return load_model(tmp_path, ops.resolve("triton"), QuantScheme.parse("w4a16"))
 
 
 def make_cache(model, kv="fp32"):
@@ -34,9 +41,8 @@ def _on_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("kv", ["fp32", "int8"])
-def test_a_bucket_serves_all_its_passes(kv, monkeypatch):
+def test_a_bucket_serves_all_its_passes(kv, model, monkeypatch):
     """Logits, hidden states and the cache of passes with fewer rows, other sequences, a tree, are those op by op."""
-    model = tiny_model.__wrapped__("triton", "llama3.2", "w4a16")
     passes = [
         [Rows([5, 6, 7], 0, [], [], [3], True), Rows([9], 0, [], [], [1], True)],
         [Rows([8], 3, [2, 4, 6], [-1, 0, -1], [3], True)],
@@ -58,8 +64,7 @@ def test_a_bucket_serves_all_its_passes(kv, monkeypatch):
         assert a.k.equal(b.k) and a.v.equal(b.v)
 
 
-def test_a_pass_without_hidden_states_takes_the_graph_of_one_with_them(monkeypatch):
-    model = tiny_model.__wrapped__("triton", "llama3.2", "w4a16")
+def test_a_pass_without_hidden_states_takes_the_graph_of_one_with_them(model, monkeypatch):
     batch, made, cache = build_batch([Rows([5], 0, [], [], [3], True)], 16), fake_graphs(monkeypatch), make_cache(model)
     wanted, kept = model.forward(batch, cache, (0,))
     for _ in range(2):
@@ -78,7 +83,7 @@ def test_drafts_and_graphs_change_nothing(method, temperature, how, tmp_path, mo
     Whole chains: `test_chains.py`.
     """
     for folder, noise in (("target", 0.0), ("draft", 0.1)):
-        write_model(tmp_path / folder, noise=noise, num_hidden_layers=1)
+        write_model(tmp_path / folder, noise=noise, **SMALL)
     if method == "eagle":
         fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
     pair = load_pair(tmp_path / "target", tmp_path / "draft", "triton", "w4a16")
@@ -93,7 +98,7 @@ def test_drafts_and_graphs_change_nothing(method, temperature, how, tmp_path, mo
 
 
 def test_a_preempted_sequence_goes_on_by_graphs(tmp_path, monkeypatch):
-    write_model(tmp_path, num_hidden_layers=1)
+    write_model(tmp_path, **SMALL)
     pair = load_pair(tmp_path, tmp_path, "triton", "w4a16")
     prompts = random_prompts(3, longest=6)
     params = SamplingParams(max_tokens=8, temperature=0.8, seed=1, ignore_eos=True)
@@ -104,8 +109,7 @@ def test_a_preempted_sequence_goes_on_by_graphs(tmp_path, monkeypatch):
     assert any(c.metrics.num_preemptions for c in done)
 
 
-def test_what_cannot_be_recorded_runs_op_by_op(monkeypatch, caplog):
-    model = tiny_model.__wrapped__("triton", "llama3.2", "w4a16")
+def test_what_cannot_be_recorded_runs_op_by_op(model, monkeypatch, caplog):
     batch, calls = build_batch([Rows([5, 6], 0, [], [], [3], True)], 16), []
     wanted = model.forward(batch, make_cache(model))[0]
 

@@ -31,6 +31,42 @@ def order_dots() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def patch_once() -> None:
+    """Let a function that a kernel calls find the language patched for the kernel, and types looked up before.
+
+    The interpreter would look through the whole language at each call, and build a table of types at each number: that
+    took half of its time. Without a scope that is restored (before Triton 3.7), it stays as it is.
+    """
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    patch, scope, patched = interpreter._patch_lang, interpreter._LangPatchScope, set[int]()
+    restore = scope.restore
+
+    def patch_lang(fn: Any) -> Any:
+        names = id(fn.__globals__)
+        if names in patched:
+            return scope()
+        patched.add(names)
+        return patch(fn)
+
+    def restore_and_forget(self: Any) -> None:
+        patched.clear()
+        restore(self)
+
+    find, known = interpreter._get_np_dtype, dict[str, Any]()
+
+    def np_dtype(kind: Any) -> Any:  # some kinds have no hash, all have a name
+        found = known.get(kind.name)
+        if found is None:
+            found = known[kind.name] = find(kind)
+        return found
+
+    interpreter._patch_lang, scope.restore = patch_lang, restore_and_forget
+    interpreter._get_np_dtype = np_dtype
+
+
 def dot(a: Any, b: Any) -> Any:
     """a [M, K] times b [K, N] in float32; K is a power of two.
 
