@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 from sameseed.lengths.confidence import ConfidenceLength
@@ -11,7 +10,6 @@ from sameseed.request import Sequence
 from sameseed.spec.drafter import Round
 
 
-@dataclass(frozen=True)
 class HistoryLength(ConfidenceLength):
     """Each request's own length: two tokens more after a draft that was right to its end, one less after any other.
 
@@ -20,7 +18,10 @@ class HistoryLength(ConfidenceLength):
     """
 
     START: ClassVar[int] = 4
-    _next: dict[int, int] = field(default_factory=dict, compare=False)
+
+    def __init__(self, num_draft_tokens: int, threshold: float = 0.0) -> None:
+        super().__init__(num_draft_tokens, threshold)
+        self._next: dict[int, int] = {}
 
     @property
     def uses_confidence(self) -> bool:
