@@ -37,7 +37,7 @@ OLD_MACHINE = OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default MKL_CBWR=COM
 # nanobind would not otherwise be told about Python's own blocks: leaks are not what these runs look for.
 SANITIZE_ENV = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 UBSAN_OPTIONS=print_stacktrace=1
-SANITIZE_TESTS ?= tests/unit/ops
+SANITIZE_TESTS ?= tests/unit/ops tests/unit/spec tests/unit/drafters/test_draft_model.py tests/unit/drafters/test_eagle.py
 
 # The engines that sameseed is compared with: their virtual environments, and random checkpoints at true shapes.
 PEERS_HOME  ?= benchmarks/peers/.venvs

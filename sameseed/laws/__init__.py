@@ -1,1 +1,1 @@
-"""The four laws as checks of an engine that can fail, and wrong versions of the code that they must reject."""
+"""The four laws as checks that an engine can fail, and wrong versions of the code that the checks must reject."""

@@ -1,4 +1,4 @@
-"""A1: a draft that is never right, right guesses that are not taken; L10: the target that texts are compared with."""
+"""A1: draft tokens are accepted exactly when correct, and beat chance. L10: speculation leaves the target unchanged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from sameseed.laws.check import WARNING, Effort, Found, check
 from sameseed.laws.subject import Subject
 
-LEAST_RATE = 0.01  # of first guesses that are right: below this, drafting is broken or pointless
-DEVIATIONS = 4.0  # above chance, that a draft that knows something reaches
+LEAST_RATE = 0.01  # least share of correct first draft tokens: below it, drafting is broken or pointless
+DEVIATIONS = 4.0  # standard deviations above chance that a useful draft reaches
 CAUSES = (
     "a draft head trained for another target (or for the same one before it was tuned)",
     "a draft model whose tokenizer gives the same tokens other ids",
@@ -31,8 +31,10 @@ CAUSES = (
     remedy="take a draft that guesses, or prompts that it knows (n-grams need repetition), or a higher --effort",
 )
 def alarm(subject: Subject, effort: Effort) -> Found:
-    """The first guesses that were right are those that were accepted (else a failure), and the draft guesses better
-    than chance (else a warning: a useless draft costs time, never a token).
+    """The first draft token is accepted exactly when it is the target's token; otherwise the check fails.
+
+    The draft also guesses better than chance; otherwise the check warns, because a useless draft costs time but never
+    changes a token.
     """
     g = subject.guesses
     rate = g.hits / g.num if g.num else 0.0
@@ -60,7 +62,7 @@ def alarm(subject: Subject, effort: Effort) -> Found:
 
 
 def stored_tensors(weights: object, name: str = "weights") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under a model's weights, by where it lies: codes and scales of matrices, norms, biases."""
+    """Yield every tensor under a model's weights with its path: codes and scales of matrices, norms, biases."""
     if isinstance(weights, Tensor):
         yield name, weights
     elif is_dataclass(weights):
@@ -75,7 +77,7 @@ def stored_tensors(weights: object, name: str = "weights") -> Iterator[tuple[str
 
 
 def weights_digest(subject: Subject) -> str:
-    """SHA-256 of every stored tensor of the target, with its name, type and shape; its first 16 digits."""
+    """First 16 hex digits of a SHA-256 over every stored tensor of the target: path, dtype, shape and bytes."""
     found = hashlib.sha256()
     for name, tensor in stored_tensors(subject.target.weights):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
@@ -85,7 +87,7 @@ def weights_digest(subject: Subject) -> str:
 
 @check("L10", "the quantized target is the target", "0 changed digests", least={"matrices": 1, "tensors": 1})
 def own_target(subject: Subject, effort: Effort) -> Found:
-    """Plain and speculative texts come from one set of weights in one format, which speculation did not change."""
+    """Plain and speculative decoding use one set of weights in one format, and speculation does not change them."""
     matrices = subject.target.weights.matrices
     formats = sorted({m.format + ("" if m.activations is None else f" with {m.activations}") for m in matrices})
     tensors = sum(1 for _ in stored_tensors(subject.target.weights))

@@ -1,4 +1,4 @@
-"""W1, P1 and P2: engines that are full, requests that leave early, texts that begin alike, prompts that are scored."""
+"""W1, P1 and P2: crowded engines with aborts and preemption, texts with a common prefix, and scored prompts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from sameseed.laws.subject import Subject, Tokens
 from sameseed.laws.texts import SAME_TEXTS, compare
 from sameseed.request import Completion, Delta, Request, SamplingParams
 
-SEQS, ROWS, BLOCK = 10, 14, 4  # of a crowded engine: sequences, rows of a pass, rows of a block
-STAGES = ("waiting", "in_its_prompt", "writing", "preempted")  # in which requests are aborted
-PROMPT = 24  # tokens of a prompt, at least: six blocks
-REPEATED = 24  # tokens of a text that says the same again and again
-CHANGED = (8, 11)  # the token of a beginning that is another's: the first of a block, and the last
+SEQS, ROWS, BLOCK = 10, 14, 4  # limits of a crowded engine: sequences, rows of a pass, rows of a cache block
+STAGES = ("waiting", "in_its_prompt", "writing", "preempted")  # stages of a request in which one is aborted
+PROMPT = 24  # least tokens of a prompt: six blocks
+REPEATED = 24  # tokens of a text that repeats nearly one token
+CHANGED = (8, 11)  # positions of the one changed token of a prefix: first of a block, and last
 
 
 def _long(subject: Subject, i: int) -> Tokens:
-    """Prompt i, as long as PROMPT tokens by those behind it."""
+    """Prompt i, extended by the prompts after it to at least PROMPT tokens, then cut to fit."""
     made: Tokens = ()
     while len(made) < PROMPT:
         made += subject.prompts[i % len(subject.prompts)]
@@ -33,7 +33,7 @@ def _long(subject: Subject, i: int) -> Tokens:
 
 
 def _jobs(subject: Subject, count: int, start: int) -> list[Request]:
-    """Long prompts, each sampled in another way, more than an engine takes at once."""
+    """`count` requests with long prompts and the sampling settings in turn; more than an engine runs at once."""
     ways = list(sampling_settings(subject.params).values())
     jobs = []
     for i in range(start, start + count):
@@ -58,8 +58,10 @@ def _jobs(subject: Subject, count: int, start: int) -> list[Request]:
     requests=2_000,
 )
 def coming_and_going(subject: Subject, effort: Effort) -> Found:
-    """Requests that come one after another, aborted while they wait, in their prompts, while they write and after
-    preemption, in passes of few rows that more than five sequences share: those that stay write what they write alone.
+    """Requests that stay write the same text as when run alone, while others come and are aborted.
+
+    Requests arrive one after another. Some are aborted while waiting, during prefill, while decoding and after
+    preemption. More than five sequences share passes of few rows.
     """
     count = effort.of(2_000, 24)
     sizes = {"requests": 0, "texts": 0, "crowded_chunks": 0, **{f"aborted_{stage}": 0 for stage in STAGES}}
@@ -88,7 +90,7 @@ def coming_and_going(subject: Subject, effort: Effort) -> Found:
 
 
 class _Crowd:
-    """Runs jobs that come four a step; at each of STAGES the first request that is there is aborted."""
+    """Runs jobs that arrive four per step, and aborts the first request found in each of STAGES."""
 
     def __init__(self, subject: Subject, found: Found, engine: Engine, jobs: Seq[Request]) -> None:
         self.subject, self.found, self.engine, self.jobs = subject, found, engine, jobs
@@ -96,14 +98,14 @@ class _Crowd:
         self._schedule, engine.scheduler.schedule = engine.scheduler.schedule, self._watched  # type: ignore[method-assign]
 
     def _watched(self, draft_lengths: object) -> Plan:
-        """The scheduler's plan; passes are counted in which a part of a prompt meets more than five other sequences."""
+        """The scheduler's plan. Counts passes of more than five sequences in which a prompt is prefilled in part."""
         plan = self._schedule(draft_lengths)  # type: ignore[arg-type]
         parts = [n < seq.num_pending for seq, n in zip(plan.seqs, plan.num_pending, strict=True)]
         self.found.sizes["crowded_chunks"] += any(parts) and len(parts) > 5
         return plan
 
     def run(self) -> list[Completion]:
-        """Completions of all jobs, in their order."""
+        """Completions of all jobs, in the order of the jobs."""
         engine, done, coming = self.engine, dict[str, Completion](), list(self.jobs)
         steps = 400 + 60 * len(self.jobs)
         while (coming or engine.has_work) and steps:
@@ -116,7 +118,7 @@ class _Crowd:
         return self.subject.over(engine, [done[job.request_id] for job in self.jobs])
 
     def _abort(self) -> list[Delta]:
-        """What becomes of a request that is where one is to be aborted."""
+        """Abort the first request that is in a stage still wanted; returns its deltas, or [] where there is none."""
         for live in self.engine._live.values():
             seq = live.seq
             if seq not in self.engine.scheduler.running:
@@ -144,9 +146,10 @@ class _Crowd:
     requests=2_000,
 )
 def beginnings(subject: Subject, effort: Effort) -> Found:
-    """Texts that begin with the rows of earlier ones are those without a prefix cache. Of another tenant's rows none
-    are taken, nor of a beginning from where it differs, nor any where the cache is off. A text that says the same again
-    and again is preempted and comes back to its own rows.
+    """Texts that reuse cached rows of earlier texts equal the texts written without a prefix cache.
+
+    No rows are reused from another tenant, from a prefix beyond its first differing token, or with the cache off. A
+    text that repeats one token is preempted and gets its own rows back.
     """
     sizes = {"texts": 0, "reused_tokens": 0, "refused_tenants": 0, "came_back": 0}
     found = Found(sizes, {"differing_texts": 0, "rows_of_others": 0})
@@ -175,7 +178,7 @@ def beginnings(subject: Subject, effort: Effort) -> Found:
 
 
 def _alike(subject: Subject, turn: int) -> list[Request]:
-    """A tenant's text twice, another's the same text twice, the first one's again, and twice with one token changed."""
+    """Eight requests with a common prefix: tenant a twice, b twice, a twice, then a twice with one token changed."""
     ways = list(sampling_settings(subject.params).values())
     begin, jobs = _long(subject, turn), []
     for i, tenant in enumerate("aabbaaaa"):
@@ -191,9 +194,9 @@ def _alike(subject: Subject, turn: int) -> list[Request]:
 
 
 def _come_back(subject: Subject, found: Found, turn: int) -> None:
-    """A text of nearly one token is preempted when it is long: its blocks hold the same, their places are others.
+    """Preempt a long text of nearly one repeated token: its blocks hold equal tokens at different positions.
 
-    What the second token would have scored shows which rows were read.
+    The log-probability of the second allowed token shows which cached rows were read.
     """
     one = turn % (subject.vocab_size - 1)
     params = SamplingParams(
@@ -220,7 +223,7 @@ def _come_back(subject: Subject, found: Found, turn: int) -> None:
 
 
 def _judge_reuse(found: Found, name: str, jobs: Seq[Request], got: Seq[Completion], on: bool) -> None:
-    """Count tokens whose rows were there already, and requests that took more than were theirs to take."""
+    """Count reused tokens, and the requests that reused more tokens than they may."""
     for i, (job, c) in enumerate(zip(jobs, got, strict=True)):
         reused = c.metrics.num_cached_tokens
         most = {0: 0, 2: 0, 6: CHANGED[0], 7: CHANGED[1]}.get(i, len(job.prompt_token_ids)) if on else 0
@@ -239,15 +242,16 @@ def _judge_reuse(found: Found, name: str, jobs: Seq[Request], got: Seq[Completio
     requests=500,
 )
 def scores(subject: Subject, effort: Effort) -> Found:
-    """Log-probabilities of a prompt's tokens are the same bits in small chunks beside other requests as alone, and
-    within the tolerance the textbook's. The texts after them, and those beside them, are the ones without scores, under
-    penalties and least lengths too.
+    """Scores of a prompt's tokens (log-probabilities) are the same bits in small chunks beside other requests as alone.
+
+    They are within the tolerance of the textbook's. Scoring a prompt changes neither the text after it nor the texts
+    beside it, also under penalties and minimum lengths.
     """
     found = Found(
         {"scores": 0, "texts": 0, "other_texts": 0}, {"differing_scores": 0, "too_far": 0, "differing_texts": 0}
     )
     bare = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)
-    # Ways to sample for which it matters what is the prompt: penalties, and a least length.
+    # Sampling settings that depend on where the prompt ends: penalties, and a minimum length.
     free = SamplingParams(temperature=0.8, ignore_eos=True)
     penalties = replace(free, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.5)
     token = subject.run(subject.plain(), subject.jobs(1, SamplingParams(max_tokens=1, ignore_eos=True)))[0].token_ids
@@ -273,7 +277,7 @@ def scores(subject: Subject, effort: Effort) -> Found:
 
 
 def _judge_scores(subject: Subject, found: Found, texts: Seq[Tokens], got: Seq[Completion]) -> None:
-    """Count scores of the first three texts that are not the textbook's."""
+    """Count prompt scores of the first three texts that differ from the textbook's by more than the tolerance."""
     share = textbook.tolerance(subject.target, subject.kv_format)
     for i, logits in enumerate(textbook.forward(subject.target, texts[:3], subject.kv_format)):
         largest = logits.max(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Check: one question with its sizes, thresholds, statistic and verdict; Effort: how much is looked at."""
+"""Check: one question about an engine, with sizes, thresholds and verdict. Effort: how much a run examines."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from sameseed.laws.subject import Subject
 
 PASSED, FAILED, WARNING, NOT_SHOWN = "passed", "failed", "warning", "not shown"
-IN_PART = "these checks passed"  # of a certificate that left some out
+IN_PART = "these checks passed"  # verdict of a certificate that left some checks out
 EFFORTS = {"quick": 0.0005, "normal": 0.01, "full": 1.0}
-HIDDEN = "an error that the engine did not tell of"  # it goes on without drafts, or ends one text, and logs it
-MOST_FINDINGS = 5  # of a check: the first few say what is wrong
+HIDDEN = "an error that the engine did not tell of"  # the engine goes on without drafts, or ends a text, and logs it
+MOST_FINDINGS = 5  # kept for each check: the first few show what is wrong
 MORE = "take a higher --effort, more prompts or longer answers (--prompts, --max-tokens)"
 
 
 @dataclass(frozen=True)
 class Effort:
-    """The share of the full sizes that is run; every check has a least size below which it would show nothing."""
+    """The share of the full sizes to run; every check has a least size below which it would show nothing."""
 
     share: float
-    least: float = 1.0  # share of the least sizes: for mutants, which are wrong enough to show in less
+    least: float = 1.0  # share of the least sizes; below 1 for mutants, which are wrong enough to show in less
 
     @classmethod
     def parse(cls, text: str) -> Effort:
@@ -44,17 +44,17 @@ class Effort:
         return cls(share)
 
     def of(self, full: int, least: int) -> int:
-        """A size of this effort, at least `least`."""
+        """`full` scaled to this effort, but no less than `least` scaled to it."""
         return max(1, round(least * self.least), round(full * self.share))
 
     def need(self, least: int) -> int:
-        """The least count of evidence: below it a pass would show nothing."""
+        """The least count of evidence; below it, a pass would show nothing."""
         return max(1, round(least * min(1.0, self.least)))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be: where, what was to be expected, what was found."""
+    """One deviation: where it is, what was expected, and what was found."""
 
     where: str
     expected: str = ""
@@ -63,10 +63,10 @@ class Finding:
 
 @dataclass
 class Found:
-    """What a check saw. `sizes`: what was looked at; `statistic`: what was measured; `notes`: what else to know.
+    """What a check saw. `sizes`: how much was examined; `statistic`: what was measured; `notes`: further remarks.
 
-    `false_alarm` bounds the probability that a right engine fails: 0 for comparisons of bits. `lacking`: evidence that
-    did not come about, in words.
+    `false_alarm` bounds the probability that a correct engine fails: 0 for comparisons of bits. `lacking`: which
+    evidence was too scarce, in words.
     """
 
     sizes: dict[str, int]
@@ -75,23 +75,23 @@ class Found:
     notes: list[str] = field(default_factory=list)
     false_alarm: float = 0.0
     unfinished: bool = False  # the check ended in an exception
-    status: str | None = None  # of a check without findings; None: passed
+    status: str | None = None  # verdict of a check without findings; None: passed
     lacking: list[str] = field(default_factory=list)
 
     def add(self, where: str, expected: object = "", found: object = "") -> None:
-        """Keep one of the first findings."""
+        """Keep a finding, unless MOST_FINDINGS are kept already."""
         if len(self.findings) < MOST_FINDINGS:
             self.findings.append(Finding(where, str(expected), str(found)))
 
     @property
     def verdict(self) -> str:
-        """passed, failed, warning, or not shown: nothing is wrong, but too little was seen."""
+        """The verdict: failed, not shown (nothing is wrong, but too little was seen), warning, or passed."""
         if self.findings:
             return FAILED
         return NOT_SHOWN if self.lacking else self.status or PASSED
 
     def weigh(self, least: Mapping[str, int], effort: Effort) -> None:
-        """Say which counts, of sizes or statistics, are below the least."""
+        """Note in `lacking` each count, of sizes or statistics, that is below the least needed."""
         seen = {**self.sizes, **self.statistic}
         for name, count in least.items():
             if seen.get(name, 0) < effort.need(count):
@@ -101,9 +101,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Check:
-    """A question: `proves` says what a pass means, `full` the sizes at effort 1, `run` answers.
+    """A check: `proves` says what a pass means, `full` gives the sizes at effort 1, `run` does the work.
 
-    `least`: counts below which nothing is shown; `remedy`: what to change then.
+    `least`: counts below which a pass shows nothing; `remedy`: what the user can change then.
     """
 
     id: str
@@ -112,17 +112,17 @@ class Check:
     threshold: str
     full: Mapping[str, int]
     run: Callable[[Subject, Effort], Found]
-    on_host: bool = False  # arithmetic of the CPU alone, wherever models are
+    on_host: bool = False  # CPU arithmetic alone, whatever device the models are on
     least: Mapping[str, int] = field(default_factory=dict)
     remedy: str = MORE
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process gets it by its name: that of the function that it was made of."""
+        """Pickle a check by the module and the qualified name of its function, which now name the check."""
         return named, (self.run.__module__, self.run.__qualname__)
 
 
 def named(module: str, name: str) -> Any:
-    """What a module calls so, as it is written there: `Class.member` without binding."""
+    """The object that a qualified name stands for in a module; `Class.member` is returned without binding."""
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = inspect.getattr_static(found, part)
@@ -139,7 +139,7 @@ def check(
     remedy: str = MORE,
     **full: int,
 ) -> Callable[[Callable[[Subject, Effort], Found]], Check]:
-    """Make a Check of the function below, whose docstring says what a pass proves."""
+    """Decorator that makes a Check of a function, whose docstring says what a pass proves."""
 
     def made(run: Callable[[Subject, Effort], Found]) -> Check:
         proves = " ".join((run.__doc__ or "").split())
@@ -150,7 +150,7 @@ def check(
 
 @dataclass(frozen=True)
 class Result:
-    """A check that was run."""
+    """The result of a check that was run."""
 
     check: Check
     found: Found
@@ -182,7 +182,7 @@ class Result:
 
 
 class _Heard(logging.Handler):
-    """Keeps what was logged as an error, in a line each."""
+    """Log handler that keeps each logged error as one line."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -195,7 +195,7 @@ class _Heard(logging.Handler):
 
 @contextmanager
 def _errors() -> Iterator[list[str]]:
-    """What the engine logs as errors meanwhile: a draft that fails costs speed, and says so nowhere else."""
+    """Collect what the engine logs as errors meanwhile: a failing draft costs speed and is reported nowhere else."""
     log, heard = logging.getLogger("sameseed"), _Heard()
     log.addHandler(heard)
     try:
@@ -205,9 +205,10 @@ def _errors() -> Iterator[list[str]]:
 
 
 def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
-    """Run one check. An engine that breaks down in it has failed it; one of which too little is seen shows nothing.
+    """Run one check: an exception in it counts as a failure, too little evidence as "not shown".
 
-    What the configured draft guessed meanwhile is counted among the sizes: of scripted trees nothing is.
+    The sizes also get the counts of the configured draft (guesses, accepted, rejections), without those of scripted
+    trees.
     """
     start, before = time.perf_counter(), subject.metrics.copy()
     try:
@@ -215,7 +216,7 @@ def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
             found = check.run(subject, effort)
         for error in hidden[:1]:
             found.add(HIDDEN, "none", error)
-    except Exception as error:  # whatever it is: what breaks down proves nothing
+    except Exception as error:  # any exception: a check that breaks down proves nothing
         found = Found({}, {}, unfinished=True)
         found.add(f"the check could not be finished: {type(error).__name__}", "", error)
     if check.on_host:

@@ -8,7 +8,7 @@ from sameseed.errors import ConfigError
 from sameseed.laws import acceptance, busy, closeness, kernels, law, logits, oracle, sampled, spelling, texts, ties
 from sameseed.laws.check import Check
 
-# Acceptance is counted while texts are compared; leaks of all engines come last.
+# A1 judges what the text checks counted, and C2 judges leaks of all engines: both come last.
 CHECKS: tuple[Check, ...] = (
     kernels.row_invariance,
     kernels.attention,
@@ -34,7 +34,7 @@ CHECKS: tuple[Check, ...] = (
     sampled.leaks,
 )
 
-# What no check looks at, whatever its size.
+# What no check covers, at any effort.
 UNSEEN = (
     "grammars other than choices and one regular expression",
     "what a draft remembers of other requests, beyond its effect on texts",
@@ -46,9 +46,9 @@ UNSEEN = (
 
 
 def chosen(ids: Seq[str], checks: Seq[Check] | None = None) -> tuple[Check, ...]:
-    """Of `checks` (all laws') those of these ids, or all, in the order in which they run.
+    """The checks with these ids, or all where none is given, in the order in which they run.
 
-    Raises ConfigError for an unknown one.
+    `checks`: the checks to choose from, None for all laws'. Raises ConfigError for an unknown id.
     """
     checks = CHECKS if checks is None else checks
     known = [c.id for c in checks]

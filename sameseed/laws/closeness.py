@@ -1,4 +1,4 @@
-"""B1, law 4: the backend computes what the textbook says, and its fused ops what their parts do, bit for bit."""
+"""B1, law 4: the backend agrees with the textbook, and its fused ops match their parts bit for bit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sameseed.laws.textbook import Floats, array
 from sameseed.ops import SUMS, Ops, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import QuantTensor
 
-ROWS = 5  # of a product
-LENGTHS = (1, 70, 300)  # of the sequences that attention reads
-SMALL = 10  # of a norm's, gate's or rotation's values, in the same units as sums
+ROWS = 5  # rows of x in a product
+LENGTHS = (1, 70, 300)  # tokens of the sequences that attention reads
+SMALL = 10  # tolerance of norms, gates and rotations, in units of SUMS
 
 
 @check(
@@ -32,8 +32,10 @@ SMALL = 10  # of a norm's, gate's or rotation's values, in the same units as sum
     products=2_000,
 )
 def backend_is_reference(subject: Subject, effort: Effort) -> Found:
-    """Products, norms, gates, rotations and attention are plain NumPy's within the stated tolerance (over the sum of
-    |x w|: the order of float32 sums, and what the backend rounds of a row); fused ops have the bits of their parts.
+    """Products, norms, gates, rotations and attention agree with plain NumPy within the stated tolerance.
+
+    The tolerance is relative to the sum of |x w|. It covers the order of float32 sums and how the backend rounds rows.
+    Fused ops have the bits of their parts.
     """
     found = Found(
         {"products": 0, "values": 0}, {"most_of_tolerance": 0.0, "too_far": 0, "differing_values_of_fused_ops": 0}
@@ -65,7 +67,7 @@ def backend_is_reference(subject: Subject, effort: Effort) -> Found:
 
 
 def _judge(found: Found, where: str, got: Tensor, expected: Floats, bound: Floats | float) -> None:
-    """Count values further from the textbook's than the tolerance; NaN is further than any."""
+    """Count values further from the textbook's than the tolerance `bound`; NaN counts as too far."""
     share = np.abs(array(got) - expected) / bound
     bad = int((~(share <= 1.0)).sum())
     found.sizes["values"] += share.size
@@ -85,7 +87,7 @@ def _product(found: Found, name: str, ops: Ops, w: QuantTensor, device: str) -> 
 
 
 def _fused(found: Found, name: str, ops: Ops, w: QuantTensor, device: str) -> None:
-    """Fused ops are compositions of the others: they may round nothing that these do not."""
+    """Compare fused ops with their parts run one after the other: fused ops may add no rounding."""
     width = w.shape[1]
     x, gates = (randn(ROWS, n * width, seed=n, device=device) for n in (1, 2))
     norm = torch.linspace(0.5, 1.5, width).to(device)

@@ -1,4 +1,4 @@
-"""Mistakes that nobody chose: a seeded generator of mutants of the shipped source, area by area."""
+"""Random mutants: a seeded generator of mistakes in the shipped source, area by area."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from sameseed.laws.edits import edits, silent
 from sameseed.laws.mutant import Mutant, bare
 
-# Where mistakes are made: areas, and the modules of each.
+# Areas of the source that are mutated, and the modules of each.
 AREAS: Mapping[str, tuple[str, ...]] = {
     "masks and positions": ("batch", "spec.draft"),
     "caches": ("kvcache.blocks", "kvcache.cache", "models.runner"),
@@ -30,13 +30,13 @@ AREAS: Mapping[str, tuple[str, ...]] = {
     "drafters' state": ("drafters._followers", "drafters._shadow", "drafters.draft_model"),
     "operations": ("ops.reference",),
 }
-# Functions that decide no text: for people, limits of time, and who guessed what.
+# Functions that affect no text: output for people, sizes, time limits, and which level drafted a node.
 _NO_TEXT = ("__repr__", "__str__", "num_bytes", "metrics", "_metrics", "__enter__", "__exit__", "node_levels")
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn mutant: what kind of mistake, in which area, and the lines of the file that it is on."""
+    """A randomly drawn mutant: its area, its kind of mistake, and the lines of the file that it affects."""
 
     mutant: Mutant
     area: str
@@ -47,7 +47,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Site:
-    """One place of a function's tree and what may stand there instead: `index` in `ast.walk`, `which` of its edits."""
+    """One node of a function's syntax tree and one edit of it: `index` in `ast.walk` order, `which` of its edits."""
 
     function: FunctionType
     index: int
@@ -57,22 +57,25 @@ class Site:
 
 @dataclass(frozen=True)
 class Places:
-    """The places of all areas."""
+    """The mutation sites of all areas."""
 
     areas: Mapping[str, tuple[str, ...]]
 
     @cached_property
     def sites(self) -> dict[str, list[Site]]:
-        """By area."""
+        """Sites by area."""
         return {area: [s for name in names for s in _sites(name)] for area, names in self.areas.items()}
 
     @property
     def files(self) -> set[str]:
-        """The files in which they are."""
+        """The source files that contain sites."""
         return {s.function.__code__.co_filename for sites in self.sites.values() for s in sites}
 
     def draw(self, seed: int) -> Iterator[Drawn]:
-        """Mutants without end, the areas in turn, none twice; of an area first a function, then a place in it."""
+        """Yield distinct mutants until all sites are used.
+
+        Areas take turns; in an area, a random function is drawn first, then a random site in it.
+        """
         rng, seen = random.Random(seed), set[str]()
         left: dict[str, dict[str, list[Site]]] = {area: {} for area in self.sites}  # by area and function
         for area, sites in self.sites.items():
@@ -93,7 +96,7 @@ class Places:
 
 
 def functions(module: Any) -> Iterator[FunctionType]:
-    """Those written in a module, methods too, whose code can be replaced: no closures, nothing that is remembered."""
+    """Functions and methods written in a module whose code can be replaced: no closures, no cached functions."""
     spaces = [vars(module), *(vars(c) for c in vars(module).values() if inspect.isclass(c))]
     for space in spaces:
         for value in list(space.values()):
@@ -111,14 +114,17 @@ def functions(module: Any) -> Iterator[FunctionType]:
 
 
 def _tree(function: FunctionType) -> ast.FunctionDef:
-    """Its source, parsed; lines are counted from its first, decorators included."""
+    """A function's source, parsed; line 1 is its first line, decorators included."""
     found = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef))
     return found  # type: ignore[return-value]
 
 
 def _open(tree: ast.FunctionDef) -> Iterator[tuple[int, ast.AST, bool]]:
-    """Nodes that may be wrong, by their place in `ast.walk`; whether each leaves before the function's end."""
+    """Yield (index in `ast.walk`, node, early) of nodes that may be mutated.
+
+    `early`: the node is nested in a block, so that a return there leaves before the function's end.
+    """
     order = {id(node): i for i, node in enumerate(ast.walk(tree))}
     stack: list[tuple[ast.AST, bool]] = [(s, False) for s in tree.body]
     while stack:
@@ -142,7 +148,7 @@ def _sites(name: str) -> Iterator[Site]:
 
 
 def _made(site: Site, area: str) -> Drawn | None:
-    """The mutant of a place; None where the compiled code is the same."""
+    """The mutant of a site; None where the compiled code stays the same."""
     tree = _tree(site.function)
     right = textwrap.dedent(inspect.getsource(site.function))
     _, node, early = next(found for found in _open(tree) if found[0] == site.index)
@@ -167,11 +173,14 @@ class _Replace(ast.NodeTransformer):
 
 
 def _lines(tree: ast.AST, node: ast.AST, first: int) -> range:
-    """Lines of the file that run if the node does: of the smallest statement around it, without those below that."""
+    """Lines of the file that run if the node runs.
+
+    They are those of the smallest statement around the node, without that statement's body.
+    """
     best: ast.AST = node
     for statement in ast.walk(tree):
         if isinstance(statement, ast.stmt) and any(n is node for n in ast.walk(statement)):
-            best = statement  # walked from the outside in: the last one is the smallest
+            best = statement  # ast.walk goes from the outside in, so the last match is the smallest
     body = getattr(best, "body", None)
     end = body[0].lineno - 1 if body else best.end_lineno  # type: ignore[attr-defined]
     start: int = best.lineno  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Edits: the small mistakes that can be made in a piece of source, by kind. What only speaks to people is left."""
+"""Edits: the small mistakes that can be made at a node of source code; code that affects no text is left alone."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _COMPUTED = {
     ast.BitOr: ast.BitAnd,
 }
 _CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "reversed": "iter"}
-_TOLD = ("log", "warnings", "cast", "TypeVar")  # calls of these change no text
+_TOLD = ("log", "warnings", "cast", "TypeVar")  # calls of these names change no text
 
-Edit = tuple[str, ast.AST | None]  # its kind; what stands there instead, None: `pass`
+Edit = tuple[str, ast.AST | None]  # kind of mistake, and the node to put there; None: `pass`
 
 
 def edits(node: ast.AST, early: bool = False) -> Iterator[Edit]:
-    """What may go wrong at this node; `early`: it is a statement that leaves before the end of its function."""
+    """Yield the mistakes that can be made at this node; `early`: a return here leaves before the function's end."""
     if isinstance(node, ast.stmt):
         yield from _dropped(node, early)
     elif isinstance(node, ast.Constant):
@@ -47,7 +47,7 @@ def edits(node: ast.AST, early: bool = False) -> Iterator[Edit]:
 
 
 def silent(node: ast.AST) -> bool:
-    """Nothing in it decides a text: an exception's words, what is logged, a docstring, a type."""
+    """Does nothing in this node affect a text? True for raised errors, logging, docstrings, imports and types."""
     if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.arguments)):
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -115,7 +115,7 @@ def _calls(node: ast.Call) -> Iterator[Edit]:
 
 
 def _places(node: ast.Subscript) -> Iterator[Edit]:
-    """An index or the ends of a slice, one off. A constant index is a constant already."""
+    """Yield an index, or an end of a slice, that is one off; constant indices are left to `_constants`."""
     part = node.slice
     if isinstance(part, ast.Slice):
         for step in (1, -1):

@@ -1,4 +1,4 @@
-"""The held-out test: mistakes that a seeded generator draws, and what the certificate's checks say of each."""
+"""The held-out test: mistakes drawn by a seeded generator, and which of them the certificate's checks catch."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ from sameseed.laws.mutants import toy_subject
 from sameseed.laws.statistics import share_interval
 from sameseed.tokenizer import Tokenizer
 
-# What became of a mistake. Only the first is the laws' doing.
+# Outcomes of a mistake. Only "caught" means that a check of the laws rejected it.
 CAUGHT, BROKE_DOWN, NO_END, COUNTS, MISSED = "caught", "broke down", "no end", "other counts alone", "not caught"
-# Ways to run: as users do, and with the operations and the sampler that are written in Python.
+# Ways to run: as users do, and with the ops and the sampler that are written in Python.
 WAYS: tuple[tuple[dict[str, str], bool], ...] = (({}, True), (REFERENCE, False))
-SIZES = (0.2, 1.0)  # of the least sizes: most mistakes show in a fifth; what does not is looked for in all
-PATIENCE, SLACK = 5.0, 10.0  # times as long as without a mistake, and seconds: then a check has no end
-AGAIN = 2.0  # seconds until what still waits, in its own clearing up, is stopped again
-MOST_BREAKS = 4  # checks that only break down, before no other is asked
+SIZES = (0.2, 1.0)  # shares of the least sizes: most mistakes show at a fifth; the rest are tried at full
+PATIENCE, SLACK = 5.0, 10.0  # a check hangs after PATIENCE times its usual seconds, plus SLACK seconds
+AGAIN = 2.0  # seconds after which the interrupt is repeated, for code that waits in its cleanup
+MOST_BREAKS = 4  # checks that break down before no further check is run
 Key = tuple[int, str, float]  # way, check, size
-_CRASH = "Internal Server Error"  # what a server says for an exception
-_RIGHT = ("nothing is wrong", trial.outcome, "c = completion", "c = completion")  # of no area
+_CRASH = "Internal Server Error"  # what a server answers after an exception
+_RIGHT = ("nothing is wrong", trial.outcome, "c = completion", "c = completion")  # a mutant that changes nothing
 
 
 class NoEndError(KeyboardInterrupt):
-    """Not an Exception: code that is tried must not take it for its own, and event loops let this one through."""
+    """Raised in a check that hangs.
+
+    Not an Exception, so that tested code does not catch it and event loops let it through.
+    """
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a drawn mistake: `by` which check, and what it said."""
+    """The outcome of a drawn mistake: `by` names the check that decided it, `said` holds what the check reported."""
 
     name: str
     area: str
@@ -54,21 +57,27 @@ class Verdict:
 
 @dataclass
 class Bench:
-    """The checks on toys, and which lines each runs where nothing is wrong. C2 and A1 judge what others left behind."""
+    """The checks run on toys, and the lines that each check runs in correct code.
+
+    C2 and A1 judge what other checks left behind.
+    """
 
     tokenizer: Tokenizer
     checks: Seq[Check]
-    files: set[str]  # whose lines are looked at
-    base: Mapping[str, Any] = field(default_factory=dict)  # of the toys, where a way's own do not say otherwise
+    files: set[str]  # source files whose executed lines are recorded
+    base: Mapping[str, Any] = field(default_factory=dict)  # settings of the toys; those of a way override them
     lines: dict[tuple[int, str], set[tuple[str, int]]] = field(default_factory=dict)
     results: dict[Key, Result] = field(default_factory=dict)
-    seconds: dict[Key, float] = field(default_factory=dict)  # of those, with what they judge
+    seconds: dict[Key, float] = field(default_factory=dict)  # of each result, with the checks before it
 
     def who(self, drawn: Drawn) -> list[tuple[int, str]]:
-        """The first way that runs its lines, and the checks that do and pass without it, the quickest first."""
+        """(way, check) pairs that run the mutated lines and pass on correct code, quickest first.
+
+        All pairs belong to the first way that has any.
+        """
         places = {(drawn.file, line) for line in drawn.lines}
         for way in range(len(WAYS)):
-            for check in self.checks:  # before the first answer each runs once, traced
+            for check in self.checks:  # on the first call, each check runs once, traced
                 if (way, check.id) not in self.lines:
                     with _traced(self.files) as seen:
                         self.right((way, check.id, SIZES[0]))
@@ -80,7 +89,7 @@ class Bench:
         return []
 
     def right(self, key: Key) -> Result:
-        """What a check says where nothing is wrong."""
+        """The result of a check on correct code; each is measured once."""
         if key not in self.results:
             start = time.perf_counter()
             self.results[key] = self.look(Mutant(*_RIGHT, native=WAYS[key[0]][1]), key)
@@ -88,7 +97,7 @@ class Bench:
         return self.results[key]
 
     def look(self, mutant: Mutant, key: Key, seconds: float | None = None) -> Result:
-        """One check of a fresh toy in the presence of a mutant. Raises NoEndError after so many seconds."""
+        """Run one check on a fresh toy while a mutant is active. Raises NoEndError after `seconds`."""
         way, name, size = key
         every, effort = {c.id: c for c in self.checks}, Effort(1e-9, size)
         with mutant.alive(), _at_most(seconds):
@@ -100,9 +109,10 @@ class Bench:
 
 
 def judge(drawn: Drawn, bench: Bench) -> Verdict:
-    """Run the checks that run its lines until one says that a law is broken.
+    """Run the checks that reach the mutated lines until one says that a law is broken.
 
-    What only breaks down, never ends, or only changes what is counted (guesses, preemptions) is told apart.
+    Mistakes that only break down, hang, or change what is counted (draft tokens, preemptions) get outcomes of their
+    own.
     """
     start, weaker = time.perf_counter(), Verdict(drawn.mutant.name, drawn.area, drawn.kind, MISSED, None, "", 0.0)
     keys = [(way, name, size) for size in SIZES for way, name in bench.who(drawn)]
@@ -118,9 +128,9 @@ def judge(drawn: Drawn, bench: Bench) -> Verdict:
 
 
 def judge_apart(drawn: Drawn, bench: Bench) -> Verdict:
-    """`judge` in a fresh process: what a mistake leaves behind (threads, remembered values) ends with it.
+    """`judge` in a fresh process, so that what a mistake leaves behind (threads, cached values) ends with the process.
 
-    The bench keeps what the process learnt of the code as it is.
+    The bench keeps the results on correct code that the process measured.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sameseed.laws.mutants"])
@@ -149,7 +159,7 @@ _RANK = {name: i for i, name in enumerate((CAUGHT, NO_END, BROKE_DOWN, COUNTS, M
 
 def _outcome(drawn: Drawn, bench: Bench, key: Key) -> tuple[str, str]:
     right = bench.right(key)
-    if right.status != PASSED:  # in this size it says nothing
+    if right.status != PASSED:  # at this size the check says nothing
         return MISSED, ""
     limit = SLACK + PATIENCE * bench.seconds[key]
     mutant = Mutant(**{**vars(drawn.mutant), "native": WAYS[key[0]][1]})
@@ -157,7 +167,7 @@ def _outcome(drawn: Drawn, bench: Bench, key: Key) -> tuple[str, str]:
         result = bench.look(mutant, key, limit)
     except NoEndError:
         return NO_END, f"no end after {limit:.0f} s"
-    except Exception as error:  # the toy could not even be made
+    except Exception as error:  # the toy could not even be built
         return BROKE_DOWN, f"{type(error).__name__}: {error}"[:300]
     if result.status == FAILED:
         first = result.found.findings[0]
@@ -171,7 +181,10 @@ def _outcome(drawn: Drawn, bench: Bench, key: Key) -> tuple[str, str]:
 
 
 def score(verdicts: Seq[Verdict], unreached: Seq[str], seed: int) -> dict[str, Any]:
-    """The figures, as plain data: of the mistakes that run on, how many were caught, with its interval (95 %)."""
+    """Outcome counts as plain data, with a 95 % interval for the share caught.
+
+    The share is that of mistakes that neither break down nor hang.
+    """
     counts = {name: sum(v.outcome == name for v in verdicts) for name in _RANK}
     live = counts[CAUGHT] + counts[MISSED] + counts[COUNTS]
     low, high = share_interval(counts[CAUGHT], live)
@@ -192,7 +205,7 @@ def try_drawn(
     seed: int,
     tick: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> dict[str, Any]:
-    """Draw until `count` mistakes lie on lines that some check runs, judge each in a fresh process: see `score`."""
+    """Draw until `count` mistakes lie on lines that some check runs, and judge each in a fresh process: see `score`."""
     verdicts: list[Verdict] = []
     unreached: list[str] = []
     for drawn in places.draw(seed):
@@ -208,7 +221,7 @@ def try_drawn(
 
 @contextmanager
 def _at_most(seconds: float | None) -> Iterator[None]:
-    """Raises NoEndError in the main thread after so many seconds; elsewhere, and with None, there is no limit."""
+    """Raise NoEndError in the main thread after `seconds`; no limit in other threads, or for None."""
     if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -227,7 +240,7 @@ def _at_most(seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def _traced(files: set[str]) -> Iterator[set[tuple[str, int]]]:
-    """Gathers the lines of these files that are run meanwhile, as (file, line); mutants' code is nowhere."""
+    """Collect the lines of these files that run meanwhile, as (file, line); a mutant's code belongs to no file."""
     seen: set[tuple[str, int]] = set()
 
     def line(frame: FrameType, event: str, arg: object) -> Any:

@@ -22,17 +22,17 @@ from sameseed.scheme import PRESETS, QuantScheme, QuantTensor
 
 NUM_ROWS = 128
 SIZES = (*range(1, 34), 64, 128)  # rows of a pass
-STRIDE = 8  # between the sizes of one pass and the next; no divisor in common with their number: each has its turn
-PASSES = 10  # of a product at least
+STRIDE = 8  # step through SIZES from pass to pass, coprime to their number, so that all have a turn
+PASSES = 10  # least passes of a product
 THREADS = (1, 2, 3, 4, 8)
-WIDTHS = (32, 64, 96, 160, 256, 512, 1024, 2048, 4096, 8192)  # K of the grid's random weights
-OUTPUTS = (33, 64, 256)  # O of them
-LAST = 64  # positions at the end of a sequence whose attention is looked at
+WIDTHS = (32, 64, 96, 160, 256, 512, 1024, 2048, 4096, 8192)  # K of random weights
+OUTPUTS = (33, 64, 256)  # O of random weights
+LAST = 64  # last positions of a sequence, whose attention is compared
 
 
 @dataclass(frozen=True)
 class Product:
-    """An op by rows: x float32 [T, K] in, [T, O] out."""
+    """An op on rows: float32 x [T, K] in, [T, O] out."""
 
     name: str
     width: int
@@ -40,7 +40,7 @@ class Product:
 
 
 def differing(a: Tensor, b: Tensor) -> int:
-    """Values of two tensors float32 whose bits differ."""
+    """Number of values of two float32 tensors whose bits differ."""
     return int((a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)).sum())
 
 
@@ -51,7 +51,7 @@ def randn(*shape: int, seed: int, device: str) -> Tensor:
 
 @contextmanager
 def threads_kept() -> Iterator[None]:
-    """Put the numbers of threads back afterwards: PyTorch's and the native kernels'."""
+    """Restore the thread counts of PyTorch and of the native kernels afterwards."""
     native, of_torch = backends.num_threads(), torch.get_num_threads()
     try:
         yield
@@ -64,12 +64,14 @@ def threads_kept() -> Iterator[None]:
     "L1", "row invariance of products", "0 differing values", least={"products": 400, "row_counts": 10}, products=20_000
 )
 def row_invariance(subject: Subject, effort: Effort) -> Found:
-    """The bits of a row's product, norm and activation depend on nothing but the row: not on the rows of the pass
-    (1 to 128), its place among them, or the number of threads (1 to 8).
+    """The bits of a row's product, norm and activation depend on nothing but the row.
+
+    They do not depend on the rows of the pass (1 to 128), the row's place among them, or the number of threads (1 to
+    8).
     """
-    # From normal effort on, each product of the model's own sees a pass of every size.
+    # From normal effort on, each product with the models' own weights is tried at every pass size.
     wanted = effort.of(20_000, 400)
-    # Each weight gets a share of the passes that leaves room for many weights.
+    # Each weight gets few enough passes that many weights are tried.
     share, every = max(PASSES, wanted // 200), effort.share >= EFFORTS["normal"]
     found = Found({"products": 0, "weights": 0, "rows_alone": 0}, {"differing_values": 0})
     rng = random.Random(subject.seed)
@@ -96,17 +98,17 @@ def row_invariance(subject: Subject, effort: Effort) -> Found:
 
 
 def _compare(product: Product, passes: int, rng: random.Random, found: Found, device: str) -> set[int]:
-    """Passes of sizes in turn, random places and threads, of one op; the truth is each row alone, on one thread.
+    """Compare passes of one op, with sizes in turn and random rows and threads, with each row alone on one thread.
 
     Returns the sizes that were tried.
     """
     x = randn(NUM_ROWS, product.width, seed=product.width, device=device)
-    x[NUM_ROWS // 16] *= 100.0  # an outlier: a scale that rows shared would show
+    x[NUM_ROWS // 16] *= 100.0  # an outlier row: shows a scale that is shared by rows
     backends.set_num_threads(1)
     rows = [product.call(x[i : i + 1].clone()) for i in range(NUM_ROWS)]
     alone = torch.cat([row.clone() for row in rows])
     found.sizes["rows_alone"] += NUM_ROWS
-    start = found.sizes["products"]  # the turn goes on from weight to weight
+    start = found.sizes["products"]  # sizes continue in turn from weight to weight
     tried = set()
     for n in range(passes):
         size = SIZES[STRIDE * (start + n) % len(SIZES)]
@@ -123,7 +125,7 @@ def _compare(product: Product, passes: int, rng: random.Random, found: Found, de
 
 
 def _own(subject: Subject) -> Iterator[Product]:
-    """The ops of the models at hand: one of each shape and format, in each way in which a weight is multiplied."""
+    """The ops of the loaded models: each weight shape and format in every kind of product, and a norm and a gate."""
     for name, ops, w in own_weights(subject):
         yield from _products(name, ops, w, subject.device)
     ops, c = subject.target.ops, subject.target.config
@@ -141,7 +143,7 @@ def _products(name: str, ops: Ops, w: QuantTensor, device: str) -> Iterator[Prod
 
 
 def own_weights(subject: Subject) -> Iterator[tuple[str, Ops, QuantTensor]]:
-    """Weights of the models at hand, one of each shape and format: a name, who multiplies them, and the weight."""
+    """Yield (name, ops that multiply it, weight) of the loaded models, one weight of each shape and format."""
     models = [m for m in (subject.target, *subject.loaded.drafts) if isinstance(m, Llama)]
     seen: set[object] = set()
     for model in models:
@@ -164,9 +166,9 @@ def own_weights(subject: Subject) -> Iterator[tuple[str, Ops, QuantTensor]]:
 
 
 def random_weights(subject: Subject, rng: random.Random, turn: int = 0) -> Iterator[tuple[str, QuantTensor]]:
-    """Random weights by the name of their scheme: the configured one at every width, then every other one.
+    """Yield (scheme name, random weight): the configured scheme at every width, then every other scheme.
 
-    Each `turn` has others.
+    Each `turn` has other weights.
     """
     own, ops = subject.config.format, subject.target.ops
     for name in dict.fromkeys((own, *PRESETS, *registry.loaded("formats"))):
@@ -174,7 +176,7 @@ def random_weights(subject: Subject, rng: random.Random, turn: int = 0) -> Itera
             weight = randn(rng.choice(OUTPUTS), width, seed=width + turn * WIDTHS[-1], device=subject.device)
             try:
                 yield name, ops.encode(weight * width**-0.5, QuantScheme.parse(name))
-            except SameseedError:  # no format of weights, or its groups do not divide this width
+            except SameseedError:  # not a weight format, or its group size does not divide this width
                 continue
 
 
@@ -185,8 +187,9 @@ def _grid(subject: Subject, rng: random.Random) -> Iterator[Product]:
 
 @check("L1a", "row invariance of attention", "0 differing values", least={"passes": 60}, passes=4_000)
 def attention(subject: Subject, effort: Effort) -> Found:
-    """A query's result is the same alone and in passes of up to 64 rows, beside other sequences, wherever the cache's
-    blocks lie, on any number of threads.
+    """A query's attention has the same bits alone and in passes of up to 64 rows, beside other sequences.
+
+    It does not depend on where the cache's blocks lie, or on the number of threads.
     """
     wanted = effort.of(4_000, 60)
     model, rng = subject.target, random.Random(subject.seed)
@@ -223,7 +226,7 @@ def attention(subject: Subject, effort: Effort) -> Found:
 
 
 class Stored:
-    """Keys and values [2, S, Hk, D] of a sequence in a cache of one layer."""
+    """Keys and values [2, S, Hk, D] of one sequence, stored in a cache of one layer."""
 
     def __init__(self, model: Llama, name: str, block: int, kv: Tensor, blocks: list[int]) -> None:
         c, device = model.config, model.device
@@ -233,9 +236,9 @@ class Stored:
         model.ops.store_kv(kv[0], kv[1], self.cache.layers[0], torch.tensor(slots, dtype=torch.int32, device=device))
 
     def attend(self, q: Tensor, start: int, size: int, mates: int = 0, ops: Ops | None = None) -> Tensor:
-        """Rows start .. start+size-1 in one pass, as [size, H D]; `mates` other queries ride along.
+        """Attention of rows start .. start+size-1 in one pass, as [size, H D]; `mates` other queries share the pass.
 
-        `ops`: who computes, if not the model's own.
+        `ops`: the backend that computes; None for the model's own.
         """
         mine = Rows([0] * size, start, [], [], self.blocks, False)
         others = [Rows([0], i, [], [], self.blocks, False) for i in range(mates)]

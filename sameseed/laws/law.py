@@ -1,4 +1,4 @@
-"""L5 and L7: sampled texts follow the target's law exactly, and the noise behind them is independent."""
+"""L5 and L7: sampled texts follow the target's exact distribution, and the noise behind them is independent."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from sameseed.spec import sampling
 VOCAB, LENGTH = 16, 3
 PROMPT: Tokens = (3, 1, 4, 1)
 POLICIES = ("confidence", "disco", "history", "goodput")
-SURE = 0.3  # where confidence ends a draft
-GROUP = 2048  # sequences that one call of the engine is given
+SURE = 0.3  # confidence below which a draft ends
+GROUP = 2048  # sequences in one run of the engine
 LAWS = {
     "temperature 1": SamplingParams(temperature=1.0),
     "top-k": SamplingParams(temperature=1.3, top_k=6),
@@ -45,7 +45,7 @@ _LAW = f"every p-value of the G-test above {ALPHA:g}, total variation below 1.25
 def exact_law(
     model: Llama, kv_format: str, params: SamplingParams, prompt: Seq[int] = PROMPT, length: int = 0
 ) -> dict[Cell, float]:
-    """Probability of every possible text of `length` (0: LENGTH) tokens, from the model's own logits in float64."""
+    """Probability of every possible text of `length` tokens (0: LENGTH), from the model's own logits in float64."""
     c = model.config
     law: dict[Cell, float] = {(): 1.0}
     for _ in range(length or LENGTH):
@@ -62,7 +62,7 @@ def exact_law(
 
 
 def _arms(toy: Subject, drafts: Seq[str]) -> list[tuple[str, SamplingParams, str, Subject]]:
-    """What is drawn: each way to sample by each of `drafts`; the first way by every policy too, where there is one."""
+    """What is sampled: each setting of LAWS with each of `drafts`, and the first with every policy of "the draft"."""
     arms = [(name, params, draft, toy) for (name, params), draft in itertools.product(LAWS.items(), drafts)]
     if "the draft" in drafts:
         chosen = next(iter(LAWS.items()))
@@ -82,9 +82,10 @@ def _arms(toy: Subject, drafts: Seq[str]) -> list[tuple[str, SamplingParams, str
     sequences=4_000_000,
 )
 def texts(subject: Subject, effort: Effort) -> Found:
-    """Texts of three tokens, drafted and verified by the real engine in batches, follow the target's exact
-    distribution: jointly, each place, each pair of places, under temperature, top-k, top-p, min-p,
-    penalties, and every length policy.
+    """Texts of three tokens, drafted and verified by the real engine in batches, follow the target's distribution.
+
+    They follow it exactly: jointly, at each position and at each pair of positions, under temperature, top-k, top-p,
+    min-p, penalties and every length policy.
     """
     wanted = effort.of(4_000_000, 2_400)
     spec = subject.config.spec
@@ -122,7 +123,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
 
 
 def _draw(toy: Subject, params: SamplingParams, draft: str, count: int, base: int) -> Counter[Cell]:
-    """Texts for `count` derived seeds, as the completions of one request with `n` have them."""
+    """Count the texts of `count` derived seeds, which are those of one request with `n` completions."""
     drafter = TreeDrafter(lambda seq: (), VOCAB, base) if draft == "trees" else None
     engine = toy.engine(drafter=drafter, nodes=8)
     asked = replace(params, max_tokens=LENGTH + 2, ignore_eos=True)
@@ -151,7 +152,7 @@ def _judge(found: Found, where: str, counts: dict[Cell, float], law: dict[Cell, 
 
 @check("L5s", "the law of the sampler", _LAW, on_host=True, least={"draws": 24_000, "tests": 30}, draws=4_000_000)
 def sampler(subject: Subject, effort: Effort) -> Found:
-    """The sampler's choice over seeds and positions follows the processed distribution."""
+    """The sampler's choices over seeds and positions follow the processed distribution."""
     kinds: dict[str, SamplingParams] = {
         "temperature 0.7": SamplingParams(temperature=0.7),
         "temperature 1.5": SamplingParams(temperature=1.5),
@@ -192,14 +193,15 @@ def sampler(subject: Subject, effort: Effort) -> Found:
     uniforms=10_000_000,
 )
 def noise(subject: Subject, effort: Effort) -> Found:
-    """The noise of different tokens, positions and requests is uncorrelated and pairwise independent, and the engine's
-    own sampler, native where it is built, chooses by it. It is the textbook's.
+    """The noise of different tokens, positions and requests is uncorrelated and pairwise independent.
+
+    The noise equals the textbook's, and the engine's own sampler, native where it is built, chooses by it.
     """
     wanted = effort.of(10_000_000, 60_000)
     tokens = np.arange(64)
     seeds = 24
     positions = max(12, wanted // (seeds * len(tokens)))
-    half = seeds // 2  # neighbours, and the seeds of one request's completions
+    half = seeds // 2  # half are neighbours, half are the seeds of one request's completions
     every = [
         *range(subject.seed, subject.seed + half),
         *(sampling.derive_seed(subject.seed, i) for i in range(1, half + 1)),
@@ -208,7 +210,7 @@ def noise(subject: Subject, effort: Effort) -> Found:
     uniform = np.exp(-np.exp(-block))  # [seeds, positions, tokens]
     exact = np.stack([gumbel(s, 0, len(tokens)) for s in every])
     found = Found({"uniforms": uniform.size, "tests": 0}, {"most_deviations": 0.0, "least_p_value": 1.0})
-    if (off := float(np.abs(block[:, 0] - exact).max())) > 1e-11:  # a last bit of a logarithm is 1e-15
+    if (off := float(np.abs(block[:, 0] - exact).max())) > 1e-11:  # the last bit of a logarithm is about 1e-15
         found.add("noise of the first positions", "the textbook's", f"{off:.1e} from it")
     _judge_pairs(found, "one by one", uniform.ravel(), None)
     for axis, name in enumerate(("seeds", "positions", "tokens")):
@@ -229,7 +231,7 @@ def noise(subject: Subject, effort: Effort) -> Found:
 
 
 def _choices(found: Found, seed: int, count: int) -> None:
-    """Where all tokens are as likely, the engine's own sampler takes that of the largest noise, by the textbook."""
+    """With equal logits, the engine's own sampler must take the token that has the largest noise in the textbook."""
     found.sizes["choices"], found.statistic["wrong_choices"] = count, 0
     level = np.zeros(64, np.float32)
     for i in range(count):

@@ -1,4 +1,4 @@
-"""L2 and the cache: the same logits and the same rows of keys and values, whichever way a position was computed."""
+"""L2 and C1: logits and cached keys and values have the same bits, whichever way a position was computed."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class _Paths:
         self.subject, self.tokens, self.first = subject, tokens, len(tokens) - num_rows
 
     def runner(self, block: int = 16, seqs: int = 1) -> tuple[ModelRunner, Sequence]:
-        """A fresh cache with room for `seqs` such sequences, and the sequence with nothing cached."""
+        """A runner whose fresh cache has room for `seqs` such sequences, and the sequence with nothing cached."""
         count = -(-(len(self.tokens) + 66) // block) * seqs + 1
         runner = _fresh_runner(self.subject.target, self.subject.kv_format, count, block)
         return runner, Sequence(0, self.tokens, SamplingParams(), 0)
 
     def chunks(self, sizes: Seq[int], runner: ModelRunner, seq: Sequence, mates: Seq[Tokens] = ()) -> Tensor:
-        """Pending tokens in chunks of these sizes, the last one repeated; `mates` are prefilled in the same passes."""
+        """Logits of the pending tokens, run in chunks of `sizes`, the last one repeated; `mates` share the passes."""
         kept: list[Tensor] = []
         known = seq.num_cached
         runner.blocks.reserve(seq, len(seq))
@@ -71,7 +71,7 @@ class _Paths:
         return torch.cat(kept)[self.first - known :]
 
     def nodes(self, sizes: Seq[int], rng: random.Random, wrong: int) -> Tensor:
-        """Drafts of these sizes that hold the right tokens, each with up to `wrong` wrong siblings before it."""
+        """Logits from drafts of these sizes that hold the right tokens, each after up to `wrong` wrong nodes."""
         runner, seq = self.runner()
         runner.blocks.reserve(seq, len(seq) + 64)
         head, tail = self.tokens[: self.first + 1], list(self.tokens[self.first + 1 :])
@@ -115,7 +115,7 @@ def _batched(p: _Paths, rng: random.Random) -> Tensor:
 
 
 def _recomputed(p: _Paths, rng: random.Random) -> Tensor:
-    """Half computed, then given up; another takes the blocks; then all anew."""
+    """Compute half, release its blocks, let another sequence take some, then compute everything again."""
     runner, seq = p.runner(seqs=2)
     half = Sequence(0, seq.token_ids[: len(seq) // 2 + 1], seq.params, 0)
     _Paths(p.subject, tuple(half.token_ids), 1).chunks([5], runner, half)
@@ -126,7 +126,7 @@ def _recomputed(p: _Paths, rng: random.Random) -> Tensor:
 
 
 def _shared(p: _Paths, rng: random.Random) -> Tensor:
-    """What comes before the last rows is another's: it was found by its tokens."""
+    """The rows before the last ones come from another sequence, found by their tokens in the prefix cache."""
     runner, seq = p.runner(block=4, seqs=2)
     other = Sequence(9, p.tokens[: p.first], seq.params, 0)
     if len(other):
@@ -168,9 +168,10 @@ WAYS: dict[str, Way] = {
     positions=25_600,
 )
 def logits(subject: Subject, effort: Effort) -> Found:
-    """The logits of a position are the same bits computed token by token, in one prefill, in chunks of 2 to 17, as
-    drafted chains and trees, among 16 other sequences, after preemption, after another's prefix, in other blocks, on
-    more threads.
+    """The logits of a position are the same bits, whichever way they are computed.
+
+    Ways: token by token, in one prefill, in chunks of 2 to 17, as drafted chains and trees, among 16 other sequences,
+    after preemption, after another sequence's prefix, with other block sizes, and on more threads.
     """
     count, length = effort.of(200, 2), min(128, effort.of(128 * 20, 24))
     found = Found({"prompts": 0, "positions": 0, "ways": len(WAYS)}, {"differing_values": 0, "compared_rows": 0})
@@ -206,8 +207,9 @@ def logits(subject: Subject, effort: Effort) -> Found:
     jobs=100,
 )
 def cache_rows(subject: Subject, effort: Effort) -> Found:
-    """After rounds of accepted and rejected guesses the cache holds, byte for byte, what a fresh prefill of the same
-    tokens stores: a rejected guess leaves no trace. So does the cache that a draft model has of its own.
+    """After accepted and rejected draft tokens, the cache holds the bytes of a fresh prefill of the same tokens.
+
+    A rejected draft token leaves no trace. The same holds for a draft model's own cache.
     """
     count = effort.of(100, 3)
     found = Found({"sequences": 0, "rows": 0, "draft_rows": 0}, {"differing_bytes": 0})
@@ -236,7 +238,7 @@ def cache_rows(subject: Subject, effort: Effort) -> Found:
 
 
 def _same_rows(found: Found, name: str, runner: ModelRunner, seq: Sequence) -> None:
-    """Count bytes of a sequence's cached rows that are not those of a fresh prefill."""
+    """Count bytes of a sequence's cached rows that differ from those of a fresh prefill."""
     if not seq.num_cached:
         return
     mine, fresh = _rows(runner, seq), _prefilled(runner, seq)
@@ -248,7 +250,7 @@ def _same_rows(found: Found, name: str, runner: ModelRunner, seq: Sequence) -> N
 
 
 def _rows(runner: ModelRunner, seq: Sequence) -> Tensor:
-    """All bytes of a sequence's cached rows: uint8 [bytes, rows]."""
+    """All bytes of a sequence's cached rows, uint8 [bytes, rows]."""
     size = runner.cache.block_size
     slots = torch.tensor(
         [seq.blocks[i // size] * size + i % size for i in range(seq.num_cached)], device=runner.model.device

@@ -1,4 +1,4 @@
-"""Mistakes of verification, masks, the cache, noise, truncation, kernels and ends, as mutants of the shipped source."""
+"""Known mistakes of verification, masks, cache, noise, truncation, kernels and ends, as mutants of the source."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MISTAKES: tuple[Mutant, ...] = (
         "L5",
     ),
     _walk(
-        "rejects by probability and forgets the residual",  # min(1, p / q), here q = 1, without what is left of p
+        "rejects by probability and forgets the residual",  # min(1, p / q) with q = 1, then a draw from all of p
         _CHOOSE,
         _GUESS.format(limit=_UNIFORM),
         "L6",
@@ -197,7 +197,7 @@ MISTAKES: tuple[Mutant, ...] = (
         "a preempted sequence keeps its cache",
         Scheduler._preempt,
         "self.blocks.release(seq)",
-        # It goes on counting as many rows as reserving, which counts blocks, does not notice.
+        # num_cached keeps as many rows as reserving, which counts blocks, does not notice.
         "self.blocks.forget(seq)\n    self.blocks.trim(seq, 0)\n"
         "    seq.num_cached = min(seq.num_cached, (len(seq) - 1) % self.blocks.block_size)",
         ("L6",),

@@ -17,18 +17,19 @@ from sameseed.laws.check import named
 from sameseed.spec import sampling
 
 log = logging.getLogger("sameseed")
-REFERENCE = {"backend": "reference"}  # where a kernel is wrong: its ops are Python
+REFERENCE = {"backend": "reference"}  # for mistakes in kernels: the reference backend's ops are Python
 
 
 class MutantError(SameseedError):
-    """A mutant that no longer fits the code: the text that it replaces is not there, or more than once."""
+    """A mutant that no longer fits the source: the text that it replaces does not occur exactly once."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`function` with `old` in its source replaced by `new`; `checks`: those that should notice, the cheapest first.
+    """`function` with `old` in its source replaced by `new`; `checks`: those that should reject it, the cheapest first.
 
-    `settings`: of the toy that they look at; `native`: the flaw is in the way to the native sampler, which then runs.
+    `settings`: settings of the toy that the checks run on. `native`: the mistake is in the call of the native sampler,
+    which then stays in use.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Mutant:
     native: bool = False
 
     def code(self) -> CodeType:
-        """The compiled wrong version. Raises MutantError where the source has changed."""
+        """The compiled wrong version. Raises MutantError where `old` does not occur exactly once in the source."""
         source = textwrap.dedent(inspect.getsource(self.function))
         if source.count(self.old) != 1:
             raise MutantError(
@@ -52,15 +53,15 @@ class Mutant:
         return next(c for c in wrong.co_consts if isinstance(c, CodeType) and c.co_name == self.function.__name__)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process gets the function by its name, for what has that name may be a property of it."""
+        """Pickle the function by its name, because the object of that name may be a property or method around it."""
         name = self.function.__module__, self.function.__qualname__
         return _mutant, (name, {k: v for k, v in vars(self).items() if k != "function"})
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """The function runs the wrong version, whoever calls it; afterwards the right one again.
+        """Context in which the function runs the wrong version for every caller; the right one is restored afterwards.
 
-        Meanwhile the specification's sampler runs instead of the native one (unless `native`), and nothing is printed.
+        Meanwhile sampling uses the Python sampler instead of the native one (unless `native`), and nothing is logged.
         """
         function: FunctionType = inspect.unwrap(self.function)
         kept = function.__code__, sampling.HAS_NATIVE, log.handlers, log.propagate
@@ -73,7 +74,7 @@ class Mutant:
 
 
 def bare(found: Any) -> Any:
-    """The function in a static method, a class method, a property or a cached one."""
+    """The plain function inside a static method, class method, property or cached property."""
     return getattr(found, "__func__", None) or getattr(found, "fget", None) or getattr(found, "func", found)
 
 

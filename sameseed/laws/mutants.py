@@ -1,4 +1,4 @@
-"""The mutation test: each of the wrong versions of the code must be rejected by a check of the laws."""
+"""The mutation test: each known wrong version of the code must be rejected by a check of the laws."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sameseed.spec import sampling, verify
 from sameseed.tokenizer import Tokenizer
 
 VOCAB = 64
-NOISE = 0.1  # of the toy draft: it is right often enough for A1 and wrong often enough for all others
-EFFORT = Effort(1e-9, 0.2)  # mutants are wrong enough to show in a fifth of the least sizes
+NOISE = 0.1  # of the toy draft: right often enough for A1, wrong often enough for all other checks
+EFFORT = Effort(1e-9, 0.2)  # mutants are wrong enough to show at a fifth of the least sizes
 MUTANTS = tuple(m for m in (*MISTAKES, *ENGINE_MISTAKES) if sampling.HAS_NATIVE or not m.native)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a mutant: the check that rejected it, or None, and what was said last."""
+    """The result of a mutant: the check that rejected it, or None, and the last message."""
 
     name: str
     caught_by: str | None
@@ -45,7 +45,7 @@ def toy_subject(
     device: str = "cpu",
     draft: str = "draft_model",
 ) -> Subject:
-    """A random pair, and four short prompts."""
+    """A random toy target with its draft, and four short prompts."""
     spec = SpecConfig(draft, "toy", num_draft_tokens=4)
     config = EngineConfig(backend=backend, device=device, format=format, cache=CacheConfig(format=kv), spec=spec)
     rng = random.Random(5)
@@ -57,9 +57,9 @@ def toy_subject(
 
 @dataclass
 class Baseline:
-    """Which checks pass on the code as it is: only these say anything of a mutant. Each is tried once.
+    """Results of checks on correct code, each run once: only a check that passes there can judge a mutant.
 
-    `base`: settings of all toys (backend, device), where a mutant's own do not say otherwise; `checks`: all there are.
+    `base`: settings of all toys (backend, device), which a mutant's own settings override; `checks`: all known checks.
     """
 
     tokenizer: Tokenizer
@@ -68,7 +68,7 @@ class Baseline:
     checks: Seq[Check] = CHECKS
 
     def result(self, name: str, settings: dict[str, Any], native: bool = False) -> Result:
-        """What the check says of the toy with these settings, under the sampler that mutants run."""
+        """The result of a check on correct code, on a toy with these settings and the sampler that mutants use."""
         key = (name, repr(sorted(settings.items())) + " native" * native)
         if key not in self.results:
             with Mutant("nothing is wrong", verify.verify, "row = 0", "row = 0", native=native).alive():
@@ -76,10 +76,10 @@ class Baseline:
         return self.results[key]
 
     def look(self, name: str, settings: dict[str, Any]) -> Result:
-        """One check of a fresh toy with these settings, as the code is now."""
+        """Run one check on a fresh toy with these settings, with the code as it is now."""
         subject = toy_subject(self.tokenizer, **self.base | settings)
         checks = {c.id: c for c in self.checks}
-        if name in ("A1", "C2"):  # these judge what other checks left behind; A1 wants guesses enough
+        if name in ("A1", "C2"):  # these judge what other checks left behind; A1 needs enough draft tokens
             more = 10 if name == "A1" else 1
             run_check(checks["L3"], subject, replace(EFFORT, least=EFFORT.least * more))
             if name == "C2":
@@ -88,9 +88,9 @@ class Baseline:
 
 
 def try_mutant(mutant: Mutant, baseline: Baseline) -> Trial:
-    """Run the checks that should notice, until one does that passes without the mutant.
+    """Run the checks that should reject a mutant until one does; a check counts only if it passes on correct code.
 
-    A check that cannot be finished has noticed nothing.
+    A check that ends in an exception has not rejected the mutant.
     """
     start, said = time.perf_counter(), ""
     for name in mutant.checks:
@@ -114,7 +114,7 @@ def try_all(
     checks: Seq[Check] = CHECKS,
     **base: Any,
 ) -> dict[str, Any]:
-    """The mutation score, as plain data: how many were caught, and by which check; `base`: see Baseline."""
+    """The mutation score as plain data: how many mutants were caught, and by which check; `base`: see Baseline."""
     trials, baseline = [], Baseline(tokenizer, base=base, checks=checks)
     for i, mutant in enumerate(mutants):
         tick(f"mutant: {mutant.name}", i, len(mutants))

@@ -1,4 +1,4 @@
-"""T1: plain and speculative texts are the textbook's, token by token, and end where it says."""
+"""T1: plain and speculative texts equal the textbook's, token by token, and end where the textbook ends them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from sameseed.laws.trees import TreeDrafter
 from sameseed.request import Completion, Grammar, Request, SamplingParams
 
 TEMPERATURES = (0.0, 0.05, 0.4, 1.0, 2.5)  # each with every processor on
-STOPPED = (3, 1)  # characters before a stop string begins, in turn: some come before the least length
-LETTERS, CHOICES, SPELLED = 4, 24, 8  # of the grammar: letters, texts, letters of a text
-NUM_NODES = 64  # of a tree
-EXPRESSION = "expression"  # a regular one, as xgrammar compiles it
-PATTERN, LONGEST = "(?:{0}{1}|[{2}{3}]{{2,3}}){{1,2}}{0}?", 7  # of letters, and the longest text that matches it
-WORDS = "words"  # a choice of texts of long pieces
-PIECES = (1, 1, 1, 2, 3, 3, 4, 7, 8, 8, 9, 15, 16, 16, 17)  # letters that they have
-PORTION = 2**25  # logits of the textbook in memory at a time, 8 bytes each
-WAIT = 4  # tokens: as many as one character may take
+STOPPED = (3, 1)  # characters before a stop string begins, in turn; some fall before the minimum length
+LETTERS, CHOICES, SPELLED = 4, 24, 8  # of the grammar: letters, number of texts, letters of a text
+NUM_NODES = 64  # nodes of a draft tree
+EXPRESSION = "expression"  # name of the rule with a regular expression, which xgrammar compiles
+PATTERN, LONGEST = "(?:{0}{1}|[{2}{3}]{{2,3}}){{1,2}}{0}?", 7  # over the letters, and the longest match
+WORDS = "words"  # name of the rule with texts of long pieces
+PIECES = (1, 1, 1, 2, 3, 3, 4, 7, 8, 8, 9, 15, 16, 16, 17)  # lengths of these pieces in letters
+PORTION = 2**25  # most logits of the textbook in memory at a time, 8 bytes each
+WAIT = 4  # most tokens that one character may take
 
 
 class Rule(NamedTuple):
-    """A grammar as the textbook reads it: the texts that may be, what tokens spell, and what makes the engine's own."""
+    """A grammar as the textbook reads it.
+
+    `choices`: the texts that are allowed; `pieces`: what tokens spell; `make`: makes the engine's own grammar.
+    """
 
     choices: tuple[str, ...]
     pieces: dict[int, str]
@@ -44,7 +47,7 @@ class Rule(NamedTuple):
 
 
 class Written(NamedTuple):
-    """How a text was made, what was asked for, and what came of it."""
+    """A completion with its request, how it was made, and its grammar rule, if any."""
 
     where: str
     job: Request
@@ -70,9 +73,10 @@ class Written(NamedTuple):
     texts=60_000,
 )
 def texts(subject: Subject, effort: Effort) -> Found:
-    """Plain and speculative texts are those of a decoder in plain NumPy that has no cache, no batch and no draft, and
-    end where it says: greedy and sampled, every processor on from temperature 0 to 2.5, under a grammar, with trees of
-    up to 64 nodes. What is too near to call for sums in float32 is counted.
+    """Plain and speculative texts equal those of a plain NumPy decoder without cache, batch or draft.
+
+    They also end where that decoder says. They are greedy or sampled, with every processor on from temperature 0 to
+    2.5, under grammars, and with trees of up to 64 nodes. Tokens too close to call for float32 sums are counted.
     """
     count, length = max(2, effort.of(2_000, 2)), min(16, subject.max_tokens)
     rules = ruled(subject)
@@ -102,7 +106,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
 
 
 def settings(subject: Subject, length: int, grammars: Seq[str]) -> dict[str, SamplingParams]:
-    """Ways to sample by name: those of L6, greedy, every processor at once hot and cold, and under a grammar."""
+    """Sampling settings by name: those of L6, greedy, every processor at once at each temperature, each grammar."""
     bare = SamplingParams(max_tokens=length, ignore_eos=True)
     every = {f"everything at {t:g}": everything(subject, replace(bare, temperature=t)) for t in TEMPERATURES}
     under = {f"{g} at {t:g}": replace(bare, temperature=t, ignore_eos=False) for g in grammars for t in (0.0, 0.9)}
@@ -111,7 +115,7 @@ def settings(subject: Subject, length: int, grammars: Seq[str]) -> dict[str, Sam
 
 
 def everything(subject: Subject, params: SamplingParams) -> SamplingParams:
-    """With every processor on: truncation, penalties, bias, bans, allowed tokens, a least length."""
+    """`params` with every processor on: truncation, penalties, bias, bans, allowed tokens, a minimum length."""
     few = tuple(t for t in range(subject.vocab_size) if t % 7 != 3)
     stops = tuple(range(2, subject.vocab_size, 9))
     return replace(
@@ -131,16 +135,17 @@ def everything(subject: Subject, params: SamplingParams) -> SamplingParams:
 
 
 def ruled(subject: Subject) -> dict[str, Rule]:
-    """By name: a choice of a few texts that begin alike, and a regular expression that xgrammar compiles.
+    """Grammar rules by name: two choices of texts, and a regular expression that xgrammar compiles.
 
-    Both are of letters that tokens spell one by one or together. The textbook knows them as lists of texts: those
-    of the expression are all strings of its letters that Python's `re` matches. Of xgrammar it takes nothing.
+    Texts are made of letters that tokens spell one by one or together (but see `_worded`). The textbook knows each rule
+    as a list of texts. For the expression these are all strings of its letters that Python's `re` matches: the textbook
+    takes nothing of xgrammar.
     """
     tokenizer, eos = subject.loaded.tokenizer, subject.target.config.eos_token_ids
     spelled = {t: tokenizer.token(t) or "" for t in range(subject.vocab_size) if t not in eos}
     letters = [s for t, s in spelled.items() if len(s) == 1 and "!" <= s <= "~" and tokenizer.decode([t]) == s]
     rng = random.Random(subject.seed)
-    plain = [s for s in letters if s.isalnum()]  # which mean themselves in an expression
+    plain = [s for s in letters if s.isalnum()]  # without a special meaning in an expression
     few = rng.sample(plain if len(plain) >= LETTERS else letters, min(LETTERS, len(letters)))
     choices = tuple(sorted({"".join(rng.choices(few, k=SPELLED)) for _ in range(CHOICES)})) if few else ()
     pieces = {t: s for t, s in spelled.items() if s and set(s) <= set(few)}
@@ -161,7 +166,10 @@ def ruled(subject: Subject) -> dict[str, Rule]:
 
 
 def _worded(subject: Subject, rng: random.Random) -> Rule:
-    """A choice whose tokens are given long pieces of few letters, whatever they spell: vocabularies have such."""
+    """A choice of texts whose tokens are assigned long pieces of few letters, whatever the tokens really spell.
+
+    Real vocabularies have such tokens.
+    """
     eos = subject.target.config.eos_token_ids
     tokens = rng.sample([t for t in range(subject.vocab_size) if t not in eos], len(PIECES))
     pieces = {t: "".join(rng.choices("ab", k=n)) for t, n in zip(tokens, PIECES, strict=True)}
@@ -173,7 +181,7 @@ def _worded(subject: Subject, rng: random.Random) -> Rule:
 
 
 def judge(subject: Subject, written: Seq[Written]) -> Found:
-    """Count tokens of completions that are not the textbook's choice after those before them, and wrong ends."""
+    """Count tokens that are not the textbook's choice after the tokens before them, and texts that end wrongly."""
     model, kv = subject.target, subject.kv_format
     eos, share = model.config.eos_token_ids, textbook.tolerance(model, kv)
     sizes = {"tokens": 0, "exact": 0, "texts": len(written), "stops_met": 0, "stops_across_tokens": 0}
@@ -198,14 +206,15 @@ def judge(subject: Subject, written: Seq[Written]) -> Found:
 
 
 def _with_logits(subject: Subject, written: Seq[Written]) -> Iterator[tuple[Written, textbook.Floats]]:
-    """Each with the textbook's logits after every token. Texts that begin another one are read in that one.
+    """Yield each item with the textbook's logits after every token.
 
-    In the order of texts, so that a portion of them is in memory at a time: full sizes have tens of thousands.
+    A text that begins another text shares that text's logits. Items come sorted by text, so that one portion of logits
+    is in memory at a time: full sizes have tens of thousands of texts.
     """
     model, kv = subject.target, subject.kv_format
     known = {id(one): (*one.completion.prompt_token_ids, *one.completion.token_ids) for one in written}
     order = sorted(written, key=lambda one: known[id(one)])
-    every = sorted(set(known.values()))  # what begins a text stands before it
+    every = sorted(set(known.values()))  # sorted: a prefix comes before the longer text
     whole = [a for a, b in itertools.zip_longest(every, every[1:], fillvalue=()) if b[: len(a)] != a]
     rows, at = max(map(len, whole), default=1), 0
     count = max(1, PORTION // (rows * model.config.vocab_size))
@@ -222,9 +231,10 @@ def _with_logits(subject: Subject, written: Seq[Written]) -> Iterator[tuple[Writ
 
 
 def _judge_end(subject: Subject, found: Found, where: str, job: Request, c: Completion) -> None:
-    """Does the text end where the textbook ends it, for its reason, and say what its tokens say?
+    """Count texts that do not end where the textbook ends them, for its reason, or do not say what their tokens say.
 
-    Bytes that are no text for WAIT tokens are the decoder's to show: such texts are counted and not judged.
+    A text is counted but not judged if its bytes form no character for WAIT tokens: how to show them is the decoder's
+    choice.
     """
     decode, eos, tokens = subject.loaded.tokenizer.decode, subject.target.config.eos_token_ids, c.token_ids
     said = [decode(list(tokens[: n + 1])) for n in range(len(tokens))]
@@ -245,7 +255,7 @@ def _judge_end(subject: Subject, found: Found, where: str, job: Request, c: Comp
     if at is not None:
         found.sizes["stops_met"] += 1
         found.sizes["stops_across_tokens"] += len(said) > 1 and at < len(said[-2])
-    # Bytes that are no character are written as the decoder goes: only whole ones are compared.
+    # How incomplete characters are shown is the decoder's choice: only texts without them are compared.
     if c.finish_reason.value != reason or (HALF not in text and c.text != text):
         found.statistic["wrong_ends"] += 1
         found.add(

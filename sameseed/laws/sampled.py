@@ -1,4 +1,4 @@
-"""L6, L9, stops and leaks: seeded texts, their log-probabilities and their ends, and what is left behind."""
+"""L6, L9, S1 and C2: seeded texts, their log-probabilities, where they end, and what requests leave behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sameseed.request import Completion, Delta, Request, SamplingParams
 
 
 def sampling_settings(own: SamplingParams) -> dict[str, SamplingParams]:
-    """The settings' own sampling, and seven more."""
+    """The configured sampling and seven other settings, by name."""
     base = replace(own, seed=None, n=1, logprobs=None)
     bare = SamplingParams(max_tokens=own.max_tokens, ignore_eos=own.ignore_eos)
     return {
@@ -39,8 +39,10 @@ def sampling_settings(own: SamplingParams) -> dict[str, SamplingParams]:
     settings=8,
 )
 def seeded(subject: Subject, effort: Effort) -> Found:
-    """A seeded request writes the same text as plain decoding does alone: in any batch and order, after preemption,
-    in small chunks, streamed or not; seeds of other requests do not matter.
+    """A seeded request writes the same text as plain decoding does alone.
+
+    This holds in any batch and order, after preemption, in small chunks, streamed or not, whatever the seeds of other
+    requests.
     """
     count = max(4, effort.of(2_000, 4))
     found = Found({"requests": 0, "settings": 0, "texts": 0, "tokens": 0}, {"differing_texts": 0, "preemptions": 0})
@@ -68,7 +70,7 @@ def _seeded(subject: Subject, found: Found, name: str, jobs: list[Request], turn
     subject.watch(engine, jobs, plain)
     deltas: list[Delta] = []
     compared("batched", subject.run(engine, jobs, deltas=deltas))
-    for i, (job, c) in enumerate(zip(jobs, plain, strict=True)):  # the pieces of a stream are the text
+    for i, (job, c) in enumerate(zip(jobs, plain, strict=True)):  # the streamed pieces must join to the text
         mine = [d for d in deltas if d.request_id == job.request_id]
         text, tokens = "".join(d.text for d in mine), tuple(t for d in mine for t in d.token_ids)
         if (text, tokens) != (c.text, c.token_ids):
@@ -118,7 +120,7 @@ def logprobs(subject: Subject, effort: Effort) -> Found:
     requests=2_000,
 )
 def stops(subject: Subject, effort: Effort) -> Found:
-    """A stop string, a stop token or the length ends the text at the same place, also inside an accepted path."""
+    """A stop string, a stop token or the length ends the text at the same place, also inside an accepted draft path."""
     count = max(6, effort.of(2_000, 12))
     sizes = {"requests": 0, "stopped": 0, "stopped_at_a_guess": 0}
     found = Found(sizes, {"differing_texts": 0, "tokens_beyond_the_end": 0})
@@ -128,7 +130,7 @@ def stops(subject: Subject, effort: Effort) -> Found:
         base = subject.jobs(min(6, count - start), free, start)
         long = subject.run(subject.plain(), base)
         jobs: list[Request] = []
-        # Each gets an end somewhere in its text, and sometimes a least length that puts it off.
+        # Each job gets a stop somewhere in its text, and sometimes a minimum length that postpones it.
         for turn, (job, c) in enumerate(zip(base, long, strict=True), start):
             least = rng.randint(1, 6) if turn % 4 == 1 else 0
             if turn % 3 == 0 and c.text:
@@ -142,7 +144,7 @@ def stops(subject: Subject, effort: Effort) -> Found:
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
         found.sizes["requests"] += len(jobs)
         found.sizes["stopped"] += sum(c.finish_reason.value == "stop" for c in plain)
-        for name, engine in subject.guessing(jobs, long, start):  # trees know the text beyond the end, and run over it
+        for name, engine in subject.guessing(jobs, long, start):  # trees know the text beyond the end and draft past it
             got = subject.run(engine, jobs)
             compare(subject, found, name, jobs, plain, got)
             for job, c in zip(jobs, got, strict=True):

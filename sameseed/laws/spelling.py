@@ -1,4 +1,4 @@
-"""T2: texts are what their tokens spell, also where a token is half a character or special."""
+"""T2: a text is what its tokens decode to, also where a token is part of a character or a special token."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sameseed.laws.textbook import HALF
 from sameseed.laws.toy import toy_loaded
 from sameseed.request import Completion, Delta, Request, SamplingParams
 
-LENGTH = 12  # tokens of a text, at most
-VOCAB = 320  # of the toy: tokens of single bytes are among the first
-WHOLE = 16  # tokens that are characters, beside those that are half ones
+LENGTH = 12  # most tokens of a text
+VOCAB = 320  # of the toy; the first tokens include those of single bytes
+WHOLE = 16  # about how many tokens of whole characters are used, beside all partial ones
 
 
 @check(
@@ -26,9 +26,11 @@ WHOLE = 16  # tokens that are characters, beside those that are half ones
     texts=20_000,
 )
 def spelling(subject: Subject, effort: Effort) -> Found:
-    """A text is what the tokenizer makes of all its tokens at once, to the last half character, with special tokens and
-    without; the pieces that are streamed are that text, also where it ends as a stop string begins. Each token is said
-    to begin where it does. Bytes that are no character may be written as more or fewer.
+    """A text is what the tokenizer decodes from all its tokens at once, to the last partial character.
+
+    This holds with special tokens and without. The streamed pieces join to the same text, also where it ends as a stop
+    string begins. Each token's reported offset is where the token begins. Bytes that form no character may be shown as
+    more or fewer characters.
     """
     found = Found({"texts": 0, "half_ends": 0, "special_tokens": 0, "held_back": 0, "places": 0}, {"misspelt": 0})
     tokenizer = subject.loaded.tokenizer
@@ -46,7 +48,8 @@ def spelling(subject: Subject, effort: Effort) -> Found:
         plain = toy.run(toy.plain(), jobs)
         for i, c in enumerate(plain):
             if c.text and HALF not in c.text and not jobs[i].params.stop:
-                # A stop string that begins as the text ends: that end must be held back, and given out at last.
+                # A stop string that begins like the end of the text: streaming must hold that end back, then release
+                # it.
                 stop = (c.text[-2:] + c.text[-2:] + "!",)
                 jobs[i] = replace(jobs[i], params=replace(jobs[i].params, stop=stop))
         for engine in (toy.plain(), toy.engine(drafter=toy.trees(jobs, plain, start))):
@@ -58,7 +61,7 @@ def spelling(subject: Subject, effort: Effort) -> Found:
 
 
 def _job(toy: Subject, job: Request, able: tuple[int, ...], rng: random.Random) -> Request:
-    """A text of these tokens, of some length; every other one shows special tokens, a few have a stop string."""
+    """The job with a random length and only the tokens `able`; half show special tokens, a quarter get a stop."""
     spelled = [s for t in able if HALF not in (s := toy.loaded.tokenizer.decode([t])) and s]
     stop = tuple(rng.sample(spelled, 1)) if spelled and rng.random() < 0.25 else ()
     params = replace(
@@ -74,7 +77,7 @@ def _job(toy: Subject, job: Request, able: tuple[int, ...], rng: random.Random) 
 
 
 def _judge(found: Found, toy: Subject, jobs: Seq[Request], got: Seq[Completion], deltas: Seq[Delta]) -> None:
-    """Count texts that are not what their tokens spell; of one that a stop string ended, what comes before it."""
+    """Count texts that are not what their tokens decode to; of a text that a stop string ended, the part before it."""
     decode = toy.loaded.tokenizer.decode
     for job, c in zip(jobs, got, strict=True):
         said = decode(list(c.token_ids), job.params.skip_special_tokens)
@@ -89,7 +92,7 @@ def _judge(found: Found, toy: Subject, jobs: Seq[Request], got: Seq[Completion],
             right = said.replace(HALF, "") == c.text.replace(HALF, "") and said.endswith(HALF) == c.text.endswith(HALF)
         begun = any(s[:2] == c.text[-2:] for s in job.params.stop)
         found.sizes["held_back"] += begun and c.finish_reason.value == "length"
-        for n in range(len(c.token_ids)):  # a token begins where the text of those before it ends
+        for n in range(len(c.token_ids)):  # a token begins where the text of the tokens before it ends
             before = decode(list(c.token_ids[:n]), job.params.skip_special_tokens)
             place = c.text_offset[n : n + 1]
             found.sizes["places"] += HALF not in before

@@ -1,4 +1,4 @@
-"""Tests of fit against an exact law, with thresholds that a right engine crosses once in a thousand million tries."""
+"""Goodness-of-fit tests against an exact distribution; a correct engine fails one with probability about 1e-9."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-ALPHA = 1e-9  # a p-value below this is no accident
-LEAST_EXPECTED = 10.0  # draws in a cell of a G-test; cells with fewer are pooled
+ALPHA = 1e-9  # significance level: a p-value below this is no accident
+LEAST_EXPECTED = 10.0  # expected draws in a cell of a G-test; cells with fewer are pooled
 
 Cell = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How draws fit a law: p-value of the G-test, total variation and its threshold, draws that the law rules out."""
+    """How draws fit a distribution: G-test p-value, total variation and its limit, and impossible draws."""
 
     p_value: float
     variation: float
@@ -31,7 +31,7 @@ class Fit:
 
 
 def target_law(counts: Mapping[Cell, int], law: Mapping[Cell, float]) -> Fit:
-    """Law 2: do draws follow the law that they should follow? Cells that it does not list are impossible.
+    """Law 2: compare draws with the distribution that they should follow; cells not in `law` are impossible.
 
     The limit of the total variation is 1.25 times its expectation, or, for few cells, what McDiarmid's inequality
     allows with probability ALPHA.
@@ -64,13 +64,13 @@ def g_test(counts: NDArray[np.float64], law: NDArray[np.float64]) -> float:
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
-    """Probability that a chi-square variable of so many degrees of freedom is larger."""
+    """Probability that a chi-square variable with `freedom` degrees of freedom is larger than `statistic`."""
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def marginal(law: Mapping[Cell, float], places: tuple[int, ...]) -> dict[Cell, float]:
-    """The law, or counts, of some places of a cell."""
+    """The marginal distribution, or counts, at some places of the cells."""
     found: dict[Cell, float] = {}
     for cell, value in law.items():
         key = tuple(cell[i] for i in places)
@@ -79,7 +79,7 @@ def marginal(law: Mapping[Cell, float], places: tuple[int, ...]) -> dict[Cell, f
 
 
 def bound_text(probability: float) -> str:
-    """A bound on a probability with one digit, rounded up: 1.4e-5 is below 2e-05."""
+    """A bound on a probability as text with one digit, rounded up: 1.4e-5 gives 2e-05."""
     if probability <= 0.0:
         return "0"
     exponent = math.floor(math.log10(probability))
@@ -88,7 +88,7 @@ def bound_text(probability: float) -> str:
 
 
 def normal_tail(deviations: float) -> float:
-    """Probability that a normal variable lies further from its mean, on either side."""
+    """Probability that a normal variable is more than `deviations` standard deviations from its mean (two-sided)."""
     return math.erfc(deviations / math.sqrt(2))
 
 

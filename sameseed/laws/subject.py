@@ -1,4 +1,4 @@
-"""Subject: what is certified. Loaded models, of which engines are made that decode plainly or as the settings say."""
+"""Subject: the loaded models to certify; it builds plain and speculative engines of them for the checks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ROOM = 80  # rows of cache beyond prompt and answer: a tree of 64 nodes, and hal
 
 @dataclass
 class Subject:
-    """Models with settings, prompts, and how to sample. `leaks` and `metrics` collect what engines left behind.
+    """Models with settings, prompts and sampling parameters; `leaks` and `metrics` collect what engines left behind.
 
-    `metrics` are those of the configured draft alone; `scripted`: of the trees that the certificate makes itself.
+    `metrics` counts the configured draft alone; `scripted` counts the trees that the certificate builds itself.
     """
 
     loaded: Loaded
@@ -35,7 +35,7 @@ class Subject:
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     scripted: SpecMetrics = field(default_factory=SpecMetrics)
     guesses: FirstGuesses = field(default_factory=FirstGuesses)
-    num_emptied: int = 0  # engines and times that all requests had left
+    num_emptied: int = 0  # how often all requests had left an engine
     digest: str = ""  # of the target's weights, before anything ran
 
     @property
@@ -48,26 +48,26 @@ class Subject:
 
     @property
     def device(self) -> str:
-        """Where models and caches are."""
+        """The device of models and caches."""
         return str(self.target.device)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that prompts and scripts are made of: the tokenizer's, or fewer where the model has fewer."""
+        """Size of the vocabulary for prompts and scripts: the tokenizer's, or the model's where that is smaller."""
         return min(self.target.config.vocab_size, len(self.loaded.tokenizer.vocabulary()))
 
     @property
     def max_len(self) -> int:
-        """The longest text in tokens."""
+        """The longest text, in tokens."""
         return self.config.max_model_len or self.target.max_model_len
 
     @property
     def kv_format(self) -> str:
-        """Format of the cache that engines have."""
+        """Format of the engines' KV cache."""
         return self.plain(seqs=1).runner.cache.format
 
     def jobs(self, count: int, params: SamplingParams, start: int = 0) -> list[Request]:
-        """`count` jobs: prompts in turn, from the second turn on cut shorter; seeds of their own."""
+        """`count` requests with seeds of their own: the prompts in turn, cut shorter from the second turn on."""
         made = []
         for i in range(start, start + count):
             turn, which = divmod(i, len(self.prompts))
@@ -79,7 +79,7 @@ class Subject:
         return made
 
     def plain(self, seqs: int | None = None) -> Engine:
-        """An engine that does not guess, and that remembers no text."""
+        """An engine without speculation and without a prefix cache."""
         made = self.engine(SpecConfig(), seqs=seqs)
         made.runner.blocks.shares = False
         return made
@@ -95,10 +95,10 @@ class Subject:
         tokens: int | None = None,
         nodes: int = 24,
     ) -> Engine:
-        """An engine of the loaded models with a cache of `tokens` tokens.
+        """An engine of the loaded models whose cache holds `tokens` tokens.
 
-        `spec`: None for the settings' own speculation (without a store, which is the user's); `drafter` takes the
-        place of the one that it names, with at most `nodes` in a tree.
+        `spec`: None for the configured speculation (without its store on disk, which is the user's). `drafter` replaces
+        the configured drafter, with at most `nodes` nodes in a tree.
         """
         seqs = self.batch if seqs is None else seqs
         longest = max(map(len, self.prompts)) + self.max_tokens + ROOM
@@ -116,24 +116,24 @@ class Subject:
         return engine if drafter is None else trial.draft_with(engine, drafter, nodes)
 
     def trees(self, jobs: Seq[Request], written: Seq[Completion], seed: int = 0) -> TreeDrafter:
-        """A drafter of trees that hold the known texts."""
+        """A drafter of trees that contain the known texts."""
         return TreeDrafter(_answers(jobs, written), self.vocab_size, seed)
 
     def guessing(
         self, jobs: Seq[Request], written: Seq[Completion], seed: int, nodes: int = 24
     ) -> Iterator[tuple[str, Engine]]:
-        """An engine that drafts as configured, then one with trees that hold the known texts."""
+        """Yield an engine with the configured draft, then one with trees that contain the known texts."""
         yield "the draft", self.engine()
         yield "trees", self.engine(drafter=self.trees(jobs, written, seed), nodes=nodes)
 
     def run(
         self, engine: Engine, jobs: Seq[Request], alone: bool = False, deltas: list[Delta] | None = None
     ) -> list[Completion]:
-        """Run jobs to their end, together or one after the other; see `over`."""
+        """Run jobs to their end, together or (`alone`) one after the other; see `over`."""
         return self.over(engine, trial.run(engine, jobs, alone, deltas))
 
     def over(self, engine: Engine, done: list[Completion]) -> list[Completion]:
-        """Note what an engine keeps of requests that have all left, and what was guessed; gives `done` back."""
+        """Record leaks and draft metrics of an engine that all requests have left; returns `done`."""
         self.leaks += trial.leaks(engine)[: 3 - len(self.leaks)]
         self.num_emptied += 1
         (self.scripted if isinstance(engine.drafter, TreeDrafter) else self.metrics).add(engine.metrics)
@@ -141,7 +141,7 @@ class Subject:
         return done
 
     def watch(self, engine: Engine, jobs: Seq[Request], written: Seq[Completion]) -> None:
-        """Have the engine's first guesses, and which are accepted, counted against the texts that it should write."""
+        """Count the engine's first draft tokens, and how many are accepted, against the texts that it should write."""
         every = [t for c in written for t in c.token_ids]
         share = {t: every.count(t) / len(every) for t in set(every)}
         engine.runner = Watched(engine.runner, _answers(jobs, written), share, self.guesses)
@@ -152,6 +152,6 @@ def _answers(jobs: Seq[Request], written: Seq[Completion]) -> Answers:
 
 
 def storeless(spec: SpecConfig) -> SpecConfig:
-    """The same levels without files that they would write what they have seen into: those are the user's."""
+    """The same levels without `store` files, into which they would write what they see: these files are the user's."""
     options = {key: value for key, value in spec.options.items() if key != "store"}
     return replace(spec, options=options, below=tuple(storeless(level) for level in spec.below))

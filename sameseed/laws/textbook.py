@@ -1,7 +1,7 @@
-"""The textbook: a decoder in plain NumPy, without cache, batch or speculation. It is the oracle of texts.
+"""The textbook: a reference decoder in plain NumPy, without KV cache, batching or speculation; it judges all texts.
 
-It says which token follows at each position, and which others are too near to call. Of the package it takes weights,
-what their formats mean, and parameters; arithmetic, noise and sampling are written here anew.
+It says which token follows at each position, and which others are too close to call. From the package it takes only
+weights, the meaning of their formats, and parameters. Arithmetic, noise and sampling are implemented here anew.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from sameseed.request import SamplingParams
 from sameseed.scheme import QuantTensor
 
 Floats = NDArray[np.float64]
-# How far the engine's logits may be from these, as a share of the largest: sums in float32; a cache of 16 bits; rows
-# of activations or of the cache in 8 or 4 bits, where a value at the border of two codes may fall on either side.
+# Tolerances of the engine's logits, as a share of the largest logit. EXACT: sums in float32. HALVES: a cache in 16
+# bits. ROUNDED: activations or cache in 8 or 4 bits, where a value between two codes may round either way.
 EXACT, HALVES, ROUNDED = 1e-5, 0.003, 0.1
-HALF = "\ufffd"  # a character of which tokens are still missing
+HALF = "\ufffd"  # shown for a character of which tokens are still missing
 
 
 # --- arithmetic: rows [T, C] in float64 ---
 
 
 def array(x: Tensor) -> Floats:
-    """A tensor's values."""
+    """A tensor's values in float64."""
     return x.detach().cpu().double().numpy()
 
 
 def product(x: Floats, w: QuantTensor) -> Floats:
-    """x [T, K] times w [O, K] transposed, in the weight's format; rows are rounded first where it says so."""
-    if w.activations == "outliers":  # those in float64, all else as below
+    """x [T, K] times w [O, K] transposed, in the weight's format; rows of x are rounded first if the format says so."""
+    if w.activations == "outliers":  # outlier values in float64, all others as int8 below
         kept = np.abs(x) > scheme.OUTLIER
         floats = replace(w, activations=None)
         return product(np.where(kept, 0.0, x), replace(w, activations="int8")) + product(np.where(kept, x, 0.0), floats)
-    if w.activations == "int8":  # each group of a row as codes times absmax / 127; in float32, as the format defines it
+    if w.activations == "int8":  # codes times absmax / 127 for each group of a row; float32, as the format says
         parts = x.astype(np.float32).reshape(len(x), -1, w.group)
         largest = np.abs(parts).max(-1, keepdims=True)
         factor = np.float32(127) / np.maximum(largest, np.float32(scheme.SMALLEST))
@@ -53,13 +53,13 @@ def product(x: Floats, w: QuantTensor) -> Floats:
 
 
 def rms_norm(x: Floats, weight: Tensor, eps: float) -> Floats:
-    """Rows over their root mean square, times weight."""
+    """Rows divided by their root mean square, times weight."""
     size: Floats = np.sqrt((x * x).mean(-1, keepdims=True) + eps)
     return x / size * array(weight)
 
 
 def silu_mul(gate_up: Floats) -> Floats:
-    """silu of the first half of each row times the second."""
+    """silu of the first half of each row, times the second half."""
     gate, up = np.split(gate_up, 2, axis=-1)
     out: Floats = gate / (1 + np.exp(-gate)) * up
     return out
@@ -81,13 +81,13 @@ def attention(
     window: int | None = None,
     far: Seq[Floats] | None = None,
 ) -> Floats:
-    """Causal attention of q [T, H, D], rows from position `start` on, over k, v [S, Hk, D]; returns [T, H, D].
+    """Causal attention of q [T, H, D], at positions from `start` on, over k, v [S, Hk, D]; returns [T, H, D].
 
-    `far`: keys and values as tokens far away are read (`distant`); None where a cache has one piece.
+    `far`: keys and values as they are read for distant tokens (`distant`); None where the cache has a single format.
     """
     at, place = start + np.arange(len(q))[:, None], np.arange(len(k))
     distance = at - place
-    # Those of groups of 32 that end before the last 128 tokens begin; never the first group.
+    # Distant tokens: groups of 32 that end before the query's last 128 tokens begin; never the first group.
     away = (place // 32 > 0) & ((place // 32 + 1) * 32 + 128 <= at + 1)
     group, q = q.shape[1] // k.shape[1], q.transpose(1, 0, 2)
     keys, values, *others = (np.repeat(x, group, 1).transpose(1, 0, 2) for x in (k, v, *(far or ())))  # [H, S, D]
@@ -103,16 +103,16 @@ def attention(
 
 
 def stored(k: Floats, v: Floats, kv_format: str) -> list[Floats]:
-    """Keys and values [T, Hk, D] as a cache in this format gives them back."""
+    """Keys and values [T, Hk, D] after encoding and decoding in the cache format."""
     both = zip(scheme.kv_formats(kv_format), (k, v))
     return [array(fmt.decode_kv(*fmt.encode_kv(torch.from_numpy(x).float()))) for fmt, x in both]
 
 
 def distant(k: Floats, v: Floats, kv_format: str) -> list[Floats] | None:
-    """Stored keys and values [S, Hk, D] of one text as tokens far away are read; None where no half is piecewise."""
+    """Stored keys and values [S, Hk, D] of one text as read for distant tokens; None if the format is not piecewise."""
 
     def read(x: Floats, half: scheme.Format) -> Floats:
-        whole = len(x) // 32 * 32  # of groups that are not full all tokens are near
+        whole = len(x) // 32 * 32  # tokens of an incomplete group all count as near
         if not isinstance(half, scheme.Piecewise) or not whole:
             return x
         return np.concatenate([array(half.far.reread(torch.from_numpy(x[:whole]).float(), half.keys)), x[whole:]])
@@ -122,7 +122,7 @@ def distant(k: Floats, v: Floats, kv_format: str) -> list[Floats] | None:
 
 
 def queries(q: Floats, scale: float, kv_format: str) -> Floats:
-    """Queries [T, H, D] times `scale`, as attention over a cache in this format takes them."""
+    """Queries [T, H, D] times `scale`, rounded as attention over a cache in this format rounds them."""
     dtype = scheme.kv_formats(kv_format)[0].query_dtype
     return (
         q * scale if dtype is torch.float32 else array(scheme.round_queries(torch.from_numpy(q).float() * scale, dtype))
@@ -160,7 +160,7 @@ def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str) -> list[Floats]:
 
 
 def tolerance(model: Llama, kv_format: str) -> float:
-    """Which of EXACT, HALVES and ROUNDED the model and its cache need."""
+    """The tolerance that the model and its cache need: EXACT, HALVES or ROUNDED."""
     if any(m.activations is not None for m in model.weights.matrices):
         return ROUNDED
     return {"fp32": EXACT, "bf16": HALVES, "fp16": HALVES}.get(kv_format, ROUNDED)
@@ -177,7 +177,7 @@ def adjusted(
     eos: Seq[int] = (),
     grammar: Collection[int] | None = None,
 ) -> Floats:
-    """Logits after restrictions, bias and penalties, given everything written so far; `grammar`: what it allows."""
+    """Logits after restrictions, bias and penalties, given prompt and output; `grammar`: the tokens that it allows."""
     row = np.array(logits, np.float64)
     for few in (params.allowed_token_ids, grammar):
         if few is not None:
@@ -198,9 +198,9 @@ def adjusted(
 
 
 def kept(row: ArrayLike, params: SamplingParams, slack: float = 0.0) -> Floats:
-    """Logits over the temperature, the largest at 0; -inf for what min-p, top-k and top-p drop.
+    """Logits over the temperature, the largest at 0; -inf for tokens that min-p, top-k and top-p drop.
 
-    `slack` moves every border by so much: down where it is positive, so that more is kept.
+    `slack` moves every threshold: a positive value lowers the thresholds, so that more tokens are kept.
     """
     values: Floats = np.array(row, np.float64)
     scaled: Floats = (values - values.max()) / max(params.temperature, 1e-200)
@@ -210,7 +210,7 @@ def kept(row: ArrayLike, params: SamplingParams, slack: float = 0.0) -> Floats:
     scaled[scaled < min(border, 0.0)] = -np.inf
     if params.top_p < 1.0:
         weights = np.exp(scaled)
-        order = np.lexsort((np.arange(len(scaled)), -weights))  # likeliest first, of equals the first
+        order = np.lexsort((np.arange(len(scaled)), -weights))  # likeliest first; of equals, the lower id first
         before = np.cumsum(weights[order]) - weights[order]
         inside = before < max(params.top_p + slack, 0.0) * weights.sum()
         inside[0] = True
@@ -223,7 +223,7 @@ def kept(row: ArrayLike, params: SamplingParams, slack: float = 0.0) -> Floats:
 
 
 def probabilities(row: ArrayLike, params: SamplingParams) -> list[float]:
-    """The distribution that a token is drawn from, given adjusted logits; greedy is the limit of no temperature."""
+    """The distribution that a token is drawn from, given adjusted logits; temperature 0 puts all on the argmax."""
     scaled = np.array(row, np.float64)
     if params.temperature == 0.0:
         return [float(t == scaled.argmax()) for t in range(len(scaled))]
@@ -233,7 +233,7 @@ def probabilities(row: ArrayLike, params: SamplingParams) -> list[float]:
 
 
 def gumbel(seed: int, position: int, count: int) -> Floats:
-    """Gumbel noise of tokens 0 .. count - 1: SplitMix64's outputs under the key of (seed, position) as uniforms."""
+    """Gumbel noise of tokens 0 .. count - 1; its uniforms are SplitMix64's outputs under a key of seed and position."""
 
     def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
         z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -259,7 +259,7 @@ def judge(
     near: float = 0.0,
     grammar: Collection[int] | None = None,
 ) -> tuple[bool, bool]:
-    """Is `token` the choice after prompt and output? And if not: is it within `near` (in logits) of being it?"""
+    """Is `token` the choice after prompt and output, and is it within `near` (in logits) of being the choice?"""
     row = adjusted(logits, params, prompt, output, eos, grammar)
     if not np.isfinite(row[token]):  # ruled out
         return False, False
@@ -276,7 +276,10 @@ def judge(
 def ends(
     params: SamplingParams, prompt: Seq[int], output: Seq[int], texts: Seq[str], eos: Seq[int], longest: int
 ) -> int | None:
-    """How many tokens of `output` a text has, None if nothing in it ends it; texts[i]: what i + 1 tokens say."""
+    """How many tokens of `output` the text keeps; None if nothing in it ends the text.
+
+    texts[i]: the first i + 1 tokens decoded.
+    """
     for i, token in enumerate(output):
         if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
             return i + 1
@@ -288,9 +291,9 @@ def ends(
 
 
 def stopped(params: SamplingParams, texts: Seq[str]) -> int | None:
-    """Where in the last of `texts` the first stop string begins that ends in its last token; None: there is none.
+    """Where the first stop string begins that ends within the last token of `texts[-1]`; None if there is none.
 
-    texts[i]: what i + 1 tokens say. Tokens that leave half a character wait for the next: they are its last token too.
+    texts[i]: the first i + 1 tokens decoded. Tokens that leave a partial character count as part of the next token.
     """
     text, before = texts[-1], next((t for t in texts[-2::-1] if not t.endswith(HALF)), "")
     if text.endswith(HALF):
@@ -300,9 +303,9 @@ def stopped(params: SamplingParams, texts: Seq[str]) -> int | None:
 
 
 def allowed(choices: Collection[str], pieces: Mapping[int, str], eos: Collection[int], output: Seq[int]) -> list[int]:
-    """Tokens that may follow where the text is one of `choices` and then ends; pieces[t]: what token t spells.
+    """Tokens that may follow `output` where the text must become one of `choices` and then end; none if no choice fits.
 
-    None may follow what no choice begins with.
+    pieces[t]: what token t spells.
     """
     if any(t not in pieces for t in output):
         return []

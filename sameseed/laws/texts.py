@@ -21,7 +21,7 @@ SAME_TEXTS = "0 differing texts (tokens, text, reason of the end, seed)"
 def compare(
     subject: Subject, found: Found, where: str, jobs: Seq[Request], plain: Seq[Completion], got: Seq[Completion]
 ) -> None:
-    """Count differences between completions, and tell of the first: with both continuations from that token on."""
+    """Count completions that differ, and report where each first differs, with both continuations from there."""
     for i in differing(plain, got):
         job, a, b = jobs[i], plain[i], got[i]
         found.statistic["differing_texts"] = found.statistic.get("differing_texts", 0) + 1
@@ -46,10 +46,10 @@ def _quote(subject: Subject, c: Completion, at: int) -> str:
 def settings(
     subject: Subject, jobs: Seq[Request], plain: Seq[Completion], turn: int
 ) -> Iterator[tuple[str, Engine, bool]]:
-    """Engines that speculate, in turn: the settings' own draft and scripted trees, alone and batched, in small chunks.
+    """Yield (name, engine, alone) of speculating engines: the configured draft and scripted trees, in several ways.
 
-    Of draft lengths 1 to 8 each turn has one, all of them after eight turns, the longest first.
-    Each with whether the jobs run one after the other.
+    Ways are batched, alone, and in small chunks. `alone`: the jobs run one after the other. Each turn tries one draft
+    length of 1 to 8: the longest first, all of them after eight turns.
     """
     engine = subject.engine()
     subject.watch(engine, jobs, plain)
@@ -74,9 +74,10 @@ def settings(
     tokens=1_000_000,
 )
 def greedy(subject: Subject, effort: Effort) -> Found:
-    """Greedy decoding writes the same tokens with and without speculation: the configured draft and adversarial
-    trees, batched and, as far as the effort reaches, alone, in other chunks and draft lengths (the notes name the
-    ways that ran).
+    """Greedy decoding writes the same tokens with and without speculation.
+
+    Drafts are the configured ones and adversarial trees: batched and, as far as the effort reaches, alone, in other
+    chunks and draft lengths (the notes name the ways that ran).
     """
     wanted = effort.of(1_000_000, 400)
     found = Found({"tokens": 0, "texts": 0}, {"differing_texts": 0})

@@ -1,4 +1,4 @@
-"""L3e: of equal logits the first wins, in whichever pass and row they come."""
+"""L3e: of tokens with equal logits the first is chosen, in any pass and row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sameseed.laws.texts import GREEDY, SAME_TEXTS, compare
 from sameseed.laws.toy import needs_head, toy_loaded
 
 VOCAB, LENGTH, JOBS = 64, 16, 8
-WAYS = {"raw": {}, "biased": {1: -9.0}}  # the second takes the way of adjusted logits
+WAYS = {"raw": {}, "biased": {1: -9.0}}  # the second goes through the code for adjusted logits
 
 
 @check(
@@ -22,8 +22,9 @@ WAYS = {"raw": {}, "biased": {1: -9.0}}  # the second takes the way of adjusted 
     tokens=100_000,
 )
 def equal_logits(subject: Subject, effort: Effort) -> Found:
-    """In a toy of which each two tokens have equal logits, greedy texts with drafts and trees are those without: the
-    first of equals is taken in passes of many rows as in those of one.
+    """In a toy model whose tokens have equal logits in pairs, greedy texts with drafts and trees equal those without.
+
+    The first token of a pair is chosen in passes of many rows as in passes of one row.
     """
     spec = subject.config.spec
     config = replace(subject.config, spec=type(spec)() if needs_head(spec) else spec)

@@ -1,4 +1,4 @@
-"""Toys: random models so small that the law of whole texts can be written down, and every mutant tried in seconds."""
+"""Toys: random models so small that the distribution of whole texts can be computed and mutants run in seconds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme
 from sameseed.tokenizer import Tokenizer
 
-DRAFT_NOISE = 0.5  # share of other weights in the toy draft: it is right often, not always
+DRAFT_NOISE = 0.5  # share of other weights in the toy draft, so that it is right often, not always
 
 
 class ToyCheckpoint(RandomCheckpoint):
-    """Random weights with some of another set mixed in; the head is larger, so that texts have favourites.
+    """Random weights mixed with a share of another random set; the LM head is scaled up, so that texts have favourites.
 
     `twins`: tokens 2 i and 2 i + 1 have equal logits everywhere.
     """
@@ -54,7 +54,10 @@ def toy_model(
     device: str = "cpu",
     twins: bool = False,
 ) -> Llama:
-    """A Llama of two narrow layers stored in a format; in fp32, as `notes` then say, where that takes none so small."""
+    """A Llama of two narrow layers, stored in the format `quant`.
+
+    Where the format allows no model so small, the model is in fp32, and `notes` say so.
+    """
     config = parse_config(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -68,7 +71,7 @@ def toy_model(
             "max_position_embeddings": 512,
             "rms_norm_eps": 1e-5,
             "eos_token_id": 0,
-            "pard_token": vocab_size - 1,  # any token: guesses behind it need not be good
+            "pard_token": vocab_size - 1,  # mask token of parallel drafts: any token will do
         }
     )
     source = ToyCheckpoint(config, noise, twins)
@@ -90,10 +93,10 @@ def toy_loaded(
     notes: list[str] | None = None,
     twins: bool = False,
 ) -> Loaded:
-    """Toy models for the same speculation as `config` has: target, and whatever its levels need.
+    """Toy models for the same speculation as in `config`: a target, and the models that the draft levels need.
 
-    `noise`: share of other weights in a draft model; `twins`: of the target's tokens. `notes` get what could
-    not be had in the format asked for.
+    `noise`: share of other weights in a draft model; `twins`: the target's tokens have equal logits in pairs. `notes`
+    name each format that could not be used.
     """
     ops = ops or backends.resolve(config.backend, config.device)
 
@@ -114,12 +117,12 @@ def toy_loaded(
 
 
 def toy_spec(spec: SpecConfig) -> SpecConfig:
-    """The same levels without options (which may name files), and plain lengths where a policy would measure time."""
+    """The same levels without options (which may name files), and with fixed lengths: policies would measure time."""
     short = {"min_ngram": 1} if spec.method == "ngram" else {}
     return replace(spec, options=short, policy="fixed", below=tuple(toy_spec(b) for b in spec.below))
 
 
 def needs_head(spec: SpecConfig) -> bool:
-    """Does a level draft with a head? There is no toy of one."""
+    """Does a level draft with a head? There is no toy head."""
     own = spec.method != "none" and registry.load("drafters", spec.method).DRAFTER.owns == "head"
     return own or any(needs_head(b) for b in spec.below)

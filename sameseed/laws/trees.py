@@ -1,4 +1,4 @@
-"""TreeDrafter: right and wrong guesses, to walk every branch of verification. Watched: how a draft guesses."""
+"""TreeDrafter: trees of right and wrong tokens, for every branch of verification. Watched: counts a draft's hits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
 
 Answers = Callable[[Sequence], Seq[int]]
-RIGHT, TWIN = 0.45, 0.15  # of nodes: the right path's next one; a second copy of another node
+RIGHT, TWIN = 0.45, 0.15  # share of nodes that continue the right path, and that copy another node
 
 
 class TreeDrafter(Drafter):
-    """Random trees. `answer(seq)` is the right continuation; it hides among wrong tokens and second copies.
+    """Drafts random trees, in which the right continuation, `answer(seq)`, is hidden among wrong and duplicate tokens.
 
-    What it guesses depends on its random state, not on the sequence alone: exactness must hold whatever it does.
+    The trees depend on the drafter's random state, not on the sequence alone: exactness must hold for any draft.
     """
 
     branches = True
@@ -57,7 +57,7 @@ class TreeDrafter(Drafter):
 
 
 def knowing(prompts: Seq[Seq[int]], texts: Seq[Seq[int]], seeds: Seq[int] | None = None) -> Answers:
-    """What is left of the known text of a sequence's prompt, and of its seed where seeds are given."""
+    """A function that returns the rest of the known text of a sequence's prompt (and seed, where seeds are given)."""
     every = seeds or [0] * len(prompts)
     known = {(tuple(p), seed): tuple(text) for p, seed, text in zip(prompts, every, texts, strict=True)}
 
@@ -70,32 +70,32 @@ def knowing(prompts: Seq[Seq[int]], texts: Seq[Seq[int]], seeds: Seq[int] | None
 
 @dataclass
 class FirstGuesses:
-    """First guesses of a draft, as they were checked: how often one was the target's token, and what became of it."""
+    """Counts of first draft tokens: how often one was the target's token, and whether it was then accepted."""
 
     num: int = 0
     hits: int = 0
-    by_chance: float = 0.0  # hits of guesses that know nothing of their place
-    taken: int = 0  # rounds in which a first guess was accepted
-    missed: int = 0  # right ones that were not accepted
-    wrong: int = 0  # accepted, though none was right
+    by_chance: float = 0.0  # expected hits of guesses that ignore the position
+    taken: int = 0  # rounds in which a first draft token was accepted
+    missed: int = 0  # right first tokens that were not accepted
+    wrong: int = 0  # first tokens that were accepted though none was right
 
 
 class Watched(ModelRunner):
-    """A runner that counts first guesses, and which of them are accepted, against the texts that the target writes.
+    """A runner that counts first draft tokens, and how many are accepted, against the texts that the target writes.
 
-    `answer(seq)` is the right continuation. `share`: of each token in those texts: what a guess scores that knows
-    nothing of its place.
+    `answer(seq)` is the right continuation. `share`: frequency of each token in those texts, which is the hit rate of a
+    guess that ignores the position.
     """
 
     def __init__(self, runner: ModelRunner, answer: Answers, share: Mapping[int, float], guesses: FirstGuesses) -> None:
         super().__init__(runner.model, runner.cache, runner.captures, runner.blocks)
         self.unseen = runner.unseen
         self.answer, self.share, self.guesses = answer, share, guesses
-        self._right: dict[int, bool] = {}  # by place in the pass that runs: was a first guess right?
+        self._right: dict[int, bool] = {}  # by index in the current pass: was a first draft token right?
 
     @property
     def takes_late(self) -> bool:
-        """No: it looks at guesses before they are checked."""
+        """False: draft tokens are read before the pass, so they may not stay on the device."""
         return False
 
     def forward(

@@ -1,4 +1,4 @@
-"""Trials of an engine: requests run to their end, and laws 1 and 3 as functions of what came of them."""
+"""Trials of an engine: requests run to their end, and laws 1 and 3 as functions of the results."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sameseed.spec.drafter import Drafter
 
 
 class ContradictionError(SameseedError):
-    """An engine that did what no right one does, so that a check could not even be finished."""
+    """Raised for an engine that makes no progress, so that a check cannot be finished."""
 
 
 def run(
     engine: Engine, requests: Seq[Request], alone: bool = False, deltas: list[Delta] | None = None
 ) -> list[Completion]:
-    """Completions of all requests, in their order; together, or one after the other. `deltas` get what is streamed.
+    """Completions of all requests, in their order, run together or (`alone`) one after the other.
 
-    Raises ContradictionError for an engine that does not get on.
+    `deltas` collects what is streamed. Raises ContradictionError for an engine whose requests do not end.
     """
     done: dict[tuple[str, int], Completion] = {}
     steps = sum(len(r.prompt_token_ids) + r.params.max_tokens for r in requests) * 8 + 50
@@ -42,18 +42,18 @@ def run(
 
 
 def outcome(completion: Completion) -> tuple[object, ...]:
-    """Law 1 fixes all of this: tokens, text, reason of the end, seed, and the bits of log-probabilities."""
+    """What law 1 fixes: tokens, text, finish reason, seed, and the bits of log-probabilities."""
     c = completion
     return c.token_ids, c.text, c.finish_reason, c.seed, c.logprobs
 
 
 def differing(expected: Seq[Completion], got: Seq[Completion]) -> list[int]:
-    """Law 1, same seed, same text: which of the completions are not what was expected."""
+    """Law 1, same seed, same text: the indices of completions that differ from the expected ones."""
     return [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if outcome(a) != outcome(b)]
 
 
 def leaks(engine: Engine) -> list[str]:
-    """Law 3, nothing leaks: what an idle engine keeps of requests, in its own cache, its drafts' and its lists."""
+    """Law 3, nothing leaks: what an idle engine holds of requests, in its cache, its drafts' caches and its lists."""
     found, runners = [], [("target", engine.runner)]
     levels: list[Any] = [engine.drafter]
     while levels:
@@ -75,17 +75,17 @@ def leaks(engine: Engine) -> list[str]:
 
 
 def shadows(drafter: Any, seq: Sequence) -> list[tuple[Any, Sequence]]:
-    """Levels of drafting with a cache of their own that follow `seq`, each with its sequence there."""
+    """Draft levels with a cache of their own that follow `seq`, each with its sequence in that cache."""
     followers, levels = getattr(drafter, "followers", None), getattr(drafter, "below", ())
     mine: list[tuple[Any, Sequence]] = []
-    if isinstance(followers, Followers):  # a head's contexts are rows of the target's: no sequence of its own
+    if isinstance(followers, Followers):  # a head reads rows of the target: it has no sequence of its own
         mine = [(drafter, followers[seq])] if seq.seq_id in followers._shadows else []
-        seq = mine[0][1] if mine else seq  # those below it follow the shadow
+        seq = mine[0][1] if mine else seq  # lower levels follow the shadow
     every = [levels] if isinstance(levels, Drafter) else levels
     return mine + [found for level in every for found in shadows(level, seq)]
 
 
 def draft_with(engine: Engine, drafter: Drafter, num_draft_tokens: int) -> Engine:
-    """The engine with another drafter, which gets as many tokens every round as there is room for."""
+    """The engine with another drafter, which drafts `num_draft_tokens` tokens every round where there is room."""
     engine.drafter, engine.policy = drafter, FixedLength(num_draft_tokens)
     return engine

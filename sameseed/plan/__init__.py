@@ -1,1 +1,1 @@
-"""Planning: what a setting would bring, from costs and acceptance that were measured apart, and which one is best."""
+"""Planning: predicts the speed of each setting from costs and acceptance measured apart, and finds the best one."""

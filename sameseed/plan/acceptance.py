@@ -1,8 +1,8 @@
-"""Acceptance: what a drafter's guesses are worth along texts that the target wrote, at every position, without a clock.
+"""Acceptance: how many draft tokens would be accepted at every position of texts that the target wrote.
 
-Coupled sampling makes the event exact: the target's choice at a position is a pure function of prefix, parameters, seed
-and position. So a path of a draft is accepted as far as it equals the text. ReplayRates have the names of ModelOpt's
-`speculation_profile.json`.
+No time is measured. Coupled sampling makes acceptance exact: the target's choice at a position is a pure function of
+prefix, parameters, seed and position. So a draft path is accepted as far as it equals the text. The fields of
+ReplayRates are named as in ModelOpt's `speculation_profile.json`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from sameseed.spec.draft import Draft
 from sameseed.store import Arrays
 
 Ints = NDArray[np.int64]
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # draft sizes that are told apart
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # draft sizes that a replay evaluates
 
 
 @dataclass(frozen=True)
 class ReplayRates:
-    """What a run with a fixed draft size would count, over all its rounds after the first token.
+    """Rates that a run with a fixed draft size would count, over all its rounds after the first token.
 
-    `marginal_accept_rates[i]`: rounds in which the draft's token i was accepted; `conditional_accept_rates[i]`: of
-    those in which all before it were. `mean_accept_length`: tokens a round, `mean_acceptance_length`: of rounds with a
-    draft (None: there were none). `acceptance_rate`: accepted over drafted tokens. `undrafted`: rounds without a guess.
+    `marginal_accept_rates[i]`: share of rounds in which draft token i was accepted; `conditional_accept_rates[i]`: the
+    same of the rounds in which all tokens before it were accepted. `mean_accept_length`: tokens per round;
+    `mean_acceptance_length`: the same over rounds with a draft (None: there were none). `acceptance_rate`: accepted
+    over drafted tokens. `undrafted`: share of rounds without a draft.
     """
 
     num_draft_tokens: int
@@ -48,11 +49,12 @@ class ReplayRates:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """P positions of n texts and S draft sizes: what a draft at a position would have brought.
+    """What drafts of S sizes would have brought at P positions of n texts.
 
-    Position i of a text is a round that begins with i + 1 written tokens; text t has offsets[t] .. offsets[t + 1].
-    `accepted`, `nodes` int16 [P, S]: accepted tokens, up to the text's end, and nodes that were checked. `steps` int16
-    [P, S, D]: depth of the nodes that each of the D `levels` guessed. `num_prompts` int32 [n]: tokens of the prompts.
+    Position i of a text is a round that begins with i + 1 generated tokens; text t has positions offsets[t] ..
+    offsets[t + 1]. `accepted`, `nodes` int16 [P, S]: accepted tokens, up to the text's end, and nodes that were
+    verified. `steps` int16 [P, S, D]: depth of the nodes that each of the D `levels` drafted. `num_prompts` int32 [n]:
+    tokens of the prompts.
     """
 
     sizes: tuple[int, ...]
@@ -85,14 +87,14 @@ class Replay:
         return found
 
     def column(self, size: int) -> int:
-        """Where a draft size is. Raises ConfigError for one that was not replayed."""
+        """The index of a draft size. Raises ConfigError for a size that was not replayed."""
         if size not in self.sizes:
             known = ", ".join(map(str, self.sizes))
             raise ConfigError(f"drafts of {size} tokens were not replayed; choose one of {known}")
         return self.sizes.index(size)
 
     def rounds(self, size: int) -> Ints:
-        """Positions at which a run with this draft size begins its rounds, all first rounds before all second ones."""
+        """Positions at which a run with this draft size begins its rounds: all first rounds before all second ones."""
         at, ends = self.offsets[:-1], self.offsets[1:]
         accepted = self.accepted[:, self.column(size)] if size else np.zeros(len(self.accepted), np.int16)
         found = []
@@ -104,7 +106,7 @@ class Replay:
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def rates(self, size: int) -> ReplayRates:
-        """What a run with this draft size would count."""
+        """Acceptance rates of a run with this draft size."""
         at, column = self.rounds(size), self.column(size)
         accepted, nodes = self.accepted[at, column], self.nodes[at, column]
         survivors = [len(at), *(int((accepted > i).sum()) for i in range(int(accepted.max(initial=0))))]
@@ -121,32 +123,32 @@ class Replay:
         )
 
     def only(self, sizes: Seq[int]) -> Replay:
-        """The same with these draft sizes only. Raises ConfigError for one that was not replayed."""
+        """The replay with these draft sizes only. Raises ConfigError for a size that was not replayed."""
         at = [self.column(size) for size in sizes]
         cut = self.accepted[:, at], self.nodes[:, at], self.steps[:, at]
         return Replay(tuple(sizes), self.levels, self.num_prompts, self.offsets, *cut)
 
     def subset(self, texts: Seq[int]) -> Replay:
-        """The same of these texts only, in this order."""
+        """The replay of these texts only, in this order."""
         at = np.concatenate([np.arange(self.offsets[t], self.offsets[t + 1]) for t in texts])
         offsets = np.array([0, *np.cumsum(self.num_tokens[list(texts)] - 1)], np.int64)
         cut = self.accepted[at], self.nodes[at], self.steps[at]
         return Replay(self.sizes, self.levels, self.num_prompts[list(texts)], offsets, *cut)
 
     def as_arrays(self) -> Arrays:
-        """What the store keeps."""
+        """The arrays that the store keeps."""
         named = {name: getattr(self, name) for name in ("num_prompts", "offsets", "accepted", "nodes", "steps")}
         return {"sizes": np.array(self.sizes, np.int32), "levels": np.array(self.levels), **named}
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> Replay:
-        """The inverse of `as_arrays`. Raises ValueError or KeyError for arrays that are none."""
+        """The inverse of `as_arrays`. Raises ValueError or KeyError for arrays that are no replay."""
         named = {name: arrays[name] for name in ("num_prompts", "offsets", "accepted", "nodes", "steps")}
         return cls(tuple(arrays["sizes"].tolist()), tuple(arrays["levels"].tolist()), **named)
 
 
 def sizes_up_to(num_draft_tokens: int) -> tuple[int, ...]:
-    """The draft sizes of a replay, the largest among them. Raises ConfigError for one out of range."""
+    """The draft sizes of a replay, up to `num_draft_tokens`. Raises ConfigError for a number out of range."""
     if not 1 <= num_draft_tokens <= SIZES[-1]:
         raise ConfigError(f"the largest draft of a replay must lie in 1..{SIZES[-1]}, got {num_draft_tokens}")
     return (*(s for s in SIZES if s < num_draft_tokens), num_draft_tokens)
@@ -154,7 +156,7 @@ def sizes_up_to(num_draft_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Event:
-    """One draft against the text: by size, accepted tokens, nodes, and steps of each level."""
+    """One draft compared with the text: for each draft size accepted tokens, nodes, and steps of each level."""
 
     accepted: list[int]
     nodes: list[int]
@@ -162,7 +164,7 @@ class Event:
 
     @classmethod
     def joined(cls, parts: Seq[Event]) -> Event:
-        """One of several sizes from those of some each."""
+        """One event of many draft sizes, from events of some sizes each."""
         return cls(
             [a for e in parts for a in e.accepted],
             [n for e in parts for n in e.nodes],
@@ -178,9 +180,9 @@ def judge(
     text: Seq[int],
     sizes: Seq[int],
 ) -> Event:
-    """What a draft (tokens, parents) brings where `text` comes next, cut to each of `sizes`: its likeliest nodes.
+    """Compare a draft (tokens, parents), cut to its likeliest nodes for each of `sizes`, with the `text` that follows.
 
-    Without `confidence`, or where it is not a number, nodes count in their order.
+    Without `confidence`, or where a value is NaN, nodes are taken in their order.
     """
     tokens, parents = draft
     path = _right_path(tokens, parents, text)
@@ -202,7 +204,7 @@ def judge(
 
 
 def ranked(parents: Seq[int], confidence: Seq[float] | None) -> list[int]:
-    """Nodes, the likeliest first and none before its parent; in their order where nobody says how likely they are."""
+    """Nodes, the likeliest first and none before its parent; in their order where confidence is unknown."""
     order = list(range(len(parents)))
     if confidence is not None and not any(c != c for c in confidence):
         sure: list[float] = []
@@ -213,7 +215,7 @@ def ranked(parents: Seq[int], confidence: Seq[float] | None) -> list[int]:
 
 
 def confidence_of(draft: Draft, b: int) -> list[float] | None:
-    """How likely the nodes of sequence b are, where the drafter says so."""
+    """How likely each node of sequence b is right; None where the drafter does not say."""
     if draft.confidence is None:
         return None
     found: list[float] = draft.confidence[draft.offsets[b] : draft.offsets[b + 1]].tolist()
@@ -221,7 +223,7 @@ def confidence_of(draft: Draft, b: int) -> list[float] | None:
 
 
 def _right_path(tokens: Seq[int], parents: Seq[int], text: Seq[int]) -> set[int]:
-    """Nodes that `verify` would accept: of equal children the first."""
+    """Nodes that `verify` would accept; of children with equal tokens the first counts."""
     children = {(p, t): i for i, (p, t) in reversed(list(enumerate(zip(parents, tokens, strict=True))))}
     path: set[int] = set()
     node: int | None = -1

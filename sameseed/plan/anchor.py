@@ -1,4 +1,4 @@
-"""Anchored times: a few real rounds of the loaded model, plain and with each draft in turns, and a few first tokens."""
+"""Anchored times: a few real rounds of the loaded model, plain and with each draft in turn, and first-token times."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from sameseed.request import SamplingParams
 from sameseed.study.shapes import SHAPES
 
 TURNS = 3
-PASSES = 40  # of a short draft, that a turn has time for; and half a second at least
+PASSES = 40  # passes over a short draft in a turn, which takes LEAST seconds at least
 LEAST = 0.5
-FEW, MANY = 1.0, 8.0  # rows of passes that tell the spread
+FEW, MANY = 1.0, 8.0  # rows of the passes whose times give the spread
 
 
 class AnchoredTimes:
-    """Medians over turns of what passes took; the spread is theirs."""
+    """Seconds of the target's passes: medians over turns. The spread is that between turns."""
 
     grade = "anchored"
 
@@ -53,7 +53,7 @@ class AnchoredTimes:
 
 
 class AnchoredSteps:
-    """The same of a drafter's steps."""
+    """Seconds of a drafter's steps: medians over turns. The spread is that between turns."""
 
     grade = "anchored"
 
@@ -76,7 +76,7 @@ class AnchoredSteps:
 
 @dataclass(frozen=True)
 class Anchor:
-    """What real rounds showed: passes of the target, drafts, and seconds between passes."""
+    """Results of real rounds: times of the target's passes, drafts with their times, and seconds between passes."""
 
     times: AnchoredTimes
     drafts: tuple[DraftPlan, ...]
@@ -92,9 +92,9 @@ def anchor(
     max_model_len: int,
     **settings: Any,
 ) -> Anchor:
-    """Load and measure; `settings`: of LLM. A draft that had no round in time stays as it was expected.
+    """Load the model and measure it; `settings` are those of LLM. A draft without a measured round keeps its plan.
 
-    Raises ConfigError for a shape, and what LLM raises.
+    Raises ConfigError for a shape, which has no weights, and what LLM raises.
     """
     if model.lower() in SHAPES:
         raise ConfigError(f"--run needs weights, and {model} is a shape: profile it (sameseed profile --shape {model})")
@@ -124,6 +124,6 @@ def anchor(
 
 
 def _scatter(values: Seq[float]) -> float:
-    """Standard deviation of logarithms, wider for few (Student's t); 0 for fewer than two, or where some are none."""
+    """Standard deviation of logarithms, widened for few values (Student's t); 0 for fewer than two positive values."""
     known = [math.log(v) for v in values if v > 0]
     return stdev(known) * (1.0 + (Z90**2 + 1.0) / (4.0 * (len(known) - 1))) if len(known) > 1 else 0.0

@@ -1,6 +1,6 @@
-"""The settings of the grid: what each promises by costs and acceptance, and which may run.
+"""The settings of the grid: the speed that each promises, from costs and acceptance, and which settings run.
 
-Costs are measured without a text, and acceptance without a clock; every setting of the grid is simulated from both.
+Costs are measured without a text, and acceptance without a clock. Every setting of the grid is simulated from both.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from sameseed.study.quality.data import take
 from sameseed.study.workload import Arm
 from sameseed.tuned import Loser
 
-SURVIVORS = 6  # settings that run, beside plain decoding
-PER_DRAFT = 2  # of them with one draft
-REPLAYED = 12  # prompts whose texts drafts are replayed along; all of them where time does not matter
-Tell = Callable[[str, int, int], None]  # stage, done, of so many
+SURVIVORS = 6  # drafting settings that run, beside plain decoding
+PER_DRAFT = 2  # at most so many of them with the same draft
+REPLAYED = 12  # prompts along whose texts drafts are replayed; all in an exhaustive run
+Tell = Callable[[str, int, int], None]  # (stage, number done, total)
 
 
 @dataclass
 class Prospect:
-    """A setting with what it promises, tokens a second by batch size, and the bytes that it takes.
+    """A setting with its predicted tokens/s by batch size, and the bytes that it takes.
 
     `num_bytes`: weights of target and drafts, and the cache of the longest texts at the batch size looked at.
     """
@@ -49,17 +49,17 @@ class Prospect:
     num_bytes: int = 0
 
     def score(self, batches: Seq[int], bound: str = "value") -> float:
-        """Geometric mean of tokens a second over these batch sizes; `bound`: "value", "low" or "high"."""
+        """Geometric mean of tokens/s over these batch sizes; `bound`: "value", "low" or "high"."""
         return math.exp(sum(math.log(getattr(self.tokens_per_s[b], bound)) for b in batches) / len(batches))
 
     def over(self, plain: Prospect, batch: int) -> Interval:
-        """Promised speed-up over another's."""
+        """Predicted speed-up over the setting `plain` at a batch size."""
         own, its = self.tokens_per_s[batch], plain.tokens_per_s[batch].value
         return Interval(own.value / its, own.low / its, own.high / its)
 
 
 class TargetBench:
-    """One target in one format, with an engine for each draft: it measures costs and acceptance, and runs settings."""
+    """One target in one format, with an engine for each draft: measures costs and acceptance, and runs settings."""
 
     def __init__(
         self, asked: TuneRequest, form: str, kv_form: str, specs: Seq[SpecConfig], load: Callable[..., Any]
@@ -72,11 +72,11 @@ class TargetBench:
         self.bench = Bench(asked.model, list(self._arms.values()), self.settings, load)
         self.workload = self.bench.workload("tune", asked.prompts, asked.params)
         self.jobs = [job for batch in self.workload.batches() for job in batch]
-        self.replays: dict[str, Replay] = {}  # by way to guess
+        self.replays: dict[str, Replay] = {}  # by `Setting.way`
         most = len(asked.fitted) if asked.exhaustive else REPLAYED
-        self.replayed = take(range(len(asked.fitted)), most)  # prompts whose texts drafts are replayed along
-        self.costs: dict[tuple[str, int | None], RoundCost] = {}  # by way to guess and threads
-        self.mean_tokens = float(asked.params.max_tokens)  # of a text
+        self.replayed = take(range(len(asked.fitted)), most)  # prompts along whose texts drafts are replayed
+        self.costs: dict[tuple[str, int | None], RoundCost] = {}  # by `Setting.way` and threads
+        self.mean_tokens = float(asked.params.max_tokens)  # mean tokens of a text
 
     def _setting(self, spec: SpecConfig, threads: int | None) -> Setting:
         return Setting(self.format, self.kv_format, spec, threads)
@@ -89,19 +89,19 @@ class TargetBench:
 
     @property
     def name(self) -> str:
-        """The formats, for people."""
+        """The formats, for display."""
         return self._setting(SpecConfig(), None).formats or "auto"
 
     def engine(self, setting: Setting) -> Engine:
-        """The engine that decodes so, with its threads."""
+        """The engine that decodes with this setting; its number of threads is set, too."""
         if setting.threads is not None:
             ops.set_num_threads(setting.threads)
         return self.bench.install(self._arms[setting.label])
 
     def prospects(self, tell: Tell, end: float, lost: list[Loser]) -> list[Prospect]:
-        """Every setting of this format, simulated: costs and acceptance are measured once for each draft.
+        """Simulate every setting of this format; costs and acceptance are measured once for each draft.
 
-        A draft that is not measured at `end` (of `perf_counter`) is named in `lost`.
+        A draft whose turn comes after `end` (of `perf_counter`) is not measured, and is named in `lost`.
         """
         replayer = Replayer(self.asked.model, self.settings, max(self.asked.batches), self.bench.llm.engine.runner)
         texts = self._texts(replayer, tell)
@@ -133,7 +133,7 @@ class TargetBench:
         return replayer.texts(workload, lambda done, total: tell(stage, done, total))
 
     def _cost(self, spec: SpecConfig, threads: int | None) -> RoundCost:
-        """What rounds with a draft cost; of drafters asked in turn, each one's proposals by themselves."""
+        """Measured costs of rounds with a draft; of drafters asked in turn, each one's proposals are measured alone."""
         engine = self.engine(self._setting(lengths_of(spec)[0], threads))
         whole = RoundCost.of(measure_engine(engine, 1.0))
         below = () if engine.drafter.owns else getattr(engine.drafter, "below", ())
@@ -143,10 +143,10 @@ class TargetBench:
         return replace(whole, levels=tuple(LevelCost.of(cost.draft) for cost in each))
 
     def _promised(self, threads: int | None, tell: Tell) -> list[Prospect]:
-        """All settings with so many threads, plain decoding first.
+        """Simulate all settings with this number of threads, plain decoding first.
 
-        The costs of each draft come from another moment of the machine: what a draft promises is over plain decoding of
-        that moment, and plain decoding itself takes its median.
+        The costs of each draft come from another moment of the machine, whose speed drifts. So a draft's prediction is
+        its speed-up over plain decoding at that moment. Plain decoding itself takes its median over the moments.
         """
         plain = Prospect(self._setting(SpecConfig(), threads))
         measured = [spec for spec in self.specs if self._setting(spec, None).way in self.replays]
@@ -166,7 +166,10 @@ class TargetBench:
         return [plain, *(p for way in ways for p in self.promised(way, self.costs[way, threads], plain, threads))]
 
     def promised(self, way: str, cost: RoundCost, plain: Prospect, threads: int | None) -> list[Prospect]:
-        """All lengths of a draft by these costs: what they promise over plain decoding by the same."""
+        """Simulate all lengths of a draft with `cost`, relative to plain decoding with the same costs.
+
+        The speed-up is then multiplied with the tokens/s predicted for `plain`.
+        """
         found, replay = [], self.replays[way]
         spec = next(spec for spec in self.specs if self._setting(spec, None).way == way)
         before = {batch: simulate(replay, cost, 0, batch) for batch in self.asked.batches}
@@ -193,7 +196,7 @@ class TargetBench:
 
 
 def adapted(replay: Replay, cost: RoundCost, most: int, batch: int) -> tuple[int, ...]:
-    """Draft sizes up to `most` that goodput would choose, by running sequences."""
+    """Draft sizes up to `most` that the goodput policy would choose, by number of running sequences."""
     sizes = [size for size in replay.sizes if size <= most]
     return best_lengths(replay.only(sizes), cost, batch, margin=0.02, off=cost.residuals.at)
 
@@ -206,10 +209,10 @@ def _no_time(setting: str, asked: TuneRequest) -> Loser:
 def load_targets(
     asked: TuneRequest, load: Callable[..., Any], tell: Tell, lost: list[Loser], end: float = math.inf
 ) -> list[TargetBench]:
-    """The target in every format that loads with every draft; what does not is named in `lost`, with its reason.
+    """Load the target in every format, with every draft that fits; failures are named in `lost` with the reason.
 
-    So is what is not loaded at `end` (of `perf_counter`), but for the first. Raises ConfigError where none loads, or
-    where none of the drafts fits.
+    Formats not loaded by `end` (of `perf_counter`), except the first, are named there, too. Raises ConfigError where no
+    format loads, or where no draft fits.
     """
     specs = draft_specs(asked)
     made: list[TargetBench] = []
@@ -238,9 +241,10 @@ def load_targets(
 
 
 def survivors(prospects: Seq[Prospect], asked: TuneRequest) -> list[Prospect]:
-    """Those that run: the best by what they may be, of each draft a few; plain decoding, the first one always.
+    """The settings that run: the best by their upper bound, a few of each draft, and the first plain decoding.
 
-    Plain decoding in other formats runs where it may win, or a draft in that format runs: their texts must be the same.
+    Plain decoding in another format runs where it may win, or where a draft in that format runs: their texts must be
+    equal.
     """
     batches, by_memory = asked.looked_at, asked.objective == "memory"
     plain = [p for p in prospects if p.candidate.plain]
@@ -252,7 +256,7 @@ def survivors(prospects: Seq[Prospect], asked: TuneRequest) -> list[Prospect]:
         same = sum(q.candidate.group == p.candidate.group for q in taken)
         if len(taken) < SURVIVORS and same < PER_DRAFT and p.score(batches, "high") >= best_low:
             taken.append(p)
-    if taken:  # what adapts itself is always among them, with the most promising draft
+    if taken:  # the goodput policy is always among them, with the most promising draft
         best = taken[0].candidate.group
         adapting = [p for p in drafting if p.candidate.group == best and p.candidate.spec.policy == "goodput"]
         taken += [p for p in adapting if p not in taken]

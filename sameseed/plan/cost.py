@@ -1,7 +1,7 @@
-"""What a round costs: the target's pass, the drafter's steps, and the gap, which is all outside the models.
+"""Costs of a round: the target's pass, the drafter's steps, and the gap (all time outside the models).
 
-`CostModel` is all that a simulation asks for; `RoundCost` answers from measured curves. Everything is vectorised: one
-number for each of G batches.
+`CostModel` is the interface that a simulation needs; `RoundCost` implements it with measured curves. All methods are
+vectorised: one number for each of G batches.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ P10_TO_P90 = 2 * 1.2816  # standard deviations of a normal distribution between 
 
 @dataclass(frozen=True)
 class CostSpread:
-    """How sure the costs are: standard deviations of the logarithms of their parts' seconds; 0: taken as they are.
+    """Uncertainty of the costs: standard deviations of the logarithms of each part's seconds; 0: taken as exact.
 
-    `drafted`: of all seconds of a run with drafts, beside plain decoding's.
+    `drafted`: of the total seconds of a run with drafts, relative to plain decoding.
     """
 
     target: float = 0.0
@@ -37,15 +37,15 @@ class CostSpread:
 
 @dataclass(frozen=True)
 class Residuals:
-    """What real runs with drafts took over what all parts of a round together say.
+    """Measured over predicted seconds of real runs with drafts, beyond what the parts of a round explain.
 
-    `runs`: (batch size, draft tokens, logarithm); 0 tokens: a policy chose the lengths.
+    `runs`: (batch size, draft tokens, logarithm of the ratio); 0 tokens: a policy chose the lengths.
     """
 
     runs: tuple[tuple[int, int, float], ...] = ()
 
     def at(self, batch: int, tokens: int) -> float:
-        """Between the runs of the nearest batch size, along the logarithm of the draft size."""
+        """The ratio at the nearest batch size, interpolated along the logarithm of the draft size; 1 without runs."""
         own = sorted((b, k, off) for b, k, off in self.runs if (k == 0) == (tokens == 0))
         near = min((b for b, _, _ in own), key=lambda b: abs(math.log(b / batch)), default=0)
         sizes = [math.log(max(k, 1)) for b, k, _ in own if b == near]
@@ -60,24 +60,24 @@ class CostModel(Protocol):
         """A pass of the target over `rows` rows of `batch` sequences."""
 
     def draft(self, level: int, steps: Floats, batch: Floats, context: Floats) -> Floats:
-        """`steps` steps of a level of the drafter for `batch` sequences."""
+        """`steps` steps of a draft level for `batch` sequences."""
 
     def gap(self, batch: Floats, drafted: Bools) -> Floats:
-        """What lies outside the models, of a round with a draft or without."""
+        """Seconds outside the models in a round, with a draft or without."""
 
     def prefill(self, tokens: Floats, drafted: bool) -> Floats:
-        """Prompts of so many tokens in all, by the target and, where drafts will follow, by the drafter."""
+        """Prefill of `tokens` prompt tokens in all: by the target and, where drafts will follow, by the drafter."""
 
     @property
     def spread(self) -> CostSpread:
-        """How sure all that is."""
+        """Uncertainty of the costs."""
 
 
 @dataclass(frozen=True)
 class LevelCost:
-    """Seconds of one level's proposal: `start`, and `step` for each step by its rows: `width` for every sequence.
+    """Seconds of one level's proposal: `start`, and for each step `step` by its rows (`width` for every sequence).
 
-    `context`: seconds more for each step and 1024 cached tokens. `reads`: does it run a model over the prompt?
+    `context`: seconds more for each step and 1024 cached tokens. `reads`: does the level run a model over the prompt?
     """
 
     start: float = 0.0
@@ -88,12 +88,12 @@ class LevelCost:
 
     @classmethod
     def of(cls, cost: DraftCost) -> LevelCost:
-        """As fitted to the proposals of a running engine."""
+        """The cost fitted to the proposals of a running engine."""
         points = [(size, cost.terms(size)[1]) for size in (1, 64)]
         return cls(cost.terms(1)[0], Curve(points, 0, float(cost.coefficients[4]) / UNIT), 1, 0.0, False)
 
     def at(self, steps: Floats, batch: Floats, context: Floats) -> Floats:
-        """Seconds of so many steps for a batch."""
+        """Seconds of `steps` steps for a batch."""
         each = self.step.at_many(batch * self.width) + self.context * context / UNIT
         beyond = np.maximum(batch * context - self.step.context, 0.0) * self.step.per_token
         return self.start + steps * (each + beyond)
@@ -101,12 +101,12 @@ class LevelCost:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Costs from curves. `levels`: of the drafter, the lowest first; one for all where there is only one.
+    """Costs from measured curves. `levels`: draft levels, the lowest first; a single one serves all levels.
 
-    `plain_gap` and `drafted_gap`: seconds outside the models in a round, `gap_per_seq` for each of its sequences.
-    `prompt`: passes over prompts, where these were measured; `max_num_rows`: of one pass. `rows_scale`: what drafted
-    rows take in a pass, over what the curve says; `draft_scale`: what the draft's steps take; `residuals`: what the
-    parts together leave unexplained (`refit.py`).
+    `plain_gap` and `drafted_gap`: seconds outside the models in a round, plus `gap_per_seq` for each of its sequences.
+    `prompt`: passes over prompts, where these were measured. `max_num_rows`: rows of one pass. `rows_scale` corrects
+    the time that drafted rows add to a pass, `draft_scale` that of the draft's steps. `residuals`: what the parts
+    together leave unexplained (`refit.py`).
     """
 
     curve: Curve
@@ -123,7 +123,7 @@ class RoundCost:
 
     @classmethod
     def of(cls, cost: EngineCost) -> RoundCost:
-        """What was measured of a running engine (`engine.calibrate.measure_rounds`)."""
+        """From the measured costs of a running engine (`engine.calibrate.measure_rounds`)."""
         (plain, row), (drafted, _) = cost.gap.terms(False), cost.gap.terms(True)
         return cls(cost.target, (LevelCost.of(cost.draft),), plain, drafted, row)
 
@@ -161,7 +161,7 @@ class RoundCost:
 
 
 def curve_of(profile: Profile, format: str) -> Curve:
-    """Passes by rows at the shortest context that was measured, and what cached tokens add, from the longest.
+    """Seconds of passes by rows at the shortest measured context; the longest gives the cost of cached tokens.
 
     Raises ConfigError for a format that was not measured.
     """
@@ -178,6 +178,6 @@ def curve_of(profile: Profile, format: str) -> Curve:
 
 
 def _spread_of(profile: Profile, format: str) -> float:
-    """Of passes: from their p10 and p90."""
+    """Spread of the seconds of passes, from their p10 and p90."""
     spreads = [math.log(x.p90 / x.p10) for x in profile.costs if x.format == format and 0 < x.p10 <= x.p90]
     return median(spreads) / P10_TO_P90 if spreads else 0.0

@@ -1,4 +1,4 @@
-"""Doctor: why does speculation not pay? From what an engine counted: what a round brings, what it must, what to set."""
+"""Doctor: explains from an engine's counters why speculation does not pay, and says what to set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sameseed.tuned import PassCosts, Tuned
 
 
 def read_costs(path: Path) -> PassCosts:
-    """Costs of passes: of a tuned profile (TOML), or of `sameseed profile --json`. Raises ConfigError."""
+    """Costs of passes from a tuned profile (TOML), or from `sameseed profile --json`. Raises ConfigError."""
     if path.suffix == ".toml":
         costs = Tuned.read(path).cost
     else:
@@ -34,7 +34,7 @@ def read_costs(path: Path) -> PassCosts:
 
 
 def _of_profile(profile: Profile) -> PassCosts:
-    """The first format at its first context; the draft's at the same rows."""
+    """Costs of the first format at its first context, and of the draft at the same rows."""
     name = profile.formats[0]
     context = profile.contexts(name)[0]
     rows = tuple(sorted({c.rows for c in profile.costs if c.format == name and c.context == context}))
@@ -49,7 +49,10 @@ def _of_profile(profile: Profile) -> PassCosts:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found: the main fault first. `need` and `have`: tokens a round; `need_is`: where `need` comes from."""
+    """The result, with the main fault first.
+
+    `have`: tokens that a round decides; `need`: those that it needs to pay; `need_is`: where `need` comes from.
+    """
 
     engine: str
     verdict: str
@@ -65,7 +68,7 @@ class Diagnosis:
     survival: tuple[float, ...] = ()
     acceptance: float | None = None
     batch: float | None = None
-    prompt_tokens: float | None = None  # of a request, in the mean
+    prompt_tokens: float | None = None  # mean of a request
     round_ms: float | None = None
     draft_share: float | None = None
     tokens: float | None = None
@@ -76,7 +79,7 @@ class Diagnosis:
 
 
 def diagnose(counted: Counted, costs: PassCosts | None = None, plain_tokens_per_s: float | None = None) -> Diagnosis:
-    """What an engine's counters say of its speculation."""
+    """Explain an engine's speculation from its counters."""
     state = state_of(counted)
     if state is None:
         fault = faults.undrafted(counted)

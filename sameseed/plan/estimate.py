@@ -1,7 +1,8 @@
-"""Estimate: what memory a model takes, and how fast it would be, plain and with drafts, before any weight is loaded.
+"""Estimate: memory and speed of a model, plain and with drafts, before any weight is loaded.
 
 Every figure has an 80 % interval and a grade: "paper" (config.json and the machine's limits), "profiled" (measured
-costs) or "anchored" (a few real rounds). AcceptChances comes from a file, or is assumed, and then said to be.
+costs) or "anchored" (a few real rounds). Acceptance chances come from a file or are assumed, which the output then
+says.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from sameseed.study.limits import Limits, from_rates
 from sameseed.study.shapes import SHAPES
 from sameseed.tuned import TunedFigure
 
-FORMATS = ("auto", "w8a8", "w4a8")  # looked at where none is asked for
-TABLE = 64  # sequences at once, up to which lengths are told
-PADDED = 1.05  # times another vocabulary: more is no padding
-CONTEXT = 1024  # tokens of a text where nothing is said
+FORMATS = ("auto", "w8a8", "w4a8")  # estimated where no format is asked for
+TABLE = 64  # number of sequences up to which the best lengths are listed
+PADDED = 1.05  # ratio of vocabulary sizes up to which the difference is padding
+CONTEXT = 1024  # tokens of a text, where no context is given
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be estimated. `formats` empty: the usual ones; `available`: bytes of memory, None: this machine's.
+    """What to estimate. `formats` empty: the usual ones; `available`: bytes of memory, None for this machine's.
 
-    `acceptance`: for each draft what `read_acceptance` takes; one serves all. `run`: load the model and try it, with
-    so many `threads`.
+    `acceptance`: for each draft what `read_acceptance` takes; a single entry serves all. `run`: load the model and
+    measure it, with `threads` threads.
     """
 
     model: str
@@ -81,7 +82,7 @@ class Question:
             )
 
     def chances(self) -> list[AcceptChances]:
-        """Of each draft. Raises ConfigError for files that hold none."""
+        """Acceptance chances of each draft. Raises ConfigError for files that hold none."""
         given = self.acceptance or (None,)
         usual = [ASSUMED if _owning(parse_draft(d)) else ASSUMED_FOUND for d in self.drafts]
         return [read_acceptance(given[i % len(given)], usual[i]) for i in range(len(self.drafts))]
@@ -89,9 +90,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One format of a model. `by_batch`: of each draft, the best lengths as (first, last, length).
+    """The estimate for one format of a model. `by_batch`: for each draft, the best lengths as (first, last, length).
 
-    `acceptance`: of each draft, where its chances come from. Of another engine, memory is None.
+    `acceptance`: for each draft, the source of its chances. `memory` is None for another engine.
     """
 
     model: str
@@ -106,16 +107,16 @@ class Estimate:
     acceptance: Mapping[str, str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; tables by batch under vLLM's name, too."""
+        """Plain data for JSON, with the tables by batch under vLLM's name."""
         found = asdict(self)
         found["num_speculative_tokens_per_batch_size"] = found.pop("by_batch")
         return found
 
 
 def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
-    """One for each format. `machine`: its limits, or what was profiled of this model there.
+    """One estimate for each format. `machine`: its limits, or what was profiled of this model there.
 
-    Raises ConfigError, ModelLoadError or RegistryError; also where not one sequence fits in memory in any format.
+    Raises ConfigError, ModelLoadError or RegistryError; also where not even one sequence fits in memory in any format.
     """
     profile = machine if isinstance(machine, Profile) else None
     limits = machine.limits if isinstance(machine, Profile) else machine
@@ -147,7 +148,7 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
 
 
 def estimate_engine(asked: Question, costs: EngineCosts) -> Estimate:
-    """Of another engine, from its costs alone: no memory, and no model is looked at."""
+    """Estimate for another engine, from its costs alone: no memory, and no model is read."""
     if asked.formats and asked.formats != (costs.format,):
         raise ConfigError(f"the costs are of format {costs.format or 'unknown'}: leave out --format")
     plans = []
@@ -196,7 +197,7 @@ def _figures(
 
 
 def given_limits(read_gb: float | None, tera_ops: float | None, threads: int) -> Limits | None:
-    """A machine that is not here, by the figures of its data sheet; None: none was given. Raises ConfigError."""
+    """Limits of another machine from its data sheet; None where neither figure is given. Raises ConfigError."""
     if read_gb is None and tera_ops is None:
         return None
     if read_gb is None or tera_ops is None or not (0 < read_gb < math.inf and 0 < tera_ops < math.inf):
@@ -219,7 +220,7 @@ def read_bytes(text: str) -> int:
 
 
 def _sheets(asked: Question, profile: Profile | None) -> list[Sheet]:
-    """The model in each format; of the usual ones those that it can be stored in, each once."""
+    """Sheets of the model in each format; of the usual formats only those that it can be stored in, each once."""
     named = asked.formats or (() if profile is None else profile.formats)
     found = [sheet(asked.model, f, asked.kv_format) for f in named or FORMATS[:1]]
     if profile is not None:
@@ -231,7 +232,7 @@ def _sheets(asked: Question, profile: Profile | None) -> list[Sheet]:
 
 
 def _owning(spec: SpecConfig) -> list[SpecConfig]:
-    """Levels of a draft that own a model or a head. Raises ConfigError for what cannot be told beforehand."""
+    """Draft levels that own a model or a head. Raises ConfigError where a cost cannot be known beforehand."""
     owns = "" if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER.owns
     if owns == "target":
         raise ConfigError(f"what {spec.method} costs is not known beforehand: measure it with sameseed bench")
@@ -244,7 +245,7 @@ def _owning(spec: SpecConfig) -> list[SpecConfig]:
 def _plan(
     text: str, chance: AcceptChances, asked: Question, target: Sheet, limits: Limits, profile: Profile | None
 ) -> DraftPlan:
-    """A draft on paper, or as profiled beside the target. Of several models the dearest counts as its step."""
+    """A draft on paper, or as profiled with the target; of several draft models, the slowest gives the step time."""
     times: list[Times] = []
     sheets = []
     at_once = False
@@ -271,9 +272,8 @@ def _plan(
 
 
 def _draft_times(own: Sheet, limits: Limits, profile: Profile | None) -> Times:
-    """As profiled beside the target, where it is that model and format; else on paper."""
-    if profile is not None and profile.draft is not None:
+    """Profiled times where the profile's draft has this shape, weight format and cache format, else times on paper."""
+    if profile is not None and profile.draft is not None and own.name in profile.draft.formats:
         with suppress(ConfigError):
-            name = own.name if own.name in profile.draft.formats else profile.draft.formats[0]
-            return ProfiledTimes(profile.draft, own, name)
+            return ProfiledTimes(profile.draft, own, own.name)
     return PaperTimes(own, limits)

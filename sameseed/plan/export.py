@@ -1,4 +1,4 @@
-"""A tuned profile in the words of vLLM, SGLang and llama.cpp: a command line, files, and what has no counterpart there.
+"""Exports a tuned profile to vLLM, SGLang and llama.cpp: a command line, files, and what has no counterpart there.
 
 Flags were read against vLLM 0.33, SGLang of October 2026, llama.cpp of October 2026.
 """
@@ -31,7 +31,7 @@ FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class Exported:
-    """What to run there: words of a command, environment variables, files by name; and what is not said by them."""
+    """What to run: words of a command, environment variables, files by name, and notes on what these cannot express."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +40,10 @@ class Exported:
 
 
 def export(tuned: Tuned, engine: str) -> Exported:
-    """The profile for "vllm", "sglang" or "llama.cpp". Raises ConfigError for another engine, ModelLoadError."""
+    """Export the profile for "vllm", "sglang" or "llama.cpp".
+
+    Raises ConfigError for another engine, and ModelLoadError.
+    """
     if engine not in ENGINES:
         raise ConfigError(f"no export to {engine!r}; there are {', '.join(ENGINES)}")
     made = ENGINES[engine](tuned)
@@ -72,7 +75,7 @@ def _model_opt(tuned: Tuned) -> dict[str, Any]:
 
 
 def _draft_format(tuned: Tuned, model: str) -> str:
-    """The format in which a draft was measured: as named, else as it follows its target's, where both are here."""
+    """The format in which a draft was measured: as named, else as it follows its target's, where both are local."""
     chosen = tuned.chosen
     if chosen.draft_format not in (None, "auto"):
         return str(chosen.draft_format)
@@ -84,7 +87,7 @@ def _draft_format(tuned: Tuned, model: str) -> str:
 
 
 def _one_drafter(tuned: Tuned, able: Mapping[str, str], notes: list[str]) -> SpecConfig:
-    """The one drafter of a choice that another engine has: the last, which is its model, of several. Notes the rest."""
+    """The one drafter of the choice that another engine supports: of several, the last such one. Notes the rest."""
     chosen = tuned.chosen
     spec = parse_draft(chosen.draft) if chosen.draft and chosen.draft != "none" else SpecConfig()
     if spec.method == "none" or chosen.num_draft_tokens == 0:
@@ -106,7 +109,7 @@ def _one_drafter(tuned: Tuned, able: Mapping[str, str], notes: list[str]) -> Spe
 
 
 def _kind(spec: SpecConfig) -> str:
-    """ngram, suffix, head (EAGLE), block or model; "" for what owns nothing that others know."""
+    """The kind of a drafter: ngram, suffix, head (EAGLE), block or model; "" for one that other engines do not know."""
     if spec.method in ("ngram", "suffix"):
         return spec.method
     if spec.model is None:
@@ -118,7 +121,7 @@ def _kind(spec: SpecConfig) -> str:
 
 
 def _parallel_note(spec: SpecConfig, engine: str, notes: list[str]) -> None:
-    """Where a draft that guesses in one pass is run as any other."""
+    """Note that a parallel draft, which guesses all tokens in one pass, runs as an ordinary draft model there."""
     assert spec.model is not None
     if spec.method == "parallel" or (not spec.model.endswith(GGUF) and is_parallel(Path(vllm.model_path(spec.model)))):
         notes.append(f"{engine} has no parallel drafting: the draft writes a token a pass; measure again")
@@ -130,7 +133,7 @@ def _options_note(chosen: Chosen, known: bool, notes: list[str]) -> None:
 
 
 def _table_note(chosen: Chosen, notes: list[str]) -> None:
-    """Where there is no table by batch: in words."""
+    """Note the table by batch size in words, for an engine without such a table."""
     if chosen.by_batch:
         rows = ", ".join(f"from {first}: {k or 'off'}" for first, k in chosen.by_batch)
         notes.append(
@@ -171,7 +174,7 @@ def _vllm(tuned: Tuned) -> Exported:
 
 
 def _most(chosen: Chosen) -> int:
-    """The most draft tokens at any batch size: what buffers are made for."""
+    """The most draft tokens at any batch size, for which buffers are sized."""
     return max([chosen.num_draft_tokens or SpecConfig().num_draft_tokens, *(k for _, k in chosen.by_batch)])
 
 
@@ -245,7 +248,7 @@ def _llama_cpp(tuned: Tuned) -> Exported:
 
 
 def _gguf(model: str, number_format: str | None, notes: list[str]) -> str:
-    """The GGUF file of a model, and how to make it."""
+    """The name of a model's GGUF file; notes how to make the file where the model is none."""
     if model.endswith(".gguf"):
         return model
     folder, base = vllm.model_path(model), (number_format or "auto").partition("-")[0]

@@ -1,4 +1,4 @@
-"""Faults of speculation by rule: the main one first. Thresholds are rules of thumb; each says what it saw."""
+"""Faults of speculation, found by rules, the main one first. Thresholds are rules of thumb; each says what it saw."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import pairwise
 from sameseed.plan.metrics import START, Counted
 from sameseed.plan.pricing import MARGIN, Pricing, State
 
-ENOUGH = 20  # drafts, before a share of them tells
-USELESS, WEAK = 0.02, 0.35  # of first places right
-FLAT, SPLIT = 0.9, 0.65  # later places where the first was right, and first places: two kinds of text
-LARGE_SHARE, AS_LARGE = 0.4, 0.5  # of a round's time; a draft step over a pass of the target
-BUSY, UNEVEN = 1.5, 5.0  # times the table's; the slowest twentieth of gaps over their median
-UNUSED = 0.85  # of drafts right at their last place where all before were
-LOST = 0.2  # of rounds that might have had a draft
-SLOW, FEW = 0.3, 4  # of a round, for one draft token more, at so many sequences at most
-LATE = 0.4  # of a round's time outside both models
-REPEATED = 0.7  # of prompts' tokens found in the prefix cache
+ENOUGH = 20  # least drafts for a share of them to be meaningful
+USELESS, WEAK = 0.02, 0.35  # share of first draft tokens that are accepted
+FLAT, SPLIT = 0.9, 0.65  # least share right at later places, and most at the first, that show two kinds of text
+LARGE_SHARE, AS_LARGE = 0.4, 0.5  # share of a round's time that drafts take; a draft step's share of a target pass
+BUSY, UNEVEN = 1.5, 5.0  # pass time over the table's; 95th percentile of gaps over their median
+UNUSED = 0.85  # share accepted at the last place, where all before were
+LOST = 0.2  # share of rounds without a draft that might have had one
+SLOW, FEW = 0.3, 4  # share of a round that one more draft token may add, at no more than FEW sequences
+LATE = 0.4  # share of a round's time outside both models
+REPEATED = 0.7  # share of prompt tokens found in the prefix cache
 PLAIN = {
     "sameseed": ("--draft none",),
     "vllm": ("leave --speculative-config out",),
@@ -41,7 +41,7 @@ NO_DRAFT_WHY = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One reason, in a word and in a sentence, and the flags to set, in the engine's words."""
+    """One fault: a name, a sentence, and the flags to set, in the engine's words."""
 
     name: str
     says: str
@@ -49,7 +49,7 @@ class Fault:
 
 
 def length_flags(engine: str, k: int) -> tuple[str, ...]:
-    """How an engine is told to draft `k` tokens."""
+    """Flags that make an engine draft `k` tokens; 0 is plain decoding."""
     if k == 0:
         return PLAIN[engine]
     return {
@@ -61,7 +61,7 @@ def length_flags(engine: str, k: int) -> tuple[str, ...]:
 
 
 def table_flags(engine: str, table: Seq[tuple[int, int]]) -> tuple[str, ...]:
-    """How an engine is told to draft by batch size."""
+    """Flags that make an engine choose its draft length by batch size."""
     if engine == "sameseed":
         return ("--policy goodput",)
     if engine != "vllm":
@@ -71,14 +71,14 @@ def table_flags(engine: str, table: Seq[tuple[int, int]]) -> tuple[str, ...]:
 
 
 def undrafted(counted: Counted) -> Fault:
-    """Why nothing was drafted at all."""
+    """The fault that explains why nothing was drafted at all."""
     engine, reasons = counted.engine, {w: n for w, n in counted.undrafted.items() if w in NO_DRAFT_WHY}
     if reasons:
         name, says, flag = NO_DRAFT_WHY[max(reasons, key=reasons.__getitem__)]
         return Fault(name, f"nothing was drafted: {says}", (flag,) if flag else ())
     if counted.drafts is None and counted.accept_length is None:
         return Fault("no drafter", "this server counts no drafts: it runs without speculation", (START[engine],))
-    if engine == "llama.cpp":  # it counts 0 either way
+    if engine == "llama.cpp":  # its counter is 0 in both cases
         says = "nothing was drafted: this server runs without a draft, or its n-gram drafter found nothing"
         return Fault("no drafter", says, (START[engine],))
     return Fault(
@@ -103,7 +103,7 @@ def find(state: State, pricing: Pricing) -> Iterator[Fault]:
 
 
 def _guesses(state: State) -> Iterator[Fault]:
-    """Is the draft any good?"""
+    """Faults of the draft's quality."""
     engine, first, rest = state.counted.engine, state.conditional[0], state.conditional[1:]
     if first < USELESS:
         says = (
@@ -136,7 +136,7 @@ def _guesses(state: State) -> Iterator[Fault]:
 
 
 def _lost(state: State) -> Iterator[Fault]:
-    """Rounds that had no draft, though they might have."""
+    """Faults that left rounds without a draft, though they might have had one."""
     counted = state.counted
     for why, share in _without(counted):
         if why != "cost":
@@ -157,9 +157,9 @@ def _without(counted: Counted) -> list[tuple[str, float]]:
 
 
 def _time(state: State, pricing: Pricing) -> Iterator[Fault]:
-    """Where a round's time goes."""
+    """Faults in where a round's time goes."""
     s, engine, costs = state, state.counted.engine, pricing.costs
-    few_prompts = (s.counted.prompt_tokens or 0.0) < 0.5 * (s.counted.tokens or 0.0)  # their passes are long by right
+    few_prompts = (s.counted.prompt_tokens or 0.0) < 0.5 * (s.counted.tokens or 0.0)  # their passes are long anyway
     if s.target_s and costs is not None and costs.rows:
         told = pricing.target_seconds(s.batch * (1 + s.k))
         if s.target_s > BUSY * told:
@@ -182,7 +182,7 @@ def _time(state: State, pricing: Pricing) -> Iterator[Fault]:
 
 
 def _lengths(state: State, pricing: Pricing) -> Iterator[Fault]:
-    """Does this length pay at this batch?"""
+    """Faults of the draft length at this batch size."""
     if pricing.source is None:
         return
     longer = pricing.ratio(1, state.batch) - 1.0
@@ -196,7 +196,7 @@ def _lengths(state: State, pricing: Pricing) -> Iterator[Fault]:
     engine, now = state.counted.engine, round(state.k) or 1
     need, (best, speed) = pricing.ratio(now, state.batch), pricing.best(state.batch)
     if pricing.source == "bound" and state.length >= need:
-        return  # it may pay or not, at any length
+        return  # a bound only: unknown whether this or another length pays
     bound = "at least " if pricing.source == "bound" else ""
     have = f"a round of {now} draft tokens needs {bound}{need:.2f} tokens, it has {state.length:.2f}"
     table = pricing.table()
@@ -218,7 +218,7 @@ def _lengths(state: State, pricing: Pricing) -> Iterator[Fault]:
 
 
 def _remarks(state: State) -> Iterator[Fault]:
-    """What is no fault, but makes the figures look better or worse than they are."""
+    """Remarks that are no faults, but make the figures look better or worse than they are."""
     counted = state.counted
     for why, share in _without(counted):
         if why == "cost":
@@ -230,7 +230,7 @@ def _remarks(state: State) -> Iterator[Fault]:
 
 
 def _uneven(counted: Counted) -> float | None:
-    """The 95th percentile of gaps between pieces over their median; None without a histogram of enough of them."""
+    """The 95th percentile of gaps between streamed pieces over their median; None with fewer than 100 gaps."""
     bounds = sorted((float(le), n) for le, n in counted.gap_buckets.items())
     if not bounds or bounds[-1][1] < 100:
         return None
@@ -240,7 +240,7 @@ def _uneven(counted: Counted) -> float | None:
 
 
 def verdict(state: State, pricing: Pricing, found: Seq[Fault]) -> str:
-    """One sentence or two."""
+    """The verdict, in one sentence or two."""
     now, main = round(state.k) or 1, found[0] if found else None
     if pricing.source is None:
         told = f"you have {state.length:.2f} tokens a round; what you need is not known"

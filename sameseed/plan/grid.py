@@ -1,4 +1,4 @@
-"""The grid of a tuning: what is asked for, the settings that there are, and bounds on times."""
+"""The grid of a tuning: the request, the settings to try, and bounds on latency."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAIN: Mapping[str, object] = {"top_k": 1, "depth": LONGEST}  # options that mak
 
 @dataclass(frozen=True)
 class Bound:
-    """Nine of ten requests keep it: `name` is "ttft" (to the first token) or "itl" (a token, after the first)."""
+    """A bound that nine of ten requests must keep: `name` is "ttft" (time to first token) or "itl" (a later token)."""
 
     name: str
     seconds: float
@@ -32,7 +32,7 @@ class Bound:
 
 
 def parse_slo(text: str) -> tuple[Bound, ...]:
-    """Bounds from text: 'ttft<2s', 'ttft<2s,itl<50ms'. Raises ConfigError for what is none."""
+    """Bounds from text such as 'ttft<2s' or 'ttft<2s,itl<50ms'. Raises ConfigError for anything else."""
     found = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         match = re.fullmatch(r"(ttft|itl)\s*<\s*(\d+\.?\d*|\.\d+)\s*(ms|s)", part)
@@ -44,12 +44,12 @@ def parse_slo(text: str) -> tuple[Bound, ...]:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What is to be tuned. `drafts`: as --draft takes them, each in each of `draft_formats` where it has a model.
+    """What to tune. `drafts`: as --draft takes them, each in each of `draft_formats` where it has a model.
 
     `objective`: "latency" looks at the smallest of `batches`, "throughput" at the largest, "balanced" at their
     geometric mean, "ttft" at the time to the first token, "memory" at bytes. `slo`: bounds that must be kept.
-    `quality`: the most that a format's perplexity may be over the checkpoint's, on `quality_tokens` tokens of
-    `quality_text`. `threads`: of the CPU; None: as the backend has it. `seconds`: for all. `exhaustive`: every setting
+    `quality`: upper limit of a format's perplexity over the checkpoint's, on `quality_tokens` tokens of `quality_text`.
+    `threads`: CPU threads; None for the backend's own number. `seconds`: for everything. `exhaustive`: every setting
     runs, however long that takes.
     """
 
@@ -69,7 +69,7 @@ class TuneRequest:
     quality_tokens: int = 2048
     seconds: float = 120.0
     exhaustive: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)  # further ones of LLM: backend, device
+    settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of LLM: backend, device
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -91,18 +91,18 @@ class TuneRequest:
 
     @property
     def looked_at(self) -> tuple[int, ...]:
-        """Batch sizes by which settings are judged."""
+        """Batch sizes by which the objective judges settings."""
         if self.objective == "balanced":
             return self.batches
         return (max(self.batches) if self.objective in ("throughput", "memory") else min(self.batches),)
 
     @property
     def fitted(self) -> tuple[Prompt, ...]:
-        """The prompts by which settings are chosen: all, or the first half where the others tell regrets."""
+        """The prompts by which settings are chosen: all, or the first half where the others measure regret."""
         return self.prompts[: (len(self.prompts) + 1) // 2] if self.exhaustive else self.prompts
 
     def alternating(self) -> TuneRequest:
-        """The same, every other prompt in the first half: files have their domains one after the other."""
+        """The request with every other prompt in the first half: files list their domains one after the other."""
         return replace(self, prompts=(*self.prompts[::2], *self.prompts[1::2]))
 
 
@@ -121,17 +121,17 @@ class Setting:
 
     @property
     def draft(self) -> str:
-        """How to guess, in the words of --draft."""
+        """The draft as --draft takes it."""
         return named(self.spec)
 
     @property
     def draft_format(self) -> str:
-        """That of the draft's model, "auto" without one."""
+        """Format of the draft's model; "auto" without a model."""
         return next((s.format for s in levels(self.spec) if s.model is not None), "auto")
 
     @property
     def formats(self) -> str:
-        """What differs from the checkpoint's own numbers: "w4a8 kv int8"; "" for nothing."""
+        """Formats that differ from the checkpoint's own, such as "w4a8 kv int8"; "" for none."""
         kv = [f"kv {self.kv_format}"] if self.kv_format != "auto" else []
         return " ".join([self.format] * (self.format != "auto") + kv)
 
@@ -143,7 +143,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """For people: what differs from plain decoding in the checkpoint's own format."""
+        """Name for display: what differs from plain decoding in the checkpoint's own format."""
         length = "goodput" if self.spec.policy == "goodput" else f"k={self.spec.num_draft_tokens}"
         words = ["plain"] if self.plain else [self.way, length]
         words += [f"threads={self.threads}"] if self.threads is not None else []
@@ -151,17 +151,17 @@ class Setting:
 
     @property
     def target(self) -> tuple[str, str, int | None]:
-        """Settings with one plain decoding."""
+        """Key of the settings that share one plain decoding."""
         return self.format, self.kv_format, self.threads
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Settings that differ in length alone."""
+        """Key of the settings that differ in draft length alone."""
         return *self.target, self.way
 
 
 def named(spec: SpecConfig) -> str:
-    """As --draft takes it: "suffix + path/to/head"; `draft_text` with the models' names."""
+    """The draft as --draft takes it, such as "suffix + path/to/head": `draft_text` with the models' names."""
     if not spec.below:
         return spec.model or spec.method
     if spec.model is None and draft_text(spec).count(" + "):
@@ -170,7 +170,7 @@ def named(spec: SpecConfig) -> str:
 
 
 def options_of(spec: SpecConfig) -> dict[str, Any]:
-    """What --draft-options takes for these levels; empty where all have their defaults."""
+    """The options of these levels as --draft-options takes them; empty where all have their defaults."""
     below = []
     for own in map(options_of, spec.below):
         lower = {"options": {k: v for k, v in own.items() if k != "below"}, "below": own.get("below")}
@@ -179,14 +179,14 @@ def options_of(spec: SpecConfig) -> dict[str, Any]:
 
 
 def chained(spec: SpecConfig) -> SpecConfig:
-    """The same, where what can be told to guess chains does so."""
+    """The same levels, drafting chains instead of trees where their options allow it."""
     able = set(CHAIN) <= {f.name for f in fields(drafter_class(spec).Options)}
     options = {**spec.options, **CHAIN} if able else spec.options
     return replace(spec, options=options, below=tuple(map(chained, spec.below)))
 
 
 def draft_specs(asked: TuneRequest) -> list[SpecConfig]:
-    """Each draft in each format and shape that it can have. Raises ConfigError for a draft that is none."""
+    """Each draft in each format and shape that it can have. Raises ConfigError for an invalid draft."""
     found: list[SpecConfig] = []
     for text in asked.drafts:
         has_model = any(level.model is not None for level in levels(make_config(text).spec))
@@ -197,12 +197,12 @@ def draft_specs(asked: TuneRequest) -> list[SpecConfig]:
 
 
 def largest(spec: SpecConfig) -> int:
-    """Tokens of the largest draft that is replayed."""
+    """Size of the largest draft that is replayed: tokens of a chain, nodes of a tree."""
     return MOST_NODES if may_branch(spec) else GOODPUT_DRAFT_TOKENS
 
 
 def lengths_of(spec: SpecConfig) -> list[SpecConfig]:
-    """A draft at every length, of trees in nodes, and with goodput."""
+    """A draft at every length (nodes of a tree), and with the goodput policy."""
     sizes = sizes_up_to(MOST_NODES if may_branch(spec) else LONGEST)
     fixed = [replace(spec, num_draft_tokens=k, policy="fixed") for k in sizes]
     return [*fixed, replace(spec, num_draft_tokens=GOODPUT_DRAFT_TOKENS, policy="goodput")]

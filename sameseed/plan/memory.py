@@ -1,4 +1,4 @@
-"""Memory on paper: what a model with a draft takes, what fits beside it, and what to do where nothing does."""
+"""Memory on paper: what a model with a draft takes, what fits beside it, and what to do where nothing fits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from sameseed.tuned import TunedFigure
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `peak`: weights and, whichever is more, what loading holds or the cache and a pass.
+    """Memory in bytes. `peak`: weights plus the larger of what loading holds, and the cache with a pass.
 
-    `max_context`: the longest text of each of so many sequences; `max_batch`: most sequences of the asked context.
+    `max_context`: the longest text of each sequence, by number of sequences; `max_batch`: most sequences of the asked
+    context.
     """
 
     available: int
@@ -36,12 +37,12 @@ class Memory:
 
 
 def passing(config: ModelConfig) -> int:
-    """Bytes that a pass holds at one time, about: rows of a prompt, and the logits of the largest draft."""
+    """Approximate bytes that a pass holds at one time: rows of a prompt, and the logits of the largest draft."""
     return pass_bytes(replace(config, vocab_size=0), MOST_ROWS) + 8 * (MAX_NODES + 1) * config.vocab_size
 
 
 def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, batches: Seq[int]) -> Memory:
-    """What the target takes with the largest of the drafts. Windows save no memory: the cache keeps all tokens."""
+    """Memory of the target with the largest of the drafts; windows save none, because the cache keeps all tokens."""
     draft_weights = max((d.weights for d in drafts), default=0)
     row = target.row + max((d.row for d in drafts), default=0)
     weights, scratch = target.weights + draft_weights, passing(target.config)
@@ -58,14 +59,14 @@ def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, 
 
 
 def too_small(found: Memory, target: Sheet, model: str, kv_format: str, context: int) -> ConfigError:
-    """What to say where not one sequence of the asked context fits: what would."""
+    """The error where not one sequence of the asked context fits; its text says what would fit."""
     takes = found.weights + found.draft_weights + passing(target.config)
     said = f"{target.name} takes {takes / GIB:.2f} GiB before any cache, a text of {context} tokens "
     said += f"{context * found.cache_per_token / GIB:.2f} GiB, and {found.available / GIB:.2f} GiB are there: "
     longest = max(found.max_context.values())
     remedies = [f"--context {longest}"] if longest else []
     for name in ("w8a8", "w4a8"):
-        with suppress(ConfigError):  # rows that its groups do not divide
+        with suppress(ConfigError):  # the format's group size may not divide the rows
             other = sheet(model, name, kv_format)
             left = found.available - takes + target.weights - other.weights
             fits = min(other.config.max_model_len, left // found.cache_per_token // BLOCK_SIZE * BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""What an engine counted, in one vocabulary: /metrics of sameseed, vLLM, SGLang and llama-server, records, timings."""
+"""An engine's counters under common names: /metrics of sameseed, vLLM, SGLang and llama-server, records, timings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START = {
     "sglang": "--speculative-algorithm ... --enable-metrics",
     "llama.cpp": "llama-server -md DRAFT.gguf --metrics",
 }
-# Counters by what they are called after the engine's prefix, without Prometheus' _total.
+# Names of counters after the engine's prefix, without Prometheus' _total.
 COUNTERS = {
     "drafts": ("spec_decode_num_drafts", "spec_verify_calls"),
     "draft_tokens": ("spec_decode_num_draft_tokens",),
@@ -40,7 +40,7 @@ GAUGES = {
     "waiting": ("num_requests_waiting", "num_queue_reqs", "requests_deferred"),
     "cache_usage": ("kv_cache_usage_perc", "token_usage"),
     "accept_length": ("spec_accept_length",),
-    "width": ("spec_num_draft_tokens",),  # SGLang's, which counts the last known token too
+    "width": ("spec_num_draft_tokens",),  # SGLang's; it counts the last known token too
 }
 LABELLED = {
     "accepted_per_pos": ("spec_decode_num_accepted_tokens_per_pos", "position"),
@@ -53,9 +53,10 @@ LABELLED = {
 
 @dataclass(frozen=True)
 class Counted:
-    """Counters of one moment, or what was added between two; gauges are means. Seconds; None: the engine says nothing.
+    """Counters at one moment, or their increase between two; gauges are means. None: the engine does not say.
 
-    `drafts` counts rounds with a draft, of single sequences; `accept_length` counts the bonus token.
+    Times are in seconds. `drafts` counts rounds with a draft, once for each sequence; `accept_length` counts the bonus
+    token.
     """
 
     engine: str
@@ -80,14 +81,14 @@ class Counted:
     accepted_per_pos: Mapping[str, float] = field(default_factory=dict)
     undrafted: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[str, float] = field(default_factory=dict)
-    pass_costs: Mapping[str, float] = field(default_factory=dict)  # as they are now
+    pass_costs: Mapping[str, float] = field(default_factory=dict)  # current values, not an increase
     gap_buckets: Mapping[str, float] = field(default_factory=dict)
-    seconds: float | None = None  # between two moments
+    seconds: float | None = None  # between the two moments
     plain_tokens_per_s: float | None = None  # a record's own
     temperature: float | None = None  # a record's own
 
     def since(self, before: Counted, seconds: float) -> Counted:
-        """What came after `before`; a counter that fell (the server began anew) counts from 0."""
+        """The increase since `before`; a counter that fell, because the server restarted, counts from 0."""
         changes: dict[str, Any] = {"seconds": seconds}
         for name in COUNTERS:
             now, then = getattr(self, name), getattr(before, name)
@@ -99,7 +100,7 @@ class Counted:
 
 
 def read_text(text: str, where: str = "the metrics") -> Counted:
-    """One moment from Prometheus' text. Raises ConfigError where it is none, or of no engine that is known."""
+    """Counters of one moment from Prometheus text. Raises ConfigError for other text, or for an unknown engine."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:
@@ -135,7 +136,10 @@ def read_text(text: str, where: str = "the metrics") -> Counted:
 
 
 def _engine(prefixes: set[str], sums: Mapping[str, float]) -> str | None:
-    """Whose words these are; sameseed's engine speaks vLLM's. Both prefixes, but no stages: vLLM behind our server."""
+    """The engine whose names these are; sameseed's engine uses vLLM's names.
+
+    Both prefixes, but no stages, are those of vLLM behind a sameseed server.
+    """
     if ("vllm" not in prefixes and "sameseed" in prefixes) or "engine_time_seconds" in sums:
         return "sameseed"
     return next((name for prefix, name in PREFIXES.items() if prefix in prefixes), None)
@@ -145,7 +149,7 @@ PREFIXES = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 
 
 def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> str:
-    """The text of a server's /metrics. Raises ConfigError with what to do."""
+    """The text of a server's /metrics. Raises ConfigError that says what to do."""
     page = url.rstrip("/").removesuffix("/v1").removesuffix("/metrics") + "/metrics"
     request = urllib.request.Request(page, headers={"Authorization": f"Bearer {key}"} if key else {})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -164,7 +168,7 @@ def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> str:
 def watch(
     get: Callable[[], str], seconds: float, where: str, sleep: Callable[[float], object] = time.sleep, looks: int = 10
 ) -> Counted:
-    """What is counted in so many seconds; gauges are means over `looks` looks. Raises ConfigError without traffic."""
+    """Counters over the next `seconds`; gauges are means over `looks` + 1 reads. Raises ConfigError without traffic."""
     start = time.perf_counter()
     seen = [read_text(get(), where)]
     for _ in range(looks):
@@ -185,9 +189,9 @@ def watch(
 
 
 def read_file(path: Path) -> Counted:
-    """A saved page of metrics (since the server's start), a record of `sameseed bench`, or llama-server's answer.
+    """Counters from a saved page of metrics, a record of `sameseed bench`, or llama-server's answer.
 
-    Raises ConfigError.
+    A page counts since the server's start. Raises ConfigError.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -219,7 +223,7 @@ def _flat(rows: Seq[Any]) -> list[Any]:
 
 
 def _of_json(row: Any) -> Counted | None:
-    """A bench record with a draft, or timings; None for anything else."""
+    """Counters of a bench record with a draft, or of llama-server's timings; None for anything else."""
     if not isinstance(row, dict):
         return None
     if str(row.get("schema", "")).startswith("sameseed.bench/") and row.get("num_drafts"):
@@ -242,7 +246,7 @@ def _of_json(row: Any) -> Counted | None:
     if isinstance(timings, dict) and "draft_n" in timings:
         tokens, accepted = float(timings["predicted_n"]), float(timings["draft_n_accepted"])
         seconds = float(timings["predicted_ms"]) / 1e3
-        rounds = max(1.0, tokens - accepted)  # each writes its accepted tokens and one more
+        rounds = max(1.0, tokens - accepted)  # each round writes its accepted tokens and one more
         return Counted(
             "llama.cpp",
             drafts=rounds,

@@ -1,7 +1,7 @@
-"""Outlook: what rounds with drafts would bring, from times of passes and chances of acceptance, with intervals.
+"""Outlook: the speed of rounds with drafts, from times of passes and chances of acceptance, with intervals.
 
-Draft lengths are fixed, and chances are those of a place: means suffice, and no text is needed. `simulate` walks rounds
-of real texts.
+Draft lengths are fixed, and a chance depends on the place in the draft alone. So means suffice, and no text is needed.
+`simulate` walks rounds of real texts instead.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from sameseed.plan.cost import Floats
 from sameseed.plan.times import Times
 from sameseed.tuned import TABLE_END, TunedFigure
 
-LONGEST = 16  # draft tokens, up to which lengths are looked at
-PAYS = 1.02  # times plain decoding, from which a length is advised
-ASSUMED = (0.5, 0.8)  # chance that a model's or a head's draft token is right, where nothing says it
-ASSUMED_FOUND = (0.1, 0.6)  # and one that was found in the text
-# Outside the models in a round, and of a search in a text: overhead_ms_per_round and the n-gram's draft time in
-# benchmarks/results/bench.jsonl (0.22 to 1.0 ms, median 0.35; 0.045 to 0.069 ms).
+LONGEST = 16  # draft tokens of the longest draft considered
+PAYS = 1.02  # speed-up over plain decoding from which a length is advised
+ASSUMED = (0.5, 0.8)  # range of the chance that a draft token of a model or head is right, where unknown
+ASSUMED_FOUND = (0.1, 0.6)  # the same for a draft token that was found in the text
+# Seconds outside the models in a round, their spread, and seconds of a search in a text: overhead_ms_per_round and the
+# n-gram's draft time in benchmarks/results/bench.jsonl (0.22 to 1.0 ms, median 0.35; 0.045 to 0.069 ms).
 GAP, GAP_SPREAD, SEARCH = 0.35e-3, 0.5, 0.05e-3
 DRAWS = 400
-USUAL = 16  # rows at which a pass is off by the spread of long ones; it grows with the logarithm of rows
+USUAL = 16  # rows at which the spread of long passes applies; it grows with the logarithm of rows
 
 
 @dataclass(frozen=True)
 class AcceptChances:
-    """Chance that each place of a draft is right where all before were, from `low` to `high`; the last one goes on.
+    """Chance, from `low` to `high`, that each place of a draft is right where all before were; the last chance repeats.
 
-    `source`: where from, in words; `assumed`: from nowhere.
+    `source`: where the chances come from, in words; `assumed`: they come from no file and no measurement.
     """
 
     low: tuple[float, ...]
@@ -43,7 +43,7 @@ class AcceptChances:
     assumed: bool = False
 
     def tokens(self, at: Floats) -> Floats:
-        """Expected tokens of a round [n, LONGEST + 1] with 0, 1, ... draft tokens; `at` [n]: 0 low, 1 high."""
+        """Expected tokens of a round [n, LONGEST + 1] with 0, 1, ... draft tokens; `at` [n]: 0 is low, 1 is high."""
         places = np.minimum(np.arange(LONGEST), len(self.low) - 1)
         low, high = np.array(self.low)[places], np.array(self.high)[places]
         alive = np.cumprod(low + at[:, None] * (high - low), axis=1)
@@ -51,10 +51,10 @@ class AcceptChances:
 
 
 def read_acceptance(text: str | None, usual: tuple[float, float] = ASSUMED) -> AcceptChances:
-    """From a number or a range ("0.7", "0.6,0.8"), or a JSON file that names `conditional_accept_rates`.
+    """Chances from a number or a range ("0.7", "0.6,0.8"), or from a JSON file with `conditional_accept_rates`.
 
-    Such are `Rates.as_dict()` and ModelOpt's speculation_profile.json. None: `usual` is assumed.
-    Raises ConfigError.
+    `ReplayRates.as_dict()` and ModelOpt's speculation_profile.json have this form. None: `usual` is assumed. Raises
+    ConfigError.
     """
     if text is None:
         return AcceptChances(usual[:1], usual[1:], f"assumed: {usual[0]} to {usual[1]} a token", True)
@@ -91,7 +91,7 @@ def _from_file(path: Path) -> AcceptChances:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A way to guess: what a step of it costs (None: a search in the text), and what it takes in memory.
+    """A draft: what a step of it costs (`times`; None: a search in the text), and what it takes in memory.
 
     `start_s`: seconds of a sequence's proposal beside its steps; `at_once`: a draft of any length is one pass.
     """
@@ -107,7 +107,7 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class DraftSpeed:
-    """A setting at a batch size, all sequences together: drafts have the best length, which may not pay."""
+    """Predicted speed of a draft at a batch size, all sequences together, at its best length, which may not pay."""
 
     draft: str
     batch: int
@@ -120,7 +120,7 @@ class DraftSpeed:
 
 
 class Rounds:
-    """Draws of what a round takes and brings, the first of them the middle of all."""
+    """Random draws of what a round takes and brings; the first draw is the central estimate."""
 
     def __init__(self, target: Times, context: int, gap: float, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -130,34 +130,38 @@ class Rounds:
         self.gap = gap * np.exp(GAP_SPREAD * self.z[:, 4])
 
     def passes(self, batch: int, new_tokens: int) -> Floats:
-        """Seconds of a pass of the target [n]."""
+        """Seconds of a pass of the target [n], one for each draw."""
         return self.scattered(self.target.seconds(batch, new_tokens, self.context), batch * new_tokens)
 
     def scattered(self, seconds: float, rows: int, spread: tuple[float, float] | None = None) -> Floats:
-        """Seconds of the target over so many rows, as far off as its times may be, or as `spread` says [n]."""
+        """Seconds of a target pass over `rows` rows [n], varied by the spread of the target's times, or by `spread`."""
         level, shape = spread or self.target.spread
         found: Floats = seconds * np.exp(level * self.z[:, 0] + shape * self.z[:, 1] * math.log(rows) / math.log(USUAL))
         return found
 
     def steps(self, draft: DraftPlan, batch: int, new_tokens: int = 1) -> Floats:
-        """Seconds of one pass of a draft [n]; its model goes with the machine as the target does."""
+        """Seconds of one pass of a draft [n]; half of the variance is shared with target times of the same grade."""
         if draft.times is None:
             return np.zeros(len(self.z))
         level, shape = draft.times.spread
-        shared = self.z[:, 0] if draft.times.grade == self.target.grade else self.z[:, 2]
-        off = level * (shared + self.z[:, 2]) / math.hypot(1.0, 1.0)
-        off += shape * self.z[:, 3] * math.log(batch) / math.log(USUAL)
+        off = self.z[:, 2]
+        if draft.times.grade == self.target.grade:
+            off = (self.z[:, 0] + off) / math.sqrt(2.0)
+        off = level * off + shape * self.z[:, 3] * math.log(batch) / math.log(USUAL)
         found: Floats = draft.times.seconds(batch, new_tokens, self.context) * np.exp(off)
         return found
 
     def _drafting(self, draft: DraftPlan, batch: int, length: int, decided: float) -> Floats:
-        """Seconds of the passes for a draft of this length [n]; `decided`: tokens of a round, which it reads first."""
+        """Seconds of the passes for a draft of `length` tokens [n].
+
+        `decided`: tokens of a round, which a draft that is one pass (`at_once`) reads first.
+        """
         if length and draft.at_once:
             return self.steps(draft, batch, round(decided) + length - 1)
         return length * self.steps(draft, batch)
 
     def speedups(self, draft: DraftPlan, batch: int) -> tuple[Floats, Floats, Floats]:
-        """Tokens of a round, speed-up, and a draft's share of the time, all [n, LONGEST + 1], by its length."""
+        """Tokens of a round, speed-up, and the draft's share of the time, all [n, LONGEST + 1], by draft length."""
         tokens = draft.acceptance.tokens(self.at)
         plain = self.passes(batch, 1) + self.gap
         steps = np.stack([self._drafting(draft, batch, k, tokens[0, k]) for k in range(LONGEST + 1)], axis=1)
@@ -168,21 +172,21 @@ class Rounds:
         return tokens, tokens * plain[:, None] / whole, drafting / whole
 
     def best(self, draft: DraftPlan, batch: int) -> int:
-        """The length that pays most; 0 where none pays."""
+        """The length with the highest speed-up; 0 where none pays."""
         speed = self.speedups(draft, batch)[1][0]
         found = int(speed.argmax())
         return found if speed[found] > PAYS else 0
 
 
 def figure(samples: Floats, grade: str) -> TunedFigure:
-    """The first sample, and the interval that holds 80 % of the others."""
+    """The first sample, with the interval that holds 80 % of the others."""
     low, high = np.quantile(samples[1:], (0.1, 0.9)) if len(samples) > 1 else (samples[0], samples[0])
     value = float(samples[0])
     return TunedFigure(value, min(value, float(low)), max(value, float(high)), grade)
 
 
 def speeds(rounds: Rounds, drafts: Seq[DraftPlan], batches: Seq[int]) -> tuple[DraftSpeed, ...]:
-    """Plain decoding, and each draft at its best length (the longest tokens/s), at each batch size."""
+    """Plain decoding, and each draft at its best length (most tokens/s), at each batch size."""
     found = []
     for batch in batches:
         grade = rounds.target.grade
@@ -200,7 +204,7 @@ def speeds(rounds: Rounds, drafts: Seq[DraftPlan], batches: Seq[int]) -> tuple[D
 
 
 def table(rounds: Rounds, draft: DraftPlan, most: int) -> tuple[tuple[int, int, int], ...]:
-    """Best lengths by sequences at once, as (first, last, length); the last row goes on."""
+    """Best lengths by number of sequences, as (first, last, length); the last row ends at TABLE_END."""
     lengths = [rounds.best(draft, b) for b in range(1, most + 1)]
     starts = [i for i in range(most) if i == 0 or lengths[i] != lengths[i - 1]]
     ends = [*starts[1:], TABLE_END]

@@ -1,8 +1,8 @@
 """Costs on paper: what a pass must read and compute by config.json alone, over what the machine can do.
 
-Reading and computing overlap in part: a pass takes the root of the sum of their squares, each at the share of the
-machine's limit that real passes reach. The shares come from committed records of `sameseed profile`; a test derives
-them. What the records differ from it is the interval.
+Reading and computing overlap in part: a pass takes the root of the sum of their squares. Each counts at the share of
+the machine's limit that real passes reach. The shares come from committed records of `sameseed profile`; a test derives
+them. The interval is how far the records differ from this model.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from sameseed.study.passes import PassWork, least_work
 from sameseed.study.shapes import NAMES, SHAPES, get_shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Shares of the limits that passes reach: the first two fit RECORDS (commits of benchmarks/results/profile.jsonl) best.
-# Attention works on short rows: 0.05 to 0.14 fit, by which curve is left out.
+# Shares of the limits that passes reach: READ and COMPUTE fit RECORDS (commits of benchmarks/results/profile.jsonl)
+# best. Attention works on short rows: 0.05 to 0.14 fit, depending on which curve is left out.
 RECORDS = ("8a4dfcfcd99e", "d008a7591082")
 READ, COMPUTE, ATTENTION = 0.86, 0.49, 0.10
-# Standard deviations of logarithms: of a pass over one row, and of longer ones against it; few curves, so Student's t.
+# Standard deviations of logarithms: of one-row passes, and of longer ones against those; few curves, so Student's t.
 LEVEL_SPREAD, SHAPE_SPREAD = 0.074, 0.078
 STUDENT = 1.638 / 1.282  # the 90 % quantile of t with 3 degrees of freedom, over the normal one
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A model before it is loaded. Bytes: of all weights, of those that a pass reads, of one cached token.
+    """A model before it is loaded.
 
-    `peak`: the arithmetic of its matrix products, as in `Limits.peak`. `name`: of its weight format.
+    `weights`: bytes of all weights; `read`: bytes of those that a pass reads; `row`: bytes of one cached token. `peak`:
+    the arithmetic of its matrix products, as in `Limits.peak`. `name`: of its weight format.
     """
 
     config: ModelConfig
@@ -56,13 +57,13 @@ class Sheet:
     def work(self, batch: int, new_tokens: int, context: int, prompt: bool = False) -> PassWork:
         """The least that a pass must do: `new_tokens` for each of `batch` sequences after `context` cached ones.
 
-        Of a `prompt` only the last token has logits.
+        In a pass over a `prompt`, only the last token has logits.
         """
         logits = batch * (1 if prompt else new_tokens)
         return least_work(self.config, self.read, self.row, context, batch, new_tokens, logits)
 
     def seconds(self, limits: Limits, batch: int, new_tokens: int, context: int, prompt: bool = False) -> float:
-        """What such a pass takes on a machine with these limits."""
+        """Seconds of such a pass on a machine with these limits."""
         work = self.work(batch, new_tokens, context, prompt)
         reading = work.num_bytes / limits.read / READ
         matrices = work.matrix_ops / limits.peak(self.peak) / COMPUTE
@@ -70,10 +71,10 @@ class Sheet:
 
 
 def sheet(model: str, format: str = "auto", kv_format: str = "auto", target: Sheet | None = None) -> Sheet:
-    """A model by a shape's name, a folder, a GGUF file or a hub id, of which config.json alone is fetched.
+    """The sheet of a model: a shape's name, a folder, a GGUF file or a hub id, of which config.json alone is fetched.
 
-    `target`: what it drafts for, whose format it takes where none is named. Raises ConfigError, ModelLoadError or
-    RegistryError.
+    `target`: the model for which this one drafts, whose format applies where none is named. Raises ConfigError,
+    ModelLoadError or RegistryError.
     """
     quant = QuantScheme.parse(format)
     if model.lower() in SHAPES:
@@ -92,7 +93,7 @@ def sheet(model: str, format: str = "auto", kv_format: str = "auto", target: She
 
 
 def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
-    """A draft head for a target; what it borrows (embedding, LM head) it reads, and does not store."""
+    """The sheet of a draft head for a target; borrowed tensors (embedding, LM head) are read, but not stored."""
     head, quant = read_head_config(path), QuantScheme.parse(format)
     head.check_target(target.config)
     shapes = _own_tensors(head, path)
@@ -100,7 +101,7 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
     source = RandomCheckpoint(layer, shapes=shapes)
     quant = _beside(target, quant, layer, source, shapes)
     size = weight_bytes(layer, source, quant, shapes)
-    tables = ("embed_tokens.weight", "markov_head.markov_w1.weight")  # of which a pass reads some rows
+    tables = ("embed_tokens.weight", "markov_head.markov_w1.weight")  # tables of which a pass reads some rows only
     read = float(size) - sum(_matrix(layer, source, quant, shapes, name) for name in tables)
     if "lm_head.weight" not in shapes:
         c = target.config
@@ -111,7 +112,7 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
 
 
 def _own_tensors(head: HeadConfig, path: Path) -> Shapes:
-    """Tensors that the head has; without its files, those that it cannot borrow."""
+    """Tensors that the head stores; without its files, those that it cannot borrow."""
     own = dict(expected_tensors(head))
     own.pop("d2t", None)
     borrowed = ["embed_tokens.weight", *(["lm_head.weight"] if head.draft_vocab_size == head.layer.vocab_size else [])]
@@ -125,7 +126,7 @@ def _own_tensors(head: HeadConfig, path: Path) -> Shapes:
 
 
 def find(model: str) -> Path:
-    """Where a model's config is: a folder, a GGUF file, or a folder of the hub's cache with config.json alone."""
+    """Path of a model's config: a folder, a GGUF file, or a folder of the hub's cache with config.json alone."""
     path = Path(model).expanduser()
     if model in EMBEDDED or path.exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
         if model not in EMBEDDED and not path.exists():
@@ -139,7 +140,7 @@ def find(model: str) -> Path:
         return Path(cached).parent
     try:
         return hub.fetch(model, "config.json").parent
-    except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
+    except Exception as error:  # besides the hub's own errors, those of the HTTP library under this version
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(
             f"no folder {model!r} here, and the hub did not give its config.json ({first}); save that file in a "
@@ -150,7 +151,7 @@ def find(model: str) -> Path:
 def _beside(
     target: Sheet | None, quant: QuantScheme, config: ModelConfig, source: TensorSource, shapes: Shapes | None = None
 ) -> QuantScheme:
-    """The scheme of a draft for `target`: `quant` where that is named, else as the engine chooses it."""
+    """The scheme of a draft for `target`: `quant` where its weights are named, else the one that the engine chooses."""
     if target is None or quant.weights != "auto":
         return quant
     return following(few_bits(QuantScheme.parse(target.name).at(USUAL)), config, source, shapes)
@@ -163,7 +164,7 @@ def _sheet(
     embedding = "model.embed_tokens.weight"
     dtype = source.dtype(embedding)
     size = weight_bytes(config, source, quant)
-    # Of the embedding a pass reads its own rows only, unless it is the head too.
+    # A pass reads only a few rows of the embedding, unless the embedding is the LM head too.
     unread = 0.0 if config.tied_embeddings else _matrix(config, source, quant, None, embedding)
     chosen = resolve_scheme(config, source, quant, USUAL)
     kv = scheme.cache_format(kv_format, quant.dense_for(dtype))
@@ -187,7 +188,7 @@ def _matrix(c: ModelConfig, source: TensorSource, quant: QuantScheme, shapes: Sh
 
 
 def _dtype(path: Path, quant: QuantScheme, model: str) -> torch.dtype:
-    """What config.json says that weights are stored as. Raises ConfigError where only the weights would tell."""
+    """The dtype that config.json names for the weights. Raises ConfigError where only the weights would tell."""
     raw = read_json(path / "config.json")
     if "quantization_config" in raw and quant.weights == "auto":
         raise ConfigError(f"{model} is stored quantized, and its weights are not here: name a --format, e.g. w4a16")

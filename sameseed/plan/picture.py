@@ -1,4 +1,4 @@
-"""The picture of a tuning: what was predicted against what was measured, and speed against quality."""
+"""Plots of a tuning run: predicted against measured speed, and speed against quality."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sameseed.plan.tune import TuneOutcome
 
 
 def draw(found: TuneOutcome, path: Path) -> None:
-    """Write it as PNG: speed-ups that ran, on the diagonal where predictions were right; formats by speed and quality.
+    """Write a PNG: predicted against measured speed-ups of settings that ran, and formats by speed and quality.
 
-    Raises ConfigError where matplotlib is missing.
+    Right predictions lie on the diagonal. Raises ConfigError where matplotlib is missing.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -32,7 +32,7 @@ def draw(found: TuneOutcome, path: Path) -> None:
 
 
 def frontier(found: TuneOutcome) -> list[tuple[str, Any, Any, bool]]:
-    """Of formats that ran: name, perplexity ratio, speed-up of the fastest, and is no other better in both?"""
+    """For each format that ran: name, perplexity ratio, speed-up of its fastest setting, and is it Pareto-optimal?"""
     made: dict[tuple[str, str], tuple[str, Any, Any]] = {}
     for c in found.order:
         setting = c.prospect.candidate
@@ -62,7 +62,7 @@ def _frontier(panel: Any, found: TuneOutcome) -> None:
 
 
 def _points(panel: Any, pairs: list[tuple[Any, Any]], marker: str, **given: Any) -> None:
-    """Pairs of figures with their intervals in both directions."""
+    """Plot pairs of figures with their intervals in both directions."""
     values = [[x.value for x in axis] for axis in zip(*pairs, strict=True)]
     bars = [[[x.value - x.low for x in axis], [x.high - x.value for x in axis]] for axis in zip(*pairs, strict=True)]
     panel.errorbar(*values, xerr=bars[0], yerr=bars[1], fmt=marker, markersize=5, elinewidth=0.7, **given)

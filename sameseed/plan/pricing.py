@@ -1,6 +1,7 @@
-"""What a mean round of an engine was like, and what rounds of other lengths would cost and bring.
+"""The mean round of an engine, and what rounds of other draft lengths would cost and bring.
 
-A round pays where its tokens are more than its time over that of plain decoding (Leviathan et al., 2023, section 3).
+A round pays where its tokens exceed the ratio of its time to that of plain decoding (Leviathan et al., 2023, section
+3).
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from sameseed.lengths._cost import interpolate
 from sameseed.plan.metrics import Counted
 from sameseed.tuned import PassCosts
 
-MOST = 16  # draft tokens that are looked at (at most twice those that were drafted), and
-LARGEST = 64  # sequences at once
-PAYS = 1.02  # times plain decoding, from which a length is advised
-MARGIN = 0.98  # of break-even, above which a round is held to pay
+MOST = 16  # most draft tokens considered (and at most twice those that were drafted, plus 1)
+LARGEST = 64  # most sequences considered
+PAYS = 1.02  # speed-up over plain decoding from which a length is advised
+MARGIN = 0.98  # share of break-even above which a round is held to pay
 
 
 @dataclass(frozen=True)
 class State:
-    """What rounds were like. `survival[i]`: the share of drafts whose place i was right. Seconds are of a mean round.
+    """The mean round. `k`: draft tokens; `survival[i]`: share of drafts whose token at place i was accepted.
 
-    `round_s`: from one round to the next; `draft_s`, `target_s`: of that in the models, where the engine says so.
-    `length`: tokens that a round with a draft decided, the bonus token counted.
+    `length`: tokens that a round with a draft decides, the bonus token included. Seconds are of a mean round: `round_s`
+    from one round to the next; `draft_s` and `target_s` are its parts in the models, where the engine says so.
     """
 
     counted: Counted
@@ -42,19 +43,19 @@ class State:
 
     @property
     def conditional(self) -> tuple[float, ...]:
-        """The share right at each place where all before were."""
+        """The share accepted at each place where all before were."""
         before = (1.0, *self.survival)
         return tuple(s / b if b > 0 else 0.0 for s, b in zip(self.survival, before, strict=False))
 
     @property
     def draft_share(self) -> float | None:
-        """Of a round's time."""
+        """The draft's share of a round's time."""
         return self.draft_s / self.round_s if self.draft_s is not None and self.round_s else None
 
     def tokens(self, k: int) -> float:
-        """Expected tokens of a round with `k` draft tokens; beyond what was drafted, places are like the mean."""
+        """Expected tokens of a round with `k` draft tokens; places beyond those measured get the mean rate at most."""
         rates = self.conditional
-        beyond = min(rates[-1], self.survival[-1] ** (1 / len(rates)))  # the last may be that of a few easy texts
+        beyond = min(rates[-1], self.survival[-1] ** (1 / len(rates)))  # the last rate may come from a few easy texts
         total, alive = 1.0, 1.0
         for i in range(k):
             alive *= rates[i] if i < len(rates) else beyond
@@ -63,7 +64,7 @@ class State:
 
 
 def state_of(counted: Counted) -> State | None:
-    """The mean round; None where nothing was drafted."""
+    """The mean round by an engine's counters; None where nothing was drafted."""
     length, k, drafts = counted.accept_length, max(0.0, (counted.width or 1.0) - 1.0), counted.drafts or 0.0
     if drafts and counted.draft_tokens:
         k = counted.draft_tokens / drafts
@@ -72,7 +73,7 @@ def state_of(counted: Counted) -> State | None:
         return None
     places = sorted(((int(p), n) for p, n in counted.accepted_per_pos.items()))
     survival = tuple(n / drafts for _, n in places) if places and drafts else _geometric(length, round(k))
-    survival += (0.0,) * (round(k) - len(survival))  # places at which nothing was right
+    survival += (0.0,) * (round(k) - len(survival))  # places at which no token was accepted
     total = sum(counted.undrafted.values()) + drafts
     passes = counted.passes
     batch = total / passes if passes and counted.stages and counted.undrafted else counted.running or 1.0
@@ -83,7 +84,7 @@ def state_of(counted: Counted) -> State | None:
         draft, target = parts.get("draft", 0.0), parts.get("target", 0.0)
         rest = whole / passes - draft - target
         return replace(made, round_s=whole / passes, draft_s=draft, target_s=target, overhead_s=rest)
-    if counted.gaps and counted.gap_seconds and counted.engine != "sglang":  # there it is of a token, not of a round
+    if counted.gaps and counted.gap_seconds and counted.engine != "sglang":  # SGLang's is of a token, not of a round
         return replace(made, round_s=counted.gap_seconds / counted.gaps)
     if counted.decode_seconds and counted.tokens:
         return replace(made, round_s=length * counted.decode_seconds / counted.tokens)
@@ -93,7 +94,7 @@ def state_of(counted: Counted) -> State | None:
 
 
 def _geometric(length: float, k: int) -> tuple[float, ...]:
-    """The survival of a constant rate that gives this length: where only a mean is known."""
+    """The survival of a constant rate that gives this mean length, for engines that report only a mean."""
     low, high = 0.0, 1.0
     for _ in range(50):
         rate = (low + high) / 2
@@ -103,7 +104,7 @@ def _geometric(length: float, k: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Pricing:
-    """Times of a round over a plain one's. `source`: "costs", "plain" (a measured speed) or "bound" (at least)."""
+    """Times of a round over a plain one's. `source`: "costs", "plain" (a measured speed) or "bound" (a lower bound)."""
 
     state: State
     costs: PassCosts | None = None
@@ -111,7 +112,7 @@ class Pricing:
 
     @property
     def source(self) -> str | None:
-        """Where the times come from; None: nothing is known."""
+        """Where the times come from; None where nothing is known."""
         if self.costs is not None and self.costs.rows:
             return "costs"
         if self.plain_tokens_per_s and self.state.round_s:
@@ -119,7 +120,7 @@ class Pricing:
         return "bound" if self.state.target_s and self.state.round_s else None
 
     def ratio(self, k: int, batch: float) -> float:
-        """A round of `k` draft tokens a sequence over one of none; the tokens that it needs to pay."""
+        """Time of a round with `k` draft tokens a sequence over a plain round's: the tokens that it needs to pay."""
         s = self.state
         if k == 0:
             return 1.0
@@ -144,12 +145,12 @@ class Pricing:
         return seconds
 
     def target_seconds(self, rows: float) -> float:
-        """Of a pass of the target, by the cost table."""
+        """Seconds of a pass of the target, by the cost table."""
         assert self.costs is not None
         return interpolate(self.costs.rows, self.costs.ms, rows) / 1e3
 
     def best(self, batch: float) -> tuple[int, float]:
-        """The length that promises most at this batch, and its speed-up; (0, 1.0) where none is worth it."""
+        """The length with the highest predicted speed-up at this batch, and that speed-up; (0, 1.0) where none pays."""
         found = [
             (self.state.tokens(k) / self.ratio(k, batch), k)
             for k in range(1, min(MOST, 2 * round(self.state.k) + 1) + 1)
@@ -158,7 +159,7 @@ class Pricing:
         return (k, speed) if speed >= PAYS else (0, 1.0)
 
     def table(self) -> tuple[tuple[int, int], ...]:
-        """(first batch, length) rows; only costs say something of other batches than this."""
+        """Best lengths as (first batch, length) rows; empty without costs, as only they tell about other batches."""
         if self.source != "costs":
             return ()
         rows: list[tuple[int, int]] = []

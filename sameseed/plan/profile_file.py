@@ -33,7 +33,7 @@ WORDS = {
 
 
 def write(tuned: Tuned, path: Path) -> None:
-    """The file at `path`, whole or not at all. Raises ConfigError where it cannot be written."""
+    """Write the file at `path`, whole or not at all. Raises ConfigError where it cannot be written."""
     fresh = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def write(tuned: Tuned, path: Path) -> None:
 
 
 def text(tuned: Tuned) -> str:
-    """The file's text."""
+    """The profile as TOML text."""
     head = ["# What `sameseed tune` chose. Use it: sameseed serve --profile FILE, or LLM(profile=FILE)."]
     head += [f"{name} = {value(v)}" for name, v in _top(tuned)]
     table = asdict(tuned)
@@ -61,7 +61,7 @@ def text(tuned: Tuned) -> str:
 
 
 def value(found: Any) -> str:
-    """A value in TOML. Raises ConfigError for one that TOML has not."""
+    """A value in TOML syntax. Raises ConfigError for a type that TOML does not have."""
     if isinstance(found, bool):
         return "true" if found else "false"
     if isinstance(found, int):
@@ -86,7 +86,7 @@ def _top(tuned: Tuned) -> Iterator[tuple[str, str]]:
 
 
 def _by_batch(chosen: Chosen) -> dict[str, int]:
-    """Rows of the table: "3-8" = 2, and without an end the last."""
+    """Rows of the table, such as "3-8" = 2; the last range has no end."""
     return {f"{a}-{'' if b == TABLE_END else b}": k for a, b, k in chosen.ranges()} if chosen.by_batch else {}
 
 
@@ -95,7 +95,7 @@ def _section(name: str, rows: Mapping[str, Any]) -> list[str]:
 
 
 def _rows(rows: Mapping[str, Any]) -> list[str]:
-    """A line a value; what is unset, or empty, is left out: reading gives its default."""
+    """One line for each value; unset and empty values are left out, because reading gives their defaults."""
     return [f"{_key(k)} = {value(v)}" for k, v in rows.items() if v is not None and v != "" and v != () and v != {}]
 
 

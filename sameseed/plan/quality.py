@@ -1,4 +1,4 @@
-"""What number formats cost: perplexity over that of the checkpoint's own weights, on a small text."""
+"""Quality of number formats: perplexity over that of the checkpoint's own weights, on a small text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sameseed.study.quality.perplexity import Perplexity, perplexity, ratio
 from sameseed.study.workload import ASSETS, read_prompts
 from sameseed.tuned import Loser
 
-WINDOW, STRIDE = 256, 128  # short ones: a few thousand tokens shall make many stretches to resample
+WINDOW, STRIDE = 256, 128  # short, so that a few thousand tokens give many windows to resample
 HELD_OUT = (ASSETS / "prompts_heldout.jsonl", ASSETS / "prompts.jsonl")
 Ratios = dict[tuple[str, str], Interval]  # by formats of weights and cache; intervals hold 95 %
 
 
 def measure(asked: TuneRequest, targets: Seq[TargetBench], load: Callable[..., Any], tell: Tell) -> Ratios:
-    """The ratio of each target; the checkpoint itself is loaded for it where it is not among them.
+    """The perplexity ratio of each target; the checkpoint itself is loaded as the base where it is not among them.
 
     Raises ConfigError for a text that is too short to tell anything.
     """
@@ -58,7 +58,7 @@ def held_out() -> str:
 
 
 def kept(asked: TuneRequest, targets: Seq[TargetBench], found: Ratios, lost: list[Loser]) -> list[TargetBench]:
-    """Those whose interval does not lie above the bound; the others are named in `lost`.
+    """The targets whose interval does not lie above the bound; the others are named in `lost`.
 
     Raises ConfigError where none is left.
     """

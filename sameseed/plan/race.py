@@ -1,8 +1,8 @@
 """The race: settings run in turns on the same prompts, the worse half drops out, and more prompts follow.
 
-Successive halving (Jamieson and Talwalkar, 2016) by pairs: of every batch of prompts each setting's time stands beside
-plain decoding's, measured within the same turn, so that a machine that slows down hits all alike. A turn is a few
-batches long: a setting that runs for itself finds its weights in the caches.
+This is successive halving (Jamieson and Talwalkar, 2016) by pairs: for every batch of prompts, a setting's time is
+compared with plain decoding's from the same turn, so that a machine that slows down hits all alike. A turn is a few
+batches long, so that a setting finds its weights in the caches, as it would when running alone.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from sameseed.request import SamplingParams
 from sameseed.study.measure import Run, run_batch
 from sameseed.study.workload import quantile
 
-SAMPLES, LOW, HIGH = 400, 0.1, 0.9  # of the bootstrap; an interval holds 80 %
-NOISE = 0.1  # standard deviation of the logarithm of one pair's ratio, where no other tells it
-TURN = 4  # batches of prompts that a setting runs before the next one has its turn, after so many tokens unmeasured:
+SAMPLES, LOW, HIGH = 400, 0.1, 0.9  # bootstrap samples, and the quantiles of an 80 % interval
+NOISE = 0.1  # assumed standard deviation of the logarithm of a single pair's ratio
+TURN = 4  # batches of prompts that a setting runs in its turn, after WARM_TOKENS unmeasured tokens of a text
 WARM_TOKENS = 8
-KEEPS = 0.9  # share of requests that keep a bound
-PACE = 6  # settings after which plain decoding runs again, where all of many run
+KEEPS = 0.9  # share of requests that must keep a bound
+PACE = 6  # settings after which plain decoding runs again, in a race where all run to the end
 Job = tuple[tuple[int, ...], SamplingParams]
 
 
 @dataclass
 class Contestant:
-    """A setting that runs. By batch size: tokens and seconds of each batch of prompts; of each request seconds to the
-    first token (`ttft`) and of a token after it (`itl`).
+    """A setting that runs, with what was measured by batch size.
+
+    `tokens` and `seconds` are those of each batch of prompts. Of each request, `ttft` is the seconds to the first
+    token, and `itl` those of a token after it.
     """
 
     prospect: Prospect
     engine: Callable[[], Engine]
-    jobs: Callable[[int, Seq[int]], list[Job]]  # of these prompts, by number, at a batch size
+    jobs: Callable[[int, Seq[int]], list[Job]]  # the jobs of these prompt numbers, at a batch size
     tokens: dict[int, list[int]] = field(default_factory=dict)
     seconds: dict[int, list[float]] = field(default_factory=dict)
     ttft: dict[int, list[float]] = field(default_factory=dict)
     itl: dict[int, list[float]] = field(default_factory=dict)
-    out_at: int | None = None  # prompts after which it dropped out
-    texts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by batch size and prompt
+    out_at: int | None = None  # number of prompts after which it dropped out
+    texts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by batch size and prompt number
 
     @property
     def plain(self) -> bool:
@@ -57,7 +59,7 @@ class Contestant:
         return self.prospect.candidate.label
 
     def run(self, batch: int, members: Seq[int]) -> None:
-        """Run these prompts together, and keep what it took."""
+        """Run these prompts together, and record tokens, times and texts."""
         run = Run()
         run_batch(self.engine(), self.jobs(batch, members), run)
         self.tokens.setdefault(batch, []).append(run.num_tokens)
@@ -67,7 +69,7 @@ class Contestant:
         self.texts.update({(batch, i): text for i, text in zip(members, run.texts, strict=True)})
 
     def warm(self, batch: int, members: Seq[int]) -> None:
-        """A few tokens whose time nobody keeps: what ran before has filled the caches with its own."""
+        """Generate a few tokens unmeasured: the setting that ran before has filled the caches with its own data."""
         few = [
             (tokens, replace(params, max_tokens=min(WARM_TOKENS, params.max_tokens), min_tokens=0))
             for tokens, params in self.jobs(batch, members)
@@ -75,7 +77,7 @@ class Contestant:
         run_batch(self.engine(), few, Run())
 
     def tokens_per_s(self, batch: int) -> float:
-        """Over all of its prompts at this batch size."""
+        """Tokens/s over all prompts that ran at this batch size."""
         return sum(self.tokens[batch]) / sum(self.seconds[batch])
 
     def latency(self, name: str, batches: Seq[int]) -> float:
@@ -85,7 +87,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Aim:
-    """What is best: bounds are kept, then the least bytes or time to the first token where that is `by`, then speed."""
+    """The objective: bounds are kept, then the least bytes or time to first token if `by` says so, then speed."""
 
     batches: tuple[int, ...]
     by: str = "speed"  # or "ttft", "memory"
@@ -96,12 +98,12 @@ class Aim:
         return cls(asked.looked_at, asked.objective if asked.objective in ("ttft", "memory") else "speed", asked.slo)
 
     def missed(self, c: Contestant) -> str | None:
-        """The bounds that it does not keep, with what was measured; None: it keeps all."""
+        """The bounds that a contestant misses, with what was measured; None where it keeps all."""
         found = [(b, c.latency(b.name, self.batches)) for b in self.slo]
         return "; ".join(f"{b} missed: {took:.3g} s" for b, took in found if took > b.seconds) or None
 
     def ranked(self, found: Seq[Contestant]) -> list[Contestant]:
-        """The best first; speed is that against the first one, on common prompts."""
+        """Contestants, the best first; speed is relative to the first of `found`, on prompts that both ran."""
 
         def key(c: Contestant) -> tuple[float, ...]:
             before = c.prospect.num_bytes if self.by == "memory" else 0
@@ -111,7 +113,7 @@ class Aim:
         return sorted(found, key=key)
 
     def may_win(self, c: Contestant, leader: Contestant) -> bool:
-        """May it be better than the leader, as far as was seen?"""
+        """May the contestant still be better than the leader, by what was measured?"""
         if self.by == "ttft" or self.missed(leader):
             return True
         if self.by == "memory" and c.prospect.num_bytes != leader.prospect.num_bytes:
@@ -120,7 +122,7 @@ class Aim:
 
 
 def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) -> Interval:
-    """Tokens a second over another's, on the batches of prompts that both ran; the geometric mean over batch sizes.
+    """Tokens/s over another's, on the batches of prompts that both ran; the geometric mean over batch sizes.
 
     The interval (80 %) is a bootstrap over pairs, widened for few; a single pair is taken to scatter by `NOISE`.
     """
@@ -143,17 +145,17 @@ def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) 
 
 
 def first_rung(num_prompts: int, batches: Seq[int]) -> int:
-    """Prompts of the first rung."""
+    """Number of prompts in the first rung of the race."""
     return min(num_prompts, max(*batches, 4))
 
 
 def _turn(
     order: Seq[Contestant], batch: int, groups: Seq[Seq[int]], pace: Contestant | None, tell: Callable[[], None]
 ) -> None:
-    """Each runs these batches of prompts.
+    """Let each contestant run these batches of prompts.
 
-    Where many run, a turn is long, and the machine's speed wanders: `pace` runs between them, and each one's seconds
-    become those of a machine that always was as fast as on average.
+    With many contestants a turn is long, and the machine's speed drifts. Then `pace` runs between them, and each
+    contestant's seconds are rescaled to the average speed of the turn.
     """
     marks: list[float] = []
 
@@ -178,9 +180,9 @@ def _turn(
         mark()
         usual = sum(marks) / len(marks)
         for i, c in enumerate(order):
-            at = (i % PACE + 0.5) / min(PACE, len(order) - i // PACE * PACE)  # between the marks before and after it
+            at = (i % PACE + 0.5) / min(PACE, len(order) - i // PACE * PACE)  # position between the marks around it
             around = (1 - at) * marks[i // PACE] + at * marks[i // PACE + 1]
-            if c is pace:  # all are held against it: its own time is that of all of its runs
+            if c is pace:  # all are compared with it: its own time becomes the mean of the marks
                 around = sum(c.seconds[batch][-len(groups) :])
             c.seconds[batch][-len(groups) :] = [s * usual / around for s in c.seconds[batch][-len(groups) :]]
 
@@ -194,10 +196,10 @@ def race(
     tick: Callable[[str, int, int], None] = lambda stage, done, total: None,
     all_run: bool = False,
 ) -> list[Contestant]:
-    """All contestants, the best first; those that dropped out early come last. `all_run`: nobody does.
+    """All contestants, the best first; those that dropped out early come last. `all_run`: none drops out.
 
-    The first one that decodes plainly never drops out: all are measured against it. Stops when one is better than all
-    others beyond doubt, when all prompts ran, or when the time is over: after the first rung at the earliest.
+    The first one that decodes plainly never drops out, because all are compared with it. The race stops when plain
+    decoding alone is left, when all prompts ran, or when `seconds` are over, but not before the end of the first rung.
     """
     start, alive, done = time.perf_counter(), list(contestants), 0
     reference = next(c for c in alive if c.plain)
@@ -206,7 +208,7 @@ def race(
         for batch in batches:
             groups = [range(i, min(i + batch, upto)) for i in range(done, upto, batch)]
             for g in range(0, len(groups), TURN):
-                first = g // TURN % len(alive)  # who begins rotates
+                first = g // TURN % len(alive)  # rotates which contestant begins
                 tell = partial(tick, f"race: {len(alive)} settings, batch {batch}", done + g * batch, num_prompts)
                 _turn(alive[first:] + alive[:first], batch, groups[g : g + TURN], reference if all_run else None, tell)
         done = upto

@@ -1,10 +1,10 @@
-"""Refitting: a few real runs beside plain decoding show how far costs are off, before anything is chosen by them.
+"""Refitting: corrects costs by a few real runs beside plain decoding, before anything is chosen by them.
 
-Costs are measured within a second, of passes over any tokens. Real rounds have other work between them, colder caches
-and another moment of the machine. So a few lengths of each kind of draft run in turns with plain decoding, on prompts
-that were replayed: there acceptance is known, and what differs is cost. Three scales are fitted first. What they leave
-is taken as a function of the draft size: a tree's passes and their rows grow with it in no straight line, and a policy
-that chooses lengths has to find out first.
+Costs are measured within a second, of passes over any tokens. Real rounds have other work between passes and colder
+caches, and run at another moment of the machine. So a few lengths of each kind of draft run in turns with plain
+decoding, on prompts that were replayed: their acceptance is known, and what differs is cost. Three scales are fitted
+first. What they leave is treated as a function of the draft size: a tree's passes and their rows do not grow linearly
+with it, and a policy that chooses lengths has to find them out first.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from sameseed.plan.race import Aim, Contestant, race
 from sameseed.plan.rounds import walk
 from sameseed.plan.simulate import Interval
 
-PARTS = 3  # of a round that a draft adds: rows of the target's pass, steps of the draft, the gap
-PRIOR = 1.0  # how far off each part may be: standard deviation of its scale
-NOISE, SURE = 0.03, 4  # of a run's ratio to plain decoding, as sure as so many runs would make it
+PARTS = 3  # parts that a draft adds to a round: rows of the target's pass, draft steps, the gap
+PRIOR = 1.0  # prior standard deviation of each part's scale
+NOISE, SURE = 0.03, 4  # prior noise of a run's ratio to plain decoding, and runs that this prior counts for
 SCALES = (0.1, 10.0)
-PROBES = 4  # runs of each way to guess
+PROBES = 4  # most runs of each draft
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A run with drafts: its sizes by running sequences, and its seconds over plain decoding's on the same texts."""
+    """A real run with drafts: sizes by running sequences, and seconds over plain decoding's on the same texts."""
 
     lengths: tuple[int, ...]
     batch: int
@@ -39,9 +39,9 @@ class Probe:
 
 
 def refitted(target: TargetBench, found: Seq[Prospect], seconds: float, tell: Tell) -> list[Prospect]:
-    """The same settings, promised again by costs that real runs have corrected; as they are where there is no time.
+    """The same settings, predicted again by costs that real runs have corrected; unchanged where there is no time.
 
-    `seconds`: to spend at most. What is promised of plain decoding is corrected too.
+    `seconds`: to spend at most. The prediction for plain decoding is corrected too.
     """
     made: list[Prospect] = []
     for plain in (p for p in found if p.candidate.plain):
@@ -52,9 +52,9 @@ def refitted(target: TargetBench, found: Seq[Prospect], seconds: float, tell: Te
 
 
 def _one(target: TargetBench, plain: Prospect, own: list[Prospect], seconds: float, tell: Tell) -> list[Prospect]:
-    """The settings beside one plain decoding."""
+    """Refit the settings that share one plain decoding."""
     batches, ways = target.asked.batches, list(dict.fromkeys(p.candidate.way for p in own if p is not plain))
-    for most in (PROBES, 2):  # where time is short two of each must do
+    for most in (PROBES, 2):  # where time is short, two runs of each draft must do
         probes = [p for way in ways for p in _probes([q for q in own if q.candidate.way == way])[:most]]
         count = _affordable(target, [plain, *probes], seconds)
         if count:
@@ -63,7 +63,7 @@ def _one(target: TargetBench, plain: Prospect, own: list[Prospect], seconds: flo
         return own
     jobs = lambda batch, members: [target.jobs[target.replayed[i]] for i in members]  # noqa: E731
     runs = [Contestant(p, lambda p=p: target.engine(p.candidate), jobs) for p in (plain, *probes)]  # type: ignore[misc]
-    for run in runs:  # caches, pages and threads are then in place
+    for run in runs:  # warm-up of caches, pages and threads
         replace(run, tokens={}, seconds={}, ttft={}, itl={}, texts={}).run(1, range(1))
     race(runs, count, batches, math.inf, Aim(batches), tell, all_run=True)
     for batch in batches:
@@ -92,14 +92,14 @@ def _one(target: TargetBench, plain: Prospect, own: list[Prospect], seconds: flo
 
 
 def _probes(own: Seq[Prospect]) -> list[Prospect]:
-    """Those that tell most first: a draft of middle length, the longest, what adapts itself, a single token."""
+    """The most informative settings first: a middle length, the longest, those that adapt, a single token."""
     fixed = [p for p in own if p.candidate.spec.policy == "fixed"]
     some = [fixed[len(fixed) // 2], fixed[-1]] if len(fixed) > 1 else fixed
     return [*some, *(p for p in own if p not in fixed), *(p for p in fixed[:1] if p not in some)]
 
 
 def _affordable(target: TargetBench, runs: Seq[Prospect], seconds: float) -> int:
-    """Prompts on which all of them run in this time; 0 where a batch of the largest size does not."""
+    """Number of prompts on which all of them run in `seconds`; 0 if a batch of the largest size takes longer."""
     most, least = len(target.replayed), max(target.asked.batches)
     each = sum(target.mean_tokens / p.tokens_per_s[b].value for p in runs for b in target.asked.batches)
     count = min(most, int(seconds / each)) if math.isfinite(seconds) else most
@@ -107,10 +107,10 @@ def _affordable(target: TargetBench, runs: Seq[Prospect], seconds: float) -> int
 
 
 def refit(replay: Replay, cost: RoundCost, probes: Seq[Probe]) -> RoundCost:
-    """Costs by which simulated runs over these texts take, beside plain decoding, what the real ones took.
+    """Costs with which simulated runs over these texts take, relative to plain decoding, what the real runs took.
 
-    Three scales, of drafted rows, the draft's steps, and a drafted round's gap, by ridge regression towards 1: what the
-    probes do not tell stays as it was measured. `residuals` have what that leaves of each probe, as far as it is more
+    Ridge regression towards 1 fits three scales: of drafted rows, of the draft's steps, and of a drafted round's gap.
+    What the probes do not tell stays as measured. `residuals` hold what remains of each probe, as far as it is more
     than noise; `spread.drafted` says how far off the probes were without them.
     """
     none = replace(cost, rows_scale=0.0, draft_scale=0.0, drafted_gap=0.0)
@@ -141,9 +141,9 @@ def refit(replay: Replay, cost: RoundCost, probes: Seq[Probe]) -> RoundCost:
 def left_of(
     replay: Replay, cost: RoundCost, probes: Seq[Probe], adapts: bool = False
 ) -> tuple[tuple[int, int, float], ...]:
-    """What the probes took over what these costs say, shrunk by the share of it that noise explains.
+    """(batch, draft tokens, log of measured over predicted seconds) of each probe, less what noise explains.
 
-    `adapts`: a policy chose their lengths.
+    `adapts`: a policy chose their lengths, and draft tokens are 0.
     """
     logs = []
     for p in probes:
@@ -155,7 +155,7 @@ def left_of(
 
 
 def ridge(rows: Floats, wanted: Floats) -> tuple[Floats, float]:
-    """Scales [PARTS] near 1 by which `rows` [n, PARTS] give `wanted` [n], and how far off they still are."""
+    """Scales [PARTS] near 1 with which `rows` [n, PARTS] give `wanted` [n], and the error that remains."""
     a = np.vstack([rows / NOISE, np.eye(PARTS) / PRIOR])
     b = np.append(wanted / NOISE, np.ones(PARTS) / PRIOR)
     found = np.linalg.lstsq(a, b, rcond=None)[0].astype(np.float64)

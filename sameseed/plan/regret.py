@@ -1,7 +1,7 @@
-"""Regret: all settings of the grid run; how far does the choice, made on half of the prompts, lie behind the best?
+"""Regret: runs all settings, and tells how far a choice made on half of the prompts is behind the best.
 
-The best is that of the other half, in hindsight: its luck there counts against the choice. Beside it stand three usual
-choices, and how far off the predictions were on prompts that no prediction saw.
+The best is that of the other half, in hindsight, so its luck there counts against the choice. Beside it stand three
+usual choices, and how far off the predictions were on prompts that no prediction saw.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sameseed.plan.simulate import Interval
 from sameseed.study import record
 from sameseed.study.schemas import TUNE_SCHEMA
 
-USUAL = 4  # draft tokens where nobody thinks about it
+USUAL = 4  # draft tokens of a common default
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Behind:
 
 @dataclass(frozen=True)
 class PredictionError:
-    """Predicted over measured speed-up, less 1, without the sign.
+    """Absolute relative error of predicted speed-ups: predicted over measured, less 1.
 
-    `coverage`: how often the two differ by no more than their 80 % intervals together. What was measured has one too:
-    the prompts held out are a sample as well.
+    `coverage`: how often the two differ by no more than their 80 % intervals together. The measured value has an
+    interval, too, because the prompts held out are a sample.
     """
 
     median: float
@@ -49,9 +49,9 @@ class PredictionError:
 
 @dataclass(frozen=True)
 class Regret:
-    """What an exhaustive run found. `baselines`: "plain", "longest acceptance" and "k = 4" with that draft.
+    """Results of an exhaustive run. `baselines`: "plain", "longest acceptance", and "k = 4" with that draft.
 
-    `settings`: of each its label and, by batch size, predicted and measured speed-up (value, low, high).
+    `settings`: for each its label and, by batch size, predicted and measured speed-up (value, low, high).
     """
 
     best: str
@@ -61,7 +61,7 @@ class Regret:
     settings: list[dict[str, Any]]
 
     def as_record(self, asked: TuneRequest, seconds: float) -> dict[str, Any]:
-        """One line for a file of records."""
+        """The record of this run, one line of a file of records."""
         names = ("drafts", "formats", "kv_formats", "draft_formats", "batches", "threads", "objective")
         config = {
             "model": record.model_name(asked.model),
@@ -79,7 +79,7 @@ class Regret:
 
 @dataclass
 class _Recorded(Contestant):
-    """One that ran already: running again tells what was measured then."""
+    """A contestant that has run already: running it again replays what was measured then."""
 
     source: Contestant | None = None
 
@@ -96,9 +96,9 @@ class _Recorded(Contestant):
 def regrets(
     runners: Seq[Contestant], wanted: Seq[Prospect], asked: TuneRequest, tell: Tell
 ) -> tuple[list[Contestant], Regret]:
-    """Run all on both halves of the prompts; `wanted`: the settings among which a race chooses, on the first half.
+    """Run all settings on both halves of the prompts; `wanted`: those among which a race chooses, on the first half.
 
-    All contestants, the chosen one first, the others by speed on the first half.
+    Returns all contestants, the chosen one first, the others by rank on the first half, and the regret.
     """
     aim, half = Aim.of(asked), len(asked.fitted)
     race(runners, half, asked.batches, math.inf, aim, tell, all_run=True)
@@ -120,7 +120,7 @@ def regrets(
 
 
 def compare(held: Seq[Contestant], chosen: Prospect, asked: TuneRequest) -> Regret:
-    """From what all settings did on prompts that were held out."""
+    """The regret of `chosen`, from the runs of all settings on the prompts held out."""
     batches = asked.looked_at
     best = Aim.of(asked).ranked(held)[0]
     plain = next(c for c in held if c.plain)
@@ -160,7 +160,7 @@ def _errors(pairs: Seq[tuple[Interval, Interval]]) -> PredictionError:
 
 
 def _agree(one: Interval, other: Interval) -> bool:
-    """Do they differ by no more than an 80 % interval of their difference?"""
+    """Do the two differ by no more than an 80 % interval of their difference?"""
     low, high = (one, other) if one.value <= other.value else (other, one)
     apart = math.log(high.value / low.value)
     return apart <= math.hypot(math.log(low.high / low.value), math.log(high.value / high.low))

@@ -1,13 +1,13 @@
-"""Replay: an engine's own drafter, asked at every position of texts that the target wrote.
+"""Replay: asks an engine's own drafter at every position of texts that the target wrote.
 
-Texts go on by one token a time, several together, whatever was guessed: so there is an event at every position, and any
-length policy can be simulated on them. A proposal is a function of the text so far (a drafter follows it by `rewind`
-and `observe`), so it does not matter that the drafter was asked one position before as well. The exceptions:
+Texts advance by one token a time, several together, whatever was drafted. So there is an event at every position, and
+any length policy can be simulated on them. A proposal is a function of the text so far (a drafter follows it by
+`rewind` and `observe`), so asking the drafter one position before as well makes no difference. The exceptions:
 
-* drafters that remember past requests: a text is replayed once, by a new drafter, and released at its end; unless
-  their options ask for past requests, they look at none, as in every measurement;
+* drafters that remember past requests: a text is replayed once, by a new drafter, and released at its end; unless their
+  options ask for past requests, they look at none, as in every measurement;
 * a store of past texts on disk is never read or written;
-* a length policy that learns, below a cascade: it learns from more rounds.
+* a length policy that learns, below a cascade: it learns from more rounds than in a run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Span
 
-SPARE = 128  # tokens of the cache beyond a text: drafts, and the trees that a head grows
+SPARE = 128  # cache tokens beyond a text, for drafts and for the trees that a head grows
 
 
 @dataclass(eq=False)
 class _Reading:
-    """A text as it is read along, and what drafts after each token of it would have brought."""
+    """A text being replayed, and an event for the draft after each of its tokens."""
 
     text: Text
     seq: Sequence
@@ -41,26 +41,27 @@ class _Reading:
 
     @property
     def rest(self) -> tuple[int, ...]:
-        """What the target wrote after the tokens known so far."""
+        """The tokens that the target wrote after those known so far."""
         return self.text.tokens[self.seq.num_output :]
 
 
 class _Once:
-    """A drafter below one that is asked for each size in turn: asked once at each position, for the largest draft.
+    """Wraps a drafter below one that is asked for each size in turn, and asks it once at each position.
 
-    Its drafts can be cut (`cuttable`); all else that is wanted of it, it answers itself.
+    It is asked for the largest draft, from which smaller ones are cut (`cuttable`). All other attributes are those of
+    the wrapped drafter.
     """
 
     def __init__(self, drafter: Drafter, size: int) -> None:
         self.drafter = drafter
         self._size = size
-        self._known: dict[int, tuple[int, Draft]] = {}  # by sequence: tokens that were known, and the draft after them
+        self._known: dict[int, tuple[int, Draft]] = {}  # by sequence: number of known tokens, and the draft after them
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drafter, name)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """The likeliest num_draft[b] nodes of each sequence's draft."""
+        """The likeliest num_draft[b] nodes of each sequence's largest draft."""
         new = [seq for seq in seqs if self._known.get(seq.seq_id, (-1,))[0] != len(seq)]
         if new:
             draft = self.drafter.propose(new, _asked(self.drafter, new, self._size))
@@ -76,7 +77,7 @@ class _Once:
 
 
 class _Reader:
-    """Reads texts along with the drafter of one engine, which has no requests."""
+    """Replays texts with the drafter of one engine, which has no requests."""
 
     def __init__(self, engine: Engine, spec: SpecConfig, sizes: tuple[int, ...]) -> None:
         every = list(levels(with_heads(spec)))
@@ -87,11 +88,11 @@ class _Reader:
         self.num_levels = max(1, len(engine.level_names))
         below = getattr(self.drafter, "below", ())
         self.below = below if isinstance(below, tuple) and not self.cuttable else ()
-        # Others draft from the text alone: no pass of the target is needed.
+        # All other drafters draft from the text alone: they need no pass of the target.
         self.with_target = bool(self.drafter.captures) or any(drafter_class(s).owns == "target" for s in every)
 
     def read(self, readings: Seq[_Reading]) -> None:
-        """Read texts along together; all that was held for them is free again when this returns."""
+        """Replay texts together; all blocks and drafter state held for them are released when this returns."""
         drafter: Any = self.drafter
         if self.below:
             drafter.below = tuple(_Once(d, self.sizes[-1]) if d.cuttable else d for d in self.below)
@@ -109,7 +110,7 @@ class _Reader:
                 drafter.below = self.below
 
     def _read_prompts(self, readings: Seq[_Reading]) -> None:
-        """The prompts, in passes of as many rows as the engine allows, and the first token of each text."""
+        """Prefill the prompts, in passes of as many rows as the engine allows, and add the first token of each text."""
         while any(r.seq.num_cached < r.seq.num_prompt for r in readings):
             left = self.engine.scheduler.max_num_rows
             chunks: list[tuple[_Reading, int]] = []
@@ -121,7 +122,7 @@ class _Reader:
             self._go_on([r for r, _ in chunks], [size for _, size in chunks])
 
     def _ask(self, running: Seq[_Reading]) -> None:
-        """Let the drafter guess after what is known of each text: once, or for each draft size."""
+        """Draft after the known tokens of each text: once, or once for each draft size."""
         parts: list[list[Event]] = [[] for _ in running]
         for sizes in [self.sizes] if self.cuttable else [(s,) for s in self.sizes]:
             draft = self._propose([r.seq for r in running], sizes[-1])
@@ -132,9 +133,9 @@ class _Reader:
             r.events.append(Event.joined(events))
 
     def _propose(self, seqs: Seq[Sequence], size: int) -> Draft:
-        """A draft of `size` tokens for each, as the engine's round would have it."""
+        """A draft of `size` tokens for each sequence, as a round of the engine would have it."""
         asked = _asked(self.drafter, seqs, size)
-        if self.with_target:  # a drafter may write into the target's cache, behind what is known
+        if self.with_target:  # a drafter may write into the target's cache, after the known tokens
             for seq in seqs:
                 self._reserve(seq, min(len(seq) + size, self.engine.runner.blocks.reservable(seq)))
         draft = self.drafter.propose(seqs, asked) if any(asked) else Draft.empty(len(seqs))
@@ -142,7 +143,7 @@ class _Reader:
         return draft.shallow([s.draft_depth for s in seqs]).ended([s.params.ending(eos) for s in seqs])
 
     def _go_on(self, readings: Seq[_Reading], counts: Seq[int]) -> None:
-        """Tokens of each text become certain; where all known ones are, the next of the text becomes known."""
+        """Advance each text by `counts` cached tokens; where all known tokens are cached, add the text's next token."""
         seqs = [r.seq for r in readings]
         starts = [seq.num_cached for seq in seqs]
         hidden = None
@@ -165,7 +166,7 @@ class _Reader:
 
 
 def _asked(drafter: Drafter, seqs: Seq[Sequence], size: int) -> list[int]:
-    """Tokens that a round asks for: nodes of a tree, of a chain no more than may still be written."""
+    """Draft tokens that a round asks for: nodes of a tree; of a chain no more than may still be written."""
     depths = [seq.draft_depth for seq in seqs]
     return [(size if drafter.branches else min(size, depth)) if depth else 0 for depth in depths]
 
@@ -178,11 +179,11 @@ def replay(
     batch_size: int = 8,
     tick: Tick = lambda done, total: None,
 ) -> Replay:
-    """What drafts of `engine`, which was built for `spec`, are worth at every position of texts of its target.
+    """What drafts of `engine`, built for `spec`, are worth at every position of texts of its target.
 
-    `num_draft_tokens`: the largest draft; `batch_size`: texts that are read along together, which changes nothing.
-    `tick(done, total)` is called as texts end. Raises ConfigError: no drafter, an engine with requests, texts that do
-    not fit.
+    `num_draft_tokens`: the largest draft; `batch_size`: texts that are replayed together, which changes no result.
+    `tick(done, total)` is called as texts end. Raises ConfigError for plain decoding, an engine with requests, and
+    texts that do not fit.
     """
     sizes = sizes_up_to(num_draft_tokens)
     if spec.method == "none":
@@ -198,7 +199,7 @@ def replay(
         )
     reader = _Reader(engine, spec, sizes)
     readings = [_Reading(text, _sequence(i, text, engine.max_model_len)) for i, text in enumerate(texts)]
-    # Those of like length together: the last ones of a batch would run alone.
+    # Texts of similar length run together: otherwise the last ones of a batch would run alone.
     order = sorted(readings, key=lambda r: len(r.text.tokens), reverse=True)
     count = min(batch_size, most)
     for start in range(0, len(order), count):

@@ -1,6 +1,6 @@
-"""Replayer: one target, its texts and what drafts are worth along them; loads it only where something is not known yet.
+"""Replayer: texts of one target, and replays of drafts along them; loads the target only for what is not stored.
 
-Texts and replays are kept on disk by digest: of weights, formats, prompts and sampling, for replays of the draft too.
+Texts and replays are stored on disk by digest: of weights, formats, prompts and sampling; of replays, also the draft.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sameseed.plan.replay import SPARE, replay
 from sameseed.plan.texts import Texts, Tick, prompts_of, read_texts, write_texts
 from sameseed.study.workload import Workload, spec_as_dict, without_past
 
-SCHEMA = 1  # of what is kept, and of how it is measured
+SCHEMA = 1  # version of what is stored, and of how it is measured
 
 
 class Replayer:
@@ -39,7 +39,7 @@ class Replayer:
     ) -> None:
         """`settings`: keyword arguments of LLM, without a draft. `batch_size`: texts that run together.
 
-        `target`: loaded already, with the same settings, and in use by nobody else while this one works.
+        `target`: a target loaded already with the same settings, which nothing else uses meanwhile.
         """
         own = {name: value for name, value in (settings or {}).items() if name != "num_blocks"}
         self.model = model
@@ -47,7 +47,7 @@ class Replayer:
         self.target = target
 
     def texts(self, workload: Workload, tick: Tick = lambda done, total: None) -> Texts:
-        """What the target writes for a workload, from the store where it is there.
+        """What the target writes for a workload, read from the store where it is there.
 
         Raises ConfigError for a workload without prompts, or whose texts do not end by themselves; RequestError for a
         prompt that does not fit; and what `build_engine` raises.
@@ -70,12 +70,12 @@ class Replayer:
     def replay(
         self, spec: SpecConfig, texts: Texts, num_draft_tokens: int = 16, tick: Tick = lambda done, total: None
     ) -> Replay:
-        """What drafts of up to `num_draft_tokens` tokens are worth along texts of this target.
+        """What drafts of up to `num_draft_tokens` tokens are worth along texts of this target, from the store if there.
 
         Raises ConfigError for plain decoding or a size out of range, and what `build_engine` raises.
         """
         sizes, spec = sizes_up_to(num_draft_tokens), _alone(spec)
-        own = spec.drafter is not None or not texts.key  # nothing tells one of these from another
+        own = spec.drafter is not None or not texts.key  # these have no digest, so they are not stored
         key = "" if own else store.digest({**self._key(), "texts": texts.key, "draft": _draft_key(spec)})
         kept = store.read("replays", key) if key else None
         if kept is not None:
@@ -96,7 +96,7 @@ class Replayer:
         return found
 
     def _engine(self, spec: SpecConfig, longest: int) -> Engine:
-        """An engine of the target, which is loaded at first need and again for longer texts."""
+        """An engine of the target, which is loaded when first needed, and again for longer texts."""
         own = self.config.max_model_len
         if self.target is not None and own is None and self.target.model.max_model_len < longest:
             self.target = None
@@ -122,7 +122,10 @@ class Replayer:
 
 
 def _alone(spec: SpecConfig) -> SpecConfig:
-    """The same levels, of fixed lengths, without the past requests that they would remember, or a store of these."""
+    """The same levels without a store and without past requests to remember, unless their options ask for these.
+
+    Raises ConfigError for plain decoding.
+    """
     if spec.method == "none":
         raise ConfigError("plain decoding has no drafts to replay; name a draft, e.g. --draft ngram")
     spec = without_past(with_heads(spec))
@@ -135,7 +138,7 @@ def _without_stores(spec: SpecConfig) -> SpecConfig:
 
 
 def _draft_key(spec: SpecConfig) -> object:
-    """All that a drafter's guesses depend on, beside target and texts."""
+    """All that a drafter's proposals depend on, beside target and texts."""
     one = {**spec_as_dict(replace(spec, num_draft_tokens=1, policy="fixed", overlap=0, below=()))}
     one["draft_model"] = None if spec.model is None else store.weights_key(resolve_model(spec.model))
     return [one, [[b.num_draft_tokens, b.policy, _draft_key(b)] for b in spec.below]]

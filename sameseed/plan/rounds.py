@@ -1,4 +1,4 @@
-"""Rounds of batches, walked over replayed texts, all samples of a bootstrap together, and the seconds they take."""
+"""Walks rounds of batches over replayed texts, for all bootstrap samples together, and sums up their seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sameseed.plan.cost import Bools, CostModel, Floats
 
 @dataclass(frozen=True, eq=False)
 class Totals:
-    """Sums over all rounds of each sample; sample 0 is the workload itself. Float64 [samples]; seconds of each part."""
+    """Sums over all rounds of each sample, float64 [samples]; sample 0 is the workload itself. Times are in seconds."""
 
     target: Floats
     draft: Floats
@@ -22,13 +22,17 @@ class Totals:
     tokens: Floats
     rounds: Floats
     rows: Floats
-    decided: Floats  # rounds, counted for each sequence in them
+    decided: Floats  # rounds, counted once for each sequence in them
 
 
 def walk(replay: Replay, cost: CostModel, table: Seq[int], orders: Ints, batch_size: int, refill: bool) -> Totals:
-    """All rounds of all samples; `orders` [samples, n]: texts as they come; `table`: sizes by running sequences."""
+    """Walk all rounds of all samples, and sum up their seconds.
+
+    `orders` [samples, n]: texts in the order in which they come. `table`: draft sizes by number of running sequences.
+    `refill`: waiting texts take the places of those that end.
+    """
     columns = np.array([-1, *(replay.column(k) if k else -1 for k in table)])
-    alone = batch_size == 1  # then a text takes what it takes, whatever came before
+    alone = batch_size == 1  # then a text's time does not depend on the texts before it
     batches = _Batches(replay, np.arange(replay.num_texts)[:, None] if alone else orders, batch_size, refill)
     drafted = bool((columns >= 0).any())
     sums = np.zeros((len(batches.sample), 7))
@@ -63,7 +67,11 @@ def walk(replay: Replay, cost: CostModel, table: Seq[int], orders: Ints, batch_s
 
 
 class _Batches:
-    """G batches of B places each; `live`: those that still run, to which the arrays [live, B] belong."""
+    """G batches of B places each; `live`: indices of those that still run.
+
+    The arrays `at`, `end` and `known` [live, B] belong to these: position, end and known tokens of the text in each
+    place.
+    """
 
     def __init__(self, replay: Replay, orders: Ints, batch_size: int, refill: bool) -> None:
         num_samples, n = orders.shape
@@ -75,15 +83,15 @@ class _Batches:
         self.queue = padded.reshape(num_samples * groups, -1)  # [G, texts of each]
         self.sample = np.repeat(np.arange(num_samples), groups)
         self.live = np.arange(len(self.queue))
-        self.next = np.zeros(len(self.queue), np.int64)  # in the queue
+        self.next = np.zeros(len(self.queue), np.int64)  # index in the queue
         self.at, self.end, self.known = (np.zeros((len(self.queue), batch_size), np.int64) for _ in range(3))
-        # One read for all a round needs: columns of a size lie together.
+        # Flat arrays, indexed by position * size + column: one index finds all that a round needs.
         self.size = len(replay.sizes)
         self.flat = [a.reshape(-1) for a in (replay.accepted, replay.nodes)]
         self.flat += [np.ascontiguousarray(replay.steps[:, :, d]).reshape(-1) for d in range(len(replay.levels))]
 
     def enter(self) -> Floats:
-        """Let waiting texts take free places; tokens of their prompts, by batch."""
+        """Let waiting texts take free places; returns the prompt tokens that enter, by batch."""
         queue, offsets = self.queue[self.live], self.replay.offsets
         free = self.at >= self.end
         wanted = self.next[:, None] + np.cumsum(free, axis=1) - 1
@@ -100,7 +108,7 @@ class _Batches:
         return found
 
     def compress(self) -> bool:
-        """Leave batches that have ended; is any left?"""
+        """Drop batches that have ended; is any left?"""
         more = (self.at < self.end).any(axis=1) | (self.next < self.queue.shape[1])
         if not more.all():
             self.live = self.live[more]
@@ -109,7 +117,7 @@ class _Batches:
         return bool(len(self.live))
 
     def events(self, active: Bools, column: Ints) -> tuple[Ints, Ints, list[Ints]]:
-        """Accepted tokens [live, B], nodes [live], and steps [live, B] of each level, of the round that runs."""
+        """Accepted tokens [live, B], nodes [live], and steps [live, B] of each level, in the current round."""
         if (column < 0).all() or not active.any():
             return np.zeros(active.shape, np.int64), np.zeros(len(active), np.int64), []
         drafts = active & (column >= 0)[:, None]
@@ -118,6 +126,6 @@ class _Batches:
         return accepted, nodes.sum(axis=1), steps
 
     def go_on(self, accepted: Ints) -> None:
-        """Every text goes on by what was accepted and one token more."""
+        """Advance every text by its accepted tokens and one more."""
         self.at += accepted + 1
         self.known += accepted + 1

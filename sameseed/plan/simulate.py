@@ -1,7 +1,7 @@
-"""Rounds of a batch simulated over replayed texts with a cost model: tokens a second, speed-up, and how sure that is.
+"""Simulates rounds of a batch over replayed texts with a cost model: tokens/s and speed-up, with intervals.
 
-A mean of acceptance over a mean of costs is not what a batch does: its sequences end one by one, and a round takes as
-long as its longest draft. So the rounds are walked, all samples of the bootstrap together.
+Mean acceptance over mean cost does not describe a batch: its sequences end one by one, and a round takes as long as its
+longest draft. So the rounds are walked, for all samples of the bootstrap together.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sameseed.plan.acceptance import Replay
 from sameseed.plan.cost import CostModel, Floats
 from sameseed.plan.rounds import Totals, walk
 
-Lengths = int | Seq[int]  # a draft size, or one by the number of sequences that run: [0] alone, [1] of two, ...
-LOW, HIGH, Z90 = 0.1, 0.9, 1.2816  # an interval holds 80 %
+Lengths = int | Seq[int]  # a draft size, or sizes by number of running sequences: [0] for one, [1] for two, ...
+LOW, HIGH, Z90 = 0.1, 0.9, 1.2816  # quantiles of an 80 % interval, and its normal z
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a setting would bring. `mean_rows`: of the target's passes; `tokens_per_round`: of one sequence.
+    """Predicted results of a setting. `mean_rows`: of the target's passes; `tokens_per_round`: of one sequence.
 
-    `draft_share` and `gap_share`: of the time after the prompts. `lengths`: draft sizes by sequences that run.
+    `draft_share` and `gap_share`: of the time without prefill. `lengths`: draft sizes by running sequences.
     """
 
     lengths: tuple[int, ...]
@@ -48,7 +48,7 @@ class Simulation:
     num_rounds: int
     draft_share: float
     gap_share: float
-    samples: Floats = field(repr=False, compare=False)  # tokens a second: to compare settings sample by sample
+    samples: Floats = field(repr=False, compare=False)  # tokens/s, to compare settings sample by sample
     totals: Totals = field(repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
@@ -68,12 +68,12 @@ def simulate(
     plain: Simulation | None = None,
     off: float | None = None,
 ) -> Simulation:
-    """A run over all texts, `batch_size` together, with draft sizes `lengths`; 0 is plain decoding.
+    """Simulate a run over all texts, `batch_size` together, with draft sizes `lengths`; 0 is plain decoding.
 
-    A batch shrinks as its texts end; with `refill` the next prompt takes the place. `plain`: the same with lengths 0,
-    if it is known; `seed`: of the bootstrap, over prompts and over the costs' spread: with the same seed, settings are
-    compared on the same samples. `num_samples` 0: figures without intervals, for a first look at many settings.
-    `off`: what real runs like this one took over what `cost` says (`Residuals`), where any did.
+    A batch shrinks as its texts end; with `refill` the next prompt takes the place. `plain`: the simulation with
+    lengths 0, if known. `seed`: of the bootstrap over prompts and over the costs' spread; with the same seed, settings
+    are compared on the same samples. `num_samples` 0: figures without intervals, for a first look at many settings.
+    `off`: measured over predicted seconds of real runs like this one (`Residuals`), if there were any.
 
     Raises ConfigError for sizes that were not replayed, or an interval from fewer than two texts.
     """
@@ -115,7 +115,7 @@ def simulate(
 
 
 def interval(samples: Floats, num_prompts: int) -> Interval:
-    """The first sample, and the 80 % interval that the others give it: percentiles of logarithms, `widened`."""
+    """The first sample, with an 80 % interval from the others: `widened` percentiles of their logarithms."""
     value = float(samples[0])
     if len(samples) < 2 or value <= 0.0:
         return Interval(value, value, value)
@@ -124,7 +124,7 @@ def interval(samples: Floats, num_prompts: int) -> Interval:
 
 
 def widened(num: int) -> float:
-    """By how much a bootstrap over so few is too narrow: Student's t against the normal, and its own narrowness."""
+    """Factor by which a bootstrap over `num` prompts is too narrow: Student's t over normal, and its own narrowness."""
     free = max(1, num - 1)
     return (1.0 + (Z90**2 + 1.0) / (4.0 * free)) * math.sqrt(num / free)
 
@@ -136,10 +136,10 @@ def best_lengths(
     margin: float = 0.0,
     off: Callable[[int, int], float] = lambda batch, size: 1.0,
 ) -> tuple[int, ...]:
-    """What goodput would choose: for each number of running sequences the size with most expected tokens over time.
+    """Draft sizes that goodput would choose: for each number of running sequences the one with most tokens/s.
 
-    From mean acceptance and costs; `off`: of real rounds over these, by batch and draft size. A draft must promise
-    `margin` more than plain decoding, else it is 0.
+    Tokens and seconds come from mean acceptance and costs. `off`: measured over predicted seconds, by batch and draft
+    size. A draft must promise `margin` more than plain decoding; otherwise its size is 0.
     """
     context = np.array([replay.num_prompts.mean() + replay.num_tokens.mean() / 2])
     sizes = (0, *replay.sizes)
@@ -156,7 +156,10 @@ def best_lengths(
 
 @dataclass(frozen=True)
 class _Means:
-    """A mean round of one sequence: tokens, nodes; of each level, how often its draft takes at most so many steps."""
+    """A mean round of one sequence: `tokens` and `nodes`.
+
+    `within`: for each level, the share of drafts with at most 0, 1, ... steps.
+    """
 
     size: int
     tokens: float
@@ -174,11 +177,11 @@ class _Means:
         return cls(size, 1.0 + float(accepted.mean()), float(nodes.mean()), within) if len(at) else cls(size, 1, 0, [])
 
     def seconds(self, cost: CostModel, batch: int, context: Floats) -> Floats:
-        """Of a round of `batch` such sequences, for each of which so many seconds count."""
+        """Seconds of a round of `batch` such sequences, divided by `batch`."""
         b = np.array([float(batch)])
         found = cost.target(b * (1.0 + self.nodes), b, context) + cost.gap(b, np.array([self.size > 0]))
         for level, within in enumerate(self.within):
-            used = 1.0 - within[0] ** batch  # by at least one
+            used = 1.0 - within[0] ** batch  # probability that at least one sequence uses the level
             if used > 0.0:
                 deepest = np.array([float((1.0 - within**batch).sum() / used)])
                 own = np.array([batch * (1.0 - float(within[0])) / used])
@@ -195,7 +198,7 @@ def _length(lengths: Lengths, batch: int) -> int:
 
 
 def _seconds(t: Totals, cost: CostModel, noise: Floats) -> Floats:
-    """Of each sample, with costs as far off as their spread lets them be."""
+    """Seconds of each sample, with costs that vary by their spread."""
     sd = cost.spread
     target, draft, gap = np.exp(noise * (sd.target, sd.draft, sd.gap)).T
     found: Floats = (t.target + t.prefill) * target + t.draft * draft + t.gap * gap

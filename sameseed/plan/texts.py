@@ -1,4 +1,4 @@
-"""Texts that a target wrote: by plain decoding, sampled as the user samples, each up to its natural end."""
+"""Texts that a target wrote by plain decoding, sampled as the user samples, each up to its natural end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sameseed.request import Request, SamplingParams
 from sameseed.store import Arrays
 from sameseed.study.workload import Workload
 
-Tick = Callable[[int, int], None]  # done, of so many
+Tick = Callable[[int, int], None]  # (number done, total)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Texts:
-    """What one target wrote for a workload, in the order of its prompts; `key`: the digest of all they depend on."""
+    """Texts of one target for a workload, in the order of its prompts; `key`: a digest of all that they depend on."""
 
     items: tuple[Text, ...]
     key: str = ""
@@ -41,11 +41,11 @@ class Texts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest, prompt included."""
+        """Tokens of the longest text, prompt included."""
         return max(len(t.prompt) + len(t.tokens) for t in self.items)
 
     def as_arrays(self) -> Arrays:
-        """What the store keeps: the tokens written, one text after the other."""
+        """The arrays that the store keeps: the generated tokens, one text after the other, and their numbers."""
         return {
             "tokens": np.array([t for text in self for t in text.tokens], np.int32),
             "lengths": np.array([len(text.tokens) for text in self], np.int32),
@@ -53,7 +53,7 @@ class Texts:
 
 
 def prompts_of(workload: Workload) -> list[tuple[tuple[int, ...], SamplingParams]]:
-    """Prompts with their parameters, each with a seed of its own.
+    """Prompts with their parameters, each with its own seed.
 
     Raises ConfigError where nothing could be learned: no prompts, or texts that do not end by themselves.
     """
@@ -67,7 +67,7 @@ def prompts_of(workload: Workload) -> list[tuple[tuple[int, ...], SamplingParams
 
 
 def write_texts(engine: Engine, workload: Workload, key: str = "", tick: Tick = lambda done, total: None) -> Texts:
-    """Let an engine that decodes plainly write a text for each prompt, as many together as it may run.
+    """Write a text for each prompt with an engine that decodes plainly, as many together as it may run.
 
     Raises RequestError for a prompt that does not fit, or where choosing a token failed.
     """
@@ -94,7 +94,7 @@ def write_texts(engine: Engine, workload: Workload, key: str = "", tick: Tick = 
 
 
 def read_texts(workload: Workload, arrays: Arrays, key: str) -> Texts:
-    """The inverse of `as_arrays`, for the same workload. Raises ValueError or KeyError for arrays that are none."""
+    """The inverse of `as_arrays`, for the same workload. Raises ValueError or KeyError for arrays of other texts."""
     jobs = prompts_of(workload)
     lengths, tokens = arrays["lengths"], arrays["tokens"]
     if lengths.shape != (len(jobs),) or tokens.ndim != 1 or lengths.sum() != len(tokens) or lengths.min() < 1:

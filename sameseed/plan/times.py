@@ -1,4 +1,4 @@
-"""Times of passes by batch and new tokens: on paper, from a profile, or from another engine's table of costs."""
+"""Times of passes by batch size and new tokens: on paper, from a profile, or from another engine's cost table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sameseed.study.shapes import shape_as_dict
 
 ENGINE_SCHEMA = "sameseed.engine-costs/1"
 MOST_ROWS = 512  # of one pass over a prompt, as in EngineConfig
-UNSTATED = 0.1  # spread of an engine's times that come without p10 and p90
+UNSTATED = 0.1  # spread of an engine's times that have no p10 and p90
 
 
 class Times(Protocol):
@@ -30,22 +30,22 @@ class Times(Protocol):
 
     @property
     def grade(self) -> str:
-        """Where they come from: "paper", "profiled" or "anchored"."""
+        """Source of the times: "paper", "profiled" or "anchored"."""
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Standard deviations of logarithms: of all passes together, and of those over many rows."""
+        """Standard deviations of logarithms: of all passes together, and in addition of those over many rows."""
 
     def seconds(self, batch: int, new_tokens: int, context: int) -> float:
         """A pass over `new_tokens` of each of `batch` sequences, after `context` cached tokens."""
 
     def prompt(self, tokens: int) -> float:
-        """Passes over a prompt."""
+        """The passes over a prompt."""
 
 
 @dataclass(frozen=True)
 class PaperTimes:
-    """By bytes and operations, at the shares of the machine's limits that real passes reach."""
+    """Times from bytes and operations, at the shares of the machine's limits that real passes reach."""
 
     sheet: Sheet
     limits: Limits
@@ -62,7 +62,7 @@ class PaperTimes:
 
 
 class ProfiledTimes:
-    """From what `sameseed profile` measured of this shape, here or on another machine."""
+    """Times from what `sameseed profile` measured of this shape, here or on another machine."""
 
     grade = "profiled"
 
@@ -120,11 +120,11 @@ class EnginePrompt:
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """What another engine's passes take: a JSON file with these fields and `"schema": "sameseed.engine-costs/1"`.
+    """Costs of another engine's passes: a JSON file with these fields and `"schema": "sameseed.engine-costs/1"`.
 
-    `gap_ms`: between passes, where `passes` lack it. `draft_ms`: of each draft token, by batch. Where whole rounds were
-    measured, `draft` is the one whose time is within `passes`; `survival`: the share of `rounds` rounds in which each
-    place of it was right.
+    `gap_ms`: milliseconds between passes, where `passes` do not include them. `draft_ms`: of each draft token, by batch
+    size. Where whole rounds were measured, `draft` names the draft whose time `passes` include; `survival`: the share
+    of `rounds` rounds in which each place of that draft was right.
     """
 
     engine: str
@@ -147,17 +147,17 @@ class EngineCosts:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Numbers of sequences that were measured, ascending."""
+        """Numbers of sequences that were measured, in ascending order."""
         return tuple(sorted({p.batch for p in self.passes}))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str) -> EngineCosts:
-        """Plain data, as JSON gives it. Raises ConfigError with the key."""
+        """The costs from plain data, as JSON gives it. Raises ConfigError that names the key."""
         return fields.parse(cls, {k: v for k, v in data.items() if k != "schema"}, where)
 
 
 class EngineTimes:
-    """From another engine's table: linear in rows at each batch that was measured, and between batches."""
+    """Times from another engine's cost table: linear in rows at each measured batch size, and between batch sizes."""
 
     grade = "profiled"
 
@@ -183,7 +183,7 @@ class EngineTimes:
 
 
 class StepTimes:
-    """Of a drafter's steps in another engine's table."""
+    """Times of a drafter's steps, from another engine's cost table."""
 
     grade = "profiled"
     spread = (UNSTATED, 0.0)
@@ -199,7 +199,7 @@ class StepTimes:
 
 
 def read_costs(path: Path, engine: str = "sameseed") -> Profile | EngineCosts:
-    """A cost file: of `sameseed profile --json`, or of another engine. Raises ConfigError."""
+    """Costs from a file of `sameseed profile --json`, or of another engine. Raises ConfigError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

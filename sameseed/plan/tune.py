@@ -1,8 +1,8 @@
-"""Tuning: what to draft with, in which formats and how far, for one model, machine and workload.
+"""Tuning: chooses the draft, the formats and the draft length for one model, machine and workload.
 
 Every setting of the grid is simulated (`candidates.py`), by costs that a few real runs correct (`refit.py`). The best,
-and plain decoding always, run in turns on real prompts (`race.py`). What wins there is chosen, and written down with
-what it promised and what it gave.
+and plain decoding always, run in turns on real prompts (`race.py`). The winner is chosen, and written down with its
+predicted and its measured figures.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from sameseed.plan.simulate import Interval
 from sameseed.study import record
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
 
-MEASURE_SHARE = 0.6  # of the time: drafts are measured up to here,
-REFIT_SHARE, RACE_SHARE = 0.3, 0.9  # and of what is left then, costs are corrected by real runs, and the race
+MEASURE_SHARE = 0.6  # share of the time within which drafts are measured
+REFIT_SHARE, RACE_SHARE = 0.3, 0.9  # shares of the time left: for runs that correct costs, and for the race
 
 
 @dataclass(frozen=True)
 class TuneOutcome:
-    """What tuning found. `order`: the settings that ran, the best first; `plain`: plain decoding in the first format.
+    """Results of tuning. `order`: settings that ran, the best first; `plain`: plain decoding in the first format.
 
     `prospects`: all that were simulated; `lost`: what could not be tried, and why; `differing`: labels of settings
-    whose texts were not those of plain decoding in their format (none, or something is broken). `quality`: perplexity
-    ratios by formats. `missed`: the bounds that even the best does not keep. `regret`: of an exhaustive run.
+    whose texts differ from plain decoding in their format (if there are any, something is broken). `quality`:
+    perplexity ratios by formats. `missed`: the bounds that even the best does not keep. `regret`: of an exhaustive run.
     """
 
     asked: TuneRequest
@@ -59,11 +59,14 @@ class TuneOutcome:
         return self.order[0]
 
     def speedup(self, contestant: Contestant, batch: int | None = None) -> Interval:
-        """Measured, over plain decoding in the first format; at one batch size, or over those that are looked at."""
+        """Measured speed-up over plain decoding in the first format.
+
+        At one batch size, or over those by which the objective judges.
+        """
         return ratio(contestant, self.plain, self.asked.looked_at if batch is None else (batch,))
 
     def predicted(self, prospect: Prospect, batch: int) -> Interval:
-        """Speed-up that was promised at a batch size, over plain decoding in the first format."""
+        """Predicted speed-up at a batch size, over plain decoding in the first format."""
         return prospect.over(self.plain.prospect, batch)
 
     def error(self, contestant: Contestant, batch: int) -> float:
@@ -72,7 +75,7 @@ class TuneOutcome:
 
 
 def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage, done, total: None) -> TuneOutcome:
-    """Measure, simulate, race. `load` makes an LLM, as for a Bench. Raises ConfigError for what can never be tried."""
+    """Measure, simulate, race. `load` makes an LLM, as for a Bench. Raises ConfigError where nothing can be tried."""
     start, threads = time.perf_counter(), ops.num_threads()
     asked = asked.alternating() if asked.exhaustive else asked
     lost: list[Loser] = []
@@ -92,7 +95,7 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
         if not asked.exhaustive:
             tokens = max(target.mean_tokens for target in targets)
             runners = affordable(runners, asked, tokens, asked.seconds - (time.perf_counter() - start))
-        for c in runners:  # caches, pages and threads are then in place
+        for c in runners:  # warm-up of caches, pages and threads
             few = range(min(*asked.batches, len(asked.prompts)))
             replace(c, tokens={}, seconds={}, ttft={}, itl={}, texts={}).run(len(few), few)
         left = RACE_SHARE * (asked.seconds - (time.perf_counter() - start))
@@ -109,7 +112,7 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
 def _raced(
     runners: list[Contestant], wanted: list[Prospect], asked: TuneRequest, left: float, tell: Tell
 ) -> tuple[list[Contestant], Regret | None]:
-    """The order, the best first; and what was lost by the choice, where all of the grid ran."""
+    """The contestants, the best first; and the regret of the choice, where all of the grid ran."""
     aim = Aim.of(asked)
     plain = next(c for c in runners if c.plain)
     if asked.exhaustive:
@@ -120,9 +123,9 @@ def _raced(
 
 
 def affordable(runners: list[Contestant], asked: TuneRequest, tokens: float, left: float) -> list[Contestant]:
-    """Those whose first rung, of texts of so many `tokens`, fits in the time left: plain decoding, then the best.
+    """Contestants whose first rung fits in the time left, with texts of `tokens` tokens: plain decoding, then the best.
 
-    Raises ConfigError, with what would do, where not even one setting fits beside plain decoding.
+    Raises ConfigError, which says what would do, where not even one setting fits beside plain decoding.
     """
     reference, by_memory = next(c for c in runners if c.plain), asked.objective == "memory"
 
@@ -164,7 +167,7 @@ def _differing(runners: list[Contestant]) -> list[str]:
 
 
 def as_tuned(found: TuneOutcome) -> Tuned:
-    """What `serve --profile` reads."""
+    """The profile that `serve --profile` reads."""
     asked, best = found.asked, found.best
     setting = best.prospect.candidate
     spec, drafting = setting.spec, not setting.plain
@@ -208,7 +211,7 @@ def _figure(x: Interval, grade: str = "measured", error: float | None = None) ->
 
 
 def _scope(found: TuneOutcome) -> Scope:
-    """The prompts, lengths and loads that were tried."""
+    """The scope of the profile: prompts, lengths and loads that were tried."""
     asked, batch = found.asked, min(found.asked.batches)
     prompts = [len(prompt) for prompt, _ in found.plain.jobs(batch, range(len(asked.prompts)))]
     tokens = [len(text) for text in found.plain.texts.values()]
@@ -225,7 +228,7 @@ def _scope(found: TuneOutcome) -> Scope:
 
 
 def _by_batch(found: TuneOutcome) -> tuple[tuple[int, int], ...]:
-    """(first, length): by the simulated table of the chosen draft at the largest batch size."""
+    """(first batch, length) rows of the simulated table of the chosen draft at the largest batch size."""
     table = found.best.prospect.simulations[max(found.asked.batches)].lengths
     return tuple((i + 1, k) for i, k in enumerate(table) if i == 0 or table[i - 1] != k)
 
@@ -237,7 +240,7 @@ def _rates(replay: Replay, num_draft_tokens: int) -> AcceptRates:
 
 
 def losers(found: TuneOutcome) -> list[Loser]:
-    """Those that ran and lost, then those that were not worth a run, then those that could not."""
+    """Settings that ran and lost, then those that were not worth a run, then those that could not run."""
     best, aim, made = found.best, Aim.of(found.asked), []
     for c in found.order[1:]:
         x, missed = ratio(c, best, found.asked.looked_at), aim.missed(c)

@@ -1,8 +1,8 @@
-"""Tuning a vLLM that runs: how long its rounds take and what is accepted, by sequences at once; which length pays.
+"""Tunes a running vLLM server: measures its rounds and acceptance by batch size, and finds the length that pays.
 
 vLLM drafts for all requests alike, so one run sees one length (or one table of lengths). The file of costs keeps what
-runs before this one saw: restart vLLM with another length, or without a draft, and run again. A round pays where its
-tokens are more than its time over that of plain decoding (Leviathan et al., 2023, section 3).
+earlier runs saw: restart vLLM with another length, or without a draft, and run again. A round pays where its tokens
+exceed the ratio of its time to that of plain decoding (Leviathan et al., 2023, section 3).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from sameseed.study.load.wire import Endpoint, base_url, exchange, introduce, op
 from sameseed.study.prompt_sets import Prompt
 from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
 
-ENOUGH = 20  # rounds of single sequences, below which a batch size says nothing
-FULL = 0.5  # of the asked sequences that must run at once, in the mean: between two requests there is a pause
-SETTLE = 0.5  # seconds until all prompts are read, before the first look
+ENOUGH = 20  # rounds of single sequences below which a batch size says nothing
+FULL = 0.5  # least mean share of the asked sequences that run at once: requests have pauses between them
+SETTLE = 0.5  # seconds before the first look, until all prompts are prefilled
 TIMEOUT = 600.0  # seconds for one answer
 
 
 @dataclass(frozen=True)
 class ServerTuneRequest:
-    """What is asked of the server at `url`. `seconds`: for all batch sizes together, a few more for each beside."""
+    """What to measure of the server at `url`. `seconds`: for all batch sizes together, plus a few for each."""
 
     url: str
     draft: str
@@ -47,7 +47,7 @@ class ServerTuneRequest:
 
 @dataclass(frozen=True)
 class Look:
-    """Rounds of `batch` sequences: their draft tokens, milliseconds, and by place the share in which it was right."""
+    """Rounds at a batch size: draft tokens, milliseconds, and `survival`, the share of rounds with each place right."""
 
     batch: int
     k: int
@@ -58,7 +58,10 @@ class Look:
 
 @dataclass(frozen=True)
 class LengthRow:
-    """One length at one batch size: tokens and milliseconds a round, times plain decoding; was it run, or computed?"""
+    """One length at one batch size: tokens and milliseconds of a round, and the speed-up over plain decoding.
+
+    `measured`: was the length run, or is the row computed?
+    """
 
     batch: int
     k: int
@@ -69,7 +72,7 @@ class LengthRow:
 
 
 def look_of(counted: Counted, batch: int) -> Look:
-    """What vLLM counted under `batch` sequences. Raises ConfigError where that says nothing of its rounds."""
+    """A look at what vLLM counted under `batch` sequences. Raises ConfigError where that says nothing of its rounds."""
     if counted.engine != "vllm":
         raise ConfigError(f"these are the metrics of {counted.engine}; tune --engine vllm wants a vLLM's address")
     if (counted.running or 0.0) < FULL * batch:
@@ -83,14 +86,14 @@ def look_of(counted: Counted, batch: int) -> Look:
     state = state_of(counted)
     if state is None:
         return found
-    drafted = min(1.0, (counted.drafts or 0.0) / counted.gaps)  # a search finds no draft in the other rounds
+    drafted = min(1.0, (counted.drafts or 0.0) / counted.gaps)  # share of rounds in which a search found a draft
     return replace(found, k=round(state.k), survival=tuple(drafted * s for s in state.survival))
 
 
 def measure(
     asked: ServerTuneRequest, tell: Callable[[str, int, int], None] = lambda stage, done, total: None
 ) -> list[Look]:
-    """Send load at each batch size, and read what is counted meanwhile. Raises ConfigError with what to do."""
+    """Send load at each batch size, and read the counters meanwhile. Raises ConfigError that says what to do."""
     return asyncio.run(_measure(asked, tell))
 
 
@@ -106,7 +109,7 @@ async def _measure(asked: ServerTuneRequest, tell: Callable[[str, int, int], Non
 
 
 async def _loaded(client: Any, server: Endpoint, asked: ServerTuneRequest, batch: int) -> Counted:
-    """What is counted while `batch` requests are always under way."""
+    """Counters over a time in which `batch` requests are always running."""
     params = asked.params
     fields = {"max_tokens": params.max_tokens, "temperature": params.temperature, "stream": True}
 
@@ -120,7 +123,7 @@ async def _loaded(client: Any, server: Endpoint, asked: ServerTuneRequest, batch
                 raise ConfigError(f"{server.url} failed on a request ({made.error}): {made.detail}; see its log")
             number += batch
 
-    stopped = threading.Event()  # an error is told at once, not when the seconds are over
+    stopped = threading.Event()  # on an error, stops the watch at once
 
     def counted() -> Counted:
         seconds = asked.seconds / len(asked.batches)
@@ -142,7 +145,10 @@ async def _loaded(client: Any, server: Endpoint, asked: ServerTuneRequest, batch
 
 
 def added(before: EngineCosts | None, looks: Seq[Look], draft: str) -> EngineCosts:
-    """Earlier costs with these; of equal batch and length the new one counts. Raises ConfigError for another draft."""
+    """Earlier costs with these looks; of equal batch and length the new one counts.
+
+    Raises ConfigError for another draft.
+    """
     known = {} if before is None else {(p.batch, p.rows): p for p in before.passes}
     known |= {(x.batch, rows): EnginePass(x.batch, rows, x.round_ms) for x in looks for rows in [x.batch * (1 + x.k)]}
     drafted = [x for x in looks if x.k]
@@ -160,7 +166,7 @@ def added(before: EngineCosts | None, looks: Seq[Look], draft: str) -> EngineCos
 
 
 def rows_of(costs: EngineCosts) -> list[LengthRow]:
-    """Every length up to the longest that was run, at each batch size that ran with it and without a draft."""
+    """Rows for every length up to the longest that was run, at each batch size that ran with a draft and without."""
     times, made = EngineTimes(costs), []
     for batch in costs.batches:
         ran = {p.rows // batch - 1 for p in costs.passes if p.batch == batch}
@@ -174,7 +180,7 @@ def rows_of(costs: EngineCosts) -> list[LengthRow]:
 
 
 def best_of(rows: Seq[LengthRow]) -> dict[int, LengthRow]:
-    """The row of each batch size that promises most; plain decoding where none is worth it."""
+    """The row of each batch size with the highest speed-up; plain decoding where none is worth it."""
     found = {}
     for batch in sorted({r.batch for r in rows}):
         own = [r for r in rows if r.batch == batch]
@@ -184,7 +190,7 @@ def best_of(rows: Seq[LengthRow]) -> dict[int, LengthRow]:
 
 
 def next_run(costs: EngineCosts) -> str | None:
-    """What vLLM must be restarted with before lengths can be compared; None: nothing."""
+    """How vLLM must be restarted before lengths can be compared; None where it need not be."""
     widths = [{p.rows // b - 1 for p in costs.passes if p.batch == b} for b in costs.batches]
     if not any(0 in ran for ran in widths):
         return "without a draft (leave --speculative-config out)"
@@ -197,7 +203,10 @@ def next_run(costs: EngineCosts) -> str | None:
 
 
 def as_tuned(asked: ServerTuneRequest, model: str, costs: EngineCosts) -> Tuned:
-    """What `export vllm` reads: the lengths by sequences at once. Raises ConfigError where none can be compared yet."""
+    """The profile that `export vllm` reads, with lengths by batch size.
+
+    Raises ConfigError where none can be compared yet.
+    """
     best = best_of(rows_of(costs))
     if not best:
         raise ConfigError(f"no length can be compared yet: restart vLLM {next_run(costs)} and run this again")
@@ -229,7 +238,7 @@ def read_before(path: Path) -> EngineCosts | None:
 
 
 def write_costs(costs: EngineCosts, path: Path) -> None:
-    """The file that `estimate --engine vllm --cost` and the next run read. Raises ConfigError."""
+    """Write the file that `estimate --engine vllm --cost` and the next run read. Raises ConfigError."""
     data = asdict(costs)
     data["passes"] = [{k: v for k, v in p.items() if v is not None} for p in data["passes"]]
     try:

@@ -202,6 +202,23 @@ def test_intervals_hold_the_value_and_an_assumption_widens_them() -> None:
     assert wide[0.5] > 1.1 * wide[0.7]
 
 
+@pytest.mark.parametrize("grade", ["paper", "profiled"])
+def test_a_draft_scatters_by_its_own_spread_whatever_the_target_s_grade(grade: str) -> None:
+    assert LIMITS is not None
+    rounds = Rounds(PaperTimes(sheet("llama-3.2-1b", "w4a8"), LIMITS), 256, 0.0003)
+    times = PaperTimes(sheet("smollm2-135m", "w8a8"), LIMITS, grade, (0.2, 0.0))
+    steps = rounds.steps(DraftPlan("x", times, AcceptChances((0.7,), (0.7,), "")), 1)
+    assert np.log(steps[1:]).std() == pytest.approx(0.2, rel=0.1)
+
+
+def test_a_draft_format_that_was_not_profiled_is_priced_on_paper() -> None:
+    profile = replace(RECORDS[0], draft=RECORDS[0])
+    question = Question("llama-3.2-1b", kv_format="bf16", context=256, batches=(1,), drafts=("llama-3.2-1b",))
+    for format, grade in ((RECORDS[0].formats[0], "profiled"), ("nf4", "paper")):
+        found = estimate(replace(question, draft_format=format, acceptance=("0.8",)), profile)
+        assert {e.speeds[1].speedup.grade for e in found} == {grade}
+
+
 def test_estimates_of_the_embedded_pair() -> None:
     assert LIMITS is not None
     drafts = ("embedded-draft", "embedded-head", "suffix", "ngram > embedded-draft")
