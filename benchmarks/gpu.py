@@ -1,12 +1,12 @@
-"""`make bench-gpu`: everything that is measured on one GPU, in under 9 minutes, without a network.
+"""`make bench-gpu`: all measurements on one GPU, in under 9 minutes, without a network.
 
     python benchmarks/gpu.py [--device cuda] [--formats bf16,w4a16] [--minutes 8.5] [--out RECORDS.jsonl]
-    python benchmarks/gpu.py --dry-run        # all of it at toy sizes on the CPU, in some minutes
+    python benchmarks/gpu.py --dry-run        # everything at toy sizes on the CPU, in a few minutes
 
-One record a measurement, appended as soon as it is there, and a last one that says what was left out, and why. Each
-part runs in a process of its own: one that fails, hangs or breaks the device costs the others nothing. A table of aims
-ends the run, and a page with plots beside the records (`gpu_page.py`). It needs the checkout alone: no installed
-package, and no native module (docs/guides/gpu.md).
+Writes one record per measurement as soon as it is done, and a last record that names what was left out, and why. Each
+part runs in its own process, so a part that fails, hangs or breaks the device does not affect the others. At the end it
+prints a table of aims and results, and writes a page with plots beside the records (`gpu_page.py`). It needs only the
+checkout: no installed package and no native module (docs/guides/gpu.md).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WORKER = HERE / "gpu_worker.py"
 
 
 class Book:
-    """The records of one run: on disk as they come, and in memory for the table."""
+    """The records of one run: appended to the file at once, and kept in memory for the table."""
 
     def __init__(self, path: Path, shared: Mapping[str, Any]) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class Book:
         self._lock = threading.Lock()
 
     def write(self, found: Mapping[str, Any]) -> None:
-        """Append one record, and say it in a line."""
+        """Append one record, and print it in one line."""
         line = {**self.shared, "time": record.now(), **found}
         with self._lock:
             self.lines.append(line)
@@ -80,7 +80,7 @@ class Book:
 
 
 def parse() -> tuple[argparse.Namespace, Sizes]:
-    """Flags, and the sizes that they come to. Raises ConfigError."""
+    """The command line's options, and the sizes that follow from them. Raises ConfigError."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU: the script itself is tested")
     parser.add_argument("--device", help="cuda, or cuda:N; the CPU in a dry run")
@@ -110,9 +110,9 @@ def parse() -> tuple[argparse.Namespace, Sizes]:
 
 
 def plan(args: argparse.Namespace, sizes: Sizes, config: ModelConfig) -> dict[str, Any]:
-    """The memory of every part, before anything is loaded. Raises ConfigError where a format's passes do not fit.
+    """The memory that each part needs, before anything is loaded. Raises ConfigError if a format's passes do not fit.
 
-    Parts with twins that do not fit are left out of `args.parts`, and named in "unfit".
+    Parts whose twins do not fit are removed from `args.parts`, and named under "unfit".
     """
     there = available_memory() if args.device == "cpu" else devices.free_memory(args.device)
     free = int(args.memory_share * there)
@@ -129,7 +129,7 @@ def plan(args: argparse.Namespace, sizes: Sizes, config: ModelConfig) -> dict[st
 
 
 class Measurement:
-    """All parts in turn; each ends in its time, and what is left over goes to the next."""
+    """Runs all parts in turn. Each part has a time limit; unused time goes to later parts."""
 
     def __init__(self, args: argparse.Namespace, sizes: Sizes, crew: Crew, book: Book, free: int) -> None:
         self.sizes, self.crew, self.book, self.free = sizes, crew, book, free
@@ -139,7 +139,7 @@ class Measurement:
         self.limits: dict[str, Any] | None = None
 
     def run(self) -> None:
-        """Compile, then measure what is worth most first."""
+        """Compile the kernels, then run the parts in order of importance."""
         todo = parts(self.sizes, self.parts)
         if "compiling" in self.parts:
             self.compile(todo)
@@ -152,7 +152,7 @@ class Measurement:
                 self.clock.omit(part.name, why)
 
     def compile(self, todo: list[Part]) -> None:
-        """Launch all that the parts will launch, in many processes at once: kernels stay in Triton's cache."""
+        """Launch all kernels that the parts need, in many processes at once, so that Triton's cache has them."""
         part = Part("compiling", "compiling", self.sizes.seconds["compiling"])
         jobs = [{**self.shared, **job} for job in warm_ups(self.sizes, self.parts)]
         seconds = self.clock.share(part, todo)
@@ -163,13 +163,13 @@ class Measurement:
             self.clock.omit(f"compiling for {job['kind']} {what}".strip(), why)
 
     def one(self, part: Part, seconds: float, more: bool) -> str | None:
-        """Run one part; why it did not end well, if so."""
+        """Run one part; returns None, or the reason if it failed."""
         more_arguments = {"limits": self.limits} if part.kind in ("costs", "micro") else {}
         job = {**self.shared, "kind": part.kind, **part.arguments, **more_arguments}
         return self.crew.run(job, seconds, self.take(part.name), more)
 
     def take(self, name: str) -> Any:
-        """Writes what a part tells."""
+        """A function that handles what part `name` reports: records are written, omissions noted."""
 
         def take(found: dict[str, Any]) -> None:
             if "omit" in found:
@@ -183,10 +183,10 @@ class Measurement:
 
 
 def main() -> int:
-    """Check, plan, measure, sum up. 2 for what cannot be measured as asked."""
+    """Check, plan, measure, summarize. Returns 2 if the options cannot be measured."""
 
     def end(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)  # through every `finally`: no process is left behind
+        raise SystemExit(128 + signum)  # runs every `finally`, so that no process is left behind
 
     signal.signal(signal.SIGTERM, end)
     try:
@@ -219,11 +219,11 @@ def main() -> int:
             work.clock.omit(part, why)
         try:
             work.run()
-        finally:  # also where it is interrupted: what was measured is summed up
+        finally:  # an interrupted run is summarized too
             left_out = work.clock.left_out
             book.write({"part": "end", "seconds": 60 * sizes.minutes - work.clock.left(), "left_out": left_out})
             print(f"records in {book.path}, errors in {log}")
-            print(gpu_summary.text(book.lines), flush=True)  # what was aimed at beside what was found
+            print(gpu_summary.text(book.lines), flush=True)  # table of aims and results
             shown = args.out.with_suffix(".html")
             shown.write_text(gpu_page.page(book.lines), encoding="utf-8")
             print(f"plots in {shown}")

@@ -1,4 +1,4 @@
-"""Lets the scripts here run from a plain checkout: where sameseed is not installed, the one beside them is taken."""
+"""Lets these scripts run from a plain checkout: if sameseed is not installed, the checkout's package is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks of a device: what a pass takes by the wall, what the device itself works of it, and one launch as a graph."""
+"""Timers for a device: wall time of a job, time in which the device is busy, and the job's time as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from pathlib import Path
 import torch
 
 Job = Callable[[], object]
-WORKING = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of PyTorch's trace that are the device at work
-ENOUGH = 0.02  # seconds that the replays of a graph take together
+WORKING = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of PyTorch's trace in which the device is busy
+ENOUGH = 0.02  # target seconds of all replays in one repetition
 STAND_IN = "wall clock on the CPU: a stand-in"
 
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds that a device worked, who says so, and seconds and launches by kernel."""
+    """Seconds in which a device was busy, the source of that value, and (seconds, launches) by kernel."""
 
     seconds: float
     source: str
     kernels: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def top(self, count: int = 12) -> dict[str, list[float]]:
-        """Milliseconds and launches of the kernels that took most."""
+        """[milliseconds, launches] of the `count` slowest kernels, by name."""
         ordered = sorted(self.kernels.items(), key=lambda item: -item[1][0])[:count]
         return {name[:80]: [1e3 * seconds, launches] for name, (seconds, launches) in ordered}
 
 
 def is_fault(error: Exception) -> bool:
-    """Whether the device itself failed: nothing runs there in this process from then on.
+    """Whether the device itself failed, so that this process cannot use it any more.
 
-    A full memory is no fault, nor is a graph that could not be captured.
+    Running out of memory is no fault, nor is a failed graph capture.
     """
     said = str(error)
     device = "CUDA error" in said or ("[CUDA]" in said and "out of memory" not in said)  # PyTorch's words, and Triton's
@@ -43,7 +43,7 @@ def is_fault(error: Exception) -> bool:
 
 
 def wall(job: Job, device: str) -> float:
-    """Seconds of a job, the device's work included."""
+    """Wall-clock seconds of a job, until the device has finished its work."""
     if device != "cpu":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -54,7 +54,7 @@ def wall(job: Job, device: str) -> float:
 
 
 def busy(job: Job, device: str) -> Busy:
-    """What a device works while a job runs, by PyTorch's profiler; on the CPU the job's own time stands in."""
+    """Busy time of a device while a job runs, by PyTorch's profiler. On the CPU: the job's wall time."""
     if device == "cpu":
         return Busy(wall(job, device), STAND_IN)
     kinds = [torch.profiler.ProfilerActivity.CUDA]
@@ -67,7 +67,10 @@ def busy(job: Job, device: str) -> Busy:
 
 
 def read_trace(path: Path) -> Busy:
-    """What a trace of PyTorch's profiler says of the device. Streams side by side count once."""
+    """Busy time of the device from a trace of PyTorch's profiler; overlapping streams count once.
+
+    Raises RuntimeError if the trace has no device events.
+    """
     spans, kernels = [], {}
     for x in json.loads(path.read_text())["traceEvents"]:
         if x.get("ph") == "X" and x.get("cat") in WORKING:
@@ -84,16 +87,16 @@ def read_trace(path: Path) -> Busy:
 
 
 def graphed(job: Job, device: str, repeats: int = 5) -> list[float]:
-    """Seconds of a job as a CUDA graph, which has no host in it: one number a repetition, each of several replays.
+    """Seconds of a job as a CUDA graph, without host time: one value per repetition, each the mean of several replays.
 
-    On the CPU, which has no graphs, the job's own time. Raises what a capture raises.
+    On the CPU, which has no graphs: the job's wall time. Raises what the capture raises.
     """
     if device == "cpu":
         job()
         return [wall(job, device) for _ in range(repeats)]
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # warm: nothing may be compiled or allocated anew in a capture
+    with torch.cuda.stream(stream):  # warm-up: a capture must not compile or allocate anything
         for _ in range(2):
             job()
     torch.cuda.current_stream(device).wait_stream(stream)
@@ -106,7 +109,7 @@ def graphed(job: Job, device: str, repeats: int = 5) -> list[float]:
 
 
 def launched(job: Job, repeats: int = 5, count: int = 1) -> list[float]:
-    """Seconds of a job between two events, each of `count` calls: what launches it counts too."""
+    """Seconds per call between two device events around `count` calls, per repetition; includes launch time."""
     taken = []
     for _ in range(repeats):
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -120,7 +123,7 @@ def launched(job: Job, repeats: int = 5, count: int = 1) -> list[float]:
 
 
 def device_time(job: Job, device: str, repeats: int = 5) -> tuple[float, str]:
-    """Median seconds of a job on the device, and how they were found: by a graph, or where that fails by events."""
+    """Median seconds of a job on the device, and the method: a CUDA graph or, if capturing fails, device events."""
     try:
         return statistics.median(graphed(job, device, repeats)), STAND_IN if device == "cpu" else "graph"
     except RuntimeError as error:

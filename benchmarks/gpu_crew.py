@@ -1,6 +1,6 @@
-"""Processes that measure: each part has one of its own, so that a fault, a hang or a full memory costs one part only.
+"""Worker processes: one per part, so that a fault, a hang or a full memory affects only one part.
 
-A spare one is always started ahead: it has imported everything when its turn comes, and touches no device before.
+The next worker is started ahead: it imports everything before its turn, and does not use the device until then.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-GRACE = 4.0  # seconds past its time in which a part may end by itself: a kernel that hangs does not hear the alarm
+GRACE = 4.0  # seconds past its time before a part is killed: a process that hangs in a kernel gets no alarm signal
 Take = Callable[[dict[str, Any]], None]
 
 
 def with_parent() -> None:
-    """End when the process that started this one ends (Linux): a device must not stay taken."""
+    """End this process when its parent ends (Linux), so that the device is released."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Worker:
-    """One process. It reads a job from its input, a line of JSON, and writes lines of JSON; its errors go to `log`."""
+    """One worker process. It reads a job (one JSON line) from stdin and writes JSON lines; stderr goes to `log`."""
 
     def __init__(self, command: Seq[str], log: Path) -> None:
         self.log, self.at = log, log.stat().st_size if log.exists() else 0
@@ -39,21 +39,21 @@ class Worker:
             )
 
     def run(self, job: Mapping[str, Any], seconds: float, take: Take) -> str | None:
-        """Do a job in its time, and `take` every line as it comes. Why it did not end well, if it did not."""
+        """Run a job for at most `seconds`, and call `take` with each line. Returns None, or the reason of a failure."""
         assert self.process.stdin is not None and self.process.stdout is not None
         late = threading.Event()
         alarm = threading.Timer(seconds + GRACE, lambda: (late.set(), self.end()))
         alarm.start()
         done = False
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code says how
-                times = {"seconds": seconds, "until": time.monotonic() + seconds}  # one clock for all processes
+            with contextlib.suppress(BrokenPipeError):  # the worker has ended; its exit code is read below
+                times = {"seconds": seconds, "until": time.monotonic() + seconds}  # all processes share this clock
                 self.process.stdin.write(json.dumps({**job, **times}).encode() + b"\n")
                 self.process.stdin.close()
             for line in self.process.stdout:
                 try:
                     found = dict(json.loads(line))
-                except (ValueError, TypeError):  # damaged: what else it tells is not
+                except (ValueError, TypeError):  # a damaged line: log it, and keep reading the others
                     with self.log.open("ab") as log:
                         log.write(b"no record: " + line.rstrip()[:300] + b"\n")
                     continue
@@ -69,7 +69,7 @@ class Worker:
             self.end()
             self.process.stdout.close()
         code = self.process.returncode
-        if hangs or late.is_set():  # a device's driver may hold a process that is done: what it measured is here
+        if hangs or late.is_set():  # a driver can keep a finished process from exiting: if "done" came, all is well
             return None if done else f"it did not answer after its {seconds:.0f} s and was killed"
         if code == 0 and done:
             return None
@@ -80,15 +80,15 @@ class Worker:
         return f"its process ended early ({how}): {said[-1][:300] if said else 'it said nothing'}"
 
     def end(self) -> None:
-        """End it and all that it started, at once."""
-        if self.process.returncode is None:  # nobody waited for it: its number is still its own
+        """Kill the process and all processes that it started."""
+        if self.process.returncode is None:  # not waited for yet, so its process id cannot be reused
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
 
 class Crew:
-    """Workers, one of them ahead. As a context it leaves no process behind."""
+    """Workers, one of them started ahead. As a context manager it leaves no process behind."""
 
     def __init__(self, command: Seq[str], log: Path) -> None:
         self.command, self.log = command, log
@@ -102,7 +102,7 @@ class Crew:
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._closed, self._spare = True, None  # jobs side by side would start the next ones
+            self._closed, self._spare = True, None  # otherwise jobs in `run_all` would start further workers
         for worker in self._all:
             worker.end()
 
@@ -113,12 +113,12 @@ class Crew:
         return self._all[-1]
 
     def prepare(self) -> None:
-        """Start one ahead, unless there is one."""
+        """Start a worker ahead, unless there is one."""
         with self._lock:
             self._spare = self._spare or self._start()
 
     def run(self, job: Mapping[str, Any], seconds: float, take: Take, more: bool = True) -> str | None:
-        """Do a job in the process that was started ahead; as Worker.run. `more`: another one will follow."""
+        """Run a job in the worker that was started ahead, as Worker.run does. `more`: start another worker ahead."""
         self.prepare()
         worker, self._spare = self._spare, None
         assert worker is not None
@@ -129,9 +129,9 @@ class Crew:
     def run_all(
         self, jobs: Seq[Mapping[str, Any]], seconds: float, take: Take, at_once: int
     ) -> list[tuple[Mapping[str, Any], str]]:
-        """Do jobs side by side, `at_once` of them, all within the time; those that failed, and why.
+        """Run jobs in parallel, `at_once` at a time, all within `seconds`. Returns the failed jobs with reasons.
 
-        Meanwhile the process for what comes next is started.
+        The worker for the next part is started meanwhile.
         """
         self.prepare()
         end = time.monotonic() + seconds
@@ -147,6 +147,6 @@ class Crew:
         pool = ThreadPoolExecutor(max(1, min(at_once, len(jobs))))
         try:
             found = list(pool.map(work, jobs))
-        finally:  # also where it is interrupted: no job that is left may start then
+        finally:  # after an interrupt, no waiting job may start
             pool.shutdown(wait=False, cancel_futures=True)
         return [(job, why) for job, why in zip(jobs, found, strict=True) if why is not None]

@@ -1,7 +1,7 @@
-"""A part of `make bench-gpu`: every product of a layer and attention by themselves, as shares of the copy bandwidth.
+"""A part of `make bench-gpu`: each matrix product of a layer and attention alone, as shares of the copy bandwidth.
 
-So that tiles can be chosen from one run: times are the device's own (a CUDA graph over weights that no cache holds),
-and a profile says which of an op's kernels takes them.
+The results serve to choose tile sizes. Times are device times (a CUDA graph over more weights than the caches hold). A
+profile splits an op's time by kernel.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study.passes import fill
 from sameseed.study.shapes import get_shape
 
-CACHES = 256 << 20  # bytes that calls walk through before they come back to the first: above any level-2 cache
-MOST = 16  # copies of a weight
+CACHES = 256 << 20  # bytes read before the first weight is read again: more than any level-2 cache holds
+MOST = 16  # most copies of a weight
 ROWS = (1, 16, 64)
-PROFILED = (1, 16)  # rows at which an op's kernels are told apart
+PROFILED = (1, 16)  # numbers of rows at which an op is profiled by kernel
 PAGE = 16
-KEYS = ((1, 1), (8, 1), (32, 1), (1, 16))  # rows of a sequence, sequences
+KEYS = ((1, 1), (8, 1), (32, 1), (1, 16))  # (rows per sequence, sequences)
 
 
 def measure_micro(sizes: Sizes, ops: Ops, device: str, tell: Tell, limits: Mapping[str, Any] | None = None) -> None:
-    """One record an op, format and number of rows: microseconds on the device, share of the copy bandwidth."""
+    """Write one record per op, format and number of rows: microseconds on the device, share of the copy bandwidth."""
     config = get_shape(sizes.shape)
     read = None if limits is None else float(limits["read_bytes_per_s"])
-    for kv_format, format in zip_longest(sizes.kv_formats, sizes.formats):  # in turns: time may end both early
+    for kv_format, format in zip_longest(sizes.kv_formats, sizes.formats):  # alternate, because time may run out
         forget(device)
         if kv_format is not None:
             with attempted(f"attention over {kv_format}", tell):
@@ -61,7 +61,7 @@ def matrices(config: ModelConfig, format: str, ops: Ops, device: str) -> list[tu
 
 
 def call_of(name: str, num_rows: int, w: QuantTensor, ops: Ops, device: str) -> Callable[[QuantTensor], object]:
-    """An op as the model's pass has it."""
+    """A function that runs the op as the model's forward pass does, on a given weight."""
     height, depth = w.shape
     norm = torch.ones(depth, device=device)
     if name == "down":
@@ -77,7 +77,7 @@ def call_of(name: str, num_rows: int, w: QuantTensor, ops: Ops, device: str) -> 
 def measure_linear(
     sizes: Sizes, name: str, weight: QuantTensor, format: str, ops: Ops, device: str, read: float | None, tell: Tell
 ) -> None:
-    """All numbers of rows of one weight."""
+    """Measure one weight's product at each number of rows."""
     count = 1 if device == "cpu" else min(MOST, max(2, -(-CACHES // weight.nbytes)))
     weights = [weight, *(copied(weight) for _ in range(count - 1))]
     for num_rows in (m for m in ROWS if m <= max(sizes.rows)):
@@ -96,7 +96,7 @@ def measure_linear(
 def measure_attention(
     sizes: Sizes, config: ModelConfig, format: str, ops: Ops, device: str, read: float | None, tell: Tell
 ) -> None:
-    """Attention of one layer: few rows over long contexts, and a batch."""
+    """Measure attention of one layer: few rows over each context, and a batch at the shortest context."""
     dim, kv_heads = config.head_dim, config.num_kv_heads
     for context in sizes.contexts:
         for rows, seqs in KEYS:
@@ -127,7 +127,7 @@ def measure_attention(
 
 
 def kernels(job: Callable[[], object], device: str, wanted: bool) -> dict[str, Any]:
-    """Milliseconds and launches by kernel, where a profiler can tell them."""
+    """Milliseconds and launches by kernel; empty on the CPU or if not `wanted`, None if the profiler fails."""
     if device == "cpu" or not wanted:
         return {}
     try:

@@ -1,6 +1,6 @@
-"""The models of `make bench-gpu`, made on the device in seconds: random ones at true shapes, twins, and their heads.
+"""The models of `make bench-gpu`, made on the device in seconds: random models at true shapes, twins, and their heads.
 
-The noise that fills a twin is cut and edited on the device: on the CPU alone that would take minutes for 70B.
+The random weights that fill a twin are sliced and edited on the device; on the CPU this would take minutes for 70B.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sameseed.study.twin.head import NAMES, HeadTwinSource, make_head_layout
 from sameseed.study.twin.layout import make_layout
 from sameseed.study.twin.source import TwinSource
 
-LONGEST = 512  # tokens of a text of twins: their rope tables
+LONGEST = 512  # most tokens of a twin's text, the length of its rope tables
 TARGET, DRAFT, HEAD = "embedded-target", "embedded-draft", "embedded-head"
 
 
 def forget(device: str) -> None:
-    """Give memory back, and count its peak anew."""
+    """Free unused memory, and reset the peak."""
     gc.collect()
     if device != "cpu":
         torch.cuda.empty_cache()
@@ -44,7 +44,7 @@ def forget(device: str) -> None:
 
 
 class There:
-    """A source whose tensors are on the device."""
+    """A tensor source that reads on the CPU and moves its tensors to the device."""
 
     def __init__(self, source: Any, device: str) -> None:
         self.source, self.device = source, device
@@ -54,7 +54,7 @@ class There:
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
-        with torch.device("cpu"):  # files are read there, whatever device is the default
+        with torch.device("cpu"):  # files must be read on the CPU, whatever the default device is
             found: Tensor = self.source.tensor(name)
         return found.to(self.device)
 
@@ -66,11 +66,11 @@ class There:
 
 
 class Made(There):
-    """A source that makes its tensors (of noise, and of sources that are `There`) on the device."""
+    """A tensor source that computes its tensors on the device, from noise and from `There` sources."""
 
     def __init__(self, source: Any, device: str) -> None:
         super().__init__(source, device)
-        source.__dict__["_noise"] = source._noise.to(device)  # drawn on the CPU, so that it is the same everywhere
+        source.__dict__["_noise"] = source._noise.to(device)  # drawn on the CPU: the same values on every device
 
     def tensor(self, name: str) -> Tensor:
         with torch.device(self.device):
@@ -84,7 +84,7 @@ class Made(There):
 
 
 def copied(x: Any) -> Any:
-    """Weights once more, in memory of their own."""
+    """A deep copy of weights, in separate memory."""
     if isinstance(x, Tensor):
         return x.clone()
     if isinstance(x, QuantTensor):
@@ -103,9 +103,9 @@ def assembled(
     longest: int,
     own: Seq[int] = (),
 ) -> Llama:
-    """A model of which only the layers `own`, and one other, are read: the rest are copies of that one.
+    """A model that reads only the layers in `own` and one other layer. All remaining layers are copies of that one.
 
-    So it takes as many bytes in as many places as any, and is made in a fraction of the time.
+    The model takes as much memory as a normal one, but is made in a fraction of the time.
     """
     reader = WeightReader(config, source, quant, ops, device, None)
     embedding, other = reader.matrix("model.embed_tokens"), None
@@ -123,26 +123,26 @@ def assembled(
 
 
 def random_model(config: ModelConfig, ops: Ops, quant: QuantScheme, longest: int, device: str) -> Llama:
-    """A random model of that shape."""
+    """A model of that shape with random weights."""
     return assembled(config, Made(RandomCheckpoint(config), device), quant, ops, device, longest)
 
 
 def twin(of: str, shape: str, quant: QuantScheme, ops: Ops, device: str, longest: int = LONGEST) -> Llama:
-    """The twin of an embedded model in a shape, made straight into the device's memory."""
+    """The twin of an embedded model in a shape, made directly in the device's memory."""
     folder = resolve_model(of)
     small = read_config(folder)
     with open_checkpoint(folder) as checkpoint:
-        if shape == "embedded":  # the small model itself
+        if shape == "embedded":  # no twin: the small model itself
             return assembled(small, checkpoint, quant, ops, device, longest, range(small.num_layers))
         layout = make_layout(small, get_shape(shape), source_config(folder), shape)
         source = Made(TwinSource(layout, There(checkpoint, device)), device)
-        # Layers without a part of the small model add nothing: one serves for all.
+        # Layers without a part of the small model add nothing to the result, so they can be copies of one another.
         return assembled(layout.config, source, quant, ops, device, longest, layout.layers)
 
 
 @contextmanager
 def head_source(shape: str, device: str) -> Iterator[tuple[Any, Any]]:
-    """The layout and the source of the embedded head's twin in a shape."""
+    """The layout and the tensor source of the embedded head's twin in a shape."""
     folder, target_folder = resolve_model(HEAD), resolve_model(TARGET)
     target = make_layout(read_config(target_folder), get_shape(shape), source_config(target_folder), shape)
     raw = read_json(folder / "config.json")

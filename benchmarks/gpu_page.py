@@ -1,6 +1,6 @@
-"""The page of a run of `make bench-gpu`: its aims and its plots, as one file of HTML made from the records alone.
+"""The HTML page of a run of `make bench-gpu`: aims, results and plots in one file, made only from the records.
 
-python benchmarks/gpu_page.py RECORDS.jsonl [PAGE.html]      # the last run in it, once more
+python benchmarks/gpu_page.py RECORDS.jsonl [PAGE.html]      # makes the page of the last run in the file
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import gpu_summary
 from gpu_summary import Lines, chosen
 
-Points = Mapping[str, Seq[tuple[float, float]]]  # by the name of a line: (x, y)
+Points = Mapping[str, Seq[tuple[float, float]]]  # by name of a line: its (x, y) points
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 300, 56, 120, 12, 36
 COLOURS = ("#3b6fd4", "#c4572e", "#2f8f5b", "#8a4fbf", "#b08a00", "#5b6472")
 STYLE = """
@@ -31,7 +31,7 @@ padding: .2rem .8rem; }
 
 
 def line_chart(lines: Points, x_name: str, y_name: str) -> str:
-    """An SVG: x by powers of two, y from 0. Raises ValueError where there is nothing to show."""
+    """A line chart as SVG: x on a log2 axis, y from 0. Raises ValueError if there are no points."""
     every = [p for points in lines.values() for p in points if p[0] > 0 and math.isfinite(p[1])]
     if not every:
         raise ValueError("nothing was measured")
@@ -58,7 +58,7 @@ def line_chart(lines: Points, x_name: str, y_name: str) -> str:
 
 
 def bar_chart(bars: Mapping[str, float], unit: str, aims: Mapping[str, float]) -> str:
-    """An SVG: a bar each, a stroke where its aim is. Raises ValueError where there is nothing to show."""
+    """A bar chart as SVG, with a mark at each bar's aim. Raises ValueError if there are no bars."""
     if not bars:
         raise ValueError("nothing was measured")
     most, height, begin = max([*bars.values(), *aims.values()]) or 1.0, 22 * len(bars) + 12, 250
@@ -94,7 +94,7 @@ def _grid(most: float, y_name: str, x_name: str) -> str:
 
 
 def _costs(lines: Lines, value: str) -> str:
-    """Chains of the shortest context, by format."""
+    """Line chart of chain passes at the shortest context, by format."""
     found = [x for x in chosen(lines, "costs", kind="chain") if x.get(value) is not None]
     least = min((x["context"] for x in found), default=0)
     by: dict[str, list[tuple[float, float]]] = {}
@@ -147,7 +147,7 @@ PLOTS: tuple[tuple[str, Callable[[Lines], str]], ...] = (
 
 
 def page(lines: Lines) -> str:
-    """The page of a run's records. A plot for which there are none, or other ones, says so in its place."""
+    """The HTML page of a run's records. A plot whose records are missing or of another form is replaced by a note."""
     head = lines[0] if lines else {}
     machine = head.get("machine", {})
     where = machine.get("gpu") if head.get("device") != "cpu" else machine.get("cpu")
@@ -175,7 +175,7 @@ def page(lines: Lines) -> str:
 
 
 def main() -> int:
-    """Make the page of the last run in a file of records."""
+    """Write the page of the last run in a record file."""
     source = Path(sys.argv[1])
     every = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
     out = Path(sys.argv[2]) if len(sys.argv) > 2 else source.with_suffix(".html")

@@ -1,4 +1,4 @@
-"""Parts of `make bench-gpu` with random weights: the device's limits, and passes of every number format."""
+"""Parts of `make bench-gpu` with random weights: the device's limits, and passes in each number format."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ from sameseed.study.shapes import get_shape
 
 Tell = Callable[[Mapping[str, Any]], None]  # writes one record
 REPEATS, FEWEST = 7, 3
-LONG = 0.4  # seconds of one pass after which its repetitions are few
-SIDE = 8192  # of the matrices whose products are a limit
+LONG = 0.4  # seconds: a pass that takes longer is repeated only FEWEST times
+SIDE = 8192  # rows and columns of the matrices whose products are timed as limits
 
 
 @contextmanager
 def attempted(what: str, tell: Tell) -> Iterator[None]:
-    """One measurement of many: where it fails (a full memory, say) that is told, and the others go on."""
+    """Run one measurement of many. A failure (e.g. out of memory) is recorded, and the next measurement can go on.
+
+    A fault of the device is re-raised.
+    """
     try:
         yield
     except Exception as error:
@@ -49,15 +52,15 @@ def attempted(what: str, tell: Tell) -> Iterator[None]:
 
 
 def measure_limits(sizes: Sizes, ops: Ops, device: str, tell: Tell) -> None:
-    """What PyTorch's copy moves and its matrix products multiply; then, on a GPU, what its 8-bit products do."""
+    """Measure the rates of PyTorch's copy and matrix products; then, on a GPU, of its 8-bit products."""
     found = machine.measure_limits(backends.num_threads(), repeats=3, device=device).as_dict()
-    tell({"part": "limits", **found})  # at once: shares of them are what the other parts tell
+    tell({"part": "limits", **found})  # first: the other parts report shares of these limits
     if device != "cpu":
         tell({"part": "products", **more_products(device)})
 
 
 def more_products(device: str) -> dict[str, Any]:
-    """Operations a second of PyTorch's fp8 and int8 products; why not, where it has none here."""
+    """Operations per second of PyTorch's fp8 and int8 products; None and the reason if they do not run here."""
     found: dict[str, Any] = {}
     one = torch.ones((), device=device)
     a, b = (torch.randn(SIDE, SIDE, device=device) for _ in range(2))
@@ -80,12 +83,12 @@ def more_products(device: str) -> dict[str, Any]:
 
 
 def one_layer(config: ModelConfig) -> ModelConfig:
-    """A shape cut to one layer: it launches every kernel that the whole launches."""
+    """The shape with one layer only; it launches the same kernels as the whole model."""
     return replace(config, num_layers=1, windows=config.windows[:1])
 
 
 def warm_up(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, shape: str | None = None) -> None:
-    """Every pass of a format once, through one layer: so that kernels are compiled before anything is timed."""
+    """Run every pass of a format once through one layer, so that kernels are compiled before anything is timed."""
     start, jobs = time.perf_counter(), passes(sizes)
     subject = subject_of(sizes, one_layer(get_shape(shape or sizes.shape)), format, ops, device)
     for job in jobs:
@@ -94,14 +97,14 @@ def warm_up(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, shape:
 
 
 def subject_of(sizes: Sizes, config: ModelConfig, format: str, ops: Ops, device: str) -> TimedModel:
-    """A random model with a cache for all passes."""
+    """A model with random weights and a KV cache for all passes."""
     jobs = passes(sizes)
     longest = max(p.context + p.new_tokens for p in jobs)
     return TimedModel(random_model(config, ops, QuantScheme.parse(format), longest, device), "auto", jobs)
 
 
 def timed(subject: TimedModel, job: Pass) -> list[float]:
-    """Milliseconds of a pass, several times, after one that is not counted."""
+    """Milliseconds of several runs of a pass, after one warm-up run."""
     once = subject.seconds(job)
     return [1e3 * subject.seconds(job) for _ in range(REPEATS if once < LONG else FEWEST)]
 
@@ -109,17 +112,17 @@ def timed(subject: TimedModel, job: Pass) -> list[float]:
 def measure_costs(
     sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, limits: Mapping[str, Any] | None = None
 ) -> None:
-    """One record a pass of one format: milliseconds, c(M), and shares of what the machine's limits allow.
+    """Write one record per pass of one format: milliseconds, c(M), and shares of the machine's limits.
 
-    "read_share": least seconds at the measured bandwidth (a copy counts reading and writing) over the median's;
-    "compute_share": the same of PyTorch's matrix products. TTFT is what a "prefill" pass takes.
+    "read_share": least seconds at the measured bandwidth (of a copy, which counts reading and writing), divided by the
+    median seconds. "compute_share": the same with the rate of PyTorch's bf16 products. A "prefill" pass gives the TTFT.
     """
     forget(device)
     begin = time.perf_counter()
     subject = subject_of(sizes, get_shape(sizes.shape), format, ops, device)
     loaded = time.perf_counter() - begin
     known = None
-    with attempted("shares of the limits", tell):  # where the part that measures them was cut short, once more
+    with attempted("shares of the limits", tell):  # measured again if the part "limits" did not finish
         known = Limits.from_dict(limits) if limits else machine.measure_limits(backends.num_threads(), 3, device)
     subject.seconds(passes(sizes)[0])
     shared = {"shape": sizes.shape, "format": format, "kv_format": subject.kv_format}
@@ -131,7 +134,7 @@ def measure_costs(
             ms = walls[job] = statistics.median(taken)
             if job.kind == "chain" and job.rows == 1:
                 base[job.context] = ms
-            of_one = base.get(job.context) if job.kind == "chain" else None  # its pass may have failed
+            of_one = base.get(job.context) if job.kind == "chain" else None  # missing if the one-row pass failed
             tell(
                 {
                     "part": "costs", **shared, "kind": job.kind, "context": job.context, "rows": job.rows,
@@ -149,7 +152,7 @@ def measure_costs(
 
 
 def shares(subject: TimedModel, job: Pass, limits: Limits | None, ms: float) -> dict[str, float | None]:
-    """Of the limits, what a pass of so many milliseconds reached."""
+    """The shares of the memory and compute limits that a pass of `ms` milliseconds reached; None without limits."""
     if limits is None:
         return {"read_share": None, "compute_share": None}
     work = subject.work(job)
@@ -157,7 +160,7 @@ def shares(subject: TimedModel, job: Pass, limits: Limits | None, ms: float) -> 
 
 
 def tell_curve(subject: TimedModel, shared: Mapping[str, Any], tell: Tell) -> None:
-    """The costs that goodput decides by, as an engine measures them before it serves."""
+    """Record the cost curve that the policy goodput uses, as an engine measures it before serving."""
     curve = measure_curve(subject.runner, 1.0)
     points = [[int(m), 1e3 * s] for m, s in zip(curve.rows, curve.seconds)]
     more = {"ms_per_cached_token": 1e3 * curve.per_token, "ms_per_row_and_token": 1e3 * curve.per_row}
@@ -165,7 +168,7 @@ def tell_curve(subject: TimedModel, shared: Mapping[str, Any], tell: Tell) -> No
 
 
 class _Catch:
-    """Stands for a model, and keeps the batch that it was to compute."""
+    """A stand-in for a model that keeps the batch instead of computing it."""
 
     batch: Batch
 
@@ -173,13 +176,13 @@ class _Catch:
         self.device = device
 
     def run(self, batch: Batch, cache: Any, captures: Any) -> tuple[Any, None, None]:
-        self.batch = batch.without_chains().on(self.device)  # as passes by graphs have it
+        self.batch = batch.without_chains().on(self.device)  # the form that passes by CUDA graphs use
         return None, None, None
 
 
 @contextmanager
 def forward_of(subject: TimedModel, job: Pass) -> Any:
-    """A call of the model's pass alone: the batch is on the device already."""
+    """A callable that runs only the model's forward pass, with its batch already on the device."""
     runner, model = subject.runner, subject.runner.model
     catch = runner.model = _Catch(model.device)  # type: ignore[assignment]
     try:
@@ -192,7 +195,7 @@ def forward_of(subject: TimedModel, job: Pass) -> Any:
 def tell_host(
     subject: TimedModel, device: str, walls: Mapping[Pass, float], shared: Mapping[str, Any], tell: Tell
 ) -> None:
-    """How much of a pass's time the device does not work, and which kernels take the rest."""
+    """Record the share of a pass's time in which the device is idle, and the slowest kernels of the rest."""
     chains = [job for job in walls if job.kind == "chain"]
     chosen = [job for job in chains if job.context == chains[0].context and job.rows in (1, 8)]
     chosen += [job for job in walls if job.kind == "batch"] + [job for job in walls if job.kind == "prefill"][-1:]
@@ -213,7 +216,7 @@ def tell_host(
 def tell_device(
     subject: TimedModel, device: str, jobs: list[Pass], limits: Limits | None, shared: Mapping[str, Any], tell: Tell
 ) -> None:
-    """Passes as CUDA graphs: what the kernels take without a host that launches them, and so what graphs would give."""
+    """Record passes as CUDA graphs: the kernels' time without host launches, that is, the possible gain of graphs."""
     contexts = [job.context for job in jobs if job.kind == "chain"]
     base: dict[int, float] = {}
     for job in jobs:
@@ -224,7 +227,7 @@ def tell_device(
         ms = 1e3 * seconds
         if job.kind == "chain" and job.rows == 1:
             base[job.context] = ms
-        of_one = base.get(job.context) if job.kind == "chain" else None  # its pass may have failed
+        of_one = base.get(job.context) if job.kind == "chain" else None  # missing if there was no one-row pass
         tell(
             {
                 "part": "device", **shared, "kind": job.kind, "context": job.context, "rows": job.rows,

@@ -1,4 +1,4 @@
-"""What `make bench-gpu` measures, what that takes, and how long each part may take: decided before work starts."""
+"""The plan of `make bench-gpu`: what to measure, the memory needed and each part's time, decided before work starts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sameseed.scheme import QuantScheme
 from sameseed.study.passes import Pass, cache_bytes
 
 GIB = 2**30
-KINDS = ("compiling", "limits", "costs", "micro", "speculation", "large", "transformers")  # in the order of their worth
-WARM_BYTES = 8 * GIB  # of a process that compiles: one layer, embedding and head, a context of CUDA
+KINDS = ("compiling", "limits", "costs", "micro", "speculation", "large", "transformers")  # in order of importance
+WARM_BYTES = 8 * GIB  # memory of a process that compiles: one layer, embedding and head, a CUDA context
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes by name, formats, and the passes of a run. `seconds`: of each kind of part (costs: of each format)."""
+    """Shapes by name, formats, and the passes of a run. `seconds`: time of each kind of part ("costs": per format)."""
 
     shape: str
     draft_shape: str
@@ -42,12 +42,12 @@ class Sizes:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sizes:
-        """The inverse of asdict, also after JSON."""
+        """The inverse of `asdict`, also after a round trip through JSON."""
         given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in data.items()}
         return cls(**given)
 
 
-# The parts end before `minutes`. The first of the formats are worth most.
+# All parts end before `minutes`. Formats are in order of importance.
 FULL = Sizes(
     shape="llama-3.1-8b",
     draft_shape="llama-3.2-1b",
@@ -88,7 +88,7 @@ DRY = Sizes(
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to measure, in a process of its own. `arguments` are its function's, beside what all have."""
+    """One part of the run, measured in its own process. `arguments`: of its function, besides the common ones."""
 
     kind: str
     name: str
@@ -97,7 +97,7 @@ class Part:
 
 
 def parts(sizes: Sizes, kinds: Seq[str]) -> list[Part]:
-    """The parts of a run after `compiling`, those of most worth first: what is late is cut."""
+    """The parts of a run after `compiling`, in order of importance, because late parts are cut when time runs out."""
     s = sizes.seconds
     found = [Part("limits", "limits", s["limits"])]
     found += [Part("costs", f"costs of {f}", s["costs"], {"format": f}) for f in sizes.formats]
@@ -110,9 +110,9 @@ def parts(sizes: Sizes, kinds: Seq[str]) -> list[Part]:
 
 
 def warm_ups(sizes: Sizes, kinds: Seq[str]) -> list[dict[str, Any]]:
-    """Jobs that compile what the parts will launch, each in a process of its own.
+    """Jobs that compile the kernels of all parts, each in its own process.
 
-    One layer of each shape first; then what speculates, which finds most of its kernels compiled by then.
+    One layer of each shape comes first, then the speculation parts, most of whose kernels are compiled by then.
     """
     jobs: list[dict[str, Any]] = []
     spoken = tuple(dict.fromkeys((sizes.large_format, "bf16")))
@@ -130,14 +130,14 @@ def warm_ups(sizes: Sizes, kinds: Seq[str]) -> list[dict[str, Any]]:
 
 
 def passes(sizes: Sizes) -> list[Pass]:
-    """All passes of one format: chains that verification would run, batches of decoding, prompts."""
+    """All passes of one format: chains as in verification, decode batches, prefills."""
     found = [Pass("chain", context, rows) for context in sizes.contexts for rows in sizes.rows]
     found += [Pass("batch", sizes.batch_context, batch) for batch in sizes.batches]
     return found + [Pass("prefill", 0, length) for length in sizes.prompts]
 
 
 def check_memory(sizes: Sizes, shape: ModelConfig, format: str, kv_format: str, free: int) -> dict[str, int]:
-    """Bytes that one format's part will take: weights, cache, workspace. Raises ConfigError where they are not free."""
+    """Bytes that one format's part needs: weights, cache, workspace. Raises ConfigError if they are not free."""
     weights = weight_bytes(shape, RandomCheckpoint(shape), QuantScheme.parse(format))
     cache = cache_bytes(shape, kv_format, passes(sizes))
     needed = {"weights": weights, "cache": cache, "workspace": sizes.workspace}
@@ -151,37 +151,37 @@ def check_memory(sizes: Sizes, shape: ModelConfig, format: str, kv_format: str, 
 
 
 def twin_bytes(shape: ModelConfig, draft: ModelConfig, format: str, workspace: int) -> int:
-    """Bytes that twins of a target and a draft in these shapes take; caches of some hundred tokens are workspace."""
+    """Bytes of the twins of a target and a draft, plus `workspace`, which covers their small caches."""
     quant = QuantScheme.parse(format)
     return workspace + sum(weight_bytes(x, RandomCheckpoint(x), quant) for x in (shape, draft))
 
 
 @dataclass
 class Clock:
-    """The time of a whole run, shared out to parts. What got no time, or not enough, is in `left_out`."""
+    """The time budget of a whole run, divided among the parts. `left_out`: what was not measured, and why."""
 
     minutes: float
     left_out: list[dict[str, str]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
     def left(self) -> float:
-        """Seconds until the run must have ended."""
+        """Seconds until the run must end."""
         return 60 * self.minutes - (time.monotonic() - self.started)
 
     def share(self, part: Part, later: Seq[Part]) -> float:
-        """Seconds of a part: its own and, up to as many again, those that earlier ones did not need; 0: no time."""
+        """Seconds for a part: its planned time, plus up to as much again of unused time. 0: no time left."""
         spare = self.left() - part.seconds - sum(p.seconds for p in later)
         given = min(part.seconds + min(max(spare, 0.0), part.seconds), self.left())
         return given if given > 1 else 0.0
 
     def omit(self, what: str, why: str) -> None:
-        """Say that something was not measured."""
+        """Record and print that something was not measured, and why."""
         self.left_out.append({"what": what, "why": why})
         print(f"  left out: {what}: {why}", flush=True)
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers by commas. Raises ConfigError."""
+    """Parse comma-separated whole numbers. Raises ConfigError."""
     try:
         found = tuple(int(x) for x in text.split(","))
     except ValueError:
@@ -192,5 +192,5 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def at_most(values: Seq[int], largest: int) -> tuple[int, ...]:
-    """Those of `values` that a model can take."""
+    """The values that are at most `largest`."""
     return tuple(v for v in values if v <= largest)

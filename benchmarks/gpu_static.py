@@ -1,9 +1,9 @@
-"""What compilers make of the GPU's kernels, where there is no GPU: checked against budgets; nothing is measured.
+"""Static check of the GPU kernels' machine code against budgets. It needs no GPU, and measures nothing.
 
     .venv/bin/python benchmarks/gpu_static.py [--capabilities 80,89,90,100] [--formats w4a16,fp8]
 
-Each kernel of an 8B model is compiled for a chip and its machine code read: registers, spills, shared memory, the
-instructions of the inner loop, and which instruction multiplies.
+Each kernel of an 8B model is compiled for a chip, and its machine code is read: registers, spills, shared memory, the
+number of instructions in the inner loop, and the instruction that multiplies.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ from sameseed.scheme import QuantScheme, QuantTensor
 FORMATS = "bf16,w8a16,w8a8,fp8,fp8-a8,w4a16,w4a16-g32-asym,w4a8,w8a8n,nf4,mxfp4"
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of an 8B Llama
 LM_HEAD, LAYERS = (128256, 4096), 32
-SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
-SPILLS = {"w4a8, 64 rows": 64, "w4a8, 512 rows": 64, "mxfp4, 64 rows": 64}  # bytes; others: none
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # most bytes of shared memory per program
+SPILLS = {"w4a8, 64 rows": 64, "w4a8, 512 rows": 64, "mxfp4, 64 rows": 64}  # allowed spills in bytes; others: 0
 INNER = re.compile(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
 
 
 @dataclass(frozen=True)
 class Code:
-    """Machine code of a kernel: bytes spilled and shared, instructions of a warp in its inner loop (0: none)."""
+    """Facts of a kernel's machine code: registers, bytes spilled and shared, instructions of a warp's inner loop.
+
+    `step` is 0 for a kernel without an inner loop.
+    """
 
     registers: int
     spills: int
     shared: int
     step: int
-    tensor: str  # what multiplies: PTX's name, or ""
+    tensor: str  # PTX names of the tensor instructions that multiply, or ""
 
     def faults(self, name: str, warps: int, capability: int) -> list[str]:
-        """Which budgets it exceeds."""
+        """The budgets that the kernel exceeds, in words."""
         found = []
         if self.spills > SPILLS.get(name, 0):
             found.append(f"{self.spills} bytes spilled")
@@ -57,7 +60,7 @@ class Code:
 
 
 def weight(name: str, outputs: int, depth: int) -> QuantTensor:
-    """A packed weight of that size without numbers. `outputs` is a multiple of 32."""
+    """A packed weight of that size on the meta device (without data). `outputs` must be a multiple of 32."""
     small = backend.pack(QuantScheme.parse(name).encode(torch.ones(32, depth, dtype=torch.bfloat16)))
     parts = {
         part: torch.empty(t.shape[0] * outputs // 32, *t.shape[1:], dtype=t.dtype, device="meta")
@@ -67,7 +70,7 @@ def weight(name: str, outputs: int, depth: int) -> QuantTensor:
 
 
 def product(w: QuantTensor, num_rows: int, capability: int) -> list[Launch]:
-    """The launches of the product of so many rows with `w`, on tensors without numbers."""
+    """The launches of the product of `num_rows` rows with `w`, on meta tensors."""
     outputs, depth = w.shape
     form, x = prepared.form_for(w), torch.empty(num_rows, depth, device="meta")
     ready = prepared.preparation(plain_rows(x), form, w.group)[1]
@@ -76,14 +79,14 @@ def product(w: QuantTensor, num_rows: int, capability: int) -> list[Launch]:
 
 
 def launches(formats: list[str], capability: int) -> Iterator[tuple[str, Launch]]:
-    """Every kernel that is looked at: products of few, of 32, of 64 and of many rows; rows made ready."""
+    """All kernels to check, by name: products of 1, 32, 64 and 512 rows, and preparation of rows."""
     for name in formats:
         for rows, what in (
             (1, "gate_up"),
             (32, "gate_up"),
             (64, "gate_up"),
             (512, "down"),
-        ):  # down's sums are shared out
+        ):  # down's sums are split over programs
             yield f"{name}, {rows} rows", product(weight(name, *SHAPES[what]), rows, capability)[0]
     w = weight("w4a16", *SHAPES["o"])
     combine = product(w, 1, capability)[1]
@@ -107,7 +110,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _inner_loop(sass: str) -> list[str]:
-    """The instructions of the shortest loop that multiplies; none where no loop does."""
+    """The instructions of the shortest loop that multiplies; empty if there is none."""
     listed = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.+?)\s*;", sass)
     code = [(int(m[1], 16), m[2]) for m in listed]
     found = []
@@ -120,7 +123,7 @@ def _inner_loop(sass: str) -> list[str]:
 
 
 def examine(launch: Launch, capability: int) -> Code:
-    """Compile a launch for a chip and read its code."""
+    """Compile a launch for a chip and read its machine code."""
     compiled = launch.compile(capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -132,7 +135,7 @@ def examine(launch: Launch, capability: int) -> Code:
 
 
 def check(formats: list[str], capability: int, only: str = "") -> list[str]:
-    """Print the code of every kernel whose name has the pattern `only`; returns what exceeds its budget."""
+    """Print the facts of each kernel whose name matches the regex `only`; returns all exceeded budgets."""
     bad = []
     for name, launch in launches(formats, capability):
         if not re.search(only, name):
@@ -149,7 +152,7 @@ def check(formats: list[str], capability: int, only: str = "") -> list[str]:
 
 
 def main() -> None:
-    """Print, and fail where a budget is exceeded."""
+    """Check all kernels; exit with an error if a budget is exceeded."""
     parser = argparse.ArgumentParser(description="Machine code of the GPU's kernels; nothing is measured.")
     parser.add_argument("--formats", default=FORMATS)
     parser.add_argument("--capabilities", default="80,89,90,100")

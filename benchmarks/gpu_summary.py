@@ -1,4 +1,4 @@
-"""What `make bench-gpu` aimed at beside what it found: one table, from a run's records."""
+"""The table of aims and results of `make bench-gpu`, made from a run's records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COSTS = {"w4a16": ((8, 1.1), (16, 1.15), (32, 1.3)), "fp8": ((8, 1.05), (16, 1.1
 
 @dataclass(frozen=True)
 class Row:
-    """One aim: `got` beside it, and whether it is met (None: nothing was found, or nothing was aimed at)."""
+    """One aim with the result `got`. `met`: whether the aim is met; None without a result or without an aim."""
 
     what: str
     aim: str
@@ -24,45 +24,45 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """met, missed, or neither."""
+        """The words met, MISSED or "not measured"; empty for a row without an aim."""
         return NONE if self.got == NONE else "" if self.met is None else "met" if self.met else "MISSED"
 
 
 def chosen(lines: Lines, part: str, **wanted: Any) -> list[Mapping[str, Any]]:
-    """The records of a part with these values."""
+    """The records of a part whose fields have the `wanted` values."""
     return [x for x in lines if x["part"] == part and all(x.get(name) == value for name, value in wanted.items())]
 
 
 def of_format(found: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
-    """Those in a format: "fp8" is any of its variants (fp8-a8, fp8)."""
+    """The records in a format; "fp8" includes its variants, such as fp8-a8."""
     return [x for x in found if x["format"] == name or x["format"].split("-")[0] == name]
 
 
 def above(what: str, aim: float, got: float | None, unit: str, note: str = "") -> Row:
-    """A row where more is better."""
+    """A row whose result should be at least the aim."""
     form: Callable[[float], str] = (lambda v: f"{v:.1%}") if unit == "%" else (lambda v: f"{v:.2f}{unit}")
     return Row(what, f">= {form(aim)}", NONE if got is None else form(got) + note, None if got is None else got >= aim)
 
 
 def below(what: str, aim: float, got: float | None, unit: str, note: str = "") -> Row:
-    """A row where less is better."""
+    """A row whose result should be at most the aim."""
     form: Callable[[float], str] = (lambda v: f"{v:.1%}") if unit == "%" else (lambda v: f"{v:.3f}{unit}")
     return Row(what, f"<= {form(aim)}", NONE if got is None else form(got) + note, None if got is None else got <= aim)
 
 
 def rows(lines: Lines) -> list[Row]:
-    """All aims, then what is told without one."""
+    """The rows of all aims, then rows without an aim."""
     found: list[Row] = []
     for part in (_bandwidth, _chains, _speculation, _large, _host, _peers, _laws, _told):
         try:
             found += part(lines)
-        except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # of another shape: the rest stays
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # bad records: keep the other rows
             found.append(Row(f"{part.__name__[1:]}: {type(error).__name__} {error}", "", NONE, None))
     return found
 
 
 def over(one: float | None, other: float | None) -> float | None:
-    """Their ratio, where there is one."""
+    """one / other; None if either is missing or `other` is 0."""
     return one / other if one is not None and other else None
 
 
@@ -96,7 +96,7 @@ def _chains(lines: Lines) -> list[Row]:
 
 
 def _best(found: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The fastest of those whose texts all came to their end."""
+    """The fastest of the records without unfinished texts."""
     return max((x for x in found if not x.get("failed")), key=lambda x: float(x["tokens_per_s"]), default=None)
 
 
@@ -194,7 +194,7 @@ def _told(lines: Lines) -> list[Row]:
 
 
 def words(x: Mapping[str, Any]) -> str:
-    """One record in a line; "" for one that is not worth it."""
+    """One record as a line for the terminal; "" for a record without such values."""
     kept = ("part", "shape", "engine", "format", "mode", "arm", "kind", "op", "context", "rows", "batch")
     units = {"median_ms": "ms", "median_us": "us", "c": "times one row", "read_share": "of bandwidth"}
     units |= {"tokens_per_s": "tokens/s", "speedup": "x", "host_share": "host"}
@@ -206,7 +206,7 @@ def text(lines: Lines) -> str:
     """The table for a terminal."""
     if not lines:
         return "nothing was measured"
-    toys = lines[0]["dry_run"]  # nothing is met or missed at toy sizes
+    toys = lines[0]["dry_run"]  # toy sizes: no verdicts
     cells = [("what", "aim", "got", ""), *((r.what, r.aim, r.got, "" if toys else r.verdict) for r in rows(lines))]
     widths = [max(len(c[i]) for c in cells) for i in range(3)]
     made = ["  ".join([*(c[i].ljust(widths[i]) for i in range(3)), c[3]]).rstrip() for c in cells]

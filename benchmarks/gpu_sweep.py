@@ -1,9 +1,9 @@
-"""Time every cut of an 8B model's products on a GPU: what `tiling.py` chooses by. One record a cut.
+"""Time all tilings of an 8B model's matrix products on a GPU, as data for `tiling.py`. Writes one record per tiling.
 
     python3 benchmarks/gpu_sweep.py [--formats w4a16,bf16] [--rows 1] [--out RECORDS.jsonl]
 
-Each product runs as a CUDA graph over weights that no cache holds; shares and the launch that adds them count. Needs a
-GPU and the checkout alone.
+Each product runs as a CUDA graph over more weights than the caches hold. With a split, the time includes the launch
+that adds the partial sums. Needs only a GPU and the checkout.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ from sameseed.scheme import QuantTensor
 from sameseed.study import record
 
 SCHEMA = "sameseed.gpu_sweep/1"
-PROGRAMS = ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8), (256, 8))  # outputs and warps
+PROGRAMS = ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8), (256, 8))  # outputs and warps of one program
 SHARES, STAGES = (1, 2, 4, 8, 16), (3, 4, 6)
-BYTES = 256 << 20  # of weights that a graph reads: above any second cache
+BYTES = 256 << 20  # of weights that one graph reads: more than any level-2 cache holds
 
 
 def cuts(w: QuantTensor) -> Iterator[tuple[tiling.Tiling, int]]:
-    """Every cut worth a look, with its stages: neither too few programs nor a dozen for each multiprocessor."""
+    """All tilings worth timing, with pipeline stages.
+
+    Left out: tilings with fewer than 60 programs, and splits with more than 12 programs per multiprocessor or fewer
+    than two steps per share.
+    """
     chosen = tiling.tiling(w)
     for (outputs, warps), split, stages in product(PROGRAMS, SHARES, STAGES):
         programs = -(-w.shape[0] // outputs) * split
@@ -47,7 +51,7 @@ def cuts(w: QuantTensor) -> Iterator[tuple[tiling.Tiling, int]]:
 
 
 def launches(w: QuantTensor, how: tiling.Tiling, stages: int, num_rows: int) -> list[Launch]:
-    """The launches of a product of so many rows, cut like that."""
+    """The launches of a product with `num_rows` rows in tiling `how`."""
     w.__dict__["_tiling"] = how
     x, out = torch.randn(num_rows, w.shape[1], device="cuda"), torch.empty(num_rows, w.shape[0], device="cuda")
     first, ready = prepared.preparation(plain_rows(x), prepared.form_for(w), w.group)
@@ -57,7 +61,7 @@ def launches(w: QuantTensor, how: tiling.Tiling, stages: int, num_rows: int) -> 
 
 
 def filled(w: QuantTensor) -> QuantTensor:
-    """The same weight with numbers, on the GPU."""
+    """The same weight with random values, on the GPU."""
 
     def numbers(t: torch.Tensor) -> torch.Tensor:
         if t.is_floating_point():
@@ -68,13 +72,13 @@ def filled(w: QuantTensor) -> QuantTensor:
 
 
 def run_all(jobs: list[Launch]) -> None:
-    """Launch them in turn."""
+    """Run the launches one after the other."""
     for job in jobs:
         job.run()
 
 
 def sweep(format: str, what: str, num_rows: int) -> Iterator[dict[str, Any]]:
-    """Microseconds of each cut of one product, or why it did not run."""
+    """One record per tiling of one product: microseconds, or the error if the tiling does not run."""
     w = filled(weight(format, *{**SHAPES, "lm_head": LM_HEAD}[what]))
     weights = [w, *(copied(w) for _ in range(min(15, max(1, BYTES // w.nbytes))))]
     for how, stages in cuts(w):
@@ -84,12 +88,12 @@ def sweep(format: str, what: str, num_rows: int) -> Iterator[dict[str, Any]]:
             jobs = [job for each in weights for job in launches(each, how, stages, num_rows)]
             seconds = statistics.median(graphed(partial(run_all, jobs), "cuda"))
             yield {**found, "us": 1e6 * seconds / len(weights)}
-        except Exception as error:  # does not compile, say
+        except Exception as error:  # e.g. the kernel does not compile
             yield {**found, "error": str(error)[:200]}
 
 
 def main() -> None:
-    """Print the fastest cut of each product beside the time of its bytes."""
+    """Time all products, append the records, and print the fastest tiling of each product."""
     parser = argparse.ArgumentParser(description="Times of every cut of an 8B model's products on a GPU.")
     parser.add_argument("--formats", default="w4a16,bf16,fp8-a8,w4a8,w8a8")
     parser.add_argument("--rows", type=int, default=1)

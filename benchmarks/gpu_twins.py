@@ -1,4 +1,4 @@
-"""Parts of `make bench-gpu` that speculate: twins of the embedded pair and head at 8B, and a 70B target in 4 bits."""
+"""Speculation parts of `make bench-gpu`: twins of the embedded pair and head at 8B, and a 70B target in 4 bits."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from sameseed.study.measure import Job, Run, run_batch
 from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
 BLOCK = 16
-PROMPT = 128  # tokens of a prompt, at most
+PROMPT = 128  # most tokens of a prompt
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to decode: its drafter, the models that it needs beside the target, and the batch sizes that it runs at."""
+    """A way to decode: its speculation settings, the draft models it needs, and its batch sizes."""
 
     name: str
     spec: SpecConfig
@@ -38,12 +38,12 @@ class Arm:
 
     @property
     def num_draft(self) -> int:
-        """The most tokens that a round guesses."""
+        """The most draft tokens of a round."""
         return 0 if self.spec.method == "none" else self.spec.num_draft_tokens
 
 
 class Stage:
-    """A target on which arms take turns: prompts, and the texts of plain decoding by batch size."""
+    """A loaded target on which arms run, with the runs of plain decoding by batch size."""
 
     def __init__(self, sizes: Sizes, shape: str, target: Llama, format: str, device: str, tell: Tell) -> None:
         self.sizes, self.target, self.device, self.tell = sizes, target, device, tell
@@ -52,24 +52,24 @@ class Stage:
         self.plain: dict[int, Run] = {}
 
     def jobs(self, batch: int) -> list[Job]:
-        """Prompts for one batch size, each with what is asked for it."""
+        """Prompts for one batch size, each with its sampling parameters."""
         count = max(batch, self.sizes.num_prompts)
         params = SamplingParams(max_tokens=self.sizes.max_tokens, ignore_eos=True)
         return [(tuple(p.encode(self.tokenizer))[-PROMPT:], params) for p in read_prompts(DEFAULT_PROMPTS, count)]
 
     def engine(self, arm: Arm, batch: int, jobs: Seq[Job]) -> Engine:
-        """An engine for it. No prefix is remembered: later runs of a prompt would find it."""
+        """An engine for an arm. Its prefix cache is off, because prompts are run several times."""
         longest = max(len(prompt) for prompt, _ in jobs) + self.sizes.max_tokens + 64
         cache = CacheConfig(block_size=BLOCK, prefix_cache=False)
         config = EngineConfig(spec=arm.spec, max_num_seqs=batch, max_model_len=longest, device=self.device, cache=cache)
         return assemble(config, self.tokenizer, batch * -(-longest // BLOCK) + 8, self.target, arm.drafts)
 
     def run(self, arm: Arm, batch: int) -> None:
-        """One record: tokens a second, acceptance, equality with plain decoding, the host's share of a round."""
+        """Write one record: tokens per second, acceptance, equality with plain decoding, the host's share of time."""
         jobs = self.jobs(batch)
         engine, run = self.engine(arm, batch, jobs), Run()
         first = jobs[:batch]
-        for start in range(0, len(jobs) // batch * batch, batch):  # each number of rows is compiled, and recorded
+        for start in range(0, len(jobs) // batch * batch, batch):  # warm-up: compile and capture graphs for all rows
             run_batch(engine, jobs[start : start + batch], Run())
         forget_peak, first_tokens = memory.peak(self.device), 0.0
         for start in range(0, len(jobs) // batch * batch, batch):
@@ -78,7 +78,7 @@ class Stage:
         failed = unfinished(run, self.sizes.max_tokens)
         if arm.spec.method == "none" and not failed:
             self.plain.setdefault(batch, run)
-        plain = None if failed else self.plain.get(batch)  # what stopped early was not faster
+        plain = None if failed else self.plain.get(batch)  # no speed-up for a run whose texts ended early
         drafted, accepted = run.metrics.num_draft_tokens, run.metrics.num_accepted_tokens
         self.tell(
             {
@@ -98,7 +98,7 @@ class Stage:
         )  # fmt: skip
 
     def host(self, engine: Engine, jobs: Seq[Job]) -> dict[str, Any]:
-        """The share of a run in which the device does not work: a batch by the clock, then by the profiler."""
+        """The share of a run in which the device is idle: wall time of one batch against the profiler's busy time."""
         seconds = wall(lambda: run_batch(engine, jobs, Run()), self.device)
         if self.device == "cpu":
             run = Run()
@@ -115,12 +115,15 @@ class Stage:
 
 
 def unfinished(run: Run, max_tokens: int) -> int:
-    """Completions that ended in an error or before their last token: that they equal others says nothing."""
+    """Number of completions that ended with an error or before `max_tokens`; such texts cannot be compared."""
     return sum(c.finish_reason is FinishReason.ERROR or len(c.token_ids) < max_tokens for c in run.completions)
 
 
 def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, warm: bool = False) -> None:
-    """Twins in one format: plain, a draft model, a head; at batch 1, and some at 4. `warm`: only what compiles."""
+    """Twins in one format: plain decoding, a draft model, a head; at batch 1, some at batch 4.
+
+    `warm`: only compile the kernels, without records.
+    """
     forget(device)
     quant = QuantScheme.parse(format)
     target = twin(TARGET, sizes.shape, quant, ops, device)
@@ -128,7 +131,7 @@ def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format:
     stage = Stage(sizes, sizes.shape, target, format, device, tell)
     if not warm:
         with attempted("plain decoding at batch 1", tell):
-            stage.run(Arm("plain", SpecConfig()), 1)  # at once: others are compared with it
+            stage.run(Arm("plain", SpecConfig()), 1)  # first: the other arms are compared with it
     head = head_twin(sizes.shape, target, quant, ops, device)
     draft = twin(DRAFT, sizes.draft_shape, quant, ops, device)
     arms = [Arm("plain", SpecConfig(), batches=few)]
@@ -144,7 +147,7 @@ def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format:
 
 
 def measure_large(sizes: Sizes, ops: Ops, device: str, tell: Tell, warm: bool = False) -> None:
-    """The large target in 4 bits: plain, every two-level setting (a head, a draft model, n-grams), and cascades."""
+    """The large target in 4 bits: plain decoding, all two-level settings (head, draft model, n-grams), and cascades."""
     forget(device)
     sizes = replace(sizes, num_prompts=min(2, sizes.num_prompts))
     format = sizes.large_format
@@ -172,7 +175,7 @@ def measure_large(sizes: Sizes, ops: Ops, device: str, tell: Tell, warm: bool = 
 
 
 def run_arms(stage: Stage, arms: Seq[Arm], warm: bool) -> None:
-    """All arms at their batch sizes, batch 1 first; `warm`: a few tokens of each kind of arm, without a record."""
+    """Run all arms at their batch sizes, batch 1 first. `warm`: a few tokens of each kind of arm, without records."""
     if warm:
         stage.sizes = replace(stage.sizes, max_tokens=4, num_prompts=1)
         kinds = {arm.spec.method: arm for arm in arms}

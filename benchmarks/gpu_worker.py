@@ -1,6 +1,6 @@
-"""One part of `make bench-gpu` in a process of its own: reads a job (a line of JSON), writes lines of JSON.
+"""Runs one part of `make bench-gpu` in its own process: reads a job (one JSON line), and writes JSON lines.
 
-`gpu.py` starts it ahead of its turn: everything is imported before the job is read, and no device is touched.
+`gpu.py` starts it ahead of its turn. It imports everything before it reads the job, and does not use the device before.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ PARTS = {
 
 
 def prepare() -> None:
-    """Import what parts need. A library that one of them lacks is that part's concern: it will say so."""
+    """Import the modules of all parts. Import errors are ignored here; the part that needs the module reports them."""
     for module, _ in PARTS.values():
         with suppress(Exception):
             importlib.import_module(module)
 
 
-class TimeUp(BaseException):  # no handler of faults on the way may swallow it
-    """A part's time is over: what it measured stands, the rest is left out."""
+class TimeUp(BaseException):  # a BaseException, so that no `except Exception` swallows it
+    """A part's time is over: its records so far stand, the rest is left out."""
 
 
 def do(job: dict[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
-    """Do one job: its kind names a function, the rest are its arguments."""
+    """Run one job: `kind` names a function, and the job's own fields are its arguments."""
     sizes, device = Sizes.from_dict(job["sizes"]), job["device"]
     backend = ops.resolve(job["backend"], device)
     known = ("kind", "sizes", "device", "backend", "seconds", "until")
@@ -59,16 +59,16 @@ def do(job: dict[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
     try:
         function(sizes, backend, device, tell, **own)
     finally:
-        if backend.name == "triton":  # what did not compile was computed by the reference: its times say nothing
+        if backend.name == "triton":  # ops whose kernel did not compile ran on the reference: their times mean nothing
             guard = importlib.import_module("sameseed.ops.triton.guard")
             tell({"part": "broken", "kind": job["kind"], "ops": sorted(guard.broken)})
 
 
 def main() -> int:
-    """0 where the job was done or its time was over; what was left out is among the lines."""
+    """Run the job from stdin. Returns 0 or exits with 0; whatever was left out is reported in the output lines."""
     with_parent()
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print goes to the log
+    os.dup2(2, 1)  # output of libraries goes to the log
 
     def tell(**found: Any) -> None:
         print(json.dumps(found), file=out, flush=True)
@@ -76,7 +76,7 @@ def main() -> int:
     prepare()
     line = sys.stdin.readline()
     if not line.strip():
-        return 0  # not needed after all
+        return 0  # no job: the parent does not need this worker
     job = json.loads(line)
 
     def ring(signum: int, frame: FrameType | None) -> None:
@@ -96,7 +96,7 @@ def main() -> int:
     signal.setitimer(signal.ITIMER_REAL, 0)
     tell(done=True)
     out.flush()
-    # At once: taking a device's context down in order takes seconds, and may hang after a fault.
+    # Exit immediately: an orderly shutdown of the device context takes seconds, and may hang after a fault.
     os._exit(0)
 
 

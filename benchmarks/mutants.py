@@ -1,10 +1,10 @@
-"""Mistakes that a generator draws, and those that are written down: what the certificate's checks say of each.
+"""Mutation test of the certificate's checks, with randomly generated mutants or with those written in the source.
 
-    .venv/bin/python benchmarks/mutants.py --seed 7 --count 60 --state drawn.jsonl    # again with the same: goes on
+    .venv/bin/python benchmarks/mutants.py --seed 7 --count 60 --state drawn.jsonl    # the same command resumes
     .venv/bin/python benchmarks/mutants.py --written --state written.jsonl
 
-Every verdict is a line of `--state`; what is there already is not tried again. At the end one record is appended to
-`--out`. `--areas` draws from some areas alone.
+Each verdict is one line of `--state`; mutants with a verdict are not tried again. At the end, one record is appended to
+`--out`. `--areas` draws mutants only from the named areas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNREACHED = "unreached"
 
 
 def written(tokenizer: Tokenizer, state: State) -> dict[str, Any]:
-    """The score of the written mutants."""
+    """Try the mutants written in the source; returns their score."""
     baseline = mutants.Baseline(tokenizer, checks=known_checks())
     for mutant in (*mutants.MUTANTS, *server_mistakes()[0]):
         if mutant.name not in state.done:
@@ -40,7 +40,7 @@ def written(tokenizer: Tokenizer, state: State) -> dict[str, Any]:
 
 
 def drawn(tokenizer: Tokenizer, state: State, seed: int, count: int, areas: list[str]) -> dict[str, Any]:
-    """The score of `count` drawn mutants that lie on lines which a check runs."""
+    """Try random mutants until `count` of them lie on lines that a check runs; returns their score."""
     every = {**AREAS, **server_mistakes()[1]}
     places = Places({name: modules for name, modules in every.items() if not areas or name in areas})
     bench = Bench(tokenizer, known_checks(), places.files)
@@ -57,7 +57,7 @@ def drawn(tokenizer: Tokenizer, state: State, seed: int, count: int, areas: list
 
 
 class State:
-    """Verdicts by name, kept in a file."""
+    """Verdicts by mutant name, kept in a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class State:
             yield from map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
 
     def add(self, verdict: dict[str, Any]) -> None:
-        """Keep one, and say it."""
+        """Save a verdict and print it."""
         self.done[verdict["name"]] = verdict
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(verdict) + "\n")
@@ -76,7 +76,7 @@ class State:
 
 
 def main() -> None:
-    """Try, then append the record."""
+    """Try the mutants, then append the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40, help="mutants on lines that some check runs")

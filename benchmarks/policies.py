@@ -1,17 +1,17 @@
-"""Goodput against plain decoding and fixed lengths: cells of draft x temperature x batch x texts, in turns.
+"""The policy goodput against plain decoding and fixed draft lengths, in cells of draft x temperature x batch x texts.
 
     .venv/bin/python benchmarks/policies.py [--ks 2 4 8] [--seconds 6] [--cells 60] [--out RECORDS.jsonl]
     .venv/bin/python benchmarks/policies.py --model DIR --drafts DIR 'suffix + HEAD' --format w4a8 --data EVAL-DIR
 
-Texts: code, chat, maths, repetitive (a prompt that says things twice) and random (tokens without a pattern). Prompts
-are the embedded ones; `--data` names a folder with humaneval, mt_bench and gsm8k (.jsonl.gz), which then serve for the
-first three. Answers end where the model ends them. A cache of suffixes looks at no past request here: the same prompts
-come again and again. What goodput learned in one cell it knows in the next, as in a server.
+Texts: code, chat, maths, repetitive (prompts that contain their text twice) and random (random tokens). Prompts are the
+packaged ones. `--data` names a folder with humaneval, mt_bench and gsm8k (.jsonl.gz), which then replace the first
+three. Answers end at the model's end token. The suffix drafter uses no past requests here, because the same prompts are
+repeated. What goodput learned in one cell is kept for the next one, as in a server.
 
-In a cell all ways run the same batches of prompts, in an order that is drawn for each batch, and each batch gives a
-pair with plain decoding's. Before it goodput runs `--settle` seconds alone: a cell is a workload that lasts, and what
-texts cost that have just changed is another question. `--cells N` draws N of the cells. One record a cell, with 80 %
-intervals; `make docs` makes the table.
+In a cell, all arms run the same batches of prompts, in a random order for each batch. Each batch gives a pair of
+measurements with plain decoding. Before a cell, goodput runs alone for `--settle` seconds: a cell stands for a steady
+workload, not for the moment after a change of texts. `--cells N` draws N of the cells. Writes one record per cell, with
+80 % intervals; `make docs` makes the table.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ RESULTS = Path(__file__).parent / "results" / "policies.jsonl"
 SCHEMA = "sameseed.policies/1"
 CHAT = ("orders", "records", "sums")
 TEXTS = ("code", "chat", "maths", "repetitive", "random")
-LONGEST = 192  # tokens of a prompt that are taken, its end
-FEWEST = 4  # pairs of a cell, however long they take
+LONGEST = 192  # most tokens of a prompt; only its last ones are used
+FEWEST = 4  # least pairs in a cell, regardless of time
 
 
 def prompts_of(data: Path | None, encode: Any, vocab_size: int) -> dict[str, list[tuple[int, ...]]]:
-    """Prompts by kind of text, as token ids."""
+    """Prompts as token ids, by kind of text."""
     found = [*read_prompts(ASSETS / "prompts_heldout.jsonl"), *read_prompts(DEFAULT_PROMPTS)]
     code = [p for p in found if p.domain == "code-tasks"]
     maths = [p for p in found if p.domain == "math"]
@@ -67,20 +67,20 @@ def prompts_of(data: Path | None, encode: Any, vocab_size: int) -> dict[str, lis
 
 
 def lines(path: Path) -> Iterable[dict[str, Any]]:
-    """The objects of a packed .jsonl file."""
+    """The JSON objects of a .jsonl.gz file."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         yield from map(json.loads, file)
 
 
 def speeds(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> tuple[dict[Arm, Any], bool]:
-    """(tokens, seconds) of each pair [n, 2] by way, for about so long; and whether all texts were plain decoding's."""
+    """Run batches for about `seconds`: by arm an array [n, 2] of (tokens, seconds); and whether all texts are equal."""
     taken: dict[Arm, list[tuple[int, float]]] = {way: [] for way in ways}
     same, end, rng = True, time.perf_counter() + seconds, random.Random(0)
     for i, batch in enumerate(itertools.cycle(list(workload.batches()))):
         if i >= FEWEST and time.perf_counter() > end:
             break
         texts = []
-        for way in rng.sample(ways, len(ways)):  # in no fixed order: what runs before leaves the caches as it does
+        for way in rng.sample(ways, len(ways)):  # random order, since each arm's run affects the caches for the next
             run = Run()
             run_batch(bench.install(way), batch, run)
             taken[way].append((run.num_tokens, run.seconds))
@@ -90,7 +90,7 @@ def speeds(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> 
 
 
 def ratio(one: Any, other: Any) -> list[float]:
-    """Tokens a second of one way over another's, [value, low, high]: 80 % by a bootstrap over pairs."""
+    """Ratio of tokens per second of two arms, [value, low, high], with an 80 % bootstrap interval over pairs."""
     rng = np.random.default_rng(0)
     picks = np.vstack([np.arange(len(one)), rng.integers(len(one), size=(1000, len(one)))])
     a, b = one[picks].sum(1), other[picks].sum(1)
@@ -99,7 +99,7 @@ def ratio(one: Any, other: Any) -> list[float]:
 
 
 def measured(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float, settle: float) -> dict[str, Any]:
-    """What one cell showed: plain decoding first, goodput second, fixed lengths after them."""
+    """Measure one cell. `ways`: plain decoding, goodput, then fixed lengths. Returns the cell's results."""
     if settle:
         speeds(bench, ways[1:2], workload, settle)
     taken, same = speeds(bench, ways, workload, seconds)
@@ -118,13 +118,13 @@ def measured(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float, s
 
 
 def formatted(spec: SpecConfig, name: str) -> SpecConfig:
-    """The same levels, their models in this format."""
+    """The same speculation settings, with the models of all levels in format `name`."""
     below = tuple(formatted(b, name) for b in spec.below)
     return replace(spec, below=below, format=name if spec.model else spec.format)
 
 
 def main() -> None:
-    """Measure all, append the records."""
+    """Measure the cells and append one record for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
     usual = ["ngram", "embedded-draft", "embedded-head", "suffix + embedded-head"]
@@ -157,7 +157,7 @@ def main() -> None:
     tokenizer, vocab_size = bench.llm.tokenizer, bench.llm.engine.runner.model.config.vocab_size
     given = prompts_of(args.data, lambda p: p.encode(tokenizer), vocab_size)
     cells = list(itertools.product(args.drafts, args.temperatures, args.batches, args.texts))
-    random.Random(0).shuffle(cells)  # a run that is cut short has drawn some
+    random.Random(0).shuffle(cells)  # so that a run that is cut short has a random sample of the cells
     cells = cells[: args.cells][args.skip :]
     run_id = record.now()
     for done, (draft, temperature, batch, texts) in enumerate(cells, 1):

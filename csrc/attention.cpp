@@ -1,4 +1,5 @@
-// Store and move rows of the cache, attend to it: check, cut into tasks, run on the pool.
+// Stores and moves rows of the KV cache and computes attention: checks arguments, cuts the work into tasks, runs them
+// on the thread pool.
 
 #include "attention.h"
 
@@ -15,12 +16,13 @@
 namespace sameseed {
 namespace {
 
-constexpr int64_t rows_of_a_tile = 32;  // more would waste products with keys that only the last rows see
+constexpr int64_t rows_of_a_tile = 32;  // with more, many products would be with keys that only the last rows see
 constexpr int64_t tasks_per_thread = 4;
-constexpr int64_t blocks_in_order = 4;  // of a sequence, at least, that are walked in the order of memory
-constexpr int64_t merged_by_one = 64;  // blocks that are merged before another thread is worth waking
+constexpr int64_t blocks_in_order = 4;  // a sequence is read in memory order if it has at least this many blocks
+constexpr int64_t merged_by_one = 64;  // merging up to this many blocks is not worth waking another thread
 
-// Everything that a kernel would follow blindly: offsets, lengths, masks, block numbers.
+// Checks everything that the kernels use unchecked: offsets, lengths, masks, block numbers. Throws std::out_of_range or
+// std::invalid_argument.
 void check_sequence(const AttentionArgs& a, const Sequences& s, int64_t b, int64_t num_blocks) {
     const int64_t begin = s.row_offsets[b], end = s.row_offsets[b + 1], kv_len = s.kv_lens[b];
     if (begin < 0 || end < begin || end > s.rows) throw std::out_of_range("row_offsets do not ascend within the batch");
@@ -43,12 +45,12 @@ void check_sequence(const AttentionArgs& a, const Sequences& s, int64_t b, int64
     check("block", s.block_tables + b * s.table_stride, blocks, num_blocks);
 }
 
-// Tiles of one sequence: some rows and the query heads of one KV head, few enough for a kernel.
+// Cuts one sequence into tiles: some rows and query heads of one KV head, at most max_queries query vectors.
 void add_tiles(const AttentionArgs& a, const Sequences& s, int64_t b, std::vector<AttentionTile>& tiles) {
     const int64_t group = a.heads / a.kv_heads, heads_per_tile = std::min(group, max_queries);
     const int64_t rows_per_tile = std::min(rows_of_a_tile, max_queries / heads_per_tile);
     const int64_t end = s.row_offsets[b + 1];
-    // Heads first: the keys and values of one KV head stay in a core's cache while tile after tile reads them.
+    // The outer loop is over heads, so that the keys and values of a KV head stay in a core's cache for all its tiles.
     for (int64_t head = 0, heads; head < a.heads; head += heads) {
         const int64_t kv_head = head / group;
         heads = std::min(heads_per_tile, (kv_head + 1) * group - head);
@@ -62,12 +64,14 @@ void add_tiles(const AttentionArgs& a, const Sequences& s, int64_t b, std::vecto
     }
 }
 
-// Blocks [block_begin, block_end) of the tiles [tile_begin, tile_end): one, or all heads of a sequence.
+// A task: blocks [block_begin, block_end) of tiles [tile_begin, tile_end). These are one tile, or all tiles of a
+// sequence.
 struct Work {
     int64_t tile_begin, tile_end, block_begin, block_end;
 };
 
-// Has a tile of works[i] fetch a part of what is read after `block`. The work's tiles divide that: this one takes part `share`.
+// Makes a tile of works[i] prefetch a part of the positions that are read after `block`. The tiles of the work divide
+// these positions among themselves; this tile takes part number `share`.
 void fetch_next(const AttentionArgs& args, const std::vector<AttentionTile>& tiles, const std::vector<Work>& works, int64_t i,
                 int64_t block, int64_t share, AttentionTile& tile) {
     const bool last = block + 1 == works[i].block_end;
@@ -83,20 +87,22 @@ void fetch_next(const AttentionArgs& args, const std::vector<AttentionTile>& til
     tile.next_end = start + count * (share + 1) / shares;
 }
 
-// Floats that a tile's blocks leave to be merged.
+// Floats of the partial results of all blocks of a tile.
 int64_t partial_floats(const AttentionArgs& args, const AttentionTile& tile) {
     return (tile.end_block - tile.first_block) * attention_partial(args.dim, tile.row_count * tile.head_count);
 }
 
-// Cut the tiles of the sequences, [begins[b], begins[b + 1]), into works. Where several of them share a tile's blocks, what
-// each finds is merged later; returns how many floats that takes. `parallel`: is there work for more than one task?
+// Cuts the tiles of all sequences ([begins[b], begins[b + 1]) for sequence b) into works. If the blocks of a tile are
+// divided among several works, their partial results are merged later. Returns the number of floats that the partial
+// results take. `parallel` says whether there is work for more than one task.
 int64_t cut(const AttentionArgs& args, KvFormat format, std::vector<AttentionTile>& tiles, const std::vector<int64_t>& begins,
             bool parallel, std::vector<Work>& works) {
     const int64_t wanted = tasks_per_thread * num_threads(), num_tiles = static_cast<int64_t>(tiles.size());
     const int64_t count = static_cast<int64_t>(begins.size()) - 1;
     const auto blocks_of = [&](int64_t t) { return tiles[t].end_block - tiles[t].first_block; };
-    // Few rows wait for memory, which is faster in order: all heads of a block, then the next block. Packing keys by pairs
-    // takes longer than memory, and was slower so.
+    // With few rows, reading memory is the bottleneck, and it is faster in memory order: all heads of a block, then the
+    // next block. bf16_a16 is excluded: packing keys in pairs takes longer than reading them, and this order was
+    // slower.
     const auto in_order = [&](int64_t b) {
         return begins[b] < begins[b + 1] && tiles[begins[b]].row_begin == tiles[begins[b + 1] - 1].row_begin &&
                blocks_of(begins[b]) >= blocks_in_order && format != KvFormat::bf16_a16;
@@ -152,7 +158,7 @@ void move_kv(const Cache& cache, const int32_t* source, const int32_t* target, i
     auto move = [&](void* at, int64_t bytes) {
         if (at == nullptr) return;
         char* base = static_cast<char*>(at);
-        rows.resize(static_cast<size_t>(count * bytes));  // read all, then write: the order of moves never matters
+        rows.resize(static_cast<size_t>(count * bytes));  // all reads come before all writes, so order is irrelevant
         for (int64_t i = 0; i < count; i++) std::memcpy(rows.data() + i * bytes, base + source[i] * bytes, bytes);
         for (int64_t i = 0; i < count; i++) std::memcpy(base + target[i] * bytes, rows.data() + i * bytes, bytes);
     };
@@ -171,7 +177,7 @@ void attention(const Attention& a) {
     thread_local std::vector<AttentionTile> tile_buffer;
     thread_local std::vector<Work> work_buffer;
     thread_local std::vector<int64_t> begin_buffer;
-    std::vector<AttentionTile>& tiles = tile_buffer;  // workers have their own of the former
+    std::vector<AttentionTile>& tiles = tile_buffer;  // thread_local names would mean other objects in workers
     std::vector<Work>& works = work_buffer;
     std::vector<int64_t>& begins = begin_buffer;
     tiles.clear(), works.clear(), begins.clear();

@@ -1,4 +1,4 @@
-// The cache and attention over it, as Python calls them.
+// The KV cache and attention over it: the interface that the Python bindings use.
 
 #pragma once
 
@@ -6,7 +6,8 @@
 
 namespace sameseed {
 
-// A layer of the cache: k and v [num_slots, Hk] rows of kv_row_bytes; scales [num_slots, Hk], or null in dense formats.
+// One layer of the KV cache: k and v are [num_slots, Hk] rows of kv_row_bytes(); scales are [num_slots, Hk], or null in
+// dense formats.
 struct Cache {
     void *k, *v;
     float *k_scale, *v_scale;
@@ -17,13 +18,13 @@ void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride
               int64_t rows);
 void move_kv(const Cache& cache, const int32_t* source, const int32_t* target, int64_t count);
 
-// Rows and blocks of the sequences of a pass.
+// The rows and cache blocks of the sequences in a forward pass.
 struct Sequences {
     const int32_t *row_offsets, *kv_lens, *block_tables;
     int64_t count, table_stride, rows;
 };
 
-// q [T, H, D] (rows of `stride` elements) over the cache, in blocks of `block_size` slots.
+// Attention of q [T, H, D] (rows `stride` elements apart) over a cache that is paged in blocks of `block_size` slots.
 struct Attention {
     const float* q;
     int64_t stride, heads;

@@ -1,34 +1,40 @@
 // Attention over the paged cache. Included like linear_body.h.
 //
-// The arithmetic, for one query at logical position p: keys go in blocks of 256 logical positions. In a block, with the
-// scales a_t of key t and b_t of value t (scaled formats only), and codes k_t and v_t as the numbers they stand for,
+// The arithmetic for one query at logical position p: keys are processed in blocks of 256 logical positions. In a
+// block, let a_t and b_t be the scales of key t and value t (scaled formats only), and k_t and v_t the values of their
+// codes. Then
 //   s_t = a_t ((scale q) . k_t),  m = max s_t,  e_t = exp(s_t - m),  l = sum e_t,  o = sum (e_t b_t) v_t (t ascending),
-// and the blocks' (m, l, o) are merged in ascending order; the result is o / l. Neither the place of a key in the cache,
-// nor the other rows, nor who shares a tile enters: a draft node's ancestors stand at the positions after the known tokens.
-// Nor does it matter whether one thread walks the blocks or several share them: a block's results are the same alone.
-// Rows in 4 bits are decoded to floats, in registers or when they are found, and their scales are spent then; where they are
-// rotated, so is q, and the result is rotated back. (Blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022.)
+// and the (m, l, o) of the blocks are merged in ascending order. The result is o / l.
+// (Blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022.)
+//
+// The result is row-invariant: it does not depend on where a key is stored in the cache, on other rows, or on the tile.
+// The ancestors of a draft node count as the positions after the known tokens. It does not matter either whether one
+// thread processes all blocks or several threads divide them, because the results of a block are computed from that
+// block alone.
+//
+// Rows in 4 bits are decoded to floats, scale included, either in registers or when the row is looked up. If they are
+// stored rotated, q is rotated too, and the result is rotated back.
 
-constexpr int64_t few_queries = query_tile;  // up to so many, one tile, keys and values are widened in registers
-// So many rows of values at a time then. They often lie apart by a power of two: of more, few would stay in the first-level
-// cache until all their columns are summed.
+constexpr int64_t few_queries = query_tile;  // up to this many (one tile), keys and values are widened in registers
+// Rows of values processed at a time in that case. Value rows are often a power of two apart, so with more rows few of
+// them would stay in the L1 cache until all their columns are summed.
 constexpr int64_t few_values = 32;
 
-// What the rows of a tile share.
+// The state shared by the rows of a tile.
 struct Walk {
     const AttentionArgs& a;
     const AttentionTile& tile;
-    int64_t group, queries, padded;     // query heads a row; rows * group; dim rounded up to vectors
+    int64_t group, queries, padded;     // query heads per row; rows * group; dim rounded up to whole vectors
     int64_t row_size;                   // elements of a stored row
     float *q, *total, *block, *panel;   // [queries, padded] three times, [panel_keys, padded]
-    float *scores, *key_scales, *value_scales;             // [queries, score_stride], [score_stride] twice: of a block
+    float *scores, *key_scales, *value_scales;             // of a block: [queries, score_stride], [score_stride] twice
     float* unpacked;                                       // [2 * key_block, padded]: keys, then values of a block
-    float row_max[max_queries], row_sum[max_queries];      // of all blocks so far
-    float block_max[max_queries] = {}, block_sum[max_queries] = {};  // of one
+    float row_max[max_queries], row_sum[max_queries];      // over all blocks so far
+    float block_max[max_queries] = {}, block_sum[max_queries] = {};  // of the current block
     int64_t begin[max_queries], end[max_queries];          // what row i sees of the block, relative to its start
-    int64_t row_of[max_queries];                           // of query c: a division each time would cost more than its sums
-    int64_t low, seen;                                     // places of the block that any row sees: [low, seen)
-    int64_t known, high;                                   // the nodes' own keys begin at `known`; shared ones: [low, high)
+    int64_t row_of[max_queries];                           // row of query c; dividing each time would cost too much
+    int64_t low, seen;                                     // [low, seen): places of the block that some row sees
+    int64_t known, high;                                   // own keys of draft nodes: from `known`; shared: [low, high)
     Ahead ahead;
 
     Walk(const AttentionArgs& args, const AttentionTile& t, float* scratch)
@@ -44,7 +50,8 @@ struct Walk {
         for (int64_t i = 0; i < queries * padded; i += lanes) store(total + i, zero());
     }
 
-    // What is fetched ahead is spread over the tiles of scores and of values of a block.
+    // Spreads the prefetches evenly over the score tiles and value tiles of a block. `element`: bytes of a stored
+    // element.
     void plan_ahead(int64_t element) {
         const int64_t tiles = (queries + query_tile - 1) / query_tile, some = queries < query_tile ? queries : query_tile;
         const int64_t step = queries <= few_queries ? few_values : panel_keys;
@@ -70,17 +77,18 @@ struct Walk {
     }
 };
 
-// What the products read: rows as they are stored, or floats that they were decoded to.
+// The type of row that the products read: the stored row, or the floats that it was decoded to.
 template <class T>
 using Row = std::conditional_t<unpacked_first<T>, float, T>;
 
-// Keys and values stored at indices [begin, end) of the sequence; the first one's place in the block is `at`.
+// Looks up the keys and values stored at indices [begin, end) of the sequence. The first one has place `at` in the
+// block.
 template <class T>
 void find(Walk& w, int64_t begin, int64_t end, const Row<T>** keys, const Row<T>** values, int64_t at) {
     const AttentionArgs& a = w.a;
     uint32_t block = static_cast<uint32_t>(begin) / static_cast<uint32_t>(a.block_size);
     int64_t place = begin - block * a.block_size;
-    for (int64_t i = begin; i < end; block++, place = 0)  // a division a key would cost more than its product
+    for (int64_t i = begin; i < end; block++, place = 0)  // a division per key would cost more than its product
         for (int64_t row = (w.tile.block_table[block] * a.block_size + place) * a.kv_heads + w.tile.kv_head;
              place < a.block_size && i < end; place++, i++, at++, row += a.kv_heads) {
             if constexpr (unpacked_first<T>) {
@@ -100,7 +108,8 @@ void find(Walk& w, int64_t begin, int64_t end, const Row<T>** keys, const Row<T>
         }
 }
 
-// A draft node's own keys, at places [begin, end) of the block: its ancestors' and its own, at positions kv_len, kv_len + 1, ...
+// Looks up a draft node's own keys at places [begin, end) of the block. These are the keys of its ancestors and itself,
+// at positions kv_len, kv_len + 1, ...
 template <class T>
 void own_keys(Walk& w, int64_t i, int64_t start, int64_t begin, int64_t end, const Row<T>** keys, const Row<T>** values) {
     uint64_t mask = static_cast<uint64_t>(w.a.tree_mask[w.tile.row_begin + i]);
@@ -119,13 +128,13 @@ void load_queries(Walk& w) {
         const float* q = w.a.q + row * w.a.q_stride + head * w.a.dim;
         for (int64_t d = 0; d < w.padded; d += lanes) {
             const V part = mul(load_n(q + d, w.a.dim - d), scale);
-            store(w.q + c * w.padded + d, paired<T> ? evens_then_odds(part) : part);  // as `linear` packs x
+            store(w.q + c * w.padded + d, paired<T> ? evens_then_odds(part) : part);  // the order of `pack`
         }
         if (w.a.rotated) rotate(w.q + c * w.padded, w.a.dim);
     }
 }
 
-// Queries [c, c + count) against the keys, which begin at place `at` of the block.
+// Scores of queries [c, c + count) with the keys, which begin at place `at` of the block.
 template <class Keys>
 void score_keys(Walk& w, int64_t c, int64_t count, const Keys& keys, int64_t num_keys, int64_t at, bool fetch) {
     for (int64_t n; count > 0; c += n, count -= n, fetch = false) {
@@ -137,7 +146,7 @@ void score_keys(Walk& w, int64_t c, int64_t count, const Keys& keys, int64_t num
     }
 }
 
-// All queries against the shared keys at places [low, high).
+// Scores of all queries with the shared keys at places [low, high).
 template <class T>
 void score_shared(Walk& w, const T* const* keys, int64_t low, int64_t high) {
     if (w.queries <= few_queries)
@@ -149,7 +158,7 @@ void score_shared(Walk& w, const T* const* keys, int64_t low, int64_t high) {
                    w.panel);
         for (int64_t c = 0, count; c < w.queries; c += count) {
             count = w.queries - c < query_tile ? w.queries - c : query_tile;
-            int64_t seen = 0;  // of the panel, by some of these queries
+            int64_t seen = 0;  // keys of the panel up to the last one that any of these queries sees
             for (int64_t i = w.row_of[c]; i <= w.row_of[c + count - 1]; i++)
                 if (w.sees(i) && w.end[i] - s > seen) seen = w.end[i] - s;
             score_keys(w, c, count, KeyPanel{w.panel, w.padded}, seen < n ? seen : n, s, false);
@@ -157,7 +166,7 @@ void score_shared(Walk& w, const T* const* keys, int64_t low, int64_t high) {
     }
 }
 
-// Weights of the queries of one row from their scores; outside [begin, end) scores are not looked at.
+// Softmax weights of query c from its scores. Scores outside [begin, end) are ignored.
 template <class T>
 void soften(Walk& w, int64_t c, int64_t begin, int64_t end) {
     float* scores = w.scores + c * score_stride;
@@ -183,8 +192,9 @@ void soften(Walk& w, int64_t c, int64_t begin, int64_t end) {
     w.block_sum[c] = reduce_add(sum);
 }
 
-// Add the values, which stand at places [low, high), of queries [c, c + count): each query the places that it sees, and the
-// shared ones together. An unseen value never meets a sum: 0 * NaN would be NaN.
+// Adds the values at places [low, high) for queries [c, c + count). Each query adds only the places that it sees; the
+// places that all of them see are added together. Unseen values are left out, not multiplied by zero, because 0 * NaN
+// is NaN.
 template <class Values>
 void add_seen(Walk& w, int64_t c, int64_t count, const Values& values, int64_t low, int64_t high, bool fetch) {
     int64_t from[query_tile], to[query_tile], common_from = low, common_to = high;
@@ -210,7 +220,7 @@ template <class T>
 void add_shared(Walk& w, const T* const* values, int64_t low, int64_t high) {
     const bool few = w.queries <= few_queries;
     const int64_t step = few ? few_values : panel_keys;
-    bool all_seen = true;  // by every row
+    bool all_seen = true;  // whether every row sees all of [low, high)
     for (int64_t i = 0; i < w.tile.row_count; i++) all_seen = all_seen && w.begin[i] <= low && w.end[i] >= high;
     for (int64_t s = low; s < high; s += step) {
         const int64_t n = high - s < step ? high - s : step;
@@ -229,7 +239,7 @@ void add_shared(Walk& w, const T* const* values, int64_t low, int64_t high) {
     }
 }
 
-// All rows of the tile against the positions of a block.
+// Processes the positions of one block for all rows of the tile.
 template <class T>
 void walk_block(Walk& w, int64_t block_index) {
     const int64_t start = block_index * key_block, rows = w.tile.row_count, group = w.group, dim = w.a.dim;
@@ -264,7 +274,7 @@ void walk_block(Walk& w, int64_t block_index) {
     }
 }
 
-// Merge the block's results into the running ones. A row that sees nothing of the block keeps what it has.
+// Merges the results of a block into the running totals. Rows that see nothing of the block stay unchanged.
 inline void merge(Walk& w, const float* block_max, const float* block_sum, const float* block) {
     float kept[max_queries], added[max_queries], tops[max_queries], sums[max_queries];
     for (int64_t c = 0; c < w.queries; c += lanes) {
@@ -296,7 +306,7 @@ inline void finish(const Walk& w) {
     }
 }
 
-// A block's results: merged, or written down for those who share the blocks.
+// Merges the results of a block, or stores them as partial results if several calls divide the blocks.
 inline void keep_block(Walk& w, int64_t block_index) {
     if (w.tile.partial == nullptr) return merge(w, w.block_max, w.block_sum, w.block);
     float* partial = w.tile.partial + (block_index - w.tile.first_block) * attention_partial(w.a.dim, w.queries);

@@ -1,18 +1,20 @@
-// Attention over a cache in int8_a8: products of integers, exact, so that no order of theirs shows. Included after
-// attention_places_body.h, quantize_body.h and an int_*.h; attention_body.h's walk, softmax and merge are used.
+// Attention over a cache in int8_a8. The products are exact integers, so their order does not affect the bits. Included
+// after attention_places_body.h, quantize_body.h and an int_*.h. Uses the walk, softmax and merge of attention_body.h.
 //
-// With `quantize`'s codes c and scale u of scale q, by query, and a key's codes k_t and scale a_t:
+// For each query, let c and u be the codes and scale that `quantize` gives for scale * q, and k_t and a_t the codes and
+// scale of key t:
 //   s_t = ((c . k_t) u) a_t
-// and with the block's largest weight W = max e_t b_t, by query, and a value's codes v_t:
+// For each query and block, let W = max e_t b_t be the largest weight, and v_t the codes of value t:
 //   n_t = (e_t b_t) (32767 / W), rounded to nearest even,   o = (sum n_t v_t) (W / 32767)
-// As in `quantize`, W below 2^-100 makes o zero; NaN or infinity in it make o NaN. A place that a row does not see has n_t 0.
+// As in `quantize`, o is zero if W is below 2^-100, and NaN if W is NaN or infinite. A place that a row does not see
+// has n_t = 0.
 
 constexpr int64_t query_code_bytes = wide_codes ? 2 : 1;
 constexpr int64_t query_codes_apart = (max_dim + 64) * query_code_bytes;  // bytes from one query to the next
-constexpr int64_t weight_codes_apart = key_block + lanes;     // 16-bit weights likewise
-constexpr int64_t panel_places = block_outputs;               // keys that share a panel
+constexpr int64_t weight_codes_apart = key_block + lanes;     // 16-bit weights from one query to the next
+constexpr int64_t panel_places = block_outputs;               // keys of a panel
 constexpr int64_t panel_quad = panel_places * 4;              // bytes of four columns of a panel
-constexpr int64_t codes_ahead = 64;                           // places between a key and the one that is asked for
+constexpr int64_t codes_ahead = 64;                           // keys are prefetched this many places ahead
 
 struct CodeWalk {
     Walk& w;
@@ -20,7 +22,7 @@ struct CodeWalk {
     int64_t depth;                      // dim rounded up to 64
     int32_t* sums;                      // [queries][padded]
     float *q_scales, *weight_scales;    // [queries]
-    int32_t* starts;                    // [queries]: keys are bytes, code + 128
+    int32_t* starts;                    // [queries]: what sums start from, because panels hold key codes + 128
     int8_t* q;                          // [queries][query_codes_apart]
     int16_t* weights;                   // [queries][weight_codes_apart]
     uint8_t* keys;                      // [depth / 4][32 keys][4 columns]
@@ -49,7 +51,7 @@ struct CodeWalk {
     }
 };
 
-// scores[M][stride] of queries c .. c + M against the panel's 32 keys.
+// scores[M][stride] of queries [c, c + M) with the 32 keys of the panel.
 template <int M>
 void score_panel(const CodeWalk& p, int64_t c, float* scores, int64_t stride) {
     for (int64_t half = 0; half < 2; half += halves) {
@@ -82,7 +84,7 @@ inline void score_some(const CodeWalk& p, int64_t c, int64_t count, float* score
     score_panel<M>(p, c, scores, stride);
 }
 
-// scores[count][stride] of queries c .. c + count against the keys at places [from, to): from a multiple of 32 on.
+// scores[count][stride] of queries [c, c + count) with the keys at places [from, to). `from` is a multiple of 32.
 inline void score_codes(CodeWalk& p, int64_t c, int64_t count, int64_t from, int64_t to, float* scores, int64_t stride) {
     for (int64_t place = from; place < to; place += panel_places, scores += panel_places) {
         for (int64_t j = 0; j < panel_places; j += lanes) {
@@ -98,7 +100,8 @@ inline void score_codes(CodeWalk& p, int64_t c, int64_t count, int64_t from, int
     }
 }
 
-// Weights of query c, which sees places [begin, end), as integers; 0 elsewhere in [low, high).
+// Quantizes the softmax weights of query c to 16 bits. Places in [low, high) outside [begin, end), which it does not
+// see, get 0.
 inline void quantize_weights(CodeWalk& p, int64_t c, int64_t begin, int64_t end, int64_t low, int64_t high) {
     float* scores = p.w.scores + c * score_stride;
     int16_t* codes = p.weights + c * weight_codes_apart;
@@ -121,7 +124,7 @@ inline void quantize_weights(CodeWalk& p, int64_t c, int64_t begin, int64_t end,
     }
 }
 
-// sums of Q queries += weights times the panel's values, in C vectors of columns.
+// Adds weights times the values of the panel to the sums of Q queries, in C vectors of columns.
 template <int Q, int C>
 INLINE void add_columns(const CodeWalk& p, const int16_t* weights, const int8_t* values, int64_t pairs, int32_t* sums) {
     I total[Q * C];
@@ -137,7 +140,7 @@ INLINE void add_columns(const CodeWalk& p, const int16_t* weights, const int8_t*
     unroll<Q * C>([&](auto i) INLINE_LAMBDA { store_ints(sums + i / C * p.w.padded + i % C * lanes, total[i]); });
 }
 
-// Queries c .. c + count take the values at places [from, to), from even.
+// Adds the values at places [from, to) to the sums of queries [c, c + count). `from` is even.
 inline void add_code_values(CodeWalk& p, int64_t c, int64_t count, int64_t from, int64_t to) {
     const int8* const* at = p.places.values();
     for (int64_t j = from; j < to; j += 2) {
@@ -158,7 +161,7 @@ inline void add_code_values(CodeWalk& p, int64_t c, int64_t count, int64_t from,
     }
 }
 
-// Scores and weights of all rows; their own keys are scored one row after the other.
+// Scores and softmax weights of all rows. The rows' own keys (of draft nodes) are scored one row after the other.
 inline void weigh_codes(CodeWalk& p, int64_t start) {
     Walk& w = p.w;
     const int64_t low = w.low / panel_places * panel_places, known = w.known;
@@ -170,7 +173,7 @@ inline void weigh_codes(CodeWalk& p, int64_t start) {
         }
         if (w.end[i] > known) {
             const int64_t from = p.places.own_begin(i);
-            float* own = w.unpacked;  // [group][32], of no use to this format
+            float* own = w.unpacked;  // [group][32]; this format does not use the buffer otherwise
             p.places.place_own(i, start, from);
             for (int64_t place = from / panel_places * panel_places; place < w.end[i]; place += panel_places) {
                 score_codes(p, i * w.group, w.group, place, place + 1, own, panel_places);
@@ -200,7 +203,7 @@ inline void walk_codes(CodeWalk& p, int64_t block_index) {
     if (w.low < w.high) add_code_values(p, 0, w.queries, w.low / 2 * 2, w.high);
     for (int64_t i = 0; i < w.tile.row_count; i++) {
         if (!w.sees(i) || w.end[i] <= w.known) continue;
-        // The shared one of a pair of places is not there now: it counts once.
+        // If the first pair also holds a shared place, clear that place here: its value was added above already.
         const int64_t from = p.places.own_begin(i);
         p.places.clear(from / 2 * 2, from);
         p.places.place_own(i, start, from);

@@ -1,11 +1,11 @@
-// Attention over a cache in bf16_a16: queries and softmax weights are rounded to bf16, as the cache's rows are, and both
-// products are those of pairs_body.h. Included after
-// attention_places_body.h; attention_body.h's walk, softmax and merge are used.
+// Attention over a cache in bf16_a16: queries and softmax weights are rounded to bf16, as the rows of the cache are,
+// and both products are computed by pairs_body.h. Included after attention_places_body.h. Uses the walk, softmax and
+// merge of attention_body.h.
 //
-// Scores: lanes are keys, the sum runs over pairs of columns, so that no lanes are folded. Values: lanes are columns, the
-// sum runs over pairs of places (2 i, 2 i + 1) in the block, whoever holds them. What a row does not see has the weight 0,
-// and a value that is finite: else the row is computed alone. A sum that ends as -0 counts as +0, which makes the number
-// of such terms irrelevant.
+// Scores: lanes are keys, and a sum runs over pairs of columns, so no lanes are folded. Values: lanes are columns, and
+// a sum runs over pairs of places (2 i, 2 i + 1) in the block, whichever rows see them. Places that a row does not see
+// get weight 0. This is exact only if their values are finite; if one is not, each row is computed alone. A final sum
+// of -0 is changed to +0, so that the number of zero terms does not matter.
 
 constexpr int64_t keys_at_once = 64;
 
@@ -32,7 +32,7 @@ struct PairWalk {
     }
 };
 
-// scores[count][stride] of queries c .. c + count against the keys at places [from, to): from a multiple of 64 on.
+// scores[count][stride] of queries [c, c + count) with the keys at places [from, to). `from` is a multiple of 64.
 inline void score_pairs(PairWalk& p, int64_t c, int64_t count, int64_t from, int64_t to, float* scores, int64_t stride) {
     const int64_t bytes = p.depth / 2 * pair_bytes;
     for (int64_t place = from; place < to; place += keys_at_once, scores += keys_at_once) {
@@ -53,7 +53,7 @@ inline void score_pairs(PairWalk& p, int64_t c, int64_t count, int64_t from, int
     }
 }
 
-// Softmax weights of query c at places [begin, end) as pairs; 0 elsewhere in [low, high).
+// Rounds the softmax weights of query c at places [begin, end) to bf16 pairs. Other places in [low, high) get 0.
 inline void round_weights(PairWalk& p, int64_t c, int64_t begin, int64_t end, int64_t low, int64_t high) {
     for (int64_t j = low / lanes * lanes; j < high; j += lanes) {
         V e = load(p.w.scores + c * score_stride + j);
@@ -62,7 +62,8 @@ inline void round_weights(PairWalk& p, int64_t c, int64_t begin, int64_t end, in
     }
 }
 
-// The panel of the values at places [from, to), from even. Whether all are finite, where `check` asks for it.
+// Packs the values at places [from, to) into the panel; `from` is even. Returns false if `check` is set and one is not
+// finite.
 inline bool pack_values(PairWalk& p, int64_t from, int64_t to, bool check) {
     uint32_t broken = 0;
     const bf16* const* at = p.places.values();
@@ -76,7 +77,7 @@ inline bool pack_values(PairWalk& p, int64_t from, int64_t to, bool check) {
     }
     return broken == 0;
 }
-// Add them to the sums of queries c .. c + count.
+// Adds the packed values times their weights to the sums of queries [c, c + count).
 inline void multiply_values(PairWalk& p, int64_t c, int64_t count, int64_t from, int64_t to) {
     const FlushSubnormals flushing;
     for (int64_t m = c, n; m < c + count; m += n) {
@@ -86,7 +87,7 @@ inline void multiply_values(PairWalk& p, int64_t c, int64_t count, int64_t from,
     }
 }
 
-// What one row sees at places [from, to), and nothing else.
+// Adds the values that row i sees at places [from, to), and no others, to the sums of row i.
 inline void add_alone(PairWalk& p, int64_t i, int64_t from, int64_t to) {
     const bf16* kept[key_block];
     const bf16** at = p.places.at + key_block;
@@ -98,7 +99,7 @@ inline void add_alone(PairWalk& p, int64_t i, int64_t from, int64_t to) {
     __builtin_memcpy(at, kept, sizeof kept);
 }
 
-// Scores and weights of all rows; their own keys are scored one row after the other.
+// Scores and softmax weights of all rows. The rows' own keys (of draft nodes) are scored one row after the other.
 inline void weigh(PairWalk& p, int64_t start) {
     Walk& w = p.w;
     const int64_t low = w.low, known = w.known;
@@ -108,7 +109,7 @@ inline void weigh(PairWalk& p, int64_t start) {
     for (int64_t i = 0; i < w.tile.row_count; i++) {
         if (w.sees(i) && w.end[i] > known) {
             const int64_t from = p.places.own_begin(i), base = from / keys_at_once * keys_at_once;
-            float* own = w.unpacked;  // [group][64], of no use to these formats
+            float* own = w.unpacked;  // [group][64]; this format does not use the buffer otherwise
             p.places.place_own(i, start, from);
             for (int64_t place = base; place < w.end[i]; place += keys_at_once) {
                 score_pairs(p, i * w.group, w.group, place, place + 1, own, keys_at_once);
@@ -138,7 +139,8 @@ inline void walk_pairs(PairWalk& p, int64_t block_index) {
     if (block_index + 1 < w.tile.end_block) p.places.fetch_next(start + key_block, keys_at_once);
 
     for (int64_t i = 0; i < w.queries * p.depth; i += lanes) store(p.sums + i, zero());
-    // Of a pair of places, both are shared or none.
+    // No pair of places in [first, shared) holds a row's own key. A pair of one shared and one own place is left to
+    // add_alone.
     const int64_t first = (low < high ? low : known < key_block ? known : key_block) / 2 * 2;
     const int64_t shared = low >= high ? first : w.seen > known ? high / 2 * 2 : high;
     if (first < shared) {

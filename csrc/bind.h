@@ -1,6 +1,6 @@
-// Structs as Python sees them: a class whose constructor takes every field by keyword.
+// Binds a C++ struct as a Python class whose constructor takes every field by keyword.
 //
-// Memory comes as an address (0: null), an enum as its number, all else as it is.
+// Pointers to memory are passed as an address (0: null), enums as their number, everything else unchanged.
 
 #pragma once
 

@@ -1,11 +1,11 @@
-// Packed codes to floats in AVX2 registers, as codes_avx512.h says. Included after vec_avx2.h.
+// Decoders of packed codes to floats in AVX2 registers; codes_avx512.h describes them. Included after vec_avx2.h.
 
 constexpr int float_tile = 5;
 constexpr int whole_rows = 2;
 constexpr int block_tile[whole_rows + 1] = {0, 1, 1};
 constexpr int output_vectors[float_tile + 1] = {2, 2, 2, 1, 1, 1};
 
-// The registers of 32 outputs, 4 bytes each.
+// A step of 32 outputs with 4 bytes each, in registers.
 struct Dwords {
     __m256i raw[4];
     void read(const uint8_t* p) {
@@ -22,7 +22,7 @@ struct NibbleCodes : Dwords {
     __m256 value(int part) const {
         constexpr int shift = J < 4 ? 8 * J : 8 * J - 28;
         const __m256i code = _mm256_srli_epi32(raw[part], shift);
-        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));  // the blend looks at the first bit
+        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));  // bit 3 of the code as sign bit
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.lo, code), _mm256_permutevar8x32_ps(table.hi, code), upper);
     }
     template <int J>
@@ -93,7 +93,7 @@ struct Bf16Codes : Dwords {
     }
 };
 
-// Nibbles take so many steps to decode that only one tile does so for itself.
+// Decoding nibbles takes many instructions, so if there is more than one tile, the tiles share a decoded strip.
 template <class Codes>
 constexpr int span_rows = 12;
 template <>

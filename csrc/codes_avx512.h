@@ -1,9 +1,10 @@
-// Packed codes to floats in AVX-512 registers. Included after vec_avx512.h.
+// Decoders of packed codes to floats in AVX-512 registers. Included after vec_avx512.h.
 //
-// A decoder takes a step of packed codes (32 outputs, `depth` columns) and gives two vectors of 16 outputs a column.
+// A decoder reads a step of packed codes (32 outputs, `depth` columns) and returns two vectors of 16 outputs for each
+// column.
 
-constexpr int float_tile = 12;  // rows of x that a step of weights serves in registers: 2 x 12 sums
-// Blocks of 32 outputs that a tile of 1..12 rows takes side by side: eight sums or more hide the latency of one.
+constexpr int float_tile = 12;  // rows of x in a tile: 2 x 12 sums are held in registers
+// Blocks of 32 outputs that a tile of 1..12 rows takes side by side: eight or more independent sums hide the latency.
 constexpr int block_tile[13] = {0, 4, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 constexpr int whole_rows = float_tile;
 template <class>
@@ -20,7 +21,7 @@ struct NibbleCodes {
         raw[0] = _mm512_loadu_si512(p);
         raw[1] = _mm512_loadu_si512(p + 64);
     }
-    template <int J>  // bits 4.. of a lane do not matter to the permutation: no mask is needed
+    template <int J>  // the permutation ignores the bits of a lane from bit 4 on, so no mask is needed
     V value(int half) const {
         constexpr int shift = J < 4 ? 8 * J : 8 * J - 28;
         return {_mm512_permutexvar_ps(shift == 0 ? raw[half] : _mm512_srli_epi32(raw[half], shift), table.r)};
@@ -41,7 +42,7 @@ struct ByteCodes {
         raw[0] = _mm512_loadu_si512(p);
         raw[1] = _mm512_loadu_si512(p + 64);
     }
-    template <int J>  // the byte as the last bits of 2^23 + byte; 0xf8 is (a and b) or c
+    template <int J>  // puts the byte in the low bits of 2^23 + byte; 0xf8 computes a or (b and c)
     V value(int half) const {
         const __m512i moved = J == 0 ? raw[half] : _mm512_srli_epi32(raw[half], 8 * J);
         const __m512i bits = _mm512_ternarylogic_epi32(_mm512_set1_epi32(0x4b000000), moved, _mm512_set1_epi32(0xff), 0xf8);
@@ -54,7 +55,7 @@ struct ByteCodes {
     }
 };
 
-template <bool wide>  // wide: five bits of exponent, the upper half of an fp16; else four
+template <bool wide>  // wide: e5m2, the upper byte of an fp16; else e4m3
 struct Float8Codes {
     static constexpr int depth = 2, bytes = 64;
     __m512i raw;
@@ -66,7 +67,7 @@ struct Float8Codes {
         __m512i halves;
         if (wide) {
             halves = J == 0 ? _mm512_slli_epi16(raw, 8) : _mm512_and_si512(raw, _mm512_set1_epi16(static_cast<short>(0xff00)));
-        } else {  // sign, exponent and fraction in an fp16's places: the value times 2^-8
+        } else {  // moves sign, exponent and fraction to their places in an fp16: the value times 2^-8
             halves = _mm512_srai_epi16(J == 0 ? _mm512_slli_epi16(raw, 8) : raw, 1);
             halves = _mm512_and_si512(halves, _mm512_set1_epi16(static_cast<short>(0xbf80)));
         }

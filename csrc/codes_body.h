@@ -1,21 +1,22 @@
-// Rows of the cache as codes. Included like linear_body.h.
+// Quantization of KV cache rows to int8 and fp8 codes. Included like linear_body.h.
 //
-// The scale of a row and head is a / 127 (int8), a / 448 (e4m3) or a / 57344 (e5m2) with a = max |x|, codes are x * (127 / a)
-// and so on, to nearest even. A row with a NaN or infinity has scale NaN and codes 0, so that the poison stays visible and
-// in its own row; where a < 2^-100, scale and codes are 0. sameseed/formats says the same in PyTorch.
+// With a = max |x|, the scale of a row and head is a / 127 (int8), a / 448 (e4m3) or a / 57344 (e5m2). Codes are x *
+// (127 / a) (or 448 / a, 57344 / a), rounded to nearest even. A row with NaN or infinity gets scale NaN and codes 0, so
+// that the error stays visible and in its own row. If a < 2^-100, scale and codes are 0. sameseed/formats has the same
+// in PyTorch.
 
 template <class T>
 void encode_dense(const float* x, int64_t heads, int64_t dim, void* codes, float*) {
     encode<T>(x, heads * dim, codes);
 }
 
-// The scale of x[dim], and the factor that takes x to codes of at most `largest` (0: all codes are 0).
+// Returns the scale of x[dim]. `factor` maps x to codes of at most `largest`; a factor of 0 means that all codes are 0.
 inline float find_scale(const float* x, int64_t dim, float largest, float* factor) {
     V top = zero(), poison = zero();
     for (int64_t d = 0; d < dim; d += lanes) {
         const V part = load_n(x + d, dim - d);
         top = max(top, max(part, sub(zero(), part)));
-        poison = add(poison, sub(part, part));  // 0, or NaN from NaN and infinity
+        poison = add(poison, sub(part, part));  // 0, or NaN if the number is NaN or infinite
     }
     const float a = reduce_max(top), poisoned = reduce_add(poison);
     *factor = 0.0f;
@@ -25,7 +26,7 @@ inline float find_scale(const float* x, int64_t dim, float largest, float* facto
     return a / largest;
 }
 
-// The codes are the low bytes of `words`.
+// Stores the low bytes of `words` as codes.
 inline void store_bytes(const uint32_t* words, int64_t n, uint8_t* codes) {
     uint8_t bytes[lanes];
     for (int64_t i = 0; i < lanes; i++) bytes[i] = static_cast<uint8_t>(words[i]);
@@ -49,7 +50,8 @@ void encode_int8(const float* x, int64_t heads, int64_t dim, void* codes, float*
     }
 }
 
-// What a float32 becomes: mantissa bits, exponent bias, largest code; `magic` has the unit of subnormal numbers as its ulp.
+// Parameters of an fp8 format: mantissa bits, exponent bias, largest code, largest and smallest normal number. The ulp
+// of `magic` is the spacing of subnormal numbers.
 template <class T>
 struct Fp8;
 template <>
@@ -71,7 +73,7 @@ inline void round_fp8(V y, uint32_t* codes) {
     float plain[lanes], sizes[lanes], shifted[lanes];
     store(plain, y);
     store(sizes, size);
-    store(shifted, add(size, set1(F::magic)));  // a subnormal's code is left at the end of the fraction
+    store(shifted, add(size, set1(F::magic)));  // the low bits are then the code of a subnormal
     const float magic = F::magic, smallest = F::smallest_normal;
     uint32_t x[lanes], bits[lanes], tiny[lanes], magic_bits, smallest_bits;
     __builtin_memcpy(x, plain, sizeof x);

@@ -1,4 +1,4 @@
-// Packed codes to floats in plain C++, as codes_avx512.h says. Included after vec_portable.h.
+// Decoders of packed codes to floats in plain C++; codes_avx512.h describes them. Included after vec_portable.h.
 
 constexpr int float_tile = 2;
 constexpr int whole_rows = float_tile;

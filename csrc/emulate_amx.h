@@ -1,4 +1,4 @@
-// What the instructions of AMX compute, in plain C++: so the unit for them is tested on processors that lack them (CMake's
+// The AMX instructions in plain C++, so that the unit for AMX can be tested on processors without AMX (CMake's
 // SAMESEED_EMULATE).
 
 #pragma once
@@ -22,7 +22,7 @@ struct EmulatedTiles {
     uint8_t data[8][16][64];
     int64_t bytes[8], rows[8];
 
-    void configure(const void* config) {  // 2 bytes for a row's width from byte 16 on, 1 for the rows from byte 48 on
+    void configure(const void* config) {  // from byte 16: row widths (2 bytes each); from byte 48: row counts (1 byte)
         const uint8_t* from = static_cast<const uint8_t*>(config);
         for (int t = 0; t < 8; t++) bytes[t] = from[16 + 2 * t] + 256 * from[17 + 2 * t], rows[t] = from[48 + t];
         std::memset(data, 0, sizeof data);
@@ -36,7 +36,8 @@ struct EmulatedTiles {
         for (int64_t r = 0; r < rows[t]; r++)
             std::memcpy(static_cast<uint8_t*>(to) + r * stride, data[t][r], static_cast<size_t>(bytes[t]));
     }
-    // sums[m][n] += the dot products of four signed bytes of a[m] and four unsigned ones of b[k], for each column n and row k.
+    // For each row m, column n and row k of b: sums[m][n] += the dot product of four signed bytes of a[m] (bytes 4 k to
+    // 4 k + 3) with four unsigned bytes of b[k] (bytes 4 n to 4 n + 3).
     void multiply(int sums, int a, int b) {
         for (int64_t m = 0; m < rows[sums]; m++)
             for (int64_t n = 0; n < bytes[sums] / 4; n++) {

@@ -1,4 +1,4 @@
-// What the instructions of AVX-VNNI compute, by those of AVX2: so the unit for them is tested on processors that lack them
+// The AVX-VNNI instructions in terms of AVX2, so that the unit for AVX-VNNI can be tested on processors without it
 // (CMake's SAMESEED_EMULATE).
 
 #pragma once
@@ -13,7 +13,7 @@ namespace {
 
 inline __m256i emulated_dpwssd(__m256i sum, __m256i a, __m256i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 
-// Unsigned bytes of `a` times signed ones of `b`, four to a sum.
+// Unsigned bytes of `a` times signed bytes of `b`; each sum adds four products.
 inline __m256i emulated_dpbusd(__m256i sum, __m256i a, __m256i b) {
     const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8), odd = _mm256_srai_epi16(b, 8);
     sum = emulated_dpwssd(sum, _mm256_and_si256(a, _mm256_set1_epi16(255)), even);

@@ -1,4 +1,5 @@
-// Dense weights rounded to nearest and packed in one pass: codes as sameseed/formats/int4.py, int8.py and int8n.py say.
+// Quantizes dense weights (round to nearest) and packs them in one pass. sameseed/formats/int4.py, int8.py and int8n.py
+// specify the codes.
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +12,7 @@
 namespace sameseed {
 namespace {
 
-constexpr float smallest = 0x1p-100f;  // groups below have scale 0
+constexpr float smallest = 0x1p-100f;  // groups whose magnitudes are below it get scale 0
 
 int32_t bits_of(float x) {
     int32_t bits;
@@ -19,13 +20,15 @@ int32_t bits_of(float x) {
     return bits;
 }
 
-// To the nearest integer, halves to even, |v| < 2^22: 1.5 * 2^23 is added, and the fraction ends in the integer.
+// Rounds |v| < 2^22 to the nearest integer, halves to even. After adding 1.5 * 2^23, the low bits of the fraction are
+// the integer.
 int32_t rounded(float v) { return bits_of(v + 12582912.0f) - 0x4b400000; }
 
-// Here and below integers are compared, not floats: those a compiler may turn into vectors without leave to ignore NaN.
+// Here and below, integers are compared and not floats, because compilers can vectorize integer comparisons without
+// -ffast-math (float comparisons must respect NaN).
 int32_t clamped(int32_t v, int32_t low, int32_t high) { return v < low ? low : v > high ? high : v; }
 
-// The lowest and the highest of 0 and n numbers, and whether all are finite.
+// The smallest and the largest of n numbers and 0, and whether all numbers are finite.
 struct Range {
     float low, high;
     bool finite;
@@ -34,7 +37,7 @@ struct Range {
 Range range_of(const float* x, int64_t n) {
     int32_t low = 0, high = 0;
     for (int64_t i = 0; i < n; i++) {
-        const int32_t bits = bits_of(x[i]), key = bits ^ (bits >> 31 & 0x7fffffff);  // ordered as the numbers are
+        const int32_t bits = bits_of(x[i]), key = bits ^ (bits >> 31 & 0x7fffffff);  // ordered like the numbers
         low = key < low ? key : low;
         high = key > high ? key : high;
     }
@@ -45,7 +48,8 @@ Range range_of(const float* x, int64_t n) {
     return range;
 }
 
-// The scale as bfloat16 holds it; 0 or NaN where no codes are to be.
+// The scale size / steps, rounded to bfloat16. 0 if the group is too small, NaN if it is not finite; then all codes
+// mean zero.
 float stored_scale(float size, float steps, bool is_finite) {
     if (!is_finite) return NAN;
     if (size < smallest) return 0.0f;
@@ -63,8 +67,8 @@ struct Group {
     uint8_t zero;
 };
 
-// One group of n weights as codes: int8 (with a float32 scale for a whole row, else bfloat16), int4 symmetric or not, int8n
-// plus 136, so that either half of the byte is what pack_block takes.
+// Quantizes a group of n weights. Codes are int8 (with a float32 scale for a whole row, else bfloat16), int4 (symmetric
+// or asymmetric), or int8n plus 136, so that each half of the byte is a code for pack_block.
 Group encode_group(const EncodeArgs& a, const float* x, int64_t n, uint8_t* codes) {
     const auto [low, high, is_finite] = range_of(x, n);
     const float most = high > -low ? high : -low;
@@ -129,7 +133,7 @@ void encode_packed(const EncodeArgs& a) {
             PackArgs plane{
                 codes,    a.packed + block * block_bytes, a.asymmetric ? zeros : nullptr, count, a.depth, groups, a.depth,
                 a.nibbles};
-            if (a.low) {  // of a byte, packing takes the lower half
+            if (a.low) {  // packing uses the lower half of each byte
                 plane.packed = a.low + block * block_bytes;
                 pack_block(plane, 0);
                 plane.packed = a.packed + block * block_bytes;

@@ -1,14 +1,16 @@
 // x * W^T for packed weights and float32 rows. Included by each kernels_*.cpp, after its codes_*.h, inside that unit's
 // namespace.
 //
-// The lanes of a vector are 16 outputs; a column of weights is decoded once and serves all rows of a tile. Up to
-// `whole_rows` rows take the weights from registers, both halves of a block at once. Up to `span_rows` rows, in tiles that take
-// turns at spans of columns, decode them half by half; more rows take the weights from a strip that is decoded once into cache.
-// Either way the sum of a row and output runs as kernels.h says, so no tile shape shows in the bits.
+// The lanes of a vector are 16 outputs. A column of weights is decoded once for all rows of a tile. There are three
+// variants:
+// - up to `whole_rows` rows: weights are decoded in registers, both halves of a block at once;
+// - up to `span_rows` rows: each tile decodes a span of columns for itself, one half of a block after the other;
+// - more rows: a strip of weights is decoded into the cache once, and all tiles use it.
+// All variants sum in the order given in kernels.h, so the tile shape does not affect the bits.
 
 constexpr int64_t float_prefetch = 4096;  // bytes
 
-// What multiplies the sums of a group: scales of 32 outputs, and middle - zero where there are zero points.
+// Scales of a group for 32 outputs, and their shifts (middle - zero point) if the weight has zero points.
 struct GroupScales {
     V scale[2], shift[2];
 };
@@ -29,7 +31,7 @@ inline void read_scales(const FloatArgs& a, int64_t block, int64_t g, GroupScale
         load_scales<fp16>(a, at, s);
     if (a.factor != 1.0f)
         for (V& scale : s.scale) scale = mul(scale, set1(a.factor));
-    if (a.nans != nullptr) {  // an output with a NaN among its weights is NaN
+    if (a.nans != nullptr) {  // an output with a NaN weight gets a NaN scale
         for (int c = 0; c < 2; c++) {
             float scale[lanes];
             store(scale, s.scale[c]);
@@ -47,7 +49,7 @@ inline void read_scales(const FloatArgs& a, int64_t block, int64_t g, GroupScale
     }
 }
 
-// A group ends: total = fma(sum + shift * (sum of the group's x), scale, total), for 32 outputs of `rows` rows.
+// Ends a group: total = fma(sum + shift * (sum of the group's x), scale, total), for 32 outputs of `rows` rows.
 inline void end_group(const FloatArgs& a, int64_t block, int64_t g, int64_t rows, const float* x_sums, const float* sums,
                       float* totals, int64_t stride) {
     GroupScales s;
@@ -60,7 +62,7 @@ inline void end_group(const FloatArgs& a, int64_t block, int64_t g, int64_t rows
         }
 }
 
-// totals [32] of row t, outputs of a block -> out
+// Adds bias and residual to totals [32] of row t and writes the outputs of the block.
 inline void finish(const FloatArgs& a, int64_t t, int64_t block, const float* totals) {
     for (int64_t i = 0; i < block_outputs; i += lanes) {
         const int64_t o = block * block_outputs + i, n = a.outputs - o;
@@ -72,13 +74,13 @@ inline void finish(const FloatArgs& a, int64_t t, int64_t block, const float* to
     }
 }
 
-// M rows from t on, N blocks side by side.
+// Computes N blocks side by side for M rows from row t on.
 template <int M, int N, class Codes>
 void float_blocks(const FloatArgs& a, int64_t t, int64_t block) {
     constexpr int C = 2 * N;  // vectors of outputs
     const int64_t bytes = a.depth / Codes::depth * Codes::bytes;  // of a block
     const uint8_t* p = static_cast<const uint8_t*>(a.codes) + block * bytes;
-    // A block's end is followed by the next tile's blocks, N - 1 blocks further on.
+    // After this block, the next tile reads the block that is N - 1 blocks further on.
     const uint8_t *turn = p + bytes - float_prefetch, *ahead = p + float_prefetch;
     const float* x = a.x + t * a.depth;
     alignas(64) float totals[M][C * lanes] = {}, sums_at[M][C * lanes];
@@ -134,7 +136,7 @@ void float_rows(const FloatArgs& a, int64_t rows, int64_t t, int64_t begin, int6
 
 // --- many rows: decoded strips ---
 
-// Columns [k, k + depth) of a block as floats [depth, 32].
+// Decodes columns [k, k + depth) of a block to floats [depth, 32].
 template <class Codes>
 void expand(const FloatArgs& a, int64_t block, int64_t k, int64_t depth, float* strip) {
     const int64_t bytes = a.depth / Codes::depth * Codes::bytes;
@@ -154,8 +156,9 @@ void expand(const FloatArgs& a, int64_t block, int64_t k, int64_t depth, float* 
     }
 }
 
-// sums [M, 32] += M rows of x against a decoded strip, as many vectors of outputs at a time as registers hold. From memory
-// and back: kept in registers across the end of a group they make the compiler shuffle registers.
+// sums [M, 32] += M rows of x times a decoded strip, with as many vectors of outputs at a time as fit in registers.
+// Sums are loaded from memory and stored back. Kept in registers across the end of a group, they make the compiler move
+// registers.
 template <int M>
 void float_piece(const float* x, const float* strip, int64_t depth, float* sums) {
     constexpr int C = output_vectors[M];
@@ -216,7 +219,7 @@ void float_strips(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begi
 
 // --- some rows: every tile decodes a span of columns for itself ---
 
-// sums [M, 32] += M rows of x against `depth` columns of a block at p: outputs 16 half .. of it.
+// sums [M, 32] += M rows of x times `depth` columns of the block at p, for the 16 outputs of half `half`.
 template <int M, int half, class Codes>
 INLINE void float_half(const float* table, const float* x, const uint8_t* p, int64_t depth, float* sums) {
     V sum[M];
@@ -243,7 +246,7 @@ void float_span(int64_t rows, const float* table, const float* x, const uint8_t*
     }
 }
 
-// Block after block, so that weights are read as they lie. `scratch` as for float_strips.
+// Processes one block after the other, so that weights are read in memory order. `scratch` as for float_strips.
 template <class Codes>
 void float_spans(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end, float* scratch) {
     const int64_t rows = t_end - t_begin, area = rows * block_outputs;
@@ -281,13 +284,13 @@ void linear_float(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begi
 
 // --- rows of x ---
 
-// Columns [begin, end) of `rows` rows side by side: out[k * rows + m]; columns from `depth` on are zero.
+// Transposes columns [begin, end) of `rows` rows: out[k * rows + m] = x[m][k]. Columns from `depth` on are zero.
 inline void interleave(const float* x, int64_t stride, int64_t rows, int64_t depth, int64_t begin, int64_t end, float* out) {
     for (int64_t m = 0; m < rows; m++)
         for (int64_t k = begin; k < end; k++) out[k * rows + m] = k < depth ? x[m * stride + k] : 0.0f;
 }
 
-// Sums of each `group` columns of a row, 16 lanes and a tree: out[g * out_stride].
+// Sums each group of `group` columns of a row, in 16 lanes and a tree, to out[g * out_stride].
 inline void group_sums(const float* x, int64_t depth, int64_t group, float* out, int64_t out_stride) {
     for (int64_t k = 0; k < depth; k += group, out += out_stride) {
         const int64_t end = k + group < depth ? k + group : depth;

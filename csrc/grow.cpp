@@ -1,4 +1,5 @@
-// Draft trees, all levels in one call: a level of all trees is a pass of the plan, and what it says makes the next one.
+// Draft trees, with all levels in one call. One pass of the plan runs one level of all trees; its results make the next
+// level.
 
 #include "grow.h"
 
@@ -12,16 +13,16 @@
 namespace sameseed {
 namespace {
 
-constexpr int64_t most_places = 64;  // a row's ancestors fit one mask
+constexpr int64_t most_places = 64;  // the ancestors of a row must fit into one 64-bit mask
 
-// Candidates in order of growth, so that parents come before their children.
+// The candidate nodes of a tree in the order in which they were added, so parents come before their children.
 class Tree {
    public:
     struct Node {
-        int64_t token, parent, row;  // row: its parent's, among those that ran
-        double score;                // of the path: a sum of logarithms
+        int64_t token, parent, row;  // row: the parent's row among the tree's rows of the pass
+        double score;                // log probability of the path
         bool ended;
-        uint64_t mask;  // cache places of itself and its ancestors; 0: it did not run
+        uint64_t mask;  // cache places of the node and its ancestors; 0: the node did not run
     };
 
     Node& operator[](int64_t i) { return nodes_[i]; }
@@ -33,7 +34,8 @@ class Tree {
         if (score > -INFINITY) nodes_.push_back({token, parent, row, score, ended, 0});
     }
 
-    // At most `width` of the last level that run next, the likeliest first; none that is not among the `size` likeliest.
+    // Chooses at most `width` nodes of the last level to run next, likeliest first. They must be among the tree's
+    // `size` likeliest nodes. Gives each of them a place in the cache.
     std::vector<int64_t> expand(int64_t width, int64_t size) {
         std::vector<int64_t> chosen;
         if (count() > size) {
@@ -53,7 +55,7 @@ class Tree {
         return chosen;
     }
 
-    // The probabilities of the path's nodes down to i.
+    // The path probabilities of the nodes on the path from the root to node i.
     std::vector<double> path(int64_t i) const {
         std::vector<double> found;
         for (; i >= 0; i = nodes_[i].parent) found.push_back(std::exp(nodes_[i].score));
@@ -76,7 +78,7 @@ class Tree {
 
    private:
     int64_t count() const { return static_cast<int64_t>(nodes_.size()); }
-    bool before(int64_t a, int64_t b) const {  // of equals the one that came first
+    bool before(int64_t a, int64_t b) const {  // among equal scores, the node that was added first
         return nodes_[a].score != nodes_[b].score ? nodes_[a].score > nodes_[b].score : a < b;
     }
     std::vector<int64_t> likeliest(int64_t size) const {
@@ -94,7 +96,7 @@ class Tree {
     int64_t level_ = 0, num_places_ = 0;
 };
 
-// A tree whose nodes ran in the last pass: they begin at row `first` of it.
+// A tree with nodes that ran in the last pass. Its rows of that pass begin at row `first`.
 struct Running {
     int64_t tree, first;
     std::vector<int64_t> nodes;
@@ -115,7 +117,7 @@ void add_children(Tree& tree, const Running& running, const GrowingTree& how, in
     }
 }
 
-// The rows of a level, as sameseed/batch.py lays them out.
+// The rows of a level, laid out as in sameseed/batch.py.
 struct Level {
     std::vector<int32_t> token_ids, positions, slots, row_offsets{0}, kv_lens, logit_rows;
     std::vector<int64_t> masks;

@@ -1,6 +1,6 @@
-// Draft trees that a model grows level by level (EAGLE-2), all levels in one call; a chain is one of width 1. The
-// specification is in sameseed/drafters: what a tree keeps, which nodes run next and where they lie in the cache (_tree.py,
-// eagle.py), and how a chain ends (_chains.py).
+// Draft trees that a draft model grows level by level (EAGLE-2), with all levels in one call. A chain is a tree of
+// width 1. sameseed/drafters has the specification: which nodes a tree keeps, which nodes run next and their places in
+// the cache (_tree.py, eagle.py), and how a chain ends (_chains.py).
 
 #pragma once
 
@@ -13,40 +13,42 @@
 
 namespace sameseed {
 
-// One sequence's tree, and how what comes next is drawn (SamplingArgs).
+// The tree of one sequence, and the parameters for drawing its tokens (SamplingArgs).
 struct GrowingTree {
-    int64_t size;          // nodes that are wanted
-    int64_t depth;         // levels
-    int64_t width, count;  // nodes of a level that run, and children of each
-    bool exact;            // children are what the model itself would choose (`choices`), else `likely`
-    int64_t limit;         // tokens from here on are none of them
+    int64_t size;          // number of nodes wanted
+    int64_t depth;         // number of levels
+    int64_t width, count;  // nodes per level that run through the model; children of each
+    bool exact;            // children are what the model itself would choose (`first_choices`), else `likely`
+    int64_t limit;         // tokens >= limit are not used
     bool greedy;
     double temperature, floor;
     int64_t top_k;
     double top_p;
-    std::vector<uint64_t> keys;   // of the noise, by level
-    const int32_t* ids;           // the target's tokens of a head's own vocabulary, or null
-    std::vector<int64_t> ending;  // tokens after which nothing comes
-    int64_t num_cached;           // rows of the sequence; nodes lie behind them
+    std::vector<uint64_t> keys;   // keys of the noise, by level
+    const int32_t* ids;           // target tokens of a draft head's own vocabulary, or null
+    std::vector<int64_t> ending;  // tokens that end the sequence, so they get no children
+    int64_t num_cached;           // cached rows of the sequence; nodes are stored after them
     std::vector<int32_t> blocks;
 };
 
-// The model's passes, each a level of all trees.
+// The buffers of the draft model's passes. Each pass runs one level of all trees.
 struct TreePasses {
-    int64_t vocab, width;  // of a row of logits, of features (0: the model takes none)
+    int64_t vocab, width;  // length of a row of logits, of features (0: the model takes no features)
     int64_t block_size;
-    const float *logits, *features;        // after the last known row of each tree: [B, vocab], [B, width]
-    float* input;                          // where the plan reads the features of each row's parent
-    float *level_logits, *level_features;  // where it leaves those of a level, of the sum of all widths at most
+    const float *logits, *features;        // for the last known row of each tree: [B, vocab], [B, width]
+    float* input;                          // the plan reads the features of each row's parent here
+    float *level_logits, *level_features;  // the plan writes a level's results here; rows: at most the sum of widths
 };
 
-// Tokens, parents (-1: the last known token) and path probabilities of the likeliest nodes, parents first.
+// Tokens, parents (-1: the last known token) and path probabilities of the likeliest nodes. Parents come before
+// children.
 using GrownTree = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<double>>;
 
-// The path probabilities of chains that could go on, each from its first token: shall they not?
+// Decides whether all chains end now. Its argument: for each chain that could go on, the path probabilities of its
+// tokens, first token first.
 using Ends = std::function<bool(const std::vector<std::vector<double>>&)>;
 
-// `ends`, of chains only, is asked before each pass; empty: nobody is.
+// Grows the trees. `ends` is for chains only and is called before each pass; if empty, chains grow to their full depth.
 std::vector<GrownTree> grow_trees(Plan& plan, const TreePasses& passes, const std::vector<GrowingTree>& given, const Ends& ends);
 
 }  // namespace sameseed

@@ -1,5 +1,5 @@
-// Integers in AVX2 registers: I, sixteen int32; Codes, four unsigned bytes for each of sixteen outputs. Included after
-// vec_avx2.h. The unit for AVX-VNNI defines HAS_VNNI.
+// Integer vectors in AVX2 registers. I: sixteen int32. Codes: four unsigned bytes for each of sixteen outputs. Included
+// after vec_avx2.h. The unit for AVX-VNNI defines HAS_VNNI.
 
 struct I {
     __m256i lo, hi;
@@ -9,20 +9,20 @@ struct Codes {
 };
 
 #ifdef HAS_VNNI
-constexpr int vector_tile = 6;  // rows; with half of a block that makes 12 accumulators of 16 registers
+constexpr int vector_tile = 6;  // rows; with half a block, 12 of the 16 registers are accumulators
 constexpr bool dots_add_four = true, wide_codes = false;
 #else
 constexpr int vector_tile = 4;
 constexpr bool dots_add_four = false, wide_codes = true;
 #endif
-constexpr int halves = 1;  // of a block that a pass takes together
+constexpr int halves = 1;  // halves of a block (16 outputs each) that one pass computes together
 #ifdef HAS_TILES
 constexpr int vector_rows = vector_tile, matrix_rows = 7, integer_tile = 16;
 #else
 constexpr int vector_rows = vector_tile, matrix_rows = 0, integer_tile = vector_tile;
 #endif
 template <int M>
-constexpr int sum_sets = dots_add_four && M <= 2 ? 2 : 1;  // chains of dependent sums for few rows
+constexpr int sum_sets = dots_add_four && M <= 2 ? 2 : 1;  // with few rows, two sets of sums shorten dependency chains
 
 inline I set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline I load_ints(const int32_t* p) { return {bits_at(p), bits_at(p + 8)}; }
@@ -48,7 +48,8 @@ inline Codes low_nibbles(Codes a) {
     return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
 }
 inline Codes high_nibbles(Codes a) { return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)}); }
-// Bytes of the low (high) nibbles of `high` over those of `low`.
+// Bytes whose high nibbles are the low (high) nibbles of `high`, and whose low nibbles are the low (high) nibbles of
+// `low`.
 inline __m256i join_nibbles(__m256i high, __m256i low) {
     const __m256i mask = _mm256_set1_epi8(15);
     return _mm256_or_si256(_mm256_andnot_si256(mask, high), _mm256_and_si256(mask, low));
@@ -63,14 +64,15 @@ inline Codes join_high_nibbles(Codes high, Codes low) {
 #ifdef HAS_VNNI
 inline void widen_codes(int8_t*) {}
 inline __m256i four_of(const int8_t* x) { return _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x)); }
-// sums[h] += the dot products of four codes of each output and four bytes of x.
+// sums[h] += the dot product of four codes of each output with four bytes of x.
 template <bool, bool>
 INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
     const __m256i four = four_of(x);
     sums[0] = {_mm256_dpbusd_avx_epi32(sums[0].lo, w[0].lo, four), _mm256_dpbusd_avx_epi32(sums[0].hi, w[0].hi, four)};
 }
 #else
-// A piece of 32 codes of a row, in its place, as int16: of each four the even ones, then the odd ones.
+// Converts a piece of 32 codes of a row to int16 in place. Within every four codes, the even ones come first, then the
+// odd ones.
 inline void widen_codes(int8_t* piece) {
     auto widen = [&](__m128i codes) {
         const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
@@ -81,24 +83,25 @@ inline void widen_codes(int8_t* piece) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(piece + 32), second);
 }
 
-// sums[h] += the dot products of four codes of each output and four of x. `small`: codes are at most 15, and those of x
-// bytes; else those of x are as `widen_codes` leaves them.
+// sums[h] += the dot product of four codes of each output with four codes of x, which `widen_codes` has converted. Not
+// for `small` codes (at most 15): integer_body.h uses add_quad for those, with x in bytes.
 template <bool small, bool>
 INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
     static_assert(!small, "those are added by add_quad");
     const int32_t* pairs = reinterpret_cast<const int32_t*>(x);
     const __m256i even = _mm256_set1_epi32(pairs[0]), odd = _mm256_set1_epi32(pairs[1]);
-    auto dot = [&](__m256i& sum, __m256i c) INLINE_LAMBDA {  // 2 * 255 * 127 does not fit 16 bits
+    auto dot = [&](__m256i& sum, __m256i c) INLINE_LAMBDA {  // int16, because 2 * 255 * 127 does not fit
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(c, _mm256_set1_epi16(255)), even));
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(c, 8), odd));
-        asm("" : "+x"(sum));  // or compilers make a tree of the sums, and run out of registers
+        asm("" : "+x"(sum));  // else compilers sum in a tree and run out of registers
     };
     dot(sums[0].lo, w[0].lo);
     dot(sums[0].hi, w[0].hi);
 }
 #endif
 
-// Super-blocks. Without VNNI products are added in 16 bits, as many as fit them; then pairs of these are multiplied by steps.
+// Operations for super-blocks. Without VNNI, products are added in 16 bits, as many as fit. Then pairs of these sums
+// are multiplied by steps and added.
 constexpr int super_tile = 4;
 template <int shift, int mask>
 inline Codes with_bits(Codes low, Codes high) {
@@ -133,7 +136,7 @@ constexpr int fold_quads(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : 2; }
 inline I add_quad(I dots, Codes w, const int8_t* x) {
     const __m256i q = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
     dots = {_mm256_add_epi16(dots.lo, _mm256_maddubs_epi16(w.lo, q)), _mm256_add_epi16(dots.hi, _mm256_maddubs_epi16(w.hi, q))};
-    asm("" : "+x"(dots.lo), "+x"(dots.hi));  // or compilers make a tree of the sums, and run out of registers
+    asm("" : "+x"(dots.lo), "+x"(dots.hi));  // else compilers sum in a tree and run out of registers
     return dots;
 }
 inline __m256i twice_first(__m256i p) {
@@ -158,7 +161,7 @@ inline void interleave_codes(const int8* even, const int8* odd, int8_t* out) {
     }
 }
 
-// The largest magnitude, by bits: so NaN counts as more than infinity.
+// The larger magnitude. Magnitudes are compared as bit patterns, so NaN is larger than infinity.
 inline V max_magnitude(V a, V x) {
     auto larger = [](__m256 m, __m256 v) {
         const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff));

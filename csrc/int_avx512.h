@@ -1,5 +1,5 @@
-// Integers in AVX-512 registers: I, sixteen int32; Codes, four unsigned bytes for each of sixteen outputs. Included after
-// vec_avx512.h. The unit for VNNI defines HAS_VNNI.
+// Integer vectors in AVX-512 registers. I: sixteen int32. Codes: four unsigned bytes for each of sixteen outputs.
+// Included after vec_avx512.h. The unit for VNNI defines HAS_VNNI.
 
 struct I {
     __m512i r;
@@ -9,11 +9,11 @@ struct Codes {
 };
 
 #ifdef HAS_VNNI
-constexpr int vector_tile = 12;  // rows; with both halves of a block that makes 24 accumulators of 32 registers
+constexpr int vector_tile = 12;  // rows; with both halves of a block, 24 of the 32 registers are accumulators
 #else
 constexpr int vector_tile = 6;
 #endif
-constexpr int halves = 2;  // of a block that a pass takes together
+constexpr int halves = 2;  // halves of a block (16 outputs each) that one pass computes together
 constexpr bool dots_add_four = true, wide_codes = false;
 #ifdef HAS_TILES
 constexpr int vector_rows = vector_tile, matrix_rows = 9, integer_tile = 16;
@@ -36,7 +36,8 @@ inline Codes load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_codes(uint8_t* p, Codes a) { _mm512_storeu_si512(p, a.r); }
 inline Codes low_nibbles(Codes a) { return {_mm512_and_si512(a.r, _mm512_set1_epi8(15))}; }
 inline Codes high_nibbles(Codes a) { return {_mm512_and_si512(_mm512_srli_epi16(a.r, 4), _mm512_set1_epi8(15))}; }
-// Bytes of the low (high) nibbles of `high` over those of `low`; 0xd8 takes the second's bits where the mask is set.
+// Bytes whose high nibbles are the low (high) nibbles of `high`, and whose low nibbles are the low (high) nibbles of
+// `low`. 0xd8 selects the second operand's bits where the mask is set.
 inline Codes join_low_nibbles(Codes high, Codes low) {
     return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(high.r, 4), low.r, _mm512_set1_epi8(15), 0xd8)};
 }
@@ -44,15 +45,15 @@ inline Codes join_high_nibbles(Codes high, Codes low) {
     return {_mm512_ternarylogic_epi32(high.r, _mm512_srli_epi16(low.r, 4), _mm512_set1_epi8(15), 0xd8)};
 }
 
-// sums[h] += the dot products of four codes of each output and four bytes of x. `small`: codes are at most 15.
-// `twice` chooses between ways of the same worth.
+// sums[h] += the dot product of four codes of each output with four bytes of x. `small`: codes are at most 15.
+// `twice` chooses between two instruction sequences with the same result.
 template <bool small, bool twice>
 INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
     const int32_t& quad = *reinterpret_cast<const int32_t*>(x);
 #ifdef HAS_VNNI
-    // In assembly, because GCC otherwise loads x early and moves accumulators about until some spill to memory. Half of the
-    // rows broadcast x once for both sums (three instructions, one load), half do so in each sum (two instructions, two
-    // loads): neither the front end nor the load ports then hold the multipliers up.
+    // In assembly, because GCC otherwise loads x early, moves accumulators around and spills some to memory. Half of
+    // the rows broadcast x once for both sums (three instructions, one load). The other half broadcast x in each sum
+    // (two instructions, two loads). With this mix, neither the front end nor the load ports are the bottleneck.
     if constexpr (twice) {
         asm("vpdpbusd %4%{1to16%}, %2, %0\n\tvpdpbusd %4%{1to16%}, %3, %1"
             : "+v"(sums[0].r), "+v"(sums[1].r)
@@ -66,9 +67,9 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
 #else
     const __m512i q = _mm512_set1_epi32(quad), one = _mm512_set1_epi16(1);
     auto dot = [&](I& sum, __m512i c) INLINE_LAMBDA {
-        if constexpr (small) {  // 2 * 15 * 127 fits 16 bits
+        if constexpr (small) {  // 2 * 15 * 127 fits into 16 bits
             sum.r = _mm512_add_epi32(sum.r, _mm512_madd_epi16(_mm512_maddubs_epi16(c, q), one));
-        } else {  // 2 * 255 * 127 does not: even and odd bytes as 16 bits
+        } else {  // 2 * 255 * 127 does not fit: multiply even and odd bytes as int16
             const __m512i even = _mm512_and_si512(c, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(c, 8);
             const __m512i x_even = _mm512_srai_epi16(_mm512_slli_epi16(q, 8), 8), x_odd = _mm512_srai_epi16(q, 8);
             sum.r = _mm512_add_epi32(sum.r, _mm512_add_epi32(_mm512_madd_epi16(even, x_even), _mm512_madd_epi16(odd, x_odd)));
@@ -79,7 +80,8 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
 #endif
 }
 
-// Super-blocks. Without VNNI products are added in 16 bits, as many as fit them; then pairs of these are multiplied by steps.
+// Operations for super-blocks. Without VNNI, products are added in 16 bits, as many as fit. Then pairs of these sums
+// are multiplied by steps and added.
 #ifdef HAS_VNNI
 constexpr int super_tile = 8;
 constexpr int fold_quads(int) { return 8; }
@@ -134,7 +136,7 @@ inline I second_step(I pair) { return {_mm512_mask_blend_epi16(0x55555555, pair.
 inline I add_steps(I sum, I dots, I step) { return {_mm512_add_epi32(sum.r, _mm512_madd_epi16(dots.r, step.r))}; }
 #endif
 
-// The largest magnitude, by bits: so NaN counts as more than infinity.
+// The larger magnitude. Magnitudes are compared as bit patterns, so NaN is larger than infinity.
 inline V max_magnitude(V a, V x) {
     const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x.r), _mm512_set1_epi32(0x7fffffff));
     return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.r), magnitude))};

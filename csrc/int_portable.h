@@ -1,5 +1,5 @@
-// Integers in plain C++: I, sixteen int32 (as unsigned, which wrap by law); Codes, four unsigned bytes for each of sixteen
-// outputs. Included after vec_portable.h.
+// Integer vectors in plain C++. I: sixteen int32, stored as unsigned, whose overflow is defined. Codes: four unsigned
+// bytes for each of sixteen outputs. Included after vec_portable.h.
 
 struct I {
     uint32_t r[16];
@@ -9,7 +9,7 @@ struct Codes {
 };
 
 constexpr int integer_tile = 2;
-constexpr int halves = 1;  // of a block that a pass takes together
+constexpr int halves = 1;  // halves of a block (16 outputs each) that one pass computes together
 constexpr bool dots_add_four = true, wide_codes = false;
 constexpr int vector_rows = integer_tile, matrix_rows = 0;
 template <int M>
@@ -59,7 +59,8 @@ inline Codes low_nibbles(const Codes& a) {
 inline Codes high_nibbles(const Codes& a) {
     return each_code([&](int i) { return a.r[i] >> 4; });
 }
-// Bytes of the low (high) nibbles of `high` over those of `low`.
+// Bytes whose high nibbles are the low (high) nibbles of `high`, and whose low nibbles are the low (high) nibbles of
+// `low`.
 inline Codes join_low_nibbles(const Codes& high, const Codes& low) {
     return each_code([&](int i) { return high.r[i] << 4 | (low.r[i] & 15); });
 }
@@ -67,7 +68,7 @@ inline Codes join_high_nibbles(const Codes& high, const Codes& low) {
     return each_code([&](int i) { return (high.r[i] & 0xf0) | low.r[i] >> 4; });
 }
 
-// sums[h] += the dot products of four codes of each output and four bytes of x.
+// sums[h] += the dot product of four codes of each output with four bytes of x.
 template <bool small, bool>
 inline void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
     for (int i = 0; i < 16; i++) {
@@ -77,7 +78,8 @@ inline void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
     }
 }
 
-// Super-blocks: four more products for each output; sub-blocks' sums times steps; minima times sums of x.
+// Operations for super-blocks: add four products per output; multiply the sums of sub-blocks by their steps; multiply
+// minima by sums of x.
 constexpr int super_tile = 2;
 constexpr int fold_quads(int) { return 8; }
 template <int shift, int mask>
@@ -116,7 +118,7 @@ inline void interleave_codes(const int8* even, const int8* odd, int8_t* out) {
     for (int i = 0; i < 64; i++) out[2 * i] = even[i].bits, out[2 * i + 1] = odd[i].bits;
 }
 
-// The largest magnitude, by bits: so NaN counts as more than infinity.
+// The larger magnitude. Magnitudes are compared as bit patterns, so NaN is larger than infinity.
 inline V max_magnitude(const V& a, const V& x) {
     return each([&](int i) {
         const uint32_t old = to_bits(a.r[i]), magnitude = to_bits(x.r[i]) & 0x7fffffffu;

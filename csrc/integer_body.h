@@ -1,11 +1,13 @@
-// Integer weights times integer rows: exact sums of each group, scaled and added in one order. Included after int_*.h.
+// Integer weights times integer rows. The sum of a group is exact; group sums are scaled and added in a fixed order.
+// Included after int_*.h.
 //
-// A tile holds M rows of x against 32 outputs: 16 outputs in the lanes of an accumulator, four columns in each step. Weights
-// are unpacked once for all rows of a tile; when there are several tiles, once for all of them, a span of columns at a time.
+// A tile multiplies M rows of x with 32 outputs. The lanes of an accumulator are 16 outputs, and a step takes four
+// columns. Weights are unpacked once for all rows of a tile. If there are several tiles, weights are unpacked once for
+// all of them, a span of columns at a time.
 
 constexpr int64_t integer_prefetch = 4096;  // bytes
 constexpr int64_t write_ahead = 8;  // rows
-constexpr int64_t unpack_tiles = 3;  // tiles that make it worth while to unpack nibbles to memory; two planes of them: 2
+constexpr int64_t unpack_tiles = 3;  // nibbles are unpacked to memory from this many tiles on; if in two planes, from 2
 
 template <class T>
 inline V load_part(const T* p, int64_t n) {  // missing lanes are zero
@@ -21,16 +23,16 @@ inline void store_part(float* p, V a, int64_t n) {
     for (int64_t i = 0; i < n; i++) p[i] = padded[i];
 }
 
-// How weights are stored, in one plane or two: `get` gives the codes of four columns and 16 outputs.
+// Storage of weights in one plane or two. `get` returns the codes of four columns for 16 outputs.
 struct Nibbles {
-    static constexpr int64_t bytes = 128;  // of 8 columns, in a plane
+    static constexpr int64_t bytes = 128;  // of 8 columns in a plane
     static constexpr bool small = true, two_planes = false;
     static Codes get(const uint8_t* w, const uint8_t*, int64_t quad, int64_t half) {
         const Codes pairs = load_codes(w + half * 64);
         return quad ? high_nibbles(pairs) : low_nibbles(pairs);
     }
 };
-struct Nested {  // bytes, cut into planes of high and low nibbles
+struct Nested {  // 8-bit codes in two planes: high nibbles and low nibbles
     static constexpr int64_t bytes = 128;
     static constexpr bool small = false, two_planes = true;
     static Codes get(const uint8_t* w, const uint8_t* low, int64_t quad, int64_t half) {
@@ -47,7 +49,7 @@ struct Bytes {
     }
 };
 
-// What one call of a tile computes: some whole groups, or (then `split`) a part of a row's only group.
+// Arguments of one call of a tile kernel. It computes whole groups or, if `split`, a part of the only group of a row.
 struct Tile {
     const uint8_t* codes;
     const uint8_t* low;  // the second plane, or null
@@ -57,11 +59,11 @@ struct Tile {
     const char* scales;
     Format scale_format;
     const uint8_t* zeros;
-    float* state;  // [M][32]: sums so far; of a split group, the integer ones
+    float* state;  // [M][32]: sums so far; integers (int32) for a split group
     int64_t rows;  // M
     int64_t groups, steps;  // steps of 8 columns in each group
     bool split, first, last;
-    const char *ahead, *ahead_low;  // what to prefetch in each plane, and how far to go on in each step
+    const char *ahead, *ahead_low;  // next address to prefetch in each plane; it advances by `ahead_step` per step
     int64_t ahead_step;
 };
 
@@ -76,7 +78,8 @@ INLINE V load_scales(const char* p, Format format, int64_t i) {
     }
 }
 
-// Whether products of these codes are first added as `add_quad` does, the eight quads of a piece of x, and then folded.
+// Whether the products of these codes are first added by `add_quad` for the eight quads of a piece of x, then by
+// `add_steps`.
 template <class W>
 constexpr bool fold_first = W::small && !dots_add_four;
 
@@ -102,7 +105,8 @@ INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, const int8_t* x
     });
 }
 
-// Outputs 16 half .. of M rows; `lines` cache lines of each plane are prefetched in each step.
+// Computes `halves` halves of a block (16 outputs each), from half `half` on, for M rows. Each step prefetches `lines`
+// cache lines of each plane.
 template <int M, class W, int lines>
 INLINE void integer_half(const Tile& t, int64_t half) {
     constexpr int sets = fold_first<W> ? 1 : sum_sets<M>;
@@ -199,7 +203,7 @@ void integer_rows(const Tile& t) {
 
 using TileKernel = void (*)(const Tile&);
 
-// The kernel for each number of rows.
+// The vector kernel for this number of rows.
 template <class W, int lines, int M = vector_rows>
 inline TileKernel kernel_for(int64_t rows) {
     if constexpr (M == 1)
@@ -218,7 +222,7 @@ inline TileKernel tiled_kernel() {
 inline void release_tiles() {}
 #endif
 
-// A span of nibbles as bytes, which all tiles then share.
+// Unpacks a span of nibbles to bytes, which all tiles then share.
 template <class W>
 inline void unpack(const uint8_t* codes, const uint8_t* low, int64_t steps, uint8_t* bytes) {
     for (int64_t j = 0; j < steps; j++, codes += W::bytes, bytes += Bytes<true>::bytes) {
@@ -227,7 +231,8 @@ inline void unpack(const uint8_t* codes, const uint8_t* low, int64_t steps, uint
     }
 }
 
-// The kernel for M rows: of a tile alone, or of several, which may share unpacked weights (those in two planes always do).
+// The kernel for M rows. `alone`: there is only one tile. `unpacked`: tiles share unpacked weights; with several tiles,
+// weights in two planes are always unpacked.
 inline TileKernel choose(const IntegerArgs& a, int64_t M, bool alone, bool unpacked) {
     if (matrix_rows > 0 && M >= matrix_rows && (unpacked || !a.nibbles))
         return unpacked ? tiled_kernel<1>() : alone ? tiled_kernel<4>() : tiled_kernel<2>();
@@ -237,7 +242,8 @@ inline TileKernel choose(const IntegerArgs& a, int64_t M, bool alone, bool unpac
     return alone ? kernel_for<Nibbles, 2>(M) : kernel_for<Nibbles, 1>(M);
 }
 
-// Rows of the result lie far apart: each is another page, whose address takes time to find.
+// Prefetches the outputs of row t. Rows of the result are far apart, so each one usually needs another page
+// translation.
 template <class Args>
 inline void prefetch_outputs(const Args& a, int64_t block, int64_t t) {
     const int64_t first = t * a.outputs + block * block_outputs;
@@ -261,7 +267,8 @@ inline void write_outputs(const Args& a, int64_t block, int64_t t, const float* 
     }
 }
 
-// One block of outputs for the tiles [begin, end). `sums` holds their rows x 32 floats, `bytes` a span of unpacked weights.
+// Computes one block of outputs for tiles [begin, end). `sums` holds 32 floats per row of these tiles, `bytes` a span
+// of unpacked weights.
 inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, int64_t end, float* sums, uint8_t* bytes) {
     const int64_t groups = a.depth / a.group, tiles = end - begin, row = begin * a.tile;
     const int64_t rows = (end * a.tile < a.rows ? end * a.tile : a.rows) - row;
@@ -270,7 +277,7 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
     const bool unpacked = a.nibbles && (matrices || tiles >= (a.low ? 2 : unpack_tiles)), alone = tiles == 1 && !unpacked;
     const bool split = groups == 1 && !alone && a.depth > integer_span;
     const int64_t scale_bytes = bytes_of(a.scale_format), x_row = round_up(a.depth, code_step);
-    // Columns of a span: all of them for one tile, else what fits the first-level cache.
+    // Columns of a span: all columns for one tile, else as many as fit in the L1 cache.
     const int64_t span = alone                     ? a.depth
                          : split                   ? integer_span
                          : a.group >= integer_span ? a.group
@@ -298,14 +305,15 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
             t.starts = a.starts + first * groups + g * M;
             t.state = sums + (first - row) * block_outputs;
             t.rows = M;
-            if (alone) {  // the weights that follow, some way ahead
+            if (alone) {  // prefetch the weights that follow
                 t.ahead = reinterpret_cast<const char*>(packed) + integer_prefetch;
                 t.ahead_low = reinterpret_cast<const char*>(low) + (low ? integer_prefetch : 0);
                 t.ahead_step = step_bytes;
                 choose(a, M, true, false)(t);
                 continue;
             }
-            // Each tile fetches its share of the next span, at least two of them share it; of two planes each takes one.
+            // The tiles divide the prefetching of the next span; there are at least two. With two planes, a tile
+            // prefetches from one of them.
             const int64_t lines = a.nibbles && !low ? 1 : 2, share = width / 8 * lines * 64, at = (i - begin) * share;
             const int64_t plane = width / 8 * step_bytes;
             const bool second = low && at >= plane, more = at < (low ? 2 * plane : plane);
@@ -322,8 +330,8 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
 
 void integer(const IntegerArgs& a, int64_t begin, int64_t end, float* scratch) {
     const int64_t tiles = (a.rows + a.tile - 1) / a.tile;
-    // So many rows that their codes stay in the second-level cache while the blocks pass by; but not so few that the
-    // blocks' weights would be read again for little.
+    // Tiles per batch: their codes should stay in the L2 cache while all blocks are computed. At least 4, because the
+    // weights are read again for each batch.
     const int64_t fitting = integer_cache / (a.depth * a.tile), batch = fitting > 4 ? fitting : 4;
     uint8_t* bytes = reinterpret_cast<uint8_t*>(scratch + a.rows * block_outputs);
     for (int64_t i = 0; i < tiles; i += batch)

@@ -1,12 +1,12 @@
-// Integer weights times integer rows in tiles of a matrix unit (AMX): sums are exact, so their order is free. Included by
-// integer_body.h. A unit that defines HAS_TILES has the intrinsics of <immintrin.h>, or emulates them.
+// Integer weights times integer rows on a matrix unit (AMX). Sums are exact, so their order is free. Included by
+// integer_body.h. A unit that defines HAS_TILES has the intrinsics of <immintrin.h> or emulates them.
 //
-// Two tiles hold sums of up to 16 rows and 32 outputs; one a piece of 32 columns of the rows; two those columns of the weights,
-// in bytes, four to a word: packed weights lie so already.
+// Five AMX tiles are used. Two hold the sums of up to 16 rows and 32 outputs. One holds a piece of 32 columns of the
+// rows. Two hold these columns of the weights in bytes, four bytes to a word, which is the layout of packed weights.
 
 struct TileConfig {
     uint8_t palette, first_row, none[14];
-    uint16_t bytes[16];  // of a row of each tile
+    uint16_t bytes[16];  // bytes per row, for each tile
     uint8_t rows[16];
 };
 
@@ -21,14 +21,14 @@ inline void configure_tiles(int64_t rows) {
     _tile_loadconfig(&config);
     configured_rows() = rows;
 }
-// Whoever sleeps with tiles in use keeps its core awake.
+// Releases the AMX tiles. A thread that sleeps with tiles configured keeps its core out of its low-power state.
 inline void release_tiles() {
     if (configured_rows() == 0) return;
     _tile_release();
     configured_rows() = 0;
 }
 
-// What is left of a group beyond whole pieces: sums[2][M][16] of `steps` steps of 8 columns.
+// Adds the rest of a group after its whole pieces, `steps` steps of 8 columns, to sums[2][M][16].
 inline void add_rest(const uint8_t* w, const int8_t* x, int64_t M, int64_t steps, int32_t (*sums)[16][lanes]) {
     for (int64_t j = 0; j < 2 * steps; j++)
         for (int64_t half = 0; half < 2; half += halves) {

@@ -1,6 +1,7 @@
-// The instruction sets, best first. A new one is entered here and nowhere else; README.md says what its files must define.
+// The list of instruction sets, best first. A new one is added only here; README.md says what its files must define.
 //
-// Files named *_<set>.cpp are built for one kind of processor only, with flags that CMakeLists.txt reads in these lines:
+// Files named *_<set>.cpp are built for one processor family only, with compiler flags that CMakeLists.txt reads from
+// these lines:
 //   x86_64 avx2: -mavx2 -mfma -mf16c
 //   x86_64 amx: -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 -mamx-tile -mamx-int8
 //   x86_64 avxvnni: -mavx2 -mfma -mf16c -mavxvnni
@@ -46,11 +47,11 @@ namespace {
 
 bool everywhere() { return true; }
 #if defined(__x86_64__)
-// Asked here, not by __builtin_cpu_supports: the run-time library that answers that is not the same with every compiler.
+// Reads CPUID directly. __builtin_cpu_supports depends on a run-time library that differs between compilers.
 struct Processor {
     bool avx2 = false, avxvnni = false, avx512 = false, vnni = false, bf16 = false, amx = false;
 
-    // Linux gives a process tiles when it asks: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
+    // On Linux a process must request permission for AMX tiles: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
     static bool may_use_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
         return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
@@ -62,14 +63,14 @@ struct Processor {
     Processor() {
         unsigned a, b, c, d, basic, more, saved, high;
         if (!__get_cpuid(1, &a, &b, &basic, &d) || !(basic & bit_OSXSAVE)) return;
-        __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));  // the registers that the system keeps for each thread
+        __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));  // the registers that the system saves for each thread
         const auto all = [](unsigned of, unsigned wanted) { return (of & wanted) == wanted; };
         if (!all(saved, 0x06) || !all(basic, bit_AVX | bit_FMA | bit_F16C)) return;
         if (!__get_cpuid_count(7, 0, &a, &more, &c, &d) || !all(more, bit_AVX2)) return;
         avx2 = true;
         avx512 = all(saved, 0xe6) && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL);
         vnni = avx512 && all(c, bit_AVX512VNNI);
-        const bool tiles = all(d, 3u << 24) && all(saved, 3u << 17);  // AMX-TILE and AMX-INT8; their registers
+        const bool tiles = all(d, 3u << 24) && all(saved, 3u << 17);  // AMX-TILE and AMX-INT8; AMX registers
         if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
         avxvnni = all(a, bit_AVXVNNI);
         bf16 = avx512 && all(a, bit_AVX512BF16);
@@ -102,7 +103,7 @@ const InstructionSet sets[] = {
 #endif
     {"portable", everywhere, kernels_portable, sampling_portable, limits_portable},
 #if defined(__x86_64__)
-    // Not chosen by itself, for it was never timed: SAMESEED_ISA asks for it.
+    // After `portable`, so that it is never chosen automatically: it has not been timed. SAMESEED_ISA selects it.
     {"amx", has_amx, kernels_amx, amx_sampling, limits_amx},
 #endif
 };
@@ -125,7 +126,7 @@ const InstructionSet& find(const std::string& name) {
 
 const InstructionSet& best_set() {
     const InstructionSet* set = sets;
-    while (!set->here()) set++;  // portable is everywhere
+    while (!set->here()) set++;  // ends at `portable`, which every CPU supports
     return *set;
 }
 

@@ -1,4 +1,4 @@
-// The instruction set in use: its kernels and its loops. isa.cpp lists them all.
+// The instruction set in use, with its kernels and loops. isa.cpp lists all instruction sets.
 
 #pragma once
 
@@ -12,24 +12,24 @@ namespace sameseed {
 
 struct InstructionSet {
     const char* name;
-    bool (*here)();  // whether this CPU has it
+    bool (*here)();  // whether this CPU supports it
     const Kernels* (*kernels)();
     const SamplingLoops* (*sampling)();
     LimitLoops (*limits)();
 };
 
-// The one in use: the best of this CPU, or what SAMESEED_ISA or set_isa say.
-// Raises std::invalid_argument for a name that is unknown or that this CPU lacks.
+// The instruction set in use: the best of this CPU, unless SAMESEED_ISA or set_isa chose another.
+// Throws std::invalid_argument for an unknown name, or for an instruction set that this CPU lacks.
 const InstructionSet& instruction_set();
 void set_isa(const std::string& name);
 
-// The best of this CPU, whatever is in use.
+// The best instruction set of this CPU, regardless of the one in use.
 const InstructionSet& best_set();
 
-// What multiplies bfloat16 on this CPU; its `run` is null where nothing does.
+// The measuring loop for bfloat16 products. `run` is null if the CPU has no instruction for them.
 Arithmetic bf16_arithmetic();
 
-// Names of all that this module was built with, best first.
+// Names of all instruction sets that this module was built with, best first, separated by `between`.
 std::string set_names(const char* between);
 
 }  // namespace sameseed

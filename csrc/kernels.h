@@ -1,20 +1,22 @@
-// What the kernels of one instruction set offer: arguments, and a table of function pointers.
+// The interface of one instruction set's kernels: argument structs, and a table of function pointers.
 //
-// Letters as in the Python package: T rows, K input width, O outputs, C hidden, H/Hk heads and KV heads, D head dimension.
+// Letters as in the Python package: T rows, K input width, O outputs, C hidden size, H query heads, Hk KV heads, D head
+// dimension.
 //
-// The law that every kernel obeys (docs: row-invariant arithmetic): the bits of a row's result depend on that row's
-// content and logical position alone. So each output is one sum in one fixed order, whatever tile computes it: products
-// with weights and keys have 8 lanes, all else 16; a lane adds its terms in ascending order with a fused multiply-add; then lanes fold in a tree,
-// l + (l+8), l + (l+4), l + (l+2), l + (l+1). All instruction sets keep to that order, so they give the same bits.
+// Every kernel is row-invariant (docs: row-invariant arithmetic): the bits of a row's result depend only on that row's
+// content and logical position. Each output is therefore one sum in one fixed order, whatever tile computes it.
+// Products with weights and keys use 8 lanes, everything else uses 16. A lane adds its terms in ascending order with
+// fused multiply-adds. The lanes are then folded in a tree: l + (l+8), l + (l+4), l + (l+2), l + (l+1). All instruction
+// sets keep this order, so they give the same bits.
 //
-// Products of packed weights with float32 rows have a lane for each output instead: within a group of columns one sum, from
-// zero, takes the columns in ascending order with a fused multiply-add. At a group's end, if the weight has zero points,
-// sum = fma(middle - zero, sum of the group's x (16 lanes), sum); then total = fma(sum, scale, total), from zero. Formats
-// without scales have one group and total = sum.
+// Products of packed weights with float32 rows use one lane per output instead. Within a group of columns, a sum starts
+// at zero and takes the columns in ascending order with fused multiply-adds. At the end of a group, if the weight has
+// zero points, sum = fma(middle - zero, sum of the group's x (16 lanes), sum). Then total = fma(sum, scale, total),
+// where `total` starts at zero. Formats without scales have one group, and total = sum.
 //
-// Products of packed bf16 weights with rows rounded to bf16 have a lane for each output too. A sum takes the pairs of columns
-// in ascending order, of a pair the odd column first; each term is a fused multiply-add whose operands and result are
-// flushed: subnormals count as zero. That is what vdpbf16ps computes.
+// Products of packed bf16 weights with rows rounded to bf16 use one lane per output, too. A sum takes the pairs of
+// columns in ascending order, and the odd column of a pair before the even one. Each term is a fused multiply-add whose
+// operands and result are flushed: subnormals become zero. This is what vdpbf16ps computes.
 
 #pragma once
 
@@ -22,7 +24,7 @@
 
 namespace sameseed {
 
-// The dense formats come first: they index the tables of kernels below.
+// The dense formats come first, because their values index the kernel tables below.
 enum class Format : int {
     fp32 = 0,
     bf16 = 1,
@@ -41,7 +43,7 @@ enum class Format : int {
 };
 constexpr int num_formats = 14;
 
-constexpr int64_t bytes_of(Format format) {  // of one number of a dense format
+constexpr int64_t bytes_of(Format format) {  // bytes of one number in a dense format
     return format == Format::fp32 ? 4 : 2;
 }
 
@@ -52,8 +54,9 @@ struct fp16 {
     uint16_t bits;
 };
 
-// Formats of the cache: the dense ones, codes with a float32 scale for each token and head, bf16 whose products are those of
-// pairs (attention_pairs_body.h), and int8 whose products are integers (attention_integer_body.h).
+// Formats of the KV cache. int8, fp8 and int4 formats store codes with a float32 scale per token and head. bf16_a16 is
+// bf16 with products of bf16 pairs (attention_pairs_body.h). int8_a8 is int8 with integer products
+// (attention_integer_body.h).
 enum class KvFormat : int {
     fp32 = 0,
     bf16 = 1,
@@ -68,9 +71,9 @@ enum class KvFormat : int {
 };
 constexpr int kv_formats = 10;
 
-constexpr int64_t kv_outliers(int64_t dim) { return dim < 64 ? 1 : dim / 32; }  // of a row of int4_sparse
+constexpr int64_t kv_outliers(int64_t dim) { return dim < 64 ? 1 : dim / 32; }  // stored in a row of int4_sparse
 
-// Bytes of one head's row; sameseed/formats/_kv4.py says what those of the 4-bit formats are.
+// Bytes of one head's row. The layout of the 4-bit formats is documented in sameseed/formats/_kv4.py.
 constexpr int64_t kv_row_bytes(KvFormat format, int64_t dim) {
     switch (format) {
         case KvFormat::fp32:
@@ -91,16 +94,16 @@ constexpr int64_t kv_row_bytes(KvFormat format, int64_t dim) {
 struct int8 {
     int8_t bits;
 };
-struct e4m3 {  // 4 exponent bits, 3 of mantissa; no infinity, NaN where all 7 bits are set
+struct e4m3 {  // 4 exponent bits, 3 mantissa bits; no infinity; NaN if all 7 bits are set
     uint8_t bits;
 };
-struct e5m2 {  // the upper half of a half precision number
+struct e5m2 {  // the upper byte of an fp16 number
     uint8_t bits;
 };
 
 // out[T, O] = x[T, K] * w[O, K]^T + bias[O] + residual[T, O]
 struct LinearArgs {
-    const float* packed;  // x in tiles of `tile` rows (the last may have fewer), each as `pack` wrote it
+    const float* packed;  // x in tiles of `tile` rows (the last may have fewer), as written by `pack`
     const void* weight;
     const float* bias;  // or null
     const float* residual;  // [T, O], contiguous, or null; may be `out`
@@ -109,40 +112,41 @@ struct LinearArgs {
     int64_t rows, outputs, depth, tile;
 };
 
-// The same for weights packed as pack.h says, and float32 rows.
+// The same product for packed weights (pack.h has the layouts) and float32 rows.
 struct FloatArgs {
     const float* x;  // in tiles of `tile` rows (the last may have fewer), each [depth][rows of the tile]
-    const float* x_sums;  // by tile [groups][rows of the tile]: sums of x over a group; only with zeros
-    const void* codes;  // as pack.h says
+    const float* x_sums;  // per tile [groups][rows of the tile]: sums of x over a group; used only with `zeros`
+    const void* codes;  // packed weights
     const void* scales;  // [blocks][groups][32], or null
     Format scale_format;
-    const uint8_t* zeros;  // [blocks][groups][32], or null: all at `middle`
-    const uint8_t* nans;  // [blocks][32], not 0 where an output has a NaN among its weights; or null
+    const uint8_t* zeros;  // zero points [blocks][groups][32]; null: every zero point is `middle`
+    const uint8_t* nans;  // [blocks][32], nonzero if one of the output's weights is NaN; or null
     const float* table;  // values of the 16 nibbles
-    float middle, factor;  // factor: of every scale
+    float middle, factor;  // `factor` multiplies every scale
     const float* bias;
     const float* residual;
     float* out;
     int64_t rows, outputs, depth, group, groups, tile;  // depth = group * groups, padded
 };
 
-// The same for packed bf16 weights, and rows rounded to bf16.
+// The same product for packed bf16 weights and rows rounded to bf16.
 struct PairArgs {
     const void* x;  // in tiles of `tile` rows (the last may have fewer), each [depth / 2][rows of the tile] pairs of columns
-    const uint8_t* weight;  // as pack.h says
+    const uint8_t* weight;  // packed (pack.h)
     const float* bias;
     const float* residual;
     float* out;
-    int64_t rows, outputs, depth, tile;  // depth padded to a multiple of 8
+    int64_t rows, outputs, depth, tile;  // depth is padded to a multiple of 8
 };
 
-// out[T, O] = x[T, K] * w[O, K]^T + bias[O] + residual[T, O], w packed as pack.h says, x as codes int8. In tile i, of M <=
-// `tile` rows, x lies as [K/32][M][32] (zero-padded), its scales as [K/G][M], and the integers that sums start from,
-// -zero * (sum of the group's codes), as [K/G][M]; where the weight has zero points, `starts` leaves them out. Beside weights
-// of 8 bits a piece of 32 codes may take 64 bytes (`wide_codes`).
+// out[T, O] = x[T, K] * w[O, K]^T + bias[O] + residual[T, O], with w packed (pack.h) and x quantized to int8 codes. A
+// tile has M <= `tile` rows of x: codes [K/32][M][32] (zero-padded), scales [K/G][M] and `starts` [K/G][M]. `starts`
+// holds the integers that the sums start from: -zero * (sum of the group's codes). If the weight has zero points,
+// `starts` holds -(sum of the group's codes), and the kernel multiplies it by the zero point. For 8-bit weights, a
+// piece of 32 codes takes 64 bytes if `wide_codes` is set.
 struct IntegerArgs {
     const uint8_t* codes;  // [O/32][K/8][2][16][4] nibbles, or [O/32][K/4][2][16][4] bytes
-    const uint8_t* low;  // as `codes`: the nibbles below them, which make bytes of both; or null
+    const uint8_t* low;  // same layout: low nibbles of 8-bit codes whose high nibbles are in `codes`; or null
     bool nibbles;
     const void* scales;  // [O/32][K/G][32]
     Format scale_format;
@@ -153,18 +157,19 @@ struct IntegerArgs {
     const float* bias;  // [O] or null
     const float* residual;  // [T, O], contiguous, or null; may be `out`
     float* out;  // [T, O], contiguous
-    int64_t rows, outputs, depth, group, tile;  // depth and group rounded up to 8
+    int64_t rows, outputs, depth, group, tile;  // depth and group are rounded up to a multiple of 8
 };
 
-// The same for weights in super-blocks of 256 columns, packed as pack.h says. Rows of x as above, in groups of 256; with the
-// sums of their codes over each sub-block, by tile [K/2P][M][2] for sub-blocks of P = `part` columns.
+// The same product for weights in super-blocks of 256 columns (K-quants), packed as in pack.h. Rows of x are laid out
+// as for IntegerArgs, in groups of 256 columns. `x_sums` holds the sum of the codes of x over each sub-block of P =
+// `part` columns, per tile [K/2P][M][2].
 struct SuperArgs {
-    const uint8_t* codes;  // nibbles; null for q2_k
-    const uint8_t* high;  // the bits above them, or null; of q2_k all bits
-    const int8_t* steps;
-    const int8_t* minima;  // or null
+    const uint8_t* codes;  // low nibbles of the codes; null for q2_k
+    const uint8_t* high;  // the bits above the nibbles, or null; for q2_k all bits of the codes
+    const int8_t* steps;  // scales of the sub-blocks, as multiples of `scales`
+    const int8_t* minima;  // minima of the sub-blocks, as multiples of `least`; or null
     const void* scales;  // [O/32][K/256][32]
-    const void* least;  // the same; null without minima
+    const void* least;  // same layout; null without minima
     Format scale_format;
     const int8_t* x;
     const float* x_scales;
@@ -176,8 +181,8 @@ struct SuperArgs {
 };
 
 struct AttentionArgs {
-    const float* q;  // [T, H, D] with a row stride
-    const void* k;  // [num_blocks, block_size, Hk] rows of kv_row_bytes, contiguous
+    const float* q;  // [T, H, D], rows q_stride elements apart
+    const void* k;  // [num_blocks, block_size, Hk] rows of kv_row_bytes(), contiguous; v likewise
     const void* v;
     const float* k_scale;  // [num_blocks, block_size, Hk], contiguous; null for dense formats
     const float* v_scale;
@@ -190,70 +195,76 @@ struct AttentionArgs {
     bool rotated = false;  // set by attention(): keys and values are stored times a Hadamard matrix (kv4_body.h)
 };
 
-// Rows of one sequence, and query heads of one KV head, that walk the cache together: row_count * head_count <= max_queries.
+// Rows of one sequence and query heads of one KV head that read the cache together: row_count * head_count <=
+// max_queries.
 struct AttentionTile {
     const int32_t* block_table;
     int64_t kv_len, row_begin, row_count, kv_head, head_begin, head_count;
-    int64_t first_block, end_block;  // the blocks of `key_block` positions that some row sees
-    float* partial;  // results of the blocks, attention_partial floats each; null: merge each as it comes
-    bool in_parts = false;  // whether several calls share the blocks
-    // What somebody will read next, all heads of it, is fetched meanwhile: positions of the sequence that has this table.
+    int64_t first_block, end_block;  // the blocks of `key_block` positions that at least one row sees
+    float* partial;  // results per block, attention_partial() floats each; null: merge each block at once
+    bool in_parts = false;  // whether the blocks are divided among several calls
+    // Positions [next_begin, next_end) of the sequence with block table `next_table` are prefetched for all KV heads
+    // while this tile is computed, because some thread reads them next.
     const int32_t* next_table = nullptr;
     int64_t next_begin = 0, next_end = 0;
 };
 
 constexpr int64_t lanes = 16;
-constexpr int64_t depth_step = 16;  // `linear` takes K in steps of 2 x 8 lanes, because bf16 comes in pairs
-constexpr int64_t block_outputs = 32;  // packed weights come in blocks of 32 outputs
-constexpr int64_t super_columns = 256;  // of a super-block
-constexpr int64_t code_step = 32;  // codes of x come in pieces of 32 along K
-constexpr int64_t integer_span = 512;  // columns that many tiles of rows share before the next ones (groups stay whole)
-constexpr int64_t integer_cache = 256 * 1024;  // bytes of x codes, or of weights, that should stay in a second-level cache
-constexpr int64_t key_block = 256;  // attention sums keys in blocks of this many positions
-constexpr int64_t score_stride = key_block + lanes;  // from one query's scores to the next one's
-constexpr int64_t panel_keys = 64;  // keys or values that are widened at once, where many queries share them
+constexpr int64_t depth_step = 16;  // columns of a step of `linear`: 2 x 8 lanes, as bf16 columns are read in pairs
+constexpr int64_t block_outputs = 32;  // outputs of a block of packed weights
+constexpr int64_t super_columns = 256;  // columns of a super-block
+constexpr int64_t code_step = 32;  // columns of a piece of x codes
+constexpr int64_t integer_span = 512;  // columns that all row tiles use before the next are read; groups stay whole
+constexpr int64_t integer_cache = 256 * 1024;  // bytes of x codes, or of weights, that should stay in the L2 cache
+constexpr int64_t key_block = 256;  // attention processes keys in blocks of this many positions
+constexpr int64_t score_stride = key_block + lanes;  // floats between the scores of one query and the next
+constexpr int64_t panel_keys = 64;  // keys or values converted to float32 at once, for tiles with many queries
 constexpr int64_t max_queries = 64;  // query vectors (rows x heads of one KV head) in an attention tile
-constexpr int64_t max_dim = 512;  // of a head
+constexpr int64_t max_dim = 512;  // largest head dimension
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 struct Kernels {
     const char* name;
-    int64_t row_tile;  // the most rows of x that `linear` takes at once
+    int64_t row_tile;  // the most rows of x in a tile of `linear`
 
-    // Lay `rows` <= row_tile rows of x out for `linear`: for each step of 16 along K (zero-padded), the rows one after another.
+    // Lays out `rows` <= row_tile rows of x for `linear`: for each step of 16 along K (zero-padded), one row after the
+    // other.
     void (*pack[3])(const float* x, int64_t x_stride, int64_t rows, int64_t depth, float* packed);
-    // Outputs [o_begin, o_end) of rows [t_begin, t_end); t_begin is a multiple of the tile.
+    // Computes outputs [o_begin, o_end) of rows [t_begin, t_end). t_begin is a multiple of the tile.
     void (*linear[3])(const LinearArgs&, int64_t o_begin, int64_t o_end, int64_t t_begin, int64_t t_end);
 
-    int64_t float_tile;  // the most rows of a tile of `linear_float`
-    // By Format; null for formats that are never packed. Outputs of blocks [begin, end), rows [t_begin, t_end); t_begin is
-    // a multiple of the tile. `scratch` holds float_scratch(blocks, rows) floats, aligned to 64 bytes.
+    int64_t float_tile;  // the most rows of x in a tile of `linear_float`
+    // Computes the outputs of blocks [begin, end) for rows [t_begin, t_end). t_begin is a multiple of the tile.
+    // `scratch` holds float_scratch(blocks, rows) floats, aligned to 64 bytes. Indexed by Format; null for formats that
+    // it does not serve.
     void (*linear_float[num_formats])(const FloatArgs&, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end,
                                       float* scratch);
     void (*interleave)(const float* x, int64_t stride, int64_t rows, int64_t depth, int64_t begin, int64_t end, float* out);
     void (*group_sums)(const float* x, int64_t depth, int64_t group, float* out, int64_t out_stride);
 
-    int64_t pair_tile;  // the most rows of a tile of `linear_pairs`
-    // A row of x as pairs of bf16 columns (of 8 bytes at most), zero-padded to a multiple of 8 columns: pair i is number
-    // at + i * stride of `out`.
+    int64_t pair_tile;  // the most rows of x in a tile of `linear_pairs`
+    // Converts a row of x to pairs of bf16 columns (at most 8 bytes each), zero-padded to a multiple of 8 columns. Pair
+    // i goes to index at + i * stride of `out`.
     void (*pair_row)(const float* x, int64_t depth, void* out, int64_t at, int64_t stride);
-    // Outputs of the blocks [begin, end), rows [t_begin, t_end); t_begin is a multiple of the tile. `scratch` holds
-    // pair_scratch(blocks, rows) floats, aligned to 64 bytes.
+    // Computes the outputs of blocks [begin, end) for rows [t_begin, t_end). t_begin is a multiple of the tile.
+    // `scratch` holds pair_scratch(blocks, rows) floats, aligned to 64 bytes.
     void (*linear_pairs)(const PairArgs&, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end, float* scratch);
 
-    int64_t integer_tile;  // the most rows of a tile of `integer`
-    bool wide_codes;  // whether `integer` takes rows beside weights of 8 bits as `widen_codes` leaves them
-    // A piece of 32 codes to 64 bytes in its place: int16, of each four codes the first, the third, the second, the fourth.
+    int64_t integer_tile;  // the most rows of x in a tile of `integer`
+    bool wide_codes;  // whether `integer` expects rows converted by `widen_codes` if weights have 8 bits
+    // Converts a piece of 32 codes to int16 in place (64 bytes). The order within every four codes becomes first,
+    // third, second, fourth.
     void (*widen_codes)(int8_t* piece);
-    // Quantize a row of x by groups of `group` columns; piece i of 32 codes goes to codes + i * piece_stride. For each group a
-    // scale and -sum * middle, `stride` apart.
+    // Quantizes a row of x in groups of `group` columns. Piece i of 32 codes goes to codes + i * piece_stride. Each
+    // group gets a scale and a start (-sum of codes * middle), written `stride` elements after those of the group
+    // before.
     void (*quantize)(const float* x, int64_t depth, int64_t group, int32_t middle, int8_t* codes, int64_t piece_stride,
                      float* scales, int32_t* starts, int64_t stride);
-    // Outputs of the blocks [begin, end), all rows. `scratch` holds integer_scratch(rows, group) floats.
+    // Computes the outputs of blocks [begin, end) for all rows. `scratch` holds integer_scratch(rows, group) floats.
     void (*integer)(const IntegerArgs&, int64_t begin, int64_t end, float* scratch);
-    int64_t super_tile;  // the most rows of a tile of `super`
-    // Outputs of the blocks [begin, end), all rows. `scratch` holds 32 floats for each row.
+    int64_t super_tile;  // the most rows of x in a tile of `super`
+    // Computes the outputs of blocks [begin, end) for all rows. `scratch` holds 32 floats per row.
     void (*super)(const SuperArgs&, int64_t begin, int64_t end, float* scratch);
 
     void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t rows, int64_t width, float* out);
@@ -262,19 +273,19 @@ struct Kernels {
     void (*silu_mul)(const float* gate_up, int64_t stride, int64_t rows, int64_t width, float* out);
     void (*encode[3])(const float* x, int64_t count, void* codes);  // float32 -> format, to nearest even
     void (*decode[3])(const void* codes, int64_t count, float* x);
-    // One cached row [Hk, D] -> codes and, in formats that have them, a scale for each head.
+    // Encodes one row [Hk, D] for the cache: codes and, in scaled formats, one scale per head.
     void (*encode_kv[kv_formats])(const float* x, int64_t heads, int64_t dim, void* codes, float* scales);
-    // Blocks [block_begin, block_end) of a tile. Without `partial` these must be all, and the result goes to `out`.
-    // `scratch` holds attention_scratch(dim) floats, aligned to 64 bytes.
+    // Computes blocks [block_begin, block_end) of a tile. If the tile has no `partial`, these must be all its blocks,
+    // and the result goes to `out`. `scratch` holds attention_scratch(dim) floats, aligned to 64 bytes.
     void (*attention[kv_formats])(const AttentionArgs&, const AttentionTile&, int64_t block_begin, int64_t block_end,
                                   float* scratch);
-    // Merge the partial results of all blocks of a tile into `out`.
+    // Merges the partial results of all blocks of a tile into `out`.
     void (*attention_merge)(const AttentionArgs&, const AttentionTile&, float* scratch);
 };
 
-constexpr int64_t query_apart = max_dim / 2 + 8;  // pairs of columns from one query's to the next one's
-constexpr int64_t weight_apart = key_block / 2 + 8;  // pairs of keys likewise
-constexpr int64_t attention_pairs_scratch(int64_t dim) {  // more of it, where keys and values are taken by pairs
+constexpr int64_t query_apart = max_dim / 2 + 8;  // stride between queries, in pairs of columns
+constexpr int64_t weight_apart = key_block / 2 + 8;  // stride between queries of softmax weights, in pairs of keys
+constexpr int64_t attention_pairs_scratch(int64_t dim) {  // extra scratch of the bf16_a16 and int8_a8 kernels
     return max_queries * 2 * (query_apart + weight_apart) + (key_block + 2 * max_queries + 32) * round_up(dim, 32);
 }
 constexpr int64_t attention_scratch(int64_t dim) {
@@ -283,16 +294,16 @@ constexpr int64_t attention_scratch(int64_t dim) {
 }
 constexpr int64_t attention_partial(int64_t dim, int64_t queries) { return 2 * max_queries + queries * round_up(dim, lanes); }
 
-constexpr int64_t float_chunk = 128;  // columns of a strip of decoded weights: 16 KB
+constexpr int64_t float_chunk = 128;  // columns of a strip of decoded weights (16 KB)
 constexpr int64_t float_scratch(int64_t blocks, int64_t rows) { return 32 * (float_chunk + 2 * blocks * rows); }
 
-constexpr int64_t pair_chunk = 128;  // columns that all tiles of a panel share before the next ones
+constexpr int64_t pair_chunk = 128;  // columns that all tiles of a panel use before the next columns are read
 constexpr int64_t pair_scratch(int64_t blocks, int64_t rows) { return 32 * blocks * rows; }
 
-constexpr int64_t integer_scratch(int64_t rows, int64_t group) {  // sums of all rows; bytes of one span of weights
+constexpr int64_t integer_scratch(int64_t rows, int64_t group) {  // sums of all rows, and one span of unpacked weights
     return rows * block_outputs + (group > integer_span ? group : integer_span) * block_outputs / 4;
 }
 
-const Kernels& kernels();  // those of the instruction set in use: isa.cpp
+const Kernels& kernels();  // of the instruction set in use (isa.cpp)
 
 }  // namespace sameseed

@@ -1,4 +1,5 @@
-// Products of integers for x86 with AMX; the rest is that of AVX-512 with VNNI and bf16. Emulated, it stands on AVX2.
+// Integer products for x86 with AMX. All other kernels are those of AVX-512 with VNNI and bf16. With SAMESEED_EMULATE,
+// they are those of AVX-VNNI, and this unit is built with AVX2.
 
 #include <immintrin.h>
 
@@ -6,11 +7,11 @@
 
 #include "kernels.h"
 
-// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+// GCC 12 warns wrongly about the "undefined" operands of its own intrinsics.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-// The bodies have more than this unit needs.
+// This unit does not use all functions of the bodies.
 #pragma GCC diagnostic ignored "-Wunused-function"
 
 #define HAS_VNNI
@@ -21,7 +22,7 @@
 #endif
 
 namespace sameseed {
-namespace {  // this unit's own copy of every body: other units compile them with other instructions
+namespace {  // each unit has its own copy of every body, compiled with other instructions
 
 #include "unroll.h"
 #ifdef SAMESEED_EMULATE

@@ -6,12 +6,12 @@
 
 #include "kernels.h"
 
-// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+// GCC 12 warns wrongly about the "undefined" operands of its own intrinsics.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 namespace sameseed {
-namespace {  // this unit's own copy of every body: other units compile them with other instructions
+namespace {  // each unit has its own copy of every body, compiled with other instructions
 
 #include "unroll.h"
 #include "vec_avx512.h"

@@ -1,4 +1,4 @@
-// The integer kernels for x86 with AVX-VNNI; the rest is that of AVX2.
+// The integer kernels for x86 with AVX-VNNI. All other kernels are those of AVX2.
 
 #include <immintrin.h>
 
@@ -6,11 +6,11 @@
 
 #include "kernels.h"
 
-// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+// GCC 12 warns wrongly about the "undefined" operands of its own intrinsics.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-// The bodies have more than this unit needs.
+// This unit does not use all functions of the bodies.
 #pragma GCC diagnostic ignored "-Wunused-function"
 
 #define HAS_VNNI
@@ -19,7 +19,7 @@
 #endif
 
 namespace sameseed {
-namespace {  // this unit's own copy of every body: other units compile them with other instructions
+namespace {  // each unit has its own copy of every body, compiled with other instructions
 
 #include "unroll.h"
 #include "vec_avx2.h"

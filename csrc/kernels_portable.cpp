@@ -5,7 +5,7 @@
 #include "kernels.h"
 
 namespace sameseed {
-namespace {  // this unit's own copy of every body: other units compile them with other instructions
+namespace {  // each unit has its own copy of every body, compiled with other instructions
 
 #include "unroll.h"
 #include "vec_portable.h"

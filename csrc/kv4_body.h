@@ -1,9 +1,9 @@
-// Rows of the cache in 4 bits: to bytes, and back to floats before attention takes them. Included after codes_body.h.
+// Encodes rows of the KV cache in 4 bits, and decodes them to floats for attention. Included after codes_body.h.
 //
-// sameseed/formats/_kv4.py says what the bytes are and in which order the arithmetic runs; this is the same, bit for bit.
-// Loops over plain arrays: each element is computed alone, so the compiler may use any vectors.
+// sameseed/formats/_kv4.py specifies the bytes and the order of the arithmetic. This file gives the same bits. It uses
+// loops over plain arrays; elements are computed independently, so the compiler may vectorize them freely.
 
-// x [dim] times the normalized Hadamard matrix, in blocks of the largest power of two that divides dim.
+// Multiplies x [dim] by the normalized Hadamard matrix, in blocks of the largest power of two that divides dim.
 inline void rotate(float* x, int64_t dim) {
     const int64_t block = dim & -dim;
     for (int64_t distance = 1; distance < block; distance *= 2)
@@ -29,13 +29,14 @@ inline float bits_float(uint32_t bits) {
 }
 inline bool finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
 
-inline uint16_t to_bf16(float x) {  // to nearest even; a NaN stays one
+inline uint16_t to_bf16(float x) {  // rounds to nearest even; NaN stays NaN
     const uint32_t bits = float_bits(x);
     if (x != x) return 0x7fc0;
     return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// Codes and lowest value of x [dim] to `out`; returns the scale. `kept` marks values that are stored elsewhere, or is null.
+// Writes the codes and the lowest value of x [dim] to `out` and returns the scale. `kept` marks values that are stored
+// elsewhere (outliers); it may be null.
 inline float encode_nibbles(const float* x, int64_t dim, const bool* kept, uint8_t* out) {
     float high = -__builtin_inff(), low = __builtin_inff();
     bool broken = false;
@@ -97,7 +98,8 @@ void encode_rotated4(const float* x, int64_t heads, int64_t dim, void* codes, fl
     }
 }
 
-// The largest of x by size, as torch's stable sort has them: a NaN is larger than all, of two as large the first counts.
+// Marks the `count` largest magnitudes of x in the order of torch's stable sort: NaN is the largest, and of equal
+// magnitudes the first comes first.
 inline void mark_largest(const float* x, int64_t dim, int64_t count, bool* kept) {
     for (int64_t i = 0; i < dim; i++) kept[i] = false;
     for (; count > 0; count--) {
@@ -111,7 +113,7 @@ inline void mark_largest(const float* x, int64_t dim, int64_t count, bool* kept)
 }
 
 void encode_sparse4(const float* x, int64_t heads, int64_t dim, void* codes, float* scales) {
-    constexpr float largest = 0x1.fep127f;  // of bfloat16
+    constexpr float largest = 0x1.fep127f;  // largest finite bfloat16
     uint8_t* out = static_cast<uint8_t*>(codes);
     const int64_t count = kv_outliers(dim);
     for (int64_t h = 0; h < heads; h++, x += dim, out += kv_row_bytes(KvFormat::int4_sparse, dim)) {
@@ -130,7 +132,8 @@ void encode_sparse4(const float* x, int64_t heads, int64_t dim, void* codes, flo
     }
 }
 
-// A stored row as floats: of `rotated4`, still rotated. `nibbles4` is the same where 16 columns lie in 16 bytes: D = 32 n.
+// Types of stored 4-bit rows. `rotated4` decodes to floats that are still rotated. `nibbles4` is the same layout for D
+// = 32 n, where 16 columns occupy 16 bytes, so rows can be decoded in registers.
 struct rotated4 {
     uint8_t byte;
 };
@@ -141,7 +144,7 @@ struct sparse4 {
     uint8_t byte;
 };
 template <class T>
-constexpr bool unpacked_first = false;  // decoded to floats when attention finds the row
+constexpr bool unpacked_first = false;  // whether rows are decoded to floats when attention looks them up
 template <>
 constexpr bool unpacked_first<rotated4> = true;
 template <>
@@ -156,7 +159,7 @@ inline void unpack_row(const sparse4* row, float scale, int64_t dim, float* out)
     const uint8_t *values = bytes + dim / 2 + 2, *places = values + 2 * count;
     for (int64_t i = 0; i < count; i++) {
         int64_t place = places[i * wide] | (wide == 2 ? places[2 * i + 1] << 8 : 0);
-        place = place < dim ? place : dim - 1;  // rows that were never written may hold anything
+        place = place < dim ? place : dim - 1;  // rows that were never written may hold any bytes
         out[place] = bits_float(static_cast<uint32_t>(values[2 * i] | values[2 * i + 1] << 8) << 16);
     }
 }

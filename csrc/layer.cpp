@@ -1,4 +1,4 @@
-// Ops that join what stands between the products of a decoder layer.
+// Fused ops for the steps between the matrix products of a decoder layer.
 
 #include "ops.h"
 #include "tasks.h"

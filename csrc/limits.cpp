@@ -1,4 +1,4 @@
-// Measures the machine's limits with the loops of limits_*.cpp, on the pool that runs the kernels.
+// Measures the machine's limits with the loops of limits_*.cpp, on the same thread pool as the kernels.
 
 #include "limits.h"
 
@@ -28,7 +28,8 @@ Arithmetic find(const std::string& kind) {
     throw std::invalid_argument("unknown arithmetic '" + kind + "'; choose int8, fp32 or bf16");
 }
 
-// Memory of its own, on huge pages where the system gives them, written once so that every page is real.
+// Newly mapped memory, on huge pages if the system provides them. The user must write it once, so that every page
+// exists.
 class Pages {
    public:
     explicit Pages(int64_t bytes) : mapped_(bytes + huge_page) {
@@ -67,10 +68,10 @@ void require(const char* what, bool good) {
 std::vector<double> read_rates(int64_t bytes, int repeats) {
     require("bytes", bytes > 0);
     require("repeats", repeats > 0);
-    const int64_t chunk = 1 << 20, chunks = (bytes + chunk - 1) / chunk;  // so that no thread waits long for another
+    const int64_t chunk = 1 << 20, chunks = (bytes + chunk - 1) / chunk;  // small chunks, so that threads end together
     const Read read = best_set().limits().read;
     std::atomic<uint64_t> sink{0};
-    // Prefetches may run past the end: they never fault.
+    // Prefetches may go past the end, because they never fault.
     Pages pages(chunks * chunk);
     run_tasks(chunks, true, [&](int64_t i) { std::memset(pages.data + i * chunk, static_cast<int>(i | 1), chunk); });
     std::vector<double> rates;
@@ -94,7 +95,7 @@ Peak peak_rates(const std::string& kind, double seconds, int repeats) {
         return seconds_of([&] { run_tasks(tasks, true, [&](int64_t) { sink.store(arithmetic.run(rounds)); }); });
     };
     int64_t rounds = 1000;
-    pass(rounds);  // the pool wakes, the units power up
+    pass(rounds);  // wakes the pool and powers up the execution units
     double took = pass(rounds);
     while (took < seconds / 4 && rounds < int64_t{1} << 40) took = pass(rounds *= 2);
     rounds = std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(rounds) * seconds / took));

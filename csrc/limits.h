@@ -1,7 +1,8 @@
-// What this machine could do at most: reading memory, and the arithmetic that the kernels are made of.
+// The limits of this machine: memory bandwidth, and the peak rate of the arithmetic that the kernels use.
 //
-// A share of a limit says how good a kernel is, where milliseconds only say how fast the machine was. The peaks follow the
-// CPU, not SAMESEED_ISA: a forced instruction set is not the machine's limit.
+// The fraction of a limit that a kernel reaches measures the kernel; milliseconds alone also measure the machine. The
+// peaks belong to the best instruction set of the CPU, not to SAMESEED_ISA, because a forced set is not the machine's
+// limit.
 
 #pragma once
 
@@ -11,14 +12,14 @@
 
 namespace sameseed {
 
-// A loop over registers alone. `ops` of one round: a multiplication and an addition count as two.
+// A loop that uses only registers. `ops`: operations per round; a multiplication plus an addition counts as two.
 struct Arithmetic {
     const char* instruction;
     double ops;
-    float (*run)(int64_t rounds);  // what it returns keeps the work from being left out
+    float (*run)(int64_t rounds);  // the result keeps compilers from removing the work
 };
 
-// Reads `bytes` (a multiple of read_step) from a 64-byte aligned address, asking for the line `ahead` bytes on.
+// Reads `bytes` (a multiple of read_step) from a 64-byte aligned address and prefetches `ahead` bytes ahead.
 using Read = uint64_t (*)(const char* data, int64_t bytes, int64_t ahead);
 constexpr int64_t read_step = 512;
 
@@ -27,16 +28,18 @@ struct LimitLoops {
     Read read;
 };
 
-// Bytes a second of `repeats` passes over `bytes` of memory on huge pages (where the system gives them), by all threads.
-// Passes differ in how far they prefetch, for the best distance is the machine's affair; rates[i] belongs to pass i.
+// Bytes per second of `repeats` passes over `bytes` of memory, by all threads, on huge pages if the system provides
+// them. Passes use different prefetch distances, because the best distance depends on the machine. rates[i] belongs to
+// pass i.
 std::vector<double> read_rates(int64_t bytes, int repeats);
 
-// What one instruction can do, by all threads. `instruction` is empty, and there are no rates, where the CPU has none.
+// The peak rate of one instruction, by all threads. If the CPU has no such instruction, `instruction` and `rates` are
+// empty.
 struct Peak {
     std::string instruction;
-    std::vector<double> rates;  // operations a second of each repetition
+    std::vector<double> rates;  // operations per second, for each repetition
 };
-// `kind`: int8, fp32 or bf16. A repetition takes about `seconds`. Raises std::invalid_argument for another kind.
+// `kind` is int8, fp32 or bf16. A repetition takes about `seconds`. Throws std::invalid_argument for another kind.
 Peak peak_rates(const std::string& kind, double seconds, int repeats);
 
 }  // namespace sameseed

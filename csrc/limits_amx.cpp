@@ -10,7 +10,7 @@
 namespace sameseed {
 namespace {
 
-constexpr int chains = 4;  // tiles of sums, all of 16 rows and 64 bytes
+constexpr int chains = 4;  // tiles of sums, each of 16 rows of 64 bytes
 
 float run(int64_t rounds) {
     alignas(64) uint8_t config[64] = {1};

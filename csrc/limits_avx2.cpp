@@ -9,7 +9,7 @@ namespace {
 
 #include "unroll.h"
 
-constexpr int chains = 12;  // sums that grow side by side: two units, each busy for 4 to 5 cycles; 16 registers in all
+constexpr int chains = 12;  // independent sums: two units with a latency of 4 to 5 cycles, and only 16 registers
 
 INLINE float total(__m256 x) {
     alignas(32) float values[8];
@@ -19,8 +19,8 @@ INLINE float total(__m256 x) {
     return sum;
 }
 
-// pmaddubsw makes pairs, paddw adds them, as with codes of 4 bits; that these are widened now and then is left out. Codes of 8
-// bits take twice as many steps.
+// pmaddubsw computes pairs of products and paddw adds them, as for codes of 4 bits. Leaves out that such sums must be
+// widened from time to time. Codes of 8 bits take twice as many steps.
 float run_int8(int64_t rounds) {
     __m256i sum[chains];
     unroll<chains>([&](auto i) INLINE_LAMBDA { sum[i] = _mm256_set1_epi32(i); });
@@ -28,7 +28,7 @@ float run_int8(int64_t rounds) {
     const __m256i x = _mm256_set1_epi8(-3);
     for (int64_t r = 0; r < rounds; r++) {
         unroll<chains>([&](auto i) INLINE_LAMBDA {
-            asm volatile("" : "+x"(weight));  // for all that the compiler knows, each chain has a product of its own
+            asm volatile("" : "+x"(weight));  // hides from the compiler that all chains compute the same product
             sum[i] = _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(weight, x));
             asm volatile("" : "+x"(sum[i]));
         });

@@ -4,7 +4,7 @@
 
 #include "limits.h"
 
-// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+// GCC 12 warns wrongly about the "undefined" operands of its own intrinsics.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
@@ -13,7 +13,7 @@ namespace {
 
 #include "unroll.h"
 
-constexpr int chains = 16;  // sums that grow side by side: two units, each busy for 4 to 5 cycles
+constexpr int chains = 16;  // independent sums: two units with a latency of 4 to 5 cycles
 
 float run_int8(int64_t rounds) {
     __m512i sum[chains];
@@ -22,7 +22,7 @@ float run_int8(int64_t rounds) {
     const __m512i x = _mm512_set1_epi8(-3), ones = _mm512_set1_epi16(1);
     for (int64_t r = 0; r < rounds; r++) {
         unroll<chains>([&](auto i) INLINE_LAMBDA {
-            asm volatile("" : "+v"(weight));  // for all that the compiler knows, each chain has a product of its own
+            asm volatile("" : "+v"(weight));  // hides from the compiler that all chains compute the same product
             const __m512i pairs = _mm512_maddubs_epi16(weight, x);
             sum[i] = _mm512_add_epi32(sum[i], _mm512_madd_epi16(pairs, ones));
             asm volatile("" : "+v"(sum[i]));

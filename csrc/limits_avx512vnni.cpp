@@ -4,7 +4,7 @@
 
 #include "limits.h"
 
-// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+// GCC 12 warns wrongly about the "undefined" operands of its own intrinsics.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
@@ -13,7 +13,7 @@ namespace {
 
 #include "unroll.h"
 
-constexpr int chains = 16;  // sums that grow side by side: two units, each busy for 4 to 5 cycles
+constexpr int chains = 16;  // independent sums: two units with a latency of 4 to 5 cycles
 
 float run(int64_t rounds) {
     __m512i sum[chains];
@@ -23,7 +23,7 @@ float run(int64_t rounds) {
     for (int64_t r = 0; r < rounds; r++)
         unroll<chains>([&](auto i) INLINE_LAMBDA {
             sum[i] = _mm512_dpbusd_epi32(sum[i], weight, x);
-            asm volatile("" : "+v"(sum[i]));  // keeps each sum in its register: GCC 12 would copy them in a ring
+            asm volatile("" : "+v"(sum[i]));  // keeps each sum in its register; GCC 12 would move them around
         });
     unroll<chains - 1>([&](auto i) INLINE_LAMBDA { sum[0] = _mm512_add_epi32(sum[0], sum[i + 1]); });
     return static_cast<float>(_mm512_reduce_add_epi32(sum[0]));

@@ -1,4 +1,4 @@
-// The loops of limits.h for any processor, as good as its compiler makes them.
+// The loops of limits.h in portable C++. Their speed depends on what the compiler makes of them.
 
 #include <cmath>
 #include <cstring>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int width = 32;
 
-// Values that the compiler cannot know.
+// Returns `value`, but hides it from the compiler's optimizer.
 template <class T>
 T opaque(T value) {
     volatile T hidden = value;

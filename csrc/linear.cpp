@@ -1,4 +1,4 @@
-// Which family of kernels serves a weight, and the rows that all of them start from.
+// Chooses the kernel family for a weight, and prepares the rows of x for all families.
 
 #include "linear.h"
 

@@ -1,8 +1,8 @@
-// Linear layers: where the rows come from, how the weight is stored, what is added at the end.
+// Linear layers: the source of the rows, the stored weight, and what is added at the end.
 //
-// linear() is one op with three parts. The rows of x are prepared (gathered, normed, or gated as SwiGLU does), laid out for
-// the kernel (and quantized where the weight asks for it), multiplied, and bias and residual are added: each part exactly as
-// the separate ops compute it, so that fusing them changes no bit.
+// linear() fuses several ops. It prepares the rows of x (gathered, normalized, or gated by SwiGLU), lays them out for
+// the kernel (and quantizes them if the weight requires it), multiplies, and adds bias and residual. Each part computes
+// exactly what the separate op computes, so fusing changes no bit.
 
 #pragma once
 
@@ -12,35 +12,36 @@
 
 namespace sameseed {
 
-// A weight [O, K] in any format. Dense formats have rows of `stride` elements in `codes`; the others are packed as pack.h says.
+// A weight [O, K] in any format. Dense formats have rows of `stride` elements in `codes`; packed ones are laid out as
+// in pack.h.
 struct Weight {
     Format format;
     bool integer_rows;  // quantize the rows of x to int8 before the product
-    bool bf16_rows;     // round them to bf16, the weight's own format
+    bool bf16_rows;     // round the rows of x to bf16, the format of the weight
     int64_t outputs, depth;
-    int64_t group;   // columns that share a scale; `depth` where a row has one
-    int64_t stride;  // of dense rows, in elements; 0 where the weight is packed
+    int64_t group;   // columns that share a scale; `depth` if a row has one scale
+    int64_t stride;  // between dense rows, in elements; 0 if the weight is packed
     const void* codes;
     const void* scales;       // null for dense formats
     Format scale_format;      // fp32, bf16 or fp16
-    const uint8_t* zeros;     // or null: the middle of the range
-    const uint8_t* low;       // of int8n, whose `codes` are the high nibbles; null where these stand alone
-    // Of K-quants, whose `codes` are nibbles (of q2_k pairs of bits) and `scales` those of super-blocks:
-    const uint8_t* high;   // the bits of codes above four, or null
-    const int8_t* steps;   // multiples of the scale
-    const int8_t* minima;  // and of `least`, or null
-    const void* least;     // as `scales`
+    const uint8_t* zeros;     // zero points; null: the middle of the range
+    const uint8_t* low;       // int8n: the low nibbles, if the high nibbles in `codes` are not used alone; else null
+    // Fields of K-quants. Their `codes` are nibbles (q2_k: pairs of bits), and their `scales` belong to super-blocks.
+    const uint8_t* high;   // the bits of codes above the lowest four, or null
+    const int8_t* steps;   // scales of sub-blocks, as multiples of the super-block's scale
+    const int8_t* minima;  // minima of sub-blocks, as multiples of the super-block's `least`; or null
+    const void* least;     // same layout as `scales`
 };
 
-// Rows of x: as they are, or rms_norm(x) (then `norm` is its weight [K]), or silu_mul(x) (then x has 2 K columns).
+// Rows of x: unchanged (plain), rms_norm(x) with the weight `norm_weight` [K], or silu_mul(x), where x has 2 K columns.
 struct RowSource {
     enum Kind : int { plain = 0, norm = 1, silu = 2 } kind;
     const float* x;
     int64_t stride;
     const float* norm_weight;
     float eps;
-    const int32_t* index;  // row i of the product comes from row index[i] of x; null: from row i
-    int64_t index_limit;   // rows of x that index may name
+    const int32_t* index;  // row i of the product is computed from row index[i] of x; null: from row i
+    int64_t index_limit;   // number of rows of x; indices must be below it
 };
 
 struct Product {
@@ -52,36 +53,37 @@ struct Product {
     int64_t rows;
 };
 
-// Raises std::out_of_range for an index outside x, std::invalid_argument for a weight that no kernel serves.
+// Throws std::out_of_range for an index outside x, std::invalid_argument for a weight that no kernel supports.
 void linear(const Product& product);
 
-// Rows token_ids [T] of an embedding [V, C], as float32 [T, C].
+// Looks up rows token_ids [T] of an embedding [V, C] as float32 [T, C].
 struct Embedding {
     const int32_t* token_ids;
     const Weight* weight;
     float* out;
     int64_t rows;
 };
-// Raises std::out_of_range.
+// Throws std::out_of_range for a token id outside the embedding.
 void embedding(const Embedding& embedding);
 
-// Rows [begin, end) of the source as floats: where they lie, and how far apart. Those that are computed go to `buffer`
-// [end - begin, K].
+// Rows [begin, end) of the source as floats: their address and stride. Rows that must be computed or gathered are
+// written to `buffer` [end - begin, K].
 struct RowView {
     const float* x;
     int64_t stride;
 };
 RowView prepare_rows(const RowSource& source, int64_t depth, int64_t begin, int64_t end, float* buffer);
 
-// The families of kernels; each in a file of its own.
+// The kernel families, one file each.
 void linear_dense(const Product& product);
 void linear_float(const Product& product);    // packed, rows as float32
 void linear_pairs(const Product& product);    // packed bf16, rows rounded to bf16
 void linear_integer(const Product& product);  // packed int4 or int8, rows quantized
-void linear_super(const Product& product);    // the same for K-quants
+void linear_super(const Product& product);    // K-quants, rows quantized
 
-// Ends of the tasks that `blocks` blocks of at most `most` each make: long runs first, because a stream of weights costs a
-// start; then ever shorter ones, so that all threads end together. Of this thread, until its next call.
+// Cuts `blocks` blocks into tasks of at most `most` blocks; returns the end of each task. Long tasks come first,
+// because starting to stream weights has a cost. Later tasks are ever shorter, so that all threads finish at about the
+// same time. The result is thread-local and valid until this thread's next call.
 const std::vector<int64_t>& cut_blocks(int64_t blocks, int64_t most);
 
 // Columns of a sub-block of a K-quant.

@@ -1,14 +1,14 @@
 // x * W^T for dense weights. Included by each kernels_*.cpp, after its vec_*.h, inside that unit's namespace.
 //
-// A tile holds M rows of x against 2P rows of weights: a weight is read and widened once and serves M rows, so that
-// checking a few drafts costs little more than one token. Sums keep the order of kernels.h for every M and P.
+// A tile multiplies M rows of x with 2P rows of weights. A weight is read and widened once for M rows, so verifying a
+// few draft tokens costs little more than one token. Sums keep the order of kernels.h for every M and P.
 
 constexpr int64_t prefetch_distance = 4096;  // bytes
 
 template <class W>
 constexpr bool paired = false;
 template <>
-constexpr bool paired<bf16> = true;  // even elements of a step, then odd ones
+constexpr bool paired<bf16> = true;  // the even elements of a step come first, then the odd ones
 
 template <class W>
 void pack(const float* x, int64_t x_stride, int64_t rows, int64_t depth, float* packed) {
@@ -19,7 +19,7 @@ void pack(const float* x, int64_t x_stride, int64_t rows, int64_t depth, float* 
         }
 }
 
-// P pairs of weight rows, M rows of x; sum p * M + m holds row m times the rows of pair p.
+// Multiplies P pairs of weight rows with M rows of x. sums[p * M + m] holds row m times the two rows of pair p.
 template <int M, int P, class W>
 INLINE void multiply_step(const float* x, const W* const (&w)[2 * P], int64_t k, V (&sums)[P * M]) {
     RowPair<W> pairs[P];
@@ -39,7 +39,7 @@ INLINE void multiply_step(const float* x, const W* const (&w)[2 * P], int64_t k,
     });
 }
 
-// The last, partial step along K: weights from a zero-padded copy.
+// The last, partial step along K. Reads the weights from a zero-padded copy.
 template <int M, int P, class W>
 INLINE void multiply_tail(const float* x, const W* const (&w)[2 * P], int64_t k, int64_t n, V (&sums)[P * M]) {
     W padded[2 * P][depth_step] = {};
@@ -51,17 +51,18 @@ INLINE void multiply_tail(const float* x, const W* const (&w)[2 * P], int64_t k,
     multiply_step<M, P, W>(x, ends, 0, sums);
 }
 
-// Outputs o .. o+2P-1 (those below o_end) of M rows that start at row t.
+// Computes outputs [o, o + 2P), as far as they are below o_end, for M rows that start at row t.
 template <int M, int P, class W>
 void linear_tile(const LinearArgs& a, const float* x, int64_t t, int64_t o, int64_t o_end) {
     const W* w[2 * P];
     unroll<2 * P>([&](auto r) INLINE_LAMBDA {
-        const int64_t row = o + r < o_end ? o + r : o_end - 1;  // a last, narrow tile computes its last output again
+        const int64_t row = o + r < o_end ? o + r : o_end - 1;  // a narrow last tile repeats its last output
         w[r] = static_cast<const W*>(a.weight) + row * a.weight_stride;
     });
     V sums[P * M];
     unroll<P * M>([&](auto i) INLINE_LAMBDA { sums[i] = zero(); });
-    // The next tiles' weights follow in memory: fetch as many lines as this tile reads, in their order, some way ahead.
+    // The weights of the next tiles follow in memory. Prefetch as many lines as this tile reads, prefetch_distance
+    // ahead.
     const char* ahead = reinterpret_cast<const char*>(w[0]) + prefetch_distance;
     constexpr int64_t bytes = 2 * P * depth_step * sizeof(W), lines = (bytes + 63) / 64;
     int64_t k = 0;
@@ -72,7 +73,7 @@ void linear_tile(const LinearArgs& a, const float* x, int64_t t, int64_t o, int6
     if (k < a.depth) multiply_tail<M, P, W>(x, w, k, a.depth - k, sums);
 
     constexpr int count = P * M, last = count - 1;
-    float totals[(count + 7) / 8][16];  // the two outputs of sum p * M + m stand side by side
+    float totals[(count + 7) / 8][16];  // the two outputs of sums[p * M + m] are adjacent
     unroll<(count + 7) / 8>([&](auto j) INLINE_LAMBDA {
         V eight[8];
         unroll<8>([&](auto i) INLINE_LAMBDA { eight[i] = sums[8 * j + i < count ? 8 * j + i : last]; });

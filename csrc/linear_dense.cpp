@@ -1,4 +1,4 @@
-// Linear layers with dense weights (fp32, bf16, fp16): rows of x in tiles, columns cut into tasks.
+// Linear layers with dense weights (fp32, bf16, fp16). Lays out rows of x in tiles and cuts the outputs into tasks.
 
 #include "linear.h"
 #include "ops.h"
@@ -12,7 +12,8 @@ void linear_dense(const Product& p) {
     const int64_t rows = p.rows, outputs = w.outputs, depth = w.depth;
     const int f = static_cast<int>(w.format);
     const int64_t padded = round_up(depth, depth_step);
-    // Few rows make tiles of even height (9 = 5 + 4): a tile of one row costs nearly what a tile of four does.
+    // Few rows are cut into tiles of similar height (9 = 5 + 4), because a tile of one row costs nearly as much as one
+    // of four.
     const int64_t full = table.row_tile, strip = 8 * full;
     const int64_t few = (rows + full - 1) / full, tile = rows <= strip ? (rows + few - 1) / few : full;
     float* packed = scratch(packed_area, rows * padded);
@@ -25,7 +26,8 @@ void linear_dense(const Product& p) {
     });
 
     const LinearArgs args{packed, w.codes, p.bias, p.residual, p.out, w.stride, rows, outputs, depth, tile};
-    // A few tasks a thread, of at most 128 KB of weights, in multiples of 24 outputs (whole tiles for any row count).
+    // A few tasks per thread, each with at most 128 KB of weights and a multiple of 24 outputs (whole tiles for any row
+    // count).
     const int64_t row_bytes = std::max<int64_t>(1, depth * bytes_of(w.format));
     const int64_t wanted = std::min<int64_t>(outputs / (4 * num_threads()), 128 * 1024 / row_bytes);
     const int64_t columns_per_task = std::max<int64_t>(24, wanted / 24 * 24);

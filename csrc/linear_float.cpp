@@ -1,4 +1,5 @@
-// Linear layers with packed weights and float32 rows: rows of x in tiles side by side, blocks of 32 outputs cut into tasks.
+// Linear layers with packed weights and float32 rows. Interleaves the rows of x in tiles and cuts blocks of 32 outputs
+// into tasks.
 
 #include "linear.h"
 #include "ops.h"
@@ -9,8 +10,8 @@ namespace sameseed {
 namespace {
 
 constexpr int64_t depth_multiple = 8;
-constexpr int64_t panel_rows = 192;   // of x, whose columns of one strip stay in cache
-constexpr int64_t columns_per_task = 1024;  // of x, to lay side by side
+constexpr int64_t panel_rows = 192;   // rows of x whose columns of one strip stay in cache
+constexpr int64_t columns_per_task = 1024;  // columns of x that one task interleaves
 
 FloatArgs arguments(const Product& p, const Kernels& table) {
     const Weight& w = *p.weight;
@@ -32,11 +33,11 @@ FloatArgs arguments(const Product& p, const Kernels& table) {
     a.group = w.group == w.depth ? a.depth : w.group;
     a.groups = a.depth / a.group;
     const int64_t tiles = (p.rows + table.float_tile - 1) / table.float_tile;
-    a.tile = (p.rows + tiles - 1) / tiles;  // of even height: 16 = 8 + 8
+    a.tile = (p.rows + tiles - 1) / tiles;  // tiles of similar height: 16 = 8 + 8
     return a;
 }
 
-// Rows of x, prepared, and laid side by side in tiles.
+// Prepares the rows of x and interleaves them in tiles.
 void lay_out(const Product& p, const Kernels& table, FloatArgs& a) {
     const int64_t rows = p.rows, depth = p.weight->depth;
     RowView x{p.source.x, p.source.stride};
@@ -81,7 +82,7 @@ void linear_float(const Product& p) {
 
     const auto kernel = table.linear_float[static_cast<int>(w.format)];
     const int64_t blocks = (w.outputs + block_outputs - 1) / block_outputs;
-    const int64_t most = a.rows > a.tile ? 4 : 8;  // a decoded strip is used by a panel; columns of x by several blocks
+    const int64_t most = a.rows > a.tile ? 4 : 8;  // blocks per task; fewer if tiles share a decoded strip
     const int64_t wanted = std::max<int64_t>(1, std::min(most, blocks / (4 * num_threads())));
     const int64_t per_task = wanted >= 4 ? wanted / 4 * 4 : wanted;
     const int64_t columns = (blocks + per_task - 1) / per_task;

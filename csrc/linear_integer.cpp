@@ -1,4 +1,5 @@
-// Linear layers with integer weights and integer rows: rows of x quantized into tiles, blocks of outputs cut into tasks.
+// Linear layers with integer weights and integer rows. Quantizes rows of x into tiles and cuts blocks of outputs into
+// tasks.
 
 #include "linear.h"
 #include "ops.h"
@@ -25,7 +26,7 @@ void linear_integer(const Product& p) {
     const int64_t padded = round_up(depth, 8), pieces = round_up(depth, code_step);
     const int64_t code_bytes = whole && table.wide_codes ? 2 : 1;
     const int64_t tiles = (rows + table.integer_tile - 1) / table.integer_tile, tile = (rows + tiles - 1) / tiles;
-    // Zero points are multiplied in later. Two nibbles are both stored plus 8: 16 * 8 + 8.
+    // With zero points, the kernel multiplies by them later. int8n stores both nibbles plus 8: 16 * 8 + 8 = 136.
     const int32_t middle = w.zeros ? 1 : w.low ? 136 : nibbles ? 8 : 128;
 
     float* x_scales = scratch(packed_area, rows * (2 * groups + pieces * code_bytes / 4 + 16));
@@ -41,7 +42,8 @@ void linear_integer(const Product& p) {
             table.quantize(x.x, depth, w.group, middle, row, apart, x_scales + first * groups + m, starts + first * groups + m,
                            M);
             for (int64_t i = 0; code_bytes == 2 && i < pieces / code_step; i++) table.widen_codes(row + i * apart);
-            // High nibbles alone count 16 times as much: in the rows' scales, exactly, because it is a power of two.
+            // High nibbles used alone need a factor of 16. It goes into the scales of the rows; as a power of two it is
+            // exact.
             for (int64_t g = 0; nested && !w.low && g < groups; g++) x_scales[first * groups + g * M + m] *= 16.0f;
         }
     });
@@ -65,7 +67,7 @@ void linear_integer(const Product& p) {
                            tile};
     const int64_t blocks = round_up(w.outputs, block_outputs) / block_outputs,
                   block_bytes = padded * block_outputs / (whole ? 1 : 2);
-    // When the rows take several turns, the weights of a task should still be in the second-level cache at the next one.
+    // If the rows are processed in several batches, the weights of a task should stay in the L2 cache between batches.
     const int64_t most = rows * padded > integer_cache ? std::max<int64_t>(1, integer_cache / block_bytes) : blocks;
     const std::vector<int64_t>& ends = cut_blocks(blocks, most);
     run_tasks(static_cast<int64_t>(ends.size()), w.outputs * depth * (2 + rows) > 16 * serial_cost, [&](int64_t i) {

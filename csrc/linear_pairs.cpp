@@ -1,5 +1,5 @@
-// Linear layers with packed bf16 weights and rows rounded to bf16: rows of x in tiles of pairs of columns, blocks of 32
-// outputs cut into tasks.
+// Linear layers with packed bf16 weights and rows rounded to bf16. Lays out rows of x in tiles of pairs of columns and
+// cuts blocks of 32 outputs into tasks.
 
 #include "linear.h"
 #include "ops.h"
@@ -8,7 +8,7 @@
 namespace sameseed {
 namespace {
 
-constexpr int64_t panel_rows = 384;  // of x, whose columns of one chunk stay in cache
+constexpr int64_t panel_rows = 384;  // rows of x whose columns of one chunk stay in cache
 
 }  // namespace
 
@@ -16,7 +16,7 @@ void linear_pairs(const Product& p) {
     const Kernels& table = kernels();
     const Weight& w = *p.weight;
     const int64_t rows = p.rows, depth = round_up(w.depth, 8);
-    const int64_t tiles = (rows + table.pair_tile - 1) / table.pair_tile, tile = (rows + tiles - 1) / tiles;  // of even height
+    const int64_t tiles = (rows + table.pair_tile - 1) / table.pair_tile, tile = (rows + tiles - 1) / tiles;  // even height
     float* packed = scratch(packed_area, rows * depth);
     const int64_t passes = p.source.kind == RowSource::silu ? 8 : p.source.kind == RowSource::norm ? 4 : 2;  // over a row
     by_rows(rows, passes * depth, [&](int64_t begin, int64_t end) {

@@ -1,4 +1,5 @@
-// Linear layers with weights in super-blocks and integer rows: rows of x quantized into tiles, with sums of their parts.
+// Linear layers with weights in super-blocks (K-quants) and integer rows. Quantizes rows of x into tiles, with sums of
+// their codes over sub-blocks.
 
 #include "linear.h"
 #include "ops.h"
@@ -7,7 +8,7 @@
 namespace sameseed {
 namespace {
 
-// Sums over each `part` codes of row m of a tile of M: sums[K/2P][M][2], from codes [K/32][M][32].
+// Sums every P = `part` codes of row m of a tile of M rows: sums[K/2P][M][2], from codes [K/32][M][32].
 void sum_parts(const int8_t* codes, int64_t M, int64_t m, int64_t depth, int64_t part, int16_t* sums) {
     for (int64_t k = 0; k < depth; k += part) {
         const int8_t* x = codes + (k / code_step * M + m) * code_step + k % code_step;
@@ -26,7 +27,7 @@ void linear_super(const Product& p) {
     const int64_t rows = p.rows, depth = w.depth, groups = depth / super_columns, part = super_part(w.format);
     const int64_t tiles = (rows + table.super_tile - 1) / table.super_tile, tile = (rows + tiles - 1) / tiles;
 
-    // Scales, starts (which nobody reads), codes, sums: all but the scales and starts multiples of 64 bytes.
+    // The scratch area holds scales, starts (not used), codes and sums. Codes and sums begin at multiples of 64 bytes.
     const int64_t scale_room = round_up(2 * rows * groups, 16);
     float* x_scales = scratch(packed_area, scale_room + rows * depth / 4 + rows * depth / part / 2);
     int32_t* starts = reinterpret_cast<int32_t*>(x_scales + rows * groups);

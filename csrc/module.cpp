@@ -1,8 +1,8 @@
 // Python bindings of the native kernels: the module sameseed._native.
 //
-// Tensors come as addresses, sizes and strides (in elements), already checked by sameseed/ops/cpu.py: so the module needs
-// no PyTorch headers and a call costs little. The GIL is released while a kernel runs. An op of a forward pass is a struct:
-// the function of its name runs it, the method of Plan of that name records it.
+// Tensors are passed as addresses, sizes and strides (in elements), already checked by sameseed/ops/cpu.py. So the
+// module needs no PyTorch headers, and a call costs little. The GIL is released while a kernel runs. An op of a forward
+// pass is a struct. A module function runs it, and the method of Plan with the same name records it.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
@@ -38,14 +38,15 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// Columns [column, column + width) of `out` [rows, total], from x; `out` null: of the pass's captured hidden states.
+// Copies x to columns [column, column + width) of `out` [rows, total]. If `out` is null, it copies to the captured
+// hidden states of the pass.
 struct Columns {
     const float* x;
     int64_t stride, width, column, total;
     float* out;
 };
 
-// Rows of x [T, C], its rows `stride` apart, normed.
+// RMS norm of the rows of x [T, C], which are `stride` elements apart.
 struct Norm {
     const float* x;
     int64_t stride, width;
@@ -54,7 +55,8 @@ struct Norm {
     float* out;
 };
 
-// A recorded op for one pass, which brings what differs between passes. By value: the next pass starts from what was recorded.
+// Runs a recorded op for one pass, with the fields that differ between passes taken from the pass. The op is passed by
+// value, so the recording stays unchanged.
 void replay(Embedding op, const Pass& p) {
     op.token_ids = p.token_ids;
     op.rows = p.rows;

@@ -1,4 +1,5 @@
-// The ops as Python calls them: check, cut into tasks, run on the pool.
+// The ops that the Python bindings call. Each checks its arguments, cuts the work into tasks, and runs them on the
+// pool.
 
 #include "ops.h"
 

@@ -1,4 +1,5 @@
-// The ops as Python calls them: check, cut into tasks, run on the pool.
+// The ops that the Python bindings call. Each checks its arguments, cuts the work into tasks, and runs them on the
+// pool.
 
 #pragma once
 
@@ -11,8 +12,9 @@ void rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, 
 void rope(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t table_rows, float* out,
           int64_t rows, int64_t heads, int64_t dim);
 void silu_mul(const float* gate_up, int64_t stride, float* out, int64_t rows, int64_t width);
-// q, k and v side by side in the rows of `qkv`: q and k are normed by head (where norms are given) and rotated; k and v
-// go to the cache, q to q_out [T, H, D]. Bit for bit rms_norm, rope and store_kv, one after another.
+// Arguments of rope_store(). The rows of `qkv` hold q, k and v side by side. q and k are normalized per head (if norms
+// are given) and get rotary positions. k and v are stored in the cache, q in q_out [T, H, D]. The bits are those of
+// rms_norm, rope and store_kv called one after the other.
 struct RopeStore {
     const float* qkv;
     int64_t stride, heads;

@@ -1,4 +1,4 @@
-// Packing of integer weights, and reading them back. Plain C++: it runs once for a weight, at the speed of memory.
+// Packing and unpacking of integer weights. Plain C++, because it runs once per weight and is limited by memory speed.
 
 #include "pack.h"
 
@@ -10,9 +10,9 @@
 namespace sameseed {
 namespace {
 
-constexpr int64_t chunk = 64;  // columns at once: a cache line of each of 32 rows
+constexpr int64_t chunk = 64;  // columns at a time: one cache line of each of 32 rows
 
-// Where column k of output o lies, k a multiple of 4 (bytes) or 8 (nibbles).
+// The address of column k of output o; k is a multiple of 4 (bytes) or 8 (nibbles).
 uint8_t* quad_at(uint8_t* packed, int64_t padded, bool nibbles, int64_t o, int64_t k) {
     const int64_t block = o / block_outputs * padded * block_outputs / (nibbles ? 2 : 1);
     return packed + block + (nibbles ? k / 8 : k / 4) * 128 + o % block_outputs * 4;
@@ -26,7 +26,7 @@ void pack_chunk(const PackArgs& a, int64_t padded, int64_t o, int64_t k, int64_t
                 a.zeros && o < a.outputs ? a.zeros[o * a.groups + last]
                 : a.nibbles              ? 8
                                          : 0,
-                sizeof row);  // padding of K has one group
+                sizeof row);  // K is padded only if there is one group
     if (given > 0) std::memcpy(row, a.plain + o * a.stride + k, static_cast<size_t>(given));
     uint8_t* out = quad_at(a.packed, padded, a.nibbles, o, k);
     uint32_t low, high;

@@ -1,4 +1,5 @@
-// Packing of fp8 and bf16 weights by pairs of columns, and reading float formats back. Plain C++: it runs once for a weight.
+// Packing of fp8 and bf16 weights in pairs of columns, and decoding of float formats. Plain C++, because it runs once
+// per weight.
 
 #include <cstring>
 #include <vector>
@@ -29,13 +30,13 @@ const float nf4_values[16] = {-1.0f,
                               0.5626170039176941f,
                               0.7229568362236023f,
                               1.0f};
-// One bit of sign, two of exponent, one of mantissa (OCP Microscaling Formats 1.0).
+// One sign bit, two exponent bits, one mantissa bit (OCP Microscaling Formats 1.0).
 const float mxfp4_values[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
-constexpr int64_t chunk = 64;  // columns at once: a line or two of each of 32 rows
+constexpr int64_t chunk = 64;  // columns at a time: one or two cache lines of each of 32 rows
 
 template <class T>
-T* pair_at(T* packed, int64_t padded, int64_t o, int64_t k) {  // of output o and the even column k
+T* pair_at(T* packed, int64_t padded, int64_t o, int64_t k) {  // address of output o, even column k
     return packed + o / block_outputs * padded * block_outputs + k * block_outputs + o % block_outputs * 2;
 }
 
@@ -97,7 +98,7 @@ void decode_float_row(const Weight& w, int64_t o, float* out) {
         unpack_row(static_cast<const uint16_t*>(w.codes), halves.data(), w.depth, o);
         return decode[static_cast<int>(Format::bf16)](halves.data(), w.depth, out);
     } else {
-        const bool wide = w.format == Format::fp8_e5m2;  // the upper half of an fp16; else its value times 2^-8
+        const bool wide = w.format == Format::fp8_e5m2;  // upper byte of an fp16; e4m3: the value times 2^-8
         std::vector<uint8_t> codes(static_cast<size_t>(w.depth));
         unpack_row(static_cast<const uint8_t*>(w.codes), codes.data(), w.depth, o);
         for (size_t k = 0; k < codes.size(); k++) {

@@ -1,4 +1,4 @@
-// Weights in super-blocks: the plane of bits above four, and rows as floats.
+// Weights in super-blocks: packing the bits above the lowest four, and decoding rows to floats.
 
 #include <cstring>
 

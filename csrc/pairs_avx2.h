@@ -2,7 +2,7 @@
 
 constexpr int pair_rows_most = 2;  // rows of x in a tile
 constexpr int pair_blocks[3] = {0, 1, 1};  // blocks side by side for each number of rows
-constexpr int pair_group = 1;  // blocks that the tiles of a panel share at once
+constexpr int pair_group = 1;  // blocks that all tiles of a panel compute before the next blocks
 
 struct WeightPairs {
     V even, odd;

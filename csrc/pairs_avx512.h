@@ -1,13 +1,13 @@
 // Pairs of bf16 columns in AVX-512 registers. Included after vec_avx512.h.
 
 constexpr int pair_rows_most = 12;  // rows of x in a tile
-constexpr int pair_group = 2;  // blocks that the tiles of a panel share at once
+constexpr int pair_group = 2;  // blocks that all tiles of a panel compute before the next blocks
 
 // out[i] = (even[i], odd[i]) for 32 numbers.
 inline void interleave_pairs(const bf16* even, const bf16* odd, uint8_t* out) {
     const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
     const __m512i mask = _mm512_set1_epi32(0xffff);
-    // Pairs i and i + 1 of a zipped lane: the lower half of each word from a, the upper from b.
+    // Each 32-bit word becomes one (even[i], odd[i]) pair: its lower half comes from a, its upper half from b.
     const __m512i evens = _mm512_or_si512(_mm512_and_si512(a, mask), _mm512_slli_epi32(b, 16));       // 0, 2, 4, ...
     const __m512i odds = _mm512_or_si512(_mm512_srli_epi32(a, 16), _mm512_andnot_si512(mask, b));     // 1, 3, 5, ...
     const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -18,7 +18,7 @@ inline void interleave_pairs(const bf16* even, const bf16* odd, uint8_t* out) {
 
 #ifdef HAS_BF16
 
-// Blocks side by side for each number of rows: sums, weights and one x fill the registers.
+// Blocks side by side for each number of rows, chosen so that sums, weights and one x fill the registers.
 constexpr int pair_blocks[13] = {0, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1};
 
 using Pair = uint32_t;  // the even column in the lower half
@@ -33,7 +33,7 @@ struct RowPairs {
     __m512i raw;
     explicit RowPairs(Pair x) : raw(_mm512_set1_epi32(static_cast<int>(x))) {}
 };
-// The instruction flushes whatever the mode.
+// vdpbf16ps flushes subnormals regardless of the mode, so there is nothing to set.
 struct FlushSubnormals {
     FlushSubnormals() {}
 };

@@ -1,12 +1,12 @@
 // x * W^T for packed bf16 weights and rows rounded to bf16. Included by each kernels_*.cpp, after its pairs_*.h and
 // rows_body.h, inside that unit's namespace.
 //
-// The lanes of a vector are 16 outputs. A step takes two columns of 32 outputs, as they lie in memory, and serves all rows
-// of a tile. Sums go to memory and back between chunks of columns, where many tiles share the weights of a chunk; kernels.h
-// says in which order their terms come, so no tile shape shows in the bits.
+// The lanes of a vector are 16 outputs. A step reads two columns of 32 outputs, in memory order, and serves all rows of
+// a tile. If many tiles share the weights, columns are processed in chunks, and sums are stored to memory between
+// chunks. Terms are added in the order given in kernels.h, so the tile shape does not affect the bits.
 
-constexpr int64_t pair_prefetch = 8192;  // bytes: two tiles of few rows then overlap reading and arithmetic
-constexpr int64_t pair_bytes = 128;      // of a step of a block
+constexpr int64_t pair_prefetch = 8192;  // bytes; so far ahead, tiles of few rows overlap reading and arithmetic
+constexpr int64_t pair_bytes = 128;      // bytes of a step (two columns) of a block
 
 void pair_row(const float* x, int64_t depth, void* out, int64_t at, int64_t stride) {
     Pair* to = static_cast<Pair*>(out) + at;
@@ -18,9 +18,9 @@ void pair_row(const float* x, int64_t depth, void* out, int64_t at, int64_t stri
     }
 }
 
-// sums [M][N * 32] += M rows of x against `steps` pairs of columns of N blocks, `bytes` apart. Rows of x lie side by side
-// (Apart 1: a pair of each, then the next pair of each), or `Apart` pairs apart. Not inlined: what is computed inside must
-// not move out of reach of FlushSubnormals.
+// sums [M][N * 32] += M rows of x times `steps` pairs of columns of N blocks, which are `bytes` apart. With Apart = 1,
+// x holds one pair of every row, then the next pair of every row. Otherwise rows are `Apart` pairs apart. Not inlined,
+// so that the compiler cannot move this arithmetic out of the scope of FlushSubnormals.
 template <int M, int N, int64_t Apart>
 __attribute__((noinline)) void pair_piece(const Pair* x, const uint8_t* weight, int64_t bytes, int64_t steps, float* sums,
                                           int64_t stride) {
@@ -47,7 +47,7 @@ __attribute__((noinline)) void pair_piece(const Pair* x, const uint8_t* weight, 
     });
 }
 
-// M rows of a tile against blocks [begin, end), whose sums lie side by side: [M][stride].
+// Multiplies M rows of a tile with `blocks` blocks. Their sums are side by side: [M][stride].
 template <int M, int64_t Apart>
 void pair_run(const Pair* x, const uint8_t* weight, int64_t bytes, int64_t steps, int64_t blocks, float* sums, int64_t stride) {
     constexpr int N = pair_blocks[M];

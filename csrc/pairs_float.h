@@ -1,4 +1,4 @@
-// Pairs of bf16 columns as floats, for processors without an instruction for them. Included by pairs_avx512.h and pairs_avx2.h.
+// Pairs of bf16 columns as floats, for processors without vdpbf16ps. Included by pairs_avx512.h and pairs_avx2.h.
 
 struct Pair {
     float even, odd;
@@ -21,7 +21,8 @@ struct RowPairs {
     V even, odd;
     explicit RowPairs(const Pair& x) : even(set1(x.even)), odd(set1(x.odd)) {}
 };
-// While it lives, this thread's arithmetic takes and gives zeros for subnormals (bits 6 and 15 of MXCSR).
+// While an object of this type exists, this thread's arithmetic treats subnormal operands as zero and flushes subnormal
+// results to zero (bits 6 and 15 of MXCSR).
 class FlushSubnormals {
    public:
     FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040u); }

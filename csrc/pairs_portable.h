@@ -1,10 +1,11 @@
-// Pairs of bf16 columns in plain C++: what an instruction set must define for pairs_body.h. Included after vec_portable.h.
+// Pairs of bf16 columns in plain C++. Specifies what an instruction set must define for pairs_body.h. Included after
+// vec_portable.h.
 
 constexpr int pair_rows_most = 2;  // rows of x in a tile
 constexpr int pair_blocks[3] = {0, 1, 1};  // blocks side by side for each number of rows
-constexpr int pair_group = 1;  // blocks that the tiles of a panel share at once
+constexpr int pair_group = 1;  // blocks that all tiles of a panel compute before the next blocks
 
-struct Pair {  // of columns of a row
+struct Pair {  // two columns of a row
     float even, odd;
 };
 inline float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
@@ -15,11 +16,11 @@ inline void store_pairs(Pair* p, const V& a) {  // 16 numbers as 8 pairs
     for (int i = 0; i < 8; i++) p[i] = make_pair(rounded[2 * i], rounded[2 * i + 1]);
 }
 
-struct RowPairs {  // one for all 16 outputs
+struct RowPairs {  // a pair of columns of x, the same for all 16 outputs
     Pair x;
     explicit RowPairs(const Pair& pair) : x(pair) {}
 };
-struct WeightPairs {  // a pair of columns of 16 outputs
+struct WeightPairs {  // a pair of columns for each of 16 outputs
     V even, odd;
     WeightPairs() = default;
     explicit WeightPairs(const uint8_t* p) {
@@ -31,15 +32,16 @@ struct WeightPairs {  // a pair of columns of 16 outputs
         odd = each([&](int i) { return column(i, 1); });
     }
 };
-// Where a processor has a mode for flushing, it is on while this lives.
+// On processors with a flush-to-zero mode, the mode is on while an object of this type exists. Here it does nothing.
 struct FlushSubnormals {
     FlushSubnormals() {}
 };
-// a * b + sum, rounded once, as if exponents had no end; then below 2^-126 it counts as zero.
+// a * b + sum, rounded once to 24 bits with an unlimited exponent range. Results below 2^-126 then become zero.
 inline float flushed_fma(float a, float b, float sum) {
     const float y = __builtin_fmaf(a, b, sum);
     if (y == 0.0f || !(__builtin_fabsf(y) <= 0x1p-126f)) return y;
-    // Then a * b and sum are below 2^-100, for they have 24 bits: times 2^96 nothing overflows and nothing is subnormal.
+    // Here a * b and sum are below 2^-100, because they have 24 bits. Scaled by 2^96, nothing overflows or is
+    // subnormal.
     const float exact = __builtin_fmaf(a * 0x1p48f, b * 0x1p48f, sum * 0x1p96f);
     return __builtin_fabsf(exact) < 0x1p-30f ? __builtin_copysignf(0.0f, exact) : y;
 }

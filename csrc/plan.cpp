@@ -1,4 +1,4 @@
-// A plan: the ops of one forward pass, recorded once, replayed in one call for any number of rows.
+// A plan: the ops of one forward pass, recorded once and replayed in one call for any number of rows.
 
 #include "plan.h"
 

@@ -1,4 +1,5 @@
-// A pool that parks: workers spin for a moment after each call, because the next one is microseconds away, then sleep.
+// The thread pool. After a call, workers spin for a moment, because the next call usually comes within microseconds.
+// Then they sleep.
 
 #include "pool.h"
 
@@ -25,10 +26,10 @@
 namespace sameseed {
 namespace {
 
-// What lies between the passes of a small model, in Python, is about so long. A pause takes 10 nanoseconds on one
-// processor and 40 on another, so the clock says how long that is.
+// About the time that Python takes between two forward passes of a small model. It is measured with the clock and not
+// in spins, because a pause instruction takes 10 nanoseconds on one processor and 40 on another.
 constexpr std::chrono::microseconds idle_before_sleep{400};
-constexpr int spins_between_looks = 64;  // at the clock
+constexpr int spins_between_looks = 64;  // spins between reads of the clock
 constexpr int spins_before_yield = 2000;
 
 inline void relax() {
@@ -39,7 +40,8 @@ inline void relax() {
 #endif
 }
 
-// Rounding and denormal modes belong to a thread; workers take the caller's, or bits would depend on who ran a task.
+// Rounding and denormal modes are per thread. Workers use the caller's mode; else bits would depend on which thread ran
+// a task.
 inline uint32_t float_mode() {
 #if defined(__x86_64__)
     return _mm_getcsr() & ~0x3fu;  // without the sticky exception flags
@@ -70,9 +72,9 @@ class Pool {
 
     int threads() const { return threads_; }
 
-    // One call at a time.
+    // Only one thread at a time may call this.
     void run(Task task, const void* context, int64_t count) {
-        // The last job is done: nobody holds a claim on it any more, so its fields are free.
+        // The previous job is done and no thread works on it any more, so its fields may be overwritten.
         task_.store(task, std::memory_order_relaxed);
         context_.store(context, std::memory_order_relaxed);
         count_.store(count, std::memory_order_relaxed);
@@ -96,8 +98,8 @@ class Pool {
     }
 
    private:
-    // The ticket is (job number, tasks left). A task is claimed by taking one off; the job number in it makes a claim
-    // fail when the fields were read for an older job.
+    // The ticket is (job number, tasks left). A thread claims a task by decrementing it. If the fields were read for an
+    // older job, the job number differs and the claim fails.
     bool work() {
         bool worked = false;
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
@@ -162,11 +164,12 @@ std::mutex* run_mutex = new std::mutex;
 Pool* pool = nullptr;
 std::atomic<int> wanted_threads{0};
 
-// A thread with a limit of its own has a pool of its own: two of them then never wait for each other.
+// A thread with its own limit has its own pool, so two such threads never wait for each other.
 thread_local int own_limit = 0;
 thread_local std::unique_ptr<Pool> own_pool;
 
-// A forked child has none of the threads: it leaves the parent's pools where they lie and starts others.
+// Runs in a forked child. The parent's threads do not exist there, so the child abandons the parent's pools and starts
+// its own.
 void forget_pools() {
     run_mutex = new std::mutex;
     pool = nullptr;

@@ -1,4 +1,4 @@
-// Threads that share the tasks of one kernel call.
+// The thread pool that runs the tasks of a kernel call.
 
 #pragma once
 
@@ -6,21 +6,23 @@
 
 namespace sameseed {
 
-// Cores that this process may use: its affinity mask without hyperthread siblings, at most its cgroup's CPU quota.
+// Number of cores that this process may use: the cores of its affinity mask, each counted once despite hyperthreads,
+// and at most the CPU quota of its cgroup.
 int available_cores();
 
-// Threads that a call may use, the caller among them. Raises std::invalid_argument below 1.
+// Number of threads that a call may use, including the caller. Throws std::invalid_argument if below 1 or above 1024.
 void set_num_threads(int threads);
 int num_threads();
 
-// Threads that calls of this thread may use at most; 0 takes the limit back. Threads with limits run beside each other,
-// each with workers of its own. Raises std::invalid_argument below 0.
+// Limits the threads of calls from this thread; 0 removes the limit. Threads with a limit each have their own workers,
+// so their calls run in parallel. Throws std::invalid_argument if below 0.
 void limit_threads(int threads);
 
 using Task = void (*)(const void* context, int64_t task);
 
-// Run task(context, i) for i in [0, count), each once, in no fixed order, and return when all are done. The caller takes
-// part. When another thread is using the same pool, or `parallel` is false, the caller does everything itself.
+// Runs task(context, i) once for each i in [0, count), in no fixed order, and returns when all tasks are done. The
+// caller takes part. If another thread is using the same pool, or `parallel` is false, the caller runs all tasks
+// itself.
 void run_tasks(Task task, const void* context, int64_t count, bool parallel);
 
 template <class F>

@@ -1,4 +1,5 @@
-// Row-wise kernels: norm, rotary positions, SwiGLU, and the conversions of the cache. Included like linear_body.h.
+// Row-wise kernels: RMS norm, rotary positions, SwiGLU, and conversion to and from dense formats. Included like
+// linear_body.h.
 
 template <class T>
 inline V load_n(const T* p, int64_t n) {  // missing lanes are zero
@@ -16,8 +17,8 @@ inline void store_n(T* p, V a, int64_t n) {
     for (int64_t i = 0; i < n; i++) p[i] = padded[i];
 }
 
-// e^x within 2 units in the last place: x = n ln 2 + r, a polynomial for e^r (relative minimax, degree 6, |r| <= ln(2)/2;
-// its own error is 0.1 ulp), then 2^n. NaN stays NaN.
+// e^x within 2 ulp. Splits x = n ln 2 + r, evaluates a polynomial for e^r (relative minimax, degree 6, |r| <= ln(2)/2,
+// with an approximation error of 0.1 ulp), and multiplies by 2^n. NaN stays NaN.
 inline V exponential(V x) {
     const V magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     x = min(set1(90.0f), max(set1(-106.0f), x));

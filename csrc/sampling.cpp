@@ -1,9 +1,10 @@
-// choose and probability: what lies above the loops of sampling_body.h, the same for every instruction set.
+// Sampling, above the loops of sampling_body.h. This part is the same for every instruction set.
 //
-// A row of 128k logits is read once for the maxima of its chunks; after that most chunks are passed over by a bound:
-// - top-k: the k-th largest chunk maximum bounds the k-th largest logit from below;
-// - top-p: tokens below (1 - p) of the mean weight stand behind the border; the others are counted in buckets by weight;
-// - noise: its bits bound it from above, so that logarithms are taken only of tokens that may yet win.
+// A row of logits (say 128k) is read once for the maxima of its chunks. After that, bounds allow most chunks to be
+// skipped:
+// - top-k: the k-th largest chunk maximum is a lower bound of the k-th largest logit;
+// - top-p: tokens below (1 - p) of the mean weight are outside the nucleus; the others are put in buckets by weight;
+// - noise: its bits give an upper bound, so logarithms are computed only for tokens that can still win.
 
 #include "sampling.h"
 
@@ -30,7 +31,7 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 const SamplingLoops& loops() {
     try {
         return *instruction_set().sampling();
-    } catch (const std::invalid_argument&) {  // SAMESEED_ISA names none: the backend says so, and sampling needs none
+    } catch (const std::invalid_argument&) {  // invalid SAMESEED_ISA: the backend reports it
         return *sampling_portable();
     }
 }
@@ -49,7 +50,7 @@ struct Row {
           maxima((args.vocab + sampling_chunk - 1) / sampling_chunk) {
         loops().maxima[args.wide](logits, vocab, maxima.data());
         max = -infinity;
-        for (const double m : maxima) max = m <= max ? max : m;  // a NaN stays or is overtaken; is_finite looks for it
+        for (const double m : maxima) max = m <= max ? max : m;  // a NaN may stay or be replaced; is_finite() checks
     }
     bool is_finite() const {
         for (const double m : maxima)
@@ -62,7 +63,7 @@ struct Row {
         constexpr bool wide = sizeof(X) == sizeof(double);
         return loops().weigh[wide](logits, vocab, maxima.data(), max, temperature, floor, weights);
     }
-    // What lies below the floor comes so much later; with infinity not at all.
+    // The scaled logit. If it is below the floor, it is lowered by `less`; infinity excludes it.
     double lowered(double x, double floor, double less) const {
         const double value = scaled(x);
         return value >= floor ? value : value - less;
@@ -77,10 +78,10 @@ struct Row {
     }
 };
 
-// The k-th largest scaled logit. Scaling keeps the order, so that it is the scaled k-th largest logit.
+// The k-th largest scaled logit. Scaling keeps the order, so this is the k-th largest logit, scaled.
 template <class X>
 double kth_largest(const Row<X>& row, int64_t k) {
-    double bound = -infinity;  // not above the k-th largest: k chunks have a logit that reaches it
+    double bound = -infinity;  // at most the k-th largest logit, because k chunks have a logit >= bound
     if (k <= static_cast<int64_t>(row.maxima.size())) {
         std::vector<double> sorted = row.maxima;
         std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), std::greater<>());
@@ -96,7 +97,7 @@ double kth_largest(const Row<X>& row, int64_t k) {
     return row.scaled(best[k - 1]);
 }
 
-// The largest scores, at most `count`, falling; of equals the first tokens.
+// The `count` largest scores, in descending order. Among equal scores, smaller tokens come first.
 class Best {
    public:
     explicit Best(int64_t count) : count_(count) {}
@@ -114,10 +115,11 @@ class Best {
         if (static_cast<int64_t>(kept_.size()) == count_) least_ = kept_.back().score;
     }
 
-    double least() const { return least_; }  // a score below it is none of them
+    double least() const { return least_; }  // smaller scores cannot be among the best
     int64_t first() const { return kept_.empty() ? -1 : kept_.front().token; }
 
-    // Shares of the exponentials of the scores, of `total` at the largest score's scale; 0: of those that are kept.
+    // Shares exp(score - largest score) / total, for at most `count` tokens. If `total` is 0, it is the sum over the
+    // kept scores.
     std::vector<Choice> shares(int64_t count, double total = 0.0) const {
         std::vector<Choice> found;
         for (const Scored& s : kept_) found.push_back({s.token, std::exp(s.score - kept_.front().score)});
@@ -139,10 +141,10 @@ class Best {
     double least_ = -infinity;
 };
 
-// Looks for the largest scaled logits plus Gumbel noise.
+// Searches for the largest scaled logits plus Gumbel noise.
 class NoisySearch {
    public:
-    // `ids`: whose noise each place of the row takes; null: its own.
+    // `ids`: the token whose noise each place of the row uses; null: the place itself.
     NoisySearch(uint64_t key, const int32_t* ids, int64_t count) : best(count), key_(key), ids_(ids) {}
 
     Best best;
@@ -153,7 +155,7 @@ class NoisySearch {
         if (value + bound(zeros) >= best.least()) best.add(at, value + gumbel(z));
     }
 
-    // May one of these places, none with a larger value, still win? `loops` look at their noise together.
+    // Whether one of these places, whose values are at most `value`, can still win. Their noise is checked in one loop.
     bool may_hold_winner(double value, int64_t first, int64_t count) const {
         const double least = best.least(), missing = (least - value) / log_2 - 2.0;
         int zeros = missing > most_zeros ? most_zeros : missing > 0.0 ? static_cast<int>(missing) : 0;
@@ -173,10 +175,11 @@ class NoisySearch {
         return -std::log(-std::log(std::min(u, 1.0 - 0x1p-53)));
     }
 
-    // No noise lies above it whose w = ~z has so many leading zeros. For w >= 2^(63 - zeros), and u <= ((z >> 11) + 1) 2^-53 also
-    // after rounding, 1 - u >= (w >> 11) 2^-53 >= 2^-(zeros + 1); beyond 52 zeros u's own limit says 1 - u >= 2^-53. As
-    // -log(u) >= 1 - u, the noise is at most -log(1 - u) <= (zeros + 1) log 2. What two logarithms err by, below 1e-13, is a
-    // small part of the margin; and sums round in order, so value + noise <= value + bound holds for the rounded sums too.
+    // Upper bound of the noise if w = ~z has `zeros` leading zeros. Proof: w >= 2^(63 - zeros), and u <= ((z >> 11) +
+    // 1) 2^-53, also after rounding. So 1 - u >= (w >> 11) 2^-53 >= 2^-(zeros + 1). With more than 52 zeros, the limit
+    // of u gives 1 - u >= 2^-53. Since -log(u) >= 1 - u, the noise is at most -log(1 - u) <= (zeros + 1) log 2. The
+    // error of the two logarithms, below 1e-13, is a small part of the margin 1e-9. Rounding is monotonic, so value +
+    // noise <= value + bound also holds for the rounded sums.
     static double bound(int zeros) { return (std::min(zeros, most_zeros) + 1) * log_2 + 1e-9; }
 
     const SamplingLoops& loops_ = loops();
@@ -184,7 +187,8 @@ class NoisySearch {
     const int32_t* ids_;
 };
 
-// How a row is searched: what is below the floor comes `less` later, and places take the noise of `ids`.
+// Options of a search: scaled logits below `floor` are lowered by `less` (infinity: excluded), and places use the noise
+// of `ids`.
 struct Search {
     uint64_t key;
     double floor;
@@ -196,7 +200,7 @@ template <class X>
 Best draw(const Row<X>& row, const Search& how, int64_t count) {
     NoisySearch search(how.key, how.ids, count);
     const int64_t best = row.first_best();
-    search.consider(best, 0.0);  // a good score at the start rules most others out
+    search.consider(best, 0.0);  // a good first score excludes most others
     for (size_t c = 0; c < row.maxima.size(); ++c) {
         const double most = row.lowered(row.maxima[c], how.floor, how.less);
         const int64_t first = c * sampling_chunk;
@@ -209,13 +213,14 @@ Best draw(const Row<X>& row, const Search& how, int64_t count) {
     return search.best;
 }
 
-// Where the nucleus ends: tokens above the border are in, and of those at the border the first `num_equal`.
+// The border of the nucleus: tokens with a larger weight are inside, and so are the first `num_equal` tokens of equal
+// weight.
 struct Border {
     double weight;
     int64_t num_equal;
 };
 
-// Weights lie in (0, 1]; 32 buckets to a power of two, the largest weights first.
+// The bucket of a weight in (0, 1]. There are 32 buckets per power of two; the largest weights come first.
 size_t bucket_of(double weight) {
     int64_t bits, one;
     const double unit = 1.0;
@@ -224,13 +229,13 @@ size_t bucket_of(double weight) {
     return static_cast<size_t>(std::max<int64_t>(0, one - bits) >> 47);
 }
 
-// The smallest set of the largest weights that reaches `target`. Buckets are walked from the top, and only the one that
-// holds the border is sorted. for_each(f) calls f(token, weight) for every weight that is not below `bound`.
+// The smallest set of largest weights whose sum reaches `target`. Buckets are added from the top, and only the bucket
+// with the border is sorted. for_each(f) calls f(token, weight) for every weight >= `bound`.
 template <class ForEach>
 Border nucleus(const ForEach& for_each, double bound, double target) {
     std::vector<double> sums(bucket_of(bound) + 1);
     for_each([&](int64_t, double weight) { sums[bucket_of(weight)] += weight; });
-    while (sums.back() == 0.0) sums.pop_back();  // the first has the largest weight, 1
+    while (sums.back() == 0.0) sums.pop_back();  // the first bucket is not empty: it holds the largest weight, 1
     double reached = 0.0;
     size_t last = 0;
     while (last + 1 < sums.size() && reached + sums[last] < target) reached += sums[last++];
@@ -246,14 +251,14 @@ Border nucleus(const ForEach& for_each, double bound, double target) {
     return {weight, static_cast<int64_t>(count) - above};
 }
 
-// The nucleus of a row: its border, and weights [V], which are not written where chunks lie below `least`.
+// The nucleus of a row: its border and the weights [V]. The weights of chunks below `least` are undefined.
 struct Nucleus {
     const double* weights;
     double least;
     Border border;
 };
 
-// Calls f(token, weight) for each weight from `bound` on. Chunks below `least` hold none.
+// Calls f(token, weight) for each weight >= `bound`. Skips chunks below `least`, which have no such weights.
 template <class X, class F>
 void for_weights(const Row<X>& row, const double* weights, double bound, double least, F f) {
     for (size_t c = 0; c < row.maxima.size(); ++c) {
@@ -265,12 +270,13 @@ void for_weights(const Row<X>& row, const double* weights, double bound, double 
 
 template <class X>
 Nucleus nucleus_of(const Row<X>& row, double top_p, double floor) {
-    thread_local std::vector<double> kept;  // fresh pages would cost more than the exponentials
+    thread_local std::vector<double> kept;  // reused, because new pages would cost more than the exponentials
     if (static_cast<int64_t>(kept.size()) < row.vocab) kept.resize(row.vocab);
     const double* weights = kept.data();
     const double total = row.weigh(floor, kept.data());
     const double bound = (1.0 - top_p) * total / static_cast<double>(row.vocab);
-    // In logarithms, with a margin; where weigh passed a chunk over, its tokens are no part of the nucleus either.
+    // The bound as a logarithm, with a margin. Chunks that weigh() skipped are below it, so their tokens are not in the
+    // nucleus.
     const double least = std::max({floor, negligible, std::log(bound) - 1e-9});
     const auto for_each = [&](auto f) { for_weights(row, weights, bound, least, f); };
     const Border border = nucleus(for_each, bound, top_p * total);
@@ -288,7 +294,7 @@ Best draw_from_nucleus(const Row<X>& row, const SamplingArgs& args, double floor
     return search.best;
 }
 
-// Scaled logits below it are out by min-p or top-k.
+// The scaled logit below which min-p or top-k exclude tokens.
 template <class X>
 double floor_of(const Row<X>& row, const SamplingArgs& args) {
     return args.top_k > 0 && args.top_k < args.vocab ? std::max(args.floor, kth_largest(row, args.top_k)) : args.floor;
@@ -321,7 +327,8 @@ std::vector<Choice> choices_from(const SamplingArgs& args, bool greedy, int64_t 
     return best.shares(count, row.weigh(-infinity, nullptr));
 }
 
-// Of logits and noise as they are, or with a draft's truncation made soft: its border is one that the target's may lie beyond.
+// Greedy: as choices_from. Sampled: truncation is soft, i.e. excluded tokens are lowered by `left_out`, because the
+// target's nucleus may be larger than the draft's.
 template <class X>
 std::vector<Choice> likely_in(const SamplingArgs& args, bool greedy, const int32_t* ids, int64_t count) {
     if (greedy) return choices_from<X>(args, true, count);
@@ -353,7 +360,7 @@ std::vector<Choice> choices(const SamplingArgs& args, bool greedy, int64_t count
 
 namespace {
 
-// Writes what `found`, of a row's arguments, says of each row.
+// Calls `found_in` for each row and writes the tokens and shares that it returns.
 template <class Found>
 void for_rows(const SamplingArgs& args, int64_t num_rows, const int32_t* ids, int64_t count, int64_t* tokens, double* shares,
               Found found_in) {

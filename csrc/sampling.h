@@ -12,13 +12,13 @@ struct SamplingArgs {
     bool wide;           // float64 instead of float32
     int64_t vocab;
     double temperature;  // above 0; 1 for greedy
-    double floor;        // scaled logits below it are out (the logarithm of min-p); -infinity: all may stay
+    double floor;        // scaled logits below it are excluded (the logarithm of min-p); -infinity: none are
     int64_t top_k;       // 0 or less, or V and more: off
     double top_p;        // 1: off
-    uint64_t key;        // of the noise: sampling.py's noise_key(seed, position)
+    uint64_t key;        // key of the noise: sampling.py's noise_key(seed, position)
 };
 
-// The chosen token, or -1 if the largest logit is no finite number, or one is NaN.
+// The chosen token, or -1 if the largest logit is not finite or any logit is NaN.
 int64_t choose(const SamplingArgs& args, bool greedy);
 
 struct Choice {
@@ -26,42 +26,47 @@ struct Choice {
     double share;
 };
 
-// The tokens that come first, at most `count`, the chosen one before all others; none where `choose` says -1. Shares of the
-// exponentials: greedy of all logits, sampled of the logits plus noise of those that come first (at least `share_among`).
+// The best tokens, at most `count`, the chosen one first; empty if `choose` returns -1. A greedy share is the token's
+// part of the exponentials of all logits. A sampled share is its part of the exponentials of logit plus noise, summed
+// over the best max(count, share_among) tokens.
 std::vector<Choice> choices(const SamplingArgs& args, bool greedy, int64_t count);
 
 constexpr int64_t share_among = 8;
 
-// `choices` for a tree, after each of `num_rows` rows [V] that lie behind each other, from args.logits on. `ids` [V]: the token
-// that a place of a row stands for (a head's own vocabulary); null: its own number. What top-k, top-p and min-p leave out of a
-// draft's distribution the target may still have: sampled, it comes `left_out` later. Writes tokens and shares [num_rows, count];
-// where there is none, token 0 and share 0.
+// `choices` for draft trees, for each of `num_rows` consecutive rows [V] from args.logits on. `ids` [V] maps a place of
+// a row to a token (for a draft head with its own vocabulary); null: the place is the token. The target may still
+// choose tokens that top-k, top-p and min-p exclude from the draft's distribution. When sampling, their scaled logits
+// are therefore lowered by `left_out` instead of excluded. Writes tokens and shares [num_rows, count]; missing entries
+// get token 0 and share 0.
 void likely(const SamplingArgs& args, bool greedy, int64_t num_rows, const int32_t* ids, int64_t count, int64_t* tokens,
             double* shares);
 
 constexpr double left_out = 3.0;
 
-// The same of `choices`: what the model itself would choose, its truncation as it is.
+// The same as `likely`, but top-k, top-p and min-p exclude tokens, as in `choices`: this is what the model itself would
+// choose.
 void first_choices(const SamplingArgs& args, bool greedy, int64_t num_rows, const int32_t* ids, int64_t count, int64_t* tokens,
                    double* shares);
 
-// Probability of `token` at the temperature; floor, top-k, top-p and noise play no part.
+// Probability of `token` at the temperature. Ignores floor, top-k, top-p and noise.
 double probability(const SamplingArgs& args, int64_t token);
 
-constexpr int64_t sampling_chunk = 64;  // tokens that are looked at, or passed over, together
+constexpr int64_t sampling_chunk = 64;  // tokens that are examined, or skipped, together
 
-// The passes over whole rows, built once per instruction set. All give the same bits: a maximum and integers have no
-// rounding, and the sum has 8 lanes whatever the width of a register.
+// The loops over whole rows, built once per instruction set. All give the same bits: maxima and integers are not
+// rounded, and the sum always has 8 lanes, whatever the register width.
 struct SamplingLoops {
-    // The largest logit of each chunk, NaN where the chunk holds one. [0]: float32, [1]: float64.
+    // The largest logit of each chunk, or NaN if the chunk has a NaN. [0]: float32, [1]: float64.
     void (*maxima[2])(const void* logits, int64_t vocab, double* maxima);
-    // Sum of exp((x - max) / temperature) over the logits that lie at `floor` or above, once scaled. `weights` [V] takes the
-    // terms (below the floor next to nothing), but for chunks that add nothing to the sum; null: they are not wanted.
+    // Sum of exp((x - max) / temperature) over the logits whose scaled value is at least `floor`. The terms are stored
+    // in `weights` [V] unless it is null. Terms below the floor are about 0; chunks that add nothing to the sum are not
+    // stored.
     double (*weigh[2])(const void* logits, int64_t vocab, const double* maxima, double max, double temperature, double floor,
                        double* weights);
-    // The least ~z over `count` tokens from `first` on, z being the generator's output: below it lies no noise's bound.
+    // The smallest ~z over `count` tokens from `first` on, where z is the generator's output. The smallest ~z belongs
+    // to the largest noise.
     uint64_t (*rarest)(uint64_t key, int64_t first, int64_t count);
-    // The same over `count` tokens `ids`.
+    // The same over the `count` tokens in `ids`.
     uint64_t (*rarest_of)(uint64_t key, const int32_t* ids, int64_t count);
 };
 

@@ -3,7 +3,7 @@
 #include "sampling.h"
 
 namespace sameseed {
-namespace {  // this unit's own copy: other units compile it with other instructions
+namespace {  // each unit has its own copy, compiled with other instructions
 
 #include "sampling_body.h"
 

@@ -1,8 +1,8 @@
-// The hot loops of sampling, written so that the compiler turns them into vectors. Included once per instruction set.
+// The hot loops of sampling, written so that the compiler vectorizes them. Included once per instruction set.
 
 constexpr uint64_t golden = 0x9E3779B97F4A7C15;
 
-// SplitMix64 (Steele, Lea and Flood, 2014): output number `token` of the stream `key`.
+// Output number `token` of the SplitMix64 stream `key` (Steele, Lea and Flood, 2014).
 inline uint64_t splitmix(uint64_t key, int64_t token) {
     uint64_t z = (static_cast<uint64_t>(token) + 1) * golden + key;
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
@@ -10,11 +10,11 @@ inline uint64_t splitmix(uint64_t key, int64_t token) {
     return z ^ z >> 31;
 }
 
-constexpr double nothing = -708.0;    // its exponential is about the least normal number
-constexpr double negligible = -80.0;  // 2^31 tokens of e^-80 are less than a unit in the last place of 1
+constexpr double nothing = -708.0;    // exp(-708) is about the smallest normal number
+constexpr double negligible = -80.0;  // 2^31 tokens of weight e^-80 add up to less than 1 ulp of 1
 
-// exp(x) for -708 <= x <= 0 within 2 units of the last place: 2^k by bits, the rest by Taylor's series to the 13th power (its
-// error is below 2^-57 for |r| <= log(2) / 2), odd and even powers apart. Exactly 1 at 0.
+// exp(x) for -708 <= x <= 0 within 2 ulp; exactly 1 at 0. x = k log(2) + r. 2^k is made from bits. exp(r) is the Taylor
+// series up to power 13, with odd and even powers summed separately; its error is below 2^-57 for |r| <= log(2) / 2.
 inline double exp_falling(double x) {
     constexpr double shift = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
     const double moved = x * 0x1.71547652b82fep0 + shift;
@@ -34,7 +34,7 @@ inline double exp_falling(double x) {
     even = even * s + 0.5;
     uint64_t bits;
     __builtin_memcpy(&bits, &moved, 8);
-    bits = (bits + 1023) << 52;  // the sign and exponent of `moved` leave at the top
+    bits = (bits + 1023) << 52;  // shifts out the sign and exponent of `moved`
     double power;
     __builtin_memcpy(&power, &bits, 8);
     return (1.0 + (odd * r + even * s)) * power;
@@ -82,7 +82,8 @@ double weigh(const void* logits, int64_t vocab, const double* maxima, double max
         X read[sampling_chunk];
         for (int64_t i = count; i < sampling_chunk; ++i) read[i] = -__builtin_inff();
         __builtin_memcpy(read, static_cast<const X*>(logits) + first, count * sizeof(X));
-        // One loop of these two would not become vectors: the compiler would jump around the exponential of `nothing`.
+        // Two loops, because the compiler would not vectorize a single one: it would branch around
+        // exp_falling(nothing).
         double chunk[sampling_chunk];
         for (int64_t i = 0; i < sampling_chunk; ++i) {
             const double scaled = (static_cast<double>(read[i]) - max) / temperature;

@@ -1,7 +1,8 @@
-// The two products of attention: queries with keys, weights with values. Included like linear_body.h.
+// The two products of attention: queries with keys, and softmax weights with values. Included like linear_body.h.
 //
-// Keys and values come either as they are stored, widened in registers as often as they are used, or as panels: up to
-// `panel_keys` of them widened once, for tiles with many queries. Both give the same bits.
+// Keys and values are read in one of two forms. Stored rows are widened to float32 in registers each time they are
+// used. Panels hold up to `panel_keys` rows that were widened once, for tiles with many queries. Both give the same
+// bits.
 
 template <class T>
 constexpr bool scaled = false;
@@ -12,9 +13,9 @@ constexpr bool scaled<e4m3> = true;
 template <>
 constexpr bool scaled<e5m2> = true;
 
-constexpr int64_t rows_ahead = 16;  // keys or values fetched before their turn: they lie apart, no hardware guesses them
+constexpr int64_t rows_ahead = 16;  // rows to prefetch ahead; rows are scattered, so hardware does not prefetch them
 
-// Rows that are decoded in registers, with a scale of their own.
+// Whether rows are decoded in registers, with a scale per row.
 template <class T>
 constexpr bool decoded = std::is_same_v<T, nibbles4>;
 
@@ -23,33 +24,34 @@ INLINE void prefetch_row(const T* row, int64_t dim) {
     const char* p = reinterpret_cast<const char*>(row);
     const int64_t bytes = decoded<T> ? dim / 2 + 2 : dim * static_cast<int64_t>(sizeof(T));
     for (int64_t i = 0; i < bytes; i += 64) prefetch(p + i);
-    if (bytes % 64 != 0) prefetch(p + bytes - 1);  // a row may begin inside a line
+    if (bytes % 64 != 0) prefetch(p + bytes - 1);  // a row may begin in the middle of a line
 }
 
-// Rows [j + rows_ahead, j + rows_ahead + n), as far as there are `total`.
+// Prefetches rows [j + rows_ahead, j + rows_ahead + n), as far as they are below `total`.
 template <class T>
 INLINE void prefetch_rows(const T* const* rows, int64_t j, int64_t n, int64_t total, int64_t dim) {
     const int64_t end = j + rows_ahead + n < total ? j + rows_ahead + n : total;
     for (int64_t i = j + rows_ahead; i < end; i++) prefetch_row(rows[i], dim);
 }
 
-// Memory that somebody reads next, fetched line by line while there are sums to do: a whole position at a time, because
-// memory is faster in order than by heads.
+// Prefetches the positions that are read next (AttentionTile), a few cache lines at a time between the tiles of the
+// current products. It takes all heads of a position before the next position, because memory is faster in order than
+// by heads.
 struct Ahead {
     const AttentionArgs& a;
     const AttentionTile& tile;
-    int64_t bytes = 0;                         // of a position's keys, all heads
-    int64_t at_scores = 0, at_values = 0;      // lines at a time
-    int64_t position, place = 0;               // the next one, and its place in its block of the cache
-    int64_t offset = 0;                        // bytes of it that have been asked for
-    int64_t row = 0;                           // where it lies, in bytes
+    int64_t bytes = 0;                         // bytes of the keys of one position, all heads
+    int64_t at_scores = 0, at_values = 0;      // lines to prefetch per score tile and per value tile
+    int64_t position, place = 0;               // the position being prefetched, and its place in its cache block
+    int64_t offset = 0;                        // bytes of this position that have been prefetched
+    int64_t row = 0;                           // byte offset of this position in the cache
 
     Ahead(const AttentionArgs& args, const AttentionTile& t) : a(args), tile(t), position(t.next_begin) {}
     void find() {
         place = position % a.block_size;
         row = (tile.next_table[position / a.block_size] * a.block_size + place) * bytes;
     }
-    // So many lines at a time that all are there when tiles of scores and of values have been computed so often.
+    // Sets the lines per tile so that all lines are prefetched after `scores` score tiles and `values` value tiles.
     void plan(int64_t position_bytes, int64_t scores, int64_t values) {
         bytes = position_bytes;
         if (position < tile.next_end) find();
@@ -74,19 +76,19 @@ struct Ahead {
     }
 };
 
-// Rows of keys or of values as they are stored: `count` of them, and then `count_ahead` more to fetch early.
+// `count` stored rows of keys or values, followed by `count_ahead` more rows that may be prefetched.
 template <class T>
 struct Stored {
     using Type = T;
     using Pair = RowPair<T>;
     const T* const* rows;
     int64_t count, count_ahead, dim;
-    const float* scales;  // of no use here
+    const float* scales;  // unused; soften() applies the scales
 
     const T* row(int64_t j) const { return rows[j < count ? j : count - 1]; }
     INLINE void fetch(int64_t j, int64_t n) const { prefetch_rows(rows, j, n, count + count_ahead, dim); }
     int64_t whole() const { return dim / depth_step * depth_step; }
-    // Two keys, from `two(j)`; `part_of` them are the columns d .. d + 15.
+    // two(j) is the pair of keys j and j + 1; part_of() gives its columns [d, d + 16).
     struct Two {
         const T *a, *b;
     };
@@ -137,7 +139,7 @@ struct Stored<nibbles4> {
     V part_n(int64_t j, int64_t d) const { return part(j, d); }
 };
 
-// Pairs of widened keys: for each step along D, the two vectors of RowPair. Zero-padded.
+// Pairs of keys widened to float32. Each step along D holds the two vectors of a RowPair. Zero-padded.
 struct KeyPanel {
     using Type = float;
     struct Pair {
@@ -156,7 +158,7 @@ struct KeyPanel {
     KeyPanel from(int64_t j) const { return {rows + j * padded, padded}; }
 };
 
-// Widened values, rows of `padded` floats.
+// Values widened to float32, in rows of `padded` floats.
 struct ValuePanel {
     const float* at;
     int64_t padded;
@@ -198,12 +200,12 @@ void widen_values(const Stored<T>& values, int64_t padded, float* panel) {
     }
 }
 
-// Q queries against 2P keys, two of which share a vector as two rows of weights do in `linear`; scores[query][key].
+// scores[query][key] of Q queries with 2P keys. Two keys share a vector, as two rows of weights do in `linear`.
 template <int Q, int P, class Keys>
 INLINE void score_tile(const float* q, int64_t q_stride, const Keys& keys, int64_t dim, float* scores) {
     using Pair = typename Keys::Pair;
     constexpr int count = Q * P, eights = (count + 7) / 8, some = pairs_at_once[Q];
-    V all[eights * 8];  // query * P + pair of keys
+    V all[eights * 8];  // index: query * P + pair of keys
     unroll<eights * 8 - count>([&](auto i) INLINE_LAMBDA { all[count + i] = zero(); });
     const int64_t whole = keys.whole();
     for (int first = 0; first < P; first += some) {
@@ -241,7 +243,7 @@ INLINE void score_tile(const float* q, int64_t q_stride, const Keys& keys, int64
         }
         unroll<Q * some>([&](auto i) INLINE_LAMBDA { all[i / some * P + first + i % some] = sums[i]; });
     }
-    float totals[eights * 16];  // the two keys of sum c * P + p stand side by side
+    float totals[eights * 16];  // the scores of the two keys of sum c * P + p are adjacent
     unroll<eights>([&](auto i) INLINE_LAMBDA {
         V eight[8];
         unroll<8>([&](auto k) INLINE_LAMBDA { eight[k] = all[8 * i + k]; });
@@ -251,7 +253,7 @@ INLINE void score_tile(const float* q, int64_t q_stride, const Keys& keys, int64
                   INLINE_LAMBDA { __builtin_memcpy(scores + c * score_stride, totals + c * 2 * P, 2 * P * sizeof(float)); });
 }
 
-// Q queries against `num_keys` keys. A row of scores has room for a tile's keys beyond the last.
+// Scores of Q queries with `num_keys` keys. A row of scores has room for a whole tile of keys at its end.
 template <int Q, class Keys>
 INLINE void score_strip(const float* q, int64_t q_stride, const Keys& keys, int64_t num_keys, int64_t dim, bool fetch,
                         Ahead& ahead, float* scores) {
@@ -263,7 +265,7 @@ INLINE void score_strip(const float* q, int64_t q_stride, const Keys& keys, int6
     }
 }
 
-// f(Index<Q>{}) with Q = count, 1 <= count <= query_tile.
+// Calls f(Index<Q>{}) with Q = count, for 1 <= count <= query_tile.
 template <int Q = query_tile, class F>
 INLINE void with_count(int64_t count, const F& f) {
     if constexpr (Q > 1) {
@@ -272,7 +274,7 @@ INLINE void with_count(int64_t count, const F& f) {
     f(Index<Q>{});
 }
 
-// C vectors of columns of Q queries: out[query] += sum over keys, ascending, of weight[query][key] * value[key].
+// For C vectors of columns of Q queries: out[query] += sum over keys (ascending) of weight[query][key] * value[key].
 template <int Q, int C, bool Whole, class Values>
 INLINE void add_values_tile(const float* weights, const Values& values, int64_t num_keys, float* out, int64_t out_stride,
                             int64_t d, bool fetch, Ahead& ahead) {

@@ -1,24 +1,26 @@
-// Super-blocks of 256 columns (q2_k, q4_k, q5_k, q6_k) times integer rows: exact sums of each, scaled and added in one order.
-// Included after int_*.h and integer_body.h.
+// Weights in super-blocks of 256 columns (q2_k, q4_k, q5_k, q6_k) times integer rows. The integer sums of a super-block
+// are exact; they are scaled and added in a fixed order. Included after int_*.h and integer_body.h.
 //
-// For an output and a row, super-block by super-block: of formats with minima f = fma(-(sum of minimum * sum of x over a
-// sub-block), least * scale of x, f); then f = fma(sum of step * (sum of code * x over a sub-block), scale * scale of x, f).
+// For an output and a row, each super-block in turn updates f. Formats with minima first compute
+//   f = fma(-(sum over sub-blocks of minimum * (sum of x)), least * scale of x, f).
+// Then all formats compute
+//   f = fma(sum over sub-blocks of step * (sum of code * x), scale * scale of x, f).
 
 template <int code_bits, int columns, int code_zero, bool has_minima>
 struct SuperCodes {
     static constexpr int bits = code_bits, part = columns, zero = code_zero;
     static constexpr bool minima = has_minima;
-    static constexpr int pairs = super_columns / (2 * part), quads = part / 4;  // pairs of sub-blocks; steps of one
+    static constexpr int pairs = super_columns / (2 * part), quads = part / 4;  // pairs of sub-blocks; quads in one
 };
 using Super2 = SuperCodes<2, 16, 0, true>;
 using Super4 = SuperCodes<4, 32, 0, true>;
 using Super5 = SuperCodes<5, 32, 0, true>;
 using Super6 = SuperCodes<6, 16, 32, false>;
 
-// Keeps compilers from working on two sub-blocks at once, for which registers do not suffice.
+// Keeps compilers from interleaving two sub-blocks, which needs too many registers.
 #define BARRIER asm volatile("" ::: "memory")
 
-// What one call of a tile computes: M rows against a block of 32 outputs.
+// Arguments of one call of a tile kernel: M rows times a block of 32 outputs.
 struct SuperTile {
     const uint8_t *codes, *high;
     const int8_t *steps, *minima;
@@ -31,8 +33,8 @@ struct SuperTile {
     int64_t groups;
 };
 
-// Four columns of 16 outputs: the nibbles of `line`, under the bits that `high` has for step `quad` of a sub-block. Of two
-// bits there are no nibbles: `high` has all.
+// Codes of four columns (quad `quad` of a sub-block) for 16 outputs: the nibbles of `line`, with the upper bits from
+// `high`. Codes of two bits have no nibbles; all their bits are in `high`.
 template <class W, int quad>
 INLINE Codes super_codes(const Codes& line, const Codes& high) {
     if constexpr (W::bits == 2) {
@@ -47,19 +49,19 @@ INLINE Codes super_codes(const Codes& line, const Codes& high) {
     }
 }
 
-// sums[m] = what the sub-blocks' sums of x make with `weights`, their minima or steps.
+// sums[m] = sum over sub-blocks of weight * (sum of x), where `weights` are the minima or the steps of the sub-blocks.
 template <int M, class W>
 INLINE void sum_offsets(const int8_t* weights, const int16_t* x_sums, I (&sums)[M]) {
     unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = set1_int(0); });
     int64_t pairs = W::pairs;
-    asm("" : "+r"(pairs));  // or compilers unroll the loop, make a tree of its sums, and run out of registers
+    asm("" : "+r"(pairs));  // else compilers unroll the loop, sum in a tree, and run out of registers
     for (int64_t p = 0; p < pairs; p++) {
         const I pair = widen_pairs(weights + p * 2 * block_outputs);
         unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = add_pairs(sums[m], pair, set1_pair(x_sums + (p * M + m) * 2)); });
     }
 }
 
-// sums[m] += step * (dot products of a sub-block), for sub-block `second` of a pair.
+// sums[m] += step * (dot product of a sub-block), for the first (`second` = 0) or second sub-block of a pair.
 template <int M, class W, int second>
 INLINE void sum_part(const uint8_t* codes, const uint8_t* high, I pair, const int8_t* x, I (&sums)[M]) {
     const I step = second ? second_step(pair) : first_step(pair);
@@ -82,7 +84,7 @@ INLINE void sum_part(const uint8_t* codes, const uint8_t* high, I pair, const in
     });
 }
 
-// Outputs 16 half .. of super-block g.
+// Adds super-block g for the 16 outputs of half `half`.
 template <int M, class W>
 INLINE void super_half(const SuperTile& t, int64_t g, int64_t half) {
     const int64_t pair = (g * W::pairs * 2 + half) * block_outputs, column = g * block_outputs + half * lanes;
@@ -106,7 +108,7 @@ INLINE void super_half(const SuperTile& t, int64_t g, int64_t half) {
     const int8_t* x = t.x + g * super_columns * M;
     for (int64_t p = 0; p < W::pairs; p++) {
         const I steps = widen_pairs(t.steps + pair + p * 2 * block_outputs);
-        constexpr int64_t next = W::part < code_step ? W::part : code_step * M;  // where x of the second sub-block lies
+        constexpr int64_t next = W::part < code_step ? W::part : code_step * M;  // offset of the second sub-block's x
         sum_part<M, W, 0>(codes, high, steps, x, sums);
         BARRIER;
         sum_part<M, W, 1>(codes + (W::bits > 2 ? part_bytes : 0), high + (W::bits != 4 ? 128 : 0), steps, x + next, sums);
@@ -134,7 +136,7 @@ inline SuperKernel super_kernel(int64_t rows) {
         return rows == M ? super_rows<M, W> : super_kernel<W, M - 1>(rows);
 }
 
-// One block of outputs for the tiles [begin, end), whose sums `sums` holds.
+// Computes one block of outputs for tiles [begin, end). `sums` holds 32 floats per row of these tiles.
 inline void super_block(const SuperArgs& a, int64_t block, int64_t begin, int64_t end, float* sums) {
     const int64_t groups = a.depth / super_columns, pairs = a.depth / (2 * a.part), row = begin * a.tile;
     const int64_t rows = (end * a.tile < a.rows ? end * a.tile : a.rows) - row, first_scale = block * groups * block_outputs;

@@ -1,4 +1,4 @@
-// The table of one instruction set's kernels. Included like linear_body.h, after all the bodies.
+// The kernel table of one instruction set. Included like linear_body.h, after all other bodies.
 
 constexpr Kernels make_table(const char* name) {
     return {

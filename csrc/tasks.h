@@ -1,4 +1,5 @@
-// What the files of ops share: cutting rows into tasks, memory that only grows, checks of what a kernel would follow blindly.
+// Helpers shared by the ops: cutting rows into tasks, scratch memory, and checks of indices that the kernels use
+// unchecked.
 
 #pragma once
 
@@ -13,9 +14,9 @@
 
 namespace sameseed {
 
-constexpr int64_t serial_cost = 24 * 1024;  // multiplications (or as much work) below which waking a thread costs more
+constexpr int64_t serial_cost = 24 * 1024;  // multiplications (or equal work) below which waking a thread costs more
 
-// Memory of this thread that only grows, aligned to 64 bytes. One area for each use, so that none overwrites another's.
+// Scratch memory of this thread, aligned to 64 bytes. It only grows. Each use has its own area, so uses never overlap.
 enum Area { rows_area, packed_area, sums_area, strip_area, attention_area, partial_area, integer_area, num_areas };
 inline float* scratch(Area area, int64_t floats) {
     thread_local std::vector<float> buffers[num_areas];
@@ -24,7 +25,7 @@ inline float* scratch(Area area, int64_t floats) {
     return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) & ~uintptr_t{63});
 }
 
-// Cut `rows` rows into tasks of about `serial_cost` each and run f(begin, end).
+// Cuts `rows` rows into tasks of about `serial_cost` each and runs f(begin, end) for each task.
 template <class F>
 void by_rows(int64_t rows, int64_t cost_per_row, const F& f) {
     const int64_t per_task = std::max<int64_t>(1, serial_cost / std::max<int64_t>(1, cost_per_row));

@@ -1,4 +1,4 @@
-// V: sixteen floats in two AVX2 registers. Included inside a namespace of its own by kernels_avx2.cpp.
+// V: sixteen floats in two AVX2 registers. Each kernels_*.cpp for AVX2 includes this file inside its namespace.
 
 struct V {
     __m256 lo, hi;
@@ -8,7 +8,7 @@ constexpr int row_tile = 6;
 constexpr int pair_tile[7] = {0, 4, 2, 1, 1, 1, 1};  // pairs of weight rows for 1..6 rows of x
 constexpr int query_tile = 4;  // queries in a tile of scores or of values
 constexpr int key_pairs[5] = {0, 4, 4, 4, 4};  // pairs of keys for 1..4 queries
-constexpr int pairs_at_once[5] = {0, 4, 2, 2, 1};  // of them, those whose sums fit the registers
+constexpr int pairs_at_once[5] = {0, 4, 2, 2, 1};  // pairs of keys whose sums fit the registers at the same time
 constexpr int value_columns[5] = {0, 2, 2, 1, 1};  // vectors of columns for 1..4 queries
 
 inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -32,7 +32,8 @@ inline V load(const fp16* p) { return {_mm256_cvtph_ps(half_at(p)), _mm256_cvtph
 inline __m128i quarter_at(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 inline __m256 widen_int8(__m128i codes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)); }
 inline __m256 widen_e5m2(__m128i codes) { return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), codes)); }
-// One bit to the right a code is a half with an exponent too small by 8; all bits set would not be NaN yet.
+// Shifted right by one bit, a code is an fp16 number whose exponent is too small by 8. NaN (all bits set) is handled
+// apart.
 inline __m256 widen_e4m3(__m128i codes) {
     const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), codes);
     const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(high, _mm_set1_epi16(0x7f00)), _mm_set1_epi16(0x7f00));
@@ -43,7 +44,8 @@ inline V load(const int8* p) { return {widen_int8(quarter_at(p)), widen_int8(qua
 inline V load(const e5m2* p) { return {widen_e5m2(quarter_at(p)), widen_e5m2(quarter_at(p + 8))}; }
 inline V load(const e4m3* p) { return {widen_e4m3(quarter_at(p)), widen_e4m3(quarter_at(p + 8))}; }
 
-// Nibbles of 16 bytes, or of 8 at each of two places: those above the lowest `shift` (0 or 4) bits.
+// Nibbles of 16 bytes, or of 8 bytes at each of two addresses, as floats. `shift`: 0 for low nibbles, 4 for high
+// nibbles.
 inline __m256 widen_nibbles(const uint8_t* p, int shift) {
     const __m128i nibbles = _mm_and_si128(_mm_srl_epi16(quarter_at(p), _mm_cvtsi32_si128(shift)), _mm_set1_epi8(15));
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(nibbles));
@@ -89,8 +91,8 @@ inline V keep(V a, int64_t begin, int64_t end, V other) {
     return {keep8(a.lo, b, e, other.lo), keep8(a.hi, b - 8, e - 8, other.hi)};
 }
 
-// `linear` keeps two rows of weights in a vector, 8 lanes each. 16 weights of each row make two vectors, in the order that
-// `pack` gives x: for bf16 even then odd elements, else first and second half.
+// `linear` keeps two rows of weights in a vector, 8 lanes each. 16 weights of each row make two vectors, in the order
+// in which `pack` lays out x: for bf16 even, then odd elements; for other types first, then second half.
 template <class W>
 struct RowPair {
     const W *a, *b;
@@ -120,7 +122,7 @@ inline V evens_then_odds(V a) {
 
 // Sums of the 8 lower and the 8 upper lanes of eight vectors: out[2 i] and out[2 i + 1] belong to vector i.
 inline void reduce_halves8(const V (&v)[8], float* out) {
-    auto fold = [](V a) INLINE_LAMBDA {  // four lanes of the lower half, four of the upper
+    auto fold = [](V a) INLINE_LAMBDA {  // result: 4 lanes of the lower half, then 4 of the upper
         return _mm256_add_ps(_mm256_permute2f128_ps(a.lo, a.hi, 0x20), _mm256_permute2f128_ps(a.lo, a.hi, 0x31));
     };
     auto pair = [](__m256 a, __m256 b)
@@ -157,7 +159,8 @@ inline float reduce_max(V a) {
     return _mm_cvtss_f32(_mm_max_ss(t, _mm_movehdup_ps(t)));
 }
 
-// y * 2^n for the n in the low bits of shifted = n + 1.5 * 2^23. Two factors, so that the ends of the range come out right.
+// y * 2^n, where shifted = n + 1.5 * 2^23 has n in its low bits. Multiplies by two factors, because 2^n itself can
+// overflow or be subnormal at the ends of the range.
 inline __m256 scale_by_power8(__m256 y, __m256 shifted) {
     __m256i n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(0x4b400000));
     __m256i half = _mm256_srai_epi32(n, 1);
@@ -169,15 +172,15 @@ inline __m256 scale_by_power8(__m256 y, __m256 shifted) {
 }
 inline V scale_by_power(V y, V shifted) { return {scale_by_power8(y.lo, shifted.lo), scale_by_power8(y.hi, shifted.hi)}; }
 
-// Not the intrinsic: GCC takes a function that only prefetches for one without effect, and drops it.
+// In assembly, because GCC treats a function with only the prefetch intrinsic as free of effects and drops the call.
 inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }
-// sum += a * b. In assembly, because GCC otherwise moves accumulators between registers until some spill to memory.
+// sum += a * b. In assembly, because GCC otherwise moves accumulators between registers and spills some to memory.
 inline void accumulate(V& sum, V a, V b) {
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum.lo) : "x"(a.lo), "x"(b.lo));
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum.hi) : "x"(a.hi), "x"(b.hi));
 }
 
-// out[i][j] = word i (4 bytes) of rows[j] + d, for 16 rows and words, with the bits of `flip` turned; rows of `out` are `stride`
+// Transposes 16 rows of 16 words: out[i][j] = (word i (4 bytes) of rows[j] + d) xor `flip`. Rows of `out` are `stride`
 // bytes apart.
 template <uint32_t flip, class T>
 inline void transpose_words(const T* const* rows, int64_t d, uint8_t* out, int64_t stride) {

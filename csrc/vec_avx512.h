@@ -1,4 +1,4 @@
-// V: sixteen floats in one AVX-512 register. Included inside a namespace of its own by kernels_avx512.cpp.
+// V: sixteen floats in one AVX-512 register. Each kernels_*.cpp for AVX-512 includes this file inside its namespace.
 
 struct V {
     __m512 r;
@@ -9,7 +9,7 @@ constexpr int row_tile = 8;
 constexpr int pair_tile[9] = {0, 4, 4, 4, 4, 3, 3, 3, 3};
 constexpr int query_tile = 4;  // queries in a tile of scores or of values
 constexpr int key_pairs[5] = {0, 8, 4, 4, 4};  // pairs of keys for 1..4 queries
-constexpr int pairs_at_once[5] = {0, 8, 4, 4, 4};  // of them, those whose sums fit the registers
+constexpr int pairs_at_once[5] = {0, 8, 4, 4, 4};  // pairs of keys whose sums fit the registers at the same time
 constexpr int value_columns[5] = {0, 4, 4, 4, 4};  // vectors of columns for 1..4 queries
 
 inline V zero() { return {_mm512_setzero_ps()}; }
@@ -31,9 +31,10 @@ inline V load(const fp16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinte
 
 inline __m128i sixteen_at(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline V widen_int8(__m128i codes) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))}; }
-// Of words whose upper byte is a code.
+// Converts 16-bit words whose upper byte is a code.
 inline V widen_e5m2(__m256i high) { return {_mm512_cvtph_ps(high)}; }
-// One bit to the right a code is a half with an exponent too small by 8; all bits set would not be NaN yet.
+// Shifted right by one bit, a code is an fp16 number whose exponent is too small by 8. NaN (all bits set) is handled
+// apart.
 inline V widen_e4m3(__m256i high) {
     const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(high, _mm256_set1_epi16(0x7f00)), _mm256_set1_epi16(0x7f00));
     const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
@@ -44,7 +45,7 @@ inline V load(const int8* p) { return widen_int8(sixteen_at(p)); }
 inline V load(const e5m2* p) { return widen_e5m2(to_high(p)); }
 inline V load(const e4m3* p) { return widen_e4m3(to_high(p)); }
 
-// Nibbles of 16 bytes, or of 8 at each of two places: those above the lowest `shift` (0 or 4) bits.
+// Nibbles of 16 bytes as floats. `shift`: 0 for low nibbles, 4 for high nibbles.
 inline V widen_nibbles(__m128i bytes, int shift) {
     const __m128i nibbles = _mm_and_si128(_mm_srl_epi16(bytes, _mm_cvtsi32_si128(shift)), _mm_set1_epi8(15));
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(nibbles))};
@@ -74,8 +75,9 @@ inline V keep(V a, int64_t begin, int64_t end, V other) {
     return {_mm512_mask_mov_ps(other.r, static_cast<__mmask16>(below & ~under), a.r)};
 }
 
-// `linear` keeps two rows of weights in a vector, 8 lanes each, because a sum then needs fewer folds. 16 weights of each
-// row make two vectors, in the order that `pack` gives x: for bf16 even then odd elements, else first and second half.
+// `linear` keeps two rows of weights in a vector, 8 lanes each, because a sum then needs fewer folds. 16 weights of
+// each row make two vectors, in the order in which `pack` lays out x: for bf16 even, then odd elements; for other types
+// first, then second half.
 inline __m512i two(const void* a, const void* b) {
     __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(a)));
     return _mm512_inserti64x4(low, _mm256_loadu_si256(static_cast<const __m256i*>(b)), 1);
@@ -99,7 +101,7 @@ struct RowPair<bf16> {
     V first() const { return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}; }
     V second() const { return {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))}; }
 };
-// Eight codes of each row.
+// Eight bytes from each of two rows.
 inline __m128i eights(const void* a, const void* b) {
     const __m128i low = _mm_loadl_epi64(static_cast<const __m128i*>(a));
     return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(low), static_cast<const __m64*>(b)));
@@ -170,12 +172,12 @@ inline float reduce_max(V a) { return _mm512_reduce_max_ps(a.r); }
 // y * 2^n for shifted = n + 1.5 * 2^23.
 inline V scale_by_power(V y, V shifted) { return {_mm512_scalef_ps(y.r, _mm512_sub_ps(shifted.r, _mm512_set1_ps(12582912.0f)))}; }
 
-// Not the intrinsic: GCC takes a function that only prefetches for one without effect, and drops it.
+// In assembly, because GCC treats a function with only the prefetch intrinsic as free of effects and drops the call.
 inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }
-// sum += a * b. In assembly, because GCC otherwise moves accumulators between registers until some spill to memory.
+// sum += a * b. In assembly, because GCC otherwise moves accumulators between registers and spills some to memory.
 inline void accumulate(V& sum, V a, V b) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum.r) : "v"(a.r), "v"(b.r)); }
 
-// out[i][j] = word i (4 bytes) of rows[j] + d, for 16 rows and words, with the bits of `flip` turned; rows of `out` are `stride`
+// Transposes 16 rows of 16 words: out[i][j] = (word i (4 bytes) of rows[j] + d) xor `flip`. Rows of `out` are `stride`
 // bytes apart.
 template <uint32_t flip, class T>
 inline void transpose_words(const T* const* rows, int64_t d, uint8_t* out, int64_t stride) {
@@ -194,7 +196,7 @@ inline void transpose_words(const T* const* rows, int64_t d, uint8_t* out, int64
         a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
         a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
     });
-    // a[4 i + j]: in its quarter q, pair 4 q + j of rows 4 i .. 4 i + 3.
+    // Now quarter q (128 bits) of a[4 i + j] holds word 4 q + j of rows 4 i .. 4 i + 3.
     unroll<4>([&](auto j) INLINE_LAMBDA {
         const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), low_odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
         const __m512i high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);

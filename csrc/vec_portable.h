@@ -1,5 +1,6 @@
-// V: sixteen floats in plain C++, for machines without AVX2. Included inside a namespace of its own by kernels_portable.cpp.
-// Every operation rounds as the vector instructions do, so the bits are the same; a compiler may vectorize the loops.
+// V: sixteen floats in plain C++, for machines without AVX2. kernels_portable.cpp includes this file inside its
+// namespace. Every operation rounds as the vector instructions do, so the bits are the same. A compiler may vectorize
+// the loops.
 
 struct V {
     float r[16];
@@ -9,7 +10,7 @@ constexpr int row_tile = 4;
 constexpr int pair_tile[5] = {0, 1, 1, 1, 1};  // pairs of weight rows for 1..4 rows of x
 constexpr int query_tile = 4;  // queries in a tile of scores or of values
 constexpr int key_pairs[5] = {0, 4, 2, 2, 2};  // pairs of keys for 1..4 queries
-constexpr int pairs_at_once[5] = {0, 4, 2, 2, 2};  // of them, those whose sums fit the registers
+constexpr int pairs_at_once[5] = {0, 4, 2, 2, 2};  // pairs of keys whose sums fit the registers at the same time
 constexpr int value_columns[5] = {0, 4, 2, 1, 1};  // vectors of columns for 1..4 queries
 
 template <class F>
@@ -61,7 +62,8 @@ inline void narrow(float x, fp16* out) {
     } else if (magnitude >= 0x477ff000u) {
         half = 0x7c00u;  // 65520 and more round to infinity
     } else if (magnitude < 0x38800000u) {
-        // Below 2^-14: adding 1/2 leaves the subnormal's bits, rounded to nearest even, at the end of the fraction.
+        // Below 2^-14: after adding 1/2, the low bits of the fraction are the subnormal's bits, rounded to nearest
+        // even.
         half = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
     } else {
         half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
@@ -69,7 +71,8 @@ inline void narrow(float x, fp16* out) {
     out->bits = static_cast<uint16_t>(sign | half);
 }
 
-// Nibbles of 16 bytes, or of 8 at each of two places: those above the lowest `shift` (0 or 4) bits.
+// Nibbles of 16 bytes, or of 8 bytes at each of two addresses, as floats. `shift`: 0 for low nibbles, 4 for high
+// nibbles.
 inline V load_nibbles(const uint8_t* a, const uint8_t* b, int shift) {
     return each([=](int i) { return static_cast<float>((i < 8 ? a[i] : b[i - 8]) >> shift & 15); });
 }
@@ -120,8 +123,8 @@ inline V keep(const V& a, int64_t begin, int64_t end, const V& other) {
     return each([&](int i) { return i >= begin && i < end ? a.r[i] : other.r[i]; });
 }
 
-// `linear` keeps two rows of weights in a vector, 8 lanes each. 16 weights of each row make two vectors, in the order that
-// `pack` gives x: for bf16 even then odd elements, else first and second half.
+// `linear` keeps two rows of weights in a vector, 8 lanes each. 16 weights of each row make two vectors, in the order
+// in which `pack` lays out x: for bf16 even, then odd elements; for other types first, then second half.
 template <class W>
 struct RowPair {
     const W *a, *b;
@@ -179,7 +182,8 @@ inline float reduce_max(const V& a) {
     return s.r[0];
 }
 
-// y * 2^n for the n in the low bits of shifted = n + 1.5 * 2^23. Two factors, so that the ends of the range come out right.
+// y * 2^n, where shifted = n + 1.5 * 2^23 has n in its low bits. Multiplies by two factors, because 2^n itself can
+// overflow or be subnormal at the ends of the range.
 inline V scale_by_power(const V& y, const V& shifted) {
     return each([&](int i) {
         int32_t n = static_cast<int32_t>(to_bits(shifted.r[i]) - 0x4b400000u);
@@ -192,7 +196,7 @@ inline V scale_by_power(const V& y, const V& shifted) {
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 inline void accumulate(V& sum, const V& a, const V& b) { sum = fma(a, b, sum); }  // sum += a * b
 
-// out[i][j] = word i (4 bytes) of rows[j] + d, for 16 rows and words, with the bits of `flip` turned; rows of `out` are `stride`
+// Transposes 16 rows of 16 words: out[i][j] = (word i (4 bytes) of rows[j] + d) xor `flip`. Rows of `out` are `stride`
 // bytes apart.
 template <uint32_t flip, class T>
 inline void transpose_words(const T* const* rows, int64_t d, uint8_t* out, int64_t stride) {

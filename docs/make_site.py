@@ -1,7 +1,7 @@
-"""Put the pages together as a site: `make docs-site` builds it, with links and anchors checked.
+"""Collects the documentation pages for the site; `make docs-site` builds it, with links and anchors checked.
 
-Pages lie in the repository where people read them beside the code. A site has one folder of pages: they are copied
-there, README.md as the first one, and their links follow. A link to a file that is no page keeps its text alone.
+Pages are in the repository beside the code that they describe. The site needs them in one folder. They are copied
+there, README.md as the first page, and their links are adapted. A link to a file that is no page becomes plain text.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ What `from sameseed import ...` gives, from the docstrings. Everything else may 
 
 
 def destination(page: Path) -> Path:
-    """Where a page of the repository lies in the site; both relative."""
+    """The path of a repository page in the site; both paths are relative."""
     if page in FIRST:
         return FIRST[page]
     return page.relative_to("docs") if page.parts[0] == "docs" else page
 
 
 def sources() -> list[Path]:
-    """Every page and picture of the site, relative to the repository."""
+    """All pages and other files of the site, relative to the repository."""
     inside = [p for kind in ("md", "html", "png", "svg", "json") for p in sorted((ROOT / "docs").rglob(f"*.{kind}"))]
     return [*FIRST, *map(Path, BESIDE), *(p.relative_to(ROOT) for p in inside)]
 
 
 def moved(page: Path, text: str, known: set[Path]) -> str:
-    """A page's text with its links as they are in the site."""
+    """A page's text with its links adapted to the site. `known`: the pages and files of the site."""
 
     def link(match: re.Match[str]) -> str:
         picture, words, target, anchor = match[1], match[2], match[3], match[4] or ""
@@ -52,7 +52,7 @@ def moved(page: Path, text: str, known: set[Path]) -> str:
 
 
 def api() -> str:
-    """The page of the Python API: one entry for each public name of the package."""
+    """The page of the Python API, with one entry for each public name of the package."""
     tree = ast.parse((ROOT / "sameseed" / "__init__.py").read_text())
     given = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
     homes = ast.literal_eval(given["_HOMES"])
@@ -60,7 +60,7 @@ def api() -> str:
 
 
 def stage(folder: Path) -> None:
-    """Write the site's pages into an empty `folder`."""
+    """Write the site's pages and files into an empty `folder`."""
     known = set(sources())
     for page in known:
         path = folder / destination(page)

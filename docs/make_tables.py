@@ -1,27 +1,27 @@
-"""Write the generated tables of README.md and docs/: from the measured records, the registries and the flags.
+"""Writes the generated tables of README.md and docs/ from the measured records, the registries and the flags.
 
-A table stands between two markers, and what lies between them is replaced:
+A table stands between two markers, and the text between them is replaced:
 
     <!-- table:summary -->    README's: rows of bench.jsonl and shapes.jsonl, with prompts, tokens and runs
     <!-- table:bench -->      the newest run in benchmarks/results/bench.jsonl
     <!-- table:eval -->       the newest comparison of formats in benchmarks/results/eval.jsonl
     <!-- table:quantize -->   the newest record of every method and format in quantize.jsonl
-    <!-- table:gguf -->       the newest comparison with llama.cpp's logits of every file in gguf.jsonl
-    <!-- table:certificates -->   the newest certificate of each configuration and checks, from certificates.jsonl
+    <!-- table:gguf -->       the newest comparison with llama.cpp's logits for each file and format in gguf.jsonl
+    <!-- table:certificates -->   the newest certificate of each configuration and its checks, from certificates.jsonl
     <!-- table:policies -->   the newest comparison of length policies, from policies.jsonl
     <!-- table:headline -->   the newest measurement of each title, from headline.jsonl
     <!-- table:load -->       speculation on against off by concurrency, the newest of each cell, from load.jsonl
-    <!-- table:server -->     what the server costs and saves: overhead, prefix, grammar and soak .jsonl
-    <!-- table:gpu -->        the newest run of benchmarks/gpu.py on a GPU: aims and what was found, from gpu.jsonl
-    <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
-    <!-- study:assisted -->  a published study: theirs beside ours, from studies/assisted.jsonl
-    <!-- servers:promises -->   what servers kept of their promises, from promises.jsonl
-    <!-- registry:drafters -->   the entries of a registry and the first sentence of each
-    <!-- models:known -->    what known models need in memory, from their shapes
-    <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
+    <!-- table:server -->     costs and savings of the server, from overhead, prefix, grammar and soak .jsonl
+    <!-- table:gpu -->        the newest runs of benchmarks/gpu.py on a GPU: aims and results, from gpu.jsonl
+    <!-- table:peers -->      the newest comparison with other engines for each shape, from peers.jsonl
+    <!-- study:assisted -->  a published study with our figures beside it, from studies/assisted.jsonl
+    <!-- servers:promises -->   which promises servers kept, from promises.jsonl
+    <!-- registry:drafters -->   the entries of a registry, with the first sentence of each
+    <!-- models:known -->    memory that known models need, from their shapes
+    <!-- flags:sampling -->   settings of sampling, or of the engine (flags:engine): defaults and meaning
     <!-- end -->
 
-`python docs/make_tables.py` writes, `--check` only names the stale pages (exit code 1).
+`python docs/make_tables.py` writes the pages; `--check` only names the stale ones (exit code 1).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pages() -> list[Path]:
 
 
 def entries(name: str) -> str:
-    """Name and first sentence of each entry of a registry; entries are read, not imported."""
+    """Name and first docstring paragraph of each entry of a registry. Entries are parsed, not imported."""
     rows = []
     for entry in registry.names(name):
         folder = ROOT / "sameseed" / name / entry
@@ -63,7 +63,7 @@ def entries(name: str) -> str:
 
 
 def flags(name: str) -> str:
-    """The settings of one kind: keyword in Python and, with dashes, flag on the command line."""
+    """Table of the settings of one kind. A name is a keyword in Python and, with dashes, a command-line flag."""
     if name == "sampling":
         fields, notes = dataclasses.fields(SamplingParams), options.SAMPLING_HELP
     else:
@@ -74,12 +74,12 @@ def flags(name: str) -> str:
 
 
 def default(field: dataclasses.Field[Any]) -> str:
-    """The default of a field as Python writes it; empty where nothing is set."""
+    """The default of a field as Python source; "" if nothing is set."""
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return "" if value in (None, (), {}, "{}", "") else f"`{value!r}`"
 
 
-READ = 50e9  # bytes a second: the machine for which the table of models gives a ceiling
+READ = 50e9  # bytes per second: memory bandwidth assumed for the ceilings in the table of models
 HUB = {
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
@@ -97,7 +97,7 @@ HUB = {
 
 
 def models(_: str) -> str:
-    """Memory of known models by format, the cache of 1,000 tokens, and what reading alone allows at `READ`."""
+    """Table of known models: memory by format, KV cache of 1,000 tokens, and the tokens/s possible at `READ`."""
     rows = []
     for shape, hub in HUB.items():
         plain, eight, four = (sheet(shape, format) for format in ("bf16", "w8a8", "w4a8"))
@@ -117,12 +117,12 @@ MAKERS: dict[str, Callable[[str], str]] = {
 
 
 def render(text: str) -> str:
-    """A page with every marked table made anew."""
+    """A page with every marked table regenerated."""
     return MARKED.sub(lambda m: f"{m[1]}{MAKERS[m[2]](m[3])}\n{m[4]}", text)
 
 
 def main(argv: list[str]) -> int:
-    """Write the pages, or with --check only compare."""
+    """Write the stale pages, or with --check only name them and return 1 if there are any."""
     check = "--check" in argv
     stale = [(page, new) for page in pages() if (new := render(page.read_text())) != page.read_text()]
     for page, new in stale:

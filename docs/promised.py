@@ -1,11 +1,11 @@
-"""What servers kept of their promises, from promises.jsonl: what stands between the markers `servers:NAME`."""
+"""The table of promises that servers kept, from promises.jsonl, for the markers `servers:NAME`."""
 
 from __future__ import annotations
 
 from recorded import Record, lines, markdown
 
 ENGINES = {"sameseed": "sameseed", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
-LAWS = {  # what a server can be asked of each law, by the promises of `verify-server`
+LAWS = {  # by law: the promises of `verify-server` that test it, and their names in the table
     "1, same seed, same text": {
         "repeat": "asked again",
         "stream": "streamed and whole",
@@ -23,14 +23,14 @@ LAWS = {  # what a server can be asked of each law, by the promises of `verify-s
 
 
 def name_of(record: Record) -> str:
-    """Which server a report is of; the one that was compared with an earlier report has a draft."""
+    """The name of a report's server. A server that drafted, or was compared with an earlier report, gets ", draft"."""
     asked = {p["id"]: p for p in record["promises"]}
     drafts = "again" in asked or asked["speculation"]["numbers"].get("draft_tokens")
     return ENGINES[record["config"]["engine"]] + (", draft" if drafts else "")
 
 
 def promises(_: str) -> str:
-    """A row a promise, a column a server: how many comparisons differed, of how many texts."""
+    """Table with one row per promise and one column per server: how many of the compared texts differed."""
     found = lines("promises")
     if not found:
         return "*No record yet: `sameseed verify-server URL --out benchmarks/results/promises.jsonl` writes one.*\n"

@@ -1,4 +1,4 @@
-"""Tables from the measured records: what stands between the markers `table:NAME`, and where it was measured."""
+"""Tables from the measured records, for the markers `table:NAME`, with the machine and date of the measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORDS = ROOT / "benchmarks" / "results"
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
-    """A table in Markdown; `right` are the columns that are numbers."""
+    """A table in Markdown. `right`: indices of right-aligned columns (numbers)."""
     head, numbers = list(head), set(right)
     rule = ["---:" if i in numbers else "---" for i in range(len(head))]
     lines = [head, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
@@ -28,52 +28,52 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable
 
 
 def script(name: str) -> ModuleType:
-    """One of benchmarks/, which are no package."""
+    """Import a script of benchmarks/, which is no package."""
     path = ROOT / "benchmarks" / name
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it there
+    sys.modules[spec.name] = module  # its dataclasses look up the module there
     spec.loader.exec_module(module)
     return module
 
 
 def lines(name: str) -> list[Record]:
-    """All records of a file in benchmarks/results; none where it is not there."""
+    """All records of a file in benchmarks/results; empty if the file does not exist."""
     path = RECORDS / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def newest(found: Iterable[Record], key: Callable[[Record], Any]) -> list[Record]:
-    """The last record of each kind, in the order in which the kinds first came."""
+    """The last record of each `key`, in the order in which the keys first occur."""
     return list({key(r): r for r in found}.values())
 
 
 def last_run(found: list[Record]) -> list[Record]:
-    """The records of the run that wrote the last one."""
+    """The records of the run that wrote the last record."""
     return [r for r in found if r["run"] == found[-1]["run"]]
 
 
 def measured_on(found: Record) -> str:
-    """Where and when a record was made."""
+    """The machine, date and commit of a record."""
     machine = found["machine"]
     day = found["time"] if "time" in found else found["date"]
     return f"{machine['cpu']}, {machine['cores']} cores; {day[:10]}, commit {found['commit']}"
 
 
 def yes(same: bool) -> str:
-    """Whether all texts were equal; a difference is loud."""
+    """Whether all texts were equal, as a table cell; "NO" in capitals so that it is noticed."""
     return "yes" if same else "NO"
 
 
 def peers(found: list[Record]) -> str:
-    """sameseed beside other engines, as benchmarks/peers/table.py shows it."""
+    """The comparison with other engines, as rendered by benchmarks/peers/table.py."""
     module = script("peers/table.py")
     return "\n\n".join(module.render(record) for record in module.newest(RECORDS / "peers.jsonl"))
 
 
 def gpu(found: list[Record]) -> str:
-    """What was aimed at on a GPU beside what was found, by benchmarks/gpu_summary.py; dry runs do not count."""
+    """Aims and results on a GPU, by benchmarks/gpu_summary.py. Dry runs are ignored."""
     found = [r for r in found if not r["dry_run"]]
     if not found:
         return hint("gpu")
@@ -84,7 +84,7 @@ def gpu(found: list[Record]) -> str:
 
     for r in found:
         newest[measured(r)] = r["run"]
-    found = [r for r in found if r["run"] == newest[measured(r)]]  # of each part the newest run that has it
+    found = [r for r in found if r["run"] == newest[measured(r)]]  # for each part, the newest run that has it
     rows = [[row.what, row.aim, row.got, row.verdict] for row in script("gpu_summary.py").rows(found)]
     last = last_run(found)
     first, left = last[0], [r for r in last if r["part"] == "end"]
@@ -101,7 +101,7 @@ def gpu(found: list[Record]) -> str:
 
 
 def evaluations(found: list[Record]) -> str:
-    """What number formats cost: the newest comparison of `sameseed eval`."""
+    """The cost of number formats: the newest comparison of `sameseed eval`."""
     from sameseed.study.quality import tables
 
     found = last_run([r for r in found if r["comparison"] is not None])
@@ -127,7 +127,7 @@ def quantizers(found: list[Record]) -> str:
 
 
 def gguf(found: list[Record]) -> str:
-    """Our logits beside llama.cpp's on the same file, from gguf.jsonl."""
+    """Differences between our logits and llama.cpp's on the same file, from gguf.jsonl."""
     rows = []
     for r in newest(found, lambda r: (r["file"], r["format"])):
         figures = [f"{r['mean_difference']:.4f}", f"{r['max_difference']:.3f}", f"{r['kl']:.1e}"]
@@ -140,12 +140,12 @@ def gguf(found: list[Record]) -> str:
 
 
 def certificates(found: list[Record]) -> str:
-    """What was certified: how much was looked at, and what differed. The newest of the same checks counts."""
+    """The newest certificate of each configuration and set of checks: how much was compared, and how much differed."""
     last: dict[tuple[object, ...], Record] = {}
     for r in found:
         c = r["config"]
         key = (c["label"], c["format"], c["kv_format"], r["mutants"] is None, *(check["id"] for check in r["checks"]))
-        last.pop(key, None)  # the newest comes last
+        last.pop(key, None)  # keeps the newest certificates last in the order
         last[key] = r
     sizes = {"L1": "products", "L2": "compared_rows", "L3": "tokens", "L6": "texts", "L5": "sequences", "L5s": "draws"}
     rows = []
@@ -158,7 +158,7 @@ def certificates(found: list[Record]) -> str:
         passed = sum(c["status"] == "passed" for c in r["checks"])
         c, mutants = r["config"], r["mutants"]
         cells += [f"{differing:,.0f}", f"{mutants['caught']} of {mutants['total']}" if mutants else ""]
-        own = [name for name in checks if name not in ("A1", "C2")]  # these two stand in every run
+        own = [name for name in checks if name not in ("A1", "C2")]  # these two are in every run
         share = "full" if r["effort"] == 1 else f"{100 * r['effort']:.2g} %"
         which = f"{passed} of {len(checks)}" + (f": {', '.join(own)}" if len(own) < 5 else "")
         rows.append([c["label"], c["format"], c["kv_format"], share, which, *cells])
@@ -177,7 +177,7 @@ def certificates(found: list[Record]) -> str:
 
 
 def policies(found: list[Record]) -> str:
-    """Goodput over plain decoding by draft and batch, and every lost cell, as benchmarks/policies.py measured them."""
+    """Goodput over plain decoding by draft and batch, and all cells below LOST, measured by benchmarks/policies.py."""
     parts = []
     for (model, fmt), group in itertools.groupby(
         sorted(newest(found, _cell), key=lambda r: (r["model"], r["format"])), lambda r: (r["model"], r["format"])
@@ -220,7 +220,7 @@ LOST = 0.98
 
 
 def regrets(found: list[Record]) -> str:
-    """What `tune --exhaustive` showed: the newest run of each workload and number of threads."""
+    """Results of `tune --exhaustive`: the newest run for each workload and number of threads."""
 
     def about(r: Record) -> tuple[str, int]:
         domains = r["config"].get("domains", [])
@@ -262,7 +262,7 @@ def regrets(found: list[Record]) -> str:
 
 
 def _way(r: Record) -> str:
-    """The draft, with the format of its weights where it has any."""
+    """The draft, with the format of its weights if it has weights."""
     return str(r["draft"]) if r["draft"] in ("ngram", "suffix") else f"{r['draft']} ({r['draft_format']})"
 
 
@@ -271,7 +271,7 @@ def _cell(r: Record) -> tuple[object, ...]:
 
 
 def headline(found: list[Record]) -> str:
-    """Speculation on real shapes beside plain decoding and a peer."""
+    """Speculation at real shapes, compared with plain decoding and another engine."""
     head = ["decoding", "tokens/s", "over its own plain", "over our plain", "accepted", "first token", "same text"]
     parts = []
     for r in newest(found, lambda r: r["title"]):
@@ -293,11 +293,11 @@ def headline(found: list[Record]) -> str:
 
 
 def load(found: list[Record]) -> str:
-    """Speculation on against off through the server, as `sameseed bench serve` found it on the last day."""
+    """Speculation on against off through the server, by `sameseed bench serve` on the last day with records."""
     keys = ("model", "lengths", "concurrency", "label")
     found = newest(found, lambda r: tuple(str(r["config"][k]) for k in keys))
     found = [r for r in found if r["config"]["label"] == "on" and r["config"].get("served")]
-    found = [r for r in found if r["time"][:10] == max(r["time"] for r in found)[:10]]  # older ones had other policies
+    found = [r for r in found if r["time"][:10] == max(r["time"] for r in found)[:10]]  # older records: other policies
     head = ["model", "draft", "prompt-answer", "clients", "requests", "tokens/s", "over off", "first token over off"]
     rows = []
     for r in sorted(found, key=lambda r: (r["config"]["model"], r["config"]["lengths"], r["config"]["concurrency"])):
@@ -314,7 +314,7 @@ def load(found: list[Record]) -> str:
 
 
 def server(_: list[Record]) -> str:
-    """The costs of what surrounds the engine, a row a record."""
+    """Costs of the server around the engine, one row per record: HTTP, prefix cache, grammars, soak test."""
     rows: list[tuple[str, str, Record]] = []
     for r in newest(lines("overhead"), lambda r: r["config"]["draft"]):
         about = f"{r['overhead_ms']:.2f} ms a token; CPU {r['path_cpu_ms']:.2f} ms, of which the server's process "
@@ -340,7 +340,7 @@ def server(_: list[Record]) -> str:
 
 
 def summary(_: list[Record]) -> str:
-    """README's table: the embedded pair and twins of real shapes, greedy and sampled, with prompts, tokens and runs."""
+    """README's table: the embedded pair and twins at real shapes, greedy and sampled, with prompts, tokens and runs."""
     shapes = lines("shapes")
     found = [r for r in last_run(lines("bench")) if r["config"]["num_draft_tokens"] in (0, 5)]
     for size in dict.fromkeys(r["config"]["num_parameters"] for r in shapes):
@@ -362,7 +362,7 @@ def summary(_: list[Record]) -> str:
 
 
 def runs(found: list[Record]) -> str:
-    """The newest run of a record file, a table for each workload, and where and when it was measured."""
+    """The newest run of a record file: a table for each workload, with the machine and date."""
     from sameseed.study import report
 
     found = last_run(found)
@@ -379,7 +379,7 @@ def runs(found: list[Record]) -> str:
     return "\n".join([*parts, f"{about}\n\n{report.LEGEND.replace('; ', '. ')}."])
 
 
-OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # what makes a table, and what writes its records
+OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # by table: its function, and how to write its records
     "peers": (peers, "`make peers`, then `make bench-peers` write one"),
     "gpu": (gpu, "`make bench-gpu` writes one, on a machine with a GPU"),
     "eval": (evaluations, "`sameseed eval --compare ... --out benchmarks/results/eval.jsonl` writes one"),
@@ -393,17 +393,17 @@ OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # what makes a ta
     "server": (server, "its scripts are in the history"),
     "summary": (summary, "`make bench` writes some, and `sameseed bench --model TWIN`"),
 }
-COMBINED = {"server", "summary"}  # of several files
+COMBINED = {"server", "summary"}  # tables made from several record files
 
 
 def hint(name: str) -> str:
-    """What stands where a table has no record: the command that writes one."""
+    """The text in place of a table without records: the command that writes a record."""
     own = f"`sameseed {name} --out benchmarks/results/{name}.jsonl` writes one"
     return f"*No record yet: {OWN[name][1] if name in OWN else own}.*"
 
 
 def table(name: str) -> str:
-    """The table of one marker, or what is missing for it."""
+    """The table of one marker, or a hint if it has no records."""
     found = lines(name)
     if not found and (name not in COMBINED or not lines("bench")):
         return hint(name)

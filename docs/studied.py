@@ -1,4 +1,4 @@
-"""Sections from the studies' records: what stands between the markers `study:NAME`."""
+"""Sections from the studies' records, for the markers `study:NAME`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAID = {"small": "the embedded family", "true": "twins at true shapes"}
 
 
 def section(name: str) -> str:
-    """A study: who published it, what was found at each size, theirs beside ours; or the command that measures it."""
+    """A study's section: its source, and for each size our results beside the published ones, or the command to run."""
     study, found = _runner.load(name), lines(f"studies/{name}")
     parts = [wrapped(f"After {study.source}.")]
     for size in SIZES:
@@ -26,13 +26,13 @@ def section(name: str) -> str:
 
 
 def newest(found: list[Record]) -> list[Record]:
-    """Of each cell the records of its last measurement."""
+    """The records of each cell's last measurement."""
     last = {r["cell"]: r["digest"] for r in found}
     return [r for r in found if r["digest"] == last[r["cell"]]]
 
 
 def shown(name: str, size: str, found: list[Record]) -> str:
-    """What was found at one size."""
+    """The results at one size: findings, a table of published and own figures, the machine."""
     report = _runner.load(name).report(found)
     heads = ("figure", "published", "ours", "ours / published")
     rows = [
@@ -44,7 +44,7 @@ def shown(name: str, size: str, found: list[Record]) -> str:
     left = f" {missing} published figures are not measured here." if missing else ""
     parts = [wrapped(f"**{SAID[size].capitalize()}.** {' '.join(report.findings)}")]
     parts += [markdown(heads, rows, (1, 2, 3))] if rows else []
-    if not report.published:  # nothing is beside ours: what was measured stands for itself
+    if not report.published:  # no published figures: show our own tables
         parts += [markdown(table.heads, table.rows, tuple(range(1, len(table.heads)))) for table in report.tables]
     last = next((r for r in reversed(found) if "repetitions" in r), found[-1])
     about = f"{_page.ours(last)}. {last['time'][:10]}, commit {last['commit']}.{left}"
@@ -52,5 +52,5 @@ def shown(name: str, size: str, found: list[Record]) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Lines of at most 120."""
+    """The text wrapped to lines of at most 120 characters."""
     return textwrap.fill(text, 120)

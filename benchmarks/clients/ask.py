@@ -1,4 +1,7 @@
-"""A client, in an environment that has it, against a server: python ask.py CLIENT URL; prints what it got as JSON."""
+"""Sends requests with one client to a server and prints the results as JSON: python ask.py CLIENT URL.
+
+Runs in an environment that has the client installed.
+"""
 
 import json
 import sys
@@ -11,7 +14,7 @@ SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 
 
 def openai(url: str) -> dict[str, Any]:
-    """The official client."""
+    """OpenAI's official client."""
     client = import_module("openai").OpenAI(base_url=url, api_key="none", max_retries=0)
     chat, plain = ({"model": MODEL, **SETTINGS, **asked} for asked in ({"messages": MESSAGES}, {"prompt": PROMPT}))
     whole = client.chat.completions.create(**chat)
@@ -28,7 +31,7 @@ def openai(url: str) -> dict[str, Any]:
 
 
 def langchain_openai(url: str) -> dict[str, Any]:
-    """langchain's, by chat, by responses, in a batch."""
+    """LangChain's OpenAI client: chat, responses, completions, and a batch."""
     package = import_module("langchain_openai")
     settings = {"base_url": url, "api_key": "none", "model": MODEL, **SETTINGS}
     chat, plain = package.ChatOpenAI(**settings), package.OpenAI(**settings)
@@ -47,7 +50,7 @@ def langchain_openai(url: str) -> dict[str, Any]:
 
 
 def litellm(url: str) -> dict[str, Any]:
-    """litellm, which takes the server for OpenAI's, or for vLLM."""
+    """LiteLLM, with the server addressed as OpenAI's and as vLLM's."""
     litellm = import_module("litellm")
     settings = {"api_base": url, "api_key": "none", **SETTINGS}
     chat = {"model": "openai/embedded", "messages": MESSAGES, **settings}

@@ -1,10 +1,11 @@
-"""Clients that know nothing of sameseed against its server: each is run for real, and its results are recorded.
+"""Runs standard API clients against sameseed's server, and records whether their results are right.
 
     .venv/bin/python benchmarks/clients/run.py --python VENV/bin/python openai langchain-openai litellm
     .venv/bin/python benchmarks/clients/run.py --python VENV/bin/python lm-eval
 
-`--python` has the clients installed, in an environment of its own. A text that a client got is right where it is the
-one that the engine writes without a server; a likelihood, where it is what lm-eval gets of the engine without one.
+`--python` is the interpreter of an environment that has the clients installed. A client's text is right if it equals
+the text that the engine generates without a server. A likelihood is right if it is what lm-eval gets directly from the
+engine.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ PROMPTS = HERE.parents[1] / "sameseed" / "assets" / "prompts_heldout.jsonl"
 NUM_ROWS = 24
 METRICS = ("acc", "word_perplexity", "exact_match")
 TASKS = ("tiny_choice", "tiny_rolling", "tiny_generate")
-TOLERANCE = 1e-4  # nats: the harness adds up 32-bit numbers in another order
+TOLERANCE = 1e-4  # nats, because the harness sums float32 values in another order
 
 
 class Server:
-    """`sameseed serve` with the embedded pair, for as long as the block lasts."""
+    """A context manager that runs `sameseed serve` with the embedded pair, and returns its URL."""
 
     def __enter__(self) -> str:
         command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--max-num-seqs", "8"]
@@ -53,7 +54,7 @@ class Server:
 
 
 def run(command: list[str], **environment: str) -> str:
-    """What a command printed. Ends the run with its words where it fails."""
+    """The standard output of a command. Exits with the command's output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     if done.returncode:
         raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
@@ -61,7 +62,7 @@ def run(command: list[str], **environment: str) -> str:
 
 
 def texts(client: str) -> Callable[[str, str], dict[str, Any]]:
-    """Asks by a client (ask.py); every text must be the engine's own."""
+    """A check that requests texts with a client (ask.py), and compares each with the engine's own text."""
 
     def check(python: str, url: str) -> dict[str, Any]:
         made = json.loads(run([python, str(HERE / "ask.py"), client, url]).splitlines()[-1])
@@ -75,7 +76,10 @@ def texts(client: str) -> Callable[[str, str], dict[str, Any]]:
 
 
 def lm_eval(python: str, url: str) -> dict[str, Any]:
-    """Likelihoods over echo with logprobs (token ids, text, and the server's own tokenizer) and generation."""
+    """Check lm-eval over the server: likelihoods by echo with logprobs, and generation.
+
+    Prompts are sent as token ids, as text, and with the server's tokenizer; also over chat.
+    """
     target = str(resolve_model("embedded"))
     common = f"model=embedded,base_url={url}/v1/completions,num_concurrent=4"
     local = f"{common},tokenizer_backend=huggingface,tokenizer={target},add_bos_token=True"
@@ -115,7 +119,7 @@ def lm_eval(python: str, url: str) -> dict[str, Any]:
 
 
 def write_tasks(folder: Path) -> None:
-    """Three small local tasks, one of each kind of request, of the prompts that the package brings along."""
+    """Write three small local tasks, one for each kind of request, from the packaged prompts."""
     prompts = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
     texts = [p["messages"][0]["content"] if "messages" in p else p["prompt"] for p in prompts]
     texts = [t for t in texts if len(t) > 120][:NUM_ROWS]
@@ -143,7 +147,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def largest(a: Any, b: Any) -> float:
-    """The largest difference of two nests of numbers; infinite where what is no number differs."""
+    """The largest difference of numbers in two nested lists; infinite if other values differ."""
     if isinstance(a, list) and isinstance(b, list):
         return max((largest(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
     try:
@@ -161,7 +165,7 @@ CLIENTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Run, print, append."""
+    """Run the clients, print each result, and append its record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="+", choices=sorted(CLIENTS))
     parser.add_argument("--python", default=sys.executable, help="an environment that has the clients")

@@ -1,4 +1,4 @@
-"""What is compared: an arm is an engine with a checkpoint and settings; the arms of a group are loaded together."""
+"""The compared arms. An arm is an engine with a checkpoint and settings; the arms of a group are loaded together."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fnmatch import fnmatch
 
 @dataclass(frozen=True)
 class Arm:
-    """`engine`: a module in engines/; `checkpoint`: a kind of checkpoints.py; `gib`: memory that it should need.
+    """`engine`: a module in engines/. `checkpoint`: a kind of checkpoints.py. `gib`: estimated memory in GiB.
 
-    `draft`: the model that guesses, as its role beside the shape ("draft", "head") and its kind of checkpoint.
+    `draft`: the draft model, as (role of the shape: "draft" or "head", kind of checkpoint).
     """
 
     name: str
@@ -27,16 +27,16 @@ class Arm:
 
     @property
     def guesses(self) -> bool:
-        """Whether it speculates, in whichever way."""
+        """Whether the arm uses speculation."""
         return self.draft is not None or "way" in self.options
 
 
 def sameseed(fmt: str, gib: float) -> Arm:
-    """sameseed with weights in one format, made from the bfloat16 checkpoint at load."""
+    """An arm of sameseed with weights quantized to `fmt` from the bfloat16 checkpoint at load."""
     return Arm(f"sameseed {fmt}", "sameseed", "hf-bf16", gib, {"format": fmt})
 
 
-# Groups fit 24 GiB. sameseed is in each, so that every ratio is of one window of time.
+# Each group fits in 24 GiB. sameseed is in every group, so that each ratio comes from interleaved measurements.
 PLANS: dict[str, dict[str, list[Arm]]] = {
     "llama-3.2-1b": {
         "8 bits and fewer": [
@@ -69,7 +69,7 @@ PLANS: dict[str, dict[str, list[Arm]]] = {
 
 
 def guessing(arm: Arm, label: str, draft: tuple[str, str] | None = None, **options: object) -> Arm:
-    """The same engine and checkpoint with a speculation of its own."""
+    """The same engine and checkpoint with the engine's own speculation added."""
     return replace(arm, name=f"{arm.name} + {label}", options={**arm.options, **options}, draft=draft)
 
 
@@ -84,7 +84,7 @@ OPENVINO = Arm("OpenVINO int4", "openvino", "openvino-int4", 2.5)
 VLLM = Arm("vLLM bf16", "vllm", "hf-bf16", 4.5)
 TRANSFORMERS = Arm("transformers bf16", "transformers", "hf-bf16", 4.0)
 DRAFT = ("draft", "hf-bf16")
-# Texts with each engine's own speculation; the checkpoints write the embedded models' texts.
+# Texts with each engine's own speculation. The checkpoints are twins, which generate the embedded models' texts.
 TEXTS: dict[str, dict[str, list[Arm]]] = {
     "twin-1b": {
         "llama.cpp": [
@@ -115,7 +115,7 @@ TEXTS: dict[str, dict[str, list[Arm]]] = {
         ],
     },
 }
-# To try the machinery: the same arms on a small shape, each with little memory.
+# For testing the scripts: the same arms on a small shape, with little memory each.
 PLANS["tiny"] = {
     group: [replace(arm, gib=3.0 if arm.engine == "vllm" else 0.6) for arm in arms]
     for group, arms in PLANS["llama-3.2-1b"].items()
@@ -128,7 +128,10 @@ ALL = {**PLANS, **TEXTS}
 
 
 def choose(groups: Mapping[str, list[Arm]], patterns: list[str], formats: list[str]) -> dict[str, list[Arm]]:
-    """The groups' arms whose names match a pattern (all without one); `formats`, if given, replace sameseed's."""
+    """The groups with the peers whose names match a pattern (all without patterns), and sameseed beside them.
+
+    `formats`, if given, replace sameseed's formats. A group without any matching arm is left out.
+    """
     chosen: dict[str, list[Arm]] = {}
     for group, arms in groups.items():
         ours = [arm for arm in arms if arm.ours]

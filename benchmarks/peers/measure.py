@@ -1,4 +1,4 @@
-"""Measuring a group of arms: each in a worker of its own, taking turns, and what came of it as plain data."""
+"""Measures a group of arms, each in its own worker, interleaved, and converts the results to plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: rows at a context, `rounds` times; prefill and batch decode, `slow_rounds` times each."""
+    """What to measure: passes over rows at a context, `rounds` times; prefill and batch decode, `slow_rounds` times."""
 
     threads: int = 2
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -34,18 +34,21 @@ class Plan:
 
     @property
     def max_len(self) -> int:
-        """Tokens that a sequence may reach, with room for the engines' own slack."""
+        """The most tokens of a sequence, with room for the engines' slack; a multiple of 64."""
         longest = max(self.context + 2 * max(self.rows), self.prefill, self.batch_context + self.batch_steps)
         return -(-(longest + 64) // 64) * 64
 
     def text_len(self, prompts: Seq[Seq[int]]) -> int:
-        """The same for texts after these prompts."""
+        """The most tokens of a sequence for texts after these prompts; a multiple of 64."""
         return -(-(max(map(len, prompts)) + self.text_tokens + 64) // 64) * 64
 
 
 @dataclass
 class Result:
-    """One arm's: seconds of each repetition, by what was measured; what loading told; why something is missing."""
+    """Results of one arm: seconds of each repetition by measurement, facts from loading (`about`), missing values.
+
+    `missing`: by measurement, the reason why it is missing.
+    """
 
     arm: Arm
     about: dict[str, Any] = field(default_factory=dict)
@@ -53,13 +56,13 @@ class Result:
     missing: dict[str, str] = field(default_factory=dict)
     logits: list[float] | None = None
     peak_rss: int = 0
-    foreign: list[float] = field(default_factory=list)  # others' share of one core, a turn each
-    texts: list[list[int]] = field(default_factory=list)  # one a turn
+    foreign: list[float] = field(default_factory=list)  # CPU time of other processes in each turn, as share of one core
+    texts: list[list[int]] = field(default_factory=list)  # token ids, one text per turn
     failed: bool = False
 
 
 class Group:
-    """The arms that are loaded together. `start(arm)` makes a worker; `say` hears what goes on."""
+    """Arms that are loaded together. `start(arm)` starts a worker; `say` gets progress messages."""
 
     loads = "load"
 
@@ -71,7 +74,7 @@ class Group:
         self.clients: dict[str, Client] = {}
 
     def run(self, load: Callable[[Arm], dict[str, Any]]) -> list[Result]:
-        """Load all, measure in turns, end the workers. An arm that fails leaves the others alone."""
+        """Load all arms, measure them interleaved, end the workers. An arm that fails does not affect the others."""
         try:
             self._load(load)
             self._measure()
@@ -89,7 +92,7 @@ class Group:
             if about is None:
                 self.say(f"{result.arm.name}: not measured ({result.missing['load']})")
                 continue
-            result.about = {**about, "seconds": time.perf_counter() - start}  # of the process too: imports are loading
+            result.about = {**about, "seconds": time.perf_counter() - start}  # with process start and imports
             self._begin(result, client)
             gib = about["peak_rss_bytes"] / 2**30
             self.say(f"{result.arm.name}: loaded in {result.about['seconds']:.1f} s, {gib:.1f} GiB")
@@ -115,7 +118,7 @@ class Group:
                 )
 
     def _in_turn(self, first: int) -> list[Result]:
-        """The arms that still run; who begins rotates, so that no place in the order is anybody's own."""
+        """The arms that still run, rotated by `first`, so that no arm always has the same place in the order."""
         ready = [result for result in self.results if not result.failed]
         first %= max(len(ready), 1)
         return ready[first:] + ready[:first]
@@ -130,7 +133,7 @@ class Group:
             return None
         result.foreign.append(max(0.0, _others(client) - busy) / (time.perf_counter() - start))
         seconds = answer["seconds"][0] if isinstance(answer["seconds"], list) else answer["seconds"]
-        if not seconds > 0:  # no time that anything can have taken: no figure is better than a wrong one
+        if not seconds > 0:  # an impossible time: better no value than a wrong one
             result.missing[what] = f"the engine told {seconds} s"
             result.seconds.pop(what, None)
             return None
@@ -141,7 +144,7 @@ class Group:
     def _ask(
         self, result: Result, client: Client, do: str, timeout: float, what: str | None = None, **message: Any
     ) -> dict[str, Any] | None:
-        """The answer, or None with the reason in `missing`. A dead worker is out for good."""
+        """The worker's answer, or None with the reason in `missing`. An arm whose worker died is not asked again."""
         try:
             answer = client.ask(timeout, do=do, **message)
         except WorkerError as error:
@@ -157,7 +160,7 @@ class Group:
 
 
 class TextGroup(Group):
-    """The same arms writing texts after `prompts`, prompt by prompt in turns; a first one of each is not timed."""
+    """Arms that generate texts after `prompts`, interleaved prompt by prompt; each starts with one untimed text."""
 
     loads = "load_writer"
 
@@ -183,7 +186,7 @@ class TextGroup(Group):
 
 
 def _others(client: Client) -> float:
-    """Processor time so far of everything but this worker and this process; stolen time counts as others'."""
+    """CPU seconds so far of all other processes (not this one, not the worker's), including stolen time."""
     busy, stolen = busy_and_stolen_seconds()
     mine = os.times()
     return busy + stolen - client.cpu_seconds() - mine.user - mine.system
@@ -197,7 +200,7 @@ def spread(values: Seq[float]) -> dict[str, float]:
 
 
 def as_record(result: Result, plan: Plan, reference: Seq[float] | None) -> dict[str, Any]:
-    """One arm as a record holds it. `reference`: logits of the arm that the others' are compared with."""
+    """One arm as plain data for a record. `reference`: the logits with which the arm's logits are compared."""
     arm, seconds = result.arm, result.seconds
     found: dict[str, Any] = {
         "name": arm.name,
@@ -224,9 +227,10 @@ def as_record(result: Result, plan: Plan, reference: Seq[float] | None) -> dict[
 
 
 def texts_record(result: Result, results: Seq[Result]) -> dict[str, Any] | None:
-    """An arm's texts: seconds and tokens of each, and how many are the texts of its own engine without speculation.
+    """An arm's texts for a record: seconds and tokens of each; None if it has no texts.
 
-    None where it wrote none. `plain` is None for an arm without speculation.
+    "plain": comparison with the same engine without speculation (equal texts, speed-ups); None for an arm without
+    speculation.
     """
     if "texts" not in result.seconds:
         return None
@@ -243,17 +247,17 @@ def texts_record(result: Result, results: Seq[Result]) -> dict[str, Any] | None:
 
 
 def speeds(result: Result) -> list[float]:
-    """Tokens a second of each text, the prompt's time within; a text that ends at once counts as one token."""
+    """Tokens per second of each text, including the prefill; an empty text counts as one token."""
     return [max(len(text), 1) / s for text, s in zip(result.texts, result.seconds["texts"])]
 
 
 def same_model(a: Arm, b: Arm) -> bool:
-    """Whether two arms run one checkpoint in one engine and format."""
+    """Whether two arms run the same checkpoint in the same engine and format."""
     return (a.engine, a.checkpoint, a.options.get("format")) == (b.engine, b.checkpoint, b.options.get("format"))
 
 
 def correlation(a: Seq[float] | None, b: Seq[float] | None) -> float | None:
-    """Pearson's correlation; None where there is nothing to compare."""
+    """Pearson's correlation; None if either is missing, lengths differ, or a side is constant."""
     if a is None or b is None or len(a) != len(b) or not a:
         return None
     mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)

@@ -1,4 +1,7 @@
-"""What an engine of the comparison offers. Apart from worker.py, which as a program goes by another name."""
+"""The interface of a compared engine.
+
+It is not in worker.py, because that runs as `__main__`: an import of it would define the classes a second time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any, Protocol
 
 
 def die_with_parent() -> None:
-    """Ask Linux to end this process with the one that started it: a frozen one could not see that by itself."""
+    """Ask Linux to end this process when its parent ends: a frozen process could not notice that itself."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -21,34 +24,34 @@ class UnsupportedError(Exception):
 
 
 class Engine(Protocol):
-    """What a module in engines/ defines as `Engine`. Times in seconds, taken around the forward pass alone."""
+    """The class that a module in engines/ defines as `Engine`. Times are seconds of the forward pass alone."""
 
     def load(self, model: Path, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
-        """Make ready for sequences of max_len tokens, `batch` at once; returns versions and settings for the record."""
+        """Load the model for `batch` sequences of max_len tokens; returns versions and settings for the record."""
 
     def rows(self, tokens: Seq[int], context: int) -> float:
-        """One pass over new tokens of one sequence that has `context` tokens cached, logits of each of them."""
+        """One pass over new tokens of one sequence with `context` cached tokens, with logits of each new token."""
 
     def prefill(self, tokens: Seq[int]) -> float:
-        """One prompt from nothing; logits of its last token."""
+        """Prefill of one prompt with an empty cache, with logits of its last token."""
 
     def batch(self, prompts: Seq[Seq[int]], steps: int) -> float:
-        """`steps` decoding steps of all sequences together, after their prompts (which are not timed)."""
+        """`steps` decode steps of all sequences together, after their prefills (which are not timed)."""
 
     def probe(self, tokens: Seq[int], count: int) -> list[float]:
-        """Logits of vocabulary entries 0..count-1 after these tokens."""
+        """Logits of token ids 0..count-1 after these tokens."""
 
 
 class Writer(Protocol):
-    """What a module in engines/ defines as `Writer`: texts, by speculation of its own where asked."""
+    """The class that a module in engines/ defines as `Writer`: it generates texts, speculating if the options ask."""
 
     def load(
         self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
     ) -> dict[str, object]:
-        """Make ready for one sequence of max_len tokens. `options`: "way" and "k", as the engine's arms have them.
+        """Load for one sequence of max_len tokens. `options`: "way" and "k", as in the engine's arms (arms.py).
 
         Returns versions and settings for the record.
         """
 
     def write(self, prompt: Seq[int], count: int) -> list[int]:
-        """The greedy tokens after a prompt, to the text's natural end or `count` of them."""
+        """The greedy tokens after a prompt, up to the text's end or at most `count` of them."""

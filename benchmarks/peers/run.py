@@ -1,10 +1,10 @@
-"""sameseed and its peers, measured in turns on one machine; a record a run. `make bench-peers` runs this.
+"""Measures sameseed and other engines ("peers") interleaved on one machine; writes one record per run.
 
     python benchmarks/peers/run.py --shape llama-3.2-1b --home ENVIRONMENTS --work FOLDER [--arms 'llama.cpp*']
 
-Every engine runs in a process and an environment of its own (`make peers`), frozen while another is measured; in each
-round each engine runs each number of rows once, so that a machine that slows down does so for all alike. The tables'
-ratios are of one round each.
+`make bench-peers` runs this. Each engine runs in its own process and environment (`make peers`), and is frozen while
+another engine is measured. In each round, each engine runs each number of rows once, so that drift of the machine
+affects all alike. The tables' ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OUT = Path(__file__).resolve().parents[1] / "results" / "peers.jsonl"
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=sorted(ALL), default="llama-3.2-1b")
     parser.add_argument("--home", type=Path, required=True, help="folder of the environments (make peers)")
@@ -59,7 +59,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check(groups: dict[str, list[Arm]], options: argparse.Namespace) -> list[str]:
-    """What is in the way, each with its remedy; before anything is loaded."""
+    """Problems that prevent the measurement, each with its remedy. Checked before anything is loaded."""
     problems = []
     if len(os.sched_getaffinity(0)) < options.threads:
         problems.append(
@@ -90,18 +90,18 @@ def check(groups: dict[str, list[Arm]], options: argparse.Namespace) -> list[str
 
 
 def start(arm: Arm, home: Path, log: Path) -> Client:
-    """A worker of the arm's engine; sameseed's runs with this very Python."""
+    """Start a worker of the arm's engine; sameseed runs with this same Python interpreter."""
     environment = dict(os.environ)
     if arm.ours:
         return Client(Path(sys.executable), arm.engine, log, environment)
-    environment.pop("PYTHONPATH", None)  # what helps this Python to find sameseed is nothing for theirs
+    environment.pop("PYTHONPATH", None)  # may point to sameseed's packages, which must not leak into other environments
     return Client(home.resolve() / arm.engine / "bin" / "python", arm.engine, log, environment)
 
 
 def run_group(
     name: str, arms: list[Arm], plan: Plan, options: argparse.Namespace, prompts: list[list[int]]
 ) -> dict[str, Any]:
-    """Measure one group; its part of the record."""
+    """Measure one group of arms; returns its part of the record."""
     logs = options.work / "logs"
     print(f"\n{name}: {', '.join(arm.name for arm in arms)}", flush=True)
     begin = lambda arm: start(arm, options.home, logs / f"{arm.name.replace(' ', '-')}.log")  # noqa: E731
@@ -122,7 +122,7 @@ def run_group(
 
 
 def encoded(options: argparse.Namespace) -> list[list[int]]:
-    """The prompts of a shape whose arms write texts, as token ids; none for others. Raises ConfigError."""
+    """The prompts as token ids, for a shape whose arms generate texts; empty for other shapes. Raises ConfigError."""
     if options.shape not in TEXTS:
         return []
     tokenizer = Tokenizer.from_folder(path_of(options.work, options.shape, "hf-bf16"))
@@ -130,16 +130,16 @@ def encoded(options: argparse.Namespace) -> list[list[int]]:
 
 
 def make_group(name: str, results: list[Result], plan: Plan) -> dict[str, Any]:
-    """One group as a record holds it; logits are compared with those of the first arm that has some."""
+    """One group as plain data for a record. Logits are compared with those of the first arm that has logits."""
     reference = next((r.logits for r in results if r.logits is not None), None)
     arms = [{**as_record(r, plan, reference), "texts": texts_record(r, results)} for r in results]
     return {"name": name, "arms": arms}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, append the record, print its tables. 2 if something is in the way."""
+    """Measure, append the record, print its tables. Returns 2 if a problem prevents the measurement."""
     options = arguments(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that workers are ended
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs `finally` blocks, ending workers
     same = {name: getattr(options, name) for name in ("threads", "context", "rounds", "slow_rounds")}
     plan = Plan(rows=tuple(sorted(set(options.rows))), text_tokens=options.max_tokens, **same)
     groups = choose(ALL[options.shape], options.arms, options.formats)

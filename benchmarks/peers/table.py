@@ -1,4 +1,4 @@
-"""The peers' tables in Markdown: `python benchmarks/peers/table.py RECORDS.jsonl` prints the newest of each shape."""
+"""The peers' tables in Markdown. `python benchmarks/peers/table.py RECORDS.jsonl` prints the newest of each shape."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ RATIO_ROWS = (1, 8, 16)
 
 
 def markdown(head: Seq[str], rows: Iterable[Seq[str]]) -> str:
-    """A table; all columns but the first are numbers."""
+    """A Markdown table; all columns but the first are right-aligned numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def repetitions(arm: dict[str, Any], what: str | int) -> list[float]:
-    """Costs of one arm by repetition, less is better: milliseconds of that many rows, or seconds a token."""
+    """Costs of one arm by repetition, lower is better: milliseconds of a pass over `what` rows, or seconds a token."""
     if isinstance(what, int):
         return next((list(x["ms"]) for x in arm["rows"] if x["rows"] == what), [])
     return [1 / rate for rate in (arm[what] or {"tokens_per_s": []})["tokens_per_s"]]
 
 
 def faster(ours: dict[str, Any], peer: dict[str, Any], what: str | int) -> float | None:
-    """How many times less `ours` takes: the median of the ratios within each round."""
+    """The peer's time over ours: the median of the ratios within each round; None without measurements."""
     pairs = list(zip(repetitions(peer, what), repetitions(ours, what)))
     return median(theirs / mine for theirs, mine in pairs) if pairs else None
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A cell; a dash where nothing was measured."""
+    """A number as a table cell; a dash if it was not measured."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def times_table(group: dict[str, Any], rows: Seq[int]) -> str:
-    """Milliseconds of a forward by rows, c(8), prefill, batch, load and memory of each arm."""
+    """Table of each arm: milliseconds of a pass by rows, c(8), prefill, batch, load time and memory."""
     head = ["engine", *[f"M={m} ms" for m in rows], "c(8)", "prefill tok/s", "batch tok/s", "load s", "peak GiB"]
     body = []
     for arm in group["arms"]:
@@ -54,7 +54,7 @@ def times_table(group: dict[str, Any], rows: Seq[int]) -> str:
 
 
 def ratio_table(group: dict[str, Any], rows: Seq[int]) -> str:
-    """How many times faster each of sameseed's formats is than each peer."""
+    """Table of speed ratios: each of sameseed's formats over each peer."""
     shown: list[tuple[str, str | int]] = [(f"M={m}", m) for m in RATIO_ROWS if m in rows]
     shown += [("prefill", "prefill"), ("batch", "batch")]
     ours = [arm for arm in group["arms"] if arm["engine"] == "sameseed"]
@@ -68,14 +68,14 @@ def ratio_table(group: dict[str, Any], rows: Seq[int]) -> str:
 
 
 def texts_table(record: dict[str, Any], group: dict[str, Any]) -> str:
-    """Tokens a second of one group's arms, as `sameseed study rivals` shows them."""
+    """Table of one group's texts: tokens per second of each arm, as in `sameseed study rivals`."""
     arms = rivals.split({**record, "groups": [group]})
     found = rivals.text_table([arm for arm in arms if arm["texts"]])
     return markdown(found.heads, found.rows)
 
 
 def notes(record: dict[str, Any]) -> str:
-    """Machine, versions, and what could not be measured and why."""
+    """Notes under the tables: machine, versions, and what could not be measured and why."""
     machine, plan = record["machine"], record["plan"]
     versions: dict[str, str] = {}
     missing = []
@@ -99,7 +99,7 @@ def notes(record: dict[str, Any]) -> str:
 
 
 def passes_note(plan: dict[str, Any]) -> str:
-    """What a pass, a prompt and a batch are."""
+    """A note that explains the measurements of passes, prefill and batch."""
     return (
         f"M new tokens at context {plan['context']}: median of {plan['rounds']} rounds; prefill of {plan['prefill']} "
         f"tokens and decoding of {plan['batch']} sequences at context {plan['batch_context']}: median of "
@@ -108,7 +108,7 @@ def passes_note(plan: dict[str, Any]) -> str:
 
 
 def texts_note(record: dict[str, Any]) -> str:
-    """What was written."""
+    """A note that explains the measurement of texts."""
     plan, prompts = record["plan"], record["prompts"]
     return (
         f"Greedy texts after {prompts['count']} prompts ({prompts['from']}), at most {plan['text_tokens']} tokens; "
@@ -133,7 +133,7 @@ def render(record: dict[str, Any]) -> str:
 
 
 def newest(path: Path) -> list[dict[str, Any]]:
-    """The last record of each shape. Raises ValueError naming a line that is no record."""
+    """The last record of each shape. Raises ValueError naming a line with another schema."""
     found: dict[str, dict[str, Any]] = {}
     for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         record = json.loads(line)

@@ -1,9 +1,9 @@
-"""A bfloat16 Hugging Face folder as GGUF, or a GGUF file quantized. Runs in llama.cpp's environment.
+"""Converts a bfloat16 Hugging Face folder to GGUF, or quantizes a GGUF file. Runs in llama.cpp's environment.
 
 python to_gguf.py SOURCE bf16|q4_0|q4_k_m|q8_0 OUT
 
-A byte-level BPE tokenizer goes along where the folder has one; it cuts texts as GPT-2's does, for llama.cpp knows
-expressions by name only. Texts with indented lines may come to other tokens than in the folder's own tokenizer.
+A byte-level BPE tokenizer is included if the folder has one. It splits texts as GPT-2's does, because llama.cpp knows
+split expressions only by name. Texts with indented lines may get other tokens than with the folder's own tokenizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def gguf_name(name: str) -> str:
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of the folder, mapped from its file: float32, or bfloat16's bits (numpy lacks it) as uint16."""
+    """All tensors of the folder, memory-mapped: float32, or the bits of bfloat16 (which numpy lacks) as uint16."""
     found: dict[str, np.ndarray] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:
@@ -56,7 +56,7 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 
 
 def for_rope(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k [H*D, C] in GGUF's order: the two halves that rotate together lie side by side."""
+    """Rows of q or k [H*D, C] in GGUF's order: the two rows of each rotary pair are adjacent."""
     rows, width = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
@@ -99,9 +99,9 @@ def convert(folder: Path, out: Path) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
-    """Tokens, merges, special tokens and the chat template; ids that no token has, up to `size`, get names.
+    """Add tokens, merges, special tokens and the chat template. Unused ids up to `size` get placeholder names.
 
-    Raises ValueError for what is no byte-level BPE.
+    Raises ValueError if the tokenizer is no byte-level BPE.
     """
     told, about = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
     if told["model"]["type"] != "BPE" or told["decoder"]["type"] != "ByteLevel":
@@ -124,7 +124,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
 
 
 def quantize(source: Path, kind: str, out: Path) -> None:
-    """What llama-quantize does with its defaults, through the C API. Raises RuntimeError."""
+    """Quantize as llama-quantize does with its defaults, through the C API. Raises RuntimeError."""
     import llama_cpp as api  # type: ignore[import-not-found]
 
     api.llama_backend_init()

@@ -1,19 +1,19 @@
-"""One engine in a process of its own, measured on command: JSON lines in, JSON lines out. Standard library only.
+"""One engine in its own process, measured on command: JSON lines in, JSON lines out. Uses only the standard library.
 
     ENVIRONMENT/bin/python benchmarks/peers/worker.py ENGINE
 
     {"do": "load", "model": PATH, "threads": 2, "max_len": 640, "batch": 16, "options": {}}
                                                             -> {"versions": {}, "settings": {}}
-    {"do": "rows", "rows": [1, 2, 4], "context": 256}       -> {"seconds": [...]}: one forward over so many tokens each
+    {"do": "rows", "rows": [1, 2, 4], "context": 256}       -> {"seconds": [...]}: one pass for each number of rows
     {"do": "prefill", "tokens": 512}                        -> {"seconds": ...}
-    {"do": "batch", "size": 16, "context": 128, "steps": 16} -> {"seconds": ...} of all steps of all sequences
+    {"do": "batch", "size": 16, "context": 128, "steps": 16} -> {"seconds": ...} of all steps together
     {"do": "probe", "tokens": 24, "count": 64}              -> {"logits": [...]} after a fixed prompt
     {"do": "load_writer", "model": PATH, "draft": PATH or null, "threads": 2, "max_len": 640, "options": {}}
     {"do": "write", "prompt": [...], "count": 64}           -> {"seconds": ..., "text": [...]}: greedy token ids
     {"do": "quit"}
 
-Every answer also holds "peak_rss_bytes". A command that fails answers {"error": text}, one that the engine does not
-offer {"unsupported": text}; the worker goes on.
+Each result also has "peak_rss_bytes". A command that fails is answered with {"error": text}, and one that the engine
+does not offer with {"unsupported": text}; the worker then continues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DOES = ("load", "rows", "prefill", "batch", "probe", "load_writer", "write")
 
 
 class Worker:
-    """Draws the tokens, calls the engine, answers. The same seed gives every engine the same tokens."""
+    """Draws random tokens, calls the engine, and answers. The same seed gives every engine the same tokens."""
 
     engine: Engine
     writer: Writer
@@ -46,7 +46,7 @@ class Worker:
         self.vocab_size = 1000
 
     def tokens(self, count: int) -> list[int]:
-        """Random ids, none of them a special token (the checkpoints' are below 3)."""
+        """Random token ids without special tokens (which are below 3 in the checkpoints)."""
         return [self.random.randrange(3, self.vocab_size) for _ in range(count)]
 
     def load(self, model: str, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
@@ -55,7 +55,7 @@ class Worker:
         return self.engine.load(Path(model), threads, max_len, batch, options)
 
     def rows(self, rows: list[int], context: int) -> dict[str, object]:
-        self.engine.rows(self.tokens(1), context)  # wakes threads and caches: another engine ran before
+        self.engine.rows(self.tokens(1), context)  # warms threads and caches, since another engine ran before
         return {"seconds": [self.engine.rows(self.tokens(m), context) for m in rows]}
 
     def prefill(self, tokens: int) -> dict[str, object]:
@@ -81,7 +81,7 @@ class Worker:
         return {"seconds": time.perf_counter() - start, "text": text}
 
     def answer(self, message: dict[str, Any]) -> dict[str, object]:
-        """Do what one message says."""
+        """Execute one message and return its answer."""
         do = message.pop("do")
         if do not in DOES:
             return {"error": f"no command {do!r}"}
@@ -90,19 +90,19 @@ class Worker:
             return {**result, **memory()}
         except UnsupportedError as reason:
             return {"unsupported": str(reason)}
-        except (Exception, SystemExit) as error:  # whatever a library raises belongs into the record, not into a hang
+        except (Exception, SystemExit) as error:  # any library error goes into the record, instead of ending the worker
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
 
 
 def take_cores(threads: int) -> None:
-    """Bind this process to so many cores, before any library counts them."""
+    """Bind this process to `threads` cores, before any library counts the cores."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 
 def memory() -> dict[str, object]:
-    """Peak resident memory of this process, and of those that it started, in bytes (Linux counts KiB)."""
+    """Peak resident bytes of this process and its direct children (Linux reports KiB)."""
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     for children in Path("/proc/self/task").glob("*/children"):
@@ -126,13 +126,13 @@ def main() -> None:
     """Serve the engine named on the command line over stdin and stdout."""
     die_with_parent()
     outgoing = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print to stdout: what they say goes to stderr, the protocol stays clean
+    os.dup2(2, 1)  # send the libraries' stdout to stderr, so that it does not mix with the protocol
     incoming = os.fdopen(os.dup(0), "r")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = importlib.import_module(f"engines.{sys.argv[1]}")
     serve(Worker(module), incoming, outgoing)
     outgoing.flush()
-    os._exit(0)  # some libraries hang or crash while they are torn down; everything is measured by now
+    os._exit(0)  # skip the shutdown: some libraries hang or crash in it, and all measurements are done
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Registry of backends, and the table of ops that a model calls.
 
-Letters: T rows of a pass, B sequences, N draft nodes, R rows whose logits are wanted, C hidden, H and Hk heads and KV
+Letters: T rows of a pass, B sequences, N draft nodes, R rows whose logits are wanted, C hidden size, H heads, Hk KV
 heads, D head dimension, V vocabulary, O x K weight, G group, P positions.
 
-A backend is a module that defines any subset of the ops in `reference.py`, which is the specification, and declares
-`row_invariant`, `LINEAR_FORMATS`, `KV_FORMATS` and `unavailable()`, and `DEVICES` where it runs on some kinds only.
-What it lacks falls through to the reference. Where its kernels want weights in a layout of their own it has `pack`,
-`unpack`, `serves`, and perhaps `encode`, which rounds and packs at once. With `replayer` it may record a forward pass
-and replay it, with `choose` choose tokens where their logits are, with `move_stacked` move rows of all layers at once.
-One that `looks_ahead` is told what a product's rows become next.
+A backend is a module that defines any subset of the ops in `reference.py`, which is their specification. Missing ops
+fall back to the reference. A backend declares `row_invariant`, `LINEAR_FORMATS`, `KV_FORMATS` and `unavailable()`, and
+`DEVICES` if it runs only on some kinds of device. The following attributes are optional:
+
+- `pack`, `unpack`, `serves`: for kernels that need weights in their own layout; `encode` quantizes and packs at once;
+- `replayer`: records a forward pass and replays it;
+- `choose`: chooses tokens on the device of their logits;
+- `move_stacked`: moves cache rows of all layers at once;
+- `looks_ahead`: if true, `product` is told what its result is used for next (`Then`).
 """
 
 from __future__ import annotations
@@ -58,24 +61,24 @@ def _say_once(text: str) -> None:
     log.warning(text)
 
 
-SUMS = 2e-6  # of float32 sums in another order, over the size of what is summed
-Results = tuple[Tensor, Tensor | None, Tensor | None]  # of a pass: logits, hidden, chosen tokens
+SUMS = 2e-6  # rounding error of float32 sums in another order, relative to the magnitude of what is summed
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # of a pass: logits, hidden states, chosen tokens
 Forward = Callable[..., Results]  # (ops, batch, cache, captures, ...)
 Replayed = Callable[..., Results]  # (batch, cache, captures, ...)
-Ends = Callable[[Seq[Seq[float]]], bool]  # given the path probabilities of chains that could go on: shall they not?
-Grown = list[tuple[list[int], list[int], list[float]]]  # of each tree: tokens, parents, path probabilities
+Ends = Callable[[Seq[Seq[float]]], bool]  # whether all chains end now, from the path probabilities of unfinished chains
+Grown = list[tuple[list[int], list[int], list[float]]]  # for each tree: tokens, parents, path probabilities
 
 
 def by_part(w: Seq[QuantTensor], bias: Tensor | None) -> list[tuple[QuantTensor, Tensor | None]]:
-    """Each of several weights stacked along O with its piece of the bias."""
+    """Pair each of several weights, stacked along O, with its part of the bias."""
     outputs = [p.shape[0] for p in w]
     return list(zip(w, [None] * len(w) if bias is None else torch.split(bias, outputs)))
 
 
 class Ops:
-    """The ops of one backend, the reference behind it. Signatures and shapes are those of `ops/reference.py`.
+    """The ops of one backend, with the reference as fallback. Signatures and shapes are those of `ops/reference.py`.
 
-    `rope_store` is a composition of the others; a backend may have it as one call, with the same bits.
+    `rope_store` is a composition of other ops. A backend may provide it as one call with the same bits.
     """
 
     def __init__(self, backend: ModuleType) -> None:
@@ -88,7 +91,7 @@ class Ops:
         self._serves: Callable[[QuantTensor], bool] = getattr(
             backend, "serves", lambda w: w.format in backend.LINEAR_FORMATS
         )
-        # `w` as the backend's kernels want it; itself where they take it as it is, or not at all.
+        # `w` in the layout of the backend's kernels; `w` itself if they read it unchanged, or not at all.
         self.pack: Callable[[QuantTensor], QuantTensor] = getattr(backend, "pack", lambda w: w)
         self._encode: Callable[[Tensor, QuantScheme], QuantTensor | None] = getattr(backend, "encode", lambda *_: None)
         self._product_rounding: Callable[[QuantTensor], float] = getattr(backend, "product_rounding", lambda w: 0.0)
@@ -108,69 +111,71 @@ class Ops:
         return picked
 
     def replayer(self, forward: Forward) -> Replayed:
-        """`forward(ops, batch, cache, captures)` as this backend runs it best: op by op, or recorded and replayed.
+        """`forward(ops, batch, cache, captures)` in this backend's fastest way: op by op, or recorded and replayed.
 
-        What it gives may have `chain(batch, steps, cache, captures, ...)`, which runs the passes of `Steps` at once,
-        and `grow(trees, ...)`, which grows draft trees, a pass a level (`PlanReplay.grow`).
+        The result may have two methods. `chain(batch, steps, cache, captures, ...)` runs the passes of `Steps` at once.
+        `grow(trees, ...)` grows draft trees with one pass per level (`PlanReplay.grow`).
         """
         replay: Callable[[Forward, Ops], Replayed] | None = getattr(self.backend, "replayer", None)
         return partial(forward, self) if replay is None else replay(forward, self)
 
     @property
     def chooses(self) -> bool:
-        """Does the backend choose tokens (`choose`)? Elsewhere `spec/sampling.py` does, from whole rows of logits."""
+        """Whether the backend chooses tokens (`choose`). If not, `spec/sampling.py` does, from whole rows of logits."""
         return self._choose is not None
 
     def choose(self, logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Tensor | None:
-        """The token after each row of logits float32 [R, V], int32 [R]; -1 where the largest is no finite number.
+        """The token chosen from each row of logits float32 [R, V], as int32 [R]; -1 if the largest logit is not finite.
 
-        As `spec/sampling.py` defines it, each row by itself, but for ties to the last bits. `token_ids` int64 [V]: the
-        tokens that the columns stand for. Where `draws.sure`, int32 [2, R]: with the bits of float32 confidences. None
-        where the backend cannot.
+        Each row is chosen independently, as defined in `spec/sampling.py`; only ties in the last bits may differ.
+        `token_ids` int64 [V]: the tokens that the columns stand for. With `draws.sure` the result is int32 [2, R]; its
+        second row has the bits of float32 confidences. Returns None if the backend cannot choose.
         """
         return None if self._choose is None else self._choose(logits, draws, token_ids)
 
     def capture(self, hidden: Seq[Tensor]) -> Tensor:
-        """Hidden states [T, C] of several layers side by side: [T, len(hidden) * C]."""
+        """Concatenate hidden states [T, C] of several layers: [T, len(hidden) * C]."""
         return self.beside(hidden)
 
     def beside(self, parts: Seq[Tensor]) -> Tensor:
-        """x [T, K] of several side by side."""
+        """Concatenate several x [T, K] along their columns."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
     # --- weights ---
 
     def has_kernel(self, quant: QuantScheme) -> bool:
-        """Whether some kernel takes weights of this format with its activations; the groups are not looked at."""
+        """Whether some kernel supports weights of this format with its activations. Group sizes are not checked."""
         known: Callable[[str, str | None], bool] | None = getattr(self.backend, "has_kernel", None)
         return (
             quant.weights in self.backend.LINEAR_FORMATS if known is None else known(quant.weights, quant.activations)
         )
 
     def encode(self, weight: Tensor, quant: QuantScheme) -> QuantTensor:
-        """A dense weight [O, K] stored by `quant` and packed; a backend may do both in one pass, with the same bits."""
+        """Quantize a dense weight [O, K] by `quant` and pack it. A backend may do both at once with the same bits."""
         done = self._encode(weight, quant)
         return self.pack(quant.encode(weight)) if done is None else done
 
     def unpack(self, w: QuantTensor) -> QuantTensor:
-        """The inverse of pack: the format's own layout."""
+        """The inverse of pack: returns the format's own layout."""
         if w.layout == "plain":
             return w
         unpacked: QuantTensor = self.backend.unpack(w)
         return unpacked
 
     def rounding(self, w: QuantTensor) -> float:
-        """Law 4: by how much a product with `w` may differ from the reference's, over the sum of |x w|.
+        """Law 4: how much a product with `w` may differ from the reference's, relative to the sum of |x w|.
 
-        That is what rows lose on their way in (`product_rounding(w)` of a backend), and the order of float32 sums.
+        This is the rounding of the input rows (`product_rounding(w)` of a backend) plus that of float32 sums in another
+        order.
         """
-        sums = 2 * SUMS * max(1.0, math.sqrt(w.shape[1] / 1024))  # errors of a long sum add up like steps of a walk
+        sums = 2 * SUMS * max(1.0, math.sqrt(w.shape[1] / 1024))  # errors of long sums grow like a random walk
         return sums + (self._product_rounding(w) if self._serves(w) else 0.0)
 
     def kv_rounding(self, name: str) -> float:
-        """Law 4: by how much attention over a cache in a format may differ from the reference's, over its largest.
+        """Law 4: how much attention over a cache in format `name` may differ from the reference's.
 
-        `attention_rounding(name)` of a backend, and the order of float32 sums.
+        Relative to the largest value. This is `attention_rounding(name)` of a backend plus the rounding of float32 sums
+        in another order.
         """
         return 2 * SUMS + (self._attention_rounding(name) if name in self.backend.KV_FORMATS else 0.0)
 
@@ -189,13 +194,13 @@ class Ops:
     ) -> Tensor:
         """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-        Rows that are normed or gated give the bits of `rms_norm` or `silu_mul` and a product after it. The products of
-        several w stand side by side; these take no residual. then: what is asked of the result next.
+        Normed or gated rows give the same bits as `rms_norm` or `silu_mul` followed by a product. With several w, their
+        products are concatenated, and there can be no residual. then: what the result is used for next.
         """
         if isinstance(w, tuple):
             assert residual is None
             return self.beside([self.product(rows, p, b) for p, b in by_part(w, bias)])
-        if w.order is not None:  # backends take rows in the order of the codes
+        if w.order is not None:  # backends expect columns of rows in the order of the codes
             rows = plain_rows(rows.prepared(self.rms_norm, self.silu_mul).index_select(1, w.order))
         if self._product is not None and self._serves(w):
             if then is not None and self._looks_ahead and self._ready_for(then.w):
@@ -230,9 +235,9 @@ class Ops:
         norms: tuple[Tensor, Tensor] | None = None,
         eps: float = 0.0,
     ) -> Tensor:
-        """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v, return q [T, H, D].
+        """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
 
-        q and k are normed by head first where `norms` (q's [D], k's [D]) are given.
+        With `norms` (weights [D] for q and for k), q and k are normed per head first.
         """
         if self._rope_store is not None and layer.format in self.backend.KV_FORMATS:
             return self._rope_store(qkv, heads, layer, batch, table, norms, eps)
@@ -247,9 +252,9 @@ class Ops:
         self._kv("move_kv", layer)(layer, src, dst)
 
     def move_all(self, layers: Seq[KVLayer], stacked: KVLayer, src: Tensor, dst: Tensor) -> None:
-        """`move_kv` in every layer of a cache; `stacked` are the same rows, layers being the first axis.
+        """`move_kv` in every layer of a cache. A backend may do this in one call.
 
-        A backend may do it in one call.
+        `stacked` has the same tensors as `layers`, with the layers as first axis.
         """
         at_once: Callable[[KVLayer, Tensor, Tensor], bool] | None = getattr(self.backend, "move_stacked", None)
         if at_once is None or not at_once(stacked, src, dst):
@@ -260,18 +265,18 @@ class Ops:
         return self._kv("attention", layer)(q, layer, batch, scale, window)
 
 
-_FASTEST = {"cpu": "cpu", "cuda": "triton"}  # by kind of device: what `auto` tries before the reference
+_FASTEST = {"cpu": "cpu", "cuda": "triton"}  # by kind of device: the backend that `auto` tries before the reference
 
 
 @cache
 def resolve(name: str = "auto", device: str = "cpu") -> Ops:
-    """The ops of a backend by name; `auto`: the fastest that runs on the device. Raises ConfigError, RegistryError."""
+    """The ops of a backend by name; `auto`: the fastest one for the device. Raises ConfigError or RegistryError."""
     asked = None if name == "auto" else registry.load("ops", name)
     devices.check(device)
     kind = device.partition(":")[0]
     module = registry.load("ops", _FASTEST[kind]) if asked is None else asked
     runs_on: frozenset[str] = getattr(module, "DEVICES", frozenset(_FASTEST))
-    # A backend for GPUs alone is asked about this device: several may differ.
+    # A backend that runs only on GPUs is asked about this device, because GPUs may differ.
     reason = module.unavailable(device) if runs_on == {kind} == {"cuda"} else module.unavailable()
     if asked is None:
         if reason is not None:
@@ -288,26 +293,26 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
 
 
 def set_num_threads(threads: int) -> None:
-    """Threads of every backend that counts them, and of PyTorch."""
+    """Set the number of threads of PyTorch and of the native kernels."""
     torch.set_num_threads(threads)
     if (module := _native()) is not None:
         module.set_num_threads(threads)
 
 
 def num_threads() -> int:
-    """Threads that a call may use, of the native kernels where they run here, else of PyTorch."""
+    """Number of threads that a call may use: of the native kernels if they run here, else of PyTorch."""
     module = _native()
     return torch.get_num_threads() if module is None else int(module.num_threads())
 
 
 def available_cores() -> int:
-    """Physical cores that this process may use, as far as that is known."""
+    """Number of physical cores that this process may use, as far as known."""
     module = _native()
     return (os.cpu_count() or 1) if module is None else int(module.available_cores())
 
 
 def limit_threads(threads: int) -> None:
-    """Limit the native kernels' threads for calls of the thread that calls this; 0: no limit."""
+    """Limit the native kernels' threads for calls from the current thread; 0: no limit."""
     if (module := _native()) is not None:
         module.limit_threads(threads)
 

@@ -1,4 +1,4 @@
-"""The KV cache and attention as calls of the native kernels: shapes and types are checked here, addresses passed."""
+"""KV cache and attention ops of the CPU backend: they check shapes and types and call the native kernels."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
 }
 _SCALED = frozenset(_KV) - CODES.keys() - {"bf16_a16"}
 KV_FORMATS = frozenset(_KV)
-_caches: dict[int, _native.Cache] = {}  # likewise, of the KVLayer
+_caches: dict[int, _native.Cache] = {}  # native descriptions, by id of the KVLayer while it exists
 _MAX_DIM = 512  # max_dim in csrc/kernels.h
 _NO_WINDOW = 1 << 40
 
 
 @cache
 def _head_dim(code: int, width: int) -> int:
-    """Head dimension of rows of `width` elements in a cache of that format code. Raises ValueError where none fits."""
+    """Head dimension of rows of `width` elements in a cache with this format code. Raises ValueError if none fits."""
     if code not in (_KV["int4"][0], _KV["int4_sparse"][0]):
         return width
     for dim in range(2, _MAX_DIM + 1, 2):
@@ -75,9 +75,9 @@ def _describe_cache(layer: KVLayer) -> _native.Cache:
 
 
 def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
-    """Encode k, v [T, Hk, D] into the cache rows slots [T], rounding to nearest even. IndexError outside the cache.
+    """Encode k, v [T, Hk, D] into cache rows `slots` [T], rounding to nearest even.
 
-    Scales are those of the row and head alone: the formats' `encode_kv` says which.
+    Scales are per row and head, as in the formats' `encode_kv`. Raises IndexError for slots outside the cache.
     """
     k, v, slots = floats(k), floats(v), ints(slots)
     check_fit("k", k.shape, (slots.shape[0], layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])))
@@ -98,7 +98,8 @@ def rope_store(
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
 
-    With `norms` q and k are normed by head first. Bit for bit rms_norm, rope and store_kv. Raises as these do.
+    With `norms` q and k are normed per head first. The bits are those of rms_norm, rope and store_kv, and it raises the
+    same errors.
     """
     qkv, positions, slots = floats(qkv), ints(batch.positions), ints(batch.slots)
     kv_heads, dim = layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])
@@ -131,14 +132,14 @@ def rope_store(
 
 
 def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
-    """Copy cache rows src [n] to dst [n]; all are read before any is written."""
+    """Copy cache rows src [n] to dst [n]. All rows are read before any is written."""
     src, dst = ints(src), ints(dst)
     check_fit("targets", dst.shape, src.shape)
     _native.move_kv(_cache(layer), src.data_ptr(), dst.data_ptr(), src.shape[0])
 
 
 def _batch(batch: Batch, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Positions, row offsets, lengths, block tables and tree mask of a batch as a kernel reads them."""
+    """Positions, row offsets, lengths, block tables and tree mask of a batch in the types that the kernels read."""
     at = batch.positions if batch.key_positions is None else batch.key_positions
     positions, offsets, kv_lens = ints(at), ints(batch.row_offsets), ints(batch.kv_lens)
     tables, mask = ints(batch.block_tables), batch.tree_mask
@@ -151,9 +152,9 @@ def _batch(batch: Batch, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
 
 def attention_rounding(name: str) -> float:
-    """What is lost of softmax weights that are rounded, over the largest value: see `Ops.kv_rounding`.
+    """Error from rounding softmax weights, relative to the largest value; see `Ops.kv_rounding`.
 
-    In bf16: 2^-8 of each. In integers up to 32767: half a step of each of a block's 256.
+    In bf16: 2^-8 of each weight. As integers up to 32767: half a step for each of the 256 weights of a block.
     """
     return 2.0**-8 if name in ("bf16_a16", "int8_a8") else 0.0
 
@@ -163,7 +164,7 @@ def attention(
 ) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
-    Raises IndexError or ValueError for offsets, blocks, positions or masks that contradict each other.
+    Raises IndexError or ValueError if offsets, blocks, positions or masks are inconsistent.
     """
     q = floats(q)
     rows, heads, dim = q.shape

@@ -1,6 +1,6 @@
-"""Products and ops on rows as calls of the native kernels: shapes and types are checked here, addresses passed.
+"""Products and row-wise ops of the CPU backend: they check shapes and types and call the native kernels.
 
-A call costs a few microseconds, which small models feel.
+Descriptions of weights are cached, because the few microseconds of a call are noticeable with small models.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ with suppress(ImportError):  # cpu.py then says that the module is missing
 CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 F32 = torch.float32
-_weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
-_views: dict[int, _outliers.Views] = {}  # likewise
+_weights: dict[int, _native.Weight] = {}  # native descriptions, by id of the QuantTensor while it exists
+_views: dict[int, _outliers.Views] = {}  # by id of the QuantTensor while it exists
 
 
 class Executor(NamedTuple):
-    """Who runs ops: `calls` has the native functions, or is a Plan that records; `empty` makes room for results."""
+    """Runs or records ops: `calls` is the native module or a recording Plan; `empty` allocates results."""
 
     calls: Any
     empty: Callable[..., Tensor]
@@ -40,7 +40,7 @@ NOW = Executor(sys.modules.get("sameseed._native"), partial(torch.empty, dtype=t
 
 
 def floats(x: Tensor) -> Tensor:
-    """`x` with its last dimensions packed; rows may be slices of wider ones. Raises TypeError unless float32."""
+    """`x` with contiguous rows, which may be slices of wider rows. Raises TypeError unless float32."""
     if x.dtype is not F32:
         raise TypeError(f"the cpu backend computes in float32, not in {x.dtype}")
     if x.is_contiguous():
@@ -50,17 +50,17 @@ def floats(x: Tensor) -> Tensor:
 
 
 def ints(x: Tensor) -> Tensor:
-    """`x` as int32 without gaps."""
+    """`x` as contiguous int32."""
     return x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
 
 
 def address(x: Tensor | None) -> int:
-    """Where a tensor lies; 0 without one."""
+    """The address of a tensor; 0 for None."""
     return 0 if x is None else x.data_ptr()
 
 
 def check_fit(what: str, got: object, wanted: object) -> None:
-    """Raise ValueError for shapes that differ."""
+    """Raise ValueError if two shapes differ."""
     if got != wanted:
         raise ValueError(f"{what}: {got} does not fit {wanted}")
 
@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 def described(known: dict[int, T], x: Any, describe: Callable[[Any], T]) -> T:
-    """The native description of `x`; made once, for its tensors never move."""
+    """The native description of `x`. It is made once, because the tensors of `x` never move."""
     made = known.get(id(x))
     if made is None:
         made = known[id(x)] = describe(x)
@@ -82,7 +82,7 @@ def _weight(w: QuantTensor) -> _native.Weight:
 
 
 def vector(what: str, x: Tensor | None, length: int) -> Tensor | None:
-    """`x` [length] for a kernel; None without one."""
+    """`x` [length] as float32 for a kernel; None for None. Raises ValueError for another length."""
     if x is None:
         return None
     x = floats(x)
@@ -91,7 +91,7 @@ def vector(what: str, x: Tensor | None, length: int) -> Tensor | None:
 
 
 def serves(w: QuantTensor) -> bool:
-    """Whether a kernel takes this weight as it is stored."""
+    """Whether a kernel can read this weight in its present layout."""
     if w.layout == "plain":
         return w.format in DTYPES and w.activations is None
     return (w.format, w.activations) in _packed.SERVED
@@ -112,7 +112,7 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
 
 
 def embedding(token_ids: Tensor, w: QuantTensor, on: Executor = NOW) -> Tensor:
-    """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]. Raises IndexError outside 0..V-1."""
+    """Rows token_ids [T] of an embedding [V, C] as float32 [T, C]. Raises IndexError for ids outside 0..V-1."""
     ids = ints(token_ids)
     rows = ids.shape[0]
     out = on.empty(rows, w.shape[1])
@@ -132,7 +132,7 @@ def product(
 ) -> Tensor:
     """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-    Rows for fp8 activations are rounded here, and outliers split off, which no plan can record.
+    Rounds rows for fp8 activations and splits off outliers. A plan can record neither.
     """
     if w.activations == "outliers":
         x = rows.prepared(rms_norm, silu_mul)
@@ -175,7 +175,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def recorded_norm(x: Tensor, weight: Tensor, eps: float, on: Executor) -> Tensor:
-    """rms_norm of rows x [T, C] as a step of a plan; returns [T, C]."""
+    """Record rms_norm of rows x [T, C] as a step of a plan; returns [T, C]."""
     rows, width = x.shape
     check_fit("norm weight", weight.shape[0], width)
     out = on.empty(rows, width)
@@ -185,7 +185,10 @@ def recorded_norm(x: Tensor, weight: Tensor, eps: float, on: Executor) -> Tensor
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines. IndexError beyond it."""
+    """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines.
+
+    Raises IndexError for positions beyond the table.
+    """
     x, positions, table = floats(x), ints(positions), table.contiguous()
     rows, heads, dim = x.shape
     check_fit("rope table and positions", (table.shape[1], positions.shape[0]), (dim, rows))

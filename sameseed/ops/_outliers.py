@@ -1,4 +1,4 @@
-"""Products of rows whose outliers stay floats, by two products that backends have: of integers, and of floats."""
+"""Products of int8 rows whose outliers stay floats, as the sum of an integer product and a float product."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ Views = tuple[QuantTensor, QuantTensor]
 
 
 def views(w: QuantTensor) -> Views:
-    """The same codes for rows quantized to int8, and for rows of floats."""
+    """The same weight twice: for rows quantized to int8, and for float rows."""
     return replace(w, activations="int8"), replace(w, activations=None)
 
 
 def product(
     of: Callable[..., Tensor], x: Tensor, w: Views, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """Rows x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; `of` computes either product.
+    """Rows x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; `of` computes both products.
 
-    A row without outliers never meets the second product: its bits are those of int8 activations, whatever its company.
+    Rows without outliers skip the second product, so their bits are those of int8 activations, whatever other rows are
+    in the batch.
     """
     integers, floats = w
     rest, outliers = split_outliers(x)

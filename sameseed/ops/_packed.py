@@ -1,4 +1,4 @@
-"""Weights packed for the native kernels: blocks of 32 outputs, as csrc/pack.h says."""
+"""Packing of weights for the native kernels in blocks of 32 outputs; csrc/pack.h describes the layouts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("bf16", None): 1,
     ("bf16", "bf16"): 1,
     ("int8", None): 3,
-    ("int8", "outliers"): 3,  # cpu.py splits the rows before
+    ("int8", "outliers"): 3,  # _native_rows.product splits the rows first
     ("int4", None): 4,
     ("nf4", None): 5,
     ("fp8_e4m3", None): 6,
     ("fp8_e5m2", None): 7,
-    ("fp8_e4m3", "fp8"): 6,  # cpu.py rounds the rows before
+    ("fp8_e4m3", "fp8"): 6,  # _native_rows.product rounds the rows first
     ("fp8_e5m2", "fp8"): 7,
     ("mxfp4", None): 8,
-    ("qoq", None): 4,  # int4's products, with float32 scales
+    ("qoq", None): 4,  # the products of int4, with float32 scales
     ("qoq", "int8"): 4,
     ("int8n", "int8"): 9,  # in two planes
     ("int8n", None): 3,  # in whole bytes, as int8
@@ -37,19 +37,19 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("q5_k", "int8"): 11,
     ("q6_k", "int8"): 12,
     ("q2_k", "int8"): 13,
-}  # (format, activations) that kernels take packed: enum Format
+}  # enum Format by (format, activations), for packed weights
 ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
 _NIBBLES = frozenset({"int4", "mxfp4", "nf4", "qoq"})
-_NESTED = ("int8n", "int8")  # nibbles too: a plane of upper halves, a plane of lower ones
-_PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed by pairs of columns
-_ZEROS = frozenset({"int4", "int8", "qoq"})  # may have zero points
-_ENCODED = ("int4", "int8", "int8n")  # rounded and packed at once, for int8 activations
-_MAX_DEPTH = 1 << 17  # sums of a group's codes stay exact in 32 bits
+_NESTED = ("int8n", "int8")  # packed as nibbles: a plane of upper halves and a plane of lower halves
+_PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed in pairs of columns
+_ZEROS = frozenset({"int4", "int8", "qoq"})  # formats that may have zero points
+_ENCODED = ("int4", "int8", "int8n")  # formats that `encode` quantizes and packs at once, for int8 activations
+_MAX_DEPTH = 1 << 17  # up to this depth, sums of a group's codes are exact in 32 bits
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
 
 
 def _sizes(w: QuantTensor) -> tuple[int, int, int, int]:
-    """Blocks of outputs, padded depth, groups of a row, columns that a step of 128 bytes holds."""
+    """Blocks of outputs, padded depth, groups per row, columns of a step of 128 bytes."""
     return (
         -(-w.shape[0] // ROWS_PER_PACK),
         -(-w.shape[1] // 8) * 8,
@@ -64,7 +64,7 @@ def _codes_shape(w: QuantTensor) -> tuple[int, ...]:
 
 
 def _pack_pairs(w: QuantTensor) -> QuantTensor:
-    """fp8 and bf16. Where an output has a NaN among its e4m3 codes, "nans" marks it: the kernel cannot see it."""
+    """Pack fp8 or bf16. "nans" marks outputs with a NaN among their e4m3 codes, which the kernel does not recognize."""
     (name, codes), blocks = _codes(w), _sizes(w)[0]
     codes = codes if codes.stride(1) == 1 and codes.stride(0) > 0 else codes.contiguous()
     packed = roomy(_codes_shape(w), codes.dtype)
@@ -79,7 +79,7 @@ def _pack_pairs(w: QuantTensor) -> QuantTensor:
 
 
 def _codes(w: QuantTensor) -> tuple[str, Tensor]:
-    """The part with the numbers, and its name; of numbers in two planes, the first."""
+    """The name and tensor of the part with the codes or numbers; the first plane if there are two."""
     name = next(n for n in ("codes", "high", "weight") if n in w.parts)
     return name, w.parts[name]
 
@@ -101,14 +101,14 @@ def _pack_codes(codes: Tensor, packed: Tensor, zeros: Tensor | None, w: QuantTen
 
 
 def _plane(codes: Tensor, w: QuantTensor) -> Tensor:
-    """The lower halves of codes uint8 [O, K] in blocks."""
+    """Pack the lower halves of codes uint8 [O, K] into blocks."""
     packed = roomy(_codes_shape(w), torch.uint8)
     _pack_codes(codes, packed, None, w, True)
     return packed
 
 
 def by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
-    """x [O, K/G] as [O/32, K/G, 32], filled up with `fill`."""
+    """Reorder x [O, K/G] to [O/32, K/G, 32], padded with `fill`."""
     padded = roomy((blocks, x.shape[1], ROWS_PER_PACK), x.dtype).fill_(fill)
     whole = x.shape[0] // ROWS_PER_PACK
     padded[:whole] = x[: whole * ROWS_PER_PACK].view(whole, ROWS_PER_PACK, x.shape[1]).transpose(1, 2)
@@ -117,9 +117,10 @@ def by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
 
 
 def pack(w: QuantTensor) -> QuantTensor:
-    """`w` in blocks of 32 outputs as the kernels read it; itself where they take it as it is, or not at all.
+    """Pack `w` in blocks of 32 outputs; returns `w` itself if the kernels read it unchanged, or not at all.
 
-    Double scales become single ones: nf4-dq is unpacked as nf4 with float32 scales.
+    Double quantized scales become single ones: nf4-dq is unpacked as nf4 with float32 scales. Raises ValueError if the
+    codes do not fit the shape of `w`.
     """
     depth = w.shape[1]
     if w.layout != "plain" or (w.format, w.activations) not in SERVED or depth > _MAX_DEPTH or 0 in w.shape:
@@ -136,7 +137,7 @@ def pack(w: QuantTensor) -> QuantTensor:
         raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     if columns == 2:
         return _pack_pairs(w)
-    if nested:  # the nibbles of code + 136, which are both halves plus 8; a view of the upper halves has one plane
+    if nested:  # nibbles of code + 136, i.e. each half plus 8; a view with only the upper halves has one plane
         both = codes.contiguous().view(torch.uint8) + 136  # modulo 256
         planes = {"high": _plane(both >> 4, w)} | ({"low": _plane(both, w)} if name == "codes" else {})
         scales = by_block(w.parts["scales"].reshape(w.shape[0], -1), blocks, 0)
@@ -148,16 +149,16 @@ def pack(w: QuantTensor) -> QuantTensor:
     parts = {"codes": packed, "scales": by_block(w.parts["scales"].reshape(-1, groups), blocks, 0)}
     if zeros is not None:
         parts["zeros"] = by_block(zeros, blocks, 0)
-    if "channel" in w.parts:  # no kernel reads it, but it tells the levels of scales apart
+    if "channel" in w.parts:  # no kernel reads it, but it separates the two levels of scales
         parts["channel"] = by_block(w.parts["channel"], blocks, 0)
     return replace(w, parts=parts, layout="cpu")
 
 
 def encode(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
-    """weight [O, K] fp32, bf16 or fp16, stored by `quant` and packed in one pass; None where that cannot be done.
+    """Quantize a weight [O, K] in fp32, bf16 or fp16 by `quant` and pack it in one pass; None if not supported.
 
-    It can for int8, int4 and int8n with int8 activations. Bit for bit pack of the format's own encoding: int8 without a
-    group has float32 scales, all else bfloat16 ones.
+    Supports int8, int4 and int8n with int8 activations. The bits are those of `pack` after the format's own encoding.
+    int8 without groups has float32 scales, all others have bfloat16 scales.
     """
     name, (outputs, depth) = quant.format_for(weight.dtype), weight.shape
     if quant.activations != "int8" or name not in _ENCODED or weight.dtype not in SCALES:
@@ -200,7 +201,7 @@ def unpack(w: QuantTensor) -> QuantTensor:
     describe(w)  # for its checks
     columns, (key, packed) = _sizes(w)[3], _codes(w)
     codes = torch.empty(w.shape, dtype=torch.int8 if columns == 4 else packed.dtype)
-    if (w.format, w.activations) == _NESTED:  # of a view, the upper halves with lower ones of 0
+    if (w.format, w.activations) == _NESTED:  # a view has only upper halves; its lower halves count as 0
         both = torch.full(w.shape, 8, dtype=torch.uint8)
         if "low" in w.parts:
             _native.unpack_codes(w.parts["low"].data_ptr(), both.data_ptr(), *w.shape, True)
@@ -218,7 +219,10 @@ def unpack(w: QuantTensor) -> QuantTensor:
 
 
 def describe(w: QuantTensor) -> _native.Weight:
-    """Raises ValueError where the tensors are not those that pack makes: a kernel would read outside them."""
+    """The native description of a packed weight.
+
+    Raises ValueError or TypeError if the tensors are not as `pack` makes them: a kernel would read outside them.
+    """
     if (w.format, w.activations) not in SERVED:
         raise ValueError(f"no packed weight is in {w.format} with activations {w.activations}; pack it again")
     depth, (name, codes) = w.shape[1], _codes(w)
@@ -248,7 +252,7 @@ def describe(w: QuantTensor) -> _native.Weight:
 def native_weight(
     w: QuantTensor, code: int, codes: Tensor, stride: int = 0, zeros: Tensor | None = None
 ) -> _native.Weight:
-    """A weight by the addresses of its tensors; `stride`: elements of a row of a dense one."""
+    """The native description of a weight, with the addresses of its tensors. `stride`: elements between dense rows."""
     scales = w.parts.get("scales")
 
     def at(name: str) -> int:

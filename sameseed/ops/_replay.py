@@ -1,7 +1,7 @@
 """Plan replay on the CPU: record the op calls of a forward pass once, replay them in one native call.
 
-One plan serves passes of any number of rows up to its capacity, because every op takes its rows at run time. A
-larger pass records a larger plan, which replaces the smaller one. What a plan cannot record runs op by op as before.
+One plan serves passes of any number of rows up to its capacity, because every op gets its number of rows at run time. A
+larger pass records a larger plan, which replaces the smaller one. Passes that a plan cannot record run op by op.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ SMALLEST_CAPACITY = 16  # rows
 
 
 class NotRecordableError(Exception):
-    """An op of the pass has no native kernel; it says which."""
+    """An op of the pass cannot be recorded; the message says which."""
 
 
 class Pool:
     """Float buffers that return to the pool when the last tensor that uses their memory is gone.
 
-    It keeps `most_free` of them, the latest; without a bound it keeps all: a plan's steps write to them for ever.
+    The pool keeps the latest `most_free` returned buffers. Without a bound it keeps all buffers, which a plan needs,
+    because its steps write to them in every pass.
     """
 
     def __init__(self, most_free: int | None = None) -> None:
@@ -48,12 +49,12 @@ class Pool:
         self._most_free = most_free
 
     def take(self, *shape: int) -> Tensor:
-        """A float32 tensor of that shape, its content undefined."""
+        """A float32 tensor of this shape with undefined content."""
         size = math.prod(shape)
         fitting = [i for i, block in enumerate(self._free) if size <= block.size <= 2 * size + 1024]
         best = min(fitting, key=lambda i: self._free[i].size, default=None)
         block = torch.empty(size).numpy() if best is None else self._free.pop(best)
-        lent = block[:size]  # its owner: alive as long as a tensor uses the memory
+        lent = block[:size]  # stays alive as long as a tensor uses the memory
         weakref.finalize(lent, self._take_back, block)
         return torch.from_numpy(lent).view(shape)
 
@@ -63,13 +64,13 @@ class Pool:
             del self._free[0]
 
 
-Between = Callable[[int], None]  # (number of rows); runs between two plans of a pass
+Between = Callable[[int], None]  # (number of rows): a step that runs between two plans of a pass
 
 
 class Recorder:
-    """Has the ops that a model calls; each adds a step to the plan and returns a buffer for its result.
+    """Provides the ops that a model calls. Each op adds a step to the plan and returns a buffer for its result.
 
-    `parts`: a plan, or several with what no plan has a step for between them.
+    `parts`: one plan, or several plans with Python steps (`Between`) between them.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -92,7 +93,7 @@ class Recorder:
         if w.activations in ("fp8", "outliers"):
             raise NotRecordableError(f"rows for {w.activations}")
         if any(v is not None and not v.is_contiguous() for v in vectors):
-            # A contiguous copy of it would not live long enough.
+            # A contiguous copy would be freed before the plan runs.
             raise NotRecordableError("a bias or norm that is no contiguous tensor")
 
     def _cached(self, layer: KVLayer) -> None:
@@ -119,7 +120,7 @@ class Recorder:
         return row_ops.product(rows, w, bias, residual, self._on)
 
     def _gathered(self, rows: RowSource, order: Tensor) -> RowSource:
-        """Rows with columns in another order, made between two plans."""
+        """Reorder the columns of rows, in a Python step between two plans."""
         if rows.row_ids is not None:
             raise NotRecordableError("a head whose columns are in another order")
         out = self._on.empty(rows.x.shape[0], len(order))
@@ -150,19 +151,19 @@ class Recorder:
         return cache_ops.attention(q, layer, batch, scale, window, self._on)
 
     def beside(self, parts: Seq[Tensor]) -> Tensor:
-        """Steps that write x [T, O] of several side by side."""
+        """Record steps that write several x [T, O] side by side."""
         out = self._on.empty(parts[0].shape[0], sum(x.shape[1] for x in parts))
         self._side_by_side(parts, out.shape[1], out.data_ptr())
         return out
 
     def capture(self, hidden: Seq[Tensor]) -> Tensor:
-        """Steps that write x [T, C] of each captured layer into its columns of the pass's hidden states."""
+        """Record steps that write x [T, C] of each captured layer to its columns of the pass's hidden states."""
         total = sum(x.shape[1] for x in hidden)
         self._side_by_side(hidden, total, 0)
         return torch.empty(1, total)
 
     def _side_by_side(self, parts: Seq[Tensor], total: int, out: int) -> None:
-        """`out` 0: the hidden states of the pass."""
+        """Record copies of `parts` to adjacent columns at address `out`; 0: the hidden states of the pass."""
         column = 0
         for x in parts:
             width = x.shape[1]
@@ -173,14 +174,14 @@ class Recorder:
 
 
 class Recorded:
-    """A plan with what it needs to live: buffers and the shapes of its results."""
+    """A recorded pass: its plans, their buffers, and the widths of its results."""
 
     def __init__(
         self, forward: Forward, cache: Any, captures: tuple[int, ...], capacity: int, widths: Seq[int] = ()
     ) -> None:
-        """`widths`: of the inputs [T, width] that a pass has beside its batch; they are copied to where steps read."""
+        """Record a pass. `widths`: of the inputs [T, width] besides the batch, which `run` copies to fixed buffers."""
         self.capacity = capacity
-        self._buffers = Pool()  # the plan's own: steps write here in every pass
+        self._buffers = Pool()  # owned by the plan, because its steps write here in every pass
         blank = torch.zeros(capacity, dtype=torch.int32)
         one = torch.zeros(1, dtype=torch.int32)
         batch = Batch(blank, blank, blank, torch.zeros(2, dtype=torch.int32), one, one, one[None], None, one)
@@ -194,16 +195,16 @@ class Recorded:
 
     @property
     def single(self) -> _native.Plan | None:
-        """The plan, where a pass is nothing else; None where other calls lie between several."""
+        """The plan, if the pass is exactly one plan; else None."""
         return self._parts[0] if len(self._parts) == 1 and not callable(self._parts[0]) else None
 
     @property
     def input(self) -> int:
-        """Where steps read the first input, as an address."""
+        """The address at which steps read the first input."""
         return self._inputs[0].ctypes.data
 
     def run(self, batch: Batch, results: Pool, inputs: Seq[Tensor] = ()) -> tuple[Tensor, Tensor | None]:
-        """Replay: logits float32 [R, V] and hidden float32 [T, ...] of the captured layers, in buffers of `results`."""
+        """Replay a pass; returns logits float32 [R, V] and captured hidden states float32 [T, ...] from `results`."""
         rows, num_logit_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         logits = results.take(num_logit_rows, self.logit_width)
         hidden = results.take(rows, self.hidden_width) if self.hidden_width else None
@@ -236,9 +237,10 @@ class Recorded:
 
 
 class PlanReplay:
-    """A model's forward pass through plans: one for each cache and choice of captured layers.
+    """Runs a model's forward pass through plans: one plan for each cache and choice of captured layers.
 
-    `inputs` of a pass, float32 [T, width] each, go to `forward` after its other arguments; widths never change.
+    The `inputs` of a pass, each float32 [T, width], are passed to `forward` after its other arguments. Their widths
+    must not change.
     """
 
     def __init__(self, forward: Forward, ops: Ops) -> None:
@@ -253,7 +255,7 @@ class PlanReplay:
     def __call__(
         self, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        # The buffers serve one pass at a time; another pass meanwhile computes op by op.
+        # The buffers serve one pass at a time. A concurrent pass runs op by op.
         if not _laid_out(batch) or not self._busy.acquire(blocking=False):
             return self._forward(self._ops, batch, cache, captures, *inputs)
         try:
@@ -274,11 +276,11 @@ class PlanReplay:
         captures: tuple[int, ...],
         ends: Ends | None,
     ) -> Grown | None:
-        """Draft trees in one native call, a pass a level (csrc/grow.h): tokens, parents, path probabilities of each.
+        """Grow draft trees in one native call, one pass per level (csrc/grow.h).
 
-        logits [B, V] and features [B, C], where passes take some: after each tree's last known row. A level has
-        `num_rows` rows at most. `ends(paths)`, of chains only, is asked before each pass. None where a pass is more
-        than one plan.
+        Returns tokens, parents and path probabilities of each tree. logits [B, V] and features [B, C] (None if passes
+        take no features) belong to each tree's last known row. A level has at most `num_rows` rows. `ends(paths)`, for
+        chains only, is called before each pass. Returns None if a pass is not exactly one plan, or buffers are in use.
         """
         if not self._busy.acquire(blocking=False):
             return None
@@ -305,7 +307,7 @@ class PlanReplay:
             self._busy.release()
 
     def recorded(self, rows: int, cache: Any, captures: tuple[int, ...], widths: Seq[int] = ()) -> Recorded | None:
-        """The plan for that many rows, recorded if need be; None if the pass cannot be recorded."""
+        """The recorded pass for this many rows, recorded first if necessary; None if it cannot be recorded."""
         plans = self._plans.setdefault(cache, {})
         known = plans.get(captures)
         if captures in plans and (known is None or rows <= known.capacity):
@@ -320,7 +322,7 @@ class PlanReplay:
 
 
 def _laid_out(batch: Batch) -> bool:
-    """Whether the batch is what build_batch makes: contiguous int32 (mask: int64) of matching lengths, on the CPU."""
+    """Whether the batch is as build_batch makes it: contiguous int32 (mask: int64) tensors of matching lengths."""
     rows = batch.token_ids.shape[0]
     num_seqs = batch.num_pending.shape[0]
     at = batch.positions if batch.key_positions is None else batch.key_positions

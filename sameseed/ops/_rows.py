@@ -1,4 +1,4 @@
-"""How the rows of a product come in: as they are, normed, or gated. The noun is that of csrc/linear.h."""
+"""The input rows of a product: unchanged, normed, or gated. RowSource is named as in csrc/linear.h."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class RowSource(NamedTuple):
-    """The rows of a product: x [T, K] as they are, rms_norm(x), or silu_mul(x) of x [T, 2 K]."""
+    """The rows of a product: x [T, K] unchanged, rms_norm(x), or silu_mul(x) with x [T, 2 K]."""
 
     x: Tensor
     kind: Literal["plain", "norm", "silu"] = "plain"
-    norm: Tensor | None = None  # [K], of "norm"
+    norm: Tensor | None = None  # weight [K] of "norm"
     eps: float = 0.0
-    row_ids: Tensor | None = None  # int32 [R]: these rows of x alone; None: all
+    row_ids: Tensor | None = None  # int32 [R]: use only these rows of x; None: all rows
 
     def prepared(
         self, rms_norm: Callable[[Tensor, Tensor, float], Tensor], silu_mul: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """The rows as one tensor [T, K], made by these ops."""
+        """The rows as one tensor [T, K], computed with the given ops."""
         x = self.x if self.row_ids is None else self.x.index_select(0, self.row_ids)
         if self.norm is not None:
             return rms_norm(x, self.norm, self.eps)
@@ -28,20 +28,23 @@ class RowSource(NamedTuple):
 
 
 class Then(NamedTuple):
-    """What a product's rows become next: normed [C], multiplied by `w`. A backend may begin with it; no bits change."""
+    """What a product's result is used for next: normed by `norm` [C], then multiplied by `w`.
+
+    A backend may start this work early; no bits change.
+    """
 
     norm: Tensor
     eps: float
-    w: Any  # QuantTensor, or several side by side
+    w: Any  # a QuantTensor, or a tuple of several
 
 
 def plain_rows(x: Tensor, row_ids: Tensor | None = None) -> RowSource:
-    """The rows of x [T, K], or of its rows `row_ids` int32 [R] alone."""
+    """The rows of x [T, K] unchanged, or only its rows `row_ids` int32 [R]."""
     return RowSource(x, row_ids=row_ids)
 
 
 def normed_rows(x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = None) -> RowSource:
-    """rms_norm(x, norm, eps) of x [T, K], or of its rows `row_ids` int32 [R] alone."""
+    """rms_norm(x, norm, eps) of x [T, K], or of only its rows `row_ids` int32 [R]."""
     return RowSource(x, "norm", norm, eps, row_ids)
 
 

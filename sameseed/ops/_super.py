@@ -1,4 +1,4 @@
-"""Weights in super-blocks (q2_k, q4_k, q5_k, q6_k) packed for the native kernels, as csrc/pack.h says."""
+"""Packing of weights in super-blocks (q2_k, q4_k, q5_k, q6_k) for the native kernels; csrc/pack.h has the layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MULTIPLES = ("steps", "minima")
 
 
 def _shapes(w: QuantTensor) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
-    """Shape and possible types of each packed part."""
+    """Shape and allowed types of each packed part."""
     blocks, depth, bits = -(-w.shape[0] // ROWS_PER_PACK), w.shape[1], KQUANTS[w.format]
     part = 16 if bits in (2, 6) else 32
     found: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
@@ -37,7 +37,10 @@ def _shapes(w: QuantTensor) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtyp
 
 
 def pack(w: QuantTensor) -> QuantTensor:
-    """`w` in blocks of 32 outputs as the kernels read it; itself where no kernel takes it."""
+    """Pack `w` in blocks of 32 outputs; returns `w` itself if no kernel supports it.
+
+    Raises ValueError if the codes do not fit the shape of `w`.
+    """
     outputs, depth = w.shape
     if w.layout != "plain" or w.activations != "int8" or 0 in w.shape or depth % _SUPER or w.group != _SUPER:
         return w
@@ -45,7 +48,7 @@ def pack(w: QuantTensor) -> QuantTensor:
     if tuple(codes.shape) != w.shape or codes.dtype is not torch.uint8 or not codes.is_cpu:
         raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     parts = {"codes": roomy(shapes["codes"][0], torch.uint8)}
-    if KQUANTS[w.format] == 2:  # as the upper bits of six lie
+    if KQUANTS[w.format] == 2:  # two bits are packed like the upper two bits of 6-bit codes
         codes = codes << 4
         _native.pack_high(codes.data_ptr(), parts["codes"].data_ptr(), outputs, depth, 6)
     else:
@@ -58,7 +61,7 @@ def pack(w: QuantTensor) -> QuantTensor:
     for name in (n for n in shapes if n in (*_SCALES, *_MULTIPLES)):
         part = by_block(w.parts[name], len(parts["codes"]), 0)  # [O / 32, n, 32]
         if name in _MULTIPLES:
-            pairs = part.view(len(part), -1, 2, 2, 16)  # pair, which of it, half, output
+            pairs = part.view(len(part), -1, 2, 2, 16)  # pair, which of the pair, half, output
             part = roomy(shapes[name][0], torch.int8).copy_(pairs.permute(0, 1, 3, 4, 2))
         parts[name] = part
     return replace(w, parts=parts, layout="cpu")
@@ -86,7 +89,10 @@ def unpack(w: QuantTensor) -> QuantTensor:
 
 
 def describe(w: QuantTensor) -> _native.Weight:
-    """Raises ValueError or TypeError where the tensors are not those that pack makes: a kernel would read outside."""
+    """The native description of a packed weight.
+
+    Raises ValueError or TypeError if the tensors are not as `pack` makes them: a kernel would read outside them.
+    """
     if w.activations != "int8" or w.shape[1] % _SUPER or 0 in w.shape:
         raise ValueError(f"no kernel takes a packed weight {w.shape} in {w.format}, {w.activations}; pack it again")
     for name, (shape, dtypes) in _shapes(w).items():

@@ -1,9 +1,9 @@
 """The native CPU backend: C++ kernels for AVX-512, AVX2 and any other processor, chosen when the first one runs.
 
-All instruction sets and all numbers of threads give the same bits (csrc/kernels.h says in which order sums run). The
-environment variable SAMESEED_ISA forces `avx512bf16`, `avx512vnni`, `avx512`, `avxvnni`, `avx2`, `portable` or `amx`.
+All instruction sets and all numbers of threads give the same bits, because csrc/kernels.h fixes the order of sums. The
+environment variable SAMESEED_ISA selects `avx512bf16`, `avx512vnni`, `avx512`, `avxvnni`, `avx2`, `portable` or `amx`.
 
-Its ops lie in `_native_rows` and `_native_cache`, recorded passes in `_replay`.
+The ops are in `_native_rows` and `_native_cache`, recorded passes in `_replay`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ else:
 
 row_invariant = True
 DEVICES = frozenset({"cpu"})
-# Formats whose kernels take float rows; `serves` knows of weights that want their rows quantized as well.
+# Formats with kernels for float rows. `serves` also covers weights whose rows are quantized.
 LINEAR_FORMATS = frozenset(CODES) | {name for name, rows in _packed.SERVED if rows is None}
 encode = _packed.encode
 
 
 def unavailable() -> str | None:
-    """Why the native kernels cannot run here, with the remedy; None if they can."""
+    """The reason why the native kernels cannot run here, with the remedy; None if they can."""
     if _missing is not None:
         return _missing
     try:
@@ -65,7 +65,7 @@ def isa() -> str:
 
 
 def set_num_threads(threads: int) -> None:
-    """Let each call use this many threads. Raises ConfigError below 1."""
+    """Set the number of threads of a call. Raises ConfigError for a number below 1 or above 1024."""
     try:
         _native.set_num_threads(threads)
     except ValueError as error:
@@ -73,17 +73,20 @@ def set_num_threads(threads: int) -> None:
 
 
 def num_threads() -> int:
-    """Threads that a call of this thread may use."""
+    """Number of threads that a call from this thread may use."""
     return _native.num_threads()
 
 
 def available_cores() -> int:
-    """Physical cores that this process may use: its affinity mask, at most its cgroup's quota."""
+    """Number of physical cores in the affinity mask of this process, at most the CPU quota of its cgroup."""
     return _native.available_cores()
 
 
 def limit_threads(threads: int) -> None:
-    """Limit the threads of this thread's calls, which then are its own; 0: no limit. Raises ConfigError."""
+    """Limit the threads of calls from this thread, which then gets its own workers; 0: no limit.
+
+    Raises ConfigError for a negative limit.
+    """
     try:
         _native.limit_threads(threads)
     except ValueError as error:
@@ -91,12 +94,12 @@ def limit_threads(threads: int) -> None:
 
 
 def replayer(forward: Any, ops: Any) -> Any:
-    """`forward(ops, batch, cache, captures)` through recorded plans (ops/_replay.py); the same bits, less Python."""
+    """`forward(ops, batch, cache, captures)` through recorded plans (ops/_replay.py): the same bits, less Python."""
     return PlanReplay(forward, ops)
 
 
 def pack(w: QuantTensor) -> QuantTensor:
-    """`w` in blocks of 32 outputs as the kernels read it; itself where they take it as it is, or not at all."""
+    """Pack `w` in blocks of 32 outputs; returns `w` itself if the kernels read it unchanged, or not at all."""
     packed: QuantTensor = packer(w).pack(w)
     return packed
 
@@ -108,5 +111,5 @@ def unpack(w: QuantTensor) -> QuantTensor:
 
 
 def has_kernel(name: str, activations: str | None) -> bool:
-    """Whether there is a kernel for weights in format `name` and rows of these activations."""
+    """Whether there is a kernel for weights in format `name` with these activations."""
     return name in DTYPES or (name, activations) in _packed.SERVED

@@ -1,9 +1,9 @@
 """The specification of every op, in PyTorch: short, slow and row-invariant.
 
-The rule that makes it so: whatever rounds (sums, exponentials) is computed one row at a time, by the same call on
-tensors of the same shape. A row's bits then cannot depend on its company, because it never meets it. PyTorch's own
-matmul, and even its element-wise exponential (vector body, scalar tail), change bits with the number of rows. Its
-matrix-vector product changes them with the number of threads too, so the reference computes on one.
+Row-invariance follows from one rule: everything that rounds (sums, exponentials) is computed one row at a time, by the
+same call on tensors of the same shape. So a row's bits cannot depend on the other rows. PyTorch's own matmul, and even
+its element-wise exponential (vector body, scalar tail), change bits with the number of rows. Its matrix-vector product
+also changes bits with the number of threads, so the reference uses one thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def unavailable() -> str | None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """What the calling thread has PyTorch compute, it computes alone: the count is each thread's own."""
+    """Make PyTorch use one thread for calls from the current thread; PyTorch keeps this count per thread."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -44,7 +44,7 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def _by_row(function: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
-    """Apply `function` to each row of x [T, C], each copied to fresh (equally aligned) memory; out [T, width]."""
+    """Apply `function` to each row of x [T, C], copied to new (equally aligned) memory; returns [T, width]."""
     out = torch.empty(x.shape[0], width, dtype=torch.float32, device=x.device)
     for t in range(x.shape[0]):
         out[t] = function(x[t].clone())
@@ -52,17 +52,17 @@ def _by_row(function: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tens
 
 
 def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
-    """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]."""
+    """Rows token_ids [T] of an embedding [V, C] as float32 [T, C]."""
     return scheme.get(w.format).decode_rows(w, token_ids)
 
 
 def product(rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-    Where the weight asks for int8 activations, the rows are quantized first (`scheme.quantize_rows`); for fp8,
-    they are rounded (`scheme.round_rows`): either by row and group of the weight, so that company changes nothing. For
-    bf16, each number is rounded by itself; outliers take a product of their own (`_outliers.product`).
-    Where the weight has an `order`, so have the columns of x already.
+    The activations of the weight decide how rows are rounded first. int8: rows are quantized (`scheme.quantize_rows`).
+    fp8: rows are rounded (`scheme.round_rows`). Both work per row and group of the weight, so other rows have no
+    influence. bf16: each number is rounded. outliers: a separate product (`_outliers.product`).
+    If the weight has an `order`, the columns of x must be in this order already.
     """
     x, w = rows.prepared(rms_norm, silu_mul), replace(w, order=None)
     if w.activations == "outliers":
@@ -81,9 +81,9 @@ def product(rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residua
 def _integer_product(x: Tensor, w: QuantTensor) -> Tensor:
     """x [T, K], quantized by row and group, times w [O, K] transposed.
 
-    f = 0; for each group, ascending: f = fma(float(sum of integer products), scale of w * scale of x, f), in turn for
-    each of the format's `scale_parts`. The sums are exact (float64 holds them) and all else is element by element, so
-    that a row's company cannot change its bits.
+    Starts with f = 0. For each group, ascending, and each of the format's `scale_parts` in turn:
+    f = fma(float(sum of integer products), scale of w * scale of x, f). The sums are exact (float64 holds them) and
+    everything else is element-wise, so other rows cannot change a row's bits.
     """
     assert w.activations == "int8", w.activations
     fmt, num_groups = scheme.get(w.format), w.shape[1] // w.group
@@ -91,11 +91,11 @@ def _integer_product(x: Tensor, w: QuantTensor) -> Tensor:
     codes, row_scales = scheme.quantize_rows(x, w.group)
     rows = codes.double().view(-1, num_groups, w.group, 1)  # [T, K / G, G, 1]
     out = torch.zeros(x.shape[0], w.shape[0], device=x.device)
-    for start in range(0, w.shape[0], 4096):  # of the outputs, to bound the memory
+    for start in range(0, w.shape[0], 4096):  # chunks of outputs, to bound the memory
         part = slice(start, min(start + 4096, w.shape[0]))
         index = torch.arange(part.start, part.stop, device=x.device)
         integers: dict[str, Tensor] = {}  # [K / G, O, G]
-        for p in scales:  # what the rows have under this scale: their values where it is 1, others 0
+        for p in scales:  # the integers under this scale: decoded values with this scale 1 and all other scales 0
             units = {other: torch.full_like(w.parts[other], float(other == p)) for other in scales}
             values = fmt.decode_rows(replace(w, parts={**w.parts, **units}), index)
             integers[p] = values.double().view(len(index), -1, w.group).transpose(0, 1).contiguous()
@@ -110,8 +110,8 @@ def _integer_product(x: Tensor, w: QuantTensor) -> Tensor:
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c of float32, rounded once.
 
-    In float64 the product is exact and the sum rounded to odd (to the neighbour with the last bit set, where it is not
-    exact), so that rounding it again to float32 is as good as rounding once (Boldo and Melquiond, 2008).
+    In float64 the product is exact. The sum is rounded to odd: if inexact, to the neighbour whose last bit is set.
+    Rounding this sum to float32 then equals rounding once (Boldo and Melquiond, 2008).
     """
     product, c = a.double() * b.double(), c.double()
     total = product + c
@@ -135,9 +135,9 @@ def split_heads(
     eps: float = 0.0,
     norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, H, D], k and v [T, Hk, D] of qkv [T, (H + 2 Hk) D]; views, but where q and k are normed by head.
+    """Split qkv [T, (H + 2 Hk) D] into q [T, H, D] and k, v [T, Hk, D]: views, unless q and k are normed per head.
 
-    `norms`: q's weights [D] and k's; `norm`: the backend's rms_norm.
+    `norms`: the norm weights [D] of q and of k, or None. `norm`: the backend's rms_norm.
     """
     count = heads + 2 * kv_heads
     split = qkv.view(-1, count, qkv.shape[1] // count)  # [T, H + 2 Hk, D]
@@ -163,13 +163,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _flat(layer: KVLayer) -> list[Tensor | None]:
-    """Keys, values, and the scales of each, by slot."""
+    """Keys, values, scales of keys and scales of values, each indexed by slot."""
     tensors = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     return [None if t is None else t.view(-1, *t.shape[2:]) for t in tensors]
 
 
 def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
-    """Encode k, v [T, Hk, D] into cache rows `slots` [T]. Scales are per row: a rejected draft must leave no trace."""
+    """Encode k, v [T, Hk, D] into cache rows `slots` [T]. Scales are per row: rejected draft tokens leave no trace."""
     index = slots.long()
     parts = ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale))
     for fmt, (x, codes, scales) in zip(scheme.kv_formats(layer.format), parts):
@@ -180,7 +180,7 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
 
 
 def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
-    """Copy cache rows src [n] to dst [n]; all are read before any is written."""
+    """Copy cache rows src [n] to dst [n]. All rows are read before any is written."""
     for rows in _flat(layer):
         if rows is not None:
             rows[dst.long()] = rows[src.long()]
@@ -190,12 +190,12 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
 def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
-    A row at position p attends to p + 1 keys in order of position (fewer under a window): the shapes of its products
-    are a function of p alone, wherever its keys are stored and whatever tree it belongs to.
+    A row at position p attends to p + 1 keys in order of position (fewer with a window). So the shapes of its products
+    depend only on p, not on where its keys are stored or on its draft tree.
     """
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     (keys, values), block_size = scheme.kv_formats(layer.format), layer.k.shape[1]
-    # As lists, at once: a device is waited for five times, not with every row.
+    # Copied to lists at once, so that the host waits for the device five times and not for every row.
     positions = (batch.positions if batch.key_positions is None else batch.key_positions).tolist()
     offsets, kv_lens, pending = (t.tolist() for t in (batch.row_offsets, batch.kv_lens, batch.num_pending))
     masks = None if batch.tree_mask is None else batch.tree_mask.tolist()
@@ -208,13 +208,13 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
                 index = torch.arange(positions[t] + 1, device=q.device)
             else:
                 assert masks is not None
-                # Not only nodes of this pass: a tree may come level by level, its upper nodes stored before.
+                # Ancestors may be from earlier passes: if a tree grows level by level, its upper nodes are cached.
                 nodes = [kv_len + i for i in range(MAX_NODES) if masks[t] >> i & 1]
                 known = torch.arange(kv_len, device=q.device)
                 index = torch.cat([known, torch.tensor(nodes, dtype=torch.long, device=q.device)])
             length = len(index)
             first = 0 if window is None else max(0, length - window)
-            base = first // TOKENS * TOKENS  # of the group with the first key
+            base = first // TOKENS * TOKENS  # start of the group that has the first key
             index = index[base:]
             slots = table[index // block_size] * block_size + index % block_size
             k = keys.decode_kv(k_rows[slots], None if k_scales is None else k_scales[slots])  # [S, Hk, D]

@@ -1,4 +1,4 @@
-"""A cell in which ways to guess take turns with plain decoding on one loaded target, as in `sameseed bench`."""
+"""A cell that interleaves drafts with plain decoding on one loaded target, as in `sameseed bench`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sameseed.study.measure import Bench, Run, fitted
 from sameseed.study.price import price
 from sameseed.study.workload import Arm, Workload, arms
 
-PRICED, WARM = 8, 0.7  # texts of which the price of exactness is taken, at this temperature where they are greedy
+PRICED, WARM = 8, 0.7  # texts used for the price of exactness, and its temperature if the texts are greedy
 
 
 Runs = Mapping[Arm, list[Run]]
@@ -28,7 +28,7 @@ Runs = Mapping[Arm, list[Run]]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to guess: `draft` as --draft takes it, with roles in braces ("{head} > {1b}"); `name`: in tables."""
+    """A speculation setting. `draft`: as for --draft, with roles in braces ("{head} > {1b}"). `name`: for tables."""
 
     draft: str
     ks: tuple[int, ...]
@@ -39,7 +39,7 @@ class Way:
     policy: str = "fixed"
 
     def spec(self, models: Mapping[str, str]) -> SpecConfig:
-        """Its speculation with these models. Raises ConfigError."""
+        """The SpecConfig with these models. Raises ConfigError."""
         given: dict[str, Any] = {"policy": self.policy, "draft_options": dict(self.options) or None}
         spec = make_config(self.draft.format(**models), draft_format=self.format, **given).spec
         return replace(spec, confidence=self.confidence) if heeds_confidence(spec) else spec
@@ -51,7 +51,7 @@ class Way:
 
 @dataclass(frozen=True)
 class BenchCell:
-    """The target in one format; all ways with one kind of sampling."""
+    """The target in one format, with several ways to speculate and one sampling setting."""
 
     name: str
     format: str
@@ -65,7 +65,7 @@ class BenchCell:
         return 1.0 + sum(len(way.ks) for way in self.ways)
 
     def check(self, setup: StudySetup) -> None:
-        """Raise SameseedError where a format or a draft does not fit, or memory is short."""
+        """Raise SameseedError if a format or a draft does not fit, or memory is short."""
         target = resolve_model(setup.source("target"))
         for way in self.ways:
             spec = with_heads(way.spec({role: setup.source(role) for role in way.roles}))
@@ -73,7 +73,7 @@ class BenchCell:
             setup.check_memory({"target": self.format, **dict.fromkeys(way.roles, way.format)})
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
-        """A record each way and length, plain decoding first."""
+        """One record per way and draft length, plain decoding first."""
         roles = dict.fromkeys(role for way in self.ways for role in way.roles)
         models, model = {role: setup.model(role) for role in roles}, setup.model("target")
         found = [(way, arm) for way in self.ways for arm in arms([way.spec(models)], way.ks)]
@@ -102,7 +102,7 @@ class BenchCell:
     def _more(
         self, bench: Bench, arm: Arm, way: Way | None, made: dict[str, Any], workload: Workload, runs: Runs
     ) -> dict[str, Any]:
-        """The record with the way's own words, what a round costs, and the price of exactness where a model drafts."""
+        """The record with the way's name, costs of a round, and, for a draft model, the price of exactness added."""
         made["way"] = None if way is None else way.name or way.draft
         made["first_steps"] = [asdict(step) for step in runs[arm][0].first_steps]
         made["prompt_tokens"] = [len(prompt) for prompt in workload.prompts]
@@ -124,7 +124,10 @@ class BenchCell:
 
 
 def _costs(mine: Run, plain: Run, batch: int) -> tuple[float, float]:
-    """Of a round after the prefill: checking and drafting, each over a step of plain decoding in the same turns."""
+    """Costs of verifying and of drafting in a mean round, each divided by a plain decode step of the same turns.
+
+    The prefill is left out of the target's time.
+    """
     done, before = mine.counted(batch), plain.counted(batch)
     one = max(1e-9, plain.times.target - before.prefill) / before.num_steps
     return max(0.0, mine.times.target - done.prefill) / done.num_steps / one, mine.times.draft / done.num_steps / one

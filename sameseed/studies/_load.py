@@ -1,4 +1,4 @@
-"""A cell in which clients ask servers of ours, speculation off and on in turns, as in `sameseed bench serve`."""
+"""A cell with clients and local servers, speculation off and on interleaved, as in `sameseed bench serve`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from sameseed.study.load.records import make_records
 from sameseed.study.load.wire import Endpoint
 from sameseed.study.workload import DEFAULT_PROMPTS
 
-PER_CLIENT = 4  # prompts of the setup for each request of a client
+PER_CLIENT = 4  # each client sends num_prompts / PER_CLIENT requests, at least one
 
 
 @dataclass(frozen=True)
 class LoadCell:
-    """Servers of these (weights, cache) formats, all with one draft; `lengths`: IN-OUT tokens, None: the prompts'.
+    """Servers with these (weight, KV cache) formats, all with one draft, under each number of clients.
 
-    `k`: draft tokens of every round; None: goodput decides. `ttft`: the bound of an answer's first token, s.
+    `lengths`: IN-OUT tokens; None: those of the prompts. `k`: draft tokens of every round; None: the policy goodput
+    decides. `ttft`: bound of the time to first token, in seconds.
     """
 
     name: str
@@ -55,17 +56,17 @@ class LoadCell:
         return 2.0 * len(self.formats) * len(self.clients)
 
     def check(self, setup: StudySetup) -> None:
-        """Raise SameseedError where a format or a draft does not fit, or memory is short."""
+        """Raise SameseedError if a format or a draft does not fit, or memory is short."""
         for form, kv in self.formats:
             spec = with_heads(make_config(setup.source(self.draft)).spec)
             config = make_config(spec, format=form, kv_format=kv)
             check_parts(resolve_model(setup.source("target")), config)
         if setup.size == "true" and len(self.formats) > 1:
             raise ConfigError("servers of several formats at once are for --size small")
-        setup.check_memory(dict.fromkeys(("target", self.draft), self.formats[0][0]))  # the draft takes the target's
+        setup.check_memory(dict.fromkeys(("target", self.draft), self.formats[0][0]))  # the draft has the same format
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
-        """A record an arm and number of clients; speculation off comes first."""
+        """One record per arm and number of clients; speculation off comes first."""
         target, draft = setup.model("target"), setup.model(self.draft)
         policy = ["--policy", "fixed", "--k", str(self.k)] if self.k else ["--policy", "goodput"]
         flags = ["--model", target, "--draft", draft, "--max-num-seqs", str(max(self.clients)), *policy]
@@ -82,7 +83,7 @@ class LoadCell:
             return asyncio.run(self._measure(setup, arms, pids))
 
     def name_of(self, form: str, kv: str) -> str:
-        """What an arm of several formats is called before its off or on."""
+        """Prefix of an arm's label before "off" or "on": its formats, if the cell has several."""
         return f"{form}{'' if kv == 'auto' else ' kv ' + kv} " if len(self.formats) > 1 else ""
 
     async def _measure(self, setup: StudySetup, arms: list[Endpoint], pids: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -111,14 +112,14 @@ class LoadCell:
         return made
 
     def _more(self, made: dict[str, Any]) -> dict[str, Any]:
-        """The record with the server's settings, and what it took of the machine."""
+        """The record with the server's settings and its median machine usage added."""
         label = made["config"]["label"]
         form, kv = next((f, v) for f, v in self.formats if label.removeprefix(self.name_of(f, v)) in ("on", "off"))
         made["config"] |= {"format": form, "kv_format": kv, "draft": self.draft, "k": self.k}
         taken = [r["usage"] for r in made["repetitions"]]
         made["usage"] = {name: _median([u[name] for u in taken]) for name in taken[0]}
         if (form, kv) != self.formats[0]:
-            made["same_texts"] = None  # another format writes other texts
+            made["same_texts"] = None  # texts differ between formats
         return made
 
 
@@ -129,7 +130,7 @@ def _median(values: list[float | None]) -> float | None:
 
 @contextmanager
 def serving(flags: list[str]) -> Iterator[tuple[str, int]]:
-    """A server of ours on a free port: its address and its process. Raises ConfigError with its last words."""
+    """A sameseed server on a free port: its URL and process id. Raises ConfigError with its last log lines."""
     command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -144,7 +145,7 @@ def serving(flags: list[str]) -> Iterator[tuple[str, int]]:
                     break
         else:
             raise ConfigError(f"the server ended: {' '.join(last)}")
-        threading.Thread(target=deque, args=(process.stderr, 0), daemon=True).start()  # or it stops at a full pipe
+        threading.Thread(target=deque, args=(process.stderr, 0), daemon=True).start()  # drain: a full pipe would block
         yield url, process.pid
     finally:
         process.terminate()

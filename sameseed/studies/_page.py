@@ -1,4 +1,4 @@
-"""A study as one HTML page that needs nothing else, in the style of the certificate's."""
+"""A study as one self-contained HTML page, in the style of the certificate's page."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def render(
     left_out: Seq[tuple[str, str]],
     pictures: Mapping[str, bytes],
 ) -> str:
-    """The page. `left_out`: cells and why; `pictures`: SVGs by plot."""
+    """The HTML page. `left_out`: names of cells without records, with the reason. `pictures`: SVG bytes by plot."""
     last = next((r for r in reversed(records) if "repetitions" in r), records[-1])
     drafted = [same for r in records if (same := same_text(r)) is not None]
     machine: dict[str, Any] = {**last["machine"], "commit": last["commit"], "time": last["time"], "size": last["size"]}
@@ -110,7 +110,7 @@ def render(
 
 
 def ours(last: Mapping[str, Any]) -> str:
-    """The machine and the workload in a line."""
+    """The machine and the workload of our measurement in one line."""
     c = last["config"]
     if "repetitions" not in last:
         return f"{c['model']} on {last['machine']['cpu']}; no speed was measured"

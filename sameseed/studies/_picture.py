@@ -1,4 +1,4 @@
-"""A plot of a study as PNG and SVG, in the look of the other pictures; published figures dashed, or hatched bars."""
+"""Draws a study's plots as PNG and SVG, in the style of the other plots. Published figures are dashed or hatched."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from sameseed.studies._study import Panel, Plot
 from sameseed.study.plot import COLOURS, LIMIT, MARKERS, STYLE, plot_paths, save
 
-COLUMNS = 3  # panels beside each other
+COLUMNS = 3  # most panels in a row
 
 
 def draw(plot: Plot, path: Path) -> tuple[Path, Path]:
-    """Write it; the PNG's path and the SVG's. Raises ConfigError where matplotlib is missing."""
+    """Draw a plot; returns the paths of the PNG and the SVG. Raises ConfigError if matplotlib is missing."""
     paths = plot_paths(path)
     import matplotlib
 
@@ -41,9 +41,9 @@ def draw(plot: Plot, path: Path) -> tuple[Path, Path]:
 
 
 def _legend(figure: Any, flat: Seq[Any]) -> None:
-    """One for all panels, below them."""
+    """Draw one legend for all panels, below them."""
     handles = {name: h for axes in flat for h, name in zip(*axes.get_legend_handles_labels())}
-    inches = 0.6 + 0.07 * max(map(len, handles), default=0)  # of the longest entry
+    inches = 0.6 + 0.07 * max(map(len, handles), default=0)  # width of the longest entry
     columns = max(1, min(4, int(figure.get_figwidth() / inches)))
     below = 0.26 * (-(-len(handles) // columns) + 0.5) / figure.get_figheight() if len(handles) > 1 else 0.0
     if below:

@@ -1,4 +1,4 @@
-"""A cell that says what a number format costs in quality: perplexity of the prompts' texts, or HumanEval."""
+"""A cell that measures the quality of a number format: perplexity of the prompts' texts, or HumanEval."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sameseed.study.usage import Meter
 
 HUMANEVAL = "humaneval"
 MODES = {0.0: "greedy", 0.7: "sampled"}
-MOST = 32768  # tokens of a text
+MOST = 32768  # most tokens of the text for perplexity
 FETCH = "HumanEval.jsonl.gz of https://github.com/openai/human-eval"
 
 
 @dataclass(frozen=True)
 class QualityCell:
-    """The target in one format; `task`: perplexity or humaneval, the latter greedy and sampled."""
+    """The target in one format. `task`: "perplexity" or "humaneval"; the latter runs greedy and sampled."""
 
     name: str
     format: str
@@ -40,7 +40,7 @@ class QualityCell:
         return 2.0
 
     def check(self, setup: StudySetup) -> None:
-        """Raise SameseedError where a format does not fit, memory is short, or data are missing."""
+        """Raise SameseedError if a format does not fit, memory is short, or data are missing."""
         check_parts(resolve_model(setup.source("target")), make_config(None, format=self.format))
         setup.check_memory({"target": self.format})
         if self.task == HUMANEVAL:
@@ -49,7 +49,7 @@ class QualityCell:
             data.locate(data.HUMANEVAL, setup.data)
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
-        """A record, of humaneval one greedy and one sampled."""
+        """One record; for humaneval two, greedy and sampled."""
         model = setup.model("target")
         settings: dict[str, Any] = {"format": self.format} | ({"threads": setup.threads} if setup.threads else {})
         llm = LLM(model, **settings)
@@ -78,19 +78,19 @@ def cells(formats: Mapping[str, str]) -> list[QualityCell]:
 
 
 def perplexity_of(found: Records, form: str) -> float | None:
-    """Of a format, where it is measured and finite."""
+    """Perplexity in a format; None if it was not measured or is not finite."""
     r = only([r for r in found if r["perplexity"]], format=form)
     return None if r is None else r["perplexity"]["value"]
 
 
 def over(found: Records, form: str) -> float | None:
-    """Perplexity over that in bf16."""
+    """Perplexity in a format divided by perplexity in bf16; None if either is missing."""
     mine, base = perplexity_of(found, form), perplexity_of(found, "bf16")
     return mine / base if mine and base else None
 
 
 def passed(found: Records, form: str, temperature: float) -> float | None:
-    """Share of HumanEval's problems that were solved."""
+    """HumanEval pass@1 in a format at a temperature; None if it was not measured."""
     r = only([r for r in found if r["tasks"]], format=form, temperature=temperature)
     return None if r is None else float(r["tasks"][0]["value"])
 
@@ -99,7 +99,7 @@ Theirs = Mapping[str, tuple[float, float, float]]  # format -> perplexity, pass@
 
 
 def extended(report: Report, found: Records, formats: Mapping[str, str], theirs: Theirs) -> Report:
-    """A study's report with what was found of quality, beside what was published."""
+    """The study's report with quality results added, beside the published ones."""
     published = []
     for form, (loss, *solved) in theirs.items():
         if form != "bf16":
@@ -116,7 +116,7 @@ def extended(report: Report, found: Records, formats: Mapping[str, str], theirs:
 
 
 def panels(found: Records, formats: Mapping[str, str], theirs: Theirs) -> list[Panel]:
-    """Bars by format, theirs beside ours."""
+    """Panels with bars by format: our results beside the published ones."""
     made = []
     lost = {name: 100.0 * (v - 1.0) for form, name in formats.items() if form != "bf16" and (v := over(found, form))}
     if lost:
@@ -134,7 +134,7 @@ def panels(found: Records, formats: Mapping[str, str], theirs: Theirs) -> list[P
 
 
 def table(found: Records, formats: Mapping[str, str]) -> Table:
-    """Quality by format."""
+    """Table of the quality results by format."""
     rows = []
     for form, name in formats.items():
         read = only([r for r in found if r["perplexity"]], format=form)

@@ -1,4 +1,4 @@
-"""The runner of all studies: a grid cell by cell, each appended when it is whole; what is there already is skipped."""
+"""The runner of all studies: measures a grid cell by cell, appends each finished cell, and skips recorded cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sameseed.study import record
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell: its digest, whether it is measured already, and why it cannot run, where it cannot."""
+    """A cell with its digest. `done`: whether it has records already. `wrong`: why it cannot run, or ""."""
 
     cell: Cell
     digest: str
@@ -28,13 +28,13 @@ class Planned:
 
 
 def load(name: str) -> Study:
-    """A study by its name. Raises RegistryError that suggests the nearest."""
+    """A study by its name. Raises RegistryError that suggests the nearest name."""
     found: Study = registry.load("studies", name).STUDY
     return found
 
 
 def records_file(name: str, setup: StudySetup) -> Path:
-    """Where a study's records are."""
+    """The path of a study's record file."""
     return setup.out / f"{name}.jsonl"
 
 
@@ -44,7 +44,7 @@ def _read(name: str, setup: StudySetup) -> list[dict[str, Any]]:
 
 
 def plan(name: str, setup: StudySetup, only: Seq[str] = ()) -> list[Planned]:
-    """The grid; nothing is loaded. `only`: patterns of cells' names. Raises ConfigError where no cell is left."""
+    """The cells of the grid; no model is loaded. `only`: patterns of cell names. Raises ConfigError if none matches."""
     study = load(name)
     try:
         setup.read()
@@ -67,9 +67,9 @@ def plan(name: str, setup: StudySetup, only: Seq[str] = ()) -> list[Planned]:
 
 
 def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str], None]) -> list[Planned]:
-    """Measure what is to be measured; records of a cell are appended together when it has ended.
+    """Measure the cells that are neither done nor impossible. A cell's records are appended together when it ends.
 
-    Returns the cells with what went wrong on the way: one that fails does not end the others.
+    Returns the cells, with the errors of those that failed; a failed cell does not stop the others.
     """
     file = records_file(name, setup)
     record.prepare(file)
@@ -95,7 +95,10 @@ def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str
 
 
 def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
-    """Plots and the page, of the newest records of these cells; the files written."""
+    """Write the plots and the HTML page from the records of these cells; returns the files' paths.
+
+    Raises ConfigError if there are no records.
+    """
     study, wanted = load(name), {p.digest for p in planned}
     found = [r for r in _read(name, setup) if r.get("digest") in wanted]
     if not found:
@@ -112,6 +115,6 @@ def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
 
 
 def same_texts(name: str, setup: StudySetup, planned: Seq[Planned]) -> bool:
-    """Did speculation write plain decoding's texts in all records of these cells?"""
+    """Whether speculation generated the texts of plain decoding in all records of these cells."""
     wanted = {p.digest for p in planned}
     return all(same_text(r) is not False for r in _read(name, setup) if r.get("digest") in wanted)

@@ -1,4 +1,4 @@
-"""In what a study runs: models of a size, prompts, lengths, threads."""
+"""The setup of a study: models of a size, prompts, lengths, threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Progress = Callable[[str, int, int], None]
 SIZES = ("small", "true")
 TARGET, HEAD = "embedded-target", "embedded-head"
 SMALL: Mapping[str, str] = {"target": TARGET, "1b": "embedded-draft", "head": HEAD}
-TRUE: Mapping[str, tuple[str, str]] = {  # shape, and the small model that it computes
+TRUE: Mapping[str, tuple[str, str]] = {  # by role: the twin's shape, and the small model whose function it computes
     "target": ("llama-3.1-8b", TARGET),
     "1b": ("llama-3.2-1b", "embedded-draft"),
     "3b": ("llama-3.2-3b", "embedded-draft"),
@@ -33,17 +33,16 @@ TRUE: Mapping[str, tuple[str, str]] = {  # shape, and the small model that it co
 
 
 def role_name(role: str, size: str) -> str:
-    """What stands in tables and plots: a model's own name, or its role among twins, whose shapes are true."""
+    """The name of a role's model in tables and plots: the model's name at size "small", else the role."""
     return SMALL.get(role, role) if size == "small" else role
 
 
 @dataclass(frozen=True)
 class StudySetup:
-    """`size`: "small" is the embedded family, "true" its twins at true shapes, which are written once to OUT/twins.
+    """The settings of a study's run.
 
-    `data`: the folder of evaluation sets, where quality is measured on one.
-
-    Raises ConfigError for a size that there is not, or counts below 1.
+    `size`: "small" uses the embedded family; "true" uses its twins at true shapes, written once to `out`/twins. `data`:
+    folder of evaluation sets, for cells that measure quality. Raises ConfigError for an unknown size or counts below 1.
     """
 
     size: str
@@ -69,7 +68,7 @@ class StudySetup:
         return read_prompts(self.prompts or DEFAULT_PROMPTS, self.num_prompts)
 
     def text(self) -> str:
-        """All texts of the prompts' file, also those that are not taken. Raises ConfigError."""
+        """The joined texts of all prompts without later turns, also those beyond `num_prompts`. Raises ConfigError."""
         return "\n\n".join(p.said for p in read_prompts(self.prompts or DEFAULT_PROMPTS) if not p.then)
 
     @property
@@ -81,7 +80,7 @@ class StudySetup:
         return self.threads or ops.available_cores()
 
     def source(self, role: str) -> str:
-        """The small model of a role. Raises ConfigError where this size has none."""
+        """The small (embedded) model of a role. Raises ConfigError if this size has no such role."""
         if self.size == "small":
             if role not in SMALL:
                 raise ConfigError(f"the embedded family has no {role!r}; --size true has one")
@@ -89,7 +88,7 @@ class StudySetup:
         return TRUE[role][1]
 
     def model(self, role: str) -> str:
-        """A model that can be loaded: a twin is made where it is not there yet. Raises what `make_twin` raises."""
+        """Name or folder of a role's model. A missing twin is made first. Raises what `make_twin` raises."""
         of = self.source(role)
         if self.size == "small":
             return of
@@ -107,7 +106,7 @@ class StudySetup:
         return str(folder)
 
     def check_memory(self, formats: Mapping[str, str]) -> None:
-        """Raise ConfigError where models of these roles, each in its format, are more than the memory that is free."""
+        """Raise ConfigError if these models do not fit in free memory. `formats`: weight format by role."""
         if self.size == "small":
             return
         models = {role: sheet(TRUE[role][0], form).weights for role, form in formats.items() if role != "head"}
@@ -117,7 +116,7 @@ class StudySetup:
             raise ConfigError(f"{need / GIB:.1f} GiB are needed ({parts}, caches 1) and {free / GIB:.1f} are free")
 
     def digest(self, cell: Any) -> str:
-        """What decides a cell's figures besides the code and the machine, as a key."""
+        """Hash of everything that determines a cell's results, except the code and the machine."""
         texts = [(p.id, *p.facts) for p in self.read()]
         facts = [type(cell).__name__, asdict(cell), self.size, self.max_tokens, self.repeat, self.cores, texts]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

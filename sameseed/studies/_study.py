@@ -1,4 +1,4 @@
-"""What a study says: its cells, and from their records tables, plots and the published figures beside ours."""
+"""The definition of a study: its cells, and a report with tables, plots and published figures beside ours."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any, Protocol
 
 from sameseed.studies._setup import StudySetup
 
-WIDTH = 20  # tokens a bar of the histogram of prompts
+WIDTH = 20  # tokens per bar in the histogram of prompt lengths
 Records = Seq[Mapping[str, Any]]
 Tell = Callable[[str], None]
 
 
 class Cell(Protocol):
-    """One point of a grid: what is measured together, written together, and skipped where it is there already."""
+    """One point of a grid. It is measured and recorded as a whole, and skipped if its records exist."""
 
     @property
     def name(self) -> str: ...
     @property
     def weight(self) -> float:
-        """How long it takes against others, in ways to decode."""
+        """Relative running time, in units of one way to decode."""
         ...
 
     def check(self, setup: StudySetup) -> None:
-        """Raise SameseedError where it cannot run, before anything is loaded."""
+        """Raise SameseedError if the cell cannot run, before anything is loaded."""
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
-        """Its records."""
+        """Measure the cell and return its records."""
         ...
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure, and ours; None: not measured."""
+    """A published figure and our own (None: not measured)."""
 
     what: str
     theirs: float
@@ -44,7 +44,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Series:
-    """A line, or bars of one colour. What was published stands beside ours of the same label, dashed or hatched."""
+    """A line, or bars of one colour. A published series has our series' label, and is drawn dashed or hatched."""
 
     label: str
     points: Seq[tuple[Any, float]]
@@ -53,7 +53,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram; `level`: a line across it, as at 1 for no gain; `stacked`: bars one on the other."""
+    """One diagram. `level`: y of a horizontal line, e.g. 1 for no gain. `stacked`: bars on top of each other."""
 
     title: str
     x: str
@@ -65,7 +65,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Plot:
-    """Panels in one picture, `name`.png and .svg."""
+    """Panels in one image, written as STUDY-`name`.png and .svg."""
 
     name: str
     title: str
@@ -74,7 +74,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text; the first column names, the others are numbers."""
+    """A table of texts; the first column has names, the others have numbers."""
 
     title: str
     heads: Seq[str]
@@ -83,7 +83,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """What records come to. `findings`: what a reader should know first."""
+    """The evaluation of a study's records. `findings`: sentences with the main results."""
 
     findings: Seq[str]
     published: Seq[Published]
@@ -93,7 +93,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Study:
-    """A published study. `differs`: what makes their figures and ours unlike; `data`: theirs, and how to get it."""
+    """A published study. `differs`: how their setup differs from ours. `data`: their data, and how to get it."""
 
     title: str
     source: str
@@ -104,36 +104,36 @@ class Study:
 
 
 def pick(records: Records, **wanted: object) -> list[Mapping[str, Any]]:
-    """Records with these values, of their configuration's fields or of their own."""
+    """Records whose fields have the `wanted` values. A field is looked up in the config first, then in the record."""
     return [r for r in records if all(r["config"].get(k, r.get(k)) == v for k, v in wanted.items())]
 
 
 def only(records: Records, **wanted: object) -> Mapping[str, Any] | None:
-    """The one with these values; None where there is none."""
+    """The last record with the `wanted` values; None if there is none."""
     found = pick(records, **wanted)
     return found[-1] if found else None
 
 
 def same_text(record: Mapping[str, Any]) -> bool | None:
-    """Did speculation write plain decoding's texts? None for a record of plain decoding."""
+    """Whether speculation generated plain decoding's texts; None for a record of plain decoding."""
     if (pair := record.get("same_texts")) is not None:
         return bool(pair[0] == pair[1])
     return record.get("equals_plain") if record.get("way") else None
 
 
 def figure(value: object, form: str = ".2f") -> str:
-    """A number as text; nothing for None."""
+    """A number as text; "" for None."""
     return "" if value is None else format(value, form)
 
 
 def points(records: Iterable[Mapping[str, Any]], x: str, y: Callable[[Any], float | None]) -> list[tuple[Any, float]]:
-    """(x, y) of each record that has both, in order of x, which its configuration holds."""
+    """(x, y) of each record with a y, in order of x. `x` is a field of the record's config."""
     found = [(r["config"][x], v) for r in records if (v := y(r)) is not None]
     return sorted(found)
 
 
 def prompt_panel(records: Records) -> Panel:
-    """How many prompts have how many tokens, a bar for each `WIDTH`."""
+    """Histogram of prompt lengths, one bar per `WIDTH` tokens."""
     counts = Counter(n // WIDTH * WIDTH for n in records[-1]["prompt_tokens"])
     bars = [(f"{low}+", float(counts[low])) for low in sorted(counts)]
     return Panel(f"prompts by tokens, {WIDTH} a bar", "tokens", [Series("prompts", bars)], True)

@@ -1,4 +1,4 @@
-"""Assisted generation with a smaller model, lengths x confidence x sampling, and 8 and 4 bits in every mix.
+"""Assisted generation with a smaller model: lengths x confidence x sampling, and all mixes of 8 and 4 bits.
 
 After the HPML study of Columbia University (2025): Llama-3.1-8B with Llama-3.2-1B and 3B, bitsandbytes, one L4.
 """
@@ -30,7 +30,7 @@ from sameseed.studies._study import (
 
 KS, THRESHOLDS, SAMPLED = (3, 5, 7), (1e-4, 0.2), 0.7
 BITS = {"bf16": "bf16", "w8a8": "8 bit", "nf4": "4 bit (nf4)", "w4a8": "4 bit (w4a8)"}
-# (draft, threshold, sampling) -> k -> tokens/s, ms a token, rollbacks, acceptance, speed-up, GPU %
+# Published: (draft, threshold, sampling) -> k -> tokens/s, ms per token, rollbacks, acceptance, speed-up, GPU %
 LENGTHS: Mapping[tuple[str, float, str], Mapping[int, tuple[float, ...]]] = {
     ("1b", 1e-4, "greedy"): {
         3: (19.995, 50.013, 2502, 0.547, 1.301, 89.08),
@@ -63,7 +63,7 @@ LENGTHS: Mapping[tuple[str, float, str], Mapping[int, tuple[float, ...]]] = {
         7: (15.475, 64.621, 2170, 0.556, 1.010, 90.45),
     },
 }
-# (draft, target's format, draft's format), k = 3, threshold 0.2, greedy
+# Published: (draft, target's format, draft's format) -> the same values, at k = 3, threshold 0.2, greedy
 MIXES: Mapping[tuple[str, str, str], tuple[float, ...]] = {
     ("1b", "bf16", "bf16"): LENGTHS["1b", 0.2, "greedy"][3],
     ("1b", "bf16", "w8a8"): (12.818, 78.018, 2491, 0.602, 0.834, 50.26),
@@ -76,15 +76,15 @@ MIXES: Mapping[tuple[str, str, str], tuple[float, ...]] = {
     ("3b", "w8a8", "bf16"): (12.804, 78.101, 2006, 0.661, 0.833, 60.49),
     ("3b", "w8a8", "nf4"): (8.607, 116.188, 2250, 0.634, 0.560, 55.15),
 }
-PLAIN = {"bf16": 15.499, "w8a8": 9.028, "nf4": 21.036}  # tokens/s
+PLAIN = {"bf16": 15.499, "w8a8": 9.028, "nf4": 21.036}  # published tokens/s of plain decoding, by format
 
 
-# format -> perplexity of WikiText-2, HumanEval pass@1 greedy and sampled
+# Published: format -> perplexity of WikiText-2, HumanEval pass@1 greedy and sampled
 QUALITY = {"bf16": (5.563, 0.336, 0.329), "w8a8": (5.640, 0.323, 0.329), "nf4": (6.242, 0.292, 0.317)}
 
 
 def cells(size: str) -> list[Cell]:
-    """Lengths in bf16, greedy and sampled; every mix of formats at k = 3; then the quality of each."""
+    """Cells of draft lengths in bf16, greedy and sampled; of all format mixes at k = 3; of each format's quality."""
     made: list[Cell] = []
     for role in ("1b",) if size == "small" else ("1b", "3b"):
         draft = f"{{{role}}}"
@@ -97,7 +97,7 @@ def cells(size: str) -> list[Cell]:
 
 
 def report(records: Records) -> Report:
-    """Every plot and table of theirs, ours beside them."""
+    """All plots and tables of the study, with our figures beside the published ones."""
     quality, records = [r for r in records if "perplexity" in r], [r for r in records if "perplexity" not in r]
     made = Report([], [], [], [])
     if records:
@@ -110,19 +110,19 @@ def report(records: Records) -> Report:
 
 
 def _plain(records: Records, form: str) -> float | None:
-    """Plain greedy tokens/s in a format: of the cell in which the mixes ran, which all formats have."""
+    """Plain greedy tokens/s in a format, from the cell of the format's mixes if measured; None without records."""
     found = pick(records, draft="none", format=form, temperature=0.0)
     mixes = [r for r in found if "mixes" in r["cell"]] or found
     return float(mixes[0]["tokens_per_s"]) if mixes else None
 
 
 def _over(record: Mapping[str, Any], base: Mapping[str, Any] | None) -> float | None:
-    """Speed-up over plain decoding in bf16, the one baseline of theirs."""
+    """Speed-up over plain decoding in bf16, the study's only baseline."""
     return None if base is None else float(record["tokens_per_s"] / base["tokens_per_s"])
 
 
 def _draft(role: str, records: Records) -> str:
-    """What a draft is called in plots."""
+    """The name of a draft in plots."""
     name = role_name(role, records[-1]["size"])
     return name.upper() if name == role else name
 

@@ -27,11 +27,11 @@ from sameseed.studies._study import (
 )
 
 CLIENTS = (1, 2, 4, 8, 16, 32)
-LOW, HIGH, ACCEPTED = 2.0, 1.3, 0.7  # times the tokens/s at few and at many clients; share of drafts
+LOW, HIGH, ACCEPTED = 2.0, 1.3, 0.7  # published speed-ups at few and at many clients; published acceptance rate
 
 
 def cells(size: str) -> list[LoadCell]:
-    """Each draft with goodput; the first with four tokens in every round too."""
+    """A cell for each draft with the policy goodput, and one for the first draft with four tokens in every round."""
     form = (("auto", "auto"),) if size == "small" else (("w4a8", "auto"),)
     drafts = ("1b", "head") if size == "small" else ("1b", "3b", "head")
     made = [LoadCell(f"{role_name(draft, size)} goodput", draft, CLIENTS, form) for draft in drafts]
@@ -39,7 +39,7 @@ def cells(size: str) -> list[LoadCell]:
 
 
 def report(records: Records) -> Report:
-    """Their three plots, and the speed-up; on over off."""
+    """The study's three plots, CPU use, and the speed-up of speculation on over off."""
     names = list(dict.fromkeys(r["cell"] for r in records))
     return Report(_findings(records, names), _published(records, names), [_plot(records, names)], [_table(records)])
 
@@ -82,7 +82,7 @@ def _plot(records: Records, names: list[str]) -> Plot:
     gains = [Series("off", []), *gains, Series(names[0], [(1, LOW), (32, HIGH)], True)]
     panels = [Panel("tokens/s, on over off", "clients at once", gains, level=1.0)]
     for title, of in measures:
-        off = points(pick(records, label="off"), "concurrency", of)  # of all cells: the server is the same
+        off = points(pick(records, label="off"), "concurrency", of)  # over all cells: without drafts they are the same
         lines = [Series("off", [(c, median(v for n, v in off if n == c)) for c in dict(off)])]
         lines += [Series(n, points(pick(records, cell=n, label="on"), "concurrency", of)) for n in names]
         panels.append(Panel(title, "clients at once", lines))

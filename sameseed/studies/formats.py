@@ -1,4 +1,4 @@
-"""Ways to guess x number formats: what checking costs, what drafting costs, tokens a round, and the speed-up.
+"""Speculation settings x number formats: cost of verifying, cost of drafting, tokens per round, and the speed-up.
 
 After SpecMQuant (Zhang et al., 2025, arXiv 2505.22179): Llama-3-8B and 70B, EAGLE-2 and hierarchical, A100 and 3090.
 """
@@ -11,7 +11,8 @@ from typing import Any
 from sameseed.studies._bench import BenchCell, Way
 from sameseed.studies._study import Panel, Plot, Published, Records, Report, Series, Study, Table, figure, only, pick
 
-# Read off their figure (MT-Bench): plain and with EAGLE-2, over fp16 (70B: over w8a8), and the gain that is printed.
+# Read from the paper's figure (MT-Bench): speed of plain decoding and with EAGLE-2, both over plain fp16 (70B: over
+# w8a8), and the gain as printed.
 A100: Mapping[str, tuple[float, float, float]] = {
     "bf16": (1.0, 2.3, 2.3),
     "w8a8": (1.4, 2.75, 2.0),
@@ -28,8 +29,8 @@ RTX3090: Mapping[str, tuple[float, float, float]] = {
     "w4a8-g128": (2.6, 3.15, 1.2),
     "w4a8-qoq": (2.4, 3.2, 1.3),
 }
-VERIFY = {"bf16": 1.2, "w8a8": 1.2, "w4a16-g128": 1.8}  # T_v(60) / T_t
-HIERARCHICAL = 2.78  # of 70B in w4a16, over its own plain decoding
+VERIFY = {"bf16": 1.2, "w8a8": 1.2, "w4a16-g128": 1.8}  # published T_v(60) / T_t
+HIERARCHICAL = 2.78  # published speed-up of 70B in w4a16 over its own plain decoding
 TREE, SMALL_TREE, CHAIN, MODEL, SELF = "head tree 60", "head tree 24", "head chain 4", "draft model 4", "own 4 bits 4"
 CASCADE = "ngram > draft model 6"
 WAYS = (TREE, SMALL_TREE, CHAIN, MODEL, SELF, CASCADE)
@@ -37,7 +38,7 @@ WIDE = (("depth", 6), ("top_k", 10))
 
 
 def cells(size: str) -> list[BenchCell]:
-    """All ways in each format; the target's own 4-bit copy drafts where the target has more bits."""
+    """A cell per format with all ways. The target's own 4-bit copy is one of them if the target has more bits."""
     ways = (
         Way("{head}", (60,), "bf16", None, WIDE, TREE),
         Way("{head}", (24,), "bf16", None, (("depth", 3), ("top_k", 10)), SMALL_TREE),
@@ -50,13 +51,13 @@ def cells(size: str) -> list[BenchCell]:
 
 
 def report(records: Records) -> Report:
-    """Their figure and their three terms in one table, with ours."""
+    """The paper's figure and the three terms of its cost model, with our values, in one plot and one table."""
     base = only(records, draft="none", format="bf16")
     return Report(_findings(records, base), _published(records, base), [_plot(records, base)], [_table(records, base)])
 
 
 def _over(record: Mapping[str, Any] | None, base: Mapping[str, Any] | None) -> float | None:
-    """Speed over plain decoding in bf16."""
+    """Speed-up over plain decoding in bf16; None if either record is missing."""
     return None if record is None or base is None else float(record["tokens_per_s"] / base["tokens_per_s"])
 
 
@@ -65,12 +66,12 @@ def _gain(record: Mapping[str, Any]) -> float:
 
 
 def _checking(record: Mapping[str, Any]) -> float:
-    """T_v(n) / T_t: checking a round's rows over a plain step, in the same turns."""
+    """T_v(n) / T_t: time to verify a round's rows over the time of a plain decode step, measured interleaved."""
     return float(record["verify_cost"])
 
 
 def _drafting(record: Mapping[str, Any]) -> float:
-    """d T_d / T_t: a round's drafting over a plain step."""
+    """d T_d / T_t: drafting time of a round over the time of a plain decode step."""
     return float(record["draft_cost"])
 
 
@@ -79,7 +80,7 @@ def _tokens(record: Mapping[str, Any]) -> float:
 
 
 def _model(record: Mapping[str, Any]) -> float:
-    """The speed-up by their cost model: tau over both costs."""
+    """The speed-up by the paper's cost model: tau over the sum of both costs."""
     return _tokens(record) / max(1e-9, _checking(record) + _drafting(record))
 
 

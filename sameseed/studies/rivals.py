@@ -1,6 +1,7 @@
-"""Other engines beside ours, same checkpoints, in turns: passes, prompts and batches; texts with their own speculation.
+"""Other engines against ours on the same checkpoints, interleaved: passes, prefill, batches, and texts.
 
-What is measured, and how each engine is set: benchmarks/peers/README.md, whose runner measures here too.
+For texts, each engine uses its own speculation. The runner in benchmarks/peers measures; its README.md describes the
+measurements and each engine's settings.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ SHAPES = {
     "texts": {"small": "embedded", "true": "twin-1b"},
 }
 KEPT = ("engine", "versions", "settings", "rows", "prefill", "batch", "texts", "missing")
-ROUNDS = 3  # for each of a study's repetitions: passes are short
+ROUNDS = 3  # rounds per repetition of a study, since passes are short
 
 
 @dataclass(frozen=True)
 class PeerCell:
-    """One engine and ours, in groups that fit the memory. `what`: "passes" or "texts"."""
+    """One other engine against ours, in groups of arms that fit in memory. `what`: "passes" or "texts"."""
 
     engine: str
     what: str
@@ -50,16 +51,16 @@ class PeerCell:
 
     @property
     def home(self) -> Path:
-        """Where the engines' environments are, as make has it."""
+        """Folder of the engines' virtual environments: $PEERS_HOME, or the default of `make peers`."""
         return Path(os.environ.get("PEERS_HOME", PEERS / ".venvs"))
 
     @property
     def work(self) -> Path:
-        """Where the checkpoints are."""
+        """Folder of the checkpoints: $PEERS_WORK, or the default of `make peers`."""
         return Path(os.environ.get("PEERS_WORK", Path.home() / ".cache" / "sameseed-peers"))
 
     def check(self, setup: StudySetup) -> None:
-        """Raise ConfigError where the engine, or its checkpoints, are not here."""
+        """Raise ConfigError if the engine or its checkpoints are missing."""
         if not PEERS.is_dir():
             raise ConfigError(
                 "other engines are measured by benchmarks/peers; run this in a checkout of the repository"
@@ -73,7 +74,7 @@ class PeerCell:
             )
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
-        """A record an arm. Raises ConfigError with the runner's words."""
+        """One record per arm. Raises ConfigError with the runner's error output."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "peers.jsonl"
             shape = SHAPES[self.what][setup.size]
@@ -87,7 +88,7 @@ class PeerCell:
             errors = Path(folder) / "errors"
             with errors.open("w") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file) as running:
                 for line in running.stdout or ():
-                    if line.startswith(b"  "):  # what it does, and how far it is; its tables are made here
+                    if line.startswith(b"  "):  # forward progress lines only, not the runner's tables
                         tell(line.decode(errors="replace").strip())
             if running.returncode:
                 raise ConfigError(f"{self.name}: {errors.read_text(errors='replace').strip()[-500:]}")
@@ -95,12 +96,12 @@ class PeerCell:
 
 
 def cells(size: str) -> list[PeerCell]:
-    """Two cells an engine."""
+    """Two cells per engine: passes and texts."""
     return [PeerCell(engine, what) for what in SHAPES for engine in ENGINES]
 
 
 def split(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The arms of a record of benchmarks/peers, each as a record of its own."""
+    """Split a record of benchmarks/peers into one record per arm."""
     plan = line["plan"]
     said = f"{line['shape']}, context {plan['context']}, {plan['rounds']} rounds in turns, medians"
     if prompts := line.get("prompts"):
@@ -120,7 +121,7 @@ def split(line: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def report(records: Records) -> Report:
-    """Time by rows, what more rows cost, prompts and batches, texts; ratios within each round or text."""
+    """Times by rows, c(M), prefill, batches and texts. Ratios are taken within each round or text."""
     texts = [r for r in records if r.get("texts")]
     records = [r for r in records if r["config"]["shape"] not in SHAPES["texts"].values()]
     panels = [
@@ -146,7 +147,7 @@ def _ours(record: Mapping[str, Any]) -> bool:
 
 
 def _place(record: Mapping[str, Any]) -> tuple[object, ...]:
-    """Arms of one place took turns."""
+    """Key of interleaved arms: only arms with the same key can be compared."""
     return record["run"], record["config"]["group"], record.get("cell")
 
 
@@ -168,7 +169,7 @@ def _times(record: Mapping[str, Any], rows: int) -> list[float]:
 
 
 def _faster(mine: Mapping[str, Any], peer: Mapping[str, Any], rows: int) -> float | None:
-    """How many times less ours takes, the median over rounds."""
+    """The peer's time over ours for a pass over `rows` rows: median over rounds, None without measurements."""
     ratios = [theirs / own for own, theirs in zip(_times(mine, rows), _times(peer, rows))]
     return median(ratios) if ratios else None
 
@@ -188,7 +189,7 @@ def _over(mine: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 
 def _best(texts: Records, ours: bool) -> dict[tuple[object, ...], Mapping[str, Any]]:
-    """The fastest arm of ours, or of others', at each place."""
+    """The fastest of our arms (or of the other engines' arms) at each place."""
     found: dict[tuple[object, ...], Mapping[str, Any]] = {}
     for record in texts:
         if _ours(record) is ours:
@@ -199,7 +200,7 @@ def _best(texts: Records, ours: bool) -> dict[tuple[object, ...], Mapping[str, A
 
 
 def _text_panels(texts: Records) -> list[Panel]:
-    """A diagram for each engine beside ours: tokens a second of every way to decode."""
+    """One panel per engine with ours: tokens per second of each way to decode."""
     panels = []
     for place in dict.fromkeys(map(_place, texts)):
         here = [r for r in texts if _place(r) == place]
@@ -213,9 +214,9 @@ def _text_panels(texts: Records) -> list[Panel]:
 
 
 def text_table(texts: Records) -> Table:
-    """Tokens a second of each way to decode, over its engine's plain decoding, equal texts, and how far ours is ahead.
+    """Table of each arm: tokens per second, speed-up over its engine's plain decoding, equal texts, our lead.
 
-    `texts`: records as `split` makes them, of arms that wrote some.
+    `texts`: records from `split`, of arms that generated texts.
     """
     ours, rows = _best(texts, True), []
     several = len(set(map(_place, texts))) > 1

@@ -1,4 +1,4 @@
-"""Speculation and FP8 in a server, by lengths of prompt and answer and by clients, and what rounds draft.
+"""Speculation and FP8 in a server by lengths of prompt and answer and by clients, and draft lengths of rounds.
 
 After an article of Novita AI (2024): vLLM with dynamic draft lengths on an H20, and FP8 with an FP8 cache on a 4090.
 """
@@ -26,16 +26,16 @@ from sameseed.studies._study import (
     points,
 )
 
-LENGTHS = ("1000-100", "500-50", "200-20")  # a tenth of theirs
+LENGTHS = ("1000-100", "500-50", "200-20")  # a tenth of the published lengths
 CLIENTS = (1, 2, 4, 8)
 BOUND = 2.0  # seconds to the first token
-SPECULATION, FP8 = 1.4, 1.4  # times the tokens/s: in all; and at about 4 sequences within the bound
+SPECULATION, FP8 = 1.4, 1.4  # published speed-ups: overall; and of FP8 at about 4 sequences within the bound
 FORMATS = (("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8_e4m3"))
 NAMES = {("bf16", "bf16"): "bf16", ("fp8", "bf16"): "fp8", ("fp8", "fp8_e4m3"): "fp8, cache fp8"}
 
 
 def cells(size: str) -> list[Cell]:
-    """Lengths x formats x clients, and rounds with each length policy on one text after the other."""
+    """Cells of lengths x formats x clients, and one cell of rounds with each length policy at batch size 1."""
     together: list[tuple[tuple[str, str], ...]] = [FORMATS] if size == "small" else [(form,) for form in FORMATS]
     made: list[Cell] = []
     for lengths in LENGTHS:
@@ -48,7 +48,7 @@ def cells(size: str) -> list[Cell]:
 
 
 def report(records: Records) -> Report:
-    """Their plots: speed-up by lengths, FP8 over bf16, draft lengths, a timeline."""
+    """The study's plots: speed-up by lengths, FP8 over bf16, draft lengths, a timeline."""
     load = [r for r in records if r["cell"] != "rounds"]
     rounds = pick(records, cell="rounds")
     plots = ([_load_plot(load)] if load else []) + (_round_plots(rounds) if rounds else [])
@@ -70,20 +70,20 @@ def _find(records: Records, name: str, on: bool, **wanted: object) -> list[Mappi
 
 
 def _over(mine: Mapping[str, Any], its: Mapping[str, Any] | None) -> float | None:
-    """Tokens/s over another's."""
+    """Ratio of tokens/s of two records; None without a baseline."""
     whole = its["output_tokens_per_s"] if its else 0.0
     return float(mine["output_tokens_per_s"] / whole) if whole else None
 
 
 def _gain(records: Records, record: Mapping[str, Any]) -> float | None:
-    """Speculation on over off, else alike."""
+    """Speed-up over the record without speculation that is otherwise the same."""
     c = record["config"]
     off = _find(records, _name(record), False, lengths=c["lengths"], concurrency=c["concurrency"])
     return _over(record, off[-1] if off else None)
 
 
 def _low(records: Records, record: Mapping[str, Any]) -> float | None:
-    """Over bf16 without speculation, else alike."""
+    """Speed-up over the record in bf16 without speculation that is otherwise the same."""
     c = record["config"]
     off = _find(records, "bf16", False, lengths=c["lengths"], concurrency=c["concurrency"])
     return _over(record, off[-1] if off else None)
@@ -159,14 +159,14 @@ def _load_plot(load: Records) -> Plot:
 
 
 def _round_plots(rounds: Records) -> list[Plot]:
-    """Draft lengths, and where the time of rounds goes: apart, so that each has colours enough."""
+    """Plots of draft lengths, and of the time split of rounds; two plots, so that each has enough colours."""
     drafted = [r for r in rounds if r["way"]]
     lengths = [Series(r["way"], [(n, float(v)) for n, v in enumerate(r["draft_lengths"])]) for r in drafted]
     drafts = Plot("drafts", "What rounds draft", [Panel("rounds by tokens drafted", "draft tokens", lengths, True)])
     panels = []
     for name in ("threshold 0.2", "disco", "goodput"):
         if r := only(rounds, way=name):
-            steps = r["first_steps"][1:13]  # the first reads the prompt
+            steps = r["first_steps"][1:13]  # without the first step, which is the prefill
             parts = [
                 Series(part, [(n, 1e3 * step[part]) for n, step in enumerate(steps, 2)])
                 for part in ("draft", "target", "verify", "schedule")

@@ -1,1 +1,1 @@
-"""Measuring: a workload, several ways to decode it that take turns, a record of each, a table of records."""
+"""Measuring: workloads, interleaved runs of several ways to decode them, one record for each, tables of records."""

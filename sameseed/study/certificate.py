@@ -1,4 +1,4 @@
-"""The certificate: all checks of one configuration, and what they found, as one record."""
+"""The certificate: the results of all checks of one configuration, as one record."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sameseed.study import record
 from sameseed.study.schemas import CERTIFICATE_SCHEMA
 from sameseed.study.workload import prompts_name, read_prompts
 
-LEAST_TOKENS = 8  # of the answers that are compared
-Tick = Callable[[str, int, int], None]  # a check's name, how many are done, how many there are
+LEAST_TOKENS = 8  # least --max-tokens: the compared answers must leave room for drafts
+Tick = Callable[[str, int, int], None]  # name of a check, number of checks done, number of checks
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be certified, as the command line says it."""
+    """What to certify, as given on the command line."""
 
     model: str
     prompts: Path
@@ -40,9 +40,9 @@ class Asked:
 
 @dataclass
 class Certificate:
-    """The results of all checks of one configuration; `mutants` are those of the mutation test, if it ran.
+    """The results of all checks of one configuration.
 
-    `known`: the checks that there are here; `unseen`: what none of them looks at.
+    `mutants`: result of the mutation test, if it ran. `known`: all available checks. `unseen`: what no check covers.
     """
 
     results: list[Result]
@@ -56,19 +56,19 @@ class Certificate:
 
     @property
     def left_out(self) -> list[str]:
-        """Checks that were not run."""
+        """Ids of the checks that were not run."""
         done = {r.check.id for r in self.results}
         return [c.id for c in self.known if c.id not in done]
 
     @property
     def passed(self) -> bool:
-        """Did nothing fail? Warnings speak of speed."""
+        """Did no check fail, and were all mutants caught? A warning is no failure: it concerns speed."""
         caught = self.mutants is None or self.mutants["caught"] == self.mutants["total"]
         return caught and all(r.status != FAILED for r in self.results)
 
     @property
     def verdict(self) -> str:
-        """passed, failed, not shown (too little was seen), or, where checks were left out, that these ones passed."""
+        """passed, failed, not shown (too small a sample), or these checks passed (others were left out)."""
         if not self.passed:
             return FAILED
         if any(r.status == NOT_SHOWN for r in self.results):
@@ -100,13 +100,14 @@ class Certificate:
 def load_subject(
     asked: Asked, config: EngineConfig, params: SamplingParams, progress: Progress | None = None
 ) -> Subject:
-    """Load models and prompts. Raises ConfigError where nothing is drafted, RequestError for prompts that do not fit.
+    """Load models and prompts.
 
-    `params`: how to sample, beside greedily; its seed is the certificate's.
+    `params`: settings of the sampled runs (others are greedy); its seed is the certificate's. Raises ConfigError if
+    nothing is drafted or an option is out of range, RequestError for prompts that do not fit.
     """
     if config.spec.method == "none" or config.spec.num_draft_tokens == 0:
         raise ConfigError("nothing speculates, so there is nothing to certify; name a way to guess, e.g. --draft ngram")
-    ops.resolve(config.backend, config.device)  # what is not here is said before anything is loaded
+    ops.resolve(config.backend, config.device)  # a missing backend or device is reported before anything is loaded
     if asked.batch < 1:
         raise ConfigError(f"--batch must be at least 1, got {asked.batch}")
     if asked.max_tokens < LEAST_TOKENS:
@@ -124,7 +125,7 @@ def load_subject(
                 f"{asked.max_tokens} at most {limit - asked.max_tokens}"
             )
     seed = 1 if params.seed is None else params.seed
-    # Checks write texts of many lengths: a least one of more than the shortest would contradict them.
+    # Checks generate texts of many lengths: min_tokens must not exceed the shortest of them.
     least = min(params.min_tokens, LEAST_TOKENS)
     own = replace(params, max_tokens=asked.max_tokens, min_tokens=least, n=1, logprobs=None)
     subject = Subject(loaded, encoded, own, asked.max_tokens, asked.batch, seed)
@@ -135,7 +136,7 @@ def load_subject(
 def certify(
     subject: Subject, asked: Asked, checks: Seq[Check] = CHECKS, tick: Tick = lambda name, done, total: None
 ) -> Certificate:
-    """Run the checks; `tick` is called before each."""
+    """Run the checks. `tick` is called before each check."""
     start = time.perf_counter()
     results = []
     for i, check in enumerate(checks):
@@ -153,7 +154,7 @@ def certify(
 
 
 def _config(subject: Subject, asked: Asked) -> dict[str, object]:
-    """The configuration as it was resolved."""
+    """The resolved configuration (without "auto" values), for the record."""
     c, spec, params = subject.config, storeless(subject.config.spec), subject.params
     return {
         "label": f"{draft_text(spec)} k={spec.num_draft_tokens}",

@@ -16,7 +16,7 @@ from sameseed.laws.checks import chosen
 from sameseed.request import SamplingParams
 from sameseed.study import certificate as suite
 
-# Every way to guess, for the embedded pair; of other models those that need no model beside the target.
+# Drafts for the embedded pair. Other models are checked with MODELLESS, the drafters that need no draft model.
 EMBEDDED = (
     "embedded-draft",
     "eagle",
@@ -27,20 +27,20 @@ EMBEDDED = (
     "suffix + embedded-draft",
     "parallel:embedded-draft",
 )
-# No text has the padding token: a mask that this draft was not trained for, so that guesses go right and wrong.
+# The padding token is the mask token. The draft was not trained for it, so some draft tokens are right and some wrong.
 OPTIONS: Mapping[str, Mapping[str, object]] = {"parallel:embedded-draft": {"mask_token": 0}}
 MODELLESS = ("ngram", "suffix", "self_quant")
 FORMATS = ("bf16", "w8a16", "w8a8", "w4a16", "w4a8", "fp8", "fp8-a8", "w4a8-qoq")
 KV_FORMATS = ("bf16", "int8", "fp8_e4m3")
 BATCHES = (1, 4, 16)
-# What a draft can do wrong. The other checks do not look at it: once for each format is enough.
+# The checks that depend on the draft. The others run only once per format.
 OF_DRAFTS = ("C1", "L3", "L6", "L9", "S1", "W1", "P1", "L5", "L10", "A1", "C2")
-LEAST = 0.25  # share of the least sizes, where many cells are looked at
+LEAST = 0.25  # share of the least sizes, for cells that are not whole
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One configuration: how to guess, weights, cache, sequences that run together; `whole`: every check."""
+    """One configuration: draft, weight format, KV cache format, batch size. `whole`: all checks run."""
 
     draft: SpecConfig
     name: str
@@ -52,7 +52,7 @@ class Combination:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell: its record, or why there is none."""
+    """The result of a cell: its record, or the reason why there is none."""
 
     cell: Combination
     record: dict[str, Any] | None
@@ -60,12 +60,12 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """passed (every check), these checks passed, not shown, failed, or impossible: it could not be set up."""
+        """passed (all checks), these checks passed, not shown, failed, or impossible (the cell could not be set up)."""
         return "impossible" if self.record is None else str(self.record["verdict"])
 
 
 def cells(drafts: Mapping[str, SpecConfig], formats: Seq[str] = FORMATS) -> list[Combination]:
-    """Every draft in every format; cache formats and batch sizes in turn, so that each meets every draft and format."""
+    """Every draft in every weight format. Cache formats and batch sizes rotate, so that drafts and formats meet all."""
     made = []
     for i, weights in enumerate(formats):
         for j, (name, spec) in enumerate(drafts.items()):
@@ -81,9 +81,9 @@ def run(
     params: SamplingParams,
     tick: suite.Tick = lambda name, done, total: None,
 ) -> Iterator[Outcome]:
-    """The cells' certificates, one after the other; one that cannot be set up (no memory, groups) is told, not raised.
+    """The cells' certificates, one after the other. A cell that cannot be set up yields an outcome without a record.
 
-    `config`: backend, device and limits of all. `asked.effort` is that of whole cells; the others look at less.
+    `config`: backend, device and limits of all cells. `asked.effort`: effort of whole cells; the others use less.
     """
     for i, cell in enumerate(every):
         tick(f"{cell.name}, {cell.format}, {cell.kv_format}, batch {cell.batch}", i, len(every))
@@ -91,14 +91,14 @@ def run(
         effort = asked.effort if cell.whole else Effort(asked.effort.share, LEAST)
         own = replace(config, format=cell.format, spec=cell.draft, cache=cache)
         yield _outcome(cell, replace(asked, batch=cell.batch, effort=effort), own, params)
-        # Models and caches of one cell are gone before the next one's are loaded: a GPU has room for one.
+        # Free this cell's models and caches before the next cell loads its own: a GPU has room for only one.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 def _outcome(cell: Combination, asked: suite.Asked, config: EngineConfig, params: SamplingParams) -> Outcome:
-    """One cell's certificate. The subject is held by nothing else: it goes with this call."""
+    """One cell's certificate. Only this call holds the subject, so its memory is freed at the end."""
     try:
         try:
             subject = suite.load_subject(asked, config, params)
@@ -111,7 +111,7 @@ def _outcome(cell: Combination, asked: suite.Asked, config: EngineConfig, params
 
 
 def verdict(outcomes: Seq[Outcome]) -> str:
-    """Of all: passed where nothing failed, no cell was impossible, and all checks ran in every format."""
+    """The overall verdict: passed if nothing failed, no cell was impossible, and all checks ran in every format."""
     found = [o.verdict for o in outcomes]
     for worse in (FAILED, NOT_SHOWN):
         if worse in found:

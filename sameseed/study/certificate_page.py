@@ -1,4 +1,4 @@
-"""Certificates as HTML pages that need nothing else: one in full, or a table of many."""
+"""Certificates as self-contained HTML pages: one certificate in full, or a table of many."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ device {{ c.device }}{% if c.device_name %} ({{ c.device_name }}){% endif %}; {{
 {% endblock %}
 """
 TONES = {"passed": "passed", "these checks passed": "passed", "impossible": "warning", NOT_SHOWN: "warning"}
-HEADLINES = {  # of a verdict, with its colour
+HEADLINES = {  # by verdict: the headline, and its colour
     PASSED: ("Speculation changed nothing", "passed"),
     IN_PART: ("These checks passed; others were left out", "warning"),
     NOT_SHOWN: ("Not shown: too little was seen", "warning"),
@@ -191,7 +191,7 @@ def _page(template: str, verdict: str, **values: object) -> str:
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """The page of a record (schema `sameseed.certificate/1`)."""
+    """The HTML page of a record (schema `sameseed.certificate/1`)."""
     status = [check["status"] for check in record["checks"]]
     counts = ", ".join(f"{status.count(s)} {s}" for s in ("passed", "failed", "warning", NOT_SHOWN) if s in status)
     config = record["config"]
@@ -199,7 +199,7 @@ def render(record: Mapping[str, Any]) -> str:
 
 
 def render_every(outcomes: Seq[Outcome], verdict: str) -> str:
-    """The page of all outcomes."""
+    """The HTML page with a table of all outcomes."""
     records = [o.record for o in outcomes if o.record is not None]
     first = records[0] if records else {"config": None}
     title, seconds = f"Certificates: {len(outcomes)} configurations", sum(r["seconds"] for r in records)

@@ -1,4 +1,4 @@
-"""What a certificate says, in a few sentences for readers who know nothing of its checks."""
+"""The summary of a certificate: a few sentences for readers who do not know its checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PART = "Nothing differed in the checks that ran. Others were left out, so this i
 
 
 def summary(record: Mapping[str, Any]) -> list[str]:
-    """Sentences about a record (schema `sameseed.certificate/1`): verdict, what was looked at, how much, what not."""
+    """Sentences about a record (schema `sameseed.certificate/1`): verdict, what was checked, how much, what was not."""
     checks = {c["id"]: {**c["sizes"], **c["statistic"]} for c in record["checks"]}
     lines = [OPENINGS.get(record["verdict"], PART), *_looked_at(checks), _drafted(record), _share(record)]
     lacking = [f"{c['id']} ({'; '.join(c['lacking'])})" for c in record["checks"] if c["lacking"]]
@@ -29,7 +29,7 @@ def summary(record: Mapping[str, Any]) -> list[str]:
 
 
 def _looked_at(checks: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """What was compared with what, by the checks that ran."""
+    """What the checks that ran compared."""
     lines = []
     compared = [
         f"{checks[i][key]:,.0f} {words}"
@@ -62,7 +62,7 @@ def _looked_at(checks: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def _drafted(record: Mapping[str, Any]) -> str:
-    """What the configured draft did; trees that the certificate makes itself are told apart."""
+    """Counts of the configured draft; tokens of trees that the certificate makes itself are given separately."""
     a = record["acceptance"]
     return (
         f"The draft ({record['config']['label']}) made {a['num_draft_tokens']:,} guesses: {a['num_accepted_tokens']:,} "
@@ -72,7 +72,7 @@ def _drafted(record: Mapping[str, Any]) -> str:
 
 
 def _share(record: Mapping[str, Any]) -> str:
-    """How far the sizes are from the full ones."""
+    """The effort, and how large the checks' samples are as shares of the full sizes."""
     shares = []
     for c in record["checks"]:
         sizes = {**c["sizes"], **c["statistic"]}
@@ -88,7 +88,7 @@ def _share(record: Mapping[str, Any]) -> str:
 
 
 def drawn_text(drawn: Mapping[str, Any]) -> str:
-    """What became of the mutants that a generator drew (`laws.held_out.score`)."""
+    """Results of randomly generated mutants (`laws.held_out.score`)."""
     low, high = (100 * share for share in drawn["interval"])
     live = drawn["caught"] + drawn["not_caught"] + drawn["other_counts_alone"]
     return (

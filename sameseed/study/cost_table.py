@@ -15,7 +15,7 @@ LEGEND = (
 
 
 def tables(profile: Profile) -> Iterator[Table]:
-    """Limits, a cost curve for each format and context, and what else was measured; then those of the draft."""
+    """Tables of the machine's limits, the cost curves, and the formats; the last two also for the draft."""
     yield limits_table(profile)
     for part in (profile, profile.draft):
         if part is not None:
@@ -24,7 +24,7 @@ def tables(profile: Profile) -> Iterator[Table]:
 
 
 def limits_table(profile: Profile) -> Table:
-    """What the machine can do."""
+    """The machine's limits, and the instruction or method that each was measured with."""
     limits = profile.limits
     table = _table(
         f"machine: {profile.machine.get('cpu', '')}, {profile.threads} threads", "limit", "", "measured with"
@@ -43,7 +43,7 @@ def limits_table(profile: Profile) -> Table:
 
 
 def curve_table(profile: Profile) -> Table:
-    """A row for each format and context: milliseconds and c for every M."""
+    """One row per format and context: milliseconds and c for each M."""
     rows = sorted({x.rows for x in profile.costs})
     heads = ["format", "KV", "cached", *(f"M={m}" for m in rows)]
     table = _table(f"{profile.shape['name']}: ms of a pass over M rows, and c(M)", *heads)
@@ -57,7 +57,7 @@ def curve_table(profile: Profile) -> Table:
 
 
 def format_table(profile: Profile) -> Table:
-    """A row for each format: sizes, shares of the limits, prefill and batch decode."""
+    """One row per format: sizes, shares of the machine's limits, prefill and batch decode."""
     sizes = sorted({x.batch_size for x in profile.batch})
     prompt = next((x.tokens for x in profile.prefill), None)
     heads = ["format", "weights", "read a token", "read share", "load peak"]

@@ -1,6 +1,7 @@
-"""Cost curves: how long one forward pass over M rows takes in each number format, and the record of it.
+"""Cost curves: how long one forward pass over M rows takes in each number format, and the record of the measurement.
 
-c(M), the time of M rows over that of one, is what checking a draft costs; planner and length policy read it.
+c(M) is the time of a pass over M rows divided by the time of a pass over one row: the cost of verifying a draft. The
+planner (`sameseed.plan`) reads these profiles.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ Report = Callable[[str, float, float], None]  # stage, done, total
 
 @dataclass(frozen=True)
 class Cost:
-    """A chain of `rows` new tokens after `context` cached ones: median milliseconds, and c against one row.
+    """A pass over a chain of `rows` new tokens after `context` cached tokens: median milliseconds, and c(rows).
 
-    `memory_ms` and `compute_ms` are what reading and arithmetic would take at the machine's limits.
+    `memory_ms` and `compute_ms`: the time that reading and arithmetic would take at the machine's limits. `p10`, `p90`:
+    percentiles of the milliseconds.
     """
 
     format: str
@@ -39,7 +41,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt of `tokens` tokens in one pass; `peak_share`: its arithmetic at the limit over the time it took."""
+    """Prefill of a prompt of `tokens` tokens in one pass.
+
+    `peak_share`: the time that its arithmetic would take at the machine's limit, divided by the measured time.
+    """
 
     format: str
     kv_format: str
@@ -54,7 +59,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class BatchDecode:
-    """One new token for each of `batch_size` sequences of `context` tokens."""
+    """One decode pass: one new token for each of `batch_size` sequences with `context` cached tokens."""
 
     format: str
     kv_format: str
@@ -69,10 +74,11 @@ class BatchDecode:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model in one format: its size, what one token reads (weights and the first context's KV), what loading took.
+    """A model in one format: its size, the bytes read for one token, and the cost of loading.
 
-    `bandwidth_share`: reading at the limit over the time that one row took. `peak`: the arithmetic of its matrix
-    products, "int8", "bf16" or "fp32". `load_peak_bytes`: most memory beyond what was resident before it was loaded.
+    `bytes_per_token`: weights, and the KV cache of the first context. `bandwidth_share`: the time to read those bytes
+    at the machine's limit, divided by the measured time of one row. `peak`: arithmetic of the matrix products, "int8",
+    "bf16" or "fp32". `load_peak_bytes`: peak memory while loading, less the memory that was resident before.
     """
 
     format: str
@@ -88,7 +94,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of one shape. `draft` is the same of a draft model, measured in turn with it."""
+    """All measurements of one shape. `draft`: those of a draft model, whose passes alternated with the target's."""
 
     shape: Mapping[str, Any]
     costs: tuple[Cost, ...]
@@ -99,7 +105,7 @@ class Profile:
     machine: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
     backend: str = ""
-    interleaved: bool = True  # False: too little memory, one format after the other
+    interleaved: bool = True  # False: too little memory to load all formats; one was measured after the other
     interrupted: bool = False
     peak_memory_bytes: int = 0
     commit: str = ""
@@ -121,10 +127,10 @@ class Profile:
         return found
 
     def ms(self, format: str, rows: float, context: float | None = None) -> float:
-        """Milliseconds of a pass over `rows` rows after `context` tokens (None: the smallest that was measured).
+        """Milliseconds of a pass over `rows` rows after `context` tokens (None: the smallest measured context).
 
-        Linear between measured points and, beyond the largest, along the last two; below the smallest it stays.
-        Raises ConfigError for a format that was not measured, or rows below 1.
+        Interpolates linearly between measured points, and extrapolates from the last two beyond the largest. Below the
+        smallest point the value is constant. Raises ConfigError for a format that was not measured, or rows below 1.
         """
         if rows < 1:
             raise ConfigError(f"a pass has at least 1 row, got {rows}")
@@ -137,11 +143,11 @@ class Profile:
         return _between(contexts, by_context, at)
 
     def c(self, format: str, rows: float, context: float | None = None) -> float:
-        """Time of `rows` rows over that of one: `ms(format, rows, context) / ms(format, 1, context)`."""
+        """c(rows): `ms(format, rows, context) / ms(format, 1, context)`."""
         return self.ms(format, rows, context) / self.ms(format, 1, context)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, as it is written to JSON."""
+        """The profile as plain data for JSON."""
         return {
             "schema": PROFILE_SCHEMA,
             "date": self.date,
@@ -187,4 +193,4 @@ def _parts(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _between(xs: Seq[float], ys: Seq[float], x: float) -> float:
     y = interpolate(xs, ys, x)
-    return max(y, ys[-1]) if x > xs[-1] else y  # noise may have measured more rows as faster: no reason to go on so
+    return max(y, ys[-1]) if x > xs[-1] else y  # noise can make the last slope negative: do not extrapolate that

@@ -1,7 +1,7 @@
-"""What speculation should bring, from the cost curve and acceptance alone: beside it stands what was measured.
+"""Prediction of the speed-up from the cost curve and acceptance alone, for comparison with the measured speed-up.
 
-A round decides the accepted tokens and one more; it takes a pass of the target over all its rows, the drafter's steps,
-and what lies outside the models (Leviathan et al., 2023, section 3, with measured times for their cost factor c).
+A round yields its accepted tokens and one more. It costs one target pass over all its rows, the drafter's steps, and
+the time outside the models (Leviathan et al., 2023, section 3, with measured times for their cost factor c).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from sameseed.spec.drafter import Drafter
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run should have taken against plain decoding, by costs; `error`: predicted over measured, less 1.
+    """The predicted speed-up of a run over plain decoding; `error`: predicted over measured speed-up, minus 1.
 
-    `draft_cost` says where the drafter's time comes from: the "curve" of its model, or the "run" itself where it has no
-    model of which one could be measured; `draft_ms` is that of a round, `round_ms` the whole, `plain_ms` without it.
+    `plain_ms`: one step of plain decoding. `round_ms`: one round, of which `draft_ms` is drafting. `draft_cost`: the
+    source of the drafting time, "curve" (cost curve of the draft model) or "run" (measured in the run itself, because
+    the drafter has no single model with a cost curve).
     """
 
     speedup: float
@@ -39,9 +40,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RunCounts:
-    """What one run did. `seconds`: in all, `prefill`: of that before the first tokens, `outside`: outside the models.
+    """Counts and times of one run, in seconds: `seconds` in total, `prefill`, `draft`, and `outside` the models.
 
-    After those, `num_steps`: passes of the target, `num_rounds`: the same counted for every sequence in them.
+    `num_steps`: target passes after the prefill. `num_rounds`: the same passes counted once per sequence in them.
     `context`: mean cached tokens of a sequence.
     """
 
@@ -56,10 +57,10 @@ class RunCounts:
 
 
 def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None, at_once: bool = False) -> Prediction:
-    """The speed-up that costs and acceptance promise for a run, of which only its counts are used.
+    """Predict the speed-up of a run from cost curves and the run's counts.
 
-    `draft`: passes of the draft model; None: its time is taken from the run; `at_once`: it guesses a
-    draft in one. Time outside the models: as in `plain`.
+    `target`, `draft`: cost curves of both models; without `draft`, drafting time is taken from the run. `at_once`: the
+    draft model makes a whole draft in one pass. Time outside the models is assumed to be that of `plain`.
     """
     overhead = plain.outside / plain.num_steps
 
@@ -89,9 +90,10 @@ def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None
 
 
 def _drafting(run: RunCounts, draft: Curve | None, at_once: bool) -> tuple[float, str]:
-    """Seconds of drafting in a mean round: passes of the draft model, the first over what was decided since.
+    """Mean seconds of drafting per step, and their source ("curve" or "run").
 
-    `at_once`: that is the only one, over a row more for each token but one.
+    By the curve: the draft model's first pass reads the tokens decided since the last draft, and each later pass one
+    row per sequence. `at_once`: the first pass is the only one, with one more row for each draft token but the first.
     """
     if draft is None:
         return run.draft / run.num_steps, "run"
@@ -103,14 +105,14 @@ def _drafting(run: RunCounts, draft: Curve | None, at_once: bool) -> tuple[float
     read = 1.0 + m.num_accepted_tokens / m.num_drafts
     first = draft.at(together * (read + steps - 1.0 if at_once else min(2.0, read)))
     extra = draft.extra([round(run.context)] * max(1, round(together)), [1.0] * max(1, round(together)))
-    drafted = min(1.0, m.num_drafts / run.num_rounds * max(1.0, together))  # rounds in which anyone is drafted for
+    drafted = min(1.0, m.num_drafts / run.num_rounds * max(1.0, together))  # share of steps with any draft
     if at_once:
         return drafted * (first + extra), "curve"
     return drafted * (first + (steps - 1.0) * draft.at(together) + steps * extra), "curve"
 
 
 def draft_curve(drafter: Drafter, measure: Callable[[ModelRunner], Curve]) -> Curve | None:
-    """Costs of the one model that writes a drafter's chains; None where there is none, or others write beside it."""
+    """Cost curve of the drafter's model; None if it has no model of its own, or has drafters below it."""
     runner = getattr(drafter, "runner", None)
     alone = not getattr(drafter, "below", ())
     return measure(runner) if isinstance(runner, ModelRunner) and alone else None

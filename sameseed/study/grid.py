@@ -1,4 +1,4 @@
-"""What a profile measures: formats x contexts x rows, checked before any work is done."""
+"""The grid of a profile: formats x contexts x rows, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sameseed.study.passes import MAX_CHAIN, Pass
 
 @dataclass(frozen=True)
 class ProfileGrid:
-    """What is measured. `formats` are scheme names; `rows` always gain 1, which c is relative to.
+    """What a profile measures. `formats` are scheme names; 1 is always added to `rows`, because c is relative to it.
 
-    `seconds` is the time budget of all passes together, `repeats` the most that one is run; three are always made.
-    `draft` names a second shape (or model folder) that is measured in turn with the first, in `draft_formats`.
-    Raises ConfigError or RegistryError for a value out of range.
+    `seconds`: time budget of all passes together. `repeats`: most runs of one pass; the least is normally three.
+    `draft`: a second shape (or model folder), measured interleaved with the first, in `draft_formats`. Raises
+    ConfigError or RegistryError for a value out of range.
     """
 
     formats: tuple[str, ...] = ("bf16",)
@@ -59,7 +59,7 @@ class ProfileGrid:
             raise ConfigError(f"seconds must be above 0, got {self.seconds:g}")
 
     def passes(self, config: ModelConfig, role: str = "model") -> tuple[list[Pass], list[Pass]]:
-        """Chains, and then prompts and batches. Raises ConfigError where the model's context is too short."""
+        """(chain passes, prefill and batch passes). Raises ConfigError if the model's context is too short."""
         longest = self.contexts[-1] + self.rows[-1]
         if longest > config.max_model_len:
             raise ConfigError(

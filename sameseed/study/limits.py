@@ -1,4 +1,4 @@
-"""The machine's limits: how fast it reads memory and multiplies, measured with the threads that the kernels use."""
+"""The machine's limits: memory bandwidth and peak arithmetic rates, measured with the threads that the kernels use."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 from sameseed import devices, registry
 from sameseed.engine.memory import available_memory
 
-BYTES = 512 << 20  # far beyond the caches
+BYTES = 512 << 20  # of memory that is read: far larger than the CPU's caches
 REPEATS = 8
-COPIES = 20  # of a GPU's memory, timed together
+COPIES = 20  # copies in a GPU's memory that are timed together
 SECONDS = 0.02  # of one repetition of an arithmetic loop
 KINDS = ("int8", "fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes a second (`read`) and operations a second (the rest; a multiplication and an addition are two).
+    """Peak rates: `read` in bytes per second, the others in operations per second (a multiply-add counts as two).
 
-    Each is the best of its repetitions, because a disturbance only ever takes away; `rates` keeps them all. A kind is
-    None where the CPU has no instruction for it. `instructions` says what was used, `source` who measured: "native", or
-    "torch" where the native module is missing.
+    Each is the best of its repetitions, because disturbances can only lower a rate; `rates` keeps all repetitions. A
+    kind is None if the CPU has no instruction for it. `instructions`: the instruction used for each kind. `source`:
+    "native", or "torch" if PyTorch measured (no native module, or a GPU).
     """
 
     threads: int
@@ -39,15 +39,15 @@ class Limits:
     source: str
 
     def peak(self, kind: str) -> float:
-        """Operations a second of products of that kind: "int8", or "bf16" or "fp32", the float one that applies.
+        """Operations per second of matrix products of a kind: "int8", "bf16" or "fp32".
 
-        Without integer or bf16 instructions, float32 ones do the work.
+        A kind without instructions of its own has the float32 rate, since float32 instructions then do the work.
         """
         found: float | None = {"int8": self.int8, "bf16": self.bf16, "fp32": self.fp32}[kind]
         return self.fp32 if found is None else found
 
     def merged(self, other: Limits) -> Limits:
-        """The better of two measurements of one machine."""
+        """The best rates of two measurements of one machine."""
         names = self.rates.keys() | other.rates.keys()
         rates = {name: (*self.rates.get(name, ()), *other.rates.get(name, ())) for name in sorted(names)}
         return from_rates(self.threads, rates, self.instructions, self.source)
@@ -75,7 +75,7 @@ class Limits:
 def from_rates(
     threads: int, rates: Mapping[str, tuple[float, ...]], instructions: Mapping[str, str], source: str
 ) -> Limits:
-    """Limits whose values are the best of `rates`: "read" and "fp32", and "int8" and "bf16" where there are any."""
+    """Limits with the best of each kind in `rates`: "read" and "fp32", optionally "int8" and "bf16"."""
 
     def best(kind: str) -> float | None:
         return max(rates[kind]) if kind in rates else None
@@ -86,9 +86,9 @@ def from_rates(
 
 
 def measure_limits(threads: int, repeats: int = REPEATS, device: str = "cpu") -> Limits:
-    """Measure this machine with `threads` threads, which the backends must be set to already. Takes about a second.
+    """Measure this machine with `threads` threads. The backends must already use that number. Takes about a second.
 
-    Of a GPU: what PyTorch's copy moves (its bytes are read and written), and its matrix products multiply.
+    On a GPU: the bandwidth of PyTorch's copy (each byte counts twice, read and written), and PyTorch's matrix products.
     """
     if device != "cpu":
         return _gpu_limits(threads, repeats, torch.device(device))
@@ -107,7 +107,7 @@ def measure_limits(threads: int, repeats: int = REPEATS, device: str = "cpu") ->
 
 
 def _torch_limits(threads: int, repeats: int, size: int) -> Limits:
-    """What PyTorch reaches: its reduction reads, its matrix product multiplies."""
+    """Limits as PyTorch reaches them on the CPU: a sum measures reading, a matrix product measures arithmetic."""
     memory = torch.ones(size // 4)
     side = 512
     a, b = torch.randn(side, side), torch.randn(side, side)
@@ -131,7 +131,7 @@ def _gpu_limits(threads: int, repeats: int, device: torch.device) -> Limits:
 
 
 def _copy_rates(copy: Callable[[], object], work: float, repeats: int, device: torch.device) -> tuple[float, ...]:
-    """Of copies between two events of the device: one by the host's clock would be the launch and the wait as well."""
+    """Bytes per second of COPIES copies between two device events: a host clock would include launch and wait."""
     copy()
     rates = []
     event: Any = torch.cuda.Event

@@ -1,9 +1,9 @@
-"""lm-evaluation-harness with sameseed as its model: its tasks, on the engine's own kernels and formats.
+"""sameseed as a model of lm-evaluation-harness: the harness's tasks run on the engine's own kernels and formats.
 
     from sameseed.study.lm_eval import SameseedLM
     lm_eval.simple_evaluate(model=SameseedLM("embedded", format="w4a8"), tasks=["arc_easy"])
 
-or the harness's own command with this model in it:
+or the harness's own command, with this model registered:
 
     python -m sameseed.study.lm_eval run --model sameseed --model_args pretrained=embedded --tasks arc_easy
 """
@@ -30,7 +30,7 @@ except ImportError as error:
     raise ConfigError(f"this needs lm-evaluation-harness ({error}): pip install '.[eval]'") from None
 
 MAX_TOKENS = 256
-# What the harness may say of generation, by SamplingParams' names.
+# The harness's generation settings, by their names in SamplingParams, and the type of each.
 SAMPLING = {
     "temperature": float,
     "top_p": float,
@@ -44,10 +44,11 @@ IGNORED = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens",
 
 @register_model("sameseed")
 class SameseedLM(LM):
-    """A model of sameseed as the harness sees one: a loaded LLM, or a name and keyword arguments of LLM.
+    """The harness's model interface over sameseed.
 
-    `batch_size` and `max_batch_size` are the harness's and have no meaning here: batching is continuous. `report(done,
-    total)` counts answers. `num_cut`: prompts that were longer than the context and lost their beginning.
+    `pretrained`: a loaded LLM, or a model name; then `settings` are keyword arguments of LLM. `batch_size` and
+    `max_batch_size` come from the harness and are ignored: batching is continuous. `report(done, total)` counts
+    answers. `num_cut`: prompts that were longer than the context and were cut at their beginning.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class SameseedLM(LM):
         **settings: Any,
     ) -> None:
         super().__init__()
-        # The harness names a GPU where nobody chose a device.
+        # The harness passes a GPU as the device when the user chose none.
         self._device = device if device and (torch.cuda.is_available() or not device.startswith("cuda")) else "cpu"
         self.llm = LLM(pretrained, device=self._device, **settings) if isinstance(pretrained, str) else pretrained
         self.name = pretrained if isinstance(pretrained, str) else "sameseed"
@@ -69,30 +70,30 @@ class SameseedLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the chat template in the harness's cache."""
+        """Name under which the harness caches the chat template."""
         return self.name.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The harness only notes it; the tokenizer renders by its own."""
+        """Empty: the harness only records the template; the tokenizer renders chats with its own."""
         return ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as the model's template writes it."""
+        """The conversation as text, rendered with the model's chat template."""
         return self.llm.tokenizer.render_chat(chat_history, add_generation_prompt)
 
     def loglikelihood(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation after its context, and whether it is what greedy decoding writes."""
+        """Log-likelihood of each continuation given its context, and whether greedy decoding would generate it."""
         requests = list(requests)
         pairs = [self._pair(*r.args) for r in requests]
         scorer = Scorer(self.llm.engine)
         self.num_cut += sum(len(before) + len(after) > scorer.max_len + 1 for before, after in pairs)
-        # An empty continuation is certain, log 1 = 0, and greedy decoding has nothing to miss.
+        # An empty continuation has probability 1 (log-likelihood 0) and always agrees with greedy decoding.
         scores = iter(log_likelihoods(scorer, [pair for pair in pairs if pair[1]], self.report))
         found = [next(scores) if pair[1] else (0.0, True) for pair in pairs]
         return self._kept("loglikelihood", requests, found)
 
     def loglikelihood_rolling(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each whole text after the begin token, in windows as long as the context."""
+        """Log-likelihood of each whole text after the BOS token, in windows as long as the model's context."""
         requests = list(requests)
         scorer = Scorer(self.llm.engine)
         pairs: list[tuple[list[int], list[int]]] = []
@@ -108,7 +109,7 @@ class SameseedLM(LM):
         return self._kept("loglikelihood_rolling", requests, found)
 
     def generate_until(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to a stop string (which is left out)."""
+        """The text generated after each context, up to a stop string (which is not included)."""
         requests = list(requests)
         params = [_params(r.args[1]) for r in requests]
         prompts = [self._prompt(r.args[0], p.max_tokens) for r, p in zip(requests, params, strict=True)]
@@ -116,12 +117,12 @@ class SameseedLM(LM):
 
     @property
     def _prefix(self) -> int:
-        """What a text without a context follows: the begin token, or the end token where there is none."""
+        """The token before a text without context: BOS, or the first EOS token of a model without BOS."""
         config = self.llm.engine.runner.model.config
         return config.bos_token_id if config.bos_token_id is not None else config.eos_token_ids[0]
 
     def _encode(self, text: str) -> list[int]:
-        """A template may have written the begin token that the tokenizer writes again: once is enough."""
+        """The text's tokens; where a chat template and the tokenizer both wrote BOS, one of the two is dropped."""
         tokens = self.llm.tokenizer.encode(text)
         twice = len(tokens) > 1 and tokens[0] == tokens[1] == self.llm.engine.runner.model.config.bos_token_id
         return tokens[1:] if twice else tokens
@@ -132,7 +133,7 @@ class SameseedLM(LM):
         if not context:
             tokens = self.llm.tokenizer.encode(continuation, add_special_tokens=False)
             return [self._prefix], tokens
-        # The blank before a word belongs to the word's token.
+        # Move trailing blanks from the context to the continuation: tokenizers encode a blank with the word after it.
         blanks = len(context) - len(context.rstrip())
         if blanks:
             context, continuation = context[:-blanks], context[-blanks:] + continuation
@@ -143,9 +144,9 @@ class SameseedLM(LM):
         return (before[1:] if len(before) > 1 and before[0] == before[1] == bos else before), after
 
     def _prompt(self, context: str, max_tokens: int) -> list[int]:
-        """The context's tokens; its end alone where it is too long to leave room for the answer.
+        """The context's tokens; if they leave too little room for the answer, only the last ones.
 
-        An answer may claim half of the model's context.
+        At most half of the model's context is reserved for the answer.
         """
         tokens = self._encode(context) if context else [self._prefix]
         longest = self.llm.engine.max_model_len
@@ -154,14 +155,14 @@ class SameseedLM(LM):
         return tokens[-room:]
 
     def _kept(self, kind: str, requests: Seq[Any], found: list[Any]) -> list[Any]:
-        """Tell the harness's cache what was found."""
+        """Add the results to the harness's cache, and return them."""
         for request, result in zip(requests, found, strict=True):
             self.cache_hook.add_partial(kind, request.args, result)
         return found
 
 
 def _params(given: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from the harness's generation arguments. Raises RequestError for one that has no meaning here."""
+    """SamplingParams from the harness's generation arguments. Raises RequestError for an unsupported argument."""
     until = given.get("until") or ()
     stop = (until,) if isinstance(until, str) else tuple(s for s in until if s)
     length = next((given[k] for k in ("max_gen_toks", "max_new_tokens", "max_tokens") if given.get(k)), MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""Measuring: several ways to decode a workload take turns batch by batch, so that a drifting machine hits all alike."""
+"""Measuring: several arms decode a workload, interleaved batch by batch, so that machine drift affects all alike."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from sameseed.study.workload import Arm, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
 WARMUP_TOKENS = 16
-GRAM = 8  # tokens
+GRAM = 8  # tokens of the n-grams in `Run.repeated`
 FIRST_STEPS = 24
-SPARE = 64  # tokens of a context beyond prompt and text, for drafts
+SPARE = 64  # tokens of context beyond prompt and text, for drafts
 
 
 @dataclass
 class Run:
-    """One pass of one arm over a workload. `overhead` is what neither model's passes explain; times in seconds."""
+    """One run of one arm over a workload; times in seconds. `overhead`: time outside both models' passes."""
 
     seconds: float = 0.0
     num_steps: int = 0
     times: TimeSplit = field(default_factory=TimeSplit)
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
-    levels: dict[str, SpecMetrics] = field(default_factory=dict)  # of the drafters below, where they are counted apart
+    levels: dict[str, SpecMetrics] = field(default_factory=dict)  # of lower-level drafters with counts of their own
     completions: list[Completion] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)  # of the machine
-    first_steps: list[TimeSplit] = field(default_factory=list)  # what each of them took
+    first_steps: list[TimeSplit] = field(default_factory=list)  # times of each of the first FIRST_STEPS steps
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +59,7 @@ class Run:
         return self.seconds - self.times.target - self.times.draft
 
     def counted(self, batch_size: int) -> RunCounts:
-        """What a prediction needs to know of it; `batch_size`: completions that ran together."""
+        """The counts that a prediction needs. `batch_size`: number of completions that ran together."""
         done = self.completions
         batches = [done[i : i + batch_size] for i in range(0, len(done), batch_size)]
         prefill = sum(max(c.metrics.time_to_first_token for c in batch) for batch in batches)
@@ -69,14 +69,14 @@ class Run:
 
     @property
     def repeated(self) -> float | None:
-        """Share of the texts' 8-grams that their own text had before; None where no text has eight tokens."""
+        """Share of 8-grams that repeat an earlier one of the same text; None if no text has eight tokens."""
         grams = [[text[i : i + GRAM] for i in range(len(text) - GRAM + 1)] for text in self.texts]
         whole = sum(map(len, grams))
         return 1 - sum(len(set(g)) for g in grams) / whole if whole else None
 
     @property
     def draft_lengths(self) -> list[int]:
-        """How many rounds drafted 0, 1, 2, ... tokens."""
+        """Number of rounds that drafted 0, 1, 2, ... tokens."""
         told = [c.metrics.spec for c in self.completions]
         counts = Counter(drafted for spec in told for drafted, _ in spec.rounds or ())
         counts[0] = sum(spec.num_rounds - spec.num_drafts for spec in told)
@@ -88,10 +88,10 @@ class Run:
 
 
 def fitted(model: str, settings: dict[str, Any], prompts: Seq[Prompt], max_tokens: int) -> dict[str, Any]:
-    """`settings` of LLM for these prompts: on a GPU, where no context is asked for, one that holds what is measured.
+    """Keyword arguments of LLM for these prompts. On a GPU without a set context, `max_model_len` is set to fit them.
 
-    An engine by itself may take all that is left of a GPU for its cache, so that the next one (a Bench loads one a
-    drafter) would find nothing. Raises ModelLoadError.
+    Otherwise an engine would take all free GPU memory for its cache, and leave none for the next engine (a Bench loads
+    one per drafter). Raises ModelLoadError.
     """
     sizes = (settings.get(name) for name in ("max_model_len", "num_blocks"))
     if settings.get("device", "cpu") == "cpu" or any(size is not None for size in sizes):
@@ -103,21 +103,21 @@ def fitted(model: str, settings: dict[str, Any], prompts: Seq[Prompt], max_token
 
 
 class Bench:
-    """One loaded target that changes its drafter between batches; its own memory and cache serve every arm."""
+    """One loaded target whose weights and KV cache serve all arms; the drafter changes between batches."""
 
     def __init__(self, model: str, arms: Seq[Arm], settings: dict[str, Any], load: Callable[..., LLM] = LLM) -> None:
         """`settings` are keyword arguments of LLM, without `draft`; `load` makes an LLM. Raises what LLM raises.
 
-        On a GPU they say how long a context may be (`fitted`), or the first engine's cache leaves no room for the next.
-        No prefix is remembered: the arms write the same texts, and all but the first would find the prompts there.
+        On a GPU, `settings` must bound the context (see `fitted`), or the first engine's cache leaves no room for the
+        next. The prefix cache is off: all arms run the same prompts, and only the first would compute them.
         """
         settings = {**settings, "prefix_cache": False}
         self.arms = list(arms)
         self._engines: dict[object, Engine] = {}  # by drafter; they share the target and its cache
         self._policies: dict[Arm, LengthPolicy] = {}
-        self._answers: dict[tuple[tuple[int, ...], str], str] = {}  # to earlier turns
-        self._target: Curve | None = None  # costs of passes, for predictions
-        self._curves: dict[object, Curve | None] = {}  # of draft models
+        self._answers: dict[tuple[tuple[int, ...], str], str] = {}  # answers to earlier turns, by (tokens, parameters)
+        self._target: Curve | None = None  # the target's cost curve, for predictions
+        self._curves: dict[object, Curve | None] = {}  # cost curves of draft models, by drafter
         self._aheads = {arm.spec.overlap: make_overlap(arm.spec) for arm in arms}
         for arm in arms:
             check_overlap(arm.spec)
@@ -128,9 +128,9 @@ class Bench:
                 self._engines[_key(arm)] = load(model, arm.spec, **given).engine
 
     def install(self, arm: Arm) -> Engine:
-        """The engine that decodes as `arm` says."""
+        """The engine of an arm, with the arm's length policy and overlap installed."""
         engine = self.llm.engine if arm.plain else self._engines[_key(arm)]
-        if arm not in self._policies:  # one that learns keeps what it learned
+        if arm not in self._policies:  # created once per arm: a learning policy keeps what it learned
             policy = self._policies[arm] = make_policy(arm.spec)
             policy.calibrate(partial(measure_rounds, engine.runner, engine.drafter))
         engine.policy = self._policies[arm]
@@ -138,9 +138,9 @@ class Bench:
         return engine
 
     def predict(self, arm: Arm, run: Run, plain: Run, batch_size: int) -> Prediction | None:
-        """What costs and acceptance promise for a run, beside its plain one; None for plain decoding.
+        """The predicted speed-up of a run over its plain run; None for plain decoding.
 
-        Cost curves are measured where they are first asked for: after `measure`, so that runs pay nothing for them.
+        Cost curves are measured at the first call. Call it after `measure`, so that runs do not include their time.
         """
         if arm.plain:
             return None
@@ -154,7 +154,7 @@ class Bench:
         return predict(done, before, self._target, self._curves[key], type(engine.drafter).at_once)
 
     def workload(self, name: str, prompts: Seq[Prompt], params: SamplingParams, batch_size: int = 1) -> Workload:
-        """The prompts as tokens, later turns after the target's own answers, written once by plain decoding.
+        """The prompts as tokens. Answers before later turns are generated once, by the target with plain decoding.
 
         Raises RequestError naming a prompt that does not fit.
         """
@@ -177,9 +177,9 @@ class Bench:
         return Workload(name, tuple(encoded), params, batch_size, tuple(p.stop for p in prompts))
 
     def warm_up(self, workload: Workload) -> float:
-        """A few tokens of the first batch by every arm: caches, pages and thread pools are then in place.
+        """Generate a few tokens of the first batch with every arm, to warm caches, pages and thread pools.
 
-        Returns the seconds that whole texts of such a batch would take all arms together.
+        Returns the estimated seconds that one batch at full length takes, summed over all arms.
         """
         batch, few, total = next(workload.batches()), min(WARMUP_TOKENS, workload.params.max_tokens), 0.0
         for arm in self.arms:
@@ -192,7 +192,7 @@ class Bench:
     def measure(
         self, workload: Workload, repeat: int, tick: Callable[[str], None] = lambda label: None
     ) -> dict[Arm, list[Run]]:
-        """`repeat` runs of every arm. Arms take turns at each batch, and who begins rotates.
+        """`repeat` runs of every arm. Each batch is run by all arms in turn; the first arm rotates.
 
         `tick(label)` is called after every batch of every arm.
         """
@@ -207,13 +207,13 @@ class Bench:
 
 
 def _key(arm: Arm) -> object:
-    """Arms of one drafter share it: length, confidence and policy belong to the policy, overlap to the engine."""
+    """Key of an arm's drafter. Arms that differ only in length, confidence, policy or overlap share a drafter."""
     spec = replace(arm.spec, num_draft_tokens=0, confidence=None, policy="fixed", overlap=0)
     return json.dumps(spec_as_dict(spec), sort_keys=True)
 
 
 def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:
-    """Run prompts together to their end, and add what it took to `run`; `tick` is called for each that ended."""
+    """Run prompts together to their end; add times and counts to `run`. `tick` is called when a prompt has ended."""
     before = replace(engine.times)
     levels = [(name, metrics, metrics.copy()) for name, metrics in level_metrics(engine.drafter)]
     done: dict[str, Completion] = {}

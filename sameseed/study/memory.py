@@ -1,4 +1,4 @@
-"""Memory of this process, and its peak since a moment: what is resident, or what PyTorch holds on a GPU."""
+"""Memory of this process, now and at its peak: resident memory on the CPU, PyTorch's allocations on a GPU."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ STATUS = Path("/proc/self/status")
 
 
 def resident(device: str = "cpu") -> int:
-    """Bytes resident now; where the system does not say, the most there ever were."""
+    """Bytes resident now; if the system does not tell, the peak since the process started."""
     if device != "cpu":
         return int(torch.cuda.memory_allocated(device))
     return _status("VmRSS") or _ever()
 
 
 def peak(device: str = "cpu") -> int:
-    """The most bytes that were resident since `reset_peak`, or ever, where that had no effect."""
+    """Peak resident bytes since `reset_peak`, or since the process started if `reset_peak` had no effect."""
     if device != "cpu":
         return int(torch.cuda.max_memory_allocated(device))
     return _status("VmHWM") or _ever()
 
 
 def reset_peak(device: str = "cpu") -> None:
-    """Begin to count the peak anew, where the system allows it (Linux)."""
+    """Reset the peak, if the system allows it (Linux)."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
         return

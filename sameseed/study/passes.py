@@ -1,4 +1,4 @@
-"""One model in one number format, ready for passes that are timed: a chain to verify, a prompt to read, a batch."""
+"""Timed passes of one model in one number format: verifying a chain, prefilling a prompt, decoding a batch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from sameseed.study.limits import Limits
 
 MAX_CHAIN = MAX_NODES + 1  # rows of the longest chain: the pending token and its draft
 BLOCK_SIZE = CacheConfig().block_size
-SHORT = 5e-3  # seconds: a pass below is run twice and timed once
+SHORT = 5e-3  # seconds: a shorter pass is run twice, and only the second run is timed
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward pass computes, on top of `context` cached tokens a sequence.
+    """One kind of forward pass, with `context` cached tokens per sequence.
 
-    "chain": `rows` new tokens of one sequence, one of them pending and the rest drafted, logits of all, as verification
-    asks for. "prefill": a prompt of `rows` tokens, logits of the last. "batch": one pending token of each of `rows`
-    sequences.
+    "chain": `rows` new tokens of one sequence, one pending token and the others drafted, with logits of all of them, as
+    in verification. "prefill": a prompt of `rows` tokens, with logits of the last one. "batch": one pending token for
+    each of `rows` sequences.
     """
 
     kind: str
@@ -52,32 +52,32 @@ class Pass:
 
     @property
     def num_blocks(self) -> int:
-        """Cache blocks that it needs."""
+        """KV cache blocks that the pass needs."""
         return self.num_seqs * -(-(self.context + self.new_tokens) // BLOCK_SIZE)
 
 
 @dataclass(frozen=True)
 class PassWork:
-    """What a pass must do at least: bytes to read, operations of the matrices, float operations of attention."""
+    """The least work of a pass: bytes to read, operations of matrix products, float operations of attention."""
 
     num_bytes: float
     matrix_ops: float
     attention_ops: float
 
     def memory_s(self, limits: Limits) -> float:
-        """Seconds that reading takes at the machine's limit."""
+        """Seconds to read the bytes at the machine's limit."""
         return self.num_bytes / limits.read
 
     def compute_s(self, limits: Limits, peak: str) -> float:
-        """Seconds that arithmetic takes at the machine's limit; `peak` is the kind of the matrix products."""
+        """Seconds of the arithmetic at the machine's limit; `peak` is the kind of the matrix products."""
         return self.matrix_ops / limits.peak(peak) + self.attention_ops / limits.fp32
 
 
 class TimedModel:
-    """A loaded model with a cache whose rows hold noise: what they say does not matter, that they are read does."""
+    """A loaded model with a KV cache full of noise: timings depend on reading the cache, not on its values."""
 
     def __init__(self, model: Llama, kv_format: str, passes: Iterable[Pass]) -> None:
-        """`kv_format` "auto" is what the engine would take; the cache fits the largest of `passes`."""
+        """`kv_format` "auto": the format that the engine would choose. The cache fits the largest of `passes`."""
         c = self.config = model.config
         self.kv_format = scheme.cache_format(kv_format, model.weights.dense)
         num_blocks = max(p.num_blocks for p in passes)
@@ -88,13 +88,13 @@ class TimedModel:
         self.kv_row_bytes = cache.nbytes / (num_blocks * BLOCK_SIZE)
         weights = model.weights
         self.weight_bytes = sum(m.nbytes for m in weights.matrices)
-        # Of the embedding a pass reads its own rows only, unless it is the head too.
+        # A pass reads only a few rows of the embedding, unless the embedding is also the LM head.
         self.read_bytes = self.weight_bytes - (0 if weights.lm_head is weights.embedding else weights.embedding.nbytes)
         largest = weights.layers[0].down
         self.peak = "int8" if largest.activations == "int8" else "bf16" if largest.format == "bf16" else "fp32"
 
     def seconds(self, job: Pass) -> float:
-        """Run a pass as the engine would, and time it. Nothing is kept: the next one finds the cache as it was."""
+        """Run a pass as the engine would, and return its seconds. Nothing is committed to the cache."""
         seqs = [self._sequence(i, job) for i in range(job.num_seqs)]
         guessed = job.rows - 1 if job.kind == "chain" else 0
         draft = Draft.chains([_tokens(7 + i, guessed, self.config.vocab_size) for i in range(len(seqs))])
@@ -104,7 +104,7 @@ class TimedModel:
             self.runner.forward(seqs, draft, num_pending)
             took = time.perf_counter() - start
             if took < SHORT:
-                # The pass before was another model's: in an engine, a small one finds its weights in the CPU's caches.
+                # The previous pass may be another model's. In an engine, a small model's weights stay in CPU caches.
                 start = time.perf_counter()
                 self.runner.forward(seqs, draft, num_pending)
                 took = time.perf_counter() - start
@@ -121,7 +121,7 @@ class TimedModel:
         return seq
 
     def work(self, job: Pass) -> PassWork:
-        """The least that a pass of this model must do."""
+        """The least work of a pass of this model."""
         return least_work(
             self.config, self.read_bytes, self.kv_row_bytes, job.context, job.num_seqs, job.new_tokens, job.logit_rows
         )
@@ -136,9 +136,9 @@ def least_work(
     new_tokens: int,
     logit_rows: int,
 ) -> PassWork:
-    """The least that a pass must do: `new_tokens` for each of `num_seqs` sequences after `context` cached tokens.
+    """The least work of a pass over `new_tokens` tokens of each of `num_seqs` sequences with `context` cached tokens.
 
-    `read_bytes`: of the weights that a pass reads; `kv_row_bytes`: of one cached token, all layers.
+    `read_bytes`: bytes of the weights that a pass reads. `kv_row_bytes`: bytes of one cached token in all layers.
     """
     width = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     layers = c.num_layers * (c.hidden_size * width + 3 * c.hidden_size * c.intermediate_size)
@@ -146,7 +146,7 @@ def least_work(
     keys = read = 0
     for window in c.windows:
         reach = context + new_tokens if window is None else window
-        # Row i of a sequence sees the context and the new rows up to its own, if its window does.
+        # Row i of a sequence attends to the context and to the new rows up to its own, at most `reach` of them.
         keys += sum(min(context + i + 1, reach) for i in range(new_tokens))
         read += min(context, reach)
     attention_ops = 4.0 * c.num_heads * c.head_dim * keys * num_seqs
@@ -154,24 +154,24 @@ def least_work(
 
 
 def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
-    """Tokens without a pattern."""
+    """Random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (count,), generator=generator).tolist()
 
 
 def fill(cache: KVCache) -> None:
-    """Write noise into every row: memory that was never written is one page of zeros, read at no cost."""
+    """Write noise into every cache row: memory never written maps to one zero page, whose reading costs nothing."""
     formats = scheme.kv_formats(cache.format)
     generator = torch.Generator().manual_seed(0)
     for layer in cache.layers:
         for fmt, stored, scale in zip(formats, (layer.k, layer.v), (layer.k_scale, layer.v_scale)):
             codes, scales = fmt.encode_kv(torch.randn(*stored.shape[1:3], cache.head_dim, generator=generator))
-            stored.copy_(codes.to(stored.device).expand(stored.shape))  # there: a copy from here would be whole here
+            stored.copy_(codes.to(stored.device).expand(stored.shape))  # expand on the device: not whole on the host
             if scale is not None and scales is not None:
                 scale.copy_(scales.to(scale.device).expand(scale.shape))
 
 
 def cache_bytes(config: ModelConfig, kv_format: str, passes: Seq[Pass]) -> int:
-    """Bytes of a cache that fits the largest of `passes`."""
+    """Bytes of a KV cache that fits the largest of `passes`."""
     row = scheme.kv_row_bytes(kv_format, config.head_dim) * config.num_kv_heads * config.num_layers
     return row * BLOCK_SIZE * max(p.num_blocks for p in passes)

@@ -1,4 +1,4 @@
-"""The cost curves as a picture: c(M), and milliseconds beside what the machine's limits allow."""
+"""Plots of cost curves: c(M), and milliseconds beside the lower bound that the machine's limits set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sameseed.errors import ConfigError
 from sameseed.study.costs import Cost, Profile
 from sameseed.study.report import title
 
-# Distinct without colour vision too (after Okabe and Ito).
+# Colours that colour-blind readers can tell apart (after Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "--", "-.", (0, (8, 2)))  # contexts
@@ -25,7 +25,7 @@ SUFFIXES = (".png", ".svg")
 
 
 def plot_paths(path: Path) -> tuple[Path, Path]:
-    """The PNG and the SVG that are written for `path`. Raises ConfigError for another suffix, or without matplotlib."""
+    """Paths of the PNG and the SVG for `path`. Raises ConfigError for another suffix, or without matplotlib."""
     if path.suffix.lower() not in ("", *SUFFIXES):
         raise ConfigError(f"a plot is written as .png and .svg, not as {path.suffix!r}; name it e.g. {path.stem}.png")
     try:
@@ -37,7 +37,7 @@ def plot_paths(path: Path) -> tuple[Path, Path]:
 
 
 def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
-    """Write the picture of a profile as PNG and SVG beside each other; returns both paths."""
+    """Plot a profile as PNG and SVG in the same folder; returns both paths."""
     paths = plot_paths(path)
     import matplotlib
 
@@ -60,7 +60,10 @@ def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
 
 
 def plot_speedups(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Path]:
-    """Draw bench's records, speed-up by draft length: a panel a workload, a line a draft. Returns PNG and SVG."""
+    """Plot benchmark records: speed-up by draft length, one panel per workload and one line per draft.
+
+    Returns the paths of the PNG and the SVG.
+    """
     paths = plot_paths(path)
     import matplotlib
 
@@ -93,7 +96,7 @@ def plot_speedups(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Pa
 
 
 def save(figure: Any, paths: Seq[Path]) -> None:
-    """Write a figure to each path, without a date in it, and let it go."""
+    """Write a figure to each path, without a date in an SVG's metadata, and close it."""
     from matplotlib import pyplot
 
     for path in paths:
@@ -102,7 +105,7 @@ def save(figure: Any, paths: Seq[Path]) -> None:
 
 
 def _curves(profile: Profile) -> list[tuple[str, int, int, int, list[Cost]]]:
-    """(format, its index, context, its index, points by rows) of each curve."""
+    """Each curve as (format, index of the format, context, index of the context, points in order of rows)."""
     found = []
     for i, name in enumerate(profile.formats):
         for j, context in enumerate(profile.contexts(name)):
@@ -119,7 +122,7 @@ def _draw(panel: Any, profile: Profile, y: Callable[[Cost], float]) -> None:
         label = f"{name}, {context} cached" if several else name
         line = {"color": colour, "linestyle": STYLES[j % len(STYLES)], "marker": marker, "markersize": 5}
         panel.plot(rows, [y(p) for p in points], label=label, **line)
-        if j == 0:  # the bands of other contexts would hide the lines
+        if j == 0:  # bands for the first context only, since more bands would hide the lines
             low, high = ([y(p) * getattr(p, q) / p.ms for p in points] for q in ("p10", "p90"))
             panel.fill_between(rows, low, high, color=colour, alpha=0.13, linewidth=0)
 
@@ -138,7 +141,7 @@ def _c_panel(panel: Any, profile: Profile) -> None:
     rows = sorted({x.rows for x in profile.costs})
     top = max(1.15 * max((x.c for x in profile.costs), default=1.0), 1.6)
     panel.axhline(1.0, color="0.5", linewidth=0.8)
-    # Where M rows cost as much as M passes of one: beyond this line, speculation cannot win.
+    # c = M: M rows cost as much as M passes over one row. Above this line, speculation cannot win.
     fine = [m for m in _fine(rows) if m <= top]
     panel.plot(fine, fine, color="0.6", linewidth=0.8, linestyle=LIMIT)
     if fine[-1] > 1:
@@ -153,7 +156,7 @@ def _ms_panel(panel: Any, profile: Profile) -> None:
     _draw(panel, profile, lambda p: p.ms)
     for _, i, _, j, points in _curves(profile):
         if j:
-            continue  # the limit of the first context stands for all
+            continue  # only the limit of the first context is drawn
         first, last = points[0], points[-1]
         fine = _fine([p.rows for p in points])
         limit = [max(_line(first, last, "memory_ms", m), _line(first, last, "compute_ms", m)) for m in fine]
@@ -167,7 +170,7 @@ def _ms_panel(panel: Any, profile: Profile) -> None:
 
 
 def _fine(rows: Seq[int]) -> list[float]:
-    """Points between, so that a line in M is a curve on a logarithmic axis."""
+    """Intermediate values of M, so that a straight line in M is drawn as a curve on the logarithmic axis."""
     steps = 64
     return [rows[0] * (rows[-1] / rows[0]) ** (i / steps) for i in range(steps + 1)]
 

@@ -1,7 +1,7 @@
-"""The price of exactness: what coupled sampling accepts, beside what min(1, p/q) would on the same positions.
+"""The price of exactness: acceptance of coupled sampling against that of min(1, p/q) on the same positions.
 
-The usual rule accepts a token drawn from q with probability sum(min(p, q)) (Leviathan et al., 2023, theorem 3.5). It
-gives another text with every drafter; coupled sampling does not (docs/concepts.md), and accepts somewhat less.
+The usual rule accepts a token drawn from q with probability sum(min(p, q)) (Leviathan et al., 2023, theorem 3.5), but
+its text depends on the drafter. With coupled sampling the text does not (docs/concepts.md); it accepts somewhat less.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from sameseed.spec.sampling import choose, survivors
 
 @dataclass(frozen=True)
 class Price:
-    """Over `positions` of texts: how often both models choose alike under one noise, and the mean of sum(min(p, q))."""
+    """Acceptance over `positions` token positions.
+
+    `coupled`: how often both models choose the same token with the same noise. `min_pq`: mean of sum(min(p, q)).
+    """
 
     positions: int
     coupled: float
@@ -34,9 +37,9 @@ class Price:
 def price(
     target: ModelRunner, draft: ModelRunner, texts: Iterable[tuple[Seq[int], Seq[int], SamplingParams]]
 ) -> Price | None:
-    """Of (prompt, its text by the target, how it was chosen): the draft is asked after every prefix of the text.
+    """Compare target and draft at every position of `texts`: (prompt, the target's text, sampling parameters) each.
 
-    Both runners must be idle; their blocks are free again after it. None where there is no text.
+    Both runners must be idle; their cache blocks are free again afterwards. None if there are no positions.
     """
     alike, overlap = list[bool](), list[float]()
     for prompt, text, params in texts:
@@ -68,7 +71,7 @@ def _logits(runner: ModelRunner, prompt: Seq[int], text: Seq[int], params: Sampl
 
 
 def _shared(its: NDArray[np.float32], mine: NDArray[np.float32], params: SamplingParams) -> float:
-    """sum(min(p, q)) of the processed distributions."""
+    """sum(min(p, q)) of the two distributions after sampling settings were applied; 0 or 1 for greedy sampling."""
     if params.greedy:
         return float(its.argmax() == mine.argmax())
     p, q = np.zeros(len(its)), np.zeros(max(len(its), len(mine)))

@@ -1,4 +1,4 @@
-"""The profiler: loads a shape in several formats and times passes that take turns, so that a drift hits all alike."""
+"""The profiler: loads a shape in several formats and interleaves timed passes, so that drift affects all alike."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from sameseed.study.shapes import get_shape, shape_as_dict
 from sameseed.study.workload import quantile
 
 MIN_REPEATS = 3
-OVERDRAFT = 3.0  # times the budget: from there on (or from PATIENCE seconds on) one run of a slow pass must do
+OVERDRAFT = 3.0  # after this many times the budget, and PATIENCE, one run of each pass is enough
 PATIENCE = 30.0  # seconds
-SLOW = 1.0  # seconds
-CURVE_SHARE = 0.7  # of the time budget; the rest is for prompts and batches
-LOADING_BYTES = 512 << 20  # what loading holds besides the weights, generously
+SLOW = 1.0  # seconds: the warm-up run of a slower pass counts as a sample
+CURVE_SHARE = 0.7  # of the time budget, for the cost curve; the rest is for prefill and batch passes
+LOADING_BYTES = 512 << 20  # generous bound on the memory that loading needs besides the weights
 
 
 @dataclass
 class Candidate:
-    """A shape in a format: what is to be loaded, and, later, what was measured of it."""
+    """A shape in one format: what to load, and later the measurements."""
 
     role: str  # "target" or "draft"
     config: ModelConfig
@@ -51,16 +51,16 @@ class Candidate:
     stored: StoredModel | None = None
 
     def seconds(self, job: Pass) -> float:
-        """Time one pass."""
+        """Run one pass and return its seconds."""
         assert self.subject is not None
         return self.subject.seconds(job)
 
 
 class Profiler:
-    """One measurement, checked before any work is done."""
+    """One profile measurement. The constructor checks the settings and the memory before anything is loaded."""
 
     def __init__(self, grid: ProfileGrid, shape: str | None = None, model: str | None = None) -> None:
-        """`shape` is a name, `model` a folder or hub id: one of them. Raises what `costs.profile` raises."""
+        """`shape` is a name, `model` a folder or hub id; give exactly one. Raises what `profile` raises."""
         if (shape is None) == (model is None):
             raise ConfigError("give either a shape by name or a model, e.g. --shape llama-3.2-1b")
         self.grid = grid
@@ -91,7 +91,7 @@ class Profiler:
         return Candidate(role, config, folder, format, chains, others, size)
 
     def _fits_together(self) -> bool:
-        """Do all formats fit in memory at once? Raises ConfigError if one does not fit even alone."""
+        """Whether all formats fit in memory at once. Raises ConfigError if one does not even fit alone."""
         device = self.grid.device
         free = available_memory() - LOADING_BYTES if device == "cpu" else devices.free_memory(device)
         for x in self.candidates:
@@ -104,11 +104,11 @@ class Profiler:
         return sum(x.num_bytes for x in self.candidates) <= free
 
     def run(self, report: Report | None = None) -> Profile:
-        """Measure. A KeyboardInterrupt ends it early; it is raised on only if nothing was measured."""
+        """Measure and return the profile. A KeyboardInterrupt ends it early; re-raised if nothing was measured."""
         tell: Report = report or (lambda stage, done, total: None)
         threads = self.grid.threads or record.native_threads()
         ops.set_num_threads(threads)
-        self.machine = record.machine()  # its load before ours
+        self.machine = record.machine()  # now, so that the recorded load is the load before this measurement
         tell("machine limits", 0, 1)
         self.limits = measure_limits(threads, device=self.grid.device)
         groups = [self.candidates] if self.interleaved else [[x] for x in self.candidates]
@@ -128,7 +128,7 @@ class Profiler:
         return self._profile(threads, interrupted)
 
     def _measure(self, group: Seq[Candidate], seconds: float, tell: Report) -> None:
-        """Load a group, time its passes, describe it and let it go."""
+        """Load a group of candidates, time their passes, keep their results, and free them."""
         try:
             for x in group:
                 self._load(x, tell)
@@ -158,7 +158,7 @@ class Profiler:
             model = load_model(x.folder, self.ops, quant, longest, self.grid.device, progress)
         took = time.perf_counter() - start
         subject = x.subject = TimedModel(model, self.grid.kv_format, x.chains + x.others)
-        subject.seconds(x.chains[-1])  # scratch memory belongs to what it takes
+        subject.seconds(x.chains[-1])  # one pass before the peak is read, so that the peak includes scratch memory
         self.peak_memory = max(self.peak_memory, memory.peak(self.grid.device))
         first = subject.work(x.chains[0])
         x.stored = StoredModel(
@@ -174,11 +174,11 @@ class Profiler:
         )
 
     def _rounds(self, visits: list[tuple[Candidate, Pass]], seconds: float, stage: str, tell: Report) -> None:
-        """Every pass in turn, round after round, until the budget is spent."""
+        """Warm up, then run every pass once per round, until the time budget or the repeats are used up."""
         for i, (x, job) in enumerate(visits):
             tell(f"{stage}, warm-up", i, len(visits))
             took = x.seconds(job)
-            if took > SLOW:  # what a warm-up gains does not show in it, and a second run would be dear
+            if took > SLOW:  # a warm-up makes no visible difference here, and a second run would be expensive
                 x.samples[job] = [took]
         start = time.perf_counter()
         for done in range(self.grid.repeats):
@@ -189,13 +189,13 @@ class Profiler:
                 break
             expected = max(spent, min(seconds, spent / done * self.grid.repeats) if done else seconds)
             for i in range(len(visits)):
-                x, job = visits[(i + done) % len(visits)]  # who begins rotates
+                x, job = visits[(i + done) % len(visits)]  # the first pass of a round rotates
                 tell(stage, min(time.perf_counter() - start, expected), expected)
                 took = x.seconds(job)
                 x.samples.setdefault(job, []).append(took)
 
     def _describe(self, x: Candidate) -> None:
-        """Free a candidate's model; what the numbers need of it is kept."""
+        """Free a candidate's model after its passes' least work (PassWork) is computed."""
         if x.subject is None:
             return
         x.work = {job: x.subject.work(job) for job in x.samples}
@@ -227,7 +227,7 @@ class Profiler:
 
 
 def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
-    """costs, prefill, batch and stored of a Profile, from the seconds of every pass."""
+    """The fields `costs`, `prefill`, `batch` and `stored` of a Profile, from the seconds of every pass."""
     costs: list[Cost] = []
     prefill: list[Prefill] = []
     batch: list[BatchDecode] = []
@@ -266,7 +266,7 @@ def _checkpoint(model: str) -> tuple[ModelConfig, Path]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector out of what is timed."""
+    """Collect garbage now and switch the collector off inside the block, so that timings do not include it."""
     gc.collect()
     was = gc.isenabled()
     gc.disable()
@@ -280,10 +280,10 @@ def _no_collection() -> Iterator[None]:
 def profile(
     shape: str | None = None, *, model: str | None = None, report: Report | None = None, **grid: Any
 ) -> Profile:
-    """Measure a shape by name (random weights) or a model (folder or hub id); `grid` are the fields of `Grid`.
+    """Measure a shape by name (random weights) or a model (folder or hub id). `grid`: the fields of `ProfileGrid`.
 
-    `report(stage, done, total)` is called as it goes. Raises ConfigError, RegistryError or ModelLoadError before any
-    work. A KeyboardInterrupt ends the measurement: what was measured until then comes back as `interrupted`; if nothing
-    was, it is raised on.
+    `report(stage, done, total)` is called on progress. Raises ConfigError, RegistryError or ModelLoadError before any
+    work. A KeyboardInterrupt ends the measurement and returns the profile so far, marked `interrupted`; it is re-raised
+    if nothing was measured.
     """
     return Profiler(ProfileGrid(**grid), shape, model).run(report)

@@ -1,4 +1,4 @@
-"""Prompts, and those of published data sets, from local files or the hub: `--prompts NAME[/TASK][:FILE or FOLDER]`."""
+"""Prompts, and prompt sets of published data from local files or the hub: `--prompts NAME[/TASK][:FILE or FOLDER]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sameseed.study.quality import data
 from sameseed.study.quality.data import DataSet
 from sameseed.tokenizer import Tokenizer
 
-ROW = 128  # words that a row of WikiText has at least, and tokens that are taken of it
+ROW = 128  # least words of a WikiText row that is used, and the tokens taken from it
 TURNS: dict[str, type] = {"category": str, "turns": list}
 MT_BENCH = DataSet(
     "mt_bench", ("question.jsonl", "mt_bench.jsonl"), ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"), TURNS
@@ -29,10 +29,10 @@ TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # other
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, or the messages of a conversation, with where it belongs. With both, the text is for want of a template.
+    """A text, or the messages of a conversation, with its domain. With both, the text serves models without a template.
 
-    `then`: what the user says next, each time after an answer. `clip`: tokens of the text that are taken. `stop`:
-    strings at which an answer ends.
+    `then`: later turns of the user, each after an answer. `clip`: most tokens of the text to use. `stop`: strings at
+    which an answer ends.
     """
 
     id: str
@@ -45,17 +45,20 @@ class Prompt:
 
     @property
     def said(self) -> str:
-        """Its text; of a conversation, what was said, a line each."""
+        """The text; for a conversation, the contents of its messages, one per line."""
         return self.text if self.text is not None else "\n".join(m["content"] for m in self.messages)
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What decides the tokens, for digests."""
+        """Everything that determines the prompt's tokens, for digests."""
         more = (self.then, self.clip, self.stop)
         return (self.text, self.messages, *(more if any(more) else ()))
 
     def encode(self, tokenizer: Tokenizer, answer: Callable[[list[int]], str] | None = None) -> tuple[int, ...]:
-        """Its token ids, messages by the chat template. `answer` writes what stands before later turns; None: ""."""
+        """Token ids; messages are rendered with the chat template.
+
+        `answer` generates the assistant's message before each later turn; None: the message is empty.
+        """
         if self.text is not None and (not self.messages or tokenizer.chat_template is None):
             return tuple(tokenizer.encode(self.text))[: self.clip]
         messages = list(self.messages)
@@ -67,21 +70,21 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """A set's data, and the prompts in its file."""
+    """A published data set, and the function that reads prompts from its file."""
 
     data: DataSet
     read: Callable[[Path], Iterator[Prompt]]
 
 
 def _wikitext(path: Path) -> Iterator[Prompt]:
-    """Rows of at least 128 words, so of at least 128 tokens in any vocabulary, cut to 128 tokens."""
+    """Rows of at least 128 words (hence at least 128 tokens in any vocabulary), cut to 128 tokens."""
     for number, line in enumerate(data.text_lines(path), 1):
         if len(line.split()) >= ROW:
             yield Prompt(str(number), "wikitext", line.strip(), clip=ROW)
 
 
 def _turns(of: DataSet, path: Path) -> Iterator[Prompt]:
-    """A prompt a turn: a later one follows what the target itself answers to those before."""
+    """One prompt per turn; before a later turn stand the target's own answers to the earlier turns."""
     for number, row in enumerate(data.read_rows(path, of), 1):
         if not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
             raise ConfigError(f"row {number}: 'turns' must be a list of texts, not empty; fetch the file again")
@@ -92,7 +95,7 @@ def _turns(of: DataSet, path: Path) -> Iterator[Prompt]:
 
 
 def _gsm8k(path: Path) -> Iterator[Prompt]:
-    """Questions: to a model without a chat template as a text to go on, which ends where it asks the next one."""
+    """Questions. For a model without a chat template: a text to continue, which stops at the next "Question:"."""
     for number, row in enumerate(data.read_rows(path, data.GSM8K), 1):
         asked = {"role": "user", "content": row["question"]}
         text = f"Question: {row['question']}\nAnswer:"
@@ -100,7 +103,7 @@ def _gsm8k(path: Path) -> Iterator[Prompt]:
 
 
 def _humaneval(path: Path) -> Iterator[Prompt]:
-    """Functions to complete, which end where the paper's stop strings say."""
+    """Functions to complete, with the stop strings of the HumanEval paper."""
     for row in data.read_rows(path, data.HUMANEVAL):
         yield Prompt(row["task_id"], "humaneval", row["prompt"], stop=data.HUMANEVAL_STOP)
 
@@ -115,16 +118,16 @@ SETS = {
 
 
 def parse(source: str) -> tuple[str, str, str] | None:
-    """Name, task and place of NAME[/TASK][:PLACE]; None where no set is named so."""
+    """Name, task and place of NAME[/TASK][:PLACE]; None if there is no set of that name."""
     known, _, place = source.partition(":")
     name, _, task = known.partition("/")
     return (name, task, place) if name in SETS else None
 
 
 def read(name: str, task: str = "", place: str = "") -> list[Prompt]:
-    """The prompts of a set, or of one of its tasks. `place`: its file, or a folder that holds it; "": the hub.
+    """The prompts of a set, or of one of its tasks. `place`: the file, or a folder that holds the file; "": the hub.
 
-    Raises ConfigError that says what to fetch.
+    Raises ConfigError that says what to fetch, or for an unknown task.
     """
     found = SETS[name]
     path = Path(place)

@@ -1,4 +1,4 @@
-"""Records: one measurement, one line of JSON, appended, never changed. Numbers in README and docs come from these."""
+"""Records of measurements: one JSON line each, appended and never changed. The source of all numbers in the docs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from sameseed.study.usage import Usage
 from sameseed.study.workload import Arm, Workload, spec_as_dict
 
 RESULTS = Path("benchmarks/results")
-SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p")  # of SamplingParams, under their own names
-COUNTED = (  # of SpecMetrics, under their own names
+SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p")  # fields of SamplingParams that a record holds
+COUNTED = (  # fields of SpecMetrics that a record holds
     "num_rounds",
     "num_drafts",
     "num_draft_tokens",
@@ -44,13 +44,13 @@ COUNTED = (  # of SpecMetrics, under their own names
 
 
 def now() -> str:
-    """UTC, to the second."""
+    """The current time, ISO 8601, UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 @cache
 def commit() -> str:
-    """The commit of the checkout that runs, "+" behind it if a source file was changed; else the package's version."""
+    """The checkout's commit (12 digits), with "+" if a source file was changed; without a checkout, the version."""
     root = Path(sameseed.__file__).resolve().parent.parent
     git = ["git", "-C", str(root)]
     try:
@@ -70,7 +70,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers depend on, without a name that says whose machine it is."""
+    """Properties of the machine that the numbers depend on, without its host name."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": cpu_name(),
@@ -86,12 +86,12 @@ def machine() -> dict[str, object]:
 
 
 def model_name(model: str) -> str:
-    """A model as a record names it: folders and files without the path, which is nobody's business."""
+    """A model's name in a record: for a folder or file, its name without the path, which may be private."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
 def speculation(spec: SpecConfig) -> dict[str, object]:
-    """A SpecConfig as a record holds it: models of all levels by name, without the path."""
+    """A SpecConfig as plain data for a record: draft models of all levels by name, without paths."""
     return _anonymous(spec_as_dict(spec))
 
 
@@ -105,7 +105,7 @@ def _anonymous(spec: Any) -> dict[str, object]:
 
 
 def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[str, object]:
-    """The configuration as it was resolved, not as it was asked for."""
+    """The resolved configuration of an arm (without "auto" values), for its record."""
     engine, c, params = llm.engine, llm.config, workload.params
     weights = engine.runner.model.weights
     return {
@@ -134,7 +134,7 @@ def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[s
 def make_records(
     bench: Bench, model: str, workload: Workload, runs: Mapping[Arm, Seq[Run]], run_id: str, here: Mapping[str, object]
 ) -> list[dict[str, Any]]:
-    """The records of one measured workload, plain decoding first."""
+    """The records of one measured workload, one per arm, plain decoding first."""
     plain = runs[bench.arms[0]]
     records = []
     for arm in bench.arms:
@@ -148,9 +148,9 @@ def make_records(
 def make_record(
     config: Mapping[str, object], runs: Seq[Run], plain: Seq[Run], run_id: str, machine_: Mapping[str, object]
 ) -> dict[str, Any]:
-    """The record of one arm. `runs[i]` and `plain[i]` took turns, so `speedup` is the median of their ratios.
+    """The record of one arm. `runs[i]` and `plain[i]` were interleaved, so `speedup` is the median of their ratios.
 
-    `tokens_per_s` is plain decoding's median times that: two medians of their own could contradict each other.
+    `tokens_per_s` is plain decoding's median times `speedup`: the arm's own median could contradict `speedup`.
     """
     ratios = [mine.tokens_per_s / its.tokens_per_s for mine, its in zip(runs, plain, strict=True)]
     equal = [mine.texts == its.texts for mine, its in zip(runs, plain, strict=True)]
@@ -183,7 +183,7 @@ def make_record(
 
 
 def _remarks(draft: str, run: Run) -> dict[str, object]:
-    """What not every record has: counters of the drafters below, and whether the draft was no use at all."""
+    """Optional fields: counts of the lower-level drafters, and a flag if almost no draft token was accepted."""
     found: dict[str, object] = {}
     if run.levels:
         found["levels"] = {name: level.as_dict() for name, level in run.levels.items()}
@@ -193,7 +193,7 @@ def _remarks(draft: str, run: Run) -> dict[str, object]:
 
 
 def _usage(runs: Seq[Run]) -> dict[str, float | None]:
-    """Of all runs together."""
+    """Machine usage of all runs together, as plain data."""
     whole = Usage()
     for run in runs:
         whole.add(run.usage)
@@ -212,7 +212,7 @@ def _split(run: Run) -> dict[str, float]:
 
 
 def spread(values: Seq[float]) -> dict[str, float | None]:
-    """Median, mean and 95th percentile; all None where there is nothing."""
+    """Median, mean and 95th percentile of `values`; all None if there are none."""
     if not values:
         return {"median": None, "mean": None, "p95": None}
     ordered = sorted(values)
@@ -221,21 +221,21 @@ def spread(values: Seq[float]) -> dict[str, float | None]:
 
 
 def prepare(path: Path, flag: str = "--out") -> None:
-    """Make sure that records can be written there, before anything is measured. Raises ConfigError naming the flag."""
+    """Check before a measurement that records can be written to `path`. Raises ConfigError naming the flag."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
         path.open("a", encoding="utf-8").close()
         if new:
-            path.unlink()  # what fails later should leave nothing
+            path.unlink()  # a measurement that fails later should not leave an empty file
     except OSError as error:
         raise ConfigError(f"cannot write records to {path} ({error.strerror}); choose another with {flag}") from None
 
 
 def destination(out: Path | None, name: str) -> Path | None:
-    """Where a command's records go: `out`, or NAME.jsonl in benchmarks/results/ where that is; checked as by `prepare`.
+    """The file for a command's records: `out`, else NAME.jsonl in benchmarks/results/ if that folder exists, else None.
 
-    None: nowhere.
+    The file is checked with `prepare`.
     """
     out = out or (RESULTS / f"{name}.jsonl" if RESULTS.is_dir() else None)
     if out is not None:
@@ -244,7 +244,7 @@ def destination(out: Path | None, name: str) -> Path | None:
 
 
 def append(path: Path, record: Mapping[str, object]) -> None:
-    """Add one line to a record file (made where missing). Raises ConfigError if it is no record."""
+    """Append one line to a record file, which is created if missing. Raises ConfigError if `record` is not valid."""
     check(record)
     prepare(path)
     with path.open("a", encoding="utf-8") as file:
@@ -252,7 +252,7 @@ def append(path: Path, record: Mapping[str, object]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file, checked. Raises ConfigError with the line."""
+    """All records of a file, checked. Raises ConfigError naming the line."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:

@@ -1,4 +1,4 @@
-"""Records as a table for people."""
+"""Benchmark records as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEGEND = (
 
 
 def chosen(params: SamplingParams) -> str:
-    """How tokens are chosen, in a few words."""
+    """The sampling settings in a few words."""
     if params.greedy:
         return "greedy"
     top = f" top-p {params.top_p:g}" if params.top_p != 1 else ""
@@ -39,7 +39,7 @@ def chosen(params: SamplingParams) -> str:
 
 
 def title(config: Mapping[str, Any]) -> str:
-    """What the rows of one table have in common."""
+    """The title of a table: the settings that all of its rows share."""
     how = chosen(SamplingParams(temperature=config["temperature"], top_p=config["top_p"], seed=config["seed"]))
     return (
         f"{config['model']} ({config['num_parameters'] / 1e6:.1f} M, {config['format']}), {how}, "
@@ -67,7 +67,7 @@ def cells(record: Mapping[str, Any]) -> list[str]:
 
 
 def levels(record: Mapping[str, Any]) -> list[str]:
-    """A line for each drafter below that was counted apart, and one for a draft that was no use."""
+    """A line for each lower-level drafter with counts of its own, and a warning if almost nothing was accepted."""
     lines = [
         f"{record['config']['label']}: {name}: {m['num_accepted_tokens']} of {m['num_draft_tokens']} drafted accepted"
         + (f", {m['mean_acceptance_length']:.2f} per draft" if m["num_drafts"] else "")
@@ -79,12 +79,12 @@ def levels(record: Mapping[str, Any]) -> list[str]:
 
 
 def blank(name: str) -> Table:
-    """A table of records without columns yet; `name` stands above it."""
+    """An empty table without columns, titled `name`."""
     return Table(title=name, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
 
 
 def table(records: Seq[Mapping[str, Any]]) -> Table:
-    """A table of records that share all but the way to decode; the fastest row stands out."""
+    """A table of records that differ only in how they decode; the fastest row is bold."""
     repeated = records[0].get("repeated")
     said = "" if repeated is None else f"\n{repeated:.0%} of the 8-grams of plain decoding's texts repeat earlier ones"
     made = blank(title(records[0]["config"]) + said)

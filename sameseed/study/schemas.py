@@ -1,4 +1,4 @@
-"""Schemas: what the records of each measuring command hold."""
+"""Schemas: the required fields and types of the records that each measuring command writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS: Fields = {
 
 
 def _fields(said: str, base: Fields | None = None) -> Fields:
-    """`base`, and what is said: "KIND: NAME NAME, KIND: NAME"; with a ? behind the kind, null may stand there."""
+    """`base` plus the fields in `said`, "KIND: NAME NAME, KIND: NAME". "KIND?" also allows null."""
     found = dict(base or {})
     for part in said.split(","):
         kind, _, names = part.strip().partition(": ")
@@ -37,7 +37,7 @@ def _fields(said: str, base: Fields | None = None) -> Fields:
 
 _ORIGIN = _fields("text: schema commit, object: machine")
 _MEASURED = _fields("text: time, object: config", _ORIGIN)
-_RUN = _fields("text: run", _MEASURED)  # what one command measured has one `run`
+_RUN = _fields("text: run", _MEASURED)  # records of one command call share their `run`
 BENCH = _fields(
     "list: repetitions, number: tokens_per_s, object: latency_s ttft_s time_per_output_token_s, number?: "
     "acceptance_rate mean_acceptance_length, count: rollbacks, list: accepted_per_pos, number: speedup, flag: "
@@ -67,7 +67,7 @@ SERVER = _fields(
     "object: failures, list: promises not_asked texts"
 )
 PEER = _fields("text: engine, list: rows, object: missing", _RUN)
-FIELDS: dict[str, tuple[str, Fields]] = {  # the command that writes it, and what it holds
+FIELDS: dict[str, tuple[str, Fields]] = {  # by schema: the command that writes the record, and the fields
     BENCH_SCHEMA: ("bench", BENCH),
     PROFILE_SCHEMA: ("profile", PROFILE),
     EVAL_SCHEMA: ("eval", EVAL),

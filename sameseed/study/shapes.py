@@ -1,6 +1,6 @@
 """Shapes of known models by name, so that their speed can be measured without their weights.
 
-The facts are those of each model's public config.json, in its words.
+Each shape holds the fields and values of the model's public config.json.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ NAMES = (*SHAPES, "embedded")
 
 
 def get_shape(name: str, other: str = "--model") -> ModelConfig:
-    """The config of a shape; case does not count.
+    """The config of a shape; the name is case-insensitive.
 
-    Raises ConfigError with the nearest name; `other` tells what takes a checkpoint instead.
+    Raises ConfigError with the nearest name. `other`: the option that takes a checkpoint, for the message.
     """
     known = name.lower()
     if known == "embedded":
@@ -89,7 +89,7 @@ def get_shape(name: str, other: str = "--model") -> ModelConfig:
 
 
 def shape_as_dict(name: str, config: ModelConfig) -> dict[str, object]:
-    """A shape as a record holds it."""
+    """A shape as plain data for a record."""
     facts = "architecture num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim "
     facts += "vocab_size max_model_len tied_embeddings"
     return {"name": name, **{fact: getattr(config, fact) for fact in facts.split()}}

@@ -1,7 +1,7 @@
-"""What a measured stretch takes of the machine: share of its cores, energy, share of its GPU; None where unreadable.
+"""Use of the machine during a measurement: CPU time, energy, GPU utilization. A value that cannot be read is None.
 
-Energy of the CPU is that of its packages (RAPL, in Linux's powercap), with all that runs on them. A GPU's figures are
-NVML's, where the package `pynvml` is installed.
+CPU energy is that of the whole packages (RAPL, through Linux's powercap), including other processes. GPU values come
+from NVML, if the package `pynvml` is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ PROC = Path("/proc")
 
 @dataclass
 class Usage:
-    """`cpu_s`: seconds of all threads together; `gpu_share`: in the last moment before the end. Joules, seconds."""
+    """Use of the machine in `seconds` of wall time.
+
+    `cpu_s`: CPU seconds, summed over threads. `cpu_j`, `gpu_j`: joules. `gpu_share`: GPU utilization (0 to 1), sampled
+    by NVML at the end.
+    """
 
     seconds: float = 0.0
     cpu_s: float | None = 0.0
@@ -31,7 +35,7 @@ class Usage:
     gpu_share: float | None = 0.0
 
     def add(self, other: Usage) -> None:
-        """Make it that of both stretches; the GPU's share is their mean by time."""
+        """Add another measurement to this one, in place. `gpu_share` becomes the time-weighted mean."""
         whole = self.seconds + other.seconds
         if self.gpu_share is not None and other.gpu_share is not None and whole:
             mixed = self.gpu_share * self.seconds + other.gpu_share * other.seconds
@@ -44,7 +48,7 @@ class Usage:
         self.seconds = whole
 
     def as_dict(self, num_tokens: int) -> dict[str, float | None]:
-        """For a record: shares of all cores and of the GPU, joules a token of `num_tokens`."""
+        """Plain data for a record: shares of all cores and of the GPU, and joules per token for `num_tokens` tokens."""
         cores, tokens = available_cores() * self.seconds, max(1, num_tokens)
         return {
             "cpu_share": None if self.cpu_s is None or not cores else self.cpu_s / cores,
@@ -55,7 +59,7 @@ class Usage:
 
 
 class Meter:
-    """Counts from the moment it is made: this process, or the process `pid` with its children."""
+    """Measures use from its creation on: of this process, or of the process `pid` and its descendants."""
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
@@ -63,7 +67,7 @@ class Meter:
         self._cpu, self._start = self._cpu_s(), time.perf_counter()
 
     def read(self) -> Usage:
-        """What was taken since."""
+        """Use since the meter was created."""
         seconds, cpu = time.perf_counter() - self._start, self._cpu_s()
         joules, gpu = packages_j(), _gpu_j()
         return Usage(
@@ -79,12 +83,12 @@ class Meter:
 
 
 def tree_s(pid: int) -> float | None:
-    """CPU seconds of a process and of those that it started; None where there is no /proc, or no such process."""
+    """CPU seconds of a process and its descendants; None if there is no /proc, or no such process."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for stat in PROC.glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
-            words = stat.read_text().rpartition(")")[2].split()  # the name before it may hold anything
+            words = stat.read_text().rpartition(")")[2].split()  # the process name before ")" may hold anything
             child = int(stat.parent.name)
             parents[child], ticks[child] = int(words[1]), int(words[11]) + int(words[12])
     if pid not in ticks:
@@ -96,7 +100,7 @@ def tree_s(pid: int) -> float | None:
 
 
 def packages_j() -> float | None:
-    """Joules that the CPU's packages have counted; None where that cannot be read (often: by root alone)."""
+    """Joules on the energy counters of the CPU's packages; None if unreadable (often only root may read them)."""
     try:
         counted = [int((zone / "energy_uj").read_text()) for zone in _zones()]
     except (OSError, ValueError):
@@ -111,13 +115,13 @@ def _zones() -> tuple[Path, ...]:
 
 @cache
 def _nvml() -> tuple[Any, Any] | None:
-    """The library and the first GPU."""
+    """The NVML module and the handle of the first GPU; None if NVML does not work."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-    except Exception:  # not installed, no driver, no GPU: NVML has a class for each
+    except Exception:  # not installed, no driver or no GPU: NVML has an exception class for each
         return None
 
 
@@ -126,7 +130,7 @@ def _gpu_j() -> float | None:
         return None
     try:
         return float(found[0].nvmlDeviceGetTotalEnergyConsumption(found[1])) / 1e3
-    except Exception:  # an older GPU does not count
+    except Exception:  # older GPUs have no energy counter
         return None
 
 

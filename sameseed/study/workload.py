@@ -1,4 +1,4 @@
-"""What is measured: prompts from a file, and the settings to run them in."""
+"""Workloads and arms: the prompts of a measurement, their sampling settings, and the ways to decode them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ DEFAULT_PROMPTS = ASSETS / "prompts.jsonl"
 
 
 def prompts_name(source: Path) -> str:
-    """What prompts are called in records: a file's name, or a set's with its task."""
+    """The name of prompts in records: a file's name, or a prompt set's name with its task."""
     found = None if source.is_file() else prompt_sets.parse(str(source))
     return source.name if found is None else "/".join(filter(None, found[:2]))
 
 
 def read_prompts(source: Path, limit: int | None = None) -> list[Prompt]:
-    """Prompts of a .jsonl file ({"prompt"} or {"messages"}, optional "id", "domain") or a .txt file (one a line).
+    """Read prompts from a file or a published set.
 
-    Or those of a published set, as `prompt_sets.parse` reads its name. `limit` takes that many, spread over all, so
+    A .jsonl file has {"prompt"} or {"messages"} per line, with optional "id" and "domain"; a .txt file has one prompt
+    per line. Sets are named as `prompt_sets.parse` reads them. `limit`: number of prompts to take, spread evenly so
     that every domain stays in. Raises ConfigError with the line, or with what to fetch.
     """
     found = None if source.is_file() else prompt_sets.parse(str(source))
@@ -68,9 +69,9 @@ def _prompt(line: Line) -> Prompt:
 
 @dataclass(frozen=True)
 class Workload:
-    """Encoded prompts, how their tokens are chosen, how many run together, and where they came from.
+    """Encoded prompts, their sampling parameters, how many run together (`batch_size`), and their name for records.
 
-    `stops`: strings at which a prompt's answer ends besides those of `params`, one tuple a prompt; empty: none.
+    `stops`: stop strings of each prompt besides those of `params`, one tuple per prompt; empty: none.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Workload:
             raise RequestError("a measurement needs a seed: without one no two runs can be compared; give --seed")
 
     def batches(self) -> Iterator[list[tuple[tuple[int, ...], SamplingParams]]]:
-        """Prompts with their parameters, `batch_size` at a time; each prompt has a seed of its own."""
+        """Prompts with their parameters, `batch_size` at a time. Each prompt has its own seed."""
         seed = self.params.seed or 0
         stops = self.stops or ((),) * len(self.prompts)
         jobs = [
@@ -98,7 +99,7 @@ class Workload:
 
 
 def quantile(values: Seq[float], share: float) -> float:
-    """The value below which `share` of all lie, linear between neighbours."""
+    """The `share` quantile of `values`, interpolated linearly between neighbours."""
     ordered = sorted(values)
     at = share * (len(ordered) - 1)
     low = int(at)
@@ -107,7 +108,7 @@ def quantile(values: Seq[float], share: float) -> float:
 
 
 def without_past(spec: SpecConfig) -> SpecConfig:
-    """The same levels, those with an option `past` looking at no past requests where they do not say otherwise."""
+    """The same levels with option `past` set to "none" wherever a drafter has that option and it is not set."""
     below = tuple(without_past(b) for b in spec.below)
     known: set[str] = set()
     if spec.method in registry.names("drafters"):
@@ -116,12 +117,12 @@ def without_past(spec: SpecConfig) -> SpecConfig:
     return replace(spec, options=options, below=below)
 
 
-@dataclass(frozen=True, eq=False)  # each is a key of its own
+@dataclass(frozen=True, eq=False)  # compared by identity: each arm is its own dictionary key
 class Arm:
-    """One way to decode: a label for people and the speculation behind it ("none" is plain decoding).
+    """One way to decode: a label, and its speculation settings (method "none" is plain decoding).
 
-    A drafter that learns from past requests gets none of them, unless its options ask for it: the arms write the same
-    texts one after the other, and each would find them in what the one before it, or an earlier repetition, left.
+    Drafters that learn from past requests do not use them here unless their options ask for it. All arms generate the
+    same texts, so a drafter would find each text in what another arm or an earlier repetition left.
     """
 
     label: str
@@ -139,9 +140,9 @@ PLAIN = Arm("plain", SpecConfig())
 
 
 def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
-    """Plain decoding, then each way to guess at each draft length; a draft that is a head is named as one.
+    """Plain decoding, then each draft at each draft length. A draft model that is a head gets the drafter of heads.
 
-    Raises ConfigError for a length out of range, ModelLoadError for a draft that is not there.
+    Raises ConfigError for a length out of range, ModelLoadError for a draft that is missing.
     """
     made = [PLAIN]
     for spec in map(with_heads, specs):
@@ -157,7 +158,7 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
 
 
 def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
-    """A SpecConfig as plain data for a record, its options with their defaults.
+    """A SpecConfig as plain data for a record; its options include defaults.
 
     Raises ConfigError or RegistryError for bad options.
     """

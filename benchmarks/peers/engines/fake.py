@@ -1,4 +1,4 @@
-"""An engine that only waits: for the tests of the orchestrator. A row costs `ms` milliseconds."""
+"""An engine that only waits, for tests of the orchestrator. Each row takes `ms` milliseconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from protocol import UnsupportedError
 
 
 class Engine:
-    """`options`: ms (a row), batch (false: not offered), backwards (of a batch), fail ("load" or "rows": raises)."""
+    """An engine whose passes only wait.
+
+    `options`: ms (per row), batch (false: unsupported), backwards (a batch takes negative time), fail ("load" or
+    "rows": raises there).
+    """
 
     def load(self, model: Path, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
         self.options = options
@@ -46,15 +50,16 @@ class Engine:
 
 
 class Writer(Engine):
-    """`options`: ms (a text), fail ("load" or "write": raises), text (what it writes; else the prompt backwards),
+    """A writer that only waits, and writes the reversed prompt.
 
-    helper (seconds that a process of its own goes on for).
+    `options`: ms (per text), fail ("load" or "write": raises there), text (tokens to write instead), helper (seconds
+    for which a child process runs).
     """
 
     def load(  # type: ignore[override]
         self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
     ) -> dict[str, object]:
-        if options.get("helper"):  # as an engine that is a server of its own
+        if options.get("helper"):  # like an engine that runs a separate server
             subprocess.Popen(["sleep", options["helper"]])
         return super().load(model, threads, max_len, 1, options)
 

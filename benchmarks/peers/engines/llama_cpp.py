@@ -1,4 +1,4 @@
-"""llama.cpp through its C API, as llama-cpp-python binds it: llama_decode itself is timed, no Python lies inside."""
+"""llama.cpp through its C API as bound by llama-cpp-python. Only llama_decode is timed, without Python code inside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = tuple[int, int, int, bool]  # token, position, sequence, logits wanted
 
 @api.llama_log_callback
 def errors_only(level: int, text: bytes, data: ctypes.c_void_p) -> None:
-    """Only what went wrong: the rest is a page for each model."""
+    """Print errors only; llama.cpp's other messages fill a page per model."""
     if level == 4:  # GGML_LOG_LEVEL_ERROR
         print(text.decode(errors="replace"), end="", flush=True)
 
@@ -37,7 +37,7 @@ class Engine:
         api.llama_backend_init()
         loading = api.llama_model_default_params()
         loading.n_gpu_layers = 0
-        # Read, not mapped: resident memory then counts every weight once, and no file page is dropped and read again.
+        # Read the file instead of mapping it: resident memory then counts each weight once, and no page is read again.
         loading.load_mode = api.LLAMA_LOAD_MODE_NONE
         self.model = api.llama_model_load_from_file(str(model).encode(), loading)
         if not self.model:
@@ -121,7 +121,7 @@ class Engine:
 
 
 class Writer:
-    """Its server. `options`: k, the draft model's tokens a draft; or way, an n-gram speculation by its name there."""
+    """Texts by llama-server. `options`: k, tokens per draft of a draft model; or way, llama.cpp's n-gram method."""
 
     def load(
         self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
@@ -138,14 +138,14 @@ class Writer:
             flags += ["--spec-type", way]
         models = ["--model", model, *(["--model-draft", draft] if draft is not None else [])]
         command = [str(part) for part in (SERVER, *models, "--port", port, *flags)]
-        # Of this group: it is frozen too.
+        # In the same process group, so that the server is frozen with the worker.
         self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
         while not self._ready():
             time.sleep(0.1)
         return {"versions": {"llama-cpp-python": api.__version__}, "settings": {"flags": " ".join(map(str, flags))}}
 
     def _ready(self) -> bool:
-        """Whether it can answer. Raises RuntimeError where it has ended."""
+        """Whether the server answers. Raises RuntimeError if it has ended."""
         if self.server.poll() is not None:
             raise RuntimeError(f"llama-server ended with status {self.server.returncode}")
         try:

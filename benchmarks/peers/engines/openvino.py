@@ -1,4 +1,4 @@
-"""OpenVINO's runtime on a stateful model that optimum-intel exported."""
+"""OpenVINO's runtime on a stateful model exported by optimum-intel."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-SLACK = 32  # tokens that the context may differ from the one asked for
+SLACK = 32  # most tokens by which the cached context may differ from the requested one
 
 
 def select_rows(model: ov.Model) -> None:
-    """Let the head compute wanted rows only, as OpenVINO GenAI does: a new input `logit_rows` [R] picks hidden states.
+    """Make the LM head compute only selected rows, as OpenVINO GenAI does. A new input `logit_rows` [R] selects them.
 
-    Without it a prompt would pay for the logits of all its tokens, which no other engine does.
+    Otherwise a prefill would compute the logits of all its tokens, which no other engine does.
     """
     logits = next(o for o in model.outputs if "logits" in o.names).node.input_value(0).node
     while logits.get_type_name() != "MatMul":
@@ -31,7 +31,7 @@ def select_rows(model: ov.Model) -> None:
 
 
 class Engine:
-    """`options`: properties of the CPU plugin, e.g. KV_CACHE_PRECISION; its own defaults otherwise."""
+    """`options`: properties of the CPU plugin, e.g. KV_CACHE_PRECISION; others have their defaults."""
 
     def load(self, model: Path, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
         core = ov.Core()
@@ -52,7 +52,7 @@ class Engine:
         }
 
     def _infer(self, tokens: Seq[Seq[int]], position: int, logits: Seq[int]) -> float:
-        """One pass over tokens [B, T] at `position`, logits of the rows named of each sequence."""
+        """Seconds of one pass over tokens [B, T] at `position`, with logits of the rows `logits` of each sequence."""
         B, T = len(tokens), len(tokens[0])
         feed = {
             "input_ids": np.asarray(tokens, dtype=np.int64),
@@ -67,12 +67,12 @@ class Engine:
         return time.perf_counter() - start
 
     def rows(self, tokens: Seq[int], context: int) -> float:
-        # A state can only grow: it starts a little short of the wished context and is filled anew when it is beyond.
+        # The state can only grow. It starts SLACK tokens below the requested context, and is rebuilt SLACK above it.
         if not context - SLACK <= self.cached <= context + SLACK:
             self.request.reset_state()
             self.cached = context - SLACK
             self._infer([[3 + i % 500 for i in range(self.cached)]], 0, [self.cached - 1])
-            self._infer([[3]], self.cached, [0])  # makes room for more: no pass that counts should
+            self._infer([[3]], self.cached, [0])  # grows the state's buffer now, so that no timed pass does
             self.cached += 1
         seconds = self._infer([tokens], self.cached, range(len(tokens)))
         self.cached += len(tokens)
@@ -105,7 +105,7 @@ class Engine:
 
 
 class Writer:
-    """GenAI's pipeline. `options`: way "ngram" (prompt lookup), or a draft model; k, its tokens a draft."""
+    """Texts by GenAI's pipeline. `options`: way ("ngram": prompt lookup, else the draft model); k, tokens per draft."""
 
     def load(
         self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
@@ -118,7 +118,7 @@ class Writer:
             more["prompt_lookup"] = True
         elif draft is not None:
             more["draft_model"] = genai.draft_model(str(draft), "CPU", **properties)
-        if more:  # its continuous batching speculates
+        if more:  # only GenAI's continuous batching speculates
             scheduler = genai.SchedulerConfig()
             scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 1, max(1024, max_len), 1
             scheduler.enable_prefix_caching = False

@@ -1,4 +1,4 @@
-"""sameseed itself, through its engine's seams: ModelRunner for passes, Engine for batches, LLM for texts."""
+"""sameseed itself: ModelRunner for passes, Engine for batches, LLM for texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Engine:
 
     def load(self, model: Path, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
         config = EngineConfig(
-            max_num_rows=max(512, batch * max_len),  # all prompts of a batch in one pass, so that its steps are alike
+            max_num_rows=max(512, batch * max_len),  # all prompts fit in one pass, so that sequences stay in step
             max_num_seqs=batch,
             max_model_len=max_len,
             format=options.get("format", "auto"),
@@ -74,7 +74,7 @@ class Engine:
             self._forward(self.cached, Draft.empty(1))
             self.cached.num_cached = context
         seq = self.cached
-        # As verification does: one token that is known, the others a draft. Nothing is committed, so the cache stays.
+        # As in verification: one pending token, the others as a draft. Nothing is committed, so the cache is unchanged.
         seq.token_ids.append(tokens[0])
         seconds, logits = self._forward(seq, Draft.chains([list(tokens[1:])]))
         seq.token_ids.pop()
@@ -114,7 +114,10 @@ class Engine:
 
 
 class Writer:
-    """`options`: format; way: what drafts, as --draft ("{draft}": its model), at the default policy; draft_format."""
+    """`options`: format; way: the draft as for --draft ("{draft}": the draft model's path); draft_format.
+
+    The length policy is goodput.
+    """
 
     def load(
         self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
@@ -124,7 +127,7 @@ class Writer:
         if way := options.get("way"):
             spec = parse_draft(way.format(draft=draft))
             spec = replace(spec, policy="goodput", num_draft_tokens=12, format=options.get("draft_format", "auto"))
-            more["draft"] = without_past(spec)  # as if each text were the first: the prompts come again
+            more["draft"] = without_past(spec)  # no past requests as a source of drafts, since prompts are repeated
         self.llm = sameseed.LLM(str(model), **settings, **more)
         settings |= {"draft": way or None, "isa": record.native_isa()}
         return {"versions": {"sameseed": sameseed.__version__, "torch": torch.__version__}, "settings": settings}

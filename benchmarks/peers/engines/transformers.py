@@ -1,4 +1,4 @@
-"""Hugging Face transformers: the model's own forward with a dynamic cache."""
+"""Hugging Face transformers: the model's own forward pass with a dynamic cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, tokens: Seq[Seq[int]], cache: DynamicCache, logits: int) -> tuple[float, torch.Tensor]:
-        """One pass over tokens [B, T] with logits of the last `logits` of each row (0: all)."""
+        """Seconds and logits of one pass over tokens [B, T], with logits of the last `logits` positions (0: all)."""
         ids = torch.tensor(tokens)
         start = time.perf_counter()
         out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=logits)
@@ -59,7 +59,7 @@ class Engine:
 
 
 class Writer:
-    """`options`: way "ngram" (prompt lookup of `k` tokens); with a draft, assisted generation at its own settings."""
+    """`options`: way "ngram" (prompt lookup of `k` tokens). With a draft: assisted generation with default settings."""
 
     def load(
         self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]

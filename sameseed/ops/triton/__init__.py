@@ -1,8 +1,8 @@
 """The GPU backend: Triton kernels for one NVIDIA GPU of compute capability 8.0 or newer.
 
-Products multiply on tensor cores: rows enter as float16 under a power of two of their own (bfloat16 for bf16 weights,
-float32 for fp32 ones), or quantized where the weight asks for it; sums are float32 or exact integers. What there is no
-kernel for falls through to the reference, on the same device.
+Products use tensor cores. Rows are stored as float16 with a power of two as scale (bfloat16 for bf16 weights, float32
+for fp32 weights), or quantized if the weight requires it. Sums are float32 or exact integers. Ops without a kernel fall
+back to the reference on the same device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
 
 
 row_invariant = True
-looks_ahead = True  # `product` takes what its rows become next
+looks_ahead = True  # `product` accepts what its result is used for next (`Then`)
 LINEAR_FORMATS = packing.DENSE | packing.CODED
 KV_FORMATS = frozenset({"fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"})
 DEVICES = frozenset({"cpu" if interpreted() else "cuda"})
@@ -44,7 +44,7 @@ OLDEST = (8, 0)
 
 @cache
 def unavailable(device: str = "cuda") -> str | None:
-    """Why the kernels cannot run here, or not on this one of several GPUs, with the remedy; None if they can."""
+    """The reason why the kernels cannot run here, or not on this GPU, with the remedy; None if they can."""
     if _missing is not None:
         return _missing
     if interpreted():

@@ -1,17 +1,17 @@
 """Kernels of attention over the paged cache.
 
-The law of rows. A row at logical position p sees keys 0..p; a draft node's ancestors stand at the positions after the
-known tokens, wherever they are stored. Keys go in blocks of `KEYS`, spans of `SPAN` and stretches of `STRETCH` logical
-positions. Of a span, its blocks in ascending order give a maximum m, a sum (mass) and values o; the spans of a stretch
-are merged in ascending order, and so are the stretches of a row. Whether a program takes a span, a stretch or all
-changes nothing: `merge` is the same arithmetic, and merging nothing changes no bit.
+Why attention is row-invariant. A row at logical position p sees keys 0..p. The ancestors of a draft node count as the
+positions after the known tokens, wherever they are stored. Keys are processed in blocks of `KEYS`, spans of `SPAN` and
+stretches of `STRETCH` logical positions. The blocks of a span, in ascending order, give a maximum m, a sum (mass) and
+values o. The spans of a stretch are merged in ascending order, and so are the stretches of a row. A program may take a
+span, a stretch or all keys: `merge` is always the same arithmetic, and merging an empty part changes no bit.
 
-A program holds 16 queries of one sequence and one KV head: some rows times the query heads that share it. Every product
-is one `tl.dot` of 16 queries, and a row keeps to its own line of it. Blocks of known keys serve all rows of a tile;
-blocks that reach into the draft are gathered for each node alone, since its keys there are its own.
+A program holds 16 queries of one sequence and one KV head: some rows times the query heads that share the KV head.
+Every product is one `tl.dot` of 16 queries, and a query uses only its own line of it. Blocks of known keys serve all
+rows of a tile. Blocks that reach into the draft are gathered for each draft node, because each node has its own keys.
 """
 
-# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+# Kernels are written in Triton's language: they have no type annotations, and comments instead of docstrings.
 from __future__ import annotations
 
 import triton
@@ -21,12 +21,13 @@ from sameseed.ops.triton import early
 from sameseed.ops.triton.rounding import inverse, power_of
 from sameseed.ops.triton.softmax import TILE, merge, step, terms
 
-SEARCHED: tl.constexpr = tl.constexpr(128)  # sequences looked at at once
+SEARCHED: tl.constexpr = tl.constexpr(128)  # sequences that are searched at a time
 
 
 @triton.jit
 def _counts(x):
-    # Set bits of each 2, 4, 8, 16 and 32 bits of int64; the shifts of a negative one are made logical by masks.
+    # Number of set bits in each group of 2, 4, 8, 16 and 32 bits of int64. Masks make shifts of negative numbers
+    # logical.
     twos = x - ((x >> 1) & 0x5555555555555555)
     fours = (twos & 0x3333333333333333) + ((twos >> 2) & 0x3333333333333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -42,8 +43,8 @@ def _popcount(x):
 
 @triton.jit
 def _places(mask, rank):
-    # Index of the set bit of `mask` (a scalar) that has `rank` [KEYS] set bits below it; any where there is none. It
-    # is looked for in halves: as many steps for each mask, where one bit after the other would take up to 64.
+    # Index of the set bit of the scalar `mask` that has `rank` [KEYS] set bits below it; undefined if there is none. A
+    # binary search takes 6 steps for every mask; a scan bit by bit would take up to 64.
     twos, fours, eights, sixteens, words = _counts(mask)
     levels = (words, sixteens, eights, fours, twos, mask)
     found = tl.zeros_like(rank)
@@ -57,8 +58,9 @@ def _places(mask, rank):
 
 @triton.jit
 def _sequence_of(slot, offsets_ptr, num_seqs, ROWS: tl.constexpr):
-    # Tiles of sequence b begin at slot offsets[b] // ROWS + b, which leaves room for all: the last b at or before slot.
-    # Its first row and one past its last are of the same load: what comes next need not wait for another.
+    # Finds the sequence b of a slot. The tiles of sequence b begin at slot offsets[b] // ROWS + b, which leaves room
+    # for all tiles, so b is the last sequence that begins at or before `slot`. Its first row and the end of its rows
+    # come from the same load, which saves waiting for a second one.
     found, first, end = -1, 0, 0x7FFFFFFF
     for base in range(0, num_seqs + 1, SEARCHED):
         b = base + tl.arange(0, SEARCHED)
@@ -72,20 +74,20 @@ def _sequence_of(slot, offsets_ptr, num_seqs, ROWS: tl.constexpr):
 
 @triton.jit
 def _spans(position, window):
-    # First and one past the last key that a row sees.
+    # The range [begin, end) of keys that a row sees.
     return tl.maximum(position - window + 1, 0), position + 1
 
 
 @triton.jit
 def _nothing(BLOCK: tl.constexpr):
-    # The softmax of no key.
+    # The softmax state of no keys.
     m, o = tl.full((TILE,), float("-inf"), tl.float32), tl.zeros((TILE, BLOCK), tl.float32)
     return m, tl.zeros((TILE,), tl.float32), o, o
 
 
 @triton.jit
 def _fold(m, mass, o0, o1, m_new, l_new, o0_new, o1_new, lines, BLOCK: tl.constexpr):
-    # Of some lines the second softmax into the first; nothing is left of it there.
+    # For the lines in `lines`, merges the second softmax into the first and resets the second.
     m, mass, o0, o1 = merge(m, mass, o0, o1, m_new, tl.where(lines, l_new, 0.0), o0_new, o1_new)
     no_m, no_l, no_o, _ = _nothing(BLOCK)
     kept0, kept1 = tl.where(lines[:, None], no_o, o0_new), tl.where(lines[:, None], no_o, o1_new)
@@ -97,7 +99,8 @@ def _turn(
     block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
     WALK: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Where a span begins with this block, the one before goes into its stretch, and a stretch into the whole.
+    # If this block begins a span, merges the previous span into its stretch. If it begins a stretch, merges the
+    # previous stretch into the whole.
     if WALK != "span":
         if block % SPAN == 0:
             st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _fold(
@@ -124,41 +127,41 @@ def attend(
     BLOCK: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    # Program (slot, head, part): ROWS rows of a sequence, HEADS query heads; a span, a stretch, or all of them (WALK).
+    # Program (slot, head, part): ROWS rows of a sequence, HEADS query heads, and a span, a stretch or all keys (WALK).
     ROWS: tl.constexpr = TILE // HEADS
     slot = tl.program_id(0)
     b, start, end = _sequence_of(slot, offsets_ptr, num_seqs, ROWS)
     first = start + (slot - start // ROWS - b) * ROWS
     if first < end:
-        tiles = tl.cdiv(group, HEADS)  # of query heads that share a KV head
+        tiles = tl.cdiv(group, HEADS)  # tiles of query heads that share a KV head
         kv_head = tl.program_id(1) // tiles
         kv_len, pending_end = tl.load(kv_lens_ptr + b), start + tl.load(num_pending_ptr + b)
         table = table_ptr + b.to(tl.int64) * table_width
         line = tl.arange(0, TILE)
-        t, own = first + line // HEADS, (tl.program_id(1) % tiles) * HEADS + line % HEADS  # row; head in the group
+        t, own = first + line // HEADS, (tl.program_id(1) % tiles) * HEADS + line % HEADS  # row; head within the group
         real = (t < end) & (own < group)
         t_safe, head = tl.where(t < end, t, first).to(tl.int64), kv_head * group + tl.where(own < group, own, 0)
         node = t_safe >= pending_end
         mask = tl.load(tree_ptr + t_safe, mask=tl.zeros_like(t_safe) + has_tree != 0, other=0)
         position = tl.where(node, kv_len + _popcount(mask) - 1, tl.load(positions_ptr + t_safe))
         low, high = _spans(position, window)
-        shared = kv_len // KEYS * KEYS  # blocks before are known keys alone
+        shared = kv_len // KEYS * KEYS  # earlier blocks have only known keys
         reach = tl.where(node, tl.minimum(high, shared), high)
         tile_low, tile_high = tl.min(low, axis=0), tl.max(high, axis=0)
         # The keys of this program: [begin, stop).
         TAKEN: tl.constexpr = SPAN if WALK == "span" else STRETCH
         begin, stop = tile_low // KEYS * KEYS, tile_high
-        early.wait(EARLY)  # all till here is of the batch, which lies there since the pass began
+        early.wait(EARLY)  # all reads so far are from the batch, which is complete when the pass begins
         if WALK != "all":
             begin = tl.maximum(begin, tl.program_id(2) * TAKEN)
             stop = tl.minimum(stop, tl.program_id(2) * TAKEN + TAKEN)
-            if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):  # which spans a row has: `combine` reads no others
+            if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):  # spans of each row: `combine` reads only these
                 one = (t < end) & (line % HEADS == 0)
                 tl.store(bounds_ptr + t_safe * 2, low // SPAN, mask=one)
                 tl.store(bounds_ptr + t_safe * 2 + 1, (high - 1) // SPAN + 1, mask=one)
         if begin < stop:
             HALF: tl.constexpr = (DIM + 1) // 2
-            NEXT: tl.constexpr = HALF if KIND == "float" else 1  # from a part's first dimension to the other part's
+            NEXT: tl.constexpr = HALF if KIND == "float" else 1  # distance from the first part to the second
             EACH: tl.constexpr = 1 if KIND == "float" else 2
             cols = tl.arange(0, BLOCK)
             ins0 = real[:, None] & (cols < HALF)[None, :]
@@ -180,7 +183,7 @@ def attend(
             st_m, st_l, st_o0, st_o1 = _nothing(BLOCK)
             sp_m, sp_l, sp_o0, sp_o1 = _nothing(BLOCK)
             for block in range(begin, tl.minimum(stop, tl.max(reach, axis=0)), KEYS):
-                # Not at a span's end: a node's last span may go on below.
+                # Spans are merged only when the next one begins: a node's last span may continue in the loop below.
                 m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
                     block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, all_lines,
                     WALK, SPAN, STRETCH, BLOCK,
@@ -194,9 +197,10 @@ def attend(
                     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
                     KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
                 )  # fmt: skip
-            # Each node's blocks, by one loop: the next node's keys are loaded meanwhile.
+            # One loop over the blocks of all nodes, so that the next node's keys are loaded during the current
+            # products.
             row_first, own_begin = tl.maximum(first, pending_end), tl.maximum(begin, shared)
-            each = tl.maximum(tl.cdiv(stop - own_begin, KEYS), 1)  # blocks of a row, if any
+            each = tl.maximum(tl.cdiv(stop - own_begin, KEYS), 1)  # blocks per row, if any
             rows = tl.where(own_begin < stop, tl.minimum(first + ROWS, end) - row_first, 0)
             for i in range(rows * each):
                 row, block = row_first + i // each, own_begin + i % each * KEYS
@@ -232,4 +236,4 @@ def attend(
                 tl.store(sums_ptr + where * 2, sp_m, mask=real)
                 tl.store(sums_ptr + where * 2 + 1, sp_l, mask=real)
     else:
-        early.wait(EARLY)  # no kernel is done before the one before it is
+        early.wait(EARLY)  # a kernel must not end before the previous kernel ends

@@ -1,6 +1,6 @@
 """Attention over the paged cache on the GPU (blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022, 2023).
 
-What a program does, and why a row's bits do not depend on its company: attend.py.
+attend.py explains what a program does, and why a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from sameseed.ops.triton.softmax import AT_ONCE, combine
 from sameseed.ops.triton.tiling import MULTIPROCESSORS
 from sameseed.scheme import KVLayer
 
-KEYS = 64  # keys of a block
-STAGES = 3  # of the loop over blocks; five or seven cost registers, and a program of three: slower on an H200
-SPAN = 2 * KEYS  # keys of a span: the least that a program takes
-STRETCH = AT_ONCE.value * SPAN  # what one takes where contexts are long
-FEW = MULTIPROCESSORS  # programs that give each multiprocessor of a large GPU one, ...
-ENOUGH = 8 * FEW  # ... or eight: then none waits for a last one
-PARTS_BYTES = 256 << 20  # the most that parts may take
+KEYS = 64  # keys per block
+STAGES = 3  # pipeline stages of the loop over blocks; five or seven need more registers and were slower on an H200
+SPAN = 2 * KEYS  # keys per span, the smallest part of the keys that a program takes
+STRETCH = AT_ONCE.value * SPAN  # keys per stretch, the part that a program takes if contexts are long
+FEW = MULTIPROCESSORS  # one program for each multiprocessor of a large GPU
+ENOUGH = 8 * FEW  # eight programs for each, which balances the load
+PARTS_BYTES = 256 << 20  # upper limit of the memory for partial results
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
 
 
 def attention_rounding(name: str) -> float:
-    """What two terms of a cache's type lose of queries and weights, over the largest value: see `Ops.kv_rounding`."""
-    return 1e-4 if name == "bf16" else 0.0  # 16 bits; two of float16 or float32 hold more than the sums
+    """Error from splitting queries and weights into two terms, relative to the largest value; see `Ops.kv_rounding`."""
+    return 1e-4 if name == "bf16" else 0.0  # two bf16 terms hold 16 bits; float16 and float32 are better than the sums
 
 
 @cache
 def _no_tree(device: torch.device) -> Tensor:
-    """What stands for the masks of a pass without a draft: one kernel serves both, so that bits cannot differ."""
+    """A placeholder for the tree masks of a pass without drafts. One kernel serves both, so bits cannot differ."""
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def walk(num_rows: int, programs: int, num_heads: int, num_keys: int, dim: int) -> str:
-    """What of the keys a program takes: a "span", a "stretch", or "all". Bits are the same; the host may choose freely.
+    """The part of the keys that a program takes: a "span", a "stretch", or "all". The choice changes no bits.
 
-    `programs`: how many there are if they take all; the parts of rows, heads and spans must not take too much memory.
+    `programs`: the number of programs if each takes all keys. Partial results must not exceed PARTS_BYTES.
     """
     stretches = -(-num_keys // STRETCH)
 
@@ -62,7 +62,7 @@ def walk(num_rows: int, programs: int, num_heads: int, num_keys: int, dim: int) 
 def _inputs(
     q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None, unread: Tensor
 ) -> dict[str, Any]:
-    """What attention reads, but the block table; `unread` stands for scales that the cache does not have."""
+    """The inputs of attention except the block table. `unread` replaces scales that the cache does not have."""
     coded = layer.format in LARGEST
     return {
         "q_ptr": q,
@@ -84,7 +84,7 @@ def _inputs(
 
 
 def _arithmetic(layer: KVLayer, device: torch.device) -> dict[str, Any]:
-    """What the cache's format and the device decide, and the order of sums."""
+    """The kernel constants that depend on the cache's format and the device, and those that fix the order of sums."""
     return {
         "KIND": KINDS[layer.format],
         "SCALED": layer.format in LARGEST,
@@ -102,7 +102,10 @@ def _arithmetic(layer: KVLayer, device: torch.device) -> dict[str, Any]:
 def launches(
     q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None, out: Tensor, taken: str | None = None
 ) -> list[Launch]:
-    """The launches of attention into `out` [T, H, D]; `taken`: what a program takes (None: `walk` decides)."""
+    """The launches of attention into `out` [T, H, D]. `taken`: the part that a program takes (None: `walk` decides).
+
+    Raises ValueError if q does not fit the cache, or if heads have odd dimensions and codes have 8 bits.
+    """
     num_rows, num_heads, dim = q.shape
     page, kv_heads, width = layer.k.shape[1:]
     if width != dim or num_heads % kv_heads:
@@ -141,10 +144,10 @@ def launches(
 def _merging(
     results: dict[str, Any], taken: str, num_rows: int, num_heads: int, dim: int, num_keys: int, free: frozenset[str]
 ) -> Launch:
-    """The launch that merges parts: a warp for each of up to eight stretches, of few or many dimensions of a head."""
+    """The launch that merges partial results: up to eight warps, one per stretch; 32 or 128 dimensions of a head."""
     spans = 1 if taken == "span" else AT_ONCE.value
     lines = min(AT_ONCE.value, triton.next_power_of_2(-(-num_keys // STRETCH)))
-    width = 32 if 2 * num_rows * num_heads < MULTIPROCESSORS else 128  # one value a lane is soonest, four are cheapest
+    width = 32 if 2 * num_rows * num_heads < MULTIPROCESSORS else 128  # one value per lane is fastest, four cheapest
     sizes = {"SPANS": spans, "PARTS": AT_ONCE.value // spans, "LINES": lines, "DIM": dim, "BLOCK": width}
     sizes["EARLY"] = begins_early(num_rows, results["out_ptr"].device)
     return Launch(combine, (num_rows, num_heads, -(-dim // width)), results, sizes, warps=lines, free=free)
@@ -153,8 +156,9 @@ def _merging(
 def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
-    Queries and weights enter products in two terms of the cache's type (16 bits of them for bf16, 22 else), or as
-    float32 for fp32. Raises ValueError where q does not fit the cache, TypeError unless it is float32.
+    In products, queries and weights are the sum of two terms: bf16 for a bf16 cache (16 bits in all), else float16 (22
+    bits). With an fp32 cache they are float32. Raises ValueError if q does not fit the cache, TypeError unless q is
+    float32.
     """
     packed = heads_packed(q)
 

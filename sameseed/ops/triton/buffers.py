@@ -1,4 +1,4 @@
-"""Where the numbers of a graph's passes lie on the device: buffers that stay in their place, filled by one copy."""
+"""Fixed device buffers for the batches of a recorded graph, filled by one copy per pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sameseed.batch import Batch, Draws, Steps
 
 
 def _sizes(rows: int, seqs: int, width: int, drawn: bool) -> dict[str, int]:
-    """Numbers int32 of the parts of a batch; what differs from pass to pass of a chain lies between the two others."""
+    """Sizes of the parts of a batch, in int32. Parts that differ between passes of a chain are kept adjacent."""
     names = ("positions", "slots", "logit_rows", "key_positions")
     long = ("keys", "divisors", "floors") if drawn else ()
     sizes = {"token_ids": rows, "row_offsets": seqs + 1, "num_pending": seqs, "kv_lens": seqs}
@@ -25,10 +25,10 @@ def _sizes(rows: int, seqs: int, width: int, drawn: bool) -> dict[str, int]:
 
 
 class Buffers:
-    """A batch of `rows` rows of `seqs` sequences, block tables `width` wide, that stays in its place on a device.
+    """A batch of `rows` rows of `seqs` sequences with block tables of `width` columns, at fixed device addresses.
 
-    Or the batches of a chain: what differs lies ready for each pass, which leaves tokens and inputs to the next. Their
-    `choices` are int32 [most_steps, 1 or 2, rows].
+    The buffers can also hold the batches of a chain of passes. The parts that differ are stored for every pass. Each
+    pass writes tokens and inputs for the next one. The `choices` of a chain are int32 [most_steps, 1 or 2, rows].
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Buffers:
         device: torch.device,
         most_steps: int = 0,
     ) -> None:
-        """`draws`: how rows of such a pass are drawn; `widths`: of the inputs [T, width] beside the batch."""
+        """`draws`: how tokens of such a pass are drawn. `widths`: widths of the inputs [T, width] besides the batch."""
         self.width, self._starts, end = width, {}, 0
         for name, size in (sizes := _sizes(rows, seqs, width, draws is not None)).items():
             self._starts[name], end = end, end + size + -size % 4  # each at a multiple of 16 bytes
@@ -71,9 +71,9 @@ class Buffers:
         self.choices = torch.zeros(most_steps, outputs, rows, dtype=torch.int32, device=device)
 
     def fill(self, batch: Batch, inputs: Seq[Tensor]) -> None:
-        """The rows of a batch, which is on the CPU, and behind them rows of nobody; by one copy."""
+        """Copy a batch from the CPU to the buffers by one copy; the remaining rows belong to no sequence."""
         self._lay_out(batch)
-        # What else is in the tables is read by no sequence.
+        # Later rows of the block tables need no update, because no sequence reads them.
         self._send(self._starts["block_tables"] + batch.num_seqs * self.width, batch, inputs)
 
     def _lay_out(self, batch: Batch) -> None:
@@ -102,13 +102,13 @@ class Buffers:
             buffer[: batch.num_rows].copy_(given_input)
 
     def fill_steps(self, batch: Batch, inputs: Seq[Tensor], steps: Steps) -> None:
-        """`fill` by the first pass of a chain, of one row a sequence, and what differs in each pass; by one copy."""
+        """Fill in the first pass of a chain (one row per sequence) and the differences of all passes by one copy."""
         self._lay_out(batch)
         count = len(steps.slots)
         end = self._steps_at + count * self._of_step.shape[1]
         every = self._host[self._steps_at : end].reshape(count, -1)
         every[:] = self._host[self._differs]
-        ahead = (np.cumsum(steps.slots >= 0, axis=0) - 1).astype(np.int32)  # rows between a row and the first
+        ahead = (np.cumsum(steps.slots >= 0, axis=0) - 1).astype(np.int32)  # number of rows since the first one
         for name in ("positions", "key_positions", "kv_lens"):
             self._part(every, name, batch.num_rows)[:] += ahead
         self._part(every, "slots", batch.num_rows)[:] = steps.slots
@@ -117,21 +117,24 @@ class Buffers:
         self._send(end, batch, inputs)
 
     def _part(self, every: NDArray[np.int32], name: str, size: int) -> NDArray[np.int32]:
-        """The first numbers of that name, of all passes."""
+        """A view of the first `size` numbers of part `name`, for all passes."""
         start = self._starts[name] - self._differs.start
         return every[:, start : start + size]
 
     def take(self) -> None:
-        """What differs in the next pass goes where passes read it. Its tokens and inputs lie there already."""
+        """Copy the parts that differ in the next pass to the batch. Its tokens and inputs are there already."""
         torch.index_select(self._of_steps, 0, self._step, out=self._of_step)
 
     def keep(self, hidden: Tensor | None, chosen: Tensor | None) -> None:
-        """A pass's choices, for the host and for the next pass, whose inputs are the hidden states of this one."""
+        """Save the choices of a pass for the host; copy them and the hidden states to the inputs of the next pass.
+
+        Raises RuntimeError if the device chooses no tokens.
+        """
         if chosen is None:
             raise RuntimeError("the device chooses no tokens")
         chosen = chosen.reshape(1, -1, self.choices.shape[-1])
         self.choices.index_copy_(0, self._step, chosen)
-        torch.clamp(chosen[0, 0], min=0, out=self.batch.token_ids)  # after a FAILED any token will do
+        torch.clamp(chosen[0, 0], min=0, out=self.batch.token_ids)  # after FAILED (-1) any token is fine
         for buffer in self.inputs:
             assert hidden is not None
             buffer.copy_(hidden)

@@ -1,10 +1,10 @@
-"""Kernels of the KV cache: a row and head encoded into its place, rotated before where asked, and rows copied as bytes.
+"""Kernels of the KV cache: they encode rows into the cache, with rotation if wanted, and copy rows as bytes.
 
-A program of `store` sees one row of one head and nothing else: scales are per token and head, so that a rejected draft
-leaves no trace.
+A program of `store` reads one row of one head and nothing else. Scales are per token and head, so rejected draft tokens
+leave no trace.
 """
 
-# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+# Kernels are written in Triton's language: they have no type annotations, and comments instead of docstrings.
 from __future__ import annotations
 
 import triton
@@ -16,11 +16,11 @@ from sameseed.ops.triton.rounding import ROUND, SMALLEST, bfloat
 
 @triton.jit
 def _float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    # Bits of the 8-bit float nearest to y, to even; |y| must not lie beyond the largest one.
-    TINY: tl.constexpr = 1 - BIAS - MANTISSA  # a subnormal's step, as a power of two
+    # Bits of the 8-bit float nearest to y (ties to even). |y| must not exceed the largest 8-bit float.
+    TINY: tl.constexpr = 1 - BIAS - MANTISSA  # exponent of the step between subnormals
     exponent = y.to(tl.int32, bitcast=True) & 0x7F800000
     step = tl.maximum(exponent - (MANTISSA << 23), (127 + TINY) << 23).to(tl.float32, bitcast=True) * ROUND
-    sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80  # before rounding, which makes a small negative one a zero
+    sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80  # before rounding, which turns small negative numbers into 0
     y = tl.abs((y + step) - step)
     size = y.to(tl.int32, bitcast=True)
     normal = (size >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
@@ -31,7 +31,7 @@ def _float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _code(x, factor, usable, KIND: tl.constexpr, LARGEST: tl.constexpr):
-    # The codes of numbers of a row with scales; zeros where it has no usable scale.
+    # The codes of a row in a scaled format; zeros if the row has no usable scale.
     y = x * factor
     if KIND == "int8":
         y = (y + ROUND) - ROUND
@@ -47,7 +47,7 @@ def _code(x, factor, usable, KIND: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def _encode_row(x1, x2, codes_at, scale_at, KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr):
-    # One row of one head, as its halves [BLOCK], into its place.
+    # Encodes one row of one head, given as two halves [BLOCK], into the cache.
     HALF: tl.constexpr = (DIM + 1) // 2
     cols = tl.arange(0, x1.shape[0])
     first, second = cols < HALF, cols < DIM - HALF
@@ -57,7 +57,7 @@ def _encode_row(x1, x2, codes_at, scale_at, KIND: tl.constexpr, LARGEST: tl.cons
         tl.store(codes_at + cols, x1.to(codes_at.dtype.element_ty), mask=first)
         tl.store(codes_at + HALF + cols, x2.to(codes_at.dtype.element_ty), mask=second)
     else:
-        size = tl.maximum(tl.abs(x1), tl.abs(x2))  # no number if one of them is none: looked for by itself
+        size = tl.maximum(tl.abs(x1), tl.abs(x2))  # ignores NaN, which is checked separately
         whole = (tl.abs(x1) < float("inf")) & (tl.abs(x2) < float("inf"))
         finite = tl.min(whole.to(tl.int32), axis=0) == 1
         a = tl.max(size, axis=0)
@@ -71,7 +71,7 @@ def _encode_row(x1, x2, codes_at, scale_at, KIND: tl.constexpr, LARGEST: tl.cons
 
 @triton.jit
 def _halves(at, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    # The halves [BLOCK] of a row of DIM numbers, zeros behind them.
+    # The two halves [BLOCK] of a row of DIM numbers, padded with zeros.
     HALF: tl.constexpr = (DIM + 1) // 2
     cols = tl.arange(0, BLOCK)
     return tl.load(at + cols, mask=cols < HALF, other=0.0), tl.load(at + HALF + cols, mask=cols < DIM - HALF, other=0.0)
@@ -82,19 +82,19 @@ def store(
     k_ptr, v_ptr, k_stride, v_stride, slots_ptr, k_codes_ptr, v_codes_ptr, k_scale_ptr, v_scale_ptr, num_heads,
     KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Row t, head h: its key and its value.
+    # Program (t, h): stores the key and the value of row t, head h.
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.load(slots_ptr + t).to(tl.int64) * num_heads + h
     k1, k2 = _halves(k_ptr + t * k_stride + h * DIM, DIM, BLOCK)
     v1, v2 = _halves(v_ptr + t * v_stride + h * DIM, DIM, BLOCK)
-    if place >= 0:  # slot -1: a row of nobody
+    if place >= 0:  # slot -1: the row belongs to no sequence
         _encode_row(k1, k2, k_codes_ptr + place * DIM, k_scale_ptr + place, KIND, LARGEST, DIM)
         _encode_row(v1, v2, v_codes_ptr + place * DIM, v_scale_ptr + place, KIND, LARGEST, DIM)
 
 
 @triton.jit
 def _turned(at, angles, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    # The halves of a row rotated: x1 cos - x2 sin, x2 cos + x1 sin (rows.rotate).
+    # The halves of a rotated row: x1 cos - x2 sin, x2 cos + x1 sin (as in rows.rotate).
     x1, x2 = _halves(at, DIM, BLOCK)
     cos, sin = _halves(angles, DIM, BLOCK)
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
@@ -109,13 +109,14 @@ def rotate_store(
     out_ptr, k_codes_ptr, v_codes_ptr, k_scale_ptr, v_scale_ptr, num_heads, kv_heads,
     KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # Row t, head h: a query rotated; behind the queries' heads a key rotated and stored, then a value stored.
+    # Program (t, h) for row t: the first num_heads heads rotate a query, the next kv_heads heads rotate and store a
+    # key, the last kv_heads heads store a value.
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     HALF: tl.constexpr = DIM // 2
     angles = table_ptr + tl.load(positions_ptr + t).to(tl.int64) * DIM
-    slot = tl.load(slots_ptr + t)  # -1: a row of nobody, which is not stored
-    early.wait(EARLY)  # the batch lies there since the pass began
+    slot = tl.load(slots_ptr + t)  # -1: the row belongs to no sequence and is not stored
+    early.wait(EARLY)  # all reads so far are from the batch, which is complete when the pass begins
     first = slot.to(tl.int64) * kv_heads - num_heads
     if h < num_heads:
         y1, y2 = _turned(q_ptr + t * q_stride + h * DIM, angles, DIM, BLOCK)
@@ -139,8 +140,8 @@ def copy_rows(
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, index_ptr, buffer_ptr, row_bytes, scale_bytes, num_slots,
     OUT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Cache row index[i] to row i of the buffer (OUT), or back, in layer program_id(2). A buffer row: key, value, and
-    # their scales.
+    # Copies cache row index[i] of layer program_id(2) to row i of the buffer (OUT), or back. A buffer row holds the
+    # key, the value and their scales.
     i, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     slot = layer * num_slots + tl.load(index_ptr + i)
     i += layer * tl.num_programs(0)

@@ -1,9 +1,10 @@
-"""A tile of words as tiles of numbers that tensor cores take, one for each code of a word; scales come later.
+"""Decoders: they turn a tile of packed words into tiles of numbers for tensor cores, one tile for each code of a word.
 
-Each kind has two forms: PTX for a GPU (`MACHINE`), and plain steps for the interpreter, which knows no PTX.
+Scales are applied later. Each decoder has two forms: PTX for a GPU (`MACHINE`), and Triton operations for the
+interpreter, which cannot run PTX.
 """
 
-# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+# Kernels are written in Triton's language, so they have no type annotations.
 from __future__ import annotations
 
 import triton
@@ -27,18 +28,21 @@ NF4_FIRST, NF4_SECOND = (tl.constexpr(tuple(term)) for term in ptx.terms(TABLE.t
 
 @triton.jit
 def nibble(words, part: tl.constexpr):
-    """The 4 bits of a part."""
+    """The 4-bit code of a part."""
     return (words >> (4 * part)) & 15
 
 
 @triton.jit
 def int4(words, zeros, MACHINE: tl.constexpr):
-    """Words of 16 bits, four codes each, less 8, or less the zero point of each part: float16 [O], 1024 + zero."""
+    """Decode words of 16 bits: four codes each, minus 8 or minus the zero point.
+
+    zeros: for each part 1024 + zero point, float16 [O]; or None.
+    """
     out = ()
     if MACHINE:
         offsets = ()
         for part in tl.static_range(4):
-            if zeros is None:  # constants: what is no load, and no constant, keeps words from lying as products want
+            if zeros is None:  # constants or loads only: other values keep words out of the layout that products need
                 offset = tl.full(words.shape, 1032.0 if part % 2 == 0 else -72.0, tl.float16)
             else:
                 offset = zeros[part] if part % 2 == 0 else 960.0 - zeros[part]
@@ -61,7 +65,7 @@ def int4(words, zeros, MACHINE: tl.constexpr):
 
 @triton.jit
 def int8(words, MACHINE: tl.constexpr):
-    """Words of 16 bits, two codes + 128 each."""
+    """Decode words of 16 bits: two codes, stored + 128, each."""
     if MACHINE:
         out = tl.inline_asm_elementwise(INT8, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
     else:
@@ -72,7 +76,7 @@ def int8(words, MACHINE: tl.constexpr):
 
 @triton.jit
 def e4m3_by_bits(codes):
-    """Bits s eeee mmm moved under float16's exponent, times 2^(15 - 7); exact, subnormals too. 0x7F is NaN."""
+    """Move bits s eeee mmm to their places in float16, times 2^(15 - 7). Exact, subnormals too. 0x7F is NaN."""
     value = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).to(tl.float16, bitcast=True)
     value = (value.to(tl.float32) * 256.0).to(tl.float16)
     return tl.where((codes & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
@@ -80,7 +84,7 @@ def e4m3_by_bits(codes):
 
 @triton.jit
 def e4m3(words, MACHINE: tl.constexpr, FLOAT8: tl.constexpr):
-    """Words of 16 bits, two floats each. FLOAT8: the GPU converts them."""
+    """Decode words of 16 bits: two e4m3 floats each. FLOAT8: the GPU has an instruction for this."""
     if not MACHINE:
         out = (e4m3_by_bits(words & 255), e4m3_by_bits(words >> 8))
     elif FLOAT8:
@@ -92,7 +96,7 @@ def e4m3(words, MACHINE: tl.constexpr, FLOAT8: tl.constexpr):
 
 @triton.jit
 def e5m2(words, MACHINE: tl.constexpr):
-    """Words of 16 bits, two floats each: float16 without its lower byte."""
+    """Decode words of 16 bits: two e5m2 floats each, which are the upper bytes of float16."""
     if MACHINE:
         out = tl.inline_asm_elementwise(E5M2, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
     else:
@@ -102,14 +106,14 @@ def e5m2(words, MACHINE: tl.constexpr):
 
 @triton.jit
 def e2m1_by_bits(codes):
-    """Bits s ee m under float16's exponent, times 2^(15 - 1)."""
+    """Move bits s ee m to their places in float16, times 2^(15 - 1)."""
     value = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)
     return (value.to(tl.float32) * 16384.0).to(tl.float16)
 
 
 @triton.jit
 def e2m1(words, MACHINE: tl.constexpr):
-    """Words of 16 bits, four floats each."""
+    """Decode words of 16 bits: four e2m1 floats each."""
     out = ()
     if MACHINE:
         out = tl.inline_asm_elementwise(
@@ -123,7 +127,7 @@ def e2m1(words, MACHINE: tl.constexpr):
 
 @triton.jit
 def from_table(codes, TABLE: tl.constexpr):
-    """One of 16 constants for each code."""
+    """Look up one of 16 constants for each code."""
     value = tl.zeros(codes.shape, tl.float16)
     for i in tl.static_range(16):
         value = tl.where(codes == i, TABLE[i], value).to(tl.float16)
@@ -132,7 +136,7 @@ def from_table(codes, TABLE: tl.constexpr):
 
 @triton.jit
 def nf4(words, MACHINE: tl.constexpr):
-    """Words of 16 bits, four codes each: the first terms of the four, then the second ones."""
+    """Decode words of 16 bits: four codes each. Returns the first float16 terms of the four values, then the second."""
     out = ()
     if MACHINE:
         out = tl.inline_asm_elementwise(
@@ -153,7 +157,7 @@ def nf4(words, MACHINE: tl.constexpr):
 
 @triton.jit
 def int4_bytes(words, zeros, MACHINE: tl.constexpr):
-    """Bytes of two codes, less 8, or less the zero point uint8 [O] of each part: int8."""
+    """Decode bytes of two codes to int8: code minus 8, or minus the zero point of each part (uint8 [O])."""
     out = ()
     if MACHINE:
         offsets = ()
@@ -175,7 +179,7 @@ def int4_bytes(words, zeros, MACHINE: tl.constexpr):
 
 @triton.jit
 def upper(words, MACHINE: tl.constexpr):
-    """Bytes of two upper halves + 8 of int8n: int8, 16 times the halves."""
+    """Decode bytes of two upper halves of int8n, stored + 8, to int8: 16 times each half."""
     if MACHINE:
         out = tl.inline_asm_elementwise(UPPER, "=r,=r,r", [words], (tl.int8, tl.int8), True, 4)
     else:
@@ -185,7 +189,7 @@ def upper(words, MACHINE: tl.constexpr):
 
 @triton.jit
 def both(words, low, MACHINE: tl.constexpr):
-    """Bytes of two upper halves + 8 and of two lower ones + 8, of int8n: int8."""
+    """Decode bytes of two upper halves and bytes of two lower halves of int8n, all stored + 8, to int8."""
     if MACHINE:
         out = tl.inline_asm_elementwise(BOTH, "=r,=r,r,r", [words, low], (tl.int8, tl.int8), True, 4)
     else:

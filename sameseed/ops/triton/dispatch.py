@@ -1,4 +1,4 @@
-"""Products on the GPU: rows are made ready (rows.prepare), multiplied (multiply.product), parts added (combine)."""
+"""Products on the GPU: kernels prepare rows (rows.prepare), multiply (multiply.product) and add shares (combine)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from sameseed.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling, w
 from sameseed.ops.triton.wide import Way
 from sameseed.scheme import QuantTensor
 
-ROWS_AT_ONCE = 256  # of a split product: bounds the memory of its parts
-SUMMED = 1024  # outputs whose shares one program adds
+ROWS_AT_ONCE = 256  # rows per launch of a split product, to bound the memory of its shares
+SUMMED = 1024  # outputs per program of `combine`
 
 
 def multiplication(
@@ -35,7 +35,7 @@ def multiplication(
 ) -> list[Launch]:
     """The launches that write rows [T, K] times w [O, K] transposed, plus bias [O], plus residual, to out [T, O].
 
-    way: larger tiles, which keep the bits.
+    way: larger tiles with the same bits, or None.
     """
     how, (outputs, depth), num_rows = tiling(w), w.shape, ready.values.shape[0]
     count = tiles(num_rows)
@@ -74,7 +74,7 @@ def multiplication(
 
 
 def joined(combine: Launch, then: Then, out: Tensor) -> tuple[Launch, Made] | None:
-    """`combine` and what comes next of its rows [T, C] in one launch; None where a row is too wide for a program."""
+    """One launch of `combine` plus the preparation of rows [T, C] for the next product; None if rows are too wide."""
     form, group, width = form_for(then.w), then.w.group, out.shape[1]
     block = max(16, 1 << (width - 1).bit_length())
     if block > MOST_AT_ONCE:
@@ -89,7 +89,7 @@ def joined(combine: Launch, then: Then, out: Tensor) -> tuple[Launch, Made] | No
 
 
 def _cut(ready: Ready, w: QuantTensor, device: torch.device, tile: Way) -> dict[str, Any]:
-    """What a weight, the form of rows, their tiles and the device decide of a product's kernel."""
+    """The kernel constants that depend on the weight, the form of the rows, their tiles and the device."""
     how, depth = tiling(w), w.shape[1]
     return {
         "WEIGHT": how.kind,
@@ -111,12 +111,12 @@ def _cut(ready: Ready, w: QuantTensor, device: torch.device, tile: Way) -> dict[
 
 
 def larger(form: str, w: QuantTensor, num_rows: int, device: torch.device) -> Way | None:
-    """The larger tiles of so many rows, where the device has shown that they keep the bits of tiles of 16."""
+    """The larger tiles for `num_rows` rows, if they were tested to have the bits of tiles of 16 rows on this device."""
     how = tiling(w)
     found = wide.way(how, form, w.group != w.shape[1], num_rows, capability(device))
     if found is None:
         return None
-    known: dict[Any, Way | None] = w.__dict__.setdefault("_shown", {})  # asked for by every launch
+    known: dict[Any, Way | None] = w.__dict__.setdefault("_shown", {})  # cached, because every launch needs it
     if (found, device) in known:
         return known[found, device]
 
@@ -135,7 +135,7 @@ def larger(form: str, w: QuantTensor, num_rows: int, device: torch.device) -> Wa
 
 
 def _entered(rows: RowSource, w: QuantTensor) -> Ready:
-    """The rows in the form that `w` is multiplied by. Raises ValueError where they do not fit."""
+    """The rows in the form that products with `w` need. Raises ValueError if they do not fit."""
     x, form = rows.x, form_for(w)
     width = x.shape[1] // 2 if rows.kind == "silu" else x.shape[1]
     if width != w.shape[1] or x.dtype != torch.float32:
@@ -159,7 +159,7 @@ def _run(rows: RowSource, w: QuantTensor, bias: Tensor | None, residual: Tensor 
     residual = None if residual is None else aligned(residual)
     num_rows = max(1, out.shape[0])
     way = larger(ready.form, w, num_rows, out.device)
-    # Of each launch: all rows; where shares lie in memory some, to bound it.
+    # One launch takes all rows, or fewer rows if shares are stored in memory, to bound that memory.
     split = tiling(w).split > 1 and not (way is not None and way.whole)
     step = max(ROWS_AT_ONCE, MAX_TILES * TILE) if split else num_rows
     for start in range(0, out.shape[0], step):
@@ -183,9 +183,9 @@ def product(
 ) -> Tensor:
     """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-    then: what the next product does with them, which the adding of shares may do at once.
+    then: what the result is used for next. The kernel that adds shares may prepare the rows for it at once.
 
-    Raises ValueError where they do not fit.
+    Raises ValueError if rows and weight do not fit.
     """
     return guarded(
         f"product ({w.format}{'' if w.activations is None else f', {w.activations} rows'})",

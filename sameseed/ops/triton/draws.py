@@ -1,6 +1,6 @@
-"""Kernels of sampling: Gumbel noise from SplitMix64 (Steele, Lea and Flood, 2014), and who wins with it."""
+"""Kernels of sampling: Gumbel noise from SplitMix64 (Steele, Lea and Flood, 2014), and the best token with it."""
 
-# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+# Kernels are written in Triton's language: they have no type annotations, and comments instead of docstrings.
 from __future__ import annotations
 
 import triton
@@ -16,7 +16,7 @@ NONE: tl.constexpr = tl.constexpr(2**31 - 1)  # no token
 
 @triton.jit
 def hashed(key, token):
-    # Output token + 1 of the generator at `key`: uint64.
+    # Output number token + 1 of the generator with this key: uint64.
     z = (token.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * STEP + key.to(tl.uint64, bitcast=True)
     z = (z ^ (z >> 30)) * FACTOR_1
     z = (z ^ (z >> 27)) * FACTOR_2
@@ -32,7 +32,7 @@ def _gumbel(key, token):
 
 @triton.jit
 def maxima(logits_ptr, out_ptr, vocab, num_chunks, BLOCK: tl.constexpr):
-    # The largest logit of each chunk of each row, float64; NaN where it holds one.
+    # The largest logit of each chunk of each row as float64; NaN if the chunk has a NaN.
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * vocab + token, mask=token < vocab, other=float("-inf")).to(tl.float64)
@@ -46,7 +46,7 @@ def noisy(
     logits_ptr, top_ptr, divisor_ptr, floor_ptr, key_ptr, greedy_ptr, kept_ptr, ids_ptr, score_ptr, token_ptr,
     vocab, num_chunks, KEPT: tl.constexpr, IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The best of each chunk of each row, and its score: the scaled logit plus noise, if it is not ruled out.
+    # The best allowed token of each chunk of each row, and its score: the scaled logit plus noise.
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
@@ -55,7 +55,7 @@ def noisy(
     allowed = inside & (value > float("-inf")) & (value >= tl.load(floor_ptr + row))
     if KEPT:
         allowed = allowed & (tl.load(kept_ptr + row * vocab + token, mask=inside, other=0) != 0)
-    if IDS:  # ascending: the first of equals is the lowest
+    if IDS:  # ids ascend, so among equal scores the first column has the lowest id
         token = tl.load(ids_ptr + token, mask=inside, other=0).to(tl.int32)
     score = value + tl.where(tl.load(greedy_ptr + row) != 0, 0.0, _gumbel(tl.load(key_ptr + row), token))
     score = tl.where(allowed, score, float("-inf"))
@@ -67,8 +67,8 @@ def noisy(
 
 @triton.jit
 def nucleus(falling_ptr, order_ptr, target_ptr, kept_ptr, vocab, BLOCK: tl.constexpr):
-    # Marks the smallest number of falling weights [V] that reach the target, in one program and one order:
-    # PyTorch's sums of this kind are not the same from run to run on a GPU.
+    # Marks the smallest number of descending weights [V] whose sum reaches the target. One program adds in one order,
+    # because PyTorch's cumulative sums on a GPU differ from run to run.
     target = tl.load(target_ptr)
     reached, start = tl.zeros((), tl.float64), 0
     while start < vocab:

@@ -1,10 +1,10 @@
-"""Programmatic dependent launch: a kernel begins while the one before it ends, and waits before it reads (9.0).
+"""Programmatic dependent launch (compute capability 9.0): a kernel begins before the previous kernel has ended.
 
-Every kernel launched so waits for all of its predecessor, so chains keep their order. Before that it may read what lay
-there when the pass began, such as the batch.
+Every such kernel waits until its predecessor has completely ended, so chains of kernels keep their order. Before
+waiting it may read only data that was complete when the pass began, such as the batch.
 """
 
-# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+# Kernels are written in Triton's language, so they have no type annotations.
 from __future__ import annotations
 
 import triton
@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """The kernels before are done, and what they wrote is there; the next one may begin."""
+    """Wait until all previous kernels have ended and their writes are visible; then let the next kernel begin."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()

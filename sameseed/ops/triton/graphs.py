@@ -1,8 +1,8 @@
-"""Graphs: the launches of a small pass recorded once, on buffers that stay, and replayed by one call (CUDA graphs).
+"""CUDA graphs: the launches of a small pass are recorded once, on fixed buffers, and replayed by one call.
 
-A graph serves all passes of its bucket: of up to so many rows of up to so many sequences, whose block tables are up to
-so wide. Rows that a pass lacks belong to no sequence: they have slot -1, which nothing is stored at, and no query of
-theirs is attended for. A row's bits do not depend on its company, so they do not tell.
+A graph serves all passes of its bucket. A bucket has a maximum number of rows, of sequences and of columns of the block
+tables. Missing rows of a pass belong to no sequence: they have slot -1, where nothing is stored, and attention skips
+them. They do not change the other rows, because kernels are row-invariant.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from sameseed.ops import Forward, Ops, Results
 
 log = logging.getLogger("sameseed.ops")
-MOST_ROWS = 256  # a larger pass computes for longer than its launches take
-NARROWEST = 2048  # keys of the narrowest tables; each wider bucket has four times as many
-MOST_GRAPHS = 128  # of a cache: the latest used
+MOST_ROWS = 256  # larger passes compute longer than their launches take, so they need no graph
+NARROWEST = 2048  # keys that the narrowest block tables hold; each wider bucket holds four times as many
+MOST_GRAPHS = 128  # most buckets per cache; the least recently used is dropped
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], "Results"]], tuple[Replay, "Results"]]
 
 
 @cache
 def _pool(device: int) -> Any:
-    """The memory of all graphs of a GPU: they run one after the other, and keep nothing but their results."""
+    """The memory pool that all graphs of a GPU share. They run one after the other and keep only their results."""
     return torch.cuda.graph_pool_handle()
 
 
 def on_cuda(run: Callable[[], Results]) -> tuple[Replay, Results]:
-    """Record what `run` launches; nothing runs yet."""
+    """Record the launches of `run` without running them."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local"):
         results = run()
@@ -48,13 +48,13 @@ def on_cuda(run: Callable[[], Results]) -> tuple[Replay, Results]:
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """How launches are recorded on a device; None: they are not."""
+    """The function that records launches on a device; None if launches are not recorded there."""
     return on_cuda if device.type == "cuda" else None
 
 
 @dataclass
 class Bucket:
-    """Buffers, and once it is recorded, what replays a pass on them, and where its results are, if it keeps any."""
+    """The buffers of a graph. Once it is recorded: the call that replays it, and the tensors of its results, if any."""
 
     buffers: Buffers
     replay: Replay | None = None
@@ -62,11 +62,12 @@ class Bucket:
 
 
 class Graphs:
-    """A model's forward pass, by graphs where it is small, else op by op: on a GPU what PlanReplay is on the CPU.
+    """Runs a model's forward pass through graphs if it is small, else op by op. The GPU counterpart of PlanReplay.
 
-    The first pass of a bucket runs op by op (kernels are compiled), and is recorded then. Logits of a pass stay
-    until the model's next pass: all graphs leave them in one place. Choices stay until the next pass of the bucket;
-    hidden states are the caller's. `inputs` of a pass are float32 [T, width] on the device.
+    The first pass of a bucket runs op by op, which compiles the kernels, and is then recorded. The logits of a pass are
+    valid until the model's next pass, because all graphs write them to the same buffer. Choices are valid until the
+    next pass of the same bucket. Hidden states are copied for the caller. `inputs` of a pass are float32 [T, width] on
+    the device.
     """
 
     def __init__(self, forward: Forward, ops: Ops) -> None:
@@ -75,8 +76,8 @@ class Graphs:
         self._busy = threading.Lock()
         self._buckets: weakref.WeakKeyDictionary[Any, OrderedDict[Any, Bucket]] = weakref.WeakKeyDictionary()
         self._refused = False
-        self._no_chains = False  # could a pass of a chain not be recorded?
-        self._logits: Tensor | None = None  # float32 [MOST_ROWS, V] of the latest graph that ran
+        self._no_chains = False  # whether recording a pass of a chain has failed
+        self._logits: Tensor | None = None  # float32 [MOST_ROWS, V]: logits of the latest graph that ran
 
     def __call__(self, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor) -> Results:
         device = cache.layers[0].k.device
@@ -86,7 +87,7 @@ class Graphs:
         )
         if batch.token_ids.device.type == "cpu":
             batch = batch.without_chains()
-        # The buffers serve one pass at a time; another pass meanwhile computes op by op.
+        # The buffers serve one pass at a time. A concurrent pass runs op by op.
         if capture is None or not made_here or not self._busy.acquire(blocking=False):
             return self._forward(self._ops, batch, cache, captures, *inputs)
         try:
@@ -126,7 +127,7 @@ class Graphs:
         )
 
     def _record(self, bucket: Bucket, capture: Capture, run: Callable[[], Results]) -> None:
-        """Make a bucket's graph; where that is refused, none is asked for again."""
+        """Record a bucket's graph. If that fails, no graph is recorded again."""
 
         def recorded() -> Results:
             logits, hidden, chosen = run()
@@ -144,10 +145,11 @@ class Graphs:
     def chain(
         self, batch: Batch, steps: Steps, cache: Any, captures: tuple[int, ...], *inputs: Tensor
     ) -> Tensor | None:
-        """The choices of the k passes of `steps`, of which `batch` is the first: int32 [k, 1 or 2, B] (`Ops.choose`).
+        """The choices of the k passes of `steps`, where `batch` is the first pass: int32 [k, 1 or 2, B] (`Ops.choose`).
 
-        A graph of one pass ends with what the next one needs, its tokens and inputs, so it is replayed k times and the
-        host makes and reads nothing in between. None where that cannot be; the passes may then run one by one.
+        The graph of one pass ends by writing the tokens and inputs of the next pass. It is replayed k times, and the
+        host reads or writes nothing in between. Returns None if this is not possible; the passes may then run one by
+        one.
         """
         rows, device = batch.num_rows, cache.layers[0].k.device
         small = rows <= MOST_ROWS and len(steps.slots) <= MAX_NODES
@@ -184,7 +186,7 @@ class Graphs:
 
         buffers.fill_steps(batch, inputs, steps)
         if bucket.replay is None:
-            run()  # so that its kernels are compiled
+            run()  # compiles the kernels
             buffers.fill_steps(batch, inputs, steps)
             bucket.replay, _ = capture(run)
             buffers.fill_steps(batch, inputs, steps)
@@ -201,9 +203,9 @@ class Graphs:
         inputs: Seq[Tensor],
         most_steps: int = 0,
     ) -> Bucket:
-        """That of a batch, or of a chain of at most so many passes.
+        """The bucket of a batch, or of a chain of at most `most_steps` passes.
 
-        Rows that are cut to a top-k or top-p are chosen for outside: the host launches for each.
+        If rows use top-k or top-p, tokens are chosen outside the graph, because the host launches kernels for each row.
         """
         draws = batch.draws if batch.draws is None or not (batch.draws.most or batch.draws.shares) else None
         page = cache.layers[0].k.shape[1]
@@ -215,7 +217,7 @@ class Graphs:
         widths = tuple(x.shape[1] for x in inputs)
         key = captures, rows, seqs, keys, drawn, widths, most_steps
         known = self._buckets.setdefault(cache, OrderedDict())
-        if not captures and key not in known:  # to record costs more than to keep hidden states that nobody asked for
+        if not captures and key not in known:  # recording costs more than unused hidden states
             key = next((k for k, own in known.items() if k[1:] == key[1:] and own.replay is not None), key)
         if key not in known:
             known[key] = Bucket(Buffers(rows, seqs, -(-keys // page), draws, widths, device, most_steps))
@@ -230,5 +232,5 @@ def _reason(error: RuntimeError) -> str:
 
 
 def replayer(forward: Forward, ops: Ops) -> Graphs:
-    """`forward` by graphs, where the device has them."""
+    """`forward` through graphs, if the device supports them."""
     return Graphs(forward, ops)

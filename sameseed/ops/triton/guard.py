@@ -1,4 +1,4 @@
-"""Calls of kernels: described before they run (so that they can be compiled without a GPU), and guarded as they run."""
+"""Kernel launches: descriptions that can be compiled without a GPU, and the fallback to the reference."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sameseed.ops.triton.interpreter import interpreted as interpreted
 
 log = logging.getLogger("sameseed.ops")
 T = TypeVar("T")
-broken: set[str] = set()  # what did not compile here; the reference does it from then on
-_compiled: dict[tuple[Any, ...], Any] = {}  # by all that a kernel is compiled for (`Launch._key`)
+broken: set[str] = set()  # ops whose kernels do not compile here; the reference computes them instead
+_compiled: dict[tuple[Any, ...], Any] = {}  # compiled kernels, by everything they are specialized for (see Launch.run)
 _POINTERS = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -32,14 +32,14 @@ _POINTERS = {
 }
 
 
-# Of a compiler's steps, and of a GPU or a driver that does not take what they made.
+# Words in errors of compilers, and of a GPU or driver that rejects a compiled kernel.
 _OF_COMPILERS = ("PassManager", "LLVM", "translate", "kernel image")
 _BY_16: list[list[object]] = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of a kernel: its grid, its arguments by name (None: no tensor), and what it is compiled for."""
+    """One call of a kernel: its grid, its arguments by name (None: no tensor), and its compile-time constants."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -47,24 +47,24 @@ class Launch:
     constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 3
-    free: frozenset[str] = field(default=frozenset())  # sizes that no compiled kernel may depend on
+    free: frozenset[str] = field(default=frozenset())  # sizes that kernels are not specialized for
 
     @property
     def options(self) -> dict[str, Any]:
-        """No fusion of product and sum but where the kernel says fma: bits do not hang on the compiler."""
+        """Compiler options. Fusion is off except where a kernel calls fma, so bits do not depend on the compiler."""
         options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
         return {**options, "launch_pdl": True} if self.constants.get("EARLY") else options
 
     def run(self) -> None:
-        """Launch it; nothing where the grid is empty.
+        """Launch the kernel, unless the grid is empty.
 
-        From the second time on without Triton's binding of arguments, which takes most of a launch's time.
+        From the second launch on, this skips Triton's binding of arguments, which takes most of a launch's time.
         """
         if 0 in self.grid:
             return
         device = next(x.device for x in self.arguments.values() if isinstance(x, torch.Tensor))
         elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-        # All that Triton compiles a kernel for: constants, types, and what it asks of addresses and sizes.
+        # Everything that Triton specializes a kernel for: constants, types, and properties of addresses and sizes.
         kinds: list[Any] = []
         for name, x in self.arguments.items():
             if isinstance(x, torch.Tensor):
@@ -75,7 +75,7 @@ class Launch:
                 kinds.append(type(x))
         how = device.index, id(self.kernel), self.warps, self.stages
         key = (*how, (*self.arguments, *self.constants), *self.constants.values(), *kinds)
-        with torch.cuda.device(device) if elsewhere else nullcontext():  # Triton takes the current one
+        with torch.cuda.device(device) if elsewhere else nullcontext():  # Triton uses the current device
             found = _compiled.get(key)
             if found is None:
                 _compiled[key] = self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
@@ -85,7 +85,7 @@ class Launch:
                 found[grid](*[given[name] for name in self.kernel.arg_names])
 
     def compile(self, capability: int) -> Any:
-        """Compile it for a GPU of that capability (90: 9.0), which need not be here, specialized as `run` would."""
+        """Compile for a compute capability (90: 9.0), specialized as by `run`. Needs no GPU."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -113,18 +113,18 @@ class Launch:
 
 
 def cannot_compile(error: Exception) -> bool:
-    """Whether a launch failed before it ran. Errors of a GPU at work, and a full memory, are not for hiding."""
+    """Whether a launch failed before the kernel ran. Errors of a running GPU, and out of memory, must not be hidden."""
     if isinstance(error, TritonError | subprocess.CalledProcessError | FileNotFoundError):
         return True
     said = str(error)
     if isinstance(error, AssertionError):
-        return "libcuda.so cannot found" in said  # Triton's words, where it looks for what a launcher links against
-    # Of the type itself alone: what a GPU at work raises has types of its own (torch.OutOfMemoryError), or other words.
+        return "libcuda.so cannot found" in said  # Triton's message if it cannot link a launcher
+    # Only RuntimeError itself: errors of a running GPU have subclasses (torch.OutOfMemoryError) or other messages.
     return type(error) is RuntimeError and ("compiler" in said.lower() or any(word in said for word in _OF_COMPILERS))
 
 
 def guarded(what: str, kernel: Callable[[], T], reference: Callable[[], T]) -> T:
-    """What `kernel()` gives; what `reference()` does where the kernel does not compile, which is said once."""
+    """The result of `kernel()`, or of `reference()` if the kernel does not compile, which is logged once."""
     if what in broken:
         return reference()
     try:

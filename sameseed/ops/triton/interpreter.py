@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on the CPU: known before Triton itself is imported, which may be missing."""
+"""Triton's interpreter, which runs kernels on the CPU. Importing this module does not need Triton."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for a GPU (TRITON_INTERPRET=1 before the first import): for tests."""
+    """Whether Triton's interpreter replaces a GPU, for tests (TRITON_INTERPRET=1 before the first import)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def order_dots() -> None:
-    """Make the interpreter's `tl.dot` add in an order of its own.
+    """Make the interpreter's `tl.dot` add in a fixed order.
 
-    It calls `np.matmul`. Its order of sums depends on BLAS, processor, shape and memory layout: bits of a row would
-    depend on its company.
+    By default it calls `np.matmul`, whose order of sums depends on BLAS, processor, shape and memory layout. So the
+    bits of a row would depend on other rows.
     """
     from triton.runtime import interpreter
 
@@ -32,10 +32,10 @@ def order_dots() -> None:
 
 
 def patch_once() -> None:
-    """Let a function that a kernel calls find the language patched for the kernel, and types looked up before.
+    """Speed up the interpreter: patch Triton's language once per kernel, and cache its lookups of types.
 
-    The interpreter would look through the whole language at each call, and build a table of types at each number: that
-    took half of its time. Without a scope that is restored (before Triton 3.7), it stays as it is.
+    Without this, the interpreter patches the whole language at each function call and builds a table of types for each
+    number, which took half of its time. Does nothing before Triton 3.7, which has no scope that restores patches.
     """
     from triton.runtime import interpreter
 
@@ -57,7 +57,7 @@ def patch_once() -> None:
 
     find, known = interpreter._get_np_dtype, dict[str, Any]()
 
-    def np_dtype(kind: Any) -> Any:  # some kinds have no hash, all have a name
+    def np_dtype(kind: Any) -> Any:  # some kinds are not hashable, but all have a name
         found = known.get(kind.name)
         if found is None:
             found = known[kind.name] = find(kind)
@@ -70,8 +70,8 @@ def patch_once() -> None:
 def dot(a: Any, b: Any) -> Any:
     """a [M, K] times b [K, N] in float32; K is a power of two.
 
-    The halves of K are added until one product is left. Each step is elementwise, which IEEE 754 defines to the last
-    bit, so an output's bits depend on its row of a and its column of b alone.
+    Adds the two halves of K until one sum is left. Each step is element-wise, which IEEE 754 defines exactly. So the
+    bits of an output depend only on its row of a and its column of b.
     """
     sums = a.astype(np.float32)[:, :, None] * b.astype(np.float32)[None]  # [M, K, N]
     while (half := sums.shape[1] // 2) > 0:

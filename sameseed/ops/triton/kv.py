@@ -1,4 +1,4 @@
-"""Rows of the KV cache on the GPU: encoded as the formats' `encode_kv` says, rotated before where asked, and moved."""
+"""Rows of the KV cache on the GPU: encoding as in the formats' `encode_kv`, with rotation if wanted, and moving."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sameseed.ops.triton.prepared import begins_early
 from sameseed.ops.triton.rows import rotate
 from sameseed.scheme import KVLayer
 
-LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}  # codes of formats with scales
+LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}  # the largest code, for formats with scales
 KINDS = {"fp32": "float", "bf16": "float", "fp16": "float", "int8": "int8", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 _CHUNK = 1024  # bytes of a row that one program of `copy_rows` takes
 
 
 def heads_packed(x: Tensor) -> Tensor:
-    """x [T, H, D] float32 with the heads of a row side by side; rows may be slices of wider ones."""
+    """x [T, H, D] with the heads of a row contiguous; rows may be slices of wider rows. TypeError unless float32."""
     if x.dtype != torch.float32:
         raise TypeError(f"the triton backend computes in float32, not in {x.dtype}")
     packed = x.shape[0] == 0 or (x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1))
@@ -46,7 +46,7 @@ def _constants(layer: KVLayer, dim: int) -> dict[str, Any]:
 
 
 def storing(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> Launch:
-    """The launch of store_kv."""
+    """The launch of store_kv. Raises ValueError if keys do not fit the cache."""
     num_rows, heads, dim = k.shape
     if layer.k.shape[2:] != (heads, dim) or v.shape != k.shape:
         raise ValueError(f"keys {tuple(k.shape)} do not fit a cache {tuple(layer.k.shape)}")
@@ -63,7 +63,7 @@ def storing(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> Launch:
 
 
 def rotating(q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, table: Tensor) -> tuple[Launch, Tensor]:
-    """The launch behind rope_store of q [T, H, D], k, v [T, Hk, D] (heads of a row side by side), and where q goes."""
+    """The launch of rope_store for q [T, H, D] and k, v [T, Hk, D] (heads of a row contiguous), and its output q."""
     num_rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     if layer.k.shape[2:] != (kv_heads, dim) or table.shape[1] != dim:
@@ -80,9 +80,9 @@ def rotating(q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, tabl
 
 
 def moving(layer: KVLayer, src: Tensor, dst: Tensor) -> list[Launch]:
-    """The two launches of move_kv: all rows into a buffer, then out of it. Of any format: rows are bytes.
+    """The two launches of move_kv: copy all rows to a buffer, then from it. Rows are bytes, so any format works.
 
-    `layer` may be several, as the first axis of its tensors.
+    The tensors of `layer` may hold several layers along a first axis.
     """
 
     def as_bytes(x: Tensor) -> Tensor:
@@ -115,16 +115,16 @@ def moving(layer: KVLayer, src: Tensor, dst: Tensor) -> list[Launch]:
 
 
 def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
-    """Encode k, v [T, Hk, D] into the cache rows slots [T]; bit for bit the formats' `encode_kv`.
+    """Encode k, v [T, Hk, D] into cache rows `slots` [T], with the bits of the formats' `encode_kv`.
 
-    Raises ValueError where they do not fit the cache, TypeError unless they are float32.
+    Raises ValueError if they do not fit the cache, TypeError unless they are float32.
     """
     launch = storing(heads_packed(k), heads_packed(v), layer, slots)
     guarded(f"store_kv ({layer.format})", launch.run, lambda: reference.store_kv(k, v, layer, slots))
 
 
 def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
-    """Copy cache rows src [n] to dst [n]; all are read before any is written."""
+    """Copy cache rows src [n] to dst [n]. All rows are read before any is written."""
 
     def kernel() -> None:
         for launch in moving(layer, src, dst):
@@ -134,7 +134,7 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
 
 
 def move_stacked(layers: KVLayer, src: Tensor, dst: Tensor) -> bool:
-    """move_kv in all layers at once, the first axis of these tensors; False where the kernel does not compile."""
+    """move_kv in all layers at once; layers are the first axis of the tensors. False if the kernel does not compile."""
 
     def kernel() -> bool:
         for launch in moving(layers, src, dst):
@@ -153,9 +153,9 @@ def rope_store(
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v, return q [T, H, D]: `Ops.rope_store`, bit for bit.
+    """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
 
-    One launch; where q and k are normed by head first, the norm's own go before it.
+    Has the bits of `Ops.rope_store` in one launch. If q and k are normed per head, the launches of the norm come first.
     """
     q, k, v = map(heads_packed, reference.split_heads(qkv, heads, layer.k.shape[2], norms, eps, rms_norm))
 
@@ -172,7 +172,7 @@ def rope_store(
 
 
 def rotation(x: Tensor, positions: Tensor, table: Tensor) -> tuple[Launch, Tensor]:
-    """The launch of rope, and where it writes."""
+    """The launch of rope, and its output."""
     num_rows, heads, dim = x.shape
     out = torch.empty(num_rows, heads, dim, dtype=torch.float32, device=x.device)
     arguments = {
@@ -191,7 +191,7 @@ def rotation(x: Tensor, positions: Tensor, table: Tensor) -> tuple[Launch, Tenso
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines.
 
-    Positions beyond the table are not looked for here: a batch bounds them.
+    Positions are not checked against the table here; the batch bounds them.
     """
 
     def kernel() -> Tensor:

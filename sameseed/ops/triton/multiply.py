@@ -1,12 +1,13 @@
 """Kernels of products: rows [T, K] times a stored weight [O, K] transposed.
 
-The law of rows: a program multiplies tiles of 16 rows, padded; each tile is its own chain of `tl.dot` of one shape,
-over steps of K in one order, cut into `SPLIT` shares that are added in ascending order. Of all this only the number of
-tiles that a program holds (1, 2 or 4, so that they share the weight's decoded numbers) depends on the number of rows,
-and no tile sees another. Larger tiles (`wide.py`) may serve where a device has shown that they keep these bits.
+Why products are row-invariant: a program multiplies tiles of 16 rows, padded if necessary. Each tile has its own chain
+of `tl.dot` calls of one shape, over the steps of K in one order. The steps are cut into `SPLIT` shares, which are added
+in ascending order. Only the number of tiles per program (1, 2 or 4, which share the decoded weights) depends on the
+number of rows, and tiles do not affect each other. Larger tiles (`wide.py`) are used only on devices where they were
+tested to give the same bits.
 
 A step takes `WIDTH` words of each output. A word has `PARTS` codes: part p of word i is column
-(step * PARTS + p) * WIDTH + i, so that each part of a tile of words is a tile of numbers, without any shuffling.
+(step * PARTS + p) * WIDTH + i. So each part of a tile of words is a tile of numbers, without any shuffling.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _whole(
     GROUPED: tl.constexpr,
     LEFT: tl.constexpr,
 ):
-    """A tile's sums under the scales of whole rows: float32 [TILE, BLOCK_O]."""
+    """A tile's sums times the scales of whole rows, if there are any: float32 [TILE, BLOCK_O]."""
     y = acc.to(tl.float32)
     if LEFT:
         y = tl.trans(y)
@@ -52,7 +53,7 @@ def _whole(
 def _with_extras(
     y, bias_ptr, residual_ptr, at, outputs_at, outputs, inside, BIAS: tl.constexpr, RESIDUAL: tl.constexpr
 ):
-    """Sums [.., BLOCK] with bias, then residual."""
+    """Add bias, then residual, to sums [.., BLOCK]."""
     if BIAS:
         bias = tl.load(bias_ptr + outputs_at, mask=outputs_at < outputs, other=0.0)
         y = y + (bias[None, :] if len(y.shape) == 2 else bias)
@@ -100,7 +101,7 @@ def product(
 ):
     """Program (m, o, s): TILES * TILE rows, BLOCK_O outputs, share s of the steps. A group is SPAN parts of a step.
 
-    WHOLE: all shares, one after the other, added in ascending order: what `combine` does of others.
+    WHOLE: the program computes all shares and adds them in ascending order; otherwise `combine` adds them.
     """
     first, share = tl.program_id(0) * (TILES * TILE), tl.program_id(2)
     o = tl.arange(0, BLOCK_O)
@@ -145,7 +146,7 @@ def add_shares(
     parts_ptr, bias_ptr, residual_ptr, out_ptr, t, o, num_rows, outputs,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a row's sums `o`, added in ascending order; then bias and residual."""
+    """Add the shares of a row's outputs `o` in ascending order; then bias and residual."""
     inside = o < outputs
     at = t * outputs + o
     y = tl.load(parts_ptr + at, mask=inside, other=0.0)
@@ -169,7 +170,7 @@ def combine(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The parts of a row's sums, added in ascending order; then bias and residual."""
+    """Add the shares of a row in ascending order; then bias and residual."""
     early.wait(EARLY)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     add_shares(parts_ptr, bias_ptr, residual_ptr, out_ptr, tl.program_id(0).to(tl.int64), o, num_rows, outputs, BIAS,
@@ -197,10 +198,10 @@ def combine_norm(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`combine` of a whole row, then `rows.prepare` of it, normed: read again from memory, so that all bits are its."""
+    """`combine` for a whole row, then `rows.prepare` with norm. It reads the row again, for the bits of `prepare`."""
     early.wait(EARLY)
     t = tl.program_id(0).to(tl.int64)
     add_shares(parts_ptr, bias_ptr, residual_ptr, out_ptr, t, tl.arange(0, BLOCK), num_rows, outputs, BIAS, RESIDUAL,
                SPLIT)  # fmt: skip
-    tl.debug_barrier()  # all threads' sums are written
+    tl.debug_barrier()  # waits until all threads have written their sums
     make_ready(out_ptr, norm_ptr, values_ptr, scale_ptr, t, t, outputs, eps, num_groups, "norm", FORM, GROUP, BLOCK)

@@ -1,9 +1,9 @@
-"""Weights as the GPU's kernels read them: words of codes in the tiles that a step of a product takes.
+"""Packing of weights for the GPU kernels: words of codes, in the tiles that one step of a product reads.
 
-A word is 16 bits wide, or a byte where rows of x are int8, and holds a code of each of its parts: part p of word i of a
-step is column (step * parts + p) * width + i. `width` words of 32 outputs lie together, so that a program's step reads
-whole lines of memory; so do the scales and zero points of 32 outputs. Parts lead with blocks of 32 of O, so that a
-weight can be written in chunks of rows.
+A word has 16 bits, or 8 if rows of x are int8. It holds one code for each of its parts: part p of word i of a step is
+column (step * parts + p) * width + i. `width` words of each of 32 outputs are adjacent, so that a program's step reads
+whole lines of memory. The scales and zero points of 32 outputs are adjacent, too. The first axis of packed tensors is
+blocks of 32 outputs, so that a weight can be written in chunks of rows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from sameseed.formats.nf4 import single
 from sameseed.scheme import QuantTensor
 
 LAYOUT = "triton"
-BLOCK = 32  # outputs that lie together
-PLANES = ("codes", "high", "low", "weight")  # parts that hold words, or dense numbers
+BLOCK = 32  # outputs whose words are adjacent
+PLANES = ("codes", "high", "low", "weight")  # names of parts that hold words or dense numbers
 DENSE = frozenset({"bf16", "fp16", "fp32"})
-_MAX_DEPTH = 1 << 17  # sums of products of codes stay exact in 32 bits
+_MAX_DEPTH = 1 << 17  # up to this depth, sums of products of codes are exact in 32 bits
 
 
 @dataclass(frozen=True)
 class Words:
-    """How words hold a weight: the kernel's name for them, their type, and how many codes each has."""
+    """How words store a weight: the kernel's name for the kind of word, its type, and the number of codes per word."""
 
     kind: str
     dtype: torch.dtype
@@ -54,12 +54,12 @@ _WORDS = {  # by format and activations
     ("int8n", "int8"): Words("both", torch.uint8, 2),
 }
 CODED = frozenset(name for name, _ in _WORDS)
-CODES = {"int8": torch.int8, "int8n": torch.int8}  # as the formats store them; others in uint8
+CODES = {"int8": torch.int8, "int8n": torch.int8}  # types of codes in the formats' own layout; others: uint8
 _ZEROS = frozenset({"int4", "qoq"})
 
 
 def words(w: QuantTensor) -> Words | None:
-    """The words of a weight of this kind; None where it lies in dense numbers, or no kernel reads it."""
+    """The kind of words of a weight; None if the weight is dense or no kernel supports it."""
     found = _WORDS.get((w.format, w.activations))
     if found is not None and found.kind == "both" and not w.parts.keys() & {"codes", "low"}:
         return replace(found, kind="upper")
@@ -67,7 +67,7 @@ def words(w: QuantTensor) -> Words | None:
 
 
 def takes(w: QuantTensor) -> bool:
-    """Whether a kernel is made for a weight of this kind, once it is packed."""
+    """Whether a kernel supports this weight once it is packed."""
     if w.format in DENSE:
         return w.activations is None and 0 not in w.shape
     found = words(w)
@@ -79,12 +79,12 @@ def takes(w: QuantTensor) -> bool:
 
 
 def serves(w: QuantTensor) -> bool:
-    """Whether a kernel takes this weight as it is stored."""
+    """Whether a kernel can read this weight in its present layout."""
     return (w.layout == "plain" and w.format in DENSE and takes(w)) or w.layout == LAYOUT
 
 
 def width(w: QuantTensor) -> int:
-    """Words of one step of an output: 128 bytes, or what its groups or its rows have."""
+    """Words per step and output: 128 bytes, or fewer if groups or rows are shorter."""
     if w.format in DENSE:
         return 32 if w.format == "fp32" else 64
     found = words(w)
@@ -95,7 +95,7 @@ def width(w: QuantTensor) -> int:
 
 
 def by_block(x: Tensor) -> Tensor:
-    """x [O, K / G] as [O / 32, K / G, 32], filled up with zeros."""
+    """Reorder x [O, K / G] to [O / 32, K / G, 32], padded with zeros."""
     blocks = -(-x.shape[0] // BLOCK)
     padded = x.new_zeros(blocks * BLOCK, x.shape[1])
     padded[: x.shape[0]] = x
@@ -103,7 +103,7 @@ def by_block(x: Tensor) -> Tensor:
 
 
 def _fold(codes: Tensor, how: Words, size: int) -> Tensor:
-    """Codes uint8 [O, K] as words [ceil(O / 32), steps, 32, size], filled up with zeros."""
+    """Pack codes uint8 [O, K] into words [ceil(O / 32), steps, 32, size], padded with zeros."""
     outputs, depth = codes.shape
     padded = torch.nn.functional.pad(codes, (0, -depth % (how.parts * size), 0, -outputs % BLOCK))
     parts = padded.view(-1, BLOCK, padded.shape[1] // (how.parts * size), how.parts, size).transpose(1, 2)
@@ -114,34 +114,34 @@ def _fold(codes: Tensor, how: Words, size: int) -> Tensor:
 
 
 def _unfold(folded: Tensor, how: Words, depth: int) -> Tensor:
-    """Words [n, steps, size] of n outputs as codes uint8 [n, depth]."""
+    """Unpack words [n, steps, size] of n outputs to codes uint8 [n, depth]."""
     mask = (1 << how.bits) - 1
     parts = [(folded >> how.bits * part & mask).to(torch.uint8) for part in range(how.parts)]
     return torch.stack(parts, dim=2).flatten(1)[:, :depth].contiguous()
 
 
 def _stored(codes: Tensor, how: Words) -> dict[str, Tensor]:
-    """Codes [O, K] of a format as bytes, by the names of the parts that hold them packed."""
+    """Codes [O, K] of a format as the unsigned bytes to pack, by the names of their packed parts."""
     if how.kind in ("both", "upper"):
-        halves = codes.view(torch.uint8) + 136  # both plus 8, modulo 256
+        halves = codes.view(torch.uint8) + 136  # each half plus 8, modulo 256
         return {"high": halves >> 4} | ({"low": halves & 15} if how.kind == "both" else {})
     codes = codes.view(torch.uint8)
     return {"codes": codes ^ 0x80 if how.kind == "int8" else codes}
 
 
 def _restored(parts: dict[str, Tensor], how: Words, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The inverse."""
-    if how.kind == "upper":  # a view's lower halves do not count
+    """The inverse of `_stored`."""
+    if how.kind == "upper":  # a view has only upper halves
         return {"high": (parts["high"] << 4 ^ 0x80).view(dtype)}
     codes = (parts["high"] << 4 | parts["low"]) - 136 if how.kind == "both" else parts["codes"]
     return {"codes": (codes ^ 0x80 if how.kind == "int8" else codes).view(dtype)}
 
 
 def pack(w: QuantTensor) -> QuantTensor:
-    """`w` as the kernels read it, on its own device; itself where they take it as it is, or not at all.
+    """Pack `w` for the kernels, on its own device; returns `w` itself if they read it unchanged, or not at all.
 
-    Double scales become single ones: nf4-dq is unpacked as nf4 with float32 scales. Raises ValueError where its codes
-    do not fit its shape.
+    Double quantized scales become single ones: nf4-dq is unpacked as nf4 with float32 scales. Raises ValueError if the
+    codes do not fit the shape of `w`.
     """
     how = words(w)
     if w.layout != "plain" or how is None or not takes(w):
@@ -180,7 +180,7 @@ def rows(w: QuantTensor, index: Tensor) -> QuantTensor:
 
 
 def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
-    """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]: values, no products."""
+    """Rows token_ids [T] of an embedding [V, C] as float32 [T, C]: decoded values, without a product."""
     fmt = scheme.get(w.format)
     if w.layout == "plain":
         return fmt.decode_rows(w, token_ids)

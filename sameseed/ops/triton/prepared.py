@@ -1,4 +1,4 @@
-"""Rows made ready for a product on the GPU: their forms, and the launches that make them (rows.prepare)."""
+"""Rows prepared for a product on the GPU: their forms, and the launches that prepare them (rows.prepare)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sameseed.ops.triton import rows as row_kernels
 from sameseed.ops.triton.guard import Launch, interpreted
 from sameseed.scheme import QuantTensor
 
-MOST_AT_ONCE, CHUNK = 16384, 8192  # columns of a gated row that registers hold; of each part of a wider one
-A_WARP = 256  # columns of a row that a warp holds
-EARLY = True  # programmatic dependent launch (9.0 and newer) ...
-EARLY_ROWS = 16  # ... of passes of so many rows: larger ones were slower with it on an H200
-_FORMS = {  # of prepared rows: how they are stored
+MOST_AT_ONCE, CHUNK = 16384, 8192  # most columns of a gated row that fit in registers; columns per chunk of wider rows
+A_WARP = 256  # columns of a row per warp
+EARLY = True  # use programmatic dependent launch (compute capability 9.0 and newer) ...
+EARLY_ROWS = 16  # ... for passes of up to this many rows; larger passes were slower with it on an H200
+_FORMS = {  # types of prepared rows, by form
     "single": torch.float32,
     "bf16": torch.bfloat16,
     "half": torch.float16,
@@ -28,7 +28,7 @@ _FORMS = {  # of prepared rows: how they are stored
 
 @dataclass(frozen=True)
 class Ready:
-    """Rows for a product: values [T, K], and scales [T, K / G], [T] or none."""
+    """Prepared rows: values [T, K], and scales [T, K / G] or [T], or None."""
 
     form: str
     values: Tensor
@@ -37,7 +37,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Made:
-    """What was made of a product's result at once: rows normed by `norm`, for weights of this form and group."""
+    """Rows prepared together with a product's result: normed by `norm`, for weights that need this form and group."""
 
     norm: Tensor
     eps: float
@@ -51,43 +51,43 @@ class Made:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability; the interpreter's is 9.0."""
+    """The compute capability of a GPU; 9.0 for the interpreter."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 @cache
 def converts_fp8(device: torch.device) -> bool:
-    """Whether the GPU makes float16 of 8-bit floats by an instruction (8.9 and newer); otherwise several do."""
+    """Whether the GPU converts 8-bit floats to float16 in one instruction (compute capability 8.9 and newer)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def begins_early(num_rows: int, device: torch.device) -> bool:
-    """Whether kernels of a pass of so many rows begin while those before them end. No bits depend on it."""
+    """Whether kernels of a pass of `num_rows` rows use programmatic dependent launch. No bits depend on it."""
     return EARLY and num_rows <= EARLY_ROWS and not interpreted() and capability(device) >= (9, 0)
 
 
 def form_for(w: QuantTensor) -> str:
-    """The form of rows that multiply `w`."""
+    """The form of rows for products with `w`."""
     return w.activations or {"fp32": "single", "bf16": "bf16"}.get(w.format, "half")
 
 
-# What forms of rows round away: half a step of float16 under a power of two, of bfloat16.
+# Relative rounding error of forms of rows: half a step of float16 (with a power-of-two scale), or of bfloat16.
 _LOST = {"half": 2.0**-11, "bf16": 2.0**-8}
 
 
 def product_rounding(w: QuantTensor) -> float:
-    """What rows lose before they meet `w`, over the sum of |x w|: see `Ops.rounding`."""
+    """Error from rounding rows for a product with `w`, relative to the sum of |x w|; see `Ops.rounding`."""
     return _LOST.get(form_for(w), 0.0)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x` contiguous and at an address that is a multiple of 16: a kernel's loads, and sums, do not vary with it."""
+    """`x` contiguous at an address that is a multiple of 16, so that kernels' loads and sums are always the same."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
 
 def unwritten(x: Tensor, num_rows: int, width: int, form: str, group: int) -> Ready:
-    """Room for so many rows beside x."""
+    """Allocate prepared rows [num_rows, width] on the device of x."""
     scales = None
     if form == "half":
         scales = x.new_empty(num_rows)
@@ -97,7 +97,7 @@ def unwritten(x: Tensor, num_rows: int, width: int, form: str, group: int) -> Re
 
 
 def preparation(rows: RowSource, form: str, group: int) -> tuple[Launch, Ready]:
-    """Rows [T, C] ("silu": [T, 2 C]) in a form: the launch, and where it writes."""
+    """The launch that prepares rows [T, C] ("silu": [T, 2 C]) in a form, and its output."""
     x, source, norm, eps, index = rows
     width = x.shape[1] // 2 if source == "silu" else x.shape[1]
     num_rows = x.shape[0] if index is None else index.shape[0]

@@ -1,11 +1,11 @@
-"""The few lines of PTX that make numbers of codes: two words of 16 bits, or four bytes, in one 32-bit register.
+"""PTX code that decodes codes to numbers. A 32-bit register holds two words of 16 bits, or four bytes.
 
-Compilers make several times as many instructions of the same in Triton's language, and convert integers on a slow unit:
-a product of one row with 4-bit weights would wait for them, not for memory. The tests execute these lines, every value
-of a word, and compare with what the formats say.
+The same code in Triton's language compiles to several times as many instructions, and it converts integers on a slow
+unit. A product of one row with 4-bit weights would then be limited by decoding, not by memory. The tests execute this
+PTX for every value of a word and compare the results with the formats.
 
-A word holds one code of each of its parts, the first in its lowest bits. $0, $1, ... are the parts' numbers, then come
-the words, then zero points.
+A word holds one code of each of its parts, the first part in its lowest bits. $0, $1, ... are the decoded numbers of
+the parts; the words follow, then the zero points.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import struct
 
 from sameseed.formats.nf4 import TABLE
 
-# float16 with the bits 0x6400 | n is 1024 + n, for n below 1024. $5..$8: 1024 + zero, or -(64 + zero) for the codes
-# that come as 1024 + 16 n. Every step is exact.
+# The float16 with bits 0x6400 | n is 1024 + n, for n below 1024. $5..$8 are 1024 + zero point, or -(64 + zero point)
+# for codes that appear as 1024 + 16 n. Every step is exact.
 INT4 = """{
 .reg .b32 a, b, k;
 mov.b32 k, 0x2c002c00;
@@ -30,7 +30,7 @@ lop3.b32 a, b, 0x00f000f0, 0x64006400, 0xea;
 fma.rn.f16x2 $3, a, k, $8;
 }"""
 
-# Codes + 128 (packing.biased): 1024 + code + 128, less 1152.
+# Words hold codes + 128 (packing._stored): 1024 + code + 128, minus 1152.
 INT8 = """{
 .reg .b32 a, k;
 mov.b32 k, 0x64806480;
@@ -51,7 +51,7 @@ cvt.rn.f16x2.e4m3x2 $1, h;
 
 
 def _e4m3(out: str, word: str) -> str:
-    """The upper byte of each half: its bits under float16's exponent, times 2^8; 0x7F becomes 0x7FFF, which is NaN."""
+    """Decode the upper byte of each half-word: bits moved to float16, times 2^8. 0x7F becomes 0x7FFF, which is NaN."""
     return f"""and.b32 a, {word}, 0x7f007f00;
 add.u32 b, a, 0x01000100;
 and.b32 b, b, 0x80008000;
@@ -64,7 +64,7 @@ or.b32 {out}, a, b;
 """
 
 
-# For GPUs older than 8.9, which have no such conversion.
+# For GPUs below compute capability 8.9, which have no instruction for this conversion.
 E4M3_BY_BITS = f"""{{
 .reg .b32 a, b, c, k, u;
 mov.b32 k, 0x5c005c00;
@@ -76,14 +76,14 @@ prmt.b32 $0, $2, 0, 0x2404;
 and.b32 $1, $2, 0xff00ff00;
 }"""
 
-# Codes in the order t0k0 t1k0 t0k1 t1k1 t2k0 ... (t: part, k: word) choose bytes by PRMT; signs come from bit 3.
+# Codes, in the order t0k0 t1k0 t0k1 t1k1 t2k0 ... (t: part, k: word), select bytes in PRMT. Signs come from bit 3.
 _ORDERED = """.reg .b32 r, s, t, g, h;
 prmt.b32 r, $WORDS, 0, 0x3120;
 and.b32 s, r, 0x77777777;
 shl.b32 t, r, 4;
 """
 
-# The upper bytes of 0, 0.5, 1, 1.5, 2, 3, 4 and 6; their lower ones are 0.
+# The upper bytes of float16 0, 0.5, 1, 1.5, 2, 3, 4 and 6; their lower bytes are 0.
 E2M1 = (
     "{\n"
     + _ORDERED.replace("$WORDS", "$4")
@@ -103,14 +103,14 @@ prmt.b32 $3, h, 0, 0x3414;
 
 
 def terms(values: list[float]) -> tuple[list[float], list[float]]:
-    """Float16 numbers a and b with a + b nearest to each value: 22 bits of it."""
+    """Float16 numbers a and b for each value, with a + b nearest to it (22 bits)."""
     first = [struct.unpack("<e", struct.pack("<e", value))[0] for value in values]
     rest = [struct.unpack("<e", struct.pack("<e", v - a))[0] for v, a in zip(values, first, strict=True)]
     return first, rest
 
 
 def _looked_up(table: list[int], outs: tuple[str, str]) -> str:
-    """Float16 `table`[16] at four codes `s`, whose bits 3 are spread over bytes in `g`: a byte of the two at a time."""
+    """Look up float16 `table`[16] for four codes `s`, one byte at a time. `g`: bit 3 of each code, as a whole byte."""
     text = ""
     for shift, to in ((0, "l"), (8, "h")):
         quads = [sum((table[4 * q + i] >> shift & 255) << 8 * i for i in range(4)) for q in range(4)]
@@ -121,7 +121,7 @@ def _looked_up(table: list[int], outs: tuple[str, str]) -> str:
 
 
 def _nf4() -> str:
-    """Each value in two terms of float16: $0..$3 the first, $4..$7 the second."""
+    """Decode each value to two float16 terms: $0..$3 are the first terms, $4..$7 the second."""
     first, second = ([struct.unpack("<H", struct.pack("<e", v))[0] for v in term] for term in terms(TABLE.tolist()))
     text = "{\n.reg .b32 a, b, l;\n" + _ORDERED.replace("$WORDS", "$8")
     for at, spread in ((0, "0xd9c8"), (2, "0xfbea")):
@@ -134,7 +134,8 @@ def _nf4() -> str:
 
 NF4 = _nf4()
 
-# Rows in int8. Of bytes: 128 + code - zero never borrows from its neighbour, and less 128 it is what was wanted.
+# For rows in int8. In bytes, 128 + code - zero point never borrows from the next byte. Subtracting 128 gives the
+# number.
 INT4_BYTES = """{
 .reg .b32 a;
 lop3.b32 a, $2, 0x0f0f0f0f, 0x80808080, 0xea;
@@ -146,7 +147,7 @@ sub.u32 a, a, $4;
 xor.b32 $1, a, 0x80808080;
 }"""
 
-# Upper halves + 8, of int8n: 16 (n - 8) as a byte.
+# Words hold upper halves of int8n + 8 = n; the result is 16 (n - 8) as a byte.
 UPPER = """{
 .reg .b32 a;
 shl.b32 a, $2, 4;
@@ -154,7 +155,7 @@ lop3.b32 $0, a, 0xf0f0f0f0, 0x80808080, 0x6a;
 lop3.b32 $1, $2, 0xf0f0f0f0, 0x80808080, 0x6a;
 }"""
 
-# Both halves, $2 the upper and $3 the lower: bytes code + 136, and + 120 modulo 256 is - 136.
+# Both halves of int8n, $2 the upper and $3 the lower. They form bytes code + 136; adding 120 modulo 256 subtracts 136.
 BOTH = """{
 .reg .b32 a, b;
 shl.b32 a, $2, 4;

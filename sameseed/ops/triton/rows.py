@@ -1,10 +1,10 @@
-"""Kernels of single rows: norm, SwiGLU, rotation, and rows made ready for a product. One program, one row.
+"""Kernels of single rows: norm, SwiGLU, rotation, and preparation for a product. One program computes one row.
 
-A program sees one row and nothing else, and its shape comes from the row's width alone: company cannot change its bits.
-Every float step is written where it happens (launches forbid the compiler to fuse a product and a sum).
+A program reads one row and nothing else, and its shape depends only on the row's width. So other rows cannot change its
+bits. Every float operation is explicit: launches forbid the compiler to fuse a product and a sum.
 """
 
-# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+# Kernels are written in Triton's language, so they have no type annotations.
 from __future__ import annotations
 
 import triton
@@ -16,7 +16,7 @@ from sameseed.ops.triton.rounding import ROUND, SMALLEST, bfloat, inverse, power
 
 @triton.jit
 def _gated(base, cols, width):
-    """Columns of SwiGLU of a row of 2 * width."""
+    """SwiGLU of a row of 2 * width numbers, at columns `cols`."""
     gate = tl.load(base + cols, mask=cols < width, other=0.0)
     up = tl.load(base + width + cols, mask=cols < width, other=0.0)
     return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
@@ -24,7 +24,7 @@ def _gated(base, cols, width):
 
 @triton.jit
 def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.constexpr):
-    """The row [BLOCK] as float32: as it lies, normed, or gated; zeros beyond its width."""
+    """The row [BLOCK] as float32: unchanged, normed, or gated; zeros beyond its width."""
     cols = tl.arange(0, BLOCK)
     inside = cols < width
     if SOURCE == "silu":
@@ -32,8 +32,8 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
     else:
         x = tl.load(x_ptr + row * width + cols, mask=inside, other=0.0)
         if SOURCE == "norm":
-            # Read once more, in a shape of its own: the layout of x follows the type that is stored at last, and so
-            # would the order of its sum. So all forms of a row, and the norm alone, have one mean.
+            # Read the row again in a fixed shape. The layout of x depends on the type that is stored at the end, and so
+            # would the order of a sum over x. With the fixed shape, all forms of a row have the same mean.
             places = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [BLOCK / 4, 4]
             y = tl.load(x_ptr + row * width + places, mask=places < width, other=0.0)
             mean = tl.div_rn(tl.sum(tl.sum(y * y, axis=1), axis=0), tl.full((), width, tl.float32))
@@ -44,13 +44,13 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _extent(groups):
-    """Of groups [GROUPS, GROUP]: whether all are finite (1 or 0), and the largest size."""
+    """For each of groups [GROUPS, GROUP]: whether all numbers are finite (1 or 0), and the largest magnitude."""
     return tl.min((tl.abs(groups) < float("inf")).to(tl.int32), axis=1), tl.max(tl.abs(groups), axis=1)
 
 
 @triton.jit
 def _quantized(groups, finite, a, FORM: tl.constexpr, GROUPS: tl.constexpr):
-    """Groups of a row [GROUPS, GROUP] as the values of int8 or e4m3 codes, and their scales [GROUPS]."""
+    """Quantize groups of a row [GROUPS, GROUP]: the values of int8 or e4m3 codes, and scales [GROUPS]."""
     END: tl.constexpr = 127.0 if FORM == "int8" else 448.0
     finite = finite == 1
     usable = finite & (a >= SMALLEST)
@@ -60,7 +60,7 @@ def _quantized(groups, finite, a, FORM: tl.constexpr, GROUPS: tl.constexpr):
         values = (values + ROUND) - ROUND
     else:
         values = tl.minimum(tl.maximum(values, -END), END)
-        # The step of e4m3 at a value: three bits below its first one, 2^-9 at the least.
+        # The spacing of e4m3 at a value: 2^-3 of its power of two, at least 2^-9.
         step = tl.maximum((values.to(tl.int32, bitcast=True) & 0x7F800000) - (3 << 23), (127 - 9) << 23)
         step = step.to(tl.float32, bitcast=True) * ROUND
         values = (values + step) - step
@@ -75,7 +75,10 @@ def _stored(
     x, finite, a, out_ptr, scale_ptr, t, first, width, num_groups,
     FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Columns from `first` [BLOCK] in the form. finite, a: of their groups; of "half" a is the row's largest size."""
+    """Store columns from `first` on, x [BLOCK], in the form.
+
+    finite, a: whether groups are finite, and their largest magnitudes; for "half", a is that of the whole row.
+    """
     cols = first + tl.arange(0, BLOCK)
     at = out_ptr + t * width + cols
     if FORM == "single":
@@ -83,7 +86,7 @@ def _stored(
     elif FORM == "bf16":
         tl.store(at, bfloat(x).to(tl.bfloat16), mask=cols < width)
     elif FORM == "half":
-        # Divided by the power of two below its largest: float16's eleven bits, and no row overflows.
+        # Divided by the largest power of two <= its largest magnitude: keeps 11 bits of float16, and no row overflows.
         power = power_of(a)
         tl.store(at, (x * inverse(power)).to(tl.float16), mask=cols < width)
         tl.store(scale_ptr + t, power.to(tl.float32, bitcast=True))
@@ -101,7 +104,7 @@ def _in_chunks(
     x_ptr, out_ptr, scale_ptr, t, width, num_groups,
     FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU of a row too wide for registers: computed once for what all of it decides, and once more to be stored."""
+    """SwiGLU of a row too wide for registers: computed once for values that need the whole row, then again to store."""
     base, cols = x_ptr + t * (2 * width), tl.arange(0, CHUNK)
     QUANTIZED: tl.constexpr = FORM == "int8" or FORM == "fp8"
     BY_ROW: tl.constexpr = QUANTIZED and GROUP == BLOCK
@@ -127,7 +130,7 @@ def make_ready(
     x_ptr, norm_ptr, out_ptr, scale_ptr, t, row, width, eps, num_groups,
     SOURCE: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row `row` of x, from `SOURCE`, as row t of a product in the form."""
+    """Prepare row `row` of x, by `SOURCE`, as row t of a product in the form."""
     x = _source(x_ptr, norm_ptr, row, width, eps, SOURCE, BLOCK)
     finite, a = 1, 0.0
     if FORM == "half":
@@ -155,7 +158,7 @@ def prepare(
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One row of `SOURCE` in the `FORM` that a product takes; scales: a power of two per row, or one per group."""
+    """Prepare one row by `SOURCE` in the `FORM` of a product. Scales: a power of two per row, or one per group."""
     early.wait(EARLY)
     t = tl.program_id(0).to(tl.int64)
     row = t
@@ -169,7 +172,7 @@ def prepare(
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def rotate(x_ptr, positions_ptr, table_ptr, out_ptr, row_stride, num_heads, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """One head of one row: halves x1, x2 become x1 cos - x2 sin, x2 cos + x1 sin."""
+    """Rotate one head of one row: halves x1, x2 become x1 cos - x2 sin, x2 cos + x1 sin."""
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     inside = cols < HALF

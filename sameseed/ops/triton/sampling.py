@@ -1,8 +1,8 @@
-"""Choices on the GPU: `spec/sampling.py`'s, from rows of logits that never leave the device.
+"""Token sampling on the GPU as in `spec/sampling.py`, from rows of logits that stay on the device.
 
-The noise is the same: SplitMix64 at (key, token), whose integers are exact, then two logarithms in float64. So the
-choice is the same too, but where two candidates tie to the last bits of an exponential or a logarithm. A row's
-parameters arrive as tensors, so that nothing waits for the host.
+The noise is the same: exact integers of SplitMix64 at (key, token), then two logarithms in float64. So the chosen token
+is the same, unless two candidates tie up to the last bits of an exponential or a logarithm. The sampling parameters of
+rows are tensors, so nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from sameseed.batch import Draws
 from sameseed.ops.triton.draws import maxima, noisy, nucleus
 from sameseed.ops.triton.guard import Launch, guarded
 
-CHUNK = 1024  # logits of one program
-AMONG = 8  # candidates that the likeliest's share is of: spec.choices.SHARE_AMONG
+CHUNK = 1024  # logits per program
+AMONG = 8  # number of candidates over which shares are computed: spec.choices.SHARE_AMONG
 FAILED = -1  # spec.sampling.FAILED
 _NONE = 2**31 - 1
 
 
 def _top_k(logits: Tensor, top: Tensor, draws: Draws) -> Tensor:
-    """Floors raised to the k-th largest scaled logit, where a row asks for one; ties at it stay."""
+    """Floors, raised to the k-th largest scaled logit for rows with top-k. Ties with it stay allowed."""
     if not draws.most:
         return draws.floors
-    index, most = draws.cut[0], min(draws.most, logits.shape[1])  # a k beyond all tokens rules none out
+    index, most = draws.cut[0], min(draws.most, logits.shape[1])  # a k beyond the vocabulary excludes nothing
     largest = torch.topk(logits[index], most, dim=1).values  # scaling keeps the order
     k = draws.cut[1].clamp(max=most - 1)[:, None]
     kth = (largest.gather(1, k)[:, 0].double() - top[index]) / draws.divisors[index]
@@ -32,11 +32,11 @@ def _top_k(logits: Tensor, top: Tensor, draws: Draws) -> Tensor:
 
 
 def _top_p(logits: Tensor, top: Tensor, floors: Tensor, draws: Draws) -> Tensor | None:
-    """uint8 [R, V]: tokens of each row's nucleus, equals at its border by their numbers; None where no row asks."""
+    """uint8 [R, V] that marks each row's nucleus; ties at its border go to lower columns. None if no row has top-p."""
     if not draws.shares:
         return None
     kept = torch.ones(logits.shape, dtype=torch.uint8, device=logits.device)
-    for r, p in draws.shares:  # one at a time: float64 of a whole vocabulary, sorted, times the rows would be too much
+    for r, p in draws.shares:  # one row at a time: sorting float64 [R, V] at once takes too much memory
         kept[r].zero_()
         scaled = (logits[r].double() - top[r]) / draws.divisors[r]
         weights = torch.where(scaled >= floors[r], scaled.exp(), 0.0)
@@ -47,7 +47,7 @@ def _top_p(logits: Tensor, top: Tensor, floors: Tensor, draws: Draws) -> Tensor 
 
 
 def marking(falling: Tensor, order: Tensor, target: Tensor, kept: Tensor) -> Launch:
-    """The launch that sets kept uint8 [V] for the nucleus of falling weights [V]; target float64 []."""
+    """The launch that marks the nucleus of descending weights [V] in kept uint8 [V]; target float64 []."""
     arguments = {
         "falling_ptr": falling,
         "order_ptr": order,
@@ -59,7 +59,7 @@ def marking(falling: Tensor, order: Tensor, target: Tensor, kept: Tensor) -> Lau
 
 
 def launches(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> tuple[list[Launch], Tensor, Tensor]:
-    """The launches behind a choice without top-k and top-p, and the scores and tokens [R, chunks] that they write."""
+    """The launches of a choice without top-k and top-p, and the scores and tokens [R, chunks] that they write."""
     num_rows, vocab = logits.shape
     chunks = -(-vocab // CHUNK)
     top = logits.new_empty(num_rows, chunks, dtype=torch.float64)
@@ -89,7 +89,7 @@ def _noisy(
         "floor_ptr": floors,
         "key_ptr": draws.keys,
         "greedy_ptr": draws.greedy,
-        "kept_ptr": tokens if kept is None else kept,  # not read without
+        "kept_ptr": tokens if kept is None else kept,  # not read if None
         "ids_ptr": tokens if token_ids is None else token_ids,
         "score_ptr": scores,
         "token_ptr": tokens,
@@ -101,11 +101,11 @@ def _noisy(
 
 
 def choose(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Tensor | None:
-    """The token of each row of logits float32 [R, V], as spec.sampling.numpy_choice draws it: int32 [R].
+    """The token chosen from each row of logits float32 [R, V], as in spec.sampling.numpy_choice: int32 [R].
 
-    Where `draws.sure`, int32 [2, R]: below the tokens the bits of float32 numbers, how sure they are. FAILED where a
-    row's largest logit is no finite number. `token_ids` int64 [V], ascending: the tokens that the columns stand for.
-    Nothing is copied to the host. None where the kernels do not compile.
+    With `draws.sure` the result is int32 [2, R]; the second row has the bits of float32 confidences. FAILED if a row's
+    largest logit is not finite. `token_ids` int64 [V], ascending: the tokens that the columns stand for. Nothing is
+    copied to the host. Returns None if the kernels do not compile.
     """
     return guarded("choose", lambda: _chosen(logits.contiguous(), draws, token_ids), lambda: None)
 
@@ -124,8 +124,8 @@ def _chosen(logits: Tensor, draws: Draws, token_ids: Tensor | None) -> Tensor:
     chosen = torch.where(finite, chosen, FAILED)
     if not draws.sure:
         return chosen
-    # How sure the choices are, as the bits of float32 [R]: it decides lengths only, so about will do. Greedy, the
-    # token's probability; sampled, its part of the exponentials of the largest scores, one of each chunk.
+    # The confidences of the choices, as bits of float32 [R]. They only decide draft lengths, so approximate values are
+    # enough. Greedy: the token's probability. Sampled: its share of exp(score) among the largest scores of chunks.
     likely = torch.exp(safe - torch.logsumexp(logits, 1))
     largest = torch.topk(scores, min(AMONG, scores.shape[1]), dim=1).values
     shares = 1.0 / torch.exp(largest - largest[:, :1]).sum(1)

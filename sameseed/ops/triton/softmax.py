@@ -1,11 +1,12 @@
-"""One block of keys into the softmax of 16 queries, and two partial softmaxes into one.
+"""Blockwise softmax: adds a block of keys to the softmax of 16 queries, and merges partial softmaxes.
 
-A cached row is read as two parts, each a matrix product of its own: 8-bit codes lie two to a word, and a word's codes
-are the even and the odd dimension; of other formats the parts are the halves of the row. So codes become 16-bit numbers
-where the tensor cores' operands lie, without a shuffle. What is multiplied with 16-bit numbers goes in as two terms.
+A cached row is read as two parts, each with its own matrix product. 8-bit codes are read as words of two codes, and the
+parts are the even and the odd dimensions. For other formats the parts are the halves of the row. So codes become 16-bit
+numbers in the layout of tensor core operands, without a shuffle. Float32 operands (queries and weights) of products
+with 16-bit numbers are split into two 16-bit terms.
 """
 
-# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+# Kernels are written in Triton's language: they have no type annotations, and comments instead of docstrings.
 from __future__ import annotations
 
 import triton
@@ -15,14 +16,15 @@ from sameseed.ops.triton import early
 from sameseed.ops.triton.decode import e4m3, e5m2, int8
 from sameseed.ops.triton.rounding import inverse, power_of
 
-TILE: tl.constexpr = tl.constexpr(16)  # queries of a product: the tensor cores' smallest
-AT_ONCE: tl.constexpr = tl.constexpr(8)  # spans of a stretch, and the most stretches that are merged side by side
-LIFT: tl.constexpr = tl.constexpr(2.0**15)  # float16 holds small weights under it; none is above 1
+TILE: tl.constexpr = tl.constexpr(16)  # queries per product: the smallest tile of tensor cores
+AT_ONCE: tl.constexpr = tl.constexpr(8)  # spans per stretch, and the most stretches that are merged side by side
+LIFT: tl.constexpr = tl.constexpr(2.0**15)  # weights, at most 1, are multiplied by it so that float16 holds small ones
 
 
 @triton.jit
 def shares(m, mass, m_new, l_new):
-    # Maximum and sum of two partial softmaxes, and what `blend` wants. Nothing was seen of one whose sum is 0.
+    # Maximum and sum of two merged partial softmaxes, and the arguments of `blend`. A partial softmax with sum 0 is
+    # empty.
     top = tl.maximum(m, m_new)
     old, new = tl.exp2(m - top), tl.exp2(m_new - top)
     seen, first = l_new != 0.0, mass == 0.0
@@ -33,13 +35,13 @@ def shares(m, mass, m_new, l_new):
 
 @triton.jit
 def blend(o, o_new, old, new, first, seen):
-    # The values of two partial softmaxes in the shares of `shares`.
+    # Merges the values of two partial softmaxes by the results of `shares`.
     return tl.where(seen, tl.where(first, o_new, o * old + o_new * new), o)
 
 
 @triton.jit
 def merge(m, mass, o0, o1, m_new, l_new, o0_new, o1_new):
-    # Two partial softmaxes of TILE queries: [TILE], [TILE], twice [TILE, BLOCK].
+    # Merges two partial softmaxes of TILE queries. Each has [TILE], [TILE], and twice [TILE, BLOCK].
     m, mass, old, new, first, seen = shares(m, mass, m_new, l_new)
     old, new, first, seen = old[:, None], new[:, None], first[:, None], seen[:, None]
     return m, mass, blend(o0, o0_new, old, new, first, seen), blend(o1, o1_new, old, new, first, seen)
@@ -47,11 +49,11 @@ def merge(m, mass, o0, o1, m_new, l_new, o0_new, o1_new):
 
 @triton.jit
 def terms(x, DTYPE: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr):
-    # x as the sum of two numbers of a shorter type; as it is, if products take float32.
+    # x as the sum of two numbers of a shorter type; x itself if products use float32.
     if SPLIT:
         high = x.to(DTYPE)
         low = (x - high.to(tl.float32)).to(DTYPE)
-        if WIDEN:  # the interpreter knows no products of bfloat16
+        if WIDEN:  # the interpreter has no products of bfloat16
             high, low = high.to(tl.float32), low.to(tl.float32)
     else:
         high, low = x, x
@@ -60,7 +62,7 @@ def terms(x, DTYPE: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _times(high, low, y, acc, SPLIT: tl.constexpr, WIDEN: tl.constexpr):
-    # acc + (high + low) y, the small terms first.
+    # acc + (high + low) y; the small terms are added first.
     if WIDEN:
         y = y.to(tl.float32)
     if SPLIT:
@@ -73,7 +75,8 @@ def _parts(
     rows_ptr, row, loaded,
     KIND: tl.constexpr, MACHINE: tl.constexpr, FLOAT8: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The two parts [KEYS, BLOCK] of cached rows, as numbers of 16 bits (float32 of fp32); zeros where not loaded.
+    # The two parts [KEYS, BLOCK] of cached rows as 16-bit numbers (float32 for fp32); zeros for rows that are not
+    # loaded.
     HALF: tl.constexpr = (DIM + 1) // 2
     cols = tl.arange(0, BLOCK)
     inside = loaded[:, None] & (cols < HALF)[None, :]
@@ -90,7 +93,7 @@ def _parts(
         elif KIND == "e5m2":
             first, second = e5m2(words, MACHINE)
         else:
-            first, second = int8(words ^ 0x8080, MACHINE)  # which takes codes + 128
+            first, second = int8(words ^ 0x8080, MACHINE)  # `int8` expects codes + 128
     return first, second
 
 
@@ -101,7 +104,7 @@ def step(
     KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr, HALVES: tl.constexpr,
     MACHINE: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One block of keys, stored at `index` [KEYS], into the softmax of the queries that see some of it (`sees` [TILE]).
+    # Adds a block of keys, stored at `index` [KEYS], to the softmax of the queries that see some of it (`sees` [TILE]).
     KEYS: tl.constexpr = index.shape[0]
     page = tl.load(table + index // PAGE, mask=loaded, other=0).to(tl.int64)
     row = (page * PAGE + index % PAGE) * kv_heads + kv_head  # [KEYS]
@@ -119,7 +122,8 @@ def step(
     v0, v1 = _parts(v_ptr, row, loaded, KIND, MACHINE, FLOAT8, DIM, BLOCK)
     back = tl.full((TILE,), 1.0, tl.float32)
     if SCALED:
-        # By each key's scale, which may be any number: under a power of two of what this row sees, and nothing else.
+        # Weights times the values' scales can have any size. So they are divided by a power of two that depends only on
+        # what this row sees.
         v_scale = tl.load(v_scale_ptr + row, mask=loaded, other=0.0)[None, :]
         weights = tl.where(visible, weights * v_scale, 0.0)
         bits = power_of(tl.max(weights, axis=1))
@@ -137,13 +141,13 @@ def step(
 
 @triton.jit
 def _halves(x):
-    # The lower and the upper half of a vector.
+    # The lower and upper half of a vector.
     return tl.split(tl.trans(tl.reshape(x, (2, x.shape[0] // 2))))
 
 
 @triton.jit
 def _ascend(m, mass, o, m_new, l_new, o_new):
-    # Partial softmaxes that lie one after the other, [n * BLOCK], into one of [BLOCK], in ascending order.
+    # Merges n consecutive partial softmaxes, [n * BLOCK], into one of [BLOCK], in ascending order.
     if m_new.shape[0] == m.shape[0]:
         m, mass, old, new, first, seen = shares(m, mass, m_new, l_new)
         o = blend(o, o_new, old, new, first, seen)
@@ -162,14 +166,14 @@ def combine(
     SPANS: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    # Parts of attention merged in ascending order: what programs left that took a span or a stretch of keys each. An
-    # element of a row's values meets no other, so who merges which elements changes nothing.
-    # Program (t, head, dims). A part is SPANS spans, PARTS parts are a stretch. LINES stretches go on side by side;
-    # then they are merged, one after the other. Every element loads sums for itself: nothing is exchanged till then.
+    # Merges partial results of attention in ascending order, where each program took a span or a stretch of keys.
+    # Elements of a row's values are merged independently, so the assignment of elements to programs changes no bits.
+    # Program (t, head, dims). A part is SPANS spans, and PARTS parts are a stretch. LINES stretches are merged side by
+    # side, then with each other in order. Every element loads its own sums, so nothing is exchanged before that.
     t = tl.program_id(0).to(tl.int64)
     place = t * num_heads + tl.program_id(1)
     early.wait(EARLY)
-    # Of rows of nobody any number may lie here: it leads to nothing outside of the parts.
+    # For rows that belong to no sequence, the bounds may be any numbers. They are clamped to the range of parts.
     first = tl.maximum(tl.load(bounds_ptr + t * 2) // SPANS, 0)
     last = tl.minimum(tl.cdiv(tl.load(bounds_ptr + t * 2 + 1), SPANS), num_parts)
     each = tl.arange(0, LINES * BLOCK)
@@ -177,7 +181,7 @@ def combine(
     m, mass = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
     o = tl.zeros((BLOCK,), tl.float32)
     for start in range(first // PARTS * PARTS, last, LINES * PARTS):
-        loaded = ()  # all of them before the first is needed: the chain of merges waits for memory once
+        loaded = ()  # all loads come before the first merge, so merging waits for memory once
         for i in tl.static_range(PARTS):
             part = start + line * PARTS + i
             there = (part >= first) & (part < last)

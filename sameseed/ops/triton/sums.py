@@ -1,4 +1,4 @@
-"""The chain of sums of a product: a share of the steps of K, for tiles of rows and a block of outputs."""
+"""The inner loop of a product: sums over a share of the steps of K, for tiles of rows and a block of outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sameseed.ops.triton import decode
 
 @triton.jit
 def _numbers(words, low, zeros, WEIGHT: tl.constexpr, SPAN: tl.constexpr, MACHINE: tl.constexpr, FLOAT8: tl.constexpr):
-    """A tile of words as a tuple of tiles of numbers, one a part. zeros: by group, of SPAN parts each, or None."""
+    """Decode a tile of words to a tuple of tiles of numbers, one per part. zeros: per group of SPAN parts, or None."""
     if WEIGHT == "int4":
         if zeros is not None:
             zeros = (zeros[0], zeros[1 // SPAN], zeros[2 // SPAN], zeros[3 // SPAN])
@@ -42,7 +42,7 @@ def _numbers(words, low, zeros, WEIGHT: tl.constexpr, SPAN: tl.constexpr, MACHIN
 
 @triton.jit
 def _by_group(ptr, first, last, inside, COUNT: tl.constexpr, EVEN: tl.constexpr):
-    """[BLOCK_O] of each of COUNT groups; beyond the last group its own once more: any number does for rows of zeros."""
+    """Load [BLOCK_O] for each of COUNT groups. Beyond the last group, repeat it: x is zero there, so any will do."""
     out = ()
     for i in tl.static_range(COUNT):
         at = ptr + tl.minimum(first + i, last) * 32
@@ -52,9 +52,9 @@ def _by_group(ptr, first, last, inside, COUNT: tl.constexpr, EVEN: tl.constexpr)
 
 @triton.jit
 def _dot(x, numbers, more, acc, ROWS: tl.constexpr, WIDEN: tl.constexpr, LEFT: tl.constexpr):
-    """x times a tile of numbers, added to `acc`, transposed if LEFT. more: their second terms, or None."""
+    """Add x times a tile of numbers to `acc`, transposed if LEFT. more: second terms of the numbers, or None."""
     KIND: tl.constexpr = tl.int32 if ROWS == "int8" else tl.float32
-    if WIDEN:  # the interpreter knows no products of bfloat16
+    if WIDEN:  # the interpreter has no products of bfloat16
         x, numbers = x.to(tl.float32), numbers.to(tl.float32)
     if LEFT:
         x = tl.trans(x)
@@ -70,7 +70,7 @@ def _dot(x, numbers, more, acc, ROWS: tl.constexpr, WIDEN: tl.constexpr, LEFT: t
 
 @triton.jit
 def _scaled(sums, acc, scales, row_scale_at, inside, ROWS: tl.constexpr, LEFT: tl.constexpr):
-    """A group's sums under its scales, added to `acc`."""
+    """Add a group's sums times its scales to `acc`."""
     scales = scales.to(tl.float32)
     scales = tl.broadcast_to(scales[:, None] if LEFT else scales[None, :], sums.shape)
     if ROWS == "int8" or ROWS == "fp8":
@@ -113,8 +113,8 @@ def share_of(
     FLOAT8: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Sums of share `share` of the steps, for each of TILES * TILE rows from `first`: [TILE, BLOCK_O] each."""
-    GROUPS: tl.constexpr = PARTS // SPAN if GROUPED else 1  # of a step
+    """Sums over share `share` of the steps for TILES tiles of TILE rows from row `first` on: [TILE, BLOCK_O] each."""
+    GROUPS: tl.constexpr = PARTS // SPAN if GROUPED else 1  # groups per step
     SUMS: tl.constexpr = tl.int32 if ROWS == "int8" else tl.float32
     DENSE: tl.constexpr = WEIGHT == "dense"
     NEXT: tl.constexpr = WIDTH if DENSE else 32 * WIDTH  # words from one step of an output to the next
@@ -123,7 +123,7 @@ def share_of(
     start = share * per_share
     last = num_groups - 1
     o, i, t = tl.arange(0, BLOCK_O), tl.arange(0, WIDTH), tl.arange(0, TILE)
-    # What may pass 2^31 lies in a program's own base: the rest of an address fits 32 bits.
+    # Offsets that may exceed 2^31 are in the 64-bit base of a program; the rest of an address fits in 32 bits.
     if DENSE:
         at = base * depth + ((o * depth)[None, :] + i[:, None] + start * NEXT)  # [WIDTH, BLOCK_O]
     else:
@@ -142,7 +142,7 @@ def share_of(
             row_scale_at = row_scale_at + (row_scale_ptr + (row + tile * TILE) * num_groups + t * num_groups,)
         else:
             row_scale_at = row_scale_at + (t,)
-    # A step's scales are asked for one step before: no asynchronous copy fetches them ahead.
+    # Scales are loaded one step ahead, because no asynchronous copy prefetches them.
     scales = (o,)
     if GROUPED:
         scales = _by_group(scale_ptr + of_group, start * GROUPS, last, known, GROUPS, EVEN_O)
@@ -161,7 +161,7 @@ def share_of(
         next_scales = scales
         if GROUPED:
             next_scales = _by_group(scale_ptr + of_group, (step + 1) * GROUPS, last, known, GROUPS, EVEN_O)
-        zeros = None  # loaded here: carried from step to step they would keep words from lying as products want
+        zeros = None  # loaded in this step: if carried over, they would force words out of the layout of products
         if zero_ptr is not None:
             zeros = _by_group(zero_ptr + of_group, step * GROUPS if GROUPED else 0, last, known, GROUPS, EVEN_O)
         numbers = _numbers(words, low, zeros, WEIGHT, SPAN if GROUPED else PARTS, MACHINE, FLOAT8)

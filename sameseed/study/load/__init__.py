@@ -1,1 +1,1 @@
-"""Load on a server that speaks OpenAI's API: what is sent, how it is timed, what it comes to."""
+"""Load tests of a server with OpenAI's API: prompts, request timing, metrics and records."""

@@ -1,4 +1,4 @@
-"""Bench: arms, shapes and levels; in each repetition the arms take turns over the same prompts and seeds."""
+"""The load test: in each repetition, all arms run in turn over the same prompts and seeds."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """What is sent, how often and how. `num_requests` None: four for each client, eight at least.
+    """Settings of a load test. `num_requests` None: four per client, at least eight.
 
-    `max_seconds`: of one run of an arm, after which nothing more is sent; what was sent is waited for.
+    `max_seconds`: time of one run of an arm after which nothing more is sent; pending answers are still awaited. Raises
+    ConfigError for a value out of range.
     """
 
     shapes: tuple[Shape, ...]
@@ -54,30 +55,30 @@ class LoadSettings:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds, got {value}")
 
     def count(self, level: LoadLevel) -> int:
-        """Requests of a repetition."""
+        """Number of requests in one repetition at a level."""
         return self.num_requests or max(8, 4 * (level.concurrency or 8))
 
 
 @dataclass
 class Repetition:
-    """What one arm did once."""
+    """The results of one arm in one repetition."""
 
     outcomes: list[RequestOutcome]
     summary: dict[str, Any]
 
 
 class LoadBench:
-    """Runs everything over one client with connections that stay open."""
+    """Runs all arms, shapes and levels over one HTTP client with persistent connections."""
 
     def __init__(self, client: httpx.AsyncClient, arms: Seq[Endpoint], settings: LoadSettings) -> None:
         self.client, self.arms, self.settings = client, list(arms), settings
         self.max_model_len: int | None = None
-        self.pids: Mapping[str, int] = {}  # of servers of ours, by arm: what they take is counted
+        self.pids: Mapping[str, int] = {}  # process ids of local servers, by arm label: their CPU use is measured
         self._source: PromptSource | None = None
         self._salt = f"bench {time.time_ns()}"
 
     async def prepare(self) -> None:
-        """Ask the servers what they serve, and what they make of speculation. Raises ConfigError."""
+        """Ask the servers for their models, and check that they read the field `speculation`. Raises ConfigError."""
         if self.settings.strict and len({arm.url for arm in self.arms}) < len(self.arms):
             raise ConfigError(
                 "with --strict no request has a cache_salt, so that each arm would find the other's prompts in the "
@@ -109,11 +110,11 @@ class LoadBench:
 
     @property
     def tokenized(self) -> bool:
-        """Are prompts exact in tokens?"""
+        """Whether prompts have exact token counts (the server tokenizes)."""
         return self._source is not None and self._source.tokens is not None
 
     async def _known(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint with a model's name. Raises ConfigError where there is no such server."""
+        """The endpoint completed with the model's name and speculation. Raises ConfigError if there is no server."""
         chosen = await wire.introduce(self.client, endpoint)
         limit = chosen.get("max_model_len")
         if isinstance(limit, int):
@@ -125,7 +126,7 @@ class LoadBench:
     def _body(
         self, endpoint: Endpoint, shape: Shape, prompt: Mapping[str, Any], seed: int, salt: str
     ) -> dict[str, Any]:
-        """A request; `salt` keeps what other requests left in a server's prefix cache out of reach."""
+        """The body of a request. `salt` keeps it from using other requests' entries in the server's prefix cache."""
         made: dict[str, Any] = {
             "model": endpoint.model,
             **prompt,
@@ -142,23 +143,23 @@ class LoadBench:
         return wire.exchange(self.client, endpoint, body, self.settings.timeout, self.settings.max_retries, due)
 
     async def measure(self, shape: Shape, level: LoadLevel, tick: Callable[..., None]) -> dict[str, list[Repetition]]:
-        """The repetitions of each arm, by its label; `tick(note=...)` follows every run of an arm."""
+        """The repetitions of each arm, by label. `tick(note=...)` is called after every run of an arm."""
         found: dict[str, list[Repetition]] = {arm.label: [] for arm in self.arms}
         for arm in self.arms:
             if self.settings.warm_up:
                 await self._run(arm, shape, level, -1, self.settings.warm_up)
         for number in range(self.settings.repeat):
-            # Neither arm is always the first: what drifts over a repetition would be taken for its merit.
+            # Alternate the order: drift within a repetition would otherwise favour the same arm each time.
             for arm in self.arms if number % 2 == 0 else reversed(self.arms):
                 found[arm.label].append(await self._run(arm, shape, level, number, self.settings.count(level)))
                 tick(note=f"{level.label} {arm.label}")
         return found
 
     async def _run(self, arm: Endpoint, shape: Shape, level: LoadLevel, number: int, count: int) -> Repetition:
-        """One arm, once: the prompts and seeds of a repetition are the same for all arms."""
+        """Run one arm once. The prompts and seeds of a repetition are the same for all arms."""
         s = self.settings
         seed = f"{s.seed} {shape.label} {level.label} {number}"
-        first = self.arms[0]  # its tokenizer has made the source
+        first = self.arms[0]  # the source was tokenized by this arm's server
         made = await prompts.make_prompts(self.client, first, s.prompts, shape, count, seed, self._source)
         salt = f"{self._salt} {arm.label} {seed}"
         bodies = [self._body(arm, shape, prompt, s.seed + i, f"{salt} {i}") for i, prompt in enumerate(made)]
@@ -177,7 +178,7 @@ class LoadBench:
         told = figures.acceptance((o.speculation for o in outcomes if o.speculation), figures.ANSWERED, "answers")
         if told is None and not any("speculative_decoding" in o.metrics for o in outcomes):
             after = await self._counters(arm)
-            if len(after) == len(figures.COUNTERS):  # everybody's requests count
+            if len(after) == len(figures.COUNTERS):  # these counters include other clients' requests
                 gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
                 told = figures.acceptance([gained], figures.COUNTERS, "/metrics")
         summary = figures.summarize(outcomes, s.bounds)
@@ -187,7 +188,7 @@ class LoadBench:
         return Repetition(outcomes, summary)
 
     async def _counters(self, endpoint: Endpoint) -> Mapping[str, float]:
-        """The server's counters of drafts; nothing where it has no /metrics."""
+        """The server's speculation counters; empty if it has no /metrics."""
         import httpx
 
         try:

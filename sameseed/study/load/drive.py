@@ -1,4 +1,4 @@
-"""When requests are sent: by a number of clients, each after its last answer (closed), or as they arrive (open)."""
+"""When requests are sent: by clients that wait for each answer (closed loop), or on a schedule (open loop)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """How hard: `concurrency` clients, or `rate` requests a second with this `burstiness`."""
+    """A load: `concurrency` clients (closed loop), or `rate` requests per second with `burstiness` (open loop)."""
 
     concurrency: int | None = None
     rate: float | None = None
@@ -39,10 +39,10 @@ class LoadLevel:
 
 
 def arrivals(level: LoadLevel, count: int, seed: int, seconds: float | None = None) -> list[float]:
-    """Seconds after the start at which requests of an open level arrive: `count`, or those of the first `seconds`.
+    """Arrival times of an open-loop level, in seconds after the start: `count` of them, or those before `seconds`.
 
-    Gaps follow a gamma distribution of shape `burstiness` and mean 1 / rate: 1 is a Poisson process, less is burstier,
-    more is more even.
+    Gaps follow a gamma distribution with shape `burstiness` and mean 1 / rate. A `burstiness` of 1 gives a Poisson
+    process; lower values are burstier, higher values more regular.
     """
     assert level.rate is not None
     noise = random.Random(f"arrivals {seed}")
@@ -58,9 +58,9 @@ def arrivals(level: LoadLevel, count: int, seed: int, seconds: float | None = No
 async def closed(
     send: Callable[[B], Awaitable[T]], bodies: Seq[B], concurrency: int, seconds: float | None = None
 ) -> list[T]:
-    """Answers in the order of `bodies`; each client sends its next request when it has its answer.
+    """Closed loop: answers in the order of `bodies`. Each client sends its next request when it has its answer.
 
-    After `seconds` none is sent any more, and the answers are of the first bodies; each client sends one at least.
+    After `seconds`, no more requests are sent, and only the first bodies have answers. Each client sends at least one.
     """
     results: dict[int, T] = {}
     waiting, start = iter(enumerate(bodies)), time.perf_counter()
@@ -78,14 +78,15 @@ async def closed(
 async def opened(
     send: Callable[[B, float], Awaitable[T]], bodies: Seq[B], moments: Seq[float]
 ) -> tuple[list[T], float]:
-    """Answers in the order of `bodies`, each sent at its moment; and by how much the latest was sent too late, in s.
+    """Open loop: answers in the order of `bodies`, each sent at its time in `moments`; and the largest delay, in s.
 
-    Of fewer moments than bodies, the first bodies are sent. `send` is told when each was due, by `time.perf_counter`.
+    With fewer moments than bodies, only the first bodies are sent. `send` also gets the time at which its request was
+    due, on the clock of `time.perf_counter`.
     """
     start = time.perf_counter()
     late = 0.0
     tasks = []
-    for body, moment in zip(bodies, moments, strict=False):  # fewer moments: the first bodies
+    for body, moment in zip(bodies, moments, strict=False):  # with fewer moments, only the first bodies
         ahead = start + moment - time.perf_counter()
         await asyncio.sleep(max(0.0, ahead))
         late = max(late, time.perf_counter() - start - moment)

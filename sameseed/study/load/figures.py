@@ -1,6 +1,6 @@
-"""What outcomes come to: percentiles, throughput, goodput, acceptance. Definitions as in vLLM's `bench serve`.
+"""Metrics of outcomes: percentiles, throughput, goodput, acceptance. Definitions as in vLLM's `bench serve`.
 
-TTFT: from sending to the first token. TPOT: (latency - TTFT) / (tokens - 1). ITL: from chunk to chunk, and by tokens.
+TTFT: from sending to the first token. TPOT: (latency - TTFT) / (tokens - 1). ITL: between chunks, and between tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from sameseed.study.load.outcome import RequestOutcome
 from sameseed.study.workload import quantile
 
-# Drafts, drafted and accepted tokens: on a server's /metrics, in its answers, in our records.
+# Names of the counts of drafts, drafted and accepted tokens: on a server's /metrics, in its answers, in our records.
 COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
 ANSWERED = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
 RECORDED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -22,25 +22,25 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Bounds:
-    """What makes an answer good: seconds to the first token, seconds for each other one. None: no bound."""
+    """Latency bounds of a good answer, in seconds: `ttft`, `tpot`. None: no bound."""
 
     ttft: float | None = None
     tpot: float | None = None
 
     def holds(self, outcome: RequestOutcome) -> bool:
-        """Is this answer good? A single token has no TPOT to be bounded."""
+        """Whether an answer is within the bounds. An answer of one token has no TPOT, and meets any TPOT bound."""
         tpot = outcome.tpot or 0.0
         return (self.ttft is None or outcome.ttft <= self.ttft) and (self.tpot is None or tpot <= self.tpot)
 
 
 def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
-    """Mean and percentiles (linear between the two nearest) in milliseconds; None of nothing."""
+    """Mean and percentiles (linear interpolation) in milliseconds; all None if there are no values."""
     made = {"mean": sum(seconds) / len(seconds) * 1e3 if seconds else None}
     return made | {f"p{p}": quantile(seconds, p / 100) * 1e3 if seconds else None for p in PERCENTILES}
 
 
 def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:
-    """The figures of one repetition. Failed requests count as requests, never as tokens or times."""
+    """The metrics of one repetition. Failed requests count as requests, but not in tokens or times."""
     done = [o for o in outcomes if o.error is None]
     start = min((o.sent for o in outcomes), default=0.0)
     seconds = max((o.arrivals[-1] for o in done), default=start) - start
@@ -77,9 +77,9 @@ def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:
 
 
 def acceptance(found: Iterable[Mapping[str, Any]], names: Seq[str], source: str) -> dict[str, Any] | None:
-    """Shares of drafted tokens from counts, summed, of the `names` of drafts, drafted and accepted tokens.
+    """Acceptance from counts summed over `found`; None if nothing was drafted.
 
-    None where nothing was drafted.
+    `names`: the names of drafts, drafted tokens and accepted tokens in each mapping.
     """
     found = list(found)
     drafts, drafted, accepted = (sum(f.get(name) or 0 for f in found) for name in names)
@@ -96,8 +96,8 @@ def acceptance(found: Iterable[Mapping[str, Any]], names: Seq[str], source: str)
 
 
 def same_texts(mine: Seq[RequestOutcome], theirs: Seq[RequestOutcome]) -> tuple[int, int]:
-    """Requests that both completed with one text (and the same tokens, where both tell them), and all that both did."""
-    both = zip(mine, theirs, strict=False)  # whose time ran out sent the first ones only
+    """(requests with equal texts, requests that both arms completed). Token ids are compared too if both have them."""
+    both = zip(mine, theirs, strict=False)  # an arm whose time ran out sent only the first requests
     pairs = [(a, b) for a, b in both if a.error is None and b.error is None]
 
     def same(a: RequestOutcome, b: RequestOutcome) -> bool:
@@ -107,7 +107,7 @@ def same_texts(mine: Seq[RequestOutcome], theirs: Seq[RequestOutcome]) -> tuple[
 
 
 def counters(page: str) -> Mapping[str, float]:
-    """Counters of drafts on a Prometheus page, by vLLM's names without prefix and `_total`, summed over labels."""
+    """Speculation counters on a Prometheus page, by vLLM's names without prefix and `_total`, summed over labels."""
     found: dict[str, float] = {}
     for line in page.splitlines():
         head, _, value = line.rpartition(" ")

@@ -1,4 +1,4 @@
-"""From chunks to what a request got: its tokens, its moments, what the server says of it."""
+"""Parse the chunks of a response into the outcome of a request: tokens, arrival times, the server's metrics."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sameseed.study.load.wire import Exchange
 
 @dataclass
 class RequestOutcome:
-    """One request. Moments in seconds; `sent` is that of its first try. Where `error` is set, the rest is what came.
+    """The outcome of one request. Times in seconds; `sent` is that of the first try.
 
-    `arrivals`: moments of the chunks with tokens. `sizes`: tokens in each of them, empty where untold.
-    `counted`: where `num_output` is from: "usage", "token ids", or "chunks" (a guess: too few where tokens arrive
-    together).
+    `arrivals`: times of the chunks with tokens. `sizes`: tokens in each of these chunks; empty if unknown. `counted`:
+    the source of `num_output`: "usage", "token ids", or "chunks" (too low if tokens arrive together). If `error` is
+    set, the other fields hold what arrived before it.
     """
 
     sent: float
@@ -26,16 +26,16 @@ class RequestOutcome:
     num_prompt: int | None = None
     counted: str = "chunks"
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)  # empty where the server does not tell
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # the server's own; drafts as vLLM writes them
-    num_cached: int = 0  # tokens of the prompt that the server knew, as far as it says
+    token_ids: list[int] = field(default_factory=list)  # empty if the server does not tell
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # the server's own; speculation in vLLM's form
+    num_cached: int = 0  # prompt tokens found in the server's prefix cache; 0 if it does not tell
     retries: int = 0
     error: str | None = None
     detail: str = ""
 
     @property
     def speculation(self) -> Mapping[str, Any] | None:
-        """What the server says of its drafts; None where it says nothing, or nothing was drafted."""
+        """The server's speculation counts for this request; None if it gives none, or nothing was drafted."""
         return self.metrics.get("speculative_decoding")
 
     @property
@@ -50,7 +50,7 @@ class RequestOutcome:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token but the first; None for a single token."""
+        """Mean seconds per token after the first; None with fewer than two tokens."""
         if self.num_output < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.num_output - 1)
@@ -62,14 +62,14 @@ class RequestOutcome:
 
     @property
     def token_gaps(self) -> list[float] | None:
-        """The same by tokens: a chunk of m tokens is m gaps of an m-th of its own. None where sizes are unknown."""
+        """Seconds from token to token: the gap of a chunk with m tokens counts as m equal parts. None without sizes."""
         if not self.sizes:
             return None
         return [gap / size for gap, size in zip(self.gaps, self.sizes[1:], strict=True) for _ in range(size)]
 
 
 def read(exchange: Exchange) -> RequestOutcome:
-    """What an exchange comes to."""
+    """Parse an exchange into an outcome. Errors are recorded in the outcome, never raised."""
     made = RequestOutcome(exchange.sent, retries=exchange.retries, error=exchange.error, detail=exchange.detail)
     ended = False
     for moment, data in events(exchange.chunks):
@@ -92,7 +92,7 @@ def read(exchange: Exchange) -> RequestOutcome:
 
 
 def events(chunks: Seq[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The data of server-sent events, each with the moment of the chunk that completed it."""
+    """The data of server-sent events, each with the arrival time of the chunk that completed it."""
     rest = b""
     for moment, chunk in [*chunks, (chunks[-1][0], b"\n")] if chunks else ():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -100,7 +100,7 @@ def events(chunks: Seq[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
 
 
 def _take(made: RequestOutcome, moment: float, event: Mapping[str, Any]) -> bool:
-    """Add an event; True where it ends the answer."""
+    """Add an event to `made`; True if the event ends the answer."""
     if fault := event.get("error"):
         if made.error is None:
             made.error = "error in the stream"

@@ -1,4 +1,4 @@
-"""The load as a picture: tokens a second, generation time and time to the first token against concurrency (or rate)."""
+"""Plots of load tests: tokens per second, generation time and time to first token, by concurrency or request rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from sameseed.study.plot import COLOURS, MARKERS, STYLE, plot_paths, save
 
-PANELS = (  # of a record, and of each of its repetitions
+PANELS = (  # title, and the value of a record or of one repetition
     ("output tokens a second", lambda r: r["output_tokens_per_s"]),
     ("generation time: median seconds", lambda r: r["e2e_ms"]["p50"] and r["e2e_ms"]["p50"] / 1e3),
     ("time to first token: median ms", lambda r: r["ttft_ms"]["p50"]),
@@ -16,7 +16,7 @@ PANELS = (  # of a record, and of each of its repetitions
 
 
 def draw(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Path]:
-    """Write the picture of a run's records as PNG and SVG: a row a shape, a line an arm. Raises ConfigError."""
+    """Plot a run's records as PNG and SVG: one row per shape, one line per arm. Raises ConfigError."""
     paths = plot_paths(path)
     import matplotlib
 
@@ -42,7 +42,7 @@ def draw(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Path]:
 
 
 def _panel(panel: Any, records: Seq[Mapping[str, Any]], of: Callable[[Any], float | None]) -> None:
-    """A line an arm through the medians, and a band over the repetitions."""
+    """One line per arm through the medians, with a band from the least to the largest repetition."""
     closed = records[0]["config"]["rate"] is None
     name = "concurrency" if closed else "rate"
     for i, label in enumerate(dict.fromkeys(r["config"]["label"] for r in records)):

@@ -1,4 +1,4 @@
-"""Prompts of a length: built-in text or random tokens, cut to a length in the server's own tokens; or a file's."""
+"""Prompts for load tests: built-in text or random tokens, cut to a length in the server's tokens; or from a file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     import httpx
 
 log = logging.getLogger("sameseed")
-MOST_STOPS = 4  # as OpenAI's API has it
+MOST_STOPS = 4  # the limit of OpenAI's API
 BUILT_IN = ("prompts.jsonl", "prompts_heldout.jsonl")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens of a prompt, and tokens to write. `num_input` None: prompts as a file has them."""
+    """Prompt tokens `num_input`, and tokens to generate `num_output`. `num_input` None: prompts as in the file."""
 
     num_input: int | None
     num_output: int
@@ -34,7 +34,7 @@ class Shape:
 
 
 def parse_shape(text: str, scale: float) -> Shape:
-    """IN-OUT in tokens, scaled; at least one of each. Raises ConfigError."""
+    """Parse IN-OUT in tokens and scale both; each is at least 1. Raises ConfigError."""
     first, _, second = text.partition("-")
     if not (first.isdigit() and second.isdigit()) or not int(first) or not int(second):
         raise ConfigError(f"--lengths takes IN-OUT in tokens, e.g. 2000-200, got {text!r}")
@@ -45,18 +45,21 @@ def parse_shape(text: str, scale: float) -> Shape:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Where prompts come from: pieces of text and, where the server tokenizes, their tokens.
+    """Material for prompts: pieces of text and, if the server can tokenize, their tokens.
 
-    `characters`: of a token, on the average; how long a text must be where there are no tokens.
+    `characters`: mean characters per token, to choose a text's length when tokens are unknown.
     """
 
     pieces: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...] | None
-    special: tuple[int, ...] = ()  # what the tokenizer puts before a text
+    special: tuple[int, ...] = ()  # tokens that the tokenizer adds before a text
     characters: float = 4.0
 
     def draw(self, kind: str, count: int, noise: random.Random) -> list[int]:
-        """`count` tokens: the pieces in an order of their own; or "random" ones of the text, none special."""
+        """`count` tokens: the pieces in random order; for kind "random", random tokens that occur in the pieces.
+
+        Both begin with the `special` tokens.
+        """
         assert self.tokens is not None
         made = list(self.special)
         if kind == "random":
@@ -66,7 +69,7 @@ class PromptSource:
         return made[:count]
 
     def text(self, count: int, noise: random.Random) -> str:
-        """About `count` tokens of text, by its length."""
+        """Text of about `count` tokens, by its number of characters."""
         made, wanted = "", int(count * self.characters)
         while len(made) < wanted:
             made += "\n\n".join(noise.sample(self.pieces, len(self.pieces))) + "\n\n"
@@ -74,7 +77,7 @@ class PromptSource:
 
 
 async def open_source(client: httpx.AsyncClient, endpoint: Endpoint) -> PromptSource:
-    """The built-in text, in the server's tokens where it has a route /tokenize."""
+    """The built-in text, with the server's tokens if the server has a route /tokenize."""
     prompts = [p for name in BUILT_IN for p in read_prompts(ASSETS / name)]
     pieces = tuple(p.said for p in prompts)
     tokens = [await tokenize(client, endpoint, piece, special=False) for piece in pieces[:1]]
@@ -89,13 +92,13 @@ async def open_source(client: httpx.AsyncClient, endpoint: Endpoint) -> PromptSo
 
 
 async def ask(client: httpx.AsyncClient, endpoint: Endpoint, route: str, **fields: Any) -> dict[str, Any]:
-    """The answer of a server's own route; nothing where it has none."""
+    """The JSON answer of a route outside OpenAI's API; empty if the server does not have it."""
     response = await client.post(f"{endpoint.url}/{route}", json={"model": endpoint.model, **fields})
     return dict(response.json()) if response.status_code == 200 else {}
 
 
 async def tokenize(client: httpx.AsyncClient, endpoint: Endpoint, text: str, special: bool) -> list[int] | None:
-    """Token ids by the server (vLLM's and llama-server's field names in one body); None where it has no such route."""
+    """Token ids by the server; None if it cannot tokenize. The body has vLLM's and llama-server's field names."""
     fields = {"prompt": text, "content": text, "add_special_tokens": special, "add_special": special}
     found = (await ask(client, endpoint, "tokenize", **fields)).get("tokens")
     return found if isinstance(found, list) and all(isinstance(t, int) for t in found) else None
@@ -110,9 +113,9 @@ async def make_prompts(
     seed: str,
     source: PromptSource | None,
 ) -> list[dict[str, Any]]:
-    """`count` different prompts as fields of a body. `kind`: text, random, or a file. Raises ConfigError.
+    """`count` prompts as fields of a request's body. `kind`: "text", "random", or a file. Raises ConfigError.
 
-    A file's come in its order, from a random one on, again from the first when they run out.
+    Prompts of a file are taken in order from a random start, and wrap around at the end.
     """
     noise = random.Random(f"prompts {seed}")
     if source is None:
@@ -141,7 +144,7 @@ async def make_prompts(
 
 
 async def _body(client: httpx.AsyncClient, endpoint: Endpoint, prompt: Prompt, num_output: int) -> dict[str, Any]:
-    """A prompt as fields of a body; a later turn follows what the server answers greedily to those before."""
+    """A prompt as fields of a request's body. Before later turns stand the server's greedy answers to earlier turns."""
     stop = {"stop": list(prompt.stop)[:MOST_STOPS]} if prompt.stop else {}
     if not endpoint.chat or not prompt.messages:
         text = prompt.said
@@ -159,5 +162,5 @@ async def _body(client: httpx.AsyncClient, endpoint: Endpoint, prompt: Prompt, n
 
 
 def as_prompt(text: str, chat: bool) -> dict[str, Any]:
-    """A text as fields of a body."""
+    """A text as fields of a request's body: a user message for chat, else a prompt."""
     return {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}

@@ -1,4 +1,4 @@
-"""Records of a load: one line of JSON for each arm of a cell, every repetition in it, and what a reader must know."""
+"""Records of load tests: one JSON line per arm of a cell, with all repetitions and remarks on their limits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sameseed.study.workload import prompts_name
 
 RATES = ("output_tokens_per_s", "requests_per_s", "goodput_requests_per_s")
 SPREADS = ("ttft_ms", "tpot_ms", "itl_chunk_ms", "itl_token_ms", "e2e_ms")
-BUSY = 0.7  # share of a core above which the generator may be what is measured
-LATE = 20.0  # ms
+BUSY = 0.7  # share of a core above which the load generator itself may limit the result
+LATE = 20.0  # ms of delay in sending, above which a remark is made
 
 
 def config(bench: LoadBench, arm: Endpoint, shape: Shape, level: LoadLevel) -> dict[str, Any]:
-    """What was sent, without the server's address, which is nobody's business."""
+    """The configuration of one arm for a record, without the server's address, which may be private."""
     s = bench.settings
     return {
         "label": arm.label,
@@ -54,7 +54,7 @@ def config(bench: LoadBench, arm: Endpoint, shape: Shape, level: LoadLevel) -> d
 def make_records(
     bench: LoadBench, shape: Shape, level: LoadLevel, found: Mapping[str, list[Repetition]], run_id: str
 ) -> list[dict[str, Any]]:
-    """The records of what was measured, one an arm; the first arm is what the others are compared with."""
+    """The records of one cell, one per arm. The first arm is the baseline of the others."""
     base = found[bench.arms[0].label]
     made: list[dict[str, Any]] = []
     for arm in bench.arms:
@@ -79,7 +79,7 @@ def make_records(
         record["acceptance"] = acceptance(known, RECORDED, known[0]["source"]) if known else None
         if arm is not bench.arms[0]:
             record |= _against(mine, base)
-        if record["speedup"] and made[0]["output_tokens_per_s"]:  # two medians of their own could contradict it
+        if record["speedup"] and made[0]["output_tokens_per_s"]:  # the arm's own median could contradict the speed-up
             record["output_tokens_per_s"] = made[0]["output_tokens_per_s"] * record["speedup"]
         record["remarks"] = remarks(bench, record, min(r.summary["num_requests"] for r in (*mine, *base)))
         made.append(record)
@@ -87,7 +87,7 @@ def make_records(
 
 
 def _middle(spreads: list[dict[str, float | None] | None]) -> dict[str, float | None] | None:
-    """Each percentile's median over the repetitions; None if one has none."""
+    """The median of each percentile over the repetitions; None if any repetition has none."""
     if None in spreads:
         return None
     values = {name: [v for s in spreads if s and (v := s[name]) is not None] for name in spreads[0] or ()}
@@ -95,7 +95,7 @@ def _middle(spreads: list[dict[str, float | None] | None]) -> dict[str, float | 
 
 
 def _against(mine: list[Repetition], base: list[Repetition]) -> dict[str, Any]:
-    """Median of the ratios of repetitions that took turns, and how many texts are the same."""
+    """Comparison with the baseline: medians of the ratios of interleaved repetitions, and the number of equal texts."""
 
     def ratios(of: Callable[[dict[str, Any]], float | None]) -> list[float]:
         pairs = [(of(m.summary), of(b.summary)) for m, b in zip(mine, base, strict=True)]
@@ -112,9 +112,9 @@ def _against(mine: list[Repetition], base: list[Repetition]) -> dict[str, Any]:
 
 
 def remarks(bench: LoadBench, record: Mapping[str, Any], fewest: int) -> list[str]:
-    """What makes figures less than they seem; said with them, not instead of them.
+    """Remarks on everything that limits the record's values.
 
-    `fewest`: requests of a repetition, of this arm or of the one that it is compared with.
+    `fewest`: the least number of requests in a repetition of this arm or of its baseline.
     """
     repetitions, c, accepted = record["repetitions"], record["config"], record["acceptance"]
     counted = {name for r in repetitions for name in r["counted"]}

@@ -1,4 +1,4 @@
-"""A load's records as a table for people."""
+"""Records of load tests as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LEGEND = (
 
 
 def title(config: Mapping[str, Any]) -> str:
-    """What the rows of a table have in common."""
+    """The title of a table: the settings that all of its rows share."""
     asked = config["num_input_tokens"]
     shape = f"{asked} tokens in ({config['prompts']})" if asked else f"prompts of {config['prompts']}"
     return f"{config['model']}: {shape}, {config['max_tokens']} out"
 
 
 def cells(record: Mapping[str, Any]) -> dict[str, str]:
-    """One record as a row, by the heads of its columns."""
+    """One record as a row: cell texts by column head."""
     c, accepted, same = record["config"], record["acceptance"], record["same_texts"]
     bounded = c["ttft_bound_s"] is not None or c["tpot_bound_s"] is not None
     failed = sum(record["errors"].values())
@@ -49,13 +49,13 @@ def cells(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _joined(spread: Mapping[str, float | None], names: Seq[str], unit: float = 1.0) -> str:
-    """Percentiles side by side, three digits each; empty where there are none."""
+    """Percentiles side by side, with about three digits each; percentiles without a value are left out."""
     values = [v / unit for name in names if (v := spread[name]) is not None]
     return " ".join(f"{v:.0f}" if v >= 100 else f"{v:.1f}" if v >= 10 else f"{v:.2f}" for v in values)
 
 
 def table(records: Seq[Mapping[str, Any]]) -> Table:
-    """The levels of one shape; columns in which nothing stands are left out."""
+    """Table of the load levels of one shape, without empty columns."""
     rows = [cells(r) for r in records]
     shown = [name for name in rows[0] if any(row[name] for row in rows)]
     made = blank(title(records[0]["config"]))
@@ -71,7 +71,7 @@ def table(records: Seq[Mapping[str, Any]]) -> Table:
 
 
 def notes(records: Seq[Mapping[str, Any]]) -> list[str]:
-    """Remarks, each once, and what failed."""
+    """All remarks, each once, and the failed requests of each record."""
     found = dict.fromkeys(remark for r in records for remark in r["remarks"])
     lines = [f"note: {remark}" for remark in found]
     for record in records:

@@ -1,6 +1,6 @@
-"""What goes over the wire: one request, its chunks with the moments at which they came, and how it ended.
+"""HTTP exchanges: one request, its response chunks with their arrival times, and how it ended.
 
-Nothing is parsed while requests run: reading JSON would delay the clocks of the others.
+Nothing is parsed while requests run, because parsing JSON would delay the timing of other requests.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sameseed.errors import ConfigError
 if TYPE_CHECKING:
     import httpx
 
-BUSY = (429, 503)  # answers after which it is tried again
-LONGEST_WAIT = 30.0  # seconds that one Retry-After may cost
+BUSY = (429, 503)  # status codes after which a request is retried
+LONGEST_WAIT = 30.0  # most seconds to wait for one Retry-After
 MAX_DETAIL = 300
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What is measured: a server, or what is asked of it. `url` without /v1; `fields` go into every request.
+    """A server with the fields of every request to it; an arm of a load test. `url`: without /v1.
 
-    `version`: of the API's routes, which OpenVINO's server has under /v3.
+    `version`: of the API's routes; OpenVINO's server has them under /v3.
     """
 
     label: str
@@ -33,7 +33,7 @@ class Endpoint:
     model: str = ""
     chat: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
-    speculation: Mapping[str, Any] | None = None  # what the server says of its drafter, if it says so
+    speculation: Mapping[str, Any] | None = None  # the server's description of its drafter, if it gives one
     version: str = "v1"
 
     @property
@@ -43,18 +43,18 @@ class Endpoint:
 
 @dataclass
 class Exchange:
-    """One request; moments in seconds of `time.perf_counter`. `error`: a kind, None where all went well."""
+    """One request; times in seconds of `time.perf_counter`. `error`: kind of error, None if there was none."""
 
     sent: float
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
     retries: int = 0
-    refusals: int = 0  # of those, because the server was busy
+    refusals: int = 0  # retries because the server was busy
     error: str | None = None
     detail: str = ""
 
 
 def base_url(url: str) -> str:
-    """The server's address without /v1 behind it. Raises ConfigError."""
+    """The server's address without a trailing /v1. Raises ConfigError."""
     url = url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")) or len(url) < 9:
         raise ConfigError(f"--url takes a server's address, e.g. http://127.0.0.1:8000, got {url!r}")
@@ -62,7 +62,7 @@ def base_url(url: str) -> str:
 
 
 def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.AsyncClient:
-    """A client with that number of connections; no proxy of the environment stands between. Raises ConfigError."""
+    """An HTTP client with `concurrency` connections, which ignores proxy settings. Raises ConfigError without httpx."""
     try:
         import httpx
     except ImportError:
@@ -76,9 +76,9 @@ def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.Asyn
 
 
 async def introduce(client: httpx.AsyncClient, endpoint: Endpoint, flag: str = "--model") -> dict[str, Any]:
-    """What the server says of the model: the endpoint's, or its first. Nothing where it lists none, but one is named.
+    """The server's description of the endpoint's model, or of its first model; empty if the named model is not listed.
 
-    `flag`: where the user names a model. Raises ConfigError where there is no such server.
+    `flag`: the option that names a model, for error messages. Raises ConfigError if there is no such server.
     """
     import httpx
 
@@ -114,9 +114,10 @@ async def exchange(
     max_retries: int,
     due: float | None = None,
 ) -> Exchange:
-    """Send one request and keep what comes, for at most `timeout` seconds with all its retries.
+    """Send one request and keep the response, for at most `timeout` seconds with retries. Errors are in the result.
 
-    `due`: when it should have been sent. Times count from then: a request that a busy generator sends late waited.
+    `due`: time at which the request should have been sent. Times count from `due`, so that a delay in the load
+    generator counts as waiting time.
     """
     made = Exchange(time.perf_counter() if due is None else due)
     try:
@@ -145,7 +146,7 @@ async def _attempts(
                     return
                 detail = (await response.aread()).decode("utf-8", "replace")
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            if answered or made.retries >= max_retries:  # else the server had closed an idle connection (RFC 9112, 9.3)
+            if answered or made.retries >= max_retries:  # else the server closed an idle connection (RFC 9112, 9.3)
                 raise
             made.retries += 1
             continue
@@ -156,7 +157,7 @@ async def _attempts(
             made.error += f" after {max_retries} retries"
             return
         made.retries, made.refusals, made.error = made.retries + 1, made.refusals + 1, None
-        wait = response.headers.get("retry-after", "")  # may be a date
+        wait = response.headers.get("retry-after", "")  # a date instead of seconds is ignored
         await asyncio.sleep(min(LONGEST_WAIT, float(wait)) if wait.isdigit() else 1.0)
 
 

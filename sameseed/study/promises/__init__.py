@@ -1,1 +1,1 @@
-"""Promises: questions to any server with OpenAI's API, whose answers show whether texts depend on company or chance."""
+"""Promises: test any server with OpenAI's API for whether its texts depend on other requests or on chance."""

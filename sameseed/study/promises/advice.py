@@ -1,4 +1,4 @@
-"""What an operator can set, by server and promise: flags and fields of each server's own documentation."""
+"""What an operator can set, by server and promise: flags and fields from each server's documentation."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ OWNERS = {"sameseed": "sameseed", "vllm": "vllm", "sglang": "sglang", "llamacpp"
 
 
 def engine_of(owner: object) -> str:
-    """Which server it is, by what it says of its models (`owned_by`); "" where that tells nothing."""
+    """The server's name, from the `owned_by` field of its models; "" if unknown."""
     return OWNERS.get(str(owner).lower(), "")
 
 
 def advice(engine: str, promise: str, broken: bool) -> str:
-    """What can be set for a promise that is broken or not shown; "" where nothing is known."""
+    """Advice for a promise that is broken or not shown; "" if there is none."""
     known = ENGINES.get(engine, {})
     own = known.get(promise, "") or (known.get("broken", "") if broken else "")
     if broken and engine == "sameseed":

@@ -1,4 +1,4 @@
-"""Asking: one request at a time or several, within a number of requests and seconds, until the server is gone."""
+"""Sending questions to a server, one at a time or several at once, within a budget of requests and seconds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from sameseed.study.promises.reading import ServedText, read
 if TYPE_CHECKING:
     import httpx
 
-MAX_RETRIES = 3  # where the server is busy
+MAX_RETRIES = 3  # if the server is busy
 NOT_SENT = "not sent"
 
 
 @dataclass
 class RequestBudget:
-    """What may be spent; what is sent again counts. `ended`: why nothing more is sent; `died`: it is gone."""
+    """Bounds on requests and seconds; retries count as requests.
+
+    `ended`: why nothing more is sent, or "". `died`: the server is gone.
+    """
 
     requests: int
     seconds: float
@@ -33,18 +36,18 @@ class RequestBudget:
 
     @property
     def passed(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the budget was created."""
         return time.monotonic() - self.began
 
     def take(self) -> bool:
-        """One request more, if there is one."""
+        """Take one request from the budget; False if none may be sent."""
         if not self.ended and self.spent >= self.requests:
             self.ended = f"the {self.requests} requests of --requests were sent"
         self.spent += self.left()
         return not self.ended
 
     def left(self) -> bool:
-        """Are seconds left, and may more be sent?"""
+        """Whether seconds are left and nothing has ended the inquiry."""
         if not self.ended and self.passed >= self.seconds:
             self.ended = f"the {self.seconds:g} seconds of --seconds were over"
         return not self.ended
@@ -52,10 +55,10 @@ class RequestBudget:
 
 @dataclass(frozen=True)
 class ServerQuestion:
-    """What is asked: a prompt as fields of a body, how much to write, and what is wanted beside that.
+    """One request: the prompt as fields of a body, the most tokens to generate, and further `fields`.
 
-    `salt` None: a prefix cache of this request alone, as far as the server lets requests say so; otherwise requests
-    with an equal one share theirs.
+    `salt` None: the request shares no prefix cache with others, if the server supports that. Otherwise requests with an
+    equal salt share their prefix cache.
     """
 
     prompt: Mapping[str, Any]
@@ -66,7 +69,7 @@ class ServerQuestion:
 
 
 class Asker:
-    """Sends questions. `extras`: may fields beyond OpenAI's be sent? `failures`: requests that failed, by kind."""
+    """Sends questions. `extras`: send fields beyond OpenAI's API. `failures`: failed requests by kind of error."""
 
     def __init__(self, client: httpx.AsyncClient, endpoint: Endpoint, budget: RequestBudget, timeout: float) -> None:
         self.client, self.endpoint, self.budget, self.timeout = client, endpoint, budget, timeout
@@ -75,11 +78,11 @@ class Asker:
         self._number, self._run = itertools.count(), f"verify-server {time.time_ns()}"
 
     def salt(self) -> str:
-        """A new one: nothing that another question left is found."""
+        """A new salt, so that a request finds nothing of other requests in the prefix cache."""
         return f"{self._run} {next(self._number)}"
 
     def body(self, question: ServerQuestion) -> dict[str, Any]:
-        """A question as a request's body; greedy, unless its fields say otherwise."""
+        """The request body of a question; greedy, unless its fields say otherwise."""
         made: dict[str, Any] = {"model": self.endpoint.model, **question.prompt, "max_tokens": question.max_tokens}
         made |= {"temperature": 0.0, "stream": question.stream}
         made |= {"stream_options": {"include_usage": True}} if question.stream else {}
@@ -89,7 +92,7 @@ class Asker:
         return {**made, **question.fields}
 
     async def ask(self, question: ServerQuestion) -> ServedText:
-        """One answer. Never raises: what went wrong is its `error`."""
+        """Send one question and return the answer. Never raises: errors are in the answer's `error`."""
         if not self.budget.take():
             return ServedText(error=NOT_SENT, detail=self.budget.ended)
         budget, body = self.budget, self.body(question)
@@ -109,7 +112,7 @@ class Asker:
         return answer
 
     async def ask_together(self, questions: Seq[ServerQuestion], concurrency: int) -> list[ServedText]:
-        """Answers in the order of the questions, so many of them under way at once."""
+        """Answers in the order of the questions, with `concurrency` requests at once."""
         return await drive.closed(self.ask, questions, concurrency)
 
     async def _alive(self) -> bool:

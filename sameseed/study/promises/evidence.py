@@ -1,4 +1,4 @@
-"""What a promise came to: how much was compared, what differed and where first, and why it may not be shown."""
+"""The evidence on one promise: how much was compared, what differed and where, and why it may not be shown."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from sameseed.study.promises.reading import ServedText
 
 HOLDS, BROKEN, NOT_SHOWN = "holds", "broken", "not shown"
-LEAST_TEXTS, LEAST_TOKENS = 4, 64  # that must be compared for a promise to hold
-MOST_SHOWN = 5  # differences that are kept
+LEAST_TEXTS, LEAST_TOKENS = 4, 64  # least amounts compared for a promise to hold
+MOST_SHOWN = 5  # most differences that are kept in detail
 AROUND = 40  # characters shown on each side of a difference
 
 
 @dataclass(frozen=True)
 class TextDifference:
-    """Where two texts part: the first character that differs, with what stands around it."""
+    """A difference between two texts: index `at` of the first differing character, with the text around it."""
 
     where: str
     at: int
@@ -24,9 +24,9 @@ class TextDifference:
 
 @dataclass
 class Evidence:
-    """What was seen of one promise. `compared` texts of `tokens` tokens in all; `differing` comparisons failed.
+    """The evidence on one promise: `compared` texts with `tokens` tokens in total, of which `differing` differed.
 
-    `missing`: why the promise cannot be shown; `failed`: requests without an answer; `numbers`: counts by name.
+    `missing`: why the promise cannot be shown. `failed`: requests without an answer. `numbers`: counts by name.
     """
 
     compared: int = 0
@@ -39,7 +39,7 @@ class Evidence:
     missing: str = ""
 
     def compare(self, where: str, expected: ServedText, found: ServedText) -> bool:
-        """Count two answers to one question, which should be equal; False where they are not, or one is missing."""
+        """Compare two answers that should be equal, and count them; False if they differ or one is missing."""
         if expected.error is not None or found.error is not None:
             self.failed += 1
             return False
@@ -53,17 +53,17 @@ class Evidence:
         return False
 
     def differ(self, where: str, at: int, expected: str, found: str) -> None:
-        """Count a difference."""
+        """Count a difference, and keep the first MOST_SHOWN in detail."""
         self.differing += 1
         if len(self.differences) < MOST_SHOWN:
             self.differences.append(TextDifference(where, at, expected, found))
 
     def count(self, name: str, number: float = 1) -> None:
-        """Add to a named number."""
+        """Add to a named count in `numbers`."""
         self.numbers[name] = self.numbers.get(name, 0) + number
 
     def settle(self, ended: str, died: bool) -> tuple[str, str]:
-        """The verdict, and why it is not shown. `ended`: why nothing more was sent, if so; `died`: server gone."""
+        """The verdict, and the reason if not shown. `ended`: why no more was sent, or ""; `died`: server is gone."""
         if self.differing:
             return BROKEN, ""
         if died and self.failed:

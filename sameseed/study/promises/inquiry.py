@@ -1,4 +1,4 @@
-"""An inquiry: the prompts, what was answered to each alone, and the server that is asked; which promises there are."""
+"""An inquiry: the prompts, the server, and its answer to each prompt alone. Also the register of promises."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from sameseed.study.prompt_sets import Prompt
 
 @dataclass
 class Inquiry:
-    """What all promises share. `alone`: greedy answers to each prompt, one by one; `scored`: with log-probabilities.
+    """State shared by all promises. `alone`: greedy answer to each prompt, requested one at a time.
 
-    `heard`: greedy answers with the index of their prompt, for the oracle. `earlier`: the report of an earlier run.
+    `scored`: the greedy answers with log-probabilities. `heard`: further greedy answers with the index of their prompt,
+    for the oracle. `earlier`: the report of an earlier run.
     """
 
     asker: Asker
@@ -38,18 +39,18 @@ class Inquiry:
         return self.asker.endpoint.chat
 
     def fields(self, index: int) -> dict[str, Any]:
-        """A prompt as fields of a body."""
+        """A prompt as fields of a request's body."""
         prompt = self.prompts[index]
         if self.chat and prompt.messages:
             return {"messages": list(prompt.messages)}
         return prompts.as_prompt(prompt.said, self.chat)
 
     def question(self, index: int, **more: Any) -> ServerQuestion:
-        """The greedy question of a prompt; `more` are settings of ServerQuestion."""
+        """The greedy question for a prompt; `more`: fields of ServerQuestion."""
         return ServerQuestion(self.fields(index), more.pop("max_tokens", self.max_tokens), **more)
 
     def compare(self, evidence: Evidence, way: str, index: int, found: ServedText) -> bool:
-        """Hold a greedy answer against that of the prompt alone."""
+        """Compare a greedy answer with the answer to the prompt alone; True if they are equal."""
         if found.error is None:
             self.heard.append((index, found))
         return evidence.compare(f"{self.prompts[index].id}, {way}", self.alone[index], found)
@@ -57,7 +58,7 @@ class Inquiry:
 
 @dataclass(frozen=True)
 class Promise:
-    """One promise: its name, what it says, and what asks for it."""
+    """One promise: its name, its statement `says`, and the function that tests it."""
 
     id: str
     name: str
@@ -69,7 +70,7 @@ PROMISES: dict[str, Promise] = {}
 
 
 def promise(id: str, name: str) -> Callable[[Any], Any]:
-    """Enter a function as the one that asks for a promise; its docstring says what it is."""
+    """Register a function as the test of a promise; its docstring is the promise's statement in reports."""
 
     def enter(ask: Callable[[Inquiry, Evidence], Awaitable[None]]) -> Callable[[Inquiry, Evidence], Awaitable[None]]:
         PROMISES[id] = Promise(id, name, " ".join((ask.__doc__ or "").split()), ask)

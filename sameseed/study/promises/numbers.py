@@ -1,4 +1,7 @@
-"""The promise of log-probabilities: those of the text, its tokens the likeliest, sums that can be."""
+"""The promise about log-probabilities: they belong to the text, its tokens are the likeliest, sums are at most 1.
+
+Docstrings of promises are their statements in reports.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from sameseed.study.promises.inquiry import Inquiry, promise
 from sameseed.study.promises.reading import ScoredToken, ServedText
 
 NUM_TOP = 5
-TIE = 1e-4  # up to here below the likeliest, a token is as likely
-SUM = 1e-3  # by which probabilities may exceed 1
-DRIFT = 0.05  # of a token's log-probability, on the average, between writing a text and scoring it as a prompt
-FAR = 0.5  # of one token's log-probability, between written in a text and asked for alone
+TIE = 1e-4  # tolerance in log-probability: a token this close to the likeliest counts as equally likely
+SUM = 1e-3  # tolerance by which a sum of probabilities may exceed 1
+DRIFT = 0.05  # tolerated mean difference per token between generating a text and scoring it as a prompt
+FAR = 0.5  # tolerated difference of one token's log-probability, generated in a text and requested alone
 MOST_SCORED = 4  # texts that are scored as prompts
-UNREADABLE = ("\ufffd", "bytes:", "<0x")  # parts of characters, which tokens' texts cannot show
+UNREADABLE = ("\ufffd", "bytes:", "<0x")  # marks of tokens that hold parts of characters, whose text is not exact
 
 
 def wanted(chat: bool) -> dict[str, Any]:
-    """The fields that ask for log-probabilities."""
+    """The request fields that ask for log-probabilities."""
     return {"logprobs": True, "top_logprobs": NUM_TOP} if chat else {"logprobs": NUM_TOP}
 
 
@@ -51,7 +54,7 @@ async def logprobs(inquiry: Inquiry, evidence: Evidence) -> None:
 
 
 def spelled(evidence: Evidence, where: str, answer: ServedText) -> None:
-    """The tokens' texts are the text; a token that ended it may stand behind, and space before it is no matter."""
+    """Check that the tokens' texts join to the answer's text. A final stop token and outer whitespace are ignored."""
     pieces = [token.token for token in answer.scored]
     if any(mark in piece for piece in pieces for mark in UNREADABLE):
         return
@@ -63,7 +66,7 @@ def spelled(evidence: Evidence, where: str, answer: ServedText) -> None:
 
 
 def likeliest(evidence: Evidence, where: str, at: int, token: ScoredToken) -> None:
-    """The chosen token is the likeliest, and probabilities sum to 1 at most."""
+    """Check that the chosen token is the likeliest, and that the probabilities sum to at most 1."""
     if token.logprob is None:
         return
     values = dict(token.top) | {token.token: token.logprob}
@@ -81,9 +84,9 @@ def likeliest(evidence: Evidence, where: str, at: int, token: ScoredToken) -> No
 
 
 async def _ask_at(inquiry: Inquiry, evidence: Evidence) -> None:
-    """Tokens without likely ones beside them have, asked for alone after what stands before, the same number, nearly.
+    """Check tokens reported without alternatives: requested alone after the same text, their log-probability agrees.
 
-    llama-server says 0 of tokens that a draft guessed.
+    llama-server, for example, reports 0 for tokens that came from a draft.
     """
     bare = [(i, at) for i, a in enumerate(inquiry.scored) for at, t in enumerate(a.scored) if at and len(t.top) < 2]
     if not bare:
@@ -104,7 +107,7 @@ async def _ask_at(inquiry: Inquiry, evidence: Evidence) -> None:
 
 
 async def _score(inquiry: Inquiry, evidence: Evidence) -> None:
-    """Texts scored as prompts (`echo`) have the log-probabilities that they were written with, nearly."""
+    """Check that texts scored as prompts (`echo`) have nearly the log-probabilities with which they were generated."""
     known = [a for a in inquiry.scored if a.error is None and a.token_ids and a.prompt_token_ids][:MOST_SCORED]
     for number, written in enumerate(known):
         ids, count = [*written.prompt_token_ids, *written.token_ids], len(written.token_ids)

@@ -1,4 +1,4 @@
-"""The promise against the weights: a textbook decoder in NumPy says what a greedy text should have been."""
+"""The oracle promise: a textbook decoder in NumPy, with the same weights, checks the server's greedy texts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sameseed.study.promises.inquiry import Inquiry, promise
 from sameseed.study.promises.reading import ServedText
 from sameseed.study.promises.weights import Read, Verdict, Weights
 
-STRANGER = 0.9  # of the tokens are the textbook's choice, or near it; below, the weights are another model's
-AT_ONCE = 4  # texts that the textbook reads together
+STRANGER = 0.9  # if a smaller share of tokens is (nearly) the textbook's choice, the weights are another model's
+AT_ONCE = 4  # texts that the textbook decoder reads together
 FOLDER, ANOTHER = "the folder of --model", "it holds another model; give the one that is served"
 GREEDY = SamplingParams(ignore_eos=True)
 
 
 def judge(inquiry: Inquiry, heard: list[tuple[int, ServedText]]) -> Iterator[tuple[str, int, int, bool, bool]]:
-    """For each token of each different text: where, its place, the token, is it the textbook's choice, or near it."""
+    """For each token of each distinct text: (prompt id, index, token, is the textbook's choice, is near the choice)."""
     weights = inquiry.weights
     assert weights is not None
     texts: dict[Read, int] = {}
@@ -37,7 +37,7 @@ def judge(inquiry: Inquiry, heard: list[tuple[int, ServedText]]) -> Iterator[tup
 
 
 def _read(weights: Weights, some: list[Read]) -> None:
-    """Judge texts. Raises ConfigError for tokens that the weights have not."""
+    """Judge texts with the textbook decoder. Raises ConfigError for tokens outside the model's vocabulary."""
     size = weights.model.config.vocab_size
     if (largest := max(t for both in some for part in both for t in part)) >= size:
         raise ConfigError(f"the server has a token {largest}, and {FOLDER} {size} tokens: {ANOTHER}")
@@ -51,7 +51,7 @@ def _read(weights: Weights, some: list[Read]) -> None:
 
 
 def acquaint(inquiry: Inquiry) -> None:
-    """Are these the weights that the server has? Raises ConfigError where they cannot be."""
+    """Check that the server has the same weights. Raises ConfigError if it cannot."""
     weights = inquiry.weights
     assert weights is not None
     for prompt, answer in zip(inquiry.prompts, inquiry.alone, strict=True):

@@ -1,4 +1,4 @@
-"""A report as an HTML page that needs nothing else, in the style of the certificate's."""
+"""A report as a self-contained HTML page, in the style of the certificate's page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jinja2 import DictLoader, Environment
 from sameseed.study.certificate_page import PAGE, STYLE
 from sameseed.study.promises.evidence import BROKEN, HOLDS, NOT_SHOWN
 
-HEADLINES = {  # of a verdict, with its colour
+HEADLINES = {  # by verdict: the headline, and its colour
     HOLDS: ("The server keeps its promises", "passed"),
     BROKEN: ("The server breaks a promise", "failed"),
     NOT_SHOWN: ("Not shown: something could not be asked, or too little was", "warning"),
@@ -73,7 +73,7 @@ def compared_text(entry: Mapping[str, Any]) -> str:
 
 
 def first_text(entry: Mapping[str, Any]) -> str:
-    """Where a text changed that is known to have changed first: the earliest character."""
+    """Where the difference at the earliest character is; "" without differences."""
     found = min(entry["differences"], key=lambda d: d["at"], default=None)
     return "" if found is None else f"character {found['at']}: {found['where']}"
 
@@ -84,7 +84,7 @@ def numbers_text(values: Mapping[str, float]) -> str:
 
 
 def counts_text(report: Mapping[str, Any]) -> str:
-    """How many promises have which verdict."""
+    """The number of promises with each verdict, in words."""
     statuses = [p["status"] for p in report["promises"]]
     said = [(statuses.count(s), s) for s in (HOLDS, BROKEN, NOT_SHOWN) if s in statuses]
     words = {
@@ -102,7 +102,7 @@ _TEMPLATES.globals.update(style=STYLE, tones=TONES, compared=compared_text, firs
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The page of a report (schema `sameseed.server/1`)."""
+    """The HTML page of a report (schema `sameseed.server/1`)."""
     head, tone = HEADLINES[report["verdict"]]
     title = f"Promises of a server: {report['config']['model']}"
     values = {"r": report, "c": report["config"], "counts": counts_text(report)}

@@ -1,4 +1,4 @@
-"""From what a server sends, whole or streamed, to one answer: text, tokens, log-probabilities, what it tells."""
+"""Parse a server's response, whole or streamed, into one answer: text, tokens, log-probabilities and counts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from sameseed.study.load import outcome
 from sameseed.study.load.wire import Exchange
 
-BUSY = ("HTTP 408", "HTTP 429")  # what is no answer to the question
+BUSY = ("HTTP 408", "HTTP 429")  # errors that do not mean a refusal
 
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token's text with its log-probability, and the likeliest ones at its place. None: a prompt's first token."""
+    """A token's text, its log-probability (None: first token of a prompt), and the likeliest tokens at its position."""
 
     token: str
     logprob: float | None
@@ -24,13 +24,16 @@ class ScoredToken:
 
 @dataclass
 class ServedText:
-    """One answer. None: the server does not tell. `moments`: when text came. `error`: a kind, None if all is well."""
+    """One answer; a count is None if the server does not tell it.
+
+    `moments`: times at which text arrived. `error`: kind of error, None if there was none.
+    """
 
     text: str = ""
     finish_reason: str | None = None
     num_tokens: int = 0
     num_prompt: int | None = None
-    num_cached: int | None = None  # tokens of the prompt that the server knew
+    num_cached: int | None = None  # prompt tokens found in the server's prefix cache
     num_drafted: int | None = None
     num_accepted: int = 0
     token_ids: tuple[int, ...] = ()
@@ -42,13 +45,13 @@ class ServedText:
 
     @property
     def refused(self) -> bool:
-        """Did the server say that it does not do what was asked?"""
+        """Whether the server refused the request (HTTP 4xx, except busy ones)."""
         said = self.error or ""
         return said.startswith("HTTP 4") and not said.startswith(BUSY)
 
 
 def read(exchange: Exchange, streamed: bool) -> ServedText:
-    """What an exchange comes to."""
+    """Parse an exchange into an answer. Errors are recorded in the answer, never raised."""
     made = ServedText(error=exchange.error, detail=_message(exchange.detail))
     if made.error is not None:
         return made
@@ -70,7 +73,7 @@ def read(exchange: Exchange, streamed: bool) -> ServedText:
 
 
 def _bodies(exchange: Exchange, streamed: bool) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The JSON objects of an answer, each with the moment at which it was complete."""
+    """The JSON objects of a response, each with the time at which it was complete."""
     if not streamed:
         yield exchange.chunks[-1][0], json.loads(b"".join(chunk for _, chunk in exchange.chunks))
         return
@@ -80,7 +83,7 @@ def _bodies(exchange: Exchange, streamed: bool) -> Iterator[tuple[float, dict[st
 
 
 def _take(made: ServedText, moment: float, body: Mapping[str, Any]) -> int:
-    """Add a body, or a chunk of one; 1 if it brought text."""
+    """Add a body, or a chunk of one, to `made`; 1 if it contained text, else 0."""
     if usage := body.get("usage"):
         made.num_tokens = usage.get("completion_tokens") or 0
         made.num_prompt = usage.get("prompt_tokens")
@@ -90,7 +93,7 @@ def _take(made: ServedText, moment: float, body: Mapping[str, Any]) -> int:
         told = metrics["speculative_decoding"] or {}
         made.num_drafted = told.get("num_draft_tokens", 0)
         made.num_accepted = told.get("num_accepted_draft_tokens", 0)
-    if isinstance(timings, dict):  # llama-server's, which names drafts only where there are some
+    if isinstance(timings, dict):  # llama-server's; draft counts are present only if there were drafts
         made.num_drafted, made.num_accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
         made.num_cached = timings.get("cache_n", made.num_cached)
     choices = body.get("choices") or ()
@@ -112,7 +115,7 @@ def _take(made: ServedText, moment: float, body: Mapping[str, Any]) -> int:
 
 
 def scored_tokens(told: Any) -> list[ScoredToken]:
-    """Log-probabilities in either of the API's two forms: lists beside each other, or one entry a token."""
+    """Log-probabilities from either form of the API: parallel lists (completions), or one entry per token (chat)."""
     if not isinstance(told, dict):
         return []
     if told.get("content") is not None:
@@ -135,7 +138,7 @@ def _top(pairs: Iterable[tuple[str, Any]]) -> tuple[tuple[str, float], ...]:
 
 
 def _message(detail: str) -> str:
-    """What an error says, out of its body."""
+    """The message in an error's JSON body; the whole body if it has none."""
     try:
         return str(json.loads(detail)["error"]["message"])
     except (ValueError, TypeError, KeyError):

@@ -1,4 +1,7 @@
-"""Promises of seeds, and of speculation switched off and on by the request."""
+"""Promises about seeded sampling, and about speculation switched off and on per request.
+
+Docstrings of promises are their statements in reports.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from sameseed.study.promises.evidence import Evidence
 from sameseed.study.promises.inquiry import Inquiry, promise
 from sameseed.study.promises.reading import ServedText
 
-MOST_SEEDED = 6  # prompts
+MOST_SEEDED = 6  # most prompts asked with seeds
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
-LEAST_DRAFTED = 32  # tokens, some accepted and some rejected, for speculation to have taken part
-# How requests switch speculation off and on; believed only where the answers tell that it was.
+LEAST_DRAFTED = 32  # least draft tokens, some accepted and some rejected, for the promise to be shown
+# Request fields that switch speculation off and on. They count only if the answers confirm it.
 SWITCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"speculation": "off"}, {"speculation": "fixed"}),  # sameseed
     ({"speculative.n_max": 0}, {}),  # llama-server, the versions that read it
@@ -21,7 +24,7 @@ SWITCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 @promise("seeds", "seeds")
 async def seeds(inquiry: Inquiry, evidence: Evidence) -> None:
     """A sampled text with its seed comes again, alone and under load."""
-    lengths = [answer.num_tokens for answer in inquiry.alone]  # an answer that ends at once shows nothing
+    lengths = [answer.num_tokens for answer in inquiry.alone]  # prefer long answers: an empty one shows nothing
     indices = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:MOST_SEEDED]
     ask = inquiry.asker.ask
     same = [inquiry.question(i, fields={**SAMPLING, "seed": inquiry.seed + i}) for i in indices]

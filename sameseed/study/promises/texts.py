@@ -1,4 +1,7 @@
-"""Promises of greedy texts: asked again, under load, whole instead of streamed, from the prefix cache, later."""
+"""Promises about greedy texts: repeated, under load, whole instead of streamed, from the prefix cache, later.
+
+Docstrings of promises are their statements in reports.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from sameseed.study.promises.evidence import Evidence
 from sameseed.study.promises.inquiry import Inquiry, promise
 from sameseed.study.promises.reading import ServedText
 
-LONG = 1200  # characters of prompts for the prefix cache: many of its blocks
-MOST_LONG = 4  # such prompts
+LONG = 1200  # characters of a prompt for the prefix cache, enough for many cache blocks
+MOST_LONG = 4  # number of these long prompts
 
 
 @promise("repeat", "asked again")
@@ -73,7 +76,7 @@ async def load(inquiry: Inquiry, evidence: Evidence) -> None:
 
 
 def companion(inquiry: Inquiry, noise: random.Random) -> ServerQuestion:
-    """A sampled request of another length, which keeps the others company."""
+    """A sampled request of random length, which runs at the same time as the compared requests."""
     text = "\n".join(noise.choice(inquiry.prompts).said for _ in range(noise.randrange(1, 3)))
     sampled = {"temperature": 0.9}
     prompt = prompts.as_prompt(text[-LONG:], inquiry.chat)
@@ -81,7 +84,7 @@ def companion(inquiry: Inquiry, noise: random.Random) -> ServerQuestion:
 
 
 def overlap(answers: Seq[ServedText]) -> int:
-    """How many answers were being written at one moment, at most."""
+    """The largest number of answers that were generated at the same time."""
     spans = [(a.moments[0], a.moments[-1]) for a in answers if a.moments]
     return max((sum(first <= at <= last for first, last in spans) for at, _ in spans), default=0)
 
@@ -94,7 +97,7 @@ async def prefix(inquiry: Inquiry, evidence: Evidence) -> None:
     whole = "\n\n".join(p.said for p in inquiry.prompts)
     for n in range(min(MOST_LONG, len(inquiry.prompts))):
         start = inquiry.prompts[n].said
-        text = f"{inquiry.asker.salt()}\n{start}\n\n{whole}"[: max(room, 100)]  # new: nobody has asked it before
+        text = f"{inquiry.asker.salt()}\n{start}\n\n{whole}"[: max(room, 100)]  # the salt makes the prompt new
         salts = inquiry.asker.salt(), inquiry.asker.salt()
         asked = ServerQuestion(prompts.as_prompt(text, inquiry.chat), inquiry.max_tokens, salt=salts[0])
         cold, hit = await inquiry.asker.ask(asked), await inquiry.asker.ask(asked)

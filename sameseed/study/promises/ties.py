@@ -1,4 +1,7 @@
-"""The promise at near ties: where two tokens are nearly as likely, the smallest change of arithmetic shows."""
+"""The promise about near ties: where two tokens are nearly equally likely, a tiny change of arithmetic shows.
+
+Docstrings of promises are their statements in reports.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from sameseed.study.promises.inquiry import Inquiry, promise
 from sameseed.study.promises.numbers import wanted
 
 MOST_TIES = 8
-MOST_BIASED = 4  # of them are also asked with a bias that makes both tokens equal
-NEAR = 0.1  # of log-probability, between the likeliest and the next
-AFTER = 8  # tokens written from a tie on
+MOST_BIASED = 4  # ties that are also requested with a logit bias that makes both tokens equally likely
+NEAR = 0.1  # largest difference in log-probability that counts as a near tie
+AFTER = 8  # tokens to generate from the tie on
 
 
 @dataclass(frozen=True)
 class NearTie:
-    """Where the gap between the two likeliest tokens is small: after `at` tokens of the answer to a prompt."""
+    """A small log-probability gap between the two likeliest tokens, after `at` tokens of the answer to one prompt."""
 
     gap: float
     index: int
@@ -25,7 +28,7 @@ class NearTie:
 
 
 def near_ties(inquiry: Inquiry) -> list[NearTie]:
-    """The nearest ties of all answers, nearest first; in a conversation, one an answer."""
+    """The nearest ties of all answers, nearest first. For chat: at most one per answer."""
     found = []
     for i, answer in enumerate(inquiry.scored):
         for at, token in enumerate(answer.scored):
@@ -40,7 +43,7 @@ def near_ties(inquiry: Inquiry) -> list[NearTie]:
 
 
 def at_tie(inquiry: Inquiry, tie: NearTie) -> ServerQuestion:
-    """A question whose first token is a near tie; in a conversation, one whose answer comes to it."""
+    """A question whose first token is at the near tie. For chat: the whole prompt, whose answer passes the near tie."""
     if inquiry.chat:
         return inquiry.question(tie.index)
     answer = inquiry.scored[tie.index]
@@ -51,7 +54,7 @@ def at_tie(inquiry: Inquiry, tie: NearTie) -> ServerQuestion:
 
 
 async def sharpened(inquiry: Inquiry, question: ServerQuestion) -> ServerQuestion | None:
-    """A question with a bias that makes its two likeliest first tokens equal, nearly; None where no ids are told."""
+    """The question with a logit bias that makes its two likeliest first tokens nearly equal; None without token ids."""
     if inquiry.chat or not inquiry.asker.extras:
         return None
     asked = {**wanted(chat=False), "return_tokens_as_token_ids": True}

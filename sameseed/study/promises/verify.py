@@ -1,4 +1,4 @@
-"""The whole inquiry: meet the server, ask for each promise, and put what was found into one report."""
+"""The whole inquiry: connect to the server, test each promise, and write one report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sameseed.errors import ConfigError
 from sameseed.study import record
 from sameseed.study.load import prompts as load_prompts, wire
 from sameseed.study.load.wire import Endpoint
-from sameseed.study.promises import numbers, oracle, sampled, texts, ties  # each enters its promises
+from sameseed.study.promises import numbers, oracle, sampled, texts, ties  # each registers its promises
 from sameseed.study.promises.advice import advice, engine_of
 from sameseed.study.promises.ask import NOT_SENT, Asker, RequestBudget, ServerQuestion
 from sameseed.study.promises.evidence import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, Evidence
@@ -29,29 +29,30 @@ if TYPE_CHECKING:
     import httpx
 
 ORDER = ("logprobs", "ties", "repeat", "load", "stream", "prefix", "speculation", "seeds", "later", "again", "oracle")
-ON_DEMAND = {"again": "--again FILE", "oracle": "--model FOLDER"}  # asked for only where the user gave that
-# Requests of all promises: some however many the prompts, 4 for each seeded one, and for each prompt those of `alone`,
-# `logprobs`, `repeat`, `load` (2.5), `stream`, `speculation` (2) and `later`.
+ON_DEMAND = {"again": "--again FILE", "oracle": "--model FOLDER"}  # promises tested only if the user gives this option
+# Requests of all promises: FIXED in total, 4 for each seeded prompt, and EACH for every prompt. The latter are those of
+# `alone`, `logprobs`, `repeat`, `load` (2.5), `stream`, `speculation` (2) and `later`.
 FIXED = 3 + 3 * ties.MOST_TIES + 4 * ties.MOST_BIASED + 4 * texts.MOST_LONG + numbers.MOST_SCORED
 EACH = 9.5
-SHARE = 0.7  # of the seconds that is planned for
+SHARE = 0.7  # share of the allowed seconds to plan for
 
 
 def needed(count: int) -> int:
-    """Requests for so many prompts."""
+    """Number of requests needed to test all promises with `count` prompts."""
     return FIXED + 4 * min(count, sampled.MOST_SEEDED) + math.ceil(EACH * count)
 
 
 LEAST_REQUESTS = needed(LEAST_TEXTS)
 EXIT_CODES = {HOLDS: 0, BROKEN: 1, NOT_SHOWN: 3}
-Tick = Callable[[str, int, int], None]  # a promise's name, how many are done, how many there are
+Tick = Callable[[str, int, int], None]  # name of a promise, number of promises done, number of promises
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How much is asked, and what. `requests` and `seconds` are bounds; `concurrency` is the load.
+    """Settings of an inquiry. `requests` and `seconds` are upper bounds; `concurrency`: requests at once under load.
 
-    `prompts` None: the package's own, texts for completions and conversations for chat.
+    `prompts` None: the package's own, as texts for completions and as conversations for chat. `only`: ids of the
+    promises to test; empty: all. Raises ConfigError for a value out of range.
     """
 
     prompts: Path | None = None
@@ -87,9 +88,9 @@ async def verify(
     earlier: Mapping[str, Any] | None = None,
     tick: Tick = lambda name, done, total: None,
 ) -> dict[str, Any]:
-    """Ask for all promises; returns the report. Raises ConfigError where there is no such server or it cannot be asked.
+    """Test all promises; returns the report. Raises ConfigError if the server is missing or cannot be asked.
 
-    A server that goes away later is no error: the report has what was found until then.
+    A server that goes away later is no error: the report then holds the results until that moment.
     """
     if missing := [name for name in settings.only if not _given(name, weights, earlier)]:
         raise ConfigError(f"--only {missing[0]} needs {ON_DEMAND[missing[0]]}")
@@ -109,7 +110,7 @@ async def verify(
     if weights is not None:
         oracle.acquaint(inquiry)
     found: dict[str, Evidence] = {}
-    if "ties" in chosen and "logprobs" not in chosen:  # they are found by log-probabilities
+    if "ties" in chosen and "logprobs" not in chosen:  # near ties are found by log-probabilities
         await PROMISES["logprobs"].ask(inquiry, Evidence())
     for done, name in enumerate(chosen):
         tick(PROMISES[name].name, done, len(chosen))
@@ -126,9 +127,9 @@ def _given(name: str, weights: Weights | None, earlier: Mapping[str, Any] | None
 async def meet(
     client: httpx.AsyncClient, endpoint: Endpoint, settings: ServerSettings
 ) -> tuple[Asker, Mapping[str, Any]]:
-    """Find out what may be asked, and how: the model's name, completions or chat, fields beyond OpenAI's.
+    """Find out what the server accepts: the model's name, completions or chat, fields beyond OpenAI's.
 
-    Returns who asks, and what the server says of its model. Raises ConfigError.
+    Returns an Asker, and what the server says of its model. Raises ConfigError.
     """
     about = await wire.introduce(client, endpoint, "--name")
     endpoint = replace(endpoint, model=endpoint.model or str(about.get("id", "")))
@@ -144,7 +145,7 @@ async def meet(
             if first.error == NOT_SENT:
                 raise ConfigError(f"{budget.ended} before anything could be asked; give more")
             if not first.refused or first.error in ("HTTP 404", "HTTP 405"):
-                break  # it is not for the fields
+                break  # the request did not fail because of the additional fields
         if first.error not in ("HTTP 404", "HTTP 405"):
             break
     raise ConfigError(
@@ -154,19 +155,19 @@ async def meet(
 
 
 def choose_prompts(settings: ServerSettings, chat: bool) -> list[Prompt]:
-    """As many prompts as the requests allow, spread over the file."""
+    """As many prompts as the allowed requests permit, spread evenly over the file."""
     if settings.prompts is not None:
         every = read_prompts(settings.prompts)
     else:
         every = [p for name in load_prompts.BUILT_IN for p in read_prompts(ASSETS / name)]
-        if not chat:  # a whole turn without its template may end at once
+        if not chat:  # half of each text: after a whole turn without a chat template, the answer may end at once
             every = [Prompt(p.id, p.domain, p.said[: len(p.said) // 2].rstrip()) for p in every]
     allowed = [n for n in range(1, len(every) + 1) if needed(n) <= settings.requests]
     return take(every, min(len(allowed), settings.num_prompts or len(every)))
 
 
 async def ask_alone(inquiry: Inquiry, settings: ServerSettings) -> None:
-    """Ask each prompt alone, as many as requests and seconds allow. Raises ConfigError if the first is refused."""
+    """Ask each prompt alone, as many as requests and seconds allow. Raises ConfigError if the first one is refused."""
     chosen = choose_prompts(settings, inquiry.chat)
     inquiry.prompts, start = chosen, time.monotonic()
     for i in range(len(chosen)):
@@ -181,7 +182,7 @@ async def ask_alone(inquiry: Inquiry, settings: ServerSettings) -> None:
 
 
 def _comparable(earlier: Mapping[str, Any], endpoint: Endpoint, settings: ServerSettings) -> None:
-    """Raise ConfigError where an earlier report asked something else."""
+    """Raise ConfigError if an earlier report has another model, API or length, and so cannot be compared."""
     mine = {"model": record.model_name(endpoint.model), "chat": endpoint.chat, "max_tokens": settings.max_tokens}
     for name, value in mine.items():
         if (told := earlier["config"].get(name)) != value:
@@ -224,7 +225,7 @@ def report(inquiry: Inquiry, settings: ServerSettings, engine: str, found: Mappi
 
 
 def overall(statuses: Seq[str], died: bool) -> str:
-    """Broken if one is; holds if all do, and the server lived to the end."""
+    """The overall verdict: broken if any promise is broken; holds if all hold and the server did not die."""
     if BROKEN in statuses:
         return BROKEN
     return HOLDS if statuses and not died and all(s == HOLDS for s in statuses) else NOT_SHOWN

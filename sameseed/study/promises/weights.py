@@ -1,4 +1,4 @@
-"""A model's weights with its tokenizer, as the textbook decoder reads them."""
+"""A model's weights and tokenizer, for the textbook decoder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sameseed.study.promises.reading import ServedText
 from sameseed.study.prompt_sets import Prompt
 from sameseed.tokenizer import Tokenizer
 
-Read = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of a prompt, and of what was written after it
-Verdict = tuple[int, bool, bool]  # a token: is it the textbook's choice, or near it?
+Read = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of a prompt, and of the text generated after it
+Verdict = tuple[int, bool, bool]  # a token; whether it is the textbook's choice; whether it is near the choice
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's weights with its tokenizer. `share`: of the largest logit, by which the server's may differ."""
+    """A model's weights and tokenizer. `share`: tolerated difference of logits, as a share of the largest logit."""
 
     model: Llama
     tokenizer: Tokenizer
@@ -28,7 +28,7 @@ class Weights:
     judged: dict[Read, list[Verdict]] = field(default_factory=dict)  # texts that were judged before
 
     def encode(self, prompt: Prompt, chat: bool) -> tuple[int, ...]:
-        """A prompt's tokens as the server should make them."""
+        """The prompt's tokens, encoded as the server should encode them."""
         if chat and prompt.text is not None:
             return tuple(self.tokenizer.chat([{"role": "user", "content": prompt.text}]))
         if chat:
@@ -36,7 +36,7 @@ class Weights:
         return tuple(self.tokenizer.encode(prompt.said))
 
     def tokens(self, prompt: Prompt, chat: bool, answer: ServedText) -> Read | None:
-        """A prompt's and an answer's tokens; None where the text alone does not tell which they were."""
+        """Tokens of prompt and answer; None if the server gives no ids and the text does not determine them."""
         own = answer.prompt_token_ids or self.encode(prompt, chat)
         if answer.token_ids:
             return own, answer.token_ids
@@ -48,7 +48,7 @@ class Weights:
 
 
 def load_weights(model: str, format: str, kv_format: str, share: float | None) -> Weights:
-    """Read a model's folder. Raises ModelLoadError, ConfigError."""
+    """Load a model and its tokenizer. `share` None: the textbook's tolerance. Raises ModelLoadError, ConfigError."""
     folder = resolve_model(model)
     llama = load_model(folder, ops.resolve("reference"), QuantScheme.parse(format))
     kv = "bf16" if kv_format == "auto" else kv_format

@@ -1,1 +1,1 @@
-"""Quality: what a model gets right, and what a number format costs of it, each figure with its interval."""
+"""Quality: a model's perplexity and task scores, and what a number format costs, each value with an interval."""

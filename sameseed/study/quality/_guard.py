@@ -1,7 +1,7 @@
-"""The process that runs generated code: it takes away what the code must not have, runs it, and reports.
+"""The process that runs generated code: it restricts itself, runs the code, and reports the result.
 
-Started by `sandbox.run` as a script of its own with the standard library only; never imported. It reads one JSON line
-on standard input and answers on the pipe that it names.
+`sandbox.run` starts it as a script with only the standard library; it is never imported. It reads one JSON line from
+standard input, and writes its answer to the pipe named in that line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 ENDED = "sameseed.ended"
 CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 NO_NEW_PRIVILEGES = 38
-# Beginnings of events that have no place in a solution.
+# Prefixes of audit events that are refused.
 REFUSED = (
     "os.fork",
     "os.exec",
@@ -49,12 +49,12 @@ REFUSED = (
     "syslog.",
     "fcntl.",
     "_thread.",
-    "sqlite3.",  # a database in memory would do no harm, but ATTACH and VACUUM INTO write anywhere and tell no one
+    "sqlite3.",  # an in-memory database is harmless, but ATTACH and VACUUM INTO write any file without an audit event
 )
 REFUSED_MODULES = {"_posixsubprocess", "_ctypes", "_socket", "_multiprocessing"}
-# These write files of any name, or run code beside the hook, and no event tells of it.
+# These can write arbitrary files, or run code outside the hook, without an audit event.
 REFUSED_MODULES |= {"readline", "_gdbm", "_dbm", "_tkinter", "_interpreters", "_xxsubinterpreters"}
-# The first arguments of these are paths that would be changed.
+# Prefixes of audit events whose first arguments are paths that would be changed.
 CHANGES = (
     "os.remove",
     "os.rename",
@@ -72,14 +72,14 @@ READABLE = ("/dev/null", "/dev/zero", "/dev/urandom", "/usr/share/zoneinfo", "/e
 
 
 def isolate() -> None:
-    """No network and no other process's shared memory where the system lets a process say so; no new privileges."""
+    """Give up new privileges, and, if the system allows it, the network and other processes' shared memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC)  # may be forbidden: the hook refuses sockets anyway
+    libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC)  # may fail; the hook refuses sockets anyway
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Hard limits: nothing raises them again."""
+    """Set hard resource limits, which this process cannot raise again."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is not None:
@@ -89,8 +89,10 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def watch(folder: str) -> None:
-    """Refuse, from here on and for good, processes, threads, sockets, signals, databases, and files and lists of files
-    elsewhere (an audit hook stays). `os.stat` has no event: what exists elsewhere can be asked.
+    """Install an audit hook that refuses processes, threads, sockets, signals, databases, and files outside `folder`.
+
+    The hook cannot be removed. Python's own files stay readable. `os.stat` has no audit event, so the program can ask
+    whether a file exists elsewhere.
     """
     library = [os.path.realpath(p) for p in {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *READABLE}]
     own = os.path.realpath(folder)
@@ -99,7 +101,7 @@ def watch(folder: str) -> None:
 
     def inside(path: Any, roots: list[str]) -> bool:
         if isinstance_(path, int):
-            return True  # an open file is one that was allowed
+            return True  # a file descriptor: opening it was allowed
         full = realpath(fsdecode(fspath(path)))
         return any(full == root or full.startswith(root + separator) for root in roots)
 
@@ -126,7 +128,7 @@ def watch(folder: str) -> None:
 
 
 def take_away() -> None:
-    """Remove what no event tells of: functions that make files, and starts of threads (told of from Python 3.12 on)."""
+    """Remove functions without audit events: making special files, and starting threads (events since Python 3.12)."""
 
     def no_thread(*args: Any, **named: Any) -> Any:
         raise PermissionError("refused here: a thread")
@@ -136,28 +138,28 @@ def take_away() -> None:
             if hasattr(module, name):
                 delattr(module, name)
     for name in ("start_new_thread", "start_new", "start_joinable_thread"):
-        if hasattr(_thread, name):  # `threading` takes them at its import, and must find something
+        if hasattr(_thread, name):  # replaced, not deleted: `threading` needs these names when it is imported
             setattr(_thread, name, no_thread)
 
 
 def keep(token: str, pipe: int, frame: FrameType) -> None:
-    """Keep the token where no frame shows it, in a hook, which writes it to the pipe once `frame` itself says ENDED.
+    """Keep the token in an audit hook, where no frame shows it. The hook writes it when `frame` itself audits ENDED.
 
-    Only the last line of `frame` that says so, where the program has ended by itself, can report no error. The others
-    touch what the program made, which may be anything that is called in this very frame.
+    Success is reported only from the line of `frame` after the program has ended without an error. The other lines
+    handle objects that the program made, and such objects may run code of the program in this frame.
     """
     write, frame_of, head = os.write, sys._getframe, f"{token}\n".encode()
     *_, passed, _ = sorted({line for *_, line in frame.f_code.co_lines() if line is not None})
 
     def report(event: str, args: tuple[Any, ...]) -> None:
-        if event == ENDED and frame_of(1) is frame:  # the program's frames are others
+        if event == ENDED and frame_of(1) is frame:  # the program's own frames do not count
             write(pipe, head + (b"" if frame.f_lineno == passed else args[0] or b"failed"))
 
     sys.addaudithook(report)
 
 
 def main() -> None:
-    """Run the program in the working directory; write the token, a line's end and the error, if any, to the pipe."""
+    """Run program.py in the working directory; write the token, a newline and the error, if any, to the pipe."""
     job = json.loads(sys.stdin.readline())
     sys.stdin = io.StringIO("")
     keep(job["token"], job["pipe"], sys._getframe())
@@ -168,12 +170,12 @@ def main() -> None:
         sys.modules.pop(name, None)
     take_away()
     del job
-    run, audit, leave = runpy.run_path, sys.audit, os._exit  # the program can put others in their places
+    run, audit, leave = runpy.run_path, sys.audit, os._exit  # saved now: the program can replace the originals
     try:
         run("program.py", run_name="program")
     except BaseException as fault:  # SystemExit too: a program that leaves early has not passed its tests
         audit(ENDED, f"{type(fault).__name__}: {fault}"[:400].encode("utf-8", "replace"))
-        leave(0)  # no atexit handlers, no threads that go on
+        leave(0)  # skips atexit handlers, and ends all threads
     else:
         audit(ENDED, b"")
         leave(0)

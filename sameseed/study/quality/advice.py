@@ -1,4 +1,4 @@
-"""What to keep in higher precision: as the quantizer recorded it, or measured by giving parts their precision back."""
+"""Advice which parts to keep in higher precision: recorded by the quantizer, or measured by restoring parts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from sameseed.study.quality.perplexity import perplexity
 from sameseed.study.quality.tasks import Report, silent
 from sameseed.study.quality.variant import Variant
 
-FILE = "quantization.json"  # what `sameseed quantize` leaves beside the weights
+FILE = "quantization.json"  # written by `sameseed quantize` beside the weights
 TOKENS, WINDOW, STRIDE = 4096, 512, 256
-MIN_SHARE = 0.1  # share of the lost log-likelihood from which a part is named
+MIN_SHARE = 0.1  # least share of the lost log-likelihood that a recommended part recovers
 MAX_ADVICE = 3
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A part (globs over module names), and why it should keep more bits, in words and as a figure where measured."""
+    """A part of the model (globs over module names) that should keep more bits, and the reason.
+
+    If measured: `recovered`, the share of the lost log-likelihood that it recovers, and `added_bytes`.
+    """
 
     modules: tuple[str, ...]
     reason: str
@@ -32,7 +35,7 @@ class Recommendation:
 
 
 def recorded(variant: Variant) -> list[Recommendation]:
-    """The recommendation in the checkpoint's quantization.json; empty where there is none, or it says nothing."""
+    """The recommendations in the checkpoint's quantization.json; empty if there are none."""
     folder = resolve_model(variant.model)
     path = folder / FILE if folder.is_dir() else folder.with_name(FILE)
     try:
@@ -49,7 +52,7 @@ def recorded(variant: Variant) -> list[Recommendation]:
 
 
 def parts(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Parts of a model to try, by a name for people, as globs over module names."""
+    """Parts of a model to try, as globs over module names, by a readable name."""
     last = config.num_layers - 1
     return {
         "embedding and head" if config.tied_embeddings else "embedding, head": ("model.embed_tokens", "lm_head"),
@@ -63,10 +66,10 @@ def parts(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 def measured(
     variant: Variant, baseline: Variant, text: str, settings: dict[str, Any], progress: Report = silent
 ) -> list[Recommendation]:
-    """Load the variant again with one part after the other in the checkpoint's own precision, and read a short text.
+    """Reload the variant with one part at a time in the checkpoint's own precision, and measure a short text.
 
-    A part is named if it wins back at least a tenth of the log-likelihood that the format lost; the most a byte first.
-    Only for formats that are chosen at load: a quantized checkpoint has nothing to give back.
+    A part is recommended if it recovers at least a tenth of the log-likelihood that the format lost; parts that recover
+    most per byte come first. Only for formats chosen at load time: a quantized checkpoint has no higher precision left.
     """
     if variant.format == "auto" or variant.model != baseline.model:
         return []
@@ -90,7 +93,7 @@ def measured(
         try:
             its, larger, _, _ = read(kept)
         except (ConfigError, ModelLoadError):
-            continue  # not every part of every model can have a scheme of its own
+            continue  # not every part of every model can have its own scheme
         gc.collect()
         share, added = (nats - its) / lost, larger - size
         if share >= MIN_SHARE and added > 0:

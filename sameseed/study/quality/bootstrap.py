@@ -1,7 +1,7 @@
-"""Bootstrap intervals (Efron, 1979): how far a figure may be off because the questions were these and not others.
+"""Bootstrap intervals (Efron, 1979): the uncertainty of a value due to the choice of questions or text.
 
-Percentile intervals over seeded resamples of the units (questions, or stretches of text, whose tokens are not
-independent). Two models on the same units are resampled together (paired), so what both find hard cancels out.
+Percentile intervals over seeded resamples of units. A unit is a question or a stretch of text, because its tokens are
+not independent. Two models on the same units are resampled together (paired), so the difficulty of units cancels out.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 Interval = tuple[float, float]
 RESAMPLES = 2000
 LEVEL = 0.95
-CHUNK = 1 << 22  # counts in memory at once
+CHUNK = 1 << 22  # most resampling counts in memory at once
 
 
-@np.errstate(over="ignore", invalid="ignore")  # what is not finite is left out
+@np.errstate(over="ignore", invalid="ignore")  # values that are not finite are left out
 def ratio_interval(
     parts: Seq[float],
     wholes: Seq[float],
@@ -28,8 +28,8 @@ def ratio_interval(
 ) -> Interval | None:
     """Interval of transform(sum(parts) / sum(wholes)) over resampled units; None for fewer than two units.
 
-    With wholes of 1 it is the mean's; with NLLs over tokens and `transform` exp, perplexity's; with the differences of
-    two models' NLLs, their ratio's, paired.
+    With `wholes` of 1: the mean. With NLLs, token counts and `transform` exp: perplexity. With differences of two
+    models' NLLs instead: the paired ratio of their perplexities.
     """
     top, bottom = np.asarray(parts, np.float64), np.asarray(wholes, np.float64)
     n = len(top)
@@ -56,6 +56,6 @@ def mean_interval(values: Seq[float], seed: int) -> Interval | None:
 
 
 def estimate(value: float, interval: Interval | None) -> dict[str, Any]:
-    """A value with its interval as a record holds them: None for what is not finite."""
+    """A value with its interval as plain data for a record. Both are None if the value is not finite."""
     finite = math.isfinite(value)
     return {"value": value if finite else None, "interval": interval if finite else None}

@@ -1,8 +1,8 @@
-"""Compare variants of a model: quality, size, memory, speed, and what a format does to speculation.
+"""Compare variants of a model: quality, size, memory, speed, and the effect of a format on speculation.
 
-Acceptance is measured twice: of the variant as target, with the same draft as the baseline has; and of the variant as
-draft for the baseline. A format that keeps the text readable may still lose the agreement that drafts live on, and no
-perplexity shows it.
+Acceptance is measured twice: with the variant as target and the baseline's draft, and with the variant as draft for the
+baseline. A format may keep perplexity low and still lose the agreement of draft and target, which perplexity does not
+show.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from sameseed.study.quality.tasks import Report, TaskSettings, counter, silent
 from sameseed.study.quality.variant import Footprint, Variant, footprint
 from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
-NEAR_ZERO = 0.05  # acceptance rate below which speculation is dead
-FAR_BELOW = 0.6  # of the baseline's rate
-LOST = 1.1  # of the baseline's perplexity
-ADVICE_RATIO = 1.005
-COMPARE_TOKENS = 32768  # of the perplexity text where nothing is asked: several variants read it
+NEAR_ZERO = 0.05  # acceptance rate below which speculation only costs time
+FAR_BELOW = 0.6  # share of the baseline's acceptance rate, below which a warning is given
+LOST = 1.1  # perplexity over the baseline's, above which a warning is given
+ADVICE_RATIO = 1.005  # perplexity over the baseline's, above which advice is measured
+COMPARE_TOKENS = 32768  # default tokens of the perplexity text, limited because several variants read it
 
 
 @dataclass(frozen=True)
 class Comparing:
-    """What is measured of each variant. `draft` None: the embedded draft where it fits the baseline, else ngram.
+    """Settings of a comparison. `draft` None: the embedded draft if the baseline has its tokenizer, else ngram.
 
-    `speculation` holds further keyword arguments of `make_config` for that draft: draft_format, draft_options,
-    confidence, policy.
+    `speculation`: further keyword arguments of `make_config` for the draft: draft_format, draft_options, confidence,
+    policy.
     """
 
     tasks: tuple[str, ...] = (suite.PERPLEXITY,)
@@ -65,7 +65,7 @@ class Comparing:
 
 @dataclass
 class Row:
-    """One variant with all that was found."""
+    """All results of one variant."""
 
     variant: Variant
     quality: Quality
@@ -74,7 +74,7 @@ class Row:
     as_target: DraftAcceptance
     as_draft: DraftAcceptance | None
     ratio: tuple[float, Interval | None] | None = None  # perplexity over the baseline's
-    differences: dict[str, tuple[float, Interval | None]] = field(default_factory=dict)  # by task, of scores
+    differences: dict[str, tuple[float, Interval | None]] = field(default_factory=dict)  # by task: score - baseline's
     advice: list[Recommendation] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows, the baseline first; `interleaved`: were all loaded at once and timed in turns?"""
+    """Rows, the baseline first. `interleaved`: were all variants loaded at once, and their runs interleaved?"""
 
     rows: tuple[Row, ...]
     draft: str
@@ -91,7 +91,7 @@ class Comparison:
 
 
 def report(variants: Seq[str | Variant], asked: Comparing | None = None, progress: Report = silent) -> Comparison:
-    """Measure variants, MODEL[@FORMAT[@KVFORMAT]] each, of which the first is the baseline.
+    """Measure variants, each MODEL[@FORMAT[@KVFORMAT]]. The first is the baseline.
 
     Raises ConfigError for a bad choice before any work.
     """
@@ -132,7 +132,7 @@ def report(variants: Seq[str | Variant], asked: Comparing | None = None, progres
 
 
 def draft_spec(baseline: Variant, asked: Comparing) -> SpecConfig:
-    """How each target is drafted for. Raises ConfigError."""
+    """The speculation settings for every variant as target. Raises ConfigError."""
     draft = asked.draft
     if draft is None:
         ours = (resolve_model("embedded") / "tokenizer.json").read_bytes()
@@ -141,7 +141,7 @@ def draft_spec(baseline: Variant, asked: Comparing) -> SpecConfig:
         draft = "embedded-draft" if same else "ngram"
     given = {"policy": "fixed", "num_draft_tokens": asked.num_draft_tokens, **asked.speculation}
     spec = make_config(draft, **given).spec
-    check_options(spec)  # a bad one fails here, before any work
+    check_options(spec)  # bad options fail here, before any work
     if spec.method == "none" or spec.num_draft_tokens < 1:
         raise ConfigError("a comparison measures acceptance: give a draft (--draft) of at least one token")
     return spec
@@ -159,18 +159,18 @@ def _quality(variant: Variant, asked: Comparing, progress: Report) -> Quality:
 
 
 def _groups(variants: list[Variant], asked: Comparing) -> list[list[Variant]]:
-    """All variants at once where they fit in half of the free memory, else one after the other."""
+    """One group of all variants if they fit in half of the free memory, else one group per variant."""
     engine = {k: v for k, v in asked.engine.items() if k not in ("block_size", "num_blocks")}
     whole = 0
     for v in variants:
         config = make_config(None, **engine, **v.settings)
         need = demand(resolve_model(v.model), QuantScheme.parse(v.format), config)
-        whole += 2 * need.weights  # and again while the drafter is loaded beside a second copy
+        whole += 2 * need.weights  # twice: a second copy exists while the drafter is loaded
     return [variants] if whole <= available_memory() // 2 else [[v] for v in variants]
 
 
 def _judge(rows: list[Row], asked: Comparing, progress: Report) -> None:
-    """Ratios to the baseline, warnings, and advice."""
+    """Fill in each row's ratios to the baseline, warnings and advice."""
     base, seed = rows[0], asked.settings.seed
     for row in rows:
         mine, its = row.quality.perplexity, base.quality.perplexity
@@ -183,7 +183,7 @@ def _judge(rows: list[Row], asked: Comparing, progress: Report) -> None:
             if row is not base:
                 paired = mean_interval([x - y for x, y in zip(a.scores, b.scores, strict=True)], seed)
                 row.differences[a.task] = a.value - b.value, paired
-        # Its weights should be accepted as a draft at the rate of the first variant of its model; the baseline's at 1.
+        # As a draft, the row should reach the rate of the first variant of its model; for the baseline's model, rate 1.
         first = next(r for r in rows if r.variant.model == row.variant.model)
         own_rate = 1.0 if first is base else None
         if first not in (base, row) and first.as_draft is not None:
@@ -196,9 +196,9 @@ def _judge(rows: list[Row], asked: Comparing, progress: Report) -> None:
 
 
 def warnings(row: Row, base: Row, own_rate: float | None) -> list[str]:
-    """What must be said loudly of a variant. Acceptance that is gone is the failure that no other figure shows.
+    """Warnings about a variant: lost acceptance (which no other value shows), lost perplexity, changed text.
 
-    `own_rate`: what its model is accepted at as a draft before the format took its toll, if that is known.
+    `own_rate`: acceptance rate of the same model as a draft in its original format, if known.
     """
     found = []
     pairs = (("as target", row.as_target, base.as_target.acceptance_rate), ("as draft", row.as_draft, own_rate))

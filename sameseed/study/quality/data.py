@@ -1,4 +1,4 @@
-"""Evaluation data: files of a folder, or, where no folder is named, the public sets of the hub. Checked on reading."""
+"""Evaluation data sets, read from a folder or else from the hub, and checked on reading."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataSet:
-    """One set: names that its file may have (each also with .gz), and where the hub keeps it (repository, file).
+    """One data set: possible names of its file (each also with .gz), and its place on the hub (repository, file).
 
-    `fields` are the fields that each row must have, with their types; a set without fields is plain text. `source`:
-    where to fetch what the hub does not keep.
+    `fields`: required fields of each row, with their types; None: the set is plain text. `source`: where to fetch a set
+    that is not on the hub.
     """
 
     name: str
@@ -42,7 +42,7 @@ HUMANEVAL = DataSet(
     ("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
     {"task_id": str, "prompt": str, "entry_point": str, "canonical_solution": str, "test": str},
 )
-HUMANEVAL_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the paper's: what follows the function
+HUMANEVAL_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the paper's stop strings: code after the function
 GSM8K = DataSet(
     "gsm8k",
     ("gsm8k-test.jsonl",),
@@ -70,22 +70,22 @@ MMLU_PRO_SHOTS = DataSet(
 
 
 def find(folder: Path, data: DataSet) -> Path | None:
-    """The file of a set in `folder`, also as the hub lays it out there; None where it is not there."""
+    """The file of a set in `folder`, also under its path in the hub's repository; None if there is none."""
     names = [n for file in data.files for n in (file, f"{file}.gz")] + ([data.hub[1]] if data.hub else [])
     return next((folder / n for n in names if (folder / n).is_file()), None)
 
 
 def locate(data: DataSet, folder: Path | None, flag: str = "--data DIR") -> Path:
-    """The file of a set: in `folder` where one is given, else fetched from the hub.
+    """The file of a set: in `folder` if one is given, else fetched from the hub.
 
-    Raises ConfigError that names the file wanted, or the flag where the hub does not answer or does not keep it.
+    Raises ConfigError naming the missing file, or the flag to use if the hub cannot be reached or lacks the set.
     """
     if folder is None:
         if data.hub is None:
             raise ConfigError(f"the hub does not keep {data.name}; fetch {data.source} and give it with {flag}")
         try:
             return hub.fetch(*data.hub, kind="dataset")
-        except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
+        except Exception as error:  # the hub client's own errors, and those of whichever HTTP library it uses
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ConfigError(
                 f"the data of {data.name} ({data.hub[0]}) did not come from the hub: {first}; give a folder that holds "
@@ -100,7 +100,7 @@ def locate(data: DataSet, folder: Path | None, flag: str = "--data DIR") -> Path
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, .gz unpacked. Raises ConfigError."""
+    """The text of a file; .gz is decompressed. Raises ConfigError."""
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
@@ -109,7 +109,7 @@ def read_text(path: Path) -> str:
 
 
 def read_rows(path: Path, data: DataSet) -> list[Row]:
-    """The rows of a set, each checked. Raises ConfigError with the row's place."""
+    """The rows of a set, each checked. Raises ConfigError naming the invalid row."""
     rows = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
     assert data.fields is not None
     needed = f"{data.name} needs the fields {', '.join(data.fields)}"
@@ -125,7 +125,7 @@ def read_rows(path: Path, data: DataSet) -> list[Row]:
 
 
 def _json_lines(path: Path) -> list[tuple[str, Any]]:
-    # On "\n" only: strings may hold other characters that `splitlines` takes for ends of lines.
+    # Split at "\n" only: strings may contain other characters that `splitlines` treats as line ends.
     return [(f"{path}:{number}", row) for number, row in objects(read_text(path).split("\n"), path)]
 
 
@@ -141,7 +141,7 @@ def _parquet(path: Path) -> list[tuple[str, Any]]:
 
 
 def text_lines(path: Path) -> list[str]:
-    """The set's lines as the hub has them: each with its line end, empty ones empty. Raises ConfigError."""
+    """The set's lines as the hub has them: each with its line end, blank lines as "". Raises ConfigError."""
     if path.suffix == ".parquet":
         return [str(row.get("text", "")) if isinstance(row, dict) else "" for _, row in _parquet(path)]
     return [f"{line}\n" if line.strip() else "" for line in read_text(path).removesuffix("\n").split("\n")]
@@ -150,8 +150,8 @@ def text_lines(path: Path) -> list[str]:
 def wikitext(folder: Path | None) -> tuple[str, str]:
     """The WikiText-2 test text and the name of its file.
 
-    Joined as published perplexities have it: the set's lines, each with its line end, empty ones empty, with blank
-    lines between (`"\\n\\n".join`). Raises ConfigError.
+    The lines are joined as for published perplexities: each with its line end, blank lines as "", and blank lines
+    between them (`"\\n\\n".join`). Raises ConfigError.
     """
     path = locate(TEXT, folder)
     text = "\n\n".join(text_lines(path))
@@ -161,7 +161,7 @@ def wikitext(folder: Path | None) -> tuple[str, str]:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file; of .jsonl and .jsonl.gz the "text" of all rows, blank lines between. Raises ConfigError."""
+    """The text of a file; for .jsonl and .jsonl.gz, "text" of all rows joined by blank lines. Raises ConfigError."""
     if path.suffix != ".jsonl" and not path.name.endswith(".jsonl.gz"):
         return read_text(path)
     corpus = DataSet("a text", (path.name,), None, {"text": str})
@@ -174,7 +174,7 @@ def rows(data: DataSet, folder: Path | None) -> list[Row]:
 
 
 def take(items: Seq[T], limit: int | None) -> list[T]:
-    """`limit` items, spread evenly over all so that every category stays in; None: all."""
+    """`limit` items, spread evenly over all items so that every category stays in; None: all items."""
     if limit is None or limit >= len(items):
         return list(items)
     return [items[i * len(items) // limit] for i in range(limit)]

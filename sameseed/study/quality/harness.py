@@ -1,6 +1,6 @@
-"""GSM8K and MMLU-Pro by lm-evaluation-harness: its task files decide prompts, stops and what counts as right.
+"""GSM8K and MMLU-Pro by lm-evaluation-harness: its task files define prompts, stop strings and scoring.
 
-Ours are only the rows: from a folder or the hub, checked, and spread over the set where `limit` asks for a part.
+This module supplies only the rows, from a folder or the hub. It checks them, and spreads a `limit` over the whole set.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from sameseed.study.quality.tasks import Report, TaskResult, TaskSettings, silen
 
 NAMES = ("gsm8k", "mmlu_pro", "mmlu_pro_likelihood")
 SHOTS = 5
-FEWSHOT_SEED = 1234  # the harness's own
+FEWSHOT_SEED = 1234  # the harness's default
 LETTERS = "ABCDEFGHIJ"
-INVALID = "[invalid]"  # the harness's word for an answer without what was asked for
+INVALID = "[invalid]"  # the harness's mark for an answer from which no result could be extracted
 Splits = dict[str, list[Row]]
 
 
 def read(name: str, settings: TaskSettings) -> tuple[Splits, tuple[str, ...]]:
-    """The rows of a task by the harness's name of their split, and what to say of them.
+    """The rows of a task by the harness's name of their split, and notes for the result.
 
-    Raises ConfigError for missing or odd data, or where the harness is not installed.
+    Raises ConfigError for missing or invalid data, or if the harness is not installed.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(f"{name} runs through lm-evaluation-harness: pip install '.[eval]'")
@@ -51,13 +51,13 @@ def read(name: str, settings: TaskSettings) -> tuple[Splits, tuple[str, ...]]:
         return {"train": shots, "test": data.take(rows, settings.limit)}, notes
     rows = data.take(data.rows(MMLU_PRO, settings.data), settings.limit)
     for row in rows:
-        if row["answer"] not in list(LETTERS[: len(row["options"])]):  # as a text, it would hold "" and "AB" too
+        if row["answer"] not in list(LETTERS[: len(row["options"])]):  # a list: "" and "AB" are in the string
             raise ConfigError(f"mmlu_pro: question {row.get('question_id')} has no option {row['answer']!r}")
     return {"validation": data.rows(MMLU_PRO_SHOTS, settings.data), "test": rows}, notes
 
 
 def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) -> TaskResult:
-    """Ask a task's questions of a model. Raises ConfigError as `read` does."""
+    """Run a task on a loaded model. Raises ConfigError as `read` does."""
     splits, notes = read(name, settings)
     import datasets
     import lm_eval
@@ -65,13 +65,13 @@ def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) ->
 
     from sameseed.study.lm_eval import SameseedLM
 
-    s, differs = settings, {}  # from the task's own way to write an answer
+    s, differs = settings, {}  # differs: generation settings that override the task's own
     if s.temperature > 0:
         differs = {"do_sample": True, "temperature": s.temperature, "top_p": s.top_p, "seed": s.seed}
     if s.max_tokens is not None:
         differs["max_gen_toks"] = s.max_tokens
     model = SameseedLM(llm, report=partial(report, name))
-    # The harness's own bars and remarks would run into ours.
+    # Silence the harness's progress bars and messages, which would mix with this program's.
     with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         datasets.disable_progress_bars()
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -96,7 +96,7 @@ def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) ->
 
 
 def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[str]:
-    """Write the rows, and task files that are the harness's own but for where the rows are; returns their names."""
+    """Write the rows, and task files that include the harness's own but read these rows; returns the tasks' names."""
     files = {}
     for split, rows in splits.items():
         files[split] = str(folder / f"{split}.jsonl")
@@ -119,7 +119,7 @@ def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[
 
 
 def _result(name: str, samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> TaskResult:
-    """What the harness's samples come to: of each question, its metric and what was written."""
+    """A TaskResult from the harness's samples: score and generated answer of each question."""
     letters = name == "mmlu_pro_likelihood"
     asked = [s for s in samples if s["filter"] != "strict-match"]
     scores = tuple(float(s["acc" if letters else "exact_match"]) for s in asked)
@@ -133,7 +133,7 @@ def _result(name: str, samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> 
     for score, sample in zip(scores, asked, strict=True):
         subjects[sample["doc"]["category"]].append(score)
     extra = {
-        # The mean over questions weighs each subject by its size.
+        # Per subject, because the overall mean weights each subject by its number of questions.
         "subjects": {s: {"value": sum(v) / len(v), "num_questions": len(v)} for s, v in sorted(subjects.items())},
         "without_letter": missing,
         "chance": sum(1 / len(s["doc"]["options"]) for s in asked) / len(asked),

@@ -1,4 +1,4 @@
-"""HumanEval (Chen et al., 2021): functions from their docstrings, right if the tests pass; pass@1 of one sample."""
+"""HumanEval (Chen et al., 2021): complete functions from their docstrings; pass@1 with one sample per problem."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
 
 def program(row: Row, text: str, chat: bool = False) -> str:
-    """What is run: the prompt, the answer, the tests, and the call of the tests.
+    """The program to run: the prompt, the answer, the tests, and the call of the tests.
 
-    In a chat the answer is the first code block; a block that does not define the function is taken for its body.
+    With `chat`, the answer is the first code block; a block that does not define the function is used as its body.
     """
     if chat:
         block = FENCE.search(text)
         text = block[1] if block is not None else text
         if re.search(rf"^\s*def\s+{re.escape(row['entry_point'])}\b", text, re.MULTILINE):
-            text = f"    pass\n\n{text}"  # the prompt's imports and helpers stand; its function is defined anew
+            text = f"    pass\n\n{text}"  # keeps the prompt's imports and helpers; the answer redefines the function
     return f"{row['prompt']}{text}\n\n{row['test']}\n\ncheck({row['entry_point']})\n"
 
 
 def score(
     rows: Seq[Row], texts: Seq[str], chat: bool = False, tick: Callable[[], None] = lambda: None
 ) -> list[sandbox.SandboxOutcome]:
-    """Run each answer with its problem's tests, in a sandbox."""
+    """Run each answer with its problem's tests in a sandbox; `tick` is called after each."""
     return sandbox.run_all([program(r, t, chat) for r, t in zip(rows, texts, strict=True)], tick)
 
 
 def run(llm: LLM, settings: TaskSettings, report: Report = silent) -> TaskResult:
-    """Write and test a solution for each problem. Raises ConfigError for missing data."""
+    """Generate and test a solution for each problem. Raises ConfigError for missing data."""
     problems = data.take(data.rows(HUMANEVAL, settings.data), settings.limit)
     params = settings.params(MAX_TOKENS, data.HUMANEVAL_STOP)
     room = llm.engine.max_model_len - min(params.max_tokens, llm.engine.max_model_len // 4)  # the rest is the answer's

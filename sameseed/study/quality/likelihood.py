@@ -1,7 +1,7 @@
-"""Log-likelihoods of given tokens by the engine's own passes: its kernels, weights and cache are what is measured.
+"""Log-likelihoods of given tokens, computed by the engine's own passes with its kernels, weights and KV cache.
 
-Rows run through the paged cache in bounded passes, so keys and values are read back in the cache's format, and only
-wanted rows make logits: their float32 [R, V] table stays below a fixed size however large the vocabulary.
+Rows run through the paged cache in bounded passes, so keys and values are read back in the cache's format. Logits are
+computed only for the rows that need them, so the float32 [R, V] table stays below a fixed size for any vocabulary.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sameseed.errors import RequestError
 from sameseed.request import SamplingParams, Sequence
 from sameseed.tokenizer import Tokenizer
 
-LOGIT_BYTES = 64 << 20  # of one pass's table of logits
+LOGIT_BYTES = 64 << 20  # largest logits table of one pass
 
 
 @dataclass(frozen=True)
 class TextToScore:
-    """Tokens of which those from `start` (at least 1) on are scored, given all that stand before them.
+    """A token sequence to score: each token from index `start` (at least 1) on, given all tokens before it.
 
-    `others` are tokens that might stand in the last one's place: they are scored there too, at no further pass.
+    `others`: alternatives to the last token. They are scored at its position too, without another pass.
     """
 
     tokens: Seq[int]
@@ -36,9 +36,9 @@ class TextToScore:
 
 @dataclass(frozen=True)
 class Scored:
-    """Of each scored token: its negative log-likelihood (float32, nats) and whether it is the likeliest one.
+    """For each scored token: negative log-likelihood `nll` (float32, nats), and `greedy`, whether it is the argmax.
 
-    `other_nll` float32 and `other_greedy` say the same of the text's `others`.
+    `other_nll` (float32) and `other_greedy`: the same for the text's `others`.
     """
 
     nll: Tensor
@@ -49,7 +49,7 @@ class Scored:
 
 @dataclass
 class _Job:
-    """One sequence: token i+1 is scored for every row i >= `first`."""
+    """One sequence in progress. Row i >= `first` scores token i+1."""
 
     index: int
     seq: Sequence
@@ -62,16 +62,16 @@ class _Job:
 
     @property
     def left(self) -> int:
-        """Rows that have not run yet; the last token needs none: nothing follows it."""
+        """Number of rows that have not run yet. The last token needs no row, since no token follows it."""
         return len(self.seq) - 1 - self.seq.num_cached
 
     def wanted(self, start: int, stop: int) -> range:
-        """Rows of start..stop-1 whose logits are needed."""
+        """The rows in start..stop-1 whose logits are needed."""
         return range(max(start, self.first), stop)
 
 
 class Scorer:
-    """Scores tokens on an engine that is not decoding meanwhile; nothing of it stays in the cache."""
+    """Scores tokens on an engine that is not decoding at the same time; the cache blocks it used are released."""
 
     def __init__(self, engine: Engine, logit_bytes: int = LOGIT_BYTES) -> None:
         self.runner = engine.runner
@@ -80,9 +80,9 @@ class Scorer:
         self.max_logits = max(1, logit_bytes // (4 * self.runner.model.config.vocab_size))
 
     def score(self, texts: Iterable[TextToScore]) -> Iterator[Scored]:
-        """The scores of each text, in order; texts are read as they are needed.
+        """The scores of each text, in order. `texts` is consumed lazily.
 
-        Raises RequestError for one that is longer than the context, or has tokens that the model does not know.
+        Raises RequestError for a text longer than the context, a token outside the vocabulary, or a bad `start`.
         """
         waiting = enumerate(texts)
         running: deque[_Job] = deque()
@@ -103,7 +103,7 @@ class Scorer:
                 self.runner.blocks.release(job.seq)
 
     def _admit(self, waiting: Iterator[tuple[int, TextToScore]], running: deque[_Job]) -> bool:
-        """Take sequences until a pass is full; True if there are no more."""
+        """Move texts from `waiting` to `running` until a pass is full. True if `waiting` is exhausted."""
         width = self.runner.model.config.vocab_size
         while sum(job.left for job in running) < self.max_rows:
             following = next(waiting, None)
@@ -120,7 +120,7 @@ class Scorer:
         return False
 
     def _run(self, running: deque[_Job], done: dict[int, _Job]) -> None:
-        """One pass: rows of the first jobs, as many as rows, logits and blocks allow."""
+        """Run one pass over rows of the first jobs, within the limits of rows, logits and cache blocks."""
         rows, spans, left, logits = [], [], self.max_rows, self.max_logits
         for job in running:
             start = job.seq.num_cached
@@ -134,7 +134,7 @@ class Scorer:
             if stop > start:
                 rows.append(Rows(job.seq.token_ids[start:stop], start, [], [], job.seq.blocks, False))
             if stop < len(job.seq) - 1:
-                break  # cut short: the pass is full
+                break  # only a part of this job fit: the pass is full
         assert spans, "one sequence always fits: the cache holds the longest"
         if rows:
             self._pass(rows, [span for span in spans if span[2] > span[1]])
@@ -145,7 +145,7 @@ class Scorer:
                 done[job.index] = job
 
     def _pass(self, rows: list[Rows], spans: list[tuple[_Job, int, int]]) -> None:
-        """Run rows; of each wanted one, keep the score of the token that follows it."""
+        """Run the rows, and keep for each wanted row the score of the token after it."""
         wanted: list[int] = []
         targets: list[int] = []
         offset = 0
@@ -156,7 +156,7 @@ class Scorer:
             offset += stop - start
         device = self.runner.model.device
         batch = build_batch(rows, self.runner.cache.block_size, device)
-        # A pass makes at least one row of logits; where none is wanted, the last one's are thrown away.
+        # A pass computes at least one row of logits; if no row is wanted, the last row's logits are discarded.
         ask = torch.tensor(wanted or [offset - 1], dtype=torch.int32, device=device)
         logits, _ = self.runner.model.forward(replace(batch, logit_rows=ask), self.runner.cache)  # [R, V]
         for job, _, stop in spans:
@@ -180,10 +180,10 @@ class Scorer:
 
 
 def split(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Tokens of context and continuation written as one text, cut where the continuation first shows.
+    """Encode context and continuation as one text, and cut the tokens at the first one that the continuation changes.
 
-    Encoded apart they may be tokens that the model never meets; a token that holds the end of the context and the
-    beginning of the continuation belongs to the latter. The context is never empty where it has a token.
+    Encoding both separately may give tokens that the model never sees together. A token that spans both belongs to the
+    continuation. The context part keeps at least one token if the text has two.
     """
     whole, before = tokenizer.encode(context + continuation), tokenizer.encode(context)
     same = next((i for i, (a, b) in enumerate(zip(whole, before)) if a != b), min(len(whole), len(before)))
@@ -194,11 +194,11 @@ def split(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[i
 def log_likelihoods(
     scorer: Scorer, pairs: Seq[tuple[Seq[int], Seq[int]]], report: Callable[[int, int], None] = lambda done, total: None
 ) -> list[tuple[float, bool]]:
-    """Log-likelihood of each continuation after its context, and whether greedy decoding would write it.
+    """Log-likelihood of each continuation given its context, and whether greedy decoding would generate it.
 
-    Pairs of one context whose continuations are single tokens share its passes where they stand side by side. A context
-    too long for the model loses its beginning. Raises RequestError for an empty context, or a continuation that does
-    not fit. `report(done, total)` counts groups.
+    Adjacent pairs with the same context and single-token continuations form a group and share its passes. A context
+    too long for the model is cut at its beginning. Raises RequestError for an empty context or continuation, or a
+    continuation that does not fit. `report(done, total)` counts groups.
     """
     groups: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = []
     for context, continuation in pairs:

@@ -1,8 +1,8 @@
 """Perplexity by the published protocol: a sliding window of 2048 tokens that moves by 512, each token scored once.
 
-The text is encoded once, as the tokenizer does it (with its begin token, if it writes one, at the very start only);
-window k reads tokens [512 k, 512 k + 2048) afresh and scores those that no window scored before. The first token of
-the text has nothing to follow and is not scored. Perplexity is exp of the mean over all scored tokens.
+The text is encoded once by the tokenizer; a BOS token, if the tokenizer adds one, is only at the start. Window k reads
+tokens [512 k, 512 k + 2048) with an empty cache, and scores those that no earlier window scored. The first token of the
+text has no context and is not scored. Perplexity is exp of the mean NLL over all scored tokens.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WINDOW, STRIDE = 2048, 512
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What a text's tokens cost: `nll` float32 [tokens], nats. Not finite where a format overflows."""
+    """Negative log-likelihoods of a text's tokens: `nll` float32 [tokens], nats. Not finite if a format overflows."""
 
     nll: np.ndarray
     num_bytes: int
     window: int
     stride: int
     whole: bool  # was the whole text read?
-    digest: str = ""  # of the text, so that only like is compared
+    digest: str = ""  # of the tokens: only perplexities of the same tokens can be compared
 
     @property
     def tokens(self) -> int:
@@ -43,17 +43,17 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean NLL a token; infinite where that overflows."""
+        """exp of the mean NLL per token; infinite if that overflows."""
         mean = self.nats / self.tokens
         return math.exp(mean) if mean < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits a byte of the text's UTF-8: comparable between tokenizers, where perplexity is not."""
+        """Bits per byte of the UTF-8 text: comparable between tokenizers, unlike perplexity."""
         return self.nats / math.log(2) / self.num_bytes
 
     def blocks(self) -> tuple[list[float], list[float]]:
-        """NLL and number of tokens of each stretch of `stride` tokens: neighbours are not independent."""
+        """NLL and number of tokens of each stretch of `stride` tokens, the bootstrap's units."""
         parts = [self.nll[i : i + self.stride] for i in range(0, self.tokens, self.stride)]
         return [float(p.sum(dtype=np.float64)) for p in parts], [float(len(p)) for p in parts]
 
@@ -81,10 +81,11 @@ def perplexity(
     max_tokens: int | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Perplexity:
-    """Of a text under the model as it is loaded; `max_tokens`: read no more than these, from its start.
+    """Perplexity of a text under the loaded model. `max_tokens`: read only so many tokens, from the start of the text.
 
-    A window beyond the model's context is clipped to it, a stride beyond the window to the window (the result says).
-    `report(done, total)` counts tokens. Raises ConfigError for a text of fewer than two tokens.
+    The window is clipped to the model's context, and the stride to less than the window; the result holds the values
+    used. `report(done, total)` counts tokens. Raises ConfigError for a text of fewer than two tokens, or values out of
+    range.
     """
     if window < 2 or stride < 1:
         raise ConfigError(f"a window of at least 2 tokens moves by at least 1, got --window {window} --stride {stride}")
@@ -96,7 +97,7 @@ def perplexity(
     if len(tokens) < 2:
         raise ConfigError("the text has fewer than two tokens; give a longer one")
     window = min(window, llm.engine.max_model_len)
-    stride = min(stride, window - 1)  # the first token of a window has nothing before it to be scored after
+    stride = min(stride, window - 1)  # the first token of a window has no context, so an earlier window must score it
     found: list[np.ndarray] = []
     texts = (TextToScore(tokens[a:b], first - a) for a, b, first in windows(len(tokens), window, stride))
     for scored in Scorer(llm.engine).score(texts):
@@ -108,7 +109,7 @@ def perplexity(
 
 
 def ratio(mine: Perplexity, its: Perplexity, seed: int) -> tuple[float, Interval | None]:
-    """One perplexity over another on the same tokens, with its paired interval. Raises ConfigError for others."""
+    """Ratio of two perplexities on the same tokens, with its paired interval. Raises ConfigError for other tokens."""
     if mine.digest != its.digest or (mine.window, mine.stride) != (its.window, its.stride):
         raise ConfigError("perplexities of different tokens or windows cannot be divided; use bits per byte")
     a, counts = mine.blocks()

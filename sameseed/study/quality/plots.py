@@ -1,4 +1,4 @@
-"""A comparison as two pictures, a page each: what a format costs in quality and acceptance, and what it buys."""
+"""Plots of a comparison on two pages: quality and acceptance of each variant, and its size and speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sameseed.study.plot import COLOURS, STYLE, plot_paths, save
 from sameseed.study.quality.speed import CHAIN
 from sameseed.study.quality.tables import Figure, Record, figures
 
-Panel = tuple[str, Mapping[str, str], float]  # title; names of figures by what they are called here; where bars begin
+Panel = tuple[str, Mapping[str, str], float]  # title; figure names by legend label; value at which bars begin
 RATIO: Panel = ("Perplexity over the baseline's", {"": "  over the baseline's"}, 1.0)
 BITS: Panel = ("Bits a byte", {"": "bits a byte"}, 0.0)
 ACCEPTANCE: tuple[Panel, ...] = (
@@ -34,12 +34,12 @@ COST: tuple[Panel, ...] = (
 
 
 def page_paths(path: Path) -> list[Path]:
-    """The pages that are written for `path`: NAME-quality and NAME-cost, as .png and .svg. Raises ConfigError."""
+    """Paths of the pages for `path`: NAME-quality and NAME-cost, each as .png and .svg. Raises ConfigError."""
     return [p for page in ("quality", "cost") for p in plot_paths(path.with_stem(f"{path.stem}-{page}"))]
 
 
 def plot(records: Seq[Record], path: Path) -> list[Path]:
-    """Write both pages of a comparison's records; returns their paths."""
+    """Plot a comparison's records on both pages; returns the paths of the files."""
     paths = page_paths(path)
     import matplotlib
 
@@ -70,7 +70,7 @@ def plot(records: Seq[Record], path: Path) -> list[Path]:
 
 
 def _bars(panel: Any, found: Seq[Mapping[str, Figure]], series: Mapping[str, str], start: float) -> None:
-    """Horizontal bars, a group for each variant and a bar for each series, with intervals and values."""
+    """Horizontal bars with intervals and values: one group per variant, one bar per series."""
     step = 0.8 / len(series)
     for s, (name, wanted) in enumerate(series.items()):
         for i, its in enumerate(found):

@@ -1,4 +1,4 @@
-"""Records of evaluations: one model, one line, of `EVAL_SCHEMA`; a comparison writes one for each variant."""
+"""Records of evaluations (`EVAL_SCHEMA`): one per model; a comparison writes one per variant."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_record(
     config: Mapping[str, Any],
     comparison: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The record of one evaluated model; `config` says what else it depends on."""
+    """The record of one evaluated model. `config`: further settings that the results depend on."""
     return {
         "schema": EVAL_SCHEMA,
         "run": record.now(),

@@ -1,11 +1,11 @@
-"""Run generated code in a process of its own with hard limits: a guard against accidents, not against an attacker.
+"""Run generated code in its own process with hard limits: a guard against accidents, not against an attacker.
 
-The process has a fresh temporary folder, an empty environment, the standard library only, limits of time, processor
-time, address space, size of each file (not of all together), open files and processes, and no network (a namespace of
-its own where the system allows one). An audit hook refuses processes, threads, sockets, signals, databases, and
-reading, writing and listing files outside its folder and Python's own; it does not hide whether a file exists elsewhere
-(`os.stat`). It is the leader of a session that is killed as a group. Code of a model that may be hostile belongs into a
-container or a virtual machine all the same.
+The process has a fresh temporary folder, a minimal environment and only the standard library. It has limits of wall
+time, CPU time, address space, size of each file (not of all files together), open files and processes. It has no
+network (its own namespace, if the system allows one). An audit hook refuses processes, threads, sockets, signals,
+databases, and reading, writing and listing files outside its folder and Python's own. The hook does not hide whether a
+file exists elsewhere (`os.stat`). The process leads its own session, which is killed as a group. Code from a possibly
+hostile model still belongs in a container or a virtual machine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sameseed.errors import ConfigError
 GUARD = Path(__file__).with_name("_guard.py")
 
 
-RLIMITS = {  # besides the processor's seconds; bytes
+RLIMITS = {  # besides CPU seconds; sizes in bytes
     "AS": 512 << 20,
     "DATA": 512 << 20,
     "FSIZE": 4 << 20,
     "NOFILE": 32,
-    "NPROC": 0,  # no process or thread may be added to the one that runs (the superuser's are not counted)
+    "NPROC": 0,  # no further process or thread (not enforced for root)
     "CORE": 0,
     "MEMLOCK": 0,
     "MSGQUEUE": 0,
@@ -43,16 +43,16 @@ RLIMITS = {  # besides the processor's seconds; bytes
 
 @dataclass(frozen=True)
 class SandboxOutcome:
-    """Did the program run to its end without an error? If not, why not, in a line."""
+    """Whether the program ran to its end without an error; if not, the error in one line."""
 
     passed: bool
     error: str | None = None
 
 
 def run(program: str, seconds: float = 10.0) -> SandboxOutcome:
-    """Run a Python program for at most `seconds` of wall and of processor time.
+    """Run a Python program for at most `seconds` of wall time and of CPU time.
 
-    Raises ConfigError where the system has no such limits.
+    Raises ConfigError on systems without such limits.
     """
     if os.name != "posix":
         raise ConfigError("generated code runs only where processes can be limited (Linux, macOS); use one of these")
@@ -63,20 +63,20 @@ def run(program: str, seconds: float = 10.0) -> SandboxOutcome:
             Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
             job = {"pipe": writing, "token": token, "limits": {**RLIMITS, "CPU": math.ceil(seconds)}}
             ended = _start(folder, writing, json.dumps(job), seconds)
-        os.set_blocking(reading, False)  # what the program left behind may hold the other end
+        os.set_blocking(reading, False)  # a leftover process of the program may still hold the other end
         with suppress(BlockingIOError):
             answer = os.read(reading, 1 << 16)
     finally:
         os.close(reading)
         os.close(writing)
-    said, _, error = answer.partition(b"\n")  # anything may have been written there
+    said, _, error = answer.partition(b"\n")  # the program may have written anything: check the token
     if said == token.encode():
         return SandboxOutcome(not error, error.decode(errors="replace") or None)
     return SandboxOutcome(False, ended)
 
 
 def _start(folder: str, pipe: int, job: str, seconds: float) -> str:
-    """Run the guard; returns how it ended, in words."""
+    """Run the guard process; returns how it ended, in words."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(GUARD)],
         stdin=subprocess.PIPE,
@@ -101,7 +101,7 @@ def _start(folder: str, pipe: int, job: str, seconds: float) -> str:
 
 
 def run_all(programs: Iterable[str], tick: Callable[[], None] = lambda: None) -> list[SandboxOutcome]:
-    """Run several programs, as many at once as there are processors; outcomes in order."""
+    """Run several programs, one per CPU core at a time; outcomes in order. `tick` is called after each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     outcomes = []
     pool = ThreadPoolExecutor(cores)
@@ -110,5 +110,5 @@ def run_all(programs: Iterable[str], tick: Callable[[], None] = lambda: None) ->
             outcomes.append(outcome)
             tick()
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, only what runs already is waited for
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, wait only for programs that already run
     return outcomes

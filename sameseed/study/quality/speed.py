@@ -1,4 +1,4 @@
-"""Speed and acceptance of variants: all are loaded, and take turns at every batch, so that a drift hits all alike."""
+"""Speed and acceptance of variants: all are loaded and interleaved batch by batch, so that drift affects all alike."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sameseed.study.quality.bootstrap import Interval, ratio_interval
 from sameseed.study.quality.variant import Variant, stored
 from sameseed.study.workload import PLAIN, Arm
 
-CHAIN = 8  # rows of c(8)
+CHAIN = 8  # rows of the pass in c(CHAIN)
 CONTEXT = 256
 ROUNDS = 15
 
 
 @dataclass(frozen=True)
 class DraftAcceptance:
-    """Of a run with a draft: accepted over drafted tokens, their interval over prompts, and tokens a draft yields."""
+    """Acceptance in a run with a draft: acceptance rate with an interval over prompts, and tokens per draft."""
 
     acceptance_rate: float | None
     interval: Interval | None
@@ -39,7 +39,7 @@ class DraftAcceptance:
 
     @classmethod
     def of(cls, run: Run, seed: int) -> DraftAcceptance:
-        """From a run's counters."""
+        """Compute it from a run's counters. `seed`: of the bootstrap."""
         each = [c.metrics.spec for c in run.completions]
         interval = ratio_interval([m.num_accepted_tokens for m in each], [m.num_draft_tokens for m in each], seed)
         m = run.metrics
@@ -49,7 +49,10 @@ class DraftAcceptance:
 
 @dataclass
 class Speed:
-    """One variant's seconds: runs of plain decoding and with the draft, and passes over 1 and CHAIN rows."""
+    """Timings of one variant: runs of plain decoding (`plain`) and with the draft (`drafted`), and seconds of passes.
+
+    `one`, `chain`: seconds of passes over 1 row and over CHAIN rows. `kv_row_bytes`: bytes of one cached token.
+    """
 
     plain: list[Run]
     drafted: list[Run]
@@ -69,16 +72,16 @@ class Speed:
 
     @property
     def c(self) -> float:
-        """c(CHAIN): time of a pass over CHAIN rows over that of one row, of medians."""
+        """c(CHAIN): median time of a pass over CHAIN rows, divided by the median time over one row."""
         return median(self.chain) / median(self.one)
 
     @property
     def same_text(self) -> bool:
-        """Did the draft change nothing?"""
+        """Whether all runs generated the same texts, with and without the draft."""
         return all(run.texts == self.plain[0].texts for run in (*self.plain, *self.drafted))
 
     def as_dict(self) -> dict[str, Any]:
-        """For a record."""
+        """Plain data for a record."""
         return {
             "tokens_per_s": self.tokens_per_s,
             "drafted_tokens_per_s": self.drafted_tokens_per_s,
@@ -94,7 +97,7 @@ class Speed:
 
 
 def drafts_for_itself(variant: Variant, spec: SpecConfig) -> bool:
-    """Is the draft this very model in as many bits? It would agree with itself and save nothing."""
+    """Whether the draft is the variant's own model in no fewer bits. Such a draft always agrees, and saves nothing."""
     if spec.model is None:
         return False
     folder = resolve_model(variant.model)
@@ -112,10 +115,10 @@ def measure(
     repeat: int,
     tick: Callable[[], None],
 ) -> list[Speed]:
-    """Load variants; decode the prompts `repeat` times, plain and drafted, and time passes: all in turn at each batch.
+    """Load variants, decode the prompts `repeat` times with and without the draft, and time passes, all interleaved.
 
-    The draft itself, if it is among them, is drafted for by n-grams. Raises what LLM raises, RequestError for a prompt
-    that does not fit.
+    A variant that is the draft itself uses the ngram drafter instead. `tick` is called after each prompt of a variant.
+    Raises what LLM raises, RequestError for a prompt that does not fit.
     """
     ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
     params = SamplingParams(max_tokens=max_tokens, seed=0)
@@ -146,7 +149,7 @@ def measure(
 
 
 def _passes(subjects: Seq[tuple[Bench, Speed]]) -> None:
-    """Passes over one row and over CHAIN rows, in turns."""
+    """Time passes over one row and over CHAIN rows, interleaved over all variants."""
     built = []
     for bench, speed in subjects:
         model, cache = bench.llm.engine.runner.model, bench.llm.engine.runner.cache
@@ -174,10 +177,10 @@ def as_draft(
     settings: dict[str, Any],
     seed: int,
 ) -> tuple[DraftAcceptance | None, str | None]:
-    """Acceptance of the variant's weights when they draft for the baseline; None, and why, where they cannot.
+    """Acceptance with the variant as draft model for the baseline; (None, reason) if that is impossible.
 
-    None without a reason for the baseline's own weights, which agree by construction. The draft's cache has the
-    engine's format, which is the baseline's: what is measured is the weights.
+    (None, None) for the baseline's own weights, which agree by construction. The draft's KV cache has the baseline's
+    format, so only the effect of the weights is measured.
     """
     same = resolve_model(baseline.model).resolve() == resolve_model(variant.model).resolve()
     if same and QuantScheme.parse(baseline.format) == QuantScheme.parse(variant.format):

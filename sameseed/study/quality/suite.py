@@ -1,4 +1,4 @@
-"""The suite: perplexity and tasks of one loaded model, by name."""
+"""The evaluation suite: runs perplexity and tasks, chosen by name, on one loaded model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = (PERPLEXITY, *TASKS)
 
 @dataclass(frozen=True)
 class PerplexityText:
-    """What perplexity reads: the WikiText-2 test set, or a file; how its window moves; how many tokens of it."""
+    """The text for perplexity (`file`; None: the WikiText-2 test set), its window and stride, and the most tokens."""
 
     file: Path | None = None
     window: int = WINDOW
@@ -42,7 +42,7 @@ class PerplexityText:
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one model: its perplexity on the text of that name, and what each task found."""
+    """Results of one model: its perplexity on the text named `text`, and one result per task."""
 
     perplexity: Perplexity | None
     text: str | None
@@ -50,7 +50,7 @@ class Quality:
     notes: tuple[str, ...] = ()
 
     def as_dict(self, seed: int) -> dict[str, Any]:
-        """For a record."""
+        """Plain data for a record. `seed`: of the bootstrap intervals."""
         found: dict[str, Any] = {"perplexity": None, "tasks": [r.as_dict(seed) for r in self.results]}
         if self.perplexity is not None:
             p = self.perplexity
@@ -68,7 +68,7 @@ class Quality:
 
 
 def check(tasks: Seq[str], settings: TaskSettings, text: PerplexityText) -> None:
-    """Raise ConfigError for what would fail later: an unknown task, missing or odd data."""
+    """Raise ConfigError for anything that would fail later: no task, an unknown task, missing or invalid data."""
     for name in tasks:
         if name not in NAMES:
             raise ConfigError(f"no task {name!r}{nearest(name, NAMES)} (there are: {', '.join(NAMES)})")
@@ -91,7 +91,7 @@ def evaluate(
     if PERPLEXITY in tasks:
         content, name = text.read(settings.data)
         found = perplexity(llm, content, text.window, text.stride, text.tokens, partial(report, PERPLEXITY))
-        # What differs from the published protocol is said.
+        # Notes name every deviation from the published protocol.
         if found.window < text.window:
             notes.append(
                 f"the model's context is {found.window} tokens: windows are clipped to it (asked for: {text.window})"

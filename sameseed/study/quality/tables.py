@@ -1,4 +1,4 @@
-"""Evaluations as figures and as tables for people, from their records."""
+"""Tables of evaluation results, made from their records."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LEGEND = (
     f"c({CHAIN}): time of a pass over {CHAIN} tokens against one, {CONTEXT} cached"
 )
 NOT_IN_DOCS = ("checkpoint MB", "KV bytes a token", "memory added MB", "bits a byte")
-NAMES_WIDTH, COLUMN_WIDTH = 24, 21  # of the figures' names; of a variant, whose widest cell is an interval
+NAMES_WIDTH, COLUMN_WIDTH = 24, 21  # characters of the names' column, and of a variant's (its intervals are widest)
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure as it is written: its format, its value and 95 % interval, and what stands where it has no value."""
+    """A value for a table: number format `form`, value, 95 % interval, and the text `missing` shown without a value."""
 
     form: str
     value: float | None
@@ -33,11 +33,11 @@ class Figure:
 
     @classmethod
     def of(cls, form: str, found: Record | None, name: str = "value", missing: str = "not finite") -> Figure:
-        """From a part of a record, which may be missing as a whole."""
+        """Make it from a part of a record; the whole part may be missing (None)."""
         return cls(form, None) if found is None else cls(form, found[name], found["interval"], missing)
 
     def text(self, between: str = " ") -> str:
-        """The value, and its interval in brackets."""
+        """The value with its interval in brackets, as text."""
         if self.value is None:
             return self.missing
         if self.interval is None:
@@ -47,7 +47,7 @@ class Figure:
 
 
 def figures(record: Record) -> dict[str, Figure]:
-    """All figures of one of a comparison's records, by name, in the order in which they are shown."""
+    """All figures of one record of a comparison, by name, in the order of the table."""
     c, p = record["comparison"], record["perplexity"]
     found = {
         "checkpoint MB": Figure(".1f", c["disk_bytes"] / 1e6),
@@ -72,7 +72,7 @@ def figures(record: Record) -> dict[str, Figure]:
 
 
 def comparison(records: Seq[Record], width: int) -> list[Table]:
-    """Figures of all variants, a column each; as many tables as a terminal of that width needs."""
+    """Tables of all variants' figures, one column per variant, split to fit a terminal of `width` characters."""
     first = records[0]
     turns = "in turns" if first["comparison"]["interleaved"] else "one after the other: not all fit in memory"
     title = f"against {first['config']['label']}; draft: {first['config']['draft']}; speed {turns}"
@@ -93,7 +93,7 @@ def comparison(records: Seq[Record], width: int) -> list[Table]:
 
 
 def compared(records: Seq[Record]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a comparison's records, a row each, the baseline first: what the docs show."""
+    """Head and rows of a comparison for the docs: one row per variant, the baseline first."""
     each = [figures(r) for r in records]
     names = [n for n in each[0] if n not in NOT_IN_DOCS and any(its[n].text() for its in each)]
     rows = [[r["config"]["label"], *(its[n].text() for n in names)] for r, its in zip(records, each, strict=True)]
@@ -101,7 +101,7 @@ def compared(records: Seq[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def quality(record: Record) -> Table:
-    """One model's figures, from its record."""
+    """Table of one model's perplexity and task scores, from its record."""
     c, p = record["config"], record["perplexity"]
     made = blank(f"{c['model']}, {c['format']}, KV {c['kv_format']}")
     for i, name in enumerate(("task", "metric", "value (95 % interval)", "n", "")):
@@ -121,7 +121,7 @@ def quality(record: Record) -> Table:
 
 
 def notes(record: Record) -> list[str]:
-    """What must be said beside a record's figures."""
+    """Notes that belong to a record's values."""
     p = record["perplexity"]
     found = [f"perplexity: {note}" for note in (p["notes"] if p else [])]
     return found + [f"{t['task']}: {note}" for t in record["tasks"] for note in t["notes"]]

@@ -1,4 +1,4 @@
-"""Tasks: questions of a data set, answers of a model, a score for each. What the tasks share is here."""
+"""What all tasks share. A task asks a model the questions of a data set, and scores each answer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Report = Callable[[str, int, int], None]  # stage, done, total
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Reports nothing."""
+    """A progress report that does nothing."""
 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What all tasks obey: where data are (None: the hub), how many questions, how answers are written.
+    """Settings of all tasks: folder of the data (None: the hub), number of questions, how answers are generated.
 
-    `chat` puts each prompt into the model's chat template, as one message of the user. `max_tokens` None is each task's
-    own. `seed` is that of sampled answers and of the intervals.
+    `chat`: put each prompt into the model's chat template, as one user message. `max_tokens` None: each task's own
+    limit. `seed`: of sampled answers and of the bootstrap intervals.
     """
 
     data: Path | None = None
@@ -42,7 +42,7 @@ class TaskSettings:
             raise ConfigError(f"--limit must be at least 1, got {self.limit}")
 
     def params(self, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
-        """Of a task whose own length and stop strings these are."""
+        """Sampling parameters for a task with its own length limit `max_tokens` and stop strings `stop`."""
         return SamplingParams(
             max_tokens=self.max_tokens or max_tokens,
             temperature=self.temperature,
@@ -54,7 +54,7 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task found: `scores`, one a question in the data's order, 0 to 1; `extra` says more, by name."""
+    """Result of a task. `scores`: one per question, in the data's order, 0 to 1. `extra`: further values by name."""
 
     task: str
     metric: str
@@ -71,13 +71,13 @@ class TaskResult:
         return mean_interval(self.scores, seed)
 
     def as_dict(self, seed: int) -> dict[str, Any]:
-        """For a record."""
+        """Plain data for a record. `seed`: of the bootstrap interval."""
         found = {"task": self.task, "metric": self.metric, **estimate(self.value, self.interval(seed))}
         return {**found, "num_questions": len(self.scores), **self.extra, "notes": list(self.notes)}
 
 
 def counter(report: Callable[[int, int], None], total: int) -> Callable[[], None]:
-    """A tick that reports how many ticks there were, of how many."""
+    """A function that calls `report(number of calls so far, total)` at each call."""
     done = count(1)
     return lambda: report(next(done), total)
 
@@ -85,9 +85,9 @@ def counter(report: Callable[[int, int], None], total: int) -> Callable[[], None
 def answer(
     llm: LLM, prompts: Seq[Seq[int]], params: Seq[SamplingParams], report: Callable[[int, int], None]
 ) -> list[str]:
-    """What the model writes after each prompt, all together by continuous batching; "" after an empty prompt.
+    """The model's answer to each prompt, generated together by continuous batching; "" for an empty prompt.
 
-    Each prompt has a seed of its own, so that an answer does not depend on how many questions were asked.
+    Each prompt has its own seed, so that an answer does not depend on the number of questions.
     """
     jobs = [
         (tuple(prompt), replace(its, seed=((its.seed or 0) + i) % (MAX_SEED + 1)))

@@ -1,4 +1,4 @@
-"""A variant: one model as it is stored, MODEL[@FORMAT[@KVFORMAT]], and what it takes on disk and in memory."""
+"""A variant: a model in a weight format and a KV cache format, MODEL[@FORMAT[@KVFORMAT]], and its size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
 
 @dataclass(frozen=True)
 class Variant:
-    """A model in a weight format and a cache format; "auto" is what the checkpoint has, and what follows from it."""
+    """A model in a weight format and a KV cache format. "auto": the checkpoint's format, and the cache's to match."""
 
     model: str
     format: str = "auto"
@@ -30,7 +30,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Read MODEL[@FORMAT[@KVFORMAT]]; a path that exists is a model, whatever it holds.
+        """Parse MODEL[@FORMAT[@KVFORMAT]]. A path that exists is a model, even if it contains "@".
 
         Raises ConfigError or RegistryError.
         """
@@ -45,7 +45,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Its short name."""
+        """Short name for tables and messages."""
         parts = (record.model_name(self.model), self.format, f"kv {self.kv_format}")
         return " ".join(p for p in parts if p not in ("auto", "kv auto"))
 
@@ -55,14 +55,14 @@ class Variant:
         return {"format": self.format, "kv_format": self.kv_format}
 
     def disk_bytes(self) -> int:
-        """Of the checkpoint's weights as they lie there, whatever format they are loaded in."""
+        """Bytes of the checkpoint's weight files on disk, regardless of the format in which they are loaded."""
         folder = resolve_model(self.model)
         files = [folder] if folder.is_file() else next((f for p in WEIGHTS if (f := sorted(folder.glob(p)))), [])
         return sum(f.stat().st_size for f in files)
 
 
 def stored(llm: LLM) -> dict[str, str]:
-    """How a loaded model is stored and run, for a record: formats as asked, or, of "auto", as the matrices are."""
+    """Formats and backend of a loaded model, for a record. For format "auto": the formats of its matrices."""
     runner = llm.engine.runner
     formats = sorted({m.format for m in runner.model.weights.matrices})
     asked = llm.config.format
@@ -75,19 +75,19 @@ def stored(llm: LLM) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Resident bytes of a process of its own that loads a variant and writes a few tokens, and before it began."""
+    """Resident bytes of a fresh process: `before` loading a variant, and the `peak` while it loads and generates."""
 
     peak: int
     before: int
 
     @property
     def added(self) -> int:
-        """What model and engine add at their peak to an interpreter with everything imported."""
+        """Bytes that model and engine add at the peak to an interpreter with all modules imported."""
         return max(0, self.peak - self.before)
 
 
 def footprint(variant: Variant, settings: dict[str, Any], tokens: int = 16) -> Footprint:
-    """Measure a variant's memory in a fresh process. Raises ConfigError with what that process said if it fails."""
+    """Measure a variant's memory in a fresh process. Raises ConfigError with the process's last line if it fails."""
     job = {"model": variant.model, "tokens": tokens, "settings": {**settings, **variant.settings, "max_num_seqs": 1}}
     done = subprocess.run(
         [sys.executable, "-m", "sameseed.study.quality.variant"],
@@ -104,7 +104,7 @@ def footprint(variant: Variant, settings: dict[str, Any], tokens: int = 16) -> F
         raise ConfigError(f"the process that measures the memory of {variant.label} failed: {said}") from None
 
 
-if __name__ == "__main__":  # what `footprint` runs
+if __name__ == "__main__":  # run by `footprint` in a fresh process
     job = json.loads(sys.stdin.read())
     from sameseed.request import SamplingParams
     from sameseed.study import memory

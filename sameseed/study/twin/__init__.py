@@ -1,4 +1,4 @@
-"""Twins: Llamas of a real model's shape that compute a small model's function: as checkpoints, or in memory alone."""
+"""Twins: Llamas with a real model's shape that compute a small model's function, as checkpoints or in memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from sameseed.study.twin.layout import TwinLayout, make_layout
 from sameseed.study.twin.source import TwinSource
 
 SCHEMA = "sameseed.twin/1"
-RECORD = "twin.json"  # beside the weights: where the small model lies
-Texts = tuple[Mapping[str, Any], Mapping[str, Any], str]  # config.json, the record, the card
+RECORD = "twin.json"  # in the twin's folder: where in the twin the small model's weights are
+Texts = tuple[Mapping[str, Any], Mapping[str, Any], str]  # config.json, the record, the model card
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A written twin: its folder, its layout, and the bytes of its tensors."""
+    """A twin on disk: its folder, its layout, and the bytes of its tensors."""
 
     folder: Path
     layout: TwinLayout
@@ -39,7 +39,7 @@ class Twin:
 
 @dataclass(frozen=True)
 class HeadTwin:
-    """A written twin of a draft head."""
+    """The twin of a draft head on disk."""
 
     folder: Path
     head: HeadLayout
@@ -47,7 +47,7 @@ class HeadTwin:
 
 
 def find_shape(name: str) -> ModelConfig:
-    """A shape by its name, or else that of a folder with a config.json. Raises ConfigError, ModelLoadError."""
+    """A shape by its name, or the shape of a folder with a config.json. Raises ConfigError, ModelLoadError."""
     folder = Path(name)
     return read_config(folder) if folder.is_dir() and name.lower() not in NAMES else get_shape(name, "its folder")
 
@@ -64,12 +64,12 @@ def make_twin(
     progress: Progress | None = None,
     shard_bytes: int = SHARD,
 ) -> Twin:
-    """Write a checkpoint of the dimensions of `shape` (called `name`) that computes what the model `of` computes.
+    """Write a checkpoint with the dimensions of `shape` (called `name`) that computes the function of the model `of`.
 
-    The folder appears under `out` once it is whole; memory stays at some megabytes. `device` puts matrices together;
-    the file is the same from all. `progress(done, total)` counts values. Raises ConfigError where the device is not
-    here, or the model does not fit the shape, ModelSaveError where `out` is taken or the disk
-    too small (before anything is written), ModelLoadError for an unsound source.
+    `out` appears only when it is complete; the process needs a few megabytes of memory. Matrices are assembled on
+    `device`; the file is the same for all devices. `progress(done, total)` counts values. Raises ConfigError if the
+    device is missing or the model does not fit the shape, ModelSaveError if `out` is taken or the disk is too small
+    (before anything is written), ModelLoadError for an invalid source.
     """
     with open_twin(shape, of, name, seed, device) as source:
         layout = source.layout
@@ -92,9 +92,9 @@ def make_head_twin(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> HeadTwin:
-    """Write a draft head for the twin of `target` in `shape` that drafts what the head `of` drafts for `target`.
+    """Write a draft head for the twin of `target` in `shape`. It drafts the same tokens as head `of` for `target`.
 
-    `num_tokens`: its draft vocabulary (None: 32000 where that can be). Raises as `make_twin` does.
+    `num_tokens`: size of the draft vocabulary (None: 32000 if possible). Raises what `make_twin` raises.
     """
     with open_head_twin(shape, of, target, name, num_tokens, seed, device) as source:
         head = source.head
@@ -109,7 +109,7 @@ def make_head_twin(
 def open_twin(
     shape: ModelConfig, of: str, name: str = "the shape", seed: int = 0, device: str = "cpu"
 ) -> Iterator[TwinSource]:
-    """The weights of `make_twin`, computed where they are asked for. Raises as it does."""
+    """The weights of `make_twin` as a source that computes them on demand. Raises what `make_twin` raises."""
     devices.check(device)
     folder = resolve_model(of)
     config = read_config(folder)
@@ -129,7 +129,7 @@ def open_head_twin(
     seed: int = 0,
     device: str = "cpu",
 ) -> Iterator[HeadTwinSource]:
-    """The weights of `make_head_twin`, computed where they are asked for. Raises as it does."""
+    """The weights of `make_head_twin` as a source that computes them on demand. Raises what `make_head_twin` raises."""
     folder = resolve_model(of)
     raw = read_json(folder / "config.json")
     raw = raw.get("transformer_layer_config") or raw
@@ -142,7 +142,10 @@ def open_head_twin(
 def _write(
     source: TwinSource, small: Path, out: Path, texts: Texts, overwrite: bool, progress: Progress | None, shard: int
 ) -> int:
-    """Weights, the files of the folder `small`, and config.json, the record and the card; the tensors' bytes."""
+    """Write the weights, copies of the files in folder `small`, config.json, the record and the card.
+
+    Returns the bytes of the tensors.
+    """
     shape, (config, about, card) = source.layout.config, texts
     size = num_bytes(shape, source, source.shapes)
     check_room(out, size)

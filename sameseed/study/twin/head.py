@@ -1,7 +1,8 @@
 """Twins of draft heads: an EAGLE-3 head for a target's twin, which drafts what the small head drafts for the target.
 
-What the twin's captured layers hold is the small target's own: live dimensions, a constant, and zeros. The rules are
-those of `layout.py`; fc brings the constant along into the head's stream, so that its padding tokens lose as well.
+The hidden states captured from the twin are those of the small target: live dimensions, a constant, and zeros. The
+rules are those of `layout.py`. fc copies the constant into the head's residual stream, so that the head's padding
+tokens get low logits too.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from sameseed.models.weights import TensorSource
 from sameseed.study.twin.layout import PENALTY, TwinLayout, make_layout
 from sameseed.study.twin.source import NONE, QUIET, Image, TwinSource
 
-DRAFT_VOCAB = 32000  # tokens of a published head for a large vocabulary
+DRAFT_VOCAB = 32000  # draft vocabulary of published heads for targets with a large vocabulary
 NAMES = "midlayer"
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Where a small head lies in a big one. `target_ids` [Vd']: the target's token of each of its own."""
+    """The placement of a small head in a big one. `target_ids` [Vd']: target token id of each draft token."""
 
-    layout: TwinLayout  # of its one layer
+    layout: TwinLayout  # of the head's one layer
     target: TwinLayout
     config: HeadConfig
     target_ids: Tensor
-    num_live: int  # tokens of the small head: the first of them
+    num_live: int  # draft tokens of the small head; they come first
 
     @property
     def raw(self) -> dict[str, Any]:
-        """config.json, but for the number type."""
+        """config.json without the dtype."""
         layers = {"eagle_aux_hidden_state_layer_ids": list(self.config.aux_layers or ()), "use_aux_hidden_state": True}
         own = {"draft_vocab_size": self.config.draft_vocab_size, "eagle_config": layers}
         return {**self.layout.raw, "architectures": ["LlamaForCausalLMEagle3"], **own}
@@ -49,10 +50,11 @@ def make_head_layout(
     num_tokens: int | None = None,
     name: str = "the shape",
 ) -> HeadLayout:
-    """Place a head (config.json `raw`; its tokens are the target's `target_ids` [Vd]) beside its target's twin.
+    """The layout of a head's twin for its target's twin. `raw`: the head's config.json.
 
-    `num_tokens`: the twin's draft vocabulary, None: as large as published ones are, where it can be padded. Raises
-    ConfigError where the head is of a kind, or has dimensions, of which no twin is exact.
+    `target_ids` [Vd]: target token id of each draft token of the head; None: the same ids. `num_tokens`: draft
+    vocabulary of the twin; None: DRAFT_VOCAB, if the vocabulary can be padded. Raises ConfigError for a kind of head,
+    or dimensions, for which no exact twin exists.
     """
     head.check_target(target.small)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -82,7 +84,7 @@ def make_head_layout(
 
 
 def _draft_ids(live: Tensor, vocab_size: int, padded: bool, num_tokens: int | None) -> Tensor:
-    """Target ids of the draft's tokens: the head's own, then some that it never guesses. Raises ConfigError."""
+    """Target ids of the draft tokens: the head's own, then padding that it never drafts. Raises ConfigError."""
     free = torch.ones(vocab_size, dtype=torch.bool)
     free[live] = False
     largest = vocab_size if padded else len(live)
@@ -96,7 +98,7 @@ def _draft_ids(live: Tensor, vocab_size: int, padded: bool, num_tokens: int | No
 
 
 class HeadTwinSource(TwinSource):
-    """A `Source` of the big head. `small`: the small head's checkpoint; `target`: that of its target."""
+    """Tensor source of the big head. `small`: the small head's checkpoint. `target`: the checkpoint of its target."""
 
     def __init__(
         self,
@@ -108,10 +110,10 @@ class HeadTwinSource(TwinSource):
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
-        """`shapes`: of the tensors that the small head has (some it may share with its target), `at`: its layer."""
+        """`shapes`: of the small head's own tensors (others it shares with its target). `at`: name of its layer."""
         own = expected_tensors(head.config, NAMES)
         if "embed_tokens.weight" not in shapes:
-            del own["embed_tokens.weight"]  # the twin shares its target's, too
+            del own["embed_tokens.weight"]  # the twin also shares its target's embedding
         super().__init__(head.layout, small, seed, device, own, f"{at}.self_attn.o_proj.weight")
         self.head = head
         self._target = target
@@ -131,7 +133,7 @@ class HeadTwinSource(TwinSource):
         constant = self.layout.constant
         if name == "fc.weight" and constant is not None and start <= constant < stop:
             out[constant - start] = 0
-            out[constant - start, constant] = 1  # of the first captured layer
+            out[constant - start, constant] = 1  # copies the constant of the first captured layer
         return out
 
     def _small_rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -144,7 +146,7 @@ class HeadTwinSource(TwinSource):
         return name.replace(NAMES, self._at, 1) if name.startswith(NAMES) else name
 
     def _entering(self) -> tuple[Tensor, ...]:
-        """Columns of q, k and v: normed embeddings, then normed features."""
+        """Columns of q, k and v, one tensor per copy: normed embeddings, then normed features."""
         width = self.layout.config.hidden_size
         return tuple(torch.cat([places, places + width]) for places in self._hidden())
 

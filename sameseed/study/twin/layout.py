@@ -1,18 +1,20 @@
-"""Where a small Llama lies in a big one, so that the big one computes the same function.
+"""Placement of a small Llama's weights in a big Llama, so that the big model computes the same function.
 
-Each rule below is exact: equal in real numbers, and where it can be, in floating point.
+Primed letters are dimensions of the big model. "Live" dimensions hold the small model. Each rule below is exact in real
+numbers, and in floating point wherever possible.
 
-* **Hidden.** Live dimensions come first, the others of the residual stream stay 0. The mean square is then n / C' of
-  what it was (n of C' dimensions live): eps shrinks by n / C', norm weights by sqrt(n / C').
-* **Rotary pairs.** Pair i of D / 2 turns by theta^(-2i / D): pair i D' / D of the bigger head does the same; where D'
-  is no multiple of D, pair i does under theta^(D' / D).
-* **Softmax scale.** D'^-0.5 instead of D^-0.5 asks for queries larger by r = sqrt(D' / D). A power of two goes into
-  the weights. What else there is of r would round every weight; instead the residual stream has a second copy, whose
-  norm weight is (r / power - 1) of the first's: the same weights on both copies add up to r.
-* **Vocabulary.** One more hidden dimension holds a constant c: c^2 takes the place of a part of eps, so that norms
-  still agree. The rows of padding tokens are negative there and 0 on what lives: their logits are far below 0.
-* **Heads, neurons, layers.** What is surplus is random and works, but its values (v) or its up projection are 0, whole
-  rows of zeros, which every number format keeps: exact zeros meet random output weights.
+* **Hidden.** Live dimensions come first; the other dimensions of the residual stream stay 0. With n of C' dimensions
+  live, the mean square shrinks to n / C' of its value. So eps is scaled by n / C', and norm weights by sqrt(n / C').
+* **Rotary pairs.** Pair i of D / 2 rotates by theta^(-2i / D), as pair i D' / D of the bigger head does. If D' is no
+  multiple of D, theta becomes theta^(D' / D), and pair i stays pair i.
+* **Softmax scale.** The scale is D'^-0.5 instead of D^-0.5, so queries must be larger by r = sqrt(D' / D). The largest
+  power of two in r goes into the weights. Multiplying by the rest of r would round every weight. Instead the residual
+  stream has a second copy, with (r / power - 1) times the first copy's norm weight. The same weights on both copies
+  add up to r.
+* **Vocabulary.** One more hidden dimension holds a constant c. c^2 replaces a part of eps, so that norms still agree.
+  LM head rows of padding tokens are negative there and 0 in live dimensions: their logits are far below 0.
+* **Heads, neurons, layers.** Surplus ones are random, but their values (v) or up projections are rows of zeros, which
+  every number format keeps exactly. So random output weights multiply exact zeros.
 """
 
 from __future__ import annotations
@@ -25,33 +27,36 @@ from typing import Any
 from sameseed.errors import ConfigError
 from sameseed.models.config import LLAMA, ModelConfig, parse_config, sizes_of
 
-ALIGN = 128  # live dimensions begin at multiples of the largest group of a number format, to share scales with nobody
-SIGNAL = 32.0  # the constant after the last norm, times the root mean square of the (small) stream there
-PENALTY = 256.0  # what padding tokens have against it: logit -SIGNAL * PENALTY / root mean square
+ALIGN = 128  # live dimensions start at multiples of the largest quantization group, so that they share no scale
+SIGNAL = 32.0  # the constant after the last norm is SIGNAL / (root mean square of the small model's stream there)
+PENALTY = 256.0  # negative LM head weight of padding tokens on the constant: logit -SIGNAL * PENALTY / RMS
 SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-MAX_THETA = 1e30  # beyond, float32 loses frequencies
+MAX_THETA = 1e30  # above this, float32 loses frequencies
 
 
 @dataclass(frozen=True)
 class TwinLayout:
-    """A small model's places in a big one of `config`. Tuples over the big model say what of the small one is there."""
+    """The placement of a small model in a big model with `config`.
+
+    `heads` and `kv_heads` have one entry per head of the big model: the head of the small model placed there.
+    """
 
     small: ModelConfig
     config: ModelConfig
-    raw: Mapping[str, Any]  # config.json of the big one, but for its number type
-    copies: tuple[int, ...]  # hidden dimension that each copy of the stream begins at
+    raw: Mapping[str, Any]  # config.json of the big model, without the dtype
+    copies: tuple[int, ...]  # first hidden dimension of each copy of the residual stream
     constant: int | None  # hidden dimension of the constant
     constant_value: float
     norm_scale: float
     query_scale: float  # a power of two
-    copy_share: float  # norm weight of the second copy before q, over the first's
-    layers: tuple[int, ...]  # [L] layer of the big model
-    heads: tuple[int | None, ...]  # [H'] head of the small model, None: surplus
-    kv_heads: tuple[int | None, ...]  # [Hk']
-    pairs: tuple[int, ...]  # [D] dimension of the big head for each of a small query or key
+    copy_share: float  # norm weight of the second copy before q, divided by the first copy's
+    layers: tuple[int, ...]  # [L] layer of the big model for each layer of the small model
+    heads: tuple[int | None, ...]  # [H'] query head of the small model; None: surplus head
+    kv_heads: tuple[int | None, ...]  # [Hk'] KV head of the small model; None: surplus head
+    pairs: tuple[int, ...]  # [D] dimension of the big head for each dimension of a small query or key
 
     def as_dict(self) -> dict[str, Any]:
-        """What a record of the twin says: where heads and other readers of its hidden states find the small one's."""
+        """Plain data for the twin's record: tells readers, e.g. draft heads, where the small hidden states are."""
         return {
             "hidden_offsets": list(self.copies),
             "hidden_size": self.small.hidden_size,
@@ -68,9 +73,9 @@ class TwinLayout:
 
 
 def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], name: str = "the shape") -> TwinLayout:
-    """Place a model of `small` (whose config.json is `raw`) in the dimensions of `shape`, called `name`.
+    """Place a model with config `small` (config.json: `raw`) in the dimensions of `shape`, called `name`.
 
-    Raises ConfigError naming the dimension that is too small, or what a Llama of that shape cannot express.
+    Raises ConfigError naming the dimension that is too small, or the feature that a Llama of that shape lacks.
     """
     heads, kv_heads = _place_heads(small, shape, name)
     ratio = shape.head_dim / small.head_dim
@@ -79,7 +84,7 @@ def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], 
     copies, constant = _place(small, shape, 2 if share else 1, name)
     live = len(copies) * small.hidden_size
     padded = shape.vocab_size > small.vocab_size
-    # The constant takes a part of eps, at most half of it: what is left still guards against division by 0.
+    # The constant replaces at most half of eps; the rest of eps still guards against division by 0.
     value = 2.0 ** math.floor(math.log2(small.rms_eps * live / 2) / 2) if padded else 0.0
     eps = (small.rms_eps * live - value**2) / shape.hidden_size
     theta, pairs = _rotary(small, shape.head_dim)
@@ -120,7 +125,7 @@ def _raw_config(shape: ModelConfig, raw: Mapping[str, Any], eps: float, theta: f
 def _place_heads(
     small: ModelConfig, shape: ModelConfig, name: str
 ) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Query and KV heads of the big model, as in TwinLayout. Raises ConfigError for what does not fit."""
+    """`heads` and `kv_heads` of a TwinLayout. Raises ConfigError for features or dimensions that do not fit."""
     for there, what in (
         (small.qkv_bias or small.o_bias or small.mlp_bias, "biases"),
         (small.qk_norm, "norms of queries and keys"),
@@ -147,14 +152,17 @@ def _place_heads(
     kv_heads = [i // spread if i < small.num_kv_heads * spread else None for i in range(shape.num_kv_heads)]
     heads: list[int | None] = []
     for i, kv in enumerate(kv_heads):
-        first = i % spread * big_group  # among the query heads of the small KV head
+        first = i % spread * big_group  # index among the query heads of the small model's KV head
         within = range(first, first + big_group)
         heads += [None if kv is None or j >= group else kv * group + j for j in within]
     return tuple(heads), tuple(kv_heads)
 
 
 def _place(small: ModelConfig, shape: ModelConfig, count: int, name: str) -> tuple[tuple[int, ...], int]:
-    """First dimensions of the copies of the stream, and that of the constant: aligned, or packed where that is all."""
+    """First dimension of each copy of the residual stream, and the constant's dimension.
+
+    Copies are aligned to ALIGN, or packed if the aligned ones do not fit. Raises ConfigError if neither fits.
+    """
     constants = int(shape.vocab_size > small.vocab_size)
     for unit in (ALIGN, 1):
         size = -(-small.hidden_size // unit) * unit
@@ -173,7 +181,10 @@ def _place(small: ModelConfig, shape: ModelConfig, count: int, name: str) -> tup
 
 
 def _rotary(small: ModelConfig, head_dim: int) -> tuple[float, tuple[int, ...]]:
-    """rope_theta, and the big head's dimension for each of the small one's, whose halves (i, i + D / 2) are pairs."""
+    """rope_theta, and the big head's dimension for each dimension of the small head. Pairs are (i, i + D / 2).
+
+    Raises ConfigError if rope_theta would be too large.
+    """
     half, theta = small.head_dim // 2, small.rope.theta
     if head_dim % small.head_dim == 0:
         step = head_dim // small.head_dim

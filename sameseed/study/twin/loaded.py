@@ -1,4 +1,4 @@
-"""A twin and its head in memory, without a file: weights are computed, stored in a format, and forgotten."""
+"""A twin and its head in memory, without files: weights are computed, and only their quantized form is kept."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def load_twins(
     name: str = "the shape",
     progress: Progress | None = None,
 ) -> Loaded:
-    """Twins in `shape` (called `name`) of the model `of` and its head, both in `config.format`, for `assemble`.
+    """Twins in `shape` (called `name`) of the model `of` and its head `head`, both in `config.format`, for `assemble`.
 
-    Raises ConfigError where memory is short, telling what is needed and what is free, and what `make_twin` raises.
+    Raises ConfigError if memory is short, with the bytes needed and free, and what `make_twin` raises.
     """
     backend, quant = ops.resolve(config.backend, config.device), QuantScheme.parse(config.format)
     with open_twin(shape, of, name) as target, open_head_twin(shape, head, of, name) as guess:

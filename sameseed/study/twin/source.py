@@ -1,4 +1,4 @@
-"""The weights of a twin, row by row: a small model's own in their places (`layout.py`), and random ones around them."""
+"""The weights of a twin, row by row: the small model's in their places (`layout.py`), random weights elsewhere."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import Shapes, TensorSource
 from sameseed.study.twin.layout import PENALTY, SIGNAL, TwinLayout
 
-# What a row is that carries none of the small model's, in a map of rows.
+# Entries of a row map for rows without weights of the small model.
 RANDOM = -1
 ZERO = -2
-QUIET = -3  # random, but 0 where inputs are not
+QUIET = -3  # random, but 0 in the columns whose inputs are not 0
 BEFORE_Q = ("input_layernorm.weight", "hidden_norm.weight")
 NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class Image:
-    """How a matrix [O, K] of the small model lies in one [O', K'] of the big one."""
+    """The placement of a matrix [O, K] of the small model in a matrix [O', K'] of the big one."""
 
-    rows: Tensor  # int64 [O']: the small row there, or RANDOM, ZERO, QUIET
-    columns: tuple[Tensor, ...]  # int64 [K] each: where a small row's values go, once for each
-    factor: float = 1.0  # what they are multiplied with: a power of two
-    muted: Tensor = NONE  # int64: further columns that are 0 in rows of the small model, and in QUIET ones
+    rows: Tensor  # int64 [O']: index of the small model's row, or RANDOM, ZERO, QUIET
+    columns: tuple[Tensor, ...]  # int64 [K] each: columns of a small row's values; each tensor holds one copy
+    factor: float = 1.0  # factor of the small model's values: a power of two
+    muted: Tensor = NONE  # int64: further columns that are 0 in rows of the small model and in QUIET rows
     constant: tuple[int, float, float] | None = None  # column of the constant; its value in small rows, in QUIET ones
 
 
 class TwinSource(RandomCheckpoint):
-    """A `Source` of the big model, in the small one's type; norms that it cannot hold exactly are float32.
+    """Tensor source of the big model, in the small model's dtype; norms that it cannot hold exactly are float32.
 
-    Random weights have variance 1/K, as a trained model's have more or less. Matrices are put together on `device`:
-    numbers are moved, halved and doubled, so that their bits are the same on all.
+    Random weights have variance 1/K, roughly as in trained models. Matrices are assembled on `device`. Values are only
+    moved and scaled by powers of two, so that the bits are the same on every device.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class TwinSource(RandomCheckpoint):
         shapes: Shapes | None = None,
         typical: str = "model.embed_tokens.weight",
     ) -> None:
-        """`shapes`: where they are not a whole model's; `typical`: the tensor of `small` whose type all have."""
+        """`shapes`: of the tensors, if not a whole model's. `typical`: the tensor of `small` whose dtype is used."""
         super().__init__(layout.config, seed, small.dtype(typical), shapes, device)
         self.shapes = self._shapes
         self.layout = layout
         self.small = small
         self._live_layer = {big: i for i, big in enumerate(layout.layers)}
-        self._image = lru_cache(maxsize=2)(self._placed_image)  # chunk after chunk of one matrix
+        self._image = lru_cache(maxsize=2)(self._placed_image)  # cached, because a matrix is read chunk by chunk
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor."""
+        """Dtype of a tensor."""
         return self.tensor(name).dtype if "norm" in name else self._dtype
 
     def tensor(self, name: str) -> Tensor:
@@ -67,12 +67,12 @@ class TwinSource(RandomCheckpoint):
         value = torch.full((at.config.hidden_size,), at.norm_scale, dtype=torch.float64)
         if self._is_live(name):
             own = self.small.tensor(self._small_name(name)).double() * at.norm_scale
-            # Only q reads the second copy: what else follows a norm would count it.
+            # Only q reads the second copy of the residual stream; other matrices after this norm must not.
             shares = (1.0, at.copy_share if name.endswith(BEFORE_Q) else 0.0)
             for first, share in zip(at.copies, shares, strict=False):
                 value[first : first + len(own)] = own * share
             if at.constant is not None:
-                last = name in ("model.norm.weight", "norm.weight")  # the one before the LM head
+                last = name in ("model.norm.weight", "norm.weight")  # the norm before the LM head
                 value[at.constant] = at.norm_scale * SIGNAL / at.constant_value if last else 0.0
         rounded = value.to(self._dtype)
         return rounded if torch.equal(rounded.double(), value) else value.float()
@@ -82,7 +82,7 @@ class TwinSource(RandomCheckpoint):
         image = self._image(name)
         rows = image.rows[start:stop]
         zero, quiet = rows == ZERO, rows == QUIET
-        if bool(zero.all()):  # most rows of many matrices: no noise is made for them
+        if bool(zero.all()):  # the common case for many matrices: skip generating noise
             return torch.zeros(stop - start, self._shapes[name][1], dtype=self._dtype, device=self._device)
         out = super().rows(name, start, stop)  # [n, K']
         if bool(zero.any()):
@@ -92,7 +92,7 @@ class TwinSource(RandomCheckpoint):
             for column in (*image.columns, image.muted):
                 part.index_fill_(1, column, 0)
             if image.constant is not None:
-                # Padding tokens: nothing random beside so large a value, which would be rounded with it.
+                # Padding tokens: no random values beside this large one, since they would share a quantization scale.
                 part.zero_()
                 part[:, image.constant[0]] = image.constant[2]
             if part is not out:
@@ -127,7 +127,7 @@ class TwinSource(RandomCheckpoint):
         return words[1] != "layers" or int(words[2]) in self._live_layer
 
     def _placed_image(self, name: str) -> Image:
-        """Where the small model lies in a matrix, its maps on the device."""
+        """The image of a matrix, with its index maps on the device."""
         kind = name.split(".")[-2].removesuffix("_proj")
         if self._is_live(name):
             image = self._make_image(kind)
@@ -137,15 +137,15 @@ class TwinSource(RandomCheckpoint):
         return replace(image, rows=image.rows.to(self._device), columns=columns, muted=image.muted.to(self._device))
 
     def _hidden(self) -> tuple[Tensor, ...]:
-        """The stream's dimensions, copy by copy."""
+        """Dimensions of the residual stream that hold the small model, one tensor per copy."""
         return tuple(torch.arange(self.layout.small.hidden_size) + first for first in self.layout.copies)
 
     def _entering(self) -> tuple[Tensor, ...]:
-        """The columns of q, k and v that read the stream, copy by copy."""
+        """Columns of q, k and v that read the residual stream, one tensor per copy."""
         return self._hidden()
 
     def _make_image(self, kind: str) -> Image:
-        """Where the small model lies in a matrix of a live layer, or of the vocabulary."""
+        """The image of a matrix of a live layer, of the embedding or of the LM head."""
         at, copies, pairs = self.layout, self._entering(), torch.tensor(self.layout.pairs)
         second = copies[1] if len(copies) > 1 else NONE
         if kind in ("embed_tokens", "lm_head"):
@@ -163,7 +163,7 @@ class TwinSource(RandomCheckpoint):
         if kind == "down":
             return Image(self._outputs(), (neurons[: at.small.intermediate_size],))
         neurons[at.small.intermediate_size :] = RANDOM if kind == "gate" else ZERO
-        return Image(neurons, self._hidden()[:1])  # the norm before it leaves 0 of a second copy
+        return Image(neurons, self._hidden()[:1])  # the norm before it sets a second copy to 0
 
     def _vocabulary(self, head: bool) -> Image:
         at = self.layout
@@ -173,16 +173,16 @@ class TwinSource(RandomCheckpoint):
         constant = None if at.constant is None else (at.constant, value, -PENALTY)
         if head:
             return Image(rows, copies[:1], constant=constant)
-        # What an embedding holds is in the stream for good: 0 but for the copies and the constant. As a tied head it
-        # adds the same to all logits of the small model's tokens.
+        # The residual stream keeps everything an embedding adds, so an embedding row is 0 except for the copies and the
+        # constant. With a tied head, the constant adds the same value to all logits of the small model's tokens.
         others = torch.ones(at.config.hidden_size, dtype=torch.bool)
         others[torch.cat(copies)] = False
         return Image(rows, copies, muted=others.nonzero().squeeze(1), constant=constant)
 
     def _head_rows(self, heads: tuple[int | None, ...], within: Tensor, spare: int, surplus: int) -> Tensor:
-        """Map of the rows of q, k or v: `within` [D] are the small head's places in a big one.
+        """Row map of q, k or v. `within` [D]: the rows of a small head inside a big head.
 
-        `spare`: what the other rows of its heads are; `surplus`: those of other heads.
+        `spare`: entry of the other rows of heads that carry a small head. `surplus`: entry of rows of all other heads.
         """
         dim, small = self.layout.config.head_dim, self.layout.small.head_dim
         rows = torch.full((len(heads), dim), surplus)
@@ -193,7 +193,7 @@ class TwinSource(RandomCheckpoint):
         return rows.view(-1)
 
     def _outputs(self) -> Tensor:
-        """Map of the rows of o and down: every copy, and nothing beside."""
+        """Row map of o and down: the small model's rows in every copy, QUIET rows elsewhere."""
         rows = torch.full((self.layout.config.hidden_size,), QUIET)
         for columns in self._hidden():
             rows[columns] = torch.arange(len(columns))
@@ -208,6 +208,6 @@ class TwinSource(RandomCheckpoint):
         for i, head in enumerate(at.heads):
             if head is not None:
                 columns[head] = places + i * at.config.head_dim
-            elif at.kv_heads[i // group] is not None:  # it reads values of the small model: nobody asked it to
+            elif at.kv_heads[i // group] is not None:  # a surplus query head on a live KV head: its output is not 0
                 muted.append(places + i * at.config.head_dim)
         return Image(self._outputs(), (columns.view(-1),), muted=torch.cat(muted) if muted else NONE)
