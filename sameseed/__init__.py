@@ -1,4 +1,4 @@
-"""sameseed guesses tokens cheaply, checks them exactly, and counts what that bought."""
+"""sameseed: an inference engine that drafts tokens cheaply, verifies them exactly, and measures the speedup."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOMES = {
     "QuantScheme": "sameseed.scheme",
 }
 
-_ELSEWHERE = {  # names of other libraries: what is here
+_ELSEWHERE = {  # names in other libraries: the names here
     **dict.fromkeys(("Llama", "LLMEngine", "AutoModelForCausalLM", "pipeline"), "LLM"),
     "AsyncLLMEngine": "AsyncLLM",
     "EngineArgs": "AsyncEngineArgs",
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> object:
     # Public names load on first use, so that `sameseed --help` does not wait for torch.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _ELSEWHERE:  # an AttributeError would lose its text where the name is imported
+    if name in _ELSEWHERE:  # the text of an AttributeError would be lost in `from sameseed import ...`
         raise ImportError(f"sameseed has no {name!r}; here it is {_ELSEWHERE[name]}")
     from sameseed.errors import nearest
 

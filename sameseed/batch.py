@@ -1,4 +1,4 @@
-"""Batch: the rows of one forward pass, as tensors, packed and ragged, never padded."""
+"""Batch: the rows of one forward pass as tensors. Sequences are packed one after the other, without padding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from torch import Tensor
 
 from sameseed import devices
 
-MAX_NODES = 64  # a row's ancestors fit one 64-bit mask
-UNKNOWN = -1  # a row's token that only the device knows (`Batch.late`)
+MAX_NODES = 64  # draft nodes per sequence: a node's ancestors fit into one 64-bit mask
+UNKNOWN = -1  # stands for a token that the host has not read (`Batch.late`)
 
 
 class Draw(NamedTuple):
-    """How the token after a row of logits is drawn: the noise's key, the temperature, the least scaled logit, and
-    whether none of this counts (greedy); `top_k` and `top_p`, 0 or less and 1 for none."""
+    """How the token after a row of logits is drawn: key of the noise, temperature (`divisor`), truncation.
+
+    `floor`: the lowest scaled logit that min-p keeps; `top_k` 0 or less and `top_p` 1 mean off. `greedy`: the token is
+    the argmax, and the other fields are ignored."""
 
     key: int  # uint64
     divisor: float
@@ -38,8 +40,8 @@ GREEDY = Draw(0, 1.0, -math.inf, True)
 class Draws:
     """How each of R rows is drawn, for a backend that chooses tokens (`Ops.choose`).
 
-    `cut` holds the rows that have a top-k, and their k - 1; `most` is the largest such k. `shares` are the rows that
-    have a top-p, with it. With `sure` it is said as well how sure the choices are.
+    `cut` holds the indices of rows with a top-k, and their k - 1; `most` is the largest k. `shares` holds (row, top-p)
+    for rows with a top-p. `sure`: the probabilities of the choices are wanted too.
     """
 
     keys: Tensor  # int64 [R]
@@ -53,7 +55,7 @@ class Draws:
 
     @classmethod
     def of(cls, rows: Seq[Draw], sure: bool = False) -> Draws:
-        """Those of rows, on the CPU."""
+        """The Draws of these rows, on the CPU."""
         keys = np.array([r.key for r in rows], np.uint64).view(np.int64)
         divisors, floors = np.array([r[1:3] for r in rows], np.float64).reshape(-1, 2).T.copy()
         cut = [(i, r.top_k - 1) for i, r in enumerate(rows) if r.top_k > 0 and not r.greedy]
@@ -69,7 +71,7 @@ class Draws:
         )
 
     def on(self, device: torch.device) -> Draws:
-        """The same on a device, by one copy; themselves where they are there already."""
+        """The same Draws on a device, moved by one copy; the object itself if it is there already."""
         if self.keys.device == device:
             return self
         return replace(self, **_moved(_tensors(self), device))
@@ -81,12 +83,13 @@ class Batch:
 
     First come its `num_pending[b]` pending rows, at positions `kv_lens[b] - num_pending[b]` .. `kv_lens[b] - 1`, then
     its draft nodes. Node i is stored at index `kv_lens[b] + i` of the sequence; its position is `kv_lens[b] + depth`.
-    `tree_mask` is 0 for a pending row; for node i, bit j says that node j is i itself or an ancestor of i (which may
-    have been stored by an earlier pass).
+    `tree_mask` is 0 for a pending row. For node i, bit j is set if node j is i itself or an ancestor of i, which an
+    earlier pass may have stored.
     `logit_rows` are the rows whose logits are wanted.
-    Where rows attend to a part of their sequence, `block_tables` and `kv_lens` are those of that part, and
-    `key_positions` count in it.
-    `late` are tokens that an earlier pass chose and the host has not read: of the rows `late_rows`, UNKNOWN above.
+    If rows attend to only a part of their sequence, `block_tables` and `kv_lens` describe that part, and
+    `key_positions` count within it.
+    `late`: tokens that an earlier pass chose on the device and the host has not read. They belong to the rows
+    `late_rows`, whose `token_ids` are UNKNOWN.
     """
 
     token_ids: Tensor  # int32 [T]
@@ -98,8 +101,8 @@ class Batch:
     block_tables: Tensor  # int32 [B, M]
     tree_mask: Tensor | None  # int64 [T]
     logit_rows: Tensor  # int32 [R]
-    key_positions: Tensor | None = None  # int32 [T]: where attention takes the rows to be, if not at `positions`
-    draws: Draws | None = None  # of the R rows, where tokens are to be chosen as well
+    key_positions: Tensor | None = None  # int32 [T]: positions for attention, if they are not `positions`
+    draws: Draws | None = None  # for the R rows, if the backend should choose tokens
     late_rows: Tensor | None = None  # int64 [n]
     late: Tensor | None = None  # int32 [n], on the device
 
@@ -116,9 +119,9 @@ class Batch:
         return self.positions if self.key_positions is None else self.key_positions
 
     def without_chains(self) -> Batch:
-        """This batch, of the CPU, with drafts that do not branch as known tokens: their rows see the same keys.
+        """This batch on the CPU, with chains of draft nodes described as pending rows, which see the same keys.
 
-        Attention gives them the same bits so (the law of rows), by blocks of keys that they share.
+        Attention computes the same bits for them (the law of rows), but can process the keys that they share in blocks.
         """
         if self.tree_mask is None:
             return self
@@ -126,7 +129,7 @@ class Batch:
         pending, known = self.num_pending.tolist(), self.kv_lens.tolist()
         branched = False
         for b, (start, end) in enumerate(itertools.pairwise(offsets)):
-            if all(mask & (mask + 1) == 0 for mask in masks[start:end]):  # each row's ancestors are all before it
+            if all(mask & (mask + 1) == 0 for mask in masks[start:end]):  # a chain: all nodes before it are ancestors
                 if start < end:
                     pending[b], known[b] = end - start, max(known[b], positions[end - 1] + 1)
                 masks[start:end] = [0] * (end - start)
@@ -137,12 +140,12 @@ class Batch:
         return replace(self, num_pending=num_pending, kv_lens=kv_lens, tree_mask=trees)
 
     def with_late(self, tokens: Tensor) -> Batch:
-        """This batch, of the CPU, with tokens int32 [n] of the device for its rows whose tokens are UNKNOWN."""
+        """This batch on the CPU, with `tokens` int32 [n] on the device for its rows whose tokens are UNKNOWN."""
         rows = np.flatnonzero(self.token_ids.numpy() == UNKNOWN)
         return replace(self, late_rows=torch.from_numpy(rows), late=tokens)
 
     def on(self, device: torch.device) -> Batch:
-        """This batch on a device, by one copy of all of it; itself where it is there already."""
+        """This batch on a device, moved by one copy; the object itself if it is there already."""
         if self.token_ids.device == device:
             if self.late is not None and self.late_rows is not None:
                 self.token_ids.index_copy_(0, self.late_rows, self.late)
@@ -161,8 +164,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Steps:
-    """What differs in the k passes of chains that B sequences write, a row each: `slots` int32 [k, B], `keys` of their
-    noise int64 [k, B]. After its last row a sequence has slots -1: the row is run again, and not stored.
+    """What differs between k passes in which B sequences write chains, one row each.
+
+    `slots` int32 [k, B], and `keys` of the noise int64 [k, B]. After its last row a sequence has slot -1: its row is
+    run again and not stored.
     """
 
     slots: NDArray[np.int32]
@@ -174,7 +179,7 @@ def _tensors(of: Batch | Draws) -> dict[str, Tensor]:
 
 
 def _moved(parts: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
-    """Tensors of the CPU, of 4 or 8 bytes a number, on a device: views of one copy."""
+    """CPU tensors with elements of 4 or 8 bytes, moved to a device: views of one copied buffer."""
     flat, starts = laid_out([x.numpy().reshape(-1).view(np.int32) for x in parts.values()])
     there, moved = devices.put(torch.from_numpy(flat), device), {}
     for (name, x), start in zip(parts.items(), starts, strict=True):
@@ -185,7 +190,7 @@ def _moved(parts: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """One sequence's part of a pass, before it becomes tensors. `nodes` and `parents` describe its draft."""
+    """One sequence's part of a pass, as plain lists. `nodes` and `parents` describe its draft."""
 
     pending: Seq[int]  # token ids
     num_cached: int
@@ -197,7 +202,7 @@ class Rows:
 
 
 def ancestor_masks(parents: Seq[int]) -> tuple[list[int], list[int]]:
-    """For each node, the 64-bit mask of itself and its ancestors, and its depth (0 for a child of the last token)."""
+    """For each node, the 64-bit mask of itself and its ancestors, and its depth (0: child of the last known token)."""
     masks: list[int] = []
     depths: list[int] = []
     for i, parent in enumerate(parents):
@@ -207,9 +212,9 @@ def ancestor_masks(parents: Seq[int]) -> tuple[list[int], list[int]]:
 
 
 def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = None) -> Batch:
-    """Lay the rows of several sequences out as one Batch. Blocks must be reserved for pending rows and nodes.
+    """Make one Batch of the rows of several sequences. Blocks must be reserved for pending rows and nodes.
 
-    It is made on the CPU, and copied to `device` where one is given: a model does that itself, where its ops begin.
+    The batch is made on the CPU, and copied to `device` if one is given. (A model copies it itself before its ops.)
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -247,12 +252,12 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
 
 
 def slots_of(blocks: Seq[int], start: int, end: int, block_size: int) -> list[int]:
-    """Places in the cache of rows start..end-1 of a sequence with these blocks."""
+    """Cache slots of rows start..end-1 of a sequence with these blocks."""
     return [blocks[i // block_size] * block_size + i % block_size for i in range(start, end)]
 
 
 def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None) -> Batch:
-    """A Batch of plain lists: token_ids .. kv_lens and logit_rows, each sequence's blocks, masks as uint64."""
+    """A Batch from plain lists: token_ids .. kv_lens and logit_rows, each sequence's blocks, masks as uint64."""
     width = max((len(own) for own in blocks), default=0)
     tables: list[int] = []
     for own in blocks:
@@ -267,10 +272,10 @@ def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None
 
 
 def int_tensors(parts: Seq[list[int]], device: torch.device | None = None) -> tuple[Tensor, ...]:
-    """Each part as a tensor int32: views of one, since a tensor costs microseconds, however short, and a copy more.
+    """Each part as an int32 tensor. All are views of one tensor, since each tensor, and each copy, costs microseconds.
 
-    Each begins at a multiple of 16 bytes, whatever its length: for addresses of other alignments a GPU's compiler would
-    make each kernel anew, a variant for every pattern.
+    Each part begins at a multiple of 16 bytes. For other alignments a GPU compiler would compile a variant of each
+    kernel for every pattern of alignments.
     """
     flat: list[int] = []
     sizes: list[int] = []
@@ -286,7 +291,7 @@ def int_tensors(parts: Seq[list[int]], device: torch.device | None = None) -> tu
 
 
 def laid_out(parts: Seq[NDArray[np.int32]]) -> tuple[NDArray[np.int32], list[int]]:
-    """Numbers int32 one part after the other, each at a multiple of 16 bytes, and where each part begins."""
+    """The parts in one int32 array, each starting at a multiple of 16 bytes, and the index where each part starts."""
     starts = [0]
     for part in parts:
         starts.append(starts[-1] + len(part) + -len(part) % 4)

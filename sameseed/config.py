@@ -1,4 +1,4 @@
-"""Settings of an engine as frozen dataclasses: each knob is a field, its flag, JSON key and docs row derive."""
+"""Settings of an engine as frozen dataclasses; flags, JSON keys and docs rows are derived from the fields."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sameseed import fields, registry
 from sameseed.errors import ConfigError
 
 MAX_DRAFT_TOKENS = 64
-GOODPUT_DRAFT_TOKENS = 12  # the most that goodput asks for, where nothing else is said
+GOODPUT_DRAFT_TOKENS = 12  # the maximum for goodput, unless another is given
 
 
 @dataclass(frozen=True)
 class CacheConfig:
     """The paged KV cache: tokens per block, blocks in all (None: what the longest requests need), storage format.
 
-    `prefix_cache`: rows of earlier texts of the same tenant serve a text that begins alike.
+    `prefix_cache`: cached rows of earlier texts of the same tenant are reused for texts with the same beginning.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
-    format: str = "auto"  # auto: bf16 or fp16 where the weights (or the checkpoint's) are, else fp32
+    format: str = "auto"  # auto: bf16 or fp16 if the weights (or the checkpoint's) are, else fp32
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -38,16 +38,16 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """How to speculate. `method` is a drafter's name, or "none"; `model` is for drafters that own one.
+    """How to speculate. `method` is a drafter's name, or "none"; `model` is for drafters that own a model.
 
-    `drafter`: a `Drafter` of one's own, an object or its class, which `method` then only names.
+    `drafter`: the user's own `Drafter`, an object or a class; `method` is then only its name.
 
-    `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability
-    of its last token falls below it. `policy`: "fixed" lengths; "history": by what was right before; "disco": while the
-    draft is likely to be right, `confidence` says how likely; or "goodput": as many as pay, none included. `options` go
-    to the drafter's own Options. `below`: the drafters that this one works with (a cascade's, or those that `first`
-    asks in turn), each with settings of its own. `overlap`: cores on which the draft model guesses on while the target
-    checks on the others; 0: it waits.
+    `num_draft_tokens`: the most draft tokens per round and sequence (0..64). `confidence`: a draft ends once the
+    drafter's probability of its last token is below this. `policy` decides draft lengths: "fixed"; "history": by the
+    acceptance of earlier drafts; "disco": as long as the whole draft is likely to be accepted, with `confidence` as the
+    threshold; or "goodput": as many tokens as pay, which may be none. `options`: the drafter's own Options. `below`:
+    the drafters below this one (a cascade's, or those that `first` asks in turn), each with its own settings.
+    `overlap`: cores on which the draft model drafts ahead while the target verifies on the others; 0: it waits.
     """
 
     method: str = "none"
@@ -78,18 +78,18 @@ class SpecConfig:
 
 
 def draft_text(spec: SpecConfig) -> str:
-    """The text that `parse_draft` reads, without settings: "ngram", "draft_model", "ngram > cascade"."""
+    """The drafter in the syntax of `parse_draft`, without settings: "ngram", "draft_model", "ngram > cascade"."""
     if spec.method != "none" and spec.drafter is None and _text(spec.method) == "A + B":
         return " + ".join(f"({draft_text(b)})" if len(b.below) == 1 else draft_text(b) for b in spec.below)
     return " > ".join([*(draft_text(b) for b in spec.below), spec.method])
 
 
 def parse_draft(text: str) -> SpecConfig:
-    """How to speculate, from text: a drafter's name, a model (a folder, a hub id, "embedded-draft"), or `name:model`.
+    """A SpecConfig from text: a drafter's name, a model (a folder, a hub id, "embedded-draft"), or `name:model`.
 
-    `a + b`: a cache first, and where it has no guess the next one. `a > m`: model m writes the draft, helped by a.
-    `+` binds more than `>`; brackets group. Which drafters serve a bare model, `>` and `+`, the drafters say
-    (`Drafter.text`). Raises ConfigError with the place.
+    `a + b`: drafter a first, and b if a has no draft. `a > m`: model m writes the draft, helped by drafter a. `+` binds
+    tighter than `>`; brackets group. `Drafter.text` says which drafter serves a bare model, `>` and `+`. Raises
+    ConfigError with the place.
     """
     if text in registry.names("drafters") or os.path.exists(os.path.expanduser(text)):
         return _atom(text)
@@ -101,7 +101,7 @@ def parse_draft(text: str) -> SpecConfig:
 
 
 def written_as(text: str) -> str:
-    """The drafter that a form of text stands for: "MODEL", "HEAD", "BLOCK", "A > MODEL", "A + B"."""
+    """The name of the drafter whose `Drafter.text` is `text`: "MODEL", "HEAD", "BLOCK", "A > MODEL", "A + B"."""
     return next(name for name in registry.names("drafters") if _text(name) == text)
 
 
@@ -111,7 +111,7 @@ def _text(name: str) -> str:
 
 
 def _chain(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
-    """`a > m > ...`: the settings, and the tokens after them."""
+    """Parse `a > m > ...`: the SpecConfig, and the tokens that follow."""
     spec, tokens = _sum(tokens, text)
     while tokens and tokens[0] == ">":
         upper, tokens = _sum(tokens[1:], text)
@@ -123,7 +123,7 @@ def _chain(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
 
 
 def _sum(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
-    """`a + b + ...`: the settings, and the tokens after them."""
+    """Parse `a + b + ...`: the SpecConfig, and the tokens that follow."""
     terms: list[SpecConfig] = []
     while not terms or (tokens and tokens[0] == "+"):
         tokens = tokens[1:] if terms else tokens
@@ -139,13 +139,13 @@ def _sum(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
         tokens = tokens[1:]
     if len(terms) == 1:
         return terms[0], tokens
-    # Each may guess as much as the whole is asked for.
+    # Each drafter may draft as many tokens as are asked for in all.
     below = tuple(replace(term, num_draft_tokens=MAX_DRAFT_TOKENS) for term in terms)
     return SpecConfig(written_as("A + B"), below=below), tokens
 
 
 def _atom(text: str) -> SpecConfig:
-    """A drafter's name, `name:model`, or a model."""
+    """Parse a drafter's name, `name:model`, or a model."""
     name, colon, model = text.partition(":")
     if name in registry.names("drafters") and (model or not colon):
         return SpecConfig(name, model or None)
@@ -154,10 +154,10 @@ def _atom(text: str) -> SpecConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits of one engine: rows of a pass, sequences at once, longest request, backend, device, number of threads.
+    """Settings of one engine: rows per pass, sequences at once, longest request, backend, device, number of threads.
 
-    `gpu_memory_utilization`: the share of a GPU's memory, all of it, that the engine may take (as vLLM's).
-    `profile`: the file of `sameseed tune` that these settings come from, which must hold here, unless `force_profile`.
+    `gpu_memory_utilization`: the share of a GPU's total memory that the engine may take (as in vLLM). `profile`: the
+    file of `sameseed tune` that these settings come from. It must fit this machine, unless `force_profile` is set.
     """
 
     max_num_rows: int = 512

@@ -1,4 +1,4 @@
-"""`sameseed demo`: guesses accepted before one's eyes, then what they bring to a model of real size."""
+"""`sameseed demo`: shows draft tokens being accepted, then measures the speedup on a model of real size."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 SHAPE = "llama-3.2-1b"
 TARGET, HEAD = "embedded-target", "embedded-head"
-CHAIN: dict[str, object] = {"top_k": 1}  # guesses one after the other: on a CPU a tree costs more than it brings
-SHOWN = ("records", "sums", "orders")  # of the embedded pair's texts those that read well
+CHAIN: dict[str, object] = {"top_k": 1}  # draft chains: on a CPU a tree costs more than it gains
+SHOWN = ("records", "sums", "orders")  # domains of the embedded models' prompts that are shown
 SHOWN_EACH = 3
 SHOWN_TOKENS, TOKENS = 96, 64
 MOST_PROMPTS = 8
-ENOUGH = 4  # prompts; fewer are told to be few
+ENOUGH = 4  # prompts; with fewer a warning is printed
 HOW: dict[str, Any] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 
 
@@ -53,7 +53,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
     name = args.shape or SHAPE
     with open_head_twin(find_shape(name), HEAD, TARGET, name):
-        pass  # a slip of the pen, or a shape that is too small, fails before anything is shown
+        pass  # a mistyped or too small shape fails before anything is shown
     console = stdout_console()
     same = show_pair(console)
     try:
@@ -69,7 +69,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def show_pair(console: Console) -> bool:
-    """Stream greedy answers with their accepted guesses marked; True if plain decoding writes the same."""
+    """Stream greedy answers with accepted draft tokens marked; True if plain decoding gives the same texts."""
     from sameseed import LLM
     from sameseed.cli.console import TextWriter, legend
     from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
@@ -103,9 +103,9 @@ def show_pair(console: Console) -> bool:
 
 
 def open_twins(args: DemoArgs, console: Console) -> tuple[Engine, Engine]:
-    """Say what is made, and make it: an engine without guesses, and one with; they share the weights.
+    """Make two engines that share weights, without and with a draft head, and print what they are.
 
-    Raises ConfigError where memory is short.
+    Raises ConfigError if memory is short.
     """
     from sameseed.cli.console import weights_progress
     from sameseed.engine.build import assemble
@@ -134,7 +134,7 @@ def open_twins(args: DemoArgs, console: Console) -> tuple[Engine, Engine]:
 
 
 def measure(plain: Engine, guessing: Engine, seconds: float, console: Console) -> bool:
-    """Both ways in turns, prompt by prompt, until the time is over; then a table; True if all texts are the same."""
+    """Run both engines in turns, prompt by prompt, until the time is up; print a table. True if all texts are equal."""
     from sameseed.cli.console import progress
     from sameseed.study.measure import Run, run_batch
     from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
@@ -157,7 +157,7 @@ def measure(plain: Engine, guessing: Engine, seconds: float, console: Console) -
 
 
 def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
-    """The table and what it says, whatever it says; True if all texts are the same."""
+    """Print the table and the conclusion; True if all texts are the same."""
     from rich.table import Table
 
     from sameseed.cli.console import show_table
@@ -193,5 +193,5 @@ def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
 
 
 def verdict(same: bool) -> str:
-    """Whether guesses changed a text, as they never may."""
+    """The text that says whether drafts changed a text, which must never happen."""
     return "Same text: [bold green]yes[/]" if same else "Same text: [bold red]NO[/], a bug, please report it"

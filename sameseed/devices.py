@@ -1,4 +1,4 @@
-"""Devices by name: whether they are here, what is free on them, and waiting for them; and what the CPU is."""
+"""Devices by name: availability, free memory, copies and synchronization; and a description of the CPU."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def cpu_name() -> str:
 
 
 def native_isa() -> str | None:
-    """Instruction set of the native kernels; None without them."""
+    """Instruction set of the native kernels; None if they are not available."""
     if "cpu" not in registry.names("ops") or (module := registry.load("ops", "cpu")).unavailable():
         return None
     return str(module.isa())
 
 
 def native_threads() -> int:
-    """Threads of the native kernels, or of PyTorch without them."""
+    """Number of threads of the native kernels, or of PyTorch if there are none."""
     if native_isa() is None:
         return torch.get_num_threads()
     from sameseed import _native
@@ -52,7 +52,7 @@ def no_cuda() -> str | None:
 
 
 def check(name: str) -> None:
-    """Raises ConfigError, with the remedy, for a device that has no such name or is not here."""
+    """Raise ConfigError, with the remedy, for an unknown device name or a device that does not exist here."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -70,7 +70,7 @@ def check(name: str) -> None:
 
 
 def title(name: str) -> str | None:
-    """What a GPU calls itself; None for a device that is none."""
+    """The product name of a GPU; None for other devices."""
     return torch.cuda.get_device_name(torch.device(name)) if name.partition(":")[0] == "cuda" else None
 
 
@@ -80,9 +80,9 @@ def free_memory(name: str) -> int:
 
 
 def memory_room(name: str, share: float) -> tuple[int, int, int]:
-    """Bytes that may be taken of a CUDA device where `share` of all it has may be: these, what is free, and all.
+    """Bytes of a CUDA device that may be taken if `share` of its memory is allowed, then its free and total bytes.
 
-    What this process holds already counts: its own weights are part of its share.
+    Memory that this process holds already counts as part of the share.
     """
     device = torch.device(name)
     free, total = (int(x) for x in torch.cuda.mem_get_info(device))
@@ -90,31 +90,31 @@ def memory_room(name: str, share: float) -> tuple[int, int, int]:
 
 
 def put(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on a device: from pinned memory, so that the host need not wait for the copy."""
+    """Copy a CPU tensor to a device, from pinned memory, so that the host need not wait for the copy."""
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 
 def put_into(there: torch.Tensor, x: torch.Tensor) -> None:
-    """Numbers of the CPU into a tensor of a device, likewise: x is not to change before the device has them."""
+    """Copy CPU tensor `x` into a device's tensor, as `put` does. `x` must not change before the copy is done."""
     there.copy_(x.pin_memory() if there.device.type == "cuda" else x, non_blocking=True)
 
 
 def read(x: torch.Tensor) -> list[Any]:
-    """A tensor's numbers: the host waits for what computes them."""
+    """A tensor's numbers as lists. The host waits for the device to compute them."""
     numbers: list[Any] = x.tolist()
     return numbers
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given: a clock read before that tells nothing."""
+    """Wait until the device has finished its work. Times measured without this are meaningless."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def describe() -> dict[str, Any]:
-    """The GPUs, or why there are none, as plain data."""
+    """The GPUs, or the reason why there are none, as plain data."""
     reason = no_cuda()
     if reason is not None:
         return {"gpus": [], "reason": reason}

@@ -31,14 +31,14 @@ class VocabularyError(SameseedError):
 
 
 class NoSuchNameError(SameseedError, AttributeError):
-    """An attribute that another library has; the text says what to write here."""
+    """An attribute that only another library has; the text says what to write instead."""
 
 
 class RegistryError(SameseedError):
-    """A name that is in no registry; the text names the nearest one that is."""
+    """A name that a registry does not have; the text names the nearest entry."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """What an error adds for a word that is not known: "; did you mean 'x'?", or nothing."""
+    """A suffix for errors about an unknown word: "; did you mean 'x'?", or "" if no known word is close."""
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Options: a frozen dataclass from plain data (a TOML table, JSON keys, flags), with errors that tell the remedy."""
+"""Makes frozen dataclasses from plain data (a TOML table, JSON keys, flags), with errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NAMES = {Mapping: "object", tuple: "list", type(None): "none"}
 
 
 def parse(kind: type[T], data: object, where: str = "") -> T:
-    """The dataclass `kind` from a mapping; tables within it are dataclasses or tuples of them.
+    """The dataclass `kind` from a mapping; nested tables become dataclasses or tuples of them.
 
-    A whole number serves as a float, and as a text (its digits). `where` opens the text of an error.
-    Raises ConfigError: a key that is unknown (with the nearest), one that is missing, a value of a wrong type.
+    A whole number is accepted for a float, and for a string (its digits). `where` begins the text of errors.
+    Raises ConfigError for an unknown key (naming the nearest), a missing key, or a value of a wrong type.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where or 'options'}: expected a table, got {data!r}")
@@ -34,7 +34,7 @@ def parse(kind: type[T], data: object, where: str = "") -> T:
 
 
 def check(options: object) -> None:
-    """Refuse a dataclass that holds a value of another type than its field. Raises ConfigError."""
+    """Raise ConfigError if a field of a dataclass holds a value of another type than the field's."""
     for name, kind in hints(type(options)).items():
         value_of(kind, getattr(options, name), name)
 
@@ -42,7 +42,7 @@ def check(options: object) -> None:
 def check_keys(
     given: Iterable[str], known: Iterable[str], where: str = "", error: type[SameseedError] = ConfigError
 ) -> None:
-    """Refuse a key that is not known, with the nearest. Raises `error`."""
+    """Raise `error` for an unknown key, naming the nearest known one."""
     known = tuple(known)
     for key in given:
         if key not in known:
@@ -51,7 +51,10 @@ def check_keys(
 
 
 def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
-    """A value as the type `kind`: a class, a union of classes, `tuple[X, ...]`, a mapping, a dataclass."""
+    """The value as type `kind`: a class, a union of classes, `tuple[X, ...]`, a mapping, a dataclass.
+
+    Raises ConfigError for a value of another type.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         for choice in arguments:

@@ -1,4 +1,4 @@
-"""Words of vLLM, transformers and llama.cpp: the word here, or why there is none (docs/guides/coming-from.md)."""
+"""Names from vLLM, transformers and llama.cpp: the name here, or why there is none (docs/guides/coming-from.md)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from sameseed.errors import ConfigError, NoSuchNameError, RequestError, Sameseed
 
 @dataclass(frozen=True)
 class Word:
-    """`here`: the same thing in sameseed. `values`: their names of values, and ours. `same`: values that ask for what
-    is so anyway. `why`: what to do instead. A Word with nothing in it changes no text: any value is dropped.
+    """A name in another library. `here`: the name in sameseed. `values`: the other library's values, and ours.
+
+    `same`: values that ask for what sameseed does anyway. `why`: what to do instead. An empty Word has no effect on
+    texts: any value is dropped.
     """
 
     here: str = ""
@@ -73,7 +75,7 @@ SPECULATIVE: Mapping[str, Word] = {
     "num_speculative_tokens": Word("num_draft_tokens"),
     "draft_tensor_parallel_size": Word(same=(1,), why=_ONE_DEVICE),
 }
-OPTIONS: Mapping[str, Mapping[str, str]] = {  # of drafters: vLLM's word, ours
+OPTIONS: Mapping[str, Mapping[str, str]] = {  # by drafter: vLLM's option name, ours
     "ngram": {"prompt_lookup_min": "min_ngram", "prompt_lookup_max": "max_ngram"},
     "suffix": {
         "suffix_decoding_max_tree_depth": "max_match",
@@ -132,7 +134,7 @@ _FRONT = {
     "encode": "tokenizer.encode(text)",
     "embed": f"nothing: {SETTINGS['task'].why}",
 }
-ATTRIBUTES: Mapping[str, Mapping[str, str]] = {  # by class: their attributes and methods, and what to write
+ATTRIBUTES: Mapping[str, Mapping[str, str]] = {  # by class: the other library's attribute, what to write
     "LLM": _FRONT,
     "AsyncLLM": _FRONT,
     "Tokenizer": {
@@ -159,9 +161,9 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {  # by class: their attributes an
 def translate(
     given: Mapping[str, Any], words: Mapping[str, Word], error: type[SameseedError] = ConfigError
 ) -> dict[str, Any]:
-    """The same keywords in words of sameseed; one that is in no table stays, for who takes it to refuse.
+    """The keywords with sameseed's names. Names that are not in `words` stay unchanged, for the receiver to check.
 
-    A word given as None says nothing. Raises `error` with the right word for what cannot be had.
+    A value of None is ignored. Raises `error`, which says what to do instead, for what sameseed does not have.
     """
     made = {name: value for name, value in given.items() if name not in words}
     for name in given.keys() & words.keys():
@@ -177,7 +179,7 @@ def translate(
 
 
 def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of SamplingParams from those of others. Raises RequestError."""
+    """Keywords of SamplingParams from those of other libraries. Raises RequestError."""
     made = translate({k: v for k, v in given.items() if k != "do_sample"}, SAMPLING, RequestError)
     asked = given.get("do_sample")
     if asked is not None and bool(asked) != (made.get("temperature") not in (None, 0)):
@@ -186,7 +188,7 @@ def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of LLM (`model` and `draft` among them) from those of others. Raises ConfigError."""
+    """Settings of LLM (including `model` and `draft`) from those of other libraries. Raises ConfigError."""
     made = translate({k: v for k, v in given.items() if k != "speculative_config"}, SETTINGS)
     config = given.get("speculative_config")
     for name, value in ({} if config is None else _speculation(config)).items():
@@ -216,9 +218,9 @@ def _speculation(config: Any) -> dict[str, Any]:
 
 
 class Hinted:
-    """An object that answers others' attributes with its own words."""
+    """Base of classes whose error for another library's attribute names the attribute to use here."""
 
-    if not TYPE_CHECKING:  # type checkers would take any attribute then
+    if not TYPE_CHECKING:  # else type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> object:
             kind = type(self).__name__

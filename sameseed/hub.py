@@ -1,4 +1,7 @@
-"""One file of the hub. A hub that is silent is asked once: its own library goes on for half a minute, aloud."""
+"""Fetches a file from the Hugging Face hub.
+
+A hub that does not answer is tried only once: the hub's own library would retry for half a minute, with messages.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from pathlib import Path
 
 
 def fetch(repository: str, file: str, kind: str = "model") -> Path:
-    """Where a file is in the hub's cache, downloaded if need be; the one that is there, where the hub does not answer.
+    """The path of a file in the hub's cache, downloaded if needed. If the hub does not answer, the cached file is used.
 
-    Raises what the hub's library raises: errors of its own, and of the HTTP library that it is built on.
+    Raises what the hub's library raises: its own errors, and those of the HTTP library that it uses.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 

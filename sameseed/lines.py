@@ -1,4 +1,4 @@
-"""JSON lines: files whose lines are prompts, conversations or texts. Every fault is told with its line."""
+"""JSON lines: files whose lines are prompts, conversations or texts. Every error names the line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMS = {"messages": '{"messages": [{"role", "content"}, ...]}', "prompt": '{"pr
 
 @dataclass(frozen=True)
 class Line:
-    """One line: its place, its kind (a key of KINDS), what stands under that key, and the whole object."""
+    """One line: where it is, its number, its kind (a key of KINDS), the value of that key, and the whole object."""
 
     where: str
     number: int
@@ -26,7 +26,7 @@ class Line:
     row: Mapping[str, Any]
 
     def encode(self, tokenizer: Tokenizer, add_generation_prompt: bool = True) -> tuple[int, ...]:
-        """Its token ids, messages by the chat template. Raises ConfigError with the place."""
+        """The line's token ids; messages are rendered by the chat template. Raises ConfigError with the place."""
         try:
             if self.kind == "messages":
                 return tuple(tokenizer.chat(self.value, add_generation_prompt))
@@ -36,7 +36,7 @@ class Line:
 
 
 def objects(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
-    """Number and value of each line that is not empty. Raises ConfigError."""
+    """The number and the value of each non-empty line. Raises ConfigError for a line that is not JSON."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -46,10 +46,10 @@ def objects(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_lines(path: Path, *kinds: str) -> Iterator[Line]:
-    """The lines of a file, each of the first of these kinds that it has. Raises ConfigError."""
+    """The lines of a file. Each line is of the first of `kinds` that it has. Raises ConfigError."""
     forms = " or ".join(FORMS[kind] for kind in kinds)
     try:
-        # On "\n" only: strings may hold other characters that `splitlines` takes for ends of lines.
+        # Lines end at "\n" only: strings may hold other characters that `splitlines` treats as line ends.
         with path.open(encoding="utf-8", newline="\n") as opened:
             for number, row in objects(opened, path):
                 keys = row if isinstance(row, dict) else {}

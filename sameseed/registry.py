@@ -1,7 +1,8 @@
-"""Registries: a folder of modules, one entry a file. The file's name is the key, and a file is loaded on first use.
+"""Registries: a folder of modules, one entry per file. The file's name is the key; a file is loaded on first use.
 
-A file whose name begins with an underscore is no entry. An installed package adds entries by entry points of the group
-`sameseed.<registry>` (`sameseed.drafters`, `sameseed.formats`): each names a module like those in the folder.
+A file whose name begins with an underscore is not an entry. An installed package can add entries by entry points of the
+group `sameseed.<registry>` (`sameseed.drafters`, `sameseed.formats`), each of which names a module like those in the
+folder.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ log = logging.getLogger("sameseed")
 
 @cache
 def names(registry: str) -> tuple[str, ...]:
-    """Names of a registry's entries, sorted; nothing is imported. Raises RegistryError where two have the same."""
+    """The sorted names of a registry's entries; imports nothing. Raises RegistryError if two entries share a name."""
     return tuple(sorted({*_own(registry), *_installed(registry)}))
 
 
 @cache
 def load(registry: str, name: str) -> ModuleType:
-    """The module of one entry. Raises RegistryError that suggests the nearest name."""
+    """The module of one entry. Raises RegistryError, which suggests the nearest name."""
     known = names(registry)
     if name not in known:
         there = f"{nearest(name, known)} (there are: {', '.join(known)})"
@@ -43,7 +44,7 @@ def load(registry: str, name: str) -> ModuleType:
 
 @cache
 def loaded(registry: str) -> dict[str, ModuleType]:
-    """All entries by name that can be loaded; one of another package that cannot is left out, with a warning."""
+    """All loadable entries by name. An entry of another package that cannot be loaded is left out, with a warning."""
     found = dict[str, ModuleType]()
     for name in names(registry):
         try:

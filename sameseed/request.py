@@ -1,4 +1,4 @@
-"""What a user asks (Request, SamplingParams), how it runs (Sequence) and what comes back (Completion). Pure Python."""
+"""What a user asks for (Request, SamplingParams), how it runs (Sequence), and the result (Completion). Pure Python."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sameseed import fields, habits
 from sameseed.errors import RequestError
 
 MAX_SEED = 2**63 - 1
-MAX_CONTEXT = 2**31 - 1  # tokens, where no model says less
+MAX_CONTEXT = 2**31 - 1  # tokens, unless a model has a smaller limit
 
 
 T = TypeVar("T")
 
 
 def _in_any_words(cls: type[T]) -> type[T]:
-    """The same dataclass, which takes keywords in words of other libraries too. Raises RequestError."""
+    """Class decorator: the dataclass also accepts keyword names of other libraries. Raises RequestError."""
     init: Any = cls.__init__
     known = fields.hints(cls)
 
@@ -39,11 +39,11 @@ def _in_any_words(cls: type[T]) -> type[T]:
 class SamplingParams:
     """How tokens are chosen. The defaults are greedy decoding of at most 128 tokens.
 
-    `top_k` 0 or -1 means off; `seed=None` draws one, and the completion reports it. `n` asks for n completions: the
-    first uses the seed itself, the others seeds derived from it. `logprobs=m` returns, for each token, its
-    log-probability under the processed distribution and those of the m likeliest tokens. `allowed_token_ids` and
-    `banned_token_ids` restrict the vocabulary. `skip_special_tokens=False` spells special tokens in the text. Raises
-    RequestError for a value out of range.
+    `top_k` 0 or -1 means off. With `seed=None` a random seed is drawn, and the completion reports it. `n` asks for n
+    completions: the first uses the seed itself, the others use seeds derived from it. `logprobs=m` returns, for each
+    token, its log-probability under the processed distribution and those of the m likeliest tokens.
+    `allowed_token_ids` and `banned_token_ids` restrict the vocabulary. `skip_special_tokens=False` spells out special
+    tokens in the text. Raises RequestError for a value out of range.
     """
 
     max_tokens: int = 128
@@ -110,7 +110,7 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def ending(self, eos_token_ids: Iterable[int]) -> set[int]:
-        """The tokens with which a text ends; `eos_token_ids`: the model's."""
+        """The tokens that end a text; `eos_token_ids`: those of the model."""
         return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
 
 
@@ -136,7 +136,7 @@ SPECULATION_POLICIES = ("off", "fixed", "history", "disco", "goodput")
 
 @dataclass(frozen=True)
 class Speculation:
-    """How to draft for a request: a policy (one of SPECULATION_POLICIES; None: the engine's), most tokens a round."""
+    """How to draft for a request: a policy (one of SPECULATION_POLICIES; None: the engine's), most tokens per round."""
 
     policy: str | None = None
     num_draft_tokens: int | None = None
@@ -148,7 +148,7 @@ class Speculation:
             _check_int("speculation: num_draft_tokens", self.num_draft_tokens, 0, 64)
 
     def of(self, length: int) -> int:
-        """The draft length, where the policy in charge says `length`."""
+        """The request's draft length, if its policy decides on `length`."""
         if self.policy == "off":
             return 0
         if self.num_draft_tokens is None:
@@ -157,28 +157,29 @@ class Speculation:
 
 
 class Grammar(Protocol):
-    """What a text must look like, token by token."""
+    """A constraint on a text, token by token."""
 
     def allowed(self, output: Seq[int], path: Seq[int]) -> Any:
-        """bool [V]: the tokens that may come after the output's tokens and then those of `path`, a draft's.
+        """bool [V]: the tokens that may come after the output's tokens and then the draft tokens `path`.
 
-        A function of both and of nothing else, so that looking ahead leaves no trace; it may remember what it found.
+        The result must depend on these two arguments only, so that draft tokens have no lasting effect. Caching is
+        allowed.
         """
 
     def another(self) -> Grammar:
-        """The same grammar for another reader of the text, which may be in another thread: a drafter."""
+        """The same grammar for another user of the text, e.g. a drafter, which may run in another thread."""
 
 
 @dataclass(frozen=True)
 class Request:
     """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
 
-    `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
-    `owner`: who asked. Where not all can run, owners get equal shares, however many requests each has.
-    `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
-    `grammar`: what the text must look like. `priority`: where not all can run, lower goes first; others are not kept
-    waiting without end. `detailed`: its metrics list every draft. `streamed`: tokens are given out as they come, not at
-    the end.
+    `tenant`: whose data this is. What drafters and caches keep of one tenant's texts is not used for other tenants,
+    unless that is asked for. `owner`: who sent the request. If not all requests can run at once, owners get equal
+    shares, however many requests each has. `priority`: if not all can run at once, lower values go first, but no
+    request waits forever. `score_prompt`: return log-probabilities of the prompt's tokens too (with `params.logprobs`).
+    `grammar`: a constraint on the text. `detailed`: metrics list every draft. `streamed`: tokens are given out as they
+    are decided, not only at the end.
     """
 
     request_id: str
@@ -198,7 +199,7 @@ class Request:
 
 
 class FinishReason(str, Enum):
-    """Why a sequence ended, in OpenAI's words where it has one."""
+    """Why a sequence ended, with OpenAI's names where OpenAI has one."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -210,7 +211,7 @@ class FinishReason(str, Enum):
 
 @dataclass
 class TimeSplit:
-    """Seconds of wall time by stage; a sequence's share of a pass is the pass divided by its sequences."""
+    """Seconds of wall time by stage. A sequence's share of a step is the step's time divided by its sequences."""
 
     draft: float = 0.0
     target: float = 0.0
@@ -227,12 +228,12 @@ class TimeSplit:
 COUNTERS = (
     *("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"),
     *("num_ahead", "num_ahead_kept"),
-)  # of SpecMetrics: plain sums
+)  # fields of SpecMetrics that are plain sums
 
 
 @dataclass
 class SpecMetrics:
-    """Counters of speculation for one sequence or for a whole run (names as vLLM's)."""
+    """Counters of speculation for one sequence or for a whole run (named as in vLLM)."""
 
     num_rounds: int = 0  # passes of the target that decided tokens
     num_drafts: int = 0  # rounds with at least one drafted token
@@ -240,16 +241,16 @@ class SpecMetrics:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_rollbacks: int = 0  # rounds with at least one rejected token
-    undrafted: dict[str, int] = field(default_factory=dict)  # rounds without a draft, by why
-    num_ahead: int = 0  # rounds in which the drafter guessed on while the target checked
-    num_ahead_kept: int = 0  # of these, where the text came as it had supposed: the rest was thrown away
-    rounds: list[tuple[int, int]] | None = None  # drafted and accepted tokens of each draft, where that is kept
+    undrafted: dict[str, int] = field(default_factory=dict)  # rounds without a draft, by reason
+    num_ahead: int = 0  # rounds in which the drafter drafted ahead while the target verified
+    num_ahead_kept: int = 0  # those of them whose ahead draft was usable: the text went on as it assumed
+    rounds: list[tuple[int, int]] | None = None  # drafted and accepted tokens of each draft, if recorded
 
     def update(self, num_draft: int, num_accepted: int, ahead: bool | None = None) -> None:
-        """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept.
+        """Count one round with `num_draft` draft tokens, `num_accepted` of which (a path) were accepted.
 
-        The round counts whole, also where the text ends inside its accepted path. `ahead`: None where the drafter
-        waited, else whether what it guessed meanwhile may be used.
+        All accepted tokens count, even if the text ends inside the accepted path. `ahead`: None if the drafter waited,
+        else whether the tokens that it drafted ahead are usable.
         """
         self.num_rounds += 1
         self.num_ahead += ahead is not None
@@ -292,7 +293,7 @@ class SpecMetrics:
         return self.since(SpecMetrics())
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON, with the field's metric names."""
+        """Plain data for JSON, with the usual metrics of speculative decoding added."""
         found = asdict(self)
         rounds = found.pop("rounds")
         found |= {"acceptance_rate": self.acceptance_rate, "mean_acceptance_length": self.mean_acceptance_length}
@@ -300,21 +301,21 @@ class SpecMetrics:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens; None where nothing was drafted."""
+        """Accepted over drafted tokens; None if nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """1 + accepted tokens per draft (the bonus token counts); None where nothing was drafted."""
+        """1 + accepted tokens per draft (the bonus token counts); None if nothing was drafted."""
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """A running request: `token_ids` known so far, of which the first `num_cached` have their keys and values stored.
+    """A running request. `token_ids` are known so far; keys and values of the first `num_cached` are in the cache.
 
-    The rest is pending. `blocks` are the cache blocks that belong to it. A prompt is a sequence with many pending
-    tokens; decoding is one with a single pending token: there are no phases.
+    The other tokens are pending. `blocks` are the sequence's cache blocks. There are no separate phases: prefill is a
+    sequence with many pending tokens, decoding is a sequence with one pending token.
     """
 
     seq_id: int
@@ -326,22 +327,22 @@ class Sequence:
     num_prompt: int = field(init=False)
     speculation: Speculation | None = None
     num_cached: int = 0
-    context: int = MAX_CONTEXT  # tokens that the model can take; who runs it says
+    context: int = MAX_CONTEXT  # most tokens that the model can take; set by what runs the sequence
     blocks: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of the beginnings of its text, by full blocks
-    num_known: int = 0  # blocks of it that others may find: the first ones
-    num_shared: int = 0  # tokens of the prompt whose rows were there already when it started
+    digests: list[bytes] = field(default_factory=list)  # prefix digests of its text, one per full block
+    num_known: int = 0  # its first blocks that are in the prefix table, so that others may find them
+    num_shared: int = 0  # tokens whose rows were found in the prefix cache
     priority: int = 0  # lower goes first
-    owner: str = ""  # within a priority, fair between owners
+    owner: str = ""  # within a priority, scheduling is fair between owners
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     times: TimeSplit = field(default_factory=TimeSplit)
     num_preemptions: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     grammar: Grammar | None = None
-    ruled_out: bool = False  # did it fail because its own request left no token?
-    script: Seq[int] = ()  # tokens that are decided already, from the first on, and yet to be scored
-    state: object = None  # what the sampler keeps between rounds (penalty counts); derived, may be dropped
+    ruled_out: bool = False  # did it fail because its request's own constraints left no token?
+    script: Seq[int] = ()  # tokens that are decided already, from the first on, and are to be scored
+    state: object = None  # the sampler's state between rounds (penalty counts); derived data that may be dropped
 
     def __post_init__(self, known: Seq[int]) -> None:
         self.token_ids = list(known)
@@ -365,17 +366,17 @@ class Sequence:
 
     @property
     def num_scripted(self) -> int:
-        """Tokens that come next and are decided already."""
+        """Number of next tokens that are decided already."""
         return max(0, len(self.script) - len(self.token_ids))
 
     @property
     def draft_depth(self) -> int:
-        """The longest path of a draft that can be of use: one token less than may still be written."""
+        """The longest useful path of a draft: one token less than may still be written."""
         return max(0, self.max_len - len(self.token_ids) - 1)
 
     @property
     def max_len(self) -> int:
-        """The longest that it may become, in tokens."""
+        """The most tokens that the sequence may have."""
         return min(self.num_prompt + self.params.max_tokens, self.context)
 
 
@@ -390,7 +391,7 @@ class TokenLogprob(habits.Hinted):
 
 @dataclass(frozen=True)
 class Metrics:
-    """What one completion cost. Times in seconds; `time_split` sums to the sequence's share of the engine's time."""
+    """Costs of one completion. Times are in seconds; `time_split` sums to the sequence's share of the engine's time."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -400,8 +401,8 @@ class Metrics:
     time_per_output_token: float
     total_time: float
     num_preemptions: int = 0
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    queue_time: float = 0.0  # until it first ran
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    queue_time: float = 0.0  # from arrival until it first ran
 
     def as_dict(self) -> dict[str, object]:
         times = ("time_to_first_token", "time_per_output_token", "total_time", "queue_time")
@@ -416,9 +417,10 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Completion(habits.Hinted):
-    """One finished text; `seed` reproduces it. levels[i] names the drafter's level that guessed output token i first,
-    None: the target wrote it itself. text_offset[i]: the character of the text at which the token begins. `n`: how many
-    its request asked for.
+    """One finished text; `seed` reproduces it.
+
+    levels[i] names the drafter's level that first drafted output token i; None: the target's own token. text_offset[i]:
+    the character of the text at which token i begins. `n`: the number of completions that the request asked for.
     """
 
     request_id: str
@@ -432,32 +434,32 @@ class Completion(habits.Hinted):
     metrics: Metrics
     levels: tuple[str | None, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all tokens of the prompt but the first
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all prompt tokens but the first
     text_offset: tuple[int, ...] = ()
-    ruled_out: bool = False  # of an error: the request itself left no token to choose
+    ruled_out: bool = False  # did it fail because the request's own constraints left no token?
     n: int = 1
     finished = True
 
     @property
     def outputs(self) -> tuple[Completion, ...]:
-        """Itself alone, where vLLM has a list of completions. Raises RequestError with n above 1."""
+        """A tuple of this completion, where vLLM has a list of completions. Raises RequestError with n above 1."""
         if self.n > 1:
             raise RequestError(f"n={self.n}: generate gives one flat list; of prompt i it is done[i * n : (i + 1) * n]")
         return (self,)
 
     def __getitem__(self, key: object) -> NoReturn:
-        """Raises RequestError: neither a list nor a dict."""
+        """Raise RequestError: a completion is neither a list nor a dict."""
         raise RequestError(f"this is one completion, so leave out [{key!r}]; its text is .text")
 
     @property
     def accepted(self) -> tuple[bool, ...]:
-        """Of each token, whether it is an accepted guess."""
+        """For each token, whether it is an accepted draft token."""
         return tuple(level is not None for level in self.levels)
 
 
 @dataclass(frozen=True)
 class SoFar:
-    """All that a completion has at some step. Text that may yet become a stop string is left out."""
+    """All output of a completion up to some step. Text that may still become a stop string is left out."""
 
     index: int
     text: str

@@ -1,6 +1,6 @@
-"""How numbers are stored: QuantTensor (a weight), KVLayer (a layer of the cache), QuantScheme (a choice for a model).
+"""How numbers are stored: QuantTensor (a weight), KVLayer (a layer of the cache), QuantScheme (a model's formats).
 
-A module of the registry `formats` holds one `FORMAT`, an object that has what `Format` below lists.
+Each module of the registry `formats` defines one `FORMAT`, an object with the attributes and methods of `Format`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from sameseed.errors import ConfigError, RegistryError, nearest
 
 DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 KQUANTS = {"q2_k": 2, "q4_k": 4, "q5_k": 5, "q6_k": 6}  # bits of a code, in super-blocks of 256 (llama.cpp)
-GROUPS = (32, 64, 128)  # values of a row that may share a scale, besides the whole row,
-CHANNEL = -1  # which is a scale per output (per channel)
-OUTLIER = 6.0  # numbers of a row beyond it are outliers, where a weight keeps these floats (LLM.int8)
-FIRST, RECENT = 32, 128  # tokens of a text that piecewise caches keep: its first ones, and a query's last ones
-TOKENS = 32  # which share a scale by channel there; FIRST is a multiple
-SMALLEST = 2.0**-100  # rows whose absmax is below are zeros: 127 / absmax would near the end of float32
+GROUPS = (32, 64, 128)  # group sizes: numbers of values along a row that share a scale
+CHANNEL = -1  # stands for a group of the whole row: one scale per output channel
+OUTLIER = 6.0  # activations of larger magnitude are outliers, for weights that keep these as floats (LLM.int8)
+FIRST, RECENT = 32, 128  # tokens that piecewise caches read as stored: a text's first ones, and a query's last ones
+TOKENS = 32  # tokens that share a scale per channel in piecewise caches; FIRST is a multiple
+SMALLEST = 2.0**-100  # rows with a smaller absmax count as zeros: 127 / absmax would come near the limit of float32
 
 
 @dataclass(frozen=True)
 class QuantArgs:
-    """How a format is to store a weight: `group` values along K share a scale (None: a row has one); zero points?
+    """How a format stores a weight: `group` values along K share a scale (None: one scale per row).
 
-    `variant`: one of the format's own ways, by the name that follows its own (nf4-dq, fp8-b128); None: the plain one.
+    `symmetric`: no zero points. `variant`: a variant of the format, by the suffix of its name (nf4-dq, fp8-b128); None:
+    the plain format.
     """
 
     group: int | None = None
@@ -42,13 +43,13 @@ class QuantArgs:
 
 @dataclass(frozen=True)
 class QuantTensor:
-    """A weight [O, K] as one format stores it; `parts` are its tensors by name (dense formats: one, "weight").
+    """A weight [O, K] stored in one format; `parts` are its tensors by name (dense formats: one, "weight").
 
-    `activations` "int8": rows of x are quantized before the product (`quantize_rows`, in the weight's groups); "fp8":
-    rounded to e4m3 (`round_rows`); "bf16": to bfloat16; "outliers": as "int8", but numbers beyond `OUTLIER` stay floats
-    (`split_outliers`); None: x stays float32. `layout` "plain" is the format's own,
-    any other one a backend's (`ops.pack`, `ops.unpack`). `order` int64 [K]: column i of codes and scales is column
-    order[i] of the weight (GPTQ's act-order); products gather x by it (`Ops.product`), `decode` puts columns back.
+    `activations` says how rows of x are rounded before the product. "int8": quantized in the weight's groups
+    (`quantize_rows`). "fp8": rounded to e4m3 (`round_rows`). "bf16": rounded to bfloat16. "outliers": as "int8", but
+    numbers beyond `OUTLIER` stay floats (`split_outliers`). None: x stays float32. `layout`: "plain" is the format's
+    own; any other is a backend's (`ops.pack`, `ops.unpack`). `order` int64 [K]: column i of codes and scales is column
+    order[i] of the weight (GPTQ's act-order). Products gather x by it (`Ops.product`); `decode` restores the columns.
     """
 
     format: str
@@ -73,9 +74,9 @@ class QuantTensor:
 class KVLayer:
     """Keys and values of one layer: k, v [num_blocks, block_size, Hk, W] in the format's storage type.
 
-    W is D, or where formats pack rows, the bytes of one (the last dimension of what `encode_kv` gives). Scales are
-    float32 [num_blocks, block_size, Hk], one per token and head, or None for formats without. `format` may name that of
-    keys and that of values apart (`kv_formats`).
+    W is D, or for formats that pack rows the bytes of a row (last dimension of the codes of `encode_kv`). Scales are
+    float32 [num_blocks, block_size, Hk], one per token and head, or None for formats without scales. `format` may name
+    separate formats for keys and values (`kv_formats`).
     """
 
     format: str
@@ -86,15 +87,15 @@ class KVLayer:
 
 
 class Format:
-    """A number format, for weights and, where `kv_dtype` is not None, for the cache. Parts of a weight lead with O.
+    """A number format, for weights and, if `kv_dtype` is not None, for the cache. The first axis of weight parts is O.
 
-    `bits`: of a code, without scales: the precision to expect; codes uint8 of 1, 2 or 4 bits are packed in files.
-    `weights`: whether it serves weights. `kv_dtype`: storage type of cached rows; `query_dtype`: to which scaled
-    queries are rounded. `options`: what a scheme may ask of it: "group", "asymmetric", "activations",
-    "activations-fp8", "activations-bf16", "activations-outliers", names of variants. `groups`: tried in turn where a
-    scheme asks for none; where none divides K, a row has one scale. `nests`: the activations for which a backend keeps
-    a weight of fewer bits apart inside one of these. `scale_parts`: those that multiply integers, in the order of a
-    product. What a format does not serve raises ConfigError.
+    `bits`: bits of a code, without scales: the precision to expect. uint8 codes of 1, 2 or 4 bits are packed in files.
+    `weights`: whether the format supports weights. `kv_dtype`: storage type of cached rows; `query_dtype`: the type to
+    which scaled queries are rounded. `options`: what a scheme may ask for: "group", "asymmetric", "activations",
+    "activations-fp8", "activations-bf16", "activations-outliers", names of variants. `groups`: group sizes tried in
+    turn if a scheme asks for none; if none divides K, a row has one scale. `nests`: the activations for which a backend
+    keeps a weight of fewer bits separately inside a weight of this format. `scale_parts`: the parts that multiply
+    integers, in the order of a product. Methods for what a format does not support raise ConfigError.
     """
 
     name: str
@@ -108,19 +109,19 @@ class Format:
     scale_parts: tuple[str, ...] = ("scales",)
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
-        """Bits that a weight takes, scales and zero points included, in rows of `width`; a kernel's packing pads."""
+        """Bits per weight in rows of `width`, scales and zero points included; a kernel's packing may add padding."""
         raise self._no_weights()
 
     def rows_together(self, args: QuantArgs) -> int:
-        """Rows of a weight that share something: encoded in chunks, these begin at multiples of it; 0: all rows do."""
+        """Rows of a weight that must be encoded together: chunks must begin at multiples of this; 0: all rows."""
         return 1
 
     def lower(self, q: QuantTensor) -> QuantTensor | None:
-        """The weight of fewer bits inside `q`, on the same memory; None where none is kept apart."""
+        """The weight of fewer bits inside `q`, on the same memory; None if none is kept separately."""
         return None
 
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
-        """Store weight [O, K], rounded to nearest; args None: `own_args`. Raises ConfigError where it cannot."""
+        """Store weight [O, K], rounded to nearest; args None: `own_args`. Raises ConfigError if that is impossible."""
         raise self._no_weights()
 
     def decode(self, q: QuantTensor) -> Tensor:
@@ -133,7 +134,7 @@ class Format:
         return self.decode(replace(q, shape=(index.shape[0], q.shape[1]), parts=parts))
 
     def concat(self, parts: list[QuantTensor]) -> QuantTensor:
-        """Several weights as one, along O: each row keeps its values."""
+        """Concatenate weights along O; each row keeps its values."""
         stacked = {name: torch.cat([plain(q).parts[name] for q in parts]) for name in parts[0].parts}
         return replace(parts[0], shape=(sum(q.shape[0] for q in parts), parts[0].shape[1]), parts=stacked)
 
@@ -146,26 +147,26 @@ class Format:
         raise self._no_cache()
 
     def reread(self, x: Tensor, by_channel: bool) -> Tensor:
-        """Decoded rows x [n * 32, Hk, D], rounded to this format by channel and 32 tokens, or by row; float32."""
+        """Decoded rows x [n * 32, Hk, D], rounded to this format per channel and 32 tokens, or per row; float32."""
         if not by_channel:
             return self.decode_kv(*self.encode_kv(x))
         rows = x.reshape(-1, TOKENS, *x.shape[1:]).permute(0, 2, 3, 1)  # [n, Hk, D, 32]
         return self.by_channel(rows.flatten(0, 1)).view_as(rows).permute(0, 3, 1, 2).reshape(x.shape)
 
     def by_channel(self, rows: Tensor) -> Tensor:
-        """Rows [n, D, 32] of a channel's values, rounded to this format, float32."""
+        """Rows [n, D, 32] with 32 tokens' values of a channel each, rounded to this format; float32."""
         return self.decode_kv(*self.encode_kv(rows))
 
     def seen(self, x: Tensor, first: int, length: int) -> Tensor:
-        """Decoded rows x [S, Hk, D] of tokens `first`.. (a multiple of 32) as the last of `length` tokens sees them."""
+        """Decoded rows x [S, Hk, D] of tokens `first`.. (a multiple of 32), as read by the last of `length` tokens."""
         return x
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """The tensors of layer `name` as the engines that `config` is for read them."""
+        """The tensors of layer `name` in the layout of the engines for which `config` is written."""
         raise NotImplementedError(f"{self.name} has a config for other engines, and no tensors")
 
     def config(self, q: QuantTensor) -> dict[str, object]:
-        """The `quantization_config` that vLLM reads, for a model of weights like `q`; empty where no engine does."""
+        """The `quantization_config` for vLLM of a model with weights like `q`; empty if no engine can read them."""
         return {}
 
     def _no_weights(self) -> ConfigError:
@@ -178,11 +179,11 @@ class Format:
 
 
 class Piecewise(Format):
-    """Keys or values stored as `near` has them, of which tokens far away are read as if they were stored as `far` has.
+    """Keys or values that are stored in format `near`; far tokens are read as if they were stored in format `far`.
 
-    Far is what is neither among the first 32 tokens nor in one of the groups of 32 that hold a query's last 128: a
-    function of two positions alone (law 1). Keys are rounded by channel and group, values by token (Liu et al., 2024,
-    "KIVI"; the first tokens: Xiao et al., 2024). Memory is that of `near`: all rows stay as they were stored.
+    A token is far if it is neither among the first 32 tokens nor in a group of 32 that holds one of a query's last 128
+    tokens. This depends on the two positions only (law 1). Keys are rounded by channel and group, values by token (Liu
+    et al., 2024, "KIVI"; the first tokens: Xiao et al., 2024). Memory use is that of `near`: stored rows do not change.
     """
 
     weights = False
@@ -206,7 +207,7 @@ class Piecewise(Format):
 
 
 def plain(q: QuantTensor) -> QuantTensor:
-    """`q` itself, in the format's own layout. Raises ValueError if a backend has packed it."""
+    """`q` itself, if it is in the format's own layout. Raises ValueError if a backend has packed it."""
     if q.layout != "plain":
         raise ValueError(f"a weight in {q.format} is packed for the backend {q.layout!r}; ops.unpack gives the codes")
     return q
@@ -218,7 +219,7 @@ def get(name: str) -> Format:
 
 
 def own_args(groups: tuple[int, ...], width: int) -> QuantArgs:
-    """What a format with these `groups` takes for rows of `width` values when nothing is asked of it."""
+    """The default QuantArgs of a format with these `groups` for rows of `width` values."""
     return QuantArgs(next((g for g in groups if width % g == 0), None))
 
 
@@ -231,7 +232,7 @@ def weight_format(name: str) -> Format:
 
 
 def kv_format(name: str) -> Format:
-    """The format of that name if a cache can use it. Raises ConfigError otherwise."""
+    """The format of that name if it supports the cache. Raises ConfigError otherwise."""
     found = get(name)
     if found.kv_dtype is None:
         raise found._no_cache()
@@ -239,9 +240,9 @@ def kv_format(name: str) -> Format:
 
 
 def kv_formats(name: str) -> tuple[Format, Format]:
-    """What keys and what values are stored in: one name for both, or "int8/bf16" apart. Raises as `kv_format`.
+    """The formats of keys and of values: one name for both, or two as in "int8/bf16". Raises as `kv_format`.
 
-    Either may be piecewise: "bf16+int4", near and far tokens.
+    Each may be piecewise: "bf16+int4" for near and far tokens.
     """
     keys, _, values = name.partition("/")
     return _half(keys, True), _half(values if "/" in name else keys, False)
@@ -259,9 +260,9 @@ def kv_row_bytes(name: str, head_dim: int) -> int:
 
 
 def cache_format(asked: str, dense: str) -> str:
-    """Storage format of a cache: as asked; for "auto" half precision where the dense weights are, else fp32.
+    """Storage format of a cache: as asked; for "auto" the dense weights' format if that is bf16 or fp16, else fp32.
 
-    "int8/int8" is "int8", which kernels know.
+    "int8/int8" becomes "int8", a name that kernels know.
     """
     keys, _, values = asked.partition("/")
     asked = keys if keys == values else asked
@@ -269,15 +270,15 @@ def cache_format(asked: str, dense: str) -> str:
 
 
 def over(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded once on every device: on a GPU PyTorch multiplies by 1 / number, which rounds twice."""
+    """x / number, rounded once on every device. (PyTorch on a GPU multiplies by 1 / number, which rounds twice.)"""
     return x / torch.full_like(x, number)
 
 
 def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    """Codes int8 [..., K] and scales float32 [..., K / G] of rows x [..., K]: what int8 is for activations and cache.
+    """Codes int8 [..., K] and scales float32 [..., K / G] of rows x [..., K]: the int8 rule for activations and cache.
 
-    Of each row and group (None: the row): a = max |x|; scale = a / 127, code = x * (127 / a) rounded to nearest even.
-    Below 2^-100, a counts as 0 (scale 0, codes 0); NaN or infinity make the scale NaN and the codes 0.
+    For each row and group (None: the whole row): a = max |x|, scale = a / 127, code = x * (127 / a) rounded to nearest
+    even. An a below 2^-100 counts as 0 (scale 0, codes 0). NaN or infinity make the scale NaN and the codes 0.
     """
     # Not `127.0 / a`: PyTorch computes that as 127 * (1 / a), which rounds twice.
     size = group or x.shape[-1]
@@ -290,7 +291,7 @@ def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def round_queries(q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scaled queries q [..., D] as products with a cache take them, float32: `dtype` is its format's `query_dtype`.
+    """Scaled queries q [..., D] rounded to `dtype`, the `query_dtype` of the cache's format; returned as float32.
 
     int8: codes times scales, by row and head (`quantize_rows`).
     """
@@ -301,10 +302,10 @@ def round_queries(q: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_rows(x: Tensor, group: int | None = None) -> Tensor:
-    """Rows x [..., K] rounded to e4m3 by row and group (None: the row), float32: what fp8 is for activations.
+    """Rows x [..., K] rounded to e4m3 by row and group (None: the whole row), float32: the fp8 rule for activations.
 
-    Of each group: a = max |x|; value = e4m3(x * (448 / a)) * (a / 448), to nearest even. Below 2^-100, a counts as 0
-    (values 0); NaN or infinity make the whole group NaN.
+    For each group: a = max |x|, value = e4m3(x * (448 / a)) * (a / 448), rounded to nearest even. An a below 2^-100
+    counts as 0 (values 0). NaN or infinity make the whole group NaN.
     """
     size = group or x.shape[-1]
     groups = x.float().reshape(*x.shape[:-1], x.shape[-1] // size, size)
@@ -317,26 +318,26 @@ def round_rows(x: Tensor, group: int | None = None) -> Tensor:
 
 
 def split_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows x [..., K] without their outliers, to be quantized; and these alone, which stay floats. 0 elsewhere.
+    """Rows x [..., K] without outliers, to be quantized, and the outliers alone, which stay floats; 0 elsewhere.
 
-    A number is an outlier if it lies beyond 6, whatever its company. After Dettmers et al. (2022), "LLM.int8()"; there
-    a whole column is kept if one row of a pass has an outlier in it, so that a row depends on its neighbours.
+    A number is an outlier if its magnitude is above 6, independent of other rows. After Dettmers et al. (2022),
+    "LLM.int8()", where a whole column is kept if one row of a pass has an outlier in it, so that rows depend on others.
     """
     beyond = x.abs() > OUTLIER
     return x.masked_fill(beyond, 0.0), x.masked_fill(~beyond, 0.0)
 
 
 def float_rows(x: Tensor, q: QuantTensor) -> Tensor:
-    """Rows x [..., K] as a product with `q` reads them, float32, where its activations are floats.
+    """Rows x [..., K] as a product with `q` reads them, float32, if the activations of `q` are floats.
 
-    "fp8": `round_rows` in the weight's groups; "bf16": rounded to nearest even; None: as they are.
+    "fp8": `round_rows` in the weight's groups; "bf16": rounded to nearest even; None: unchanged.
     """
     if q.activations == "bf16":
         return x.bfloat16().float()
     return x if q.activations is None else round_rows(x, q.group)
 
 
-# Names for what is asked for most: bits of weights and activations (16: activations stay float32).
+# Names of common schemes, by bits of weights and activations (16: activations stay float32).
 PRESETS: dict[str, tuple[str, str | None]] = {
     "w8a8": ("int8", "int8"),
     "w8a16": ("int8", None),
@@ -351,7 +352,7 @@ PRESETS: dict[str, tuple[str, str | None]] = {
     "bf16-a16": ("bf16", "bf16"),
     "auto-a8": ("auto", "int8"),
 }
-# Those that are no names of variants.
+# Entries of `Format.options` that are not names of variants.
 OPTIONS = frozenset(
     {"group", "asymmetric", "activations", "activations-fp8", "activations-bf16", "activations-outliers"}
 )
@@ -366,9 +367,9 @@ class QuantScheme:
 
     `weights` is a format's name, or "auto": what the checkpoint stores. `group`: values along K that share a scale
     (None: the format's choice for each K; CHANNEL: all of a row). `activations`: "int8", "fp8", "bf16", "outliers" or
-    None (see QuantTensor); of "auto": for what can take them. `variant`: see QuantArgs. `rules`: schemes of their own
-    for modules whose names fit a glob (`lm_head`, `model.layers.0.*`); the first that fits counts (`at`). Raises
-    ConfigError for what the format has not, RegistryError for an unknown one.
+    None (see QuantTensor); with weights "auto", only for weights that can take them. `variant`: see QuantArgs. `rules`:
+    separate schemes for modules whose names match a glob (`lm_head`, `model.layers.0.*`); the first match counts
+    (`at`). Raises ConfigError for what the format does not support, RegistryError for an unknown format.
     """
 
     weights: str = "auto"
@@ -399,10 +400,10 @@ class QuantScheme:
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
-        """The scheme of that name: a format's or one of PRESETS, then -a8, a variant, -gN|-channel and -asym.
+        """The scheme of that name: a format or one of PRESETS, then -a8, a variant, -gN|-channel and -asym.
 
-        Rules follow, by commas: `w4a8,lm_head=bf16,model.layers.0.*=w8a8`. Raises RegistryError with the nearest name,
-        ConfigError for what the format has not.
+        Rules follow after commas: `w4a8,lm_head=bf16,model.layers.0.*=w8a8`. Raises RegistryError with the nearest
+        name, ConfigError for what the format does not support.
         """
         text, *rest = text.split(",")
         own = cls._parse_one(text)
@@ -449,23 +450,23 @@ class QuantScheme:
         return "".join([base, *own, *([] if self.symmetric else ["-asym"])])
 
     def at(self, *names: str) -> QuantScheme:
-        """The scheme of a module that goes by these names (more than one: tied weights), its rules applied."""
+        """The scheme of a module with these names (several for tied weights), by the rules."""
         for glob, scheme in self.rules:
             if any(fnmatchcase(name, glob) for name in names):
                 return scheme
         return replace(self, rules=()) if self.rules else self
 
     def format_for(self, dtype: torch.dtype) -> str:
-        """Name of the format that a matrix of that stored type takes."""
+        """Name of the format of a matrix that the checkpoint stores as `dtype`."""
         return DENSE.get(dtype, "fp32") if self.weights == "auto" else self.weights
 
     def dense_for(self, dtype: torch.dtype) -> str:
-        """Dense format nearest to it: its own, or where it quantizes, that of the stored type."""
+        """The dense format for `dtype`: the scheme's own if that is dense, else the one of the stored type."""
         name = self.format_for(dtype)
         return name if name in DENSE.values() else DENSE.get(dtype, "fp32")
 
     def args(self, width: int) -> QuantArgs:
-        """How rows of `width` values are stored. Raises ConfigError where the group does not divide them."""
+        """How rows of `width` values are stored. Raises ConfigError if the group size does not divide `width`."""
         if self.weights == "auto":
             return QuantArgs()
         if self.group == CHANNEL:
@@ -477,22 +478,22 @@ class QuantScheme:
         return QuantArgs(self.group or own_args(get(self.weights).groups, width).group, self.symmetric, self.variant)
 
     def bits_per_weight(self, width: int, dtype: torch.dtype = torch.bfloat16) -> float:
-        """Bits that a weight of a matrix with rows of `width` takes, stored as `dtype` in the checkpoint."""
+        """Bits per weight of a matrix with rows of `width` values that the checkpoint stores as `dtype`."""
         return get(self.format_for(dtype)).bits_per_weight(width, self.args(width))
 
     def encode(self, weight: Tensor) -> QuantTensor:
         """Store a dense weight [O, K] by this scheme. Raises ConfigError as `args` does.
 
-        What stays dense ("auto") meets rows as they are: int8 activations are for what a checkpoint stores as integers.
+        With "auto" the weight stays dense and takes activations as they are; int8 ones are for integer checkpoints.
         """
         q = get(self.format_for(weight.dtype)).encode(weight, self.args(weight.shape[1]))
         return q if self.weights == "auto" else replace(q, activations=self.activations)
 
     def settled(self, weight: Tensor) -> QuantScheme:
-        """The scheme that a choice of format comes to for weight [O, K]: fp8-auto is fp8_e4m3 or fp8_e5m2."""
+        """The scheme with the variant "auto" resolved for weight [O, K]: fp8-auto becomes fp8_e4m3 or fp8_e5m2."""
         return replace(self, weights=self.encode(weight).format, variant=None) if self.variant == "auto" else self
 
     @property
     def rows_together(self) -> int:
-        """Rows of a weight that share something (Format.rows_together): 1 for most schemes, 0: all of them."""
+        """Rows of a weight that must be encoded together (`Format.rows_together`): 1 for most schemes; 0: all rows."""
         return 1 if self.weights == "auto" else get(self.weights).rows_together(QuantArgs(variant=self.variant))

@@ -1,6 +1,6 @@
-"""What was measured once, kept on disk by a digest of all that it depends on: arrays in .npz files, and nothing else.
+"""A disk cache of measurements: arrays in .npz files, keyed by a digest of everything that they depend on.
 
-A file that cannot be read is refused, with a line in the log, and measured again.
+A file that cannot be read is ignored with a warning, and the measurement is repeated.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 log = logging.getLogger("sameseed")
 Arrays = dict[str, NDArray[Any]]
 VARIABLE = "SAMESEED_CACHE"
-SAMPLES, SAMPLE = 64, 64 << 10  # of each file of weights: pieces that are read for its digest, and their bytes
+SAMPLES, SAMPLE = 64, 64 << 10  # pieces read from each weight file for its digest, and bytes per piece
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: $SAMESEED_CACHE, else `sameseed` in the user's cache folder."""
+    """The folder of the measurements: $SAMESEED_CACHE, else `sameseed` in the user's cache folder."""
     own = os.environ.get(VARIABLE)
     if own:
         return Path(own).expanduser()
@@ -35,13 +35,13 @@ def cache_folder() -> Path:
 
 
 def digest(parts: Mapping[str, object]) -> str:
-    """The first 32 digits of the SHA-256 of plain data; what is not plain counts by its text."""
+    """The first 32 hex digits of the SHA-256 of plain data; other objects are converted with `str`."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @cache
 def weights_key(path: Path) -> str:
-    """A digest of a model's files: small ones whole, of large ones the size and pieces spread over them."""
+    """A digest of a model's files: small files whole; of large files the size, and pieces spread over the file."""
     kinds = (".safetensors", ".json", ".gguf")
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in kinds):
@@ -56,7 +56,7 @@ def weights_key(path: Path) -> str:
 
 
 def read(kind: str, key: str) -> Arrays | None:
-    """What was kept under a key, or None: nothing, or nothing that can be read."""
+    """The arrays stored under a key; None if there are none, or if they cannot be read."""
     file = _file(kind, key)
     try:
         with np.load(file, allow_pickle=False) as stored:
@@ -69,12 +69,12 @@ def read(kind: str, key: str) -> Arrays | None:
 
 
 def refuse(kind: str, key: str, why: object) -> None:
-    """Say that what is kept under a key is broken; it is measured again."""
+    """Log that the file of a key is broken and that the measurement is repeated."""
     log.warning("%s is broken (%s); it is measured again", _file(kind, key), why)
 
 
 def write(kind: str, key: str, arrays: Arrays) -> None:
-    """Keep arrays under a key. A folder that cannot be written costs the next run time, and a line in the log."""
+    """Store arrays under a key. If the folder cannot be written, a warning is logged and nothing is stored."""
     file = _file(kind, key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def write(kind: str, key: str, arrays: Arrays) -> None:
         try:
             with os.fdopen(handle, "wb") as stream:
                 np.savez_compressed(stream, allow_pickle=False, **arrays)
-            os.replace(name, file)  # whole or not at all, whoever else writes it
+            os.replace(name, file)  # atomic, also if other processes write the same file
         except BaseException:
             os.unlink(name)
             raise

@@ -1,4 +1,4 @@
-"""Text to tokens and back: encode, decode, incremental decode (no broken UTF-8 across chunks), chat template."""
+"""Tokenizer: encode, decode, incremental decode (no broken UTF-8 between chunks), and the chat template."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sameseed.errors import ModelLoadError, RequestError, VocabularyError
 
 MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-LONGEST_CHARACTER = 4  # bytes of UTF-8, and a token that gives text has one of them at least
-CONTEXT = 16  # tokens: to keep more of them costs less than to decode anew what a single one reads
-LONGEST_WAIT = 12  # tokens that may wait for a character to be whole; more than that are bytes that never will be
+LONGEST_CHARACTER = 4  # most UTF-8 bytes of a character, so also most tokens: a token with text has a byte or more
+CONTEXT = 16  # most tokens kept as decoding context: keeping some is cheaper than decoding a new context for each token
+LONGEST_WAIT = 12  # most tokens that wait for a complete character; more of them are bytes that never form one
 
 
 class Tokenizer(habits.Hinted):
@@ -30,13 +30,13 @@ class Tokenizer(habits.Hinted):
         self._backend = backend
         self.chat_template = chat_template
         self._silent = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self._gives_text: dict[int, bool] = {}  # by token, of those that were asked for
+        self._gives_text: dict[int, bool] = {}  # cache, by token
         self._compiled: Template | None = None
         self.special = special or {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which compiles the template anew."""
+        """State for another process, which compiles the template again."""
         return vars(self) | {"_compiled": None}
 
     @classmethod
@@ -80,14 +80,14 @@ class Tokenizer(habits.Hinted):
         return cls(backend, config.get("chat_template"), special)
 
     def as_files(self) -> dict[str, str]:
-        """What `from_folder` reads, by file name: for a tokenizer that came from elsewhere."""
+        """File contents by name, as `from_folder` reads them, for a tokenizer that was not read from such files."""
         config = {**self.special, "tokenizer_class": "PreTrainedTokenizerFast"}
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
         return {"tokenizer.json": self._backend.to_str(), "tokenizer_config.json": json.dumps(config, indent=2)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises RequestError for text that is no Unicode (lone surrogates)."""
+        """Token ids of a text. Raises RequestError for invalid Unicode (lone surrogates)."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -103,19 +103,19 @@ class Tokenizer(habits.Hinted):
         return text
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, None beyond the vocabulary."""
+        """The vocabulary's own spelling of a token; None for an id outside the vocabulary."""
         piece: str | None = self._backend.id_to_token(token_id)
         return piece
 
     def is_silent(self, token_id: int) -> bool:
-        """Does the token give no text when special ones are skipped?"""
+        """Does the token have no text when special tokens are skipped?"""
         known = self._gives_text.get(token_id)
         if known is None:
             known = self._gives_text[token_id] = token_id not in self._silent and self.token(token_id) is not None
         return not known
 
     def vocabulary(self) -> dict[str, int]:
-        """Every real token's spelling and id."""
+        """The spelling and id of every token, added tokens included."""
         entries: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return entries
 
@@ -135,10 +135,10 @@ class Tokenizer(habits.Hinted):
         tools: Seq[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation ({"role", "content"} each) as the chat template writes it, in a sandbox; tools as OpenAI's.
+        """A conversation of {"role", "content"} messages as text, rendered by the chat template in a sandbox.
 
-        `options`: what else the template knows, such as `enable_thinking`. Raises RequestError if there is no template
-        or it refuses the messages.
+        `tools`: in OpenAI's format. `options`: further variables of the template, such as `enable_thinking`. Raises
+        RequestError if there is no template or if it refuses the messages.
         """
         if self.chat_template is None:
             raise RequestError("this model has no chat template; use a plain prompt instead of messages")
@@ -165,7 +165,7 @@ class Tokenizer(habits.Hinted):
             raise
         except TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None
-        except Exception as error:  # whatever the template's own code runs into
+        except Exception as error:  # any error of the template's own code
             raise RequestError(
                 f"the chat template fails on these messages ({type(error).__name__}: {error}); use a plain prompt"
             ) from None
@@ -175,7 +175,7 @@ class Tokenizer(habits.Hinted):
 
 
 def _with_text(message: Any) -> Any:
-    """A message whose content is a list of text parts, with their text, a line each; any other as it is."""
+    """A message with a list of text parts as content gets their texts as lines; other messages stay as they are."""
     parts = message.get("content") if isinstance(message, dict) else None
     if isinstance(parts, list) and parts and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
         texts = [p.get("text") for p in parts]
@@ -185,19 +185,19 @@ def _with_text(message: Any) -> Any:
 
 
 class IncrementalDecoder:
-    """Decodes token after token; a character is given out once it is whole. The pieces join to the whole text.
+    """Decodes token by token; a character is returned once it is complete. The pieces concatenate to the whole text.
 
-    The last pieces' tokens stay as context, since some decoders strip a space at the start of a text.
+    The tokens of the last pieces are kept as context, since some decoders strip a space at the start of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._context: list[int] = []  # tokens given out last: one piece at least, and up to CONTEXT tokens
-        self._known = ""  # their text
-        self._waiting: list[int] = []  # tokens not given out yet
+        self._context: list[int] = []  # last tokens with returned text: at least one piece, up to CONTEXT tokens
+        self._known = ""  # the text of `_context`
+        self._waiting: list[int] = []  # tokens whose text was not returned yet
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes (may be empty). Takes the same time however many came before."""
+        """The text that this token completes (may be empty). Its time does not depend on how many came before."""
         if self._skip and self._tokenizer.is_silent(token_id):
             return ""
         self._waiting.append(token_id)
@@ -208,8 +208,8 @@ class IncrementalDecoder:
             return new
         if len(self._waiting) <= LONGEST_WAIT:
             return ""
-        # Bytes that are no text: the part of `new` that no later token can change is given out. It ends not within a
-        # character: of consecutive boundaries, one lies between two characters.
+        # Invalid bytes: return the part of `new` that no later token can change. It must not end within a character; of
+        # LONGEST_CHARACTER consecutive token boundaries, at least one lies between two characters.
         last = len(self._waiting) - LONGEST_CHARACTER
         for cut in range(last, last - LONGEST_CHARACTER, -1):
             text = self._decode(self._context + self._waiting[:cut])
@@ -220,14 +220,14 @@ class IncrementalDecoder:
         return ""
 
     def _give_out(self, count: int, text: str) -> None:
-        """The first `count` tokens that wait are context from now on, which then decodes to `text`."""
+        """Move the first `count` waiting tokens to the context, which then decodes to `text`."""
         piece, self._waiting = self._waiting[:count], self._waiting[count:]
         self._context, self._known = self._context + piece, text
         if len(self._context) > CONTEXT:
             self._context, self._known = piece, self._decode(piece)
 
     def flush(self) -> str:
-        """What is left at the end: an incomplete character as the replacement character."""
+        """The remaining text at the end; an incomplete character becomes the replacement character."""
         new = self._decode(self._context + self._waiting)[len(self._known) :] if self._waiting else ""
         self._context, self._known, self._waiting = [], "", []
         return new
@@ -237,7 +237,7 @@ class IncrementalDecoder:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers sets it up, but for the date (strftime_now): the same messages give the same tokens every day."""
+    """Jinja as in transformers, but without the date (strftime_now), so that tokens do not change from day to day."""
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -246,7 +246,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = refuse
-    # Jinja's own filter writes < > & ' as HTML needs them, which no model was trained on.
+    # Jinja's own filter escapes < > & ' for HTML, which models were not trained on.
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     return environment
 
@@ -268,7 +268,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise VocabularyError unless both tokenizers spell every token of the smaller one alike (padding is no token)."""
+    """Raise VocabularyError unless both tokenizers have the same tokens with the same ids (padding is ignored)."""
     mine, its = target.vocabulary(), draft.vocabulary()
     for piece, token in sorted(its.items(), key=lambda item: item[1]):
         if mine.get(piece) != token:

@@ -1,6 +1,6 @@
-"""Tuned: the TOML file that `sameseed tune` writes and LLM, serve, generate, chat and bench read.
+"""Tuned: the profile (a TOML file) that `sameseed tune` writes and LLM, serve, generate, chat and bench read.
 
-It says for which machine, model and texts settings were chosen, what they were, and what else was tried.
+A profile holds the chosen settings, the machine, model and texts for which they were chosen, and what else was tried.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ else:
     import tomli as tomllib
 
 TUNED_SCHEMA = "sameseed.profile-file/1"
-TABLE_END = 4096  # sequences: where the last row of a table by batch ends, for an engine that wants an end
+TABLE_END = 4096  # batch size at which the last range of `by_batch` ends, for engines that need an end
 
 
 @dataclass(frozen=True)
 class TunedMachine:
-    """What costs depend on. A file of another one is refused."""
+    """The machine, as far as costs depend on it. A profile of another machine is refused."""
 
     cpu: str
     threads: int
-    isa: str = ""  # of the native kernels; "": without them
+    isa: str = ""  # instruction set of the native kernels; "": no native kernels
     gpu: str = ""
 
     def differs(self, here: TunedMachine) -> str | None:
-        """What is not the same, in words; None: nothing."""
+        """The first difference, as text; None if there is none."""
         for f in members(self):
             mine, its = getattr(self, f.name), getattr(here, f.name)
             if mine != its:
@@ -43,7 +43,7 @@ class TunedMachine:
 
 @dataclass(frozen=True)
 class TunedModel:
-    """`id`: a folder, a hub id or "embedded". `digest` of its weights, by `store.weights_key`; "": not known."""
+    """The model. `id`: a folder, a hub id or "embedded"; `digest`: `store.weights_key` of its weights, "": unknown."""
 
     id: str
     digest: str = ""
@@ -51,10 +51,10 @@ class TunedModel:
 
 @dataclass(frozen=True)
 class Scope:
-    """For what the choice was measured: beyond it, it is a guess, and goodput decides instead.
+    """What the choice was measured for. Outside of it the choice is a guess, so goodput decides draft lengths there.
 
-    `prompt_tokens` and `output_tokens`: (shortest, longest); `context`: most tokens of a text; `batch`: sequences at
-    once that were tried.
+    `prompt_tokens` and `output_tokens`: (shortest, longest); `context`: most tokens of a text; `batch`: the batch sizes
+    that were tried.
     """
 
     prompts: str = ""  # digest
@@ -67,11 +67,11 @@ class Scope:
     context: int = 0
 
     def covers(self, temperature: float) -> bool:
-        """Was this temperature among those measured, or between two of them?"""
+        """Is this temperature within the range of those measured?"""
         return not self.temperature or min(self.temperature) <= temperature <= max(self.temperature)
 
     def beyond(self, max_num_seqs: int) -> str | None:
-        """Why so many sequences at once lie outside of it; None: they do not."""
+        """Why `max_num_seqs` is outside of the scope; None if it is inside."""
         if not self.batch or max_num_seqs <= max(self.batch):
             return None
         return f"max_num_seqs {max_num_seqs} is above the {max(self.batch)} sequences that were tried"
@@ -79,9 +79,10 @@ class Scope:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Flags of `serve`, by the same names; None: as the command has it. `by_batch`: draft tokens by sequences at once.
+    """The chosen settings, named like the flags of `serve`; None: the command's default.
 
-    `by_batch` holds (first, length) pairs, ascending: from `first` sequences on, `length` draft tokens each.
+    `by_batch`: draft lengths by batch size, as ascending pairs (first, length): from `first` sequences on, `length`
+    draft tokens each.
     """
 
     format: str | None = None
@@ -96,7 +97,7 @@ class Chosen:
     by_batch: tuple[tuple[int, ...], ...] = ()
 
     def settings(self) -> dict[str, Any]:
-        """What was chosen, as keyword arguments of LLM."""
+        """The chosen settings as keyword arguments of LLM."""
         every = {f.name: getattr(self, f.name) for f in members(self) if f.name != "by_batch"}
         return {name: value for name, value in every.items() if value is not None}
 
@@ -108,9 +109,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class TunedFigure:
-    """A number with its interval (80 %), how it was found, and where it was predicted: predicted over measured, less 1.
+    """A number with its 80 % interval. `error`: if it was predicted, predicted over measured value, less 1.
 
-    `grade`: "paper" (bytes and datasheet), "profiled" (measured costs), "anchored" (and real runs), "measured".
+    `grade` says how it was found: "paper" (from bytes and datasheets), "profiled" (from measured costs), "anchored"
+    (from measured costs and real runs), or "measured".
     """
 
     value: float
@@ -122,9 +124,10 @@ class TunedFigure:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Milliseconds of passes over `rows` rows after `context` tokens: the target's, and a step of the draft model's.
+    """Milliseconds of passes over `rows` rows after `context` tokens: of the target (`ms`) and of a drafting step.
 
-    `draft_start_ms`: of a proposal before its first step; `gap_ms`: between passes (Python, launches, sampling).
+    `draft_start_ms`: a proposal's time before its first step; `gap_ms`: time between passes (Python, launches,
+    sampling).
     """
 
     rows: tuple[int, ...] = ()
@@ -137,10 +140,10 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class AcceptRates:
-    """How often draft tokens are right, by place, under the names of ModelOpt's speculation_profile.json.
+    """Acceptance rates of draft tokens by position, named as in ModelOpt's speculation_profile.json.
 
-    `conditional_accept_rates`: where all before were; `marginal_accept_rates`: of all drafts; `mean_accept_length`
-    counts the bonus token.
+    `conditional_accept_rates`: given that all tokens before were accepted; `marginal_accept_rates`: over all drafts;
+    `mean_accept_length` includes the bonus token.
     """
 
     conditional_accept_rates: tuple[float, ...] = ()
@@ -151,15 +154,15 @@ class AcceptRates:
 
 @dataclass(frozen=True)
 class Loser:
-    """Settings that were not chosen: why, and by how much (its ratio).
+    """Settings that were not chosen, and the reason; `low`, `high`: the interval of `speed`.
 
-    Why: "slower", "first token", "memory", "late" (a bound was missed), "quality", "dominated" (by prediction), "time"
-    (none was left to measure it), "impossible" (`note` says why).
+    `why`: "slower", "first token", "memory", "late" (a bound was missed), "quality", "dominated" (by prediction),
+    "time" (no time was left to measure them), or "impossible" (`note` says why).
     """
 
     settings: Mapping[str, Any]
     why: str
-    speed: float | None = None  # tokens/s over those of the chosen
+    speed: float | None = None  # tokens/s relative to the chosen settings
     low: float | None = None
     high: float | None = None
     note: str = ""
@@ -167,7 +170,10 @@ class Loser:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A file. `predicted`, `measured`, `quality`: figures by name (tokens_per_s, speedup, ttft_s, perplexity_ratio)."""
+    """A profile; `predicted`, `measured`, `quality`: figures by name.
+
+    Names are tokens_per_s, speedup, ttft_s and perplexity_ratio.
+    """
 
     machine: TunedMachine
     model: TunedModel
@@ -184,7 +190,7 @@ class Tuned:
 
     @classmethod
     def read(cls, path: str | Path) -> Tuned:
-        """A file. Raises ConfigError for one that is none, or of another schema."""
+        """Read a profile. Raises ConfigError for a file that is no profile, or has another schema."""
         path = Path(path).expanduser()
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -202,7 +208,7 @@ class Tuned:
 
     @classmethod
     def from_dict(cls, table: dict[str, Any], where: str = "profile") -> Tuned:
-        """From plain data, as TOML gives it. Raises ConfigError with the key."""
+        """A profile from plain data, as read from TOML. Raises ConfigError with the key."""
         for name in ("predicted", "measured", "quality"):
             rows = table.get(name, {})
             table[name] = {key: fields.parse(TunedFigure, row, f"{where}: {name}.{key}") for key, row in rows.items()}
@@ -213,7 +219,7 @@ class Tuned:
 
 
 def _pairs(table: Mapping[str, Any], where: str) -> tuple[tuple[int, int], ...]:
-    """(first, length) from rows like `3-8 = 2`. Raises ConfigError for others, and for gaps."""
+    """(first, length) pairs from rows like `3-8 = 2`. Raises ConfigError for other rows, and for gaps."""
     try:
         rows = sorted(
             (int(first), last, int(k)) for (first, _, last), k in ((x.partition("-"), k) for x, k in table.items())

@@ -1,7 +1,7 @@
-"""Registry of drafters: one file, one way to guess. A module here defines `DRAFTER`, a class derived from `Drafter`.
+"""Registry of drafters: one drafting method per file. A module here defines `DRAFTER`, a class derived from `Drafter`.
 
-`DRAFTER.build(options, parts)` makes one for a target. Files that begin with an underscore are what drafters share;
-those with a model of their own need `Followers` and `write_chains`.
+`DRAFTER.build(options, parts)` makes a drafter for a target. Files whose names begin with an underscore hold code that
+drafters share. Drafters with a model of their own need `Followers` and `write_chains`.
 """
 
 from sameseed.drafters._chains import write_chains

@@ -1,4 +1,4 @@
-"""Chains that a model writes, a pass a token, all sequences together: for drafters with a model of their own."""
+"""Draft chains written by a drafter's own model, one token per pass, for all sequences of a batch together."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from sameseed.spec.sampling import FAILED, choose, drawable, drawer, plain_greed
 from sameseed.spec.verify import on_host
 
 log = logging.getLogger("sameseed")
-MOST_SIBLINGS = 8  # leaves beside a token
+MOST_SIBLINGS = 8  # leaves beside a chain token
 
 
 class ChainDrafter(Drafter):
-    """Base of drafters that write chains, with leaves beside them where the option `siblings` asks for some."""
+    """Base of drafters that write chains. With the option `siblings`, alternative tokens join a chain as leaves."""
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`siblings`: other tokens at each place of a chain, 0 to 8. Raises ConfigError for other numbers."""
+        """`siblings`: alternative tokens at each position of a chain, 0 to 8. Raises ConfigError for other numbers."""
 
         siblings: int = 0
 
         def __post_init__(self) -> None:
-            rows = getattr(self, "prefill_rows", 1)  # an option where a model of its own catches up with prompts
+            rows = getattr(self, "prefill_rows", 1)  # only drafters that catch up with prompts have it
             if rows < 1:
                 raise ConfigError(f"prefill_rows must be at least 1, got {rows}")
             if not 0 <= self.siblings <= MOST_SIBLINGS:
@@ -47,7 +47,7 @@ class ChainDrafter(Drafter):
     _said = False
 
     def _heed_most(self, lengths: Seq[int], most: int) -> list[int]:
-        """The lengths, but no more than its model was trained to guess at once; the first that is more is told of."""
+        """The lengths, at most `most`: what the model was trained to draft at once. The first longer one is logged."""
         beyond = next((k for k in lengths if k > most), None)
         if beyond is not None and not self._said:
             self._said = True
@@ -64,9 +64,9 @@ class ChainDrafter(Drafter):
 
 @dataclass
 class Chain:
-    """Tokens guessed after a sequence, the probabilities of the paths to them, and whether there is no more to say.
+    """A chain of draft tokens after a sequence: `sure` holds path probabilities, `ended` is true if it must not grow.
 
-    `beside`: at each place other tokens, likely in its stead, with the probabilities of the paths to them.
+    `beside`: alternative tokens at each position, with the probabilities of the paths to them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -80,7 +80,10 @@ class Chain:
             self.ended = False
 
     def grow(self, found: Seq[tuple[int, float]], policy: LengthPolicy, vocab_limit: int) -> bool:
-        """Take over what the model found at the next place; False where the chain has ended before it."""
+        """Append the first (token, probability) of `found`; the others become alternatives at that position.
+
+        Returns False, and ends the chain, if that token is FAILED or not below `vocab_limit`.
+        """
         (token, sure), *others = found
         if token == FAILED or token >= vocab_limit:
             self.ended = True
@@ -93,7 +96,7 @@ class Chain:
         return True
 
     def nodes(self, most: int) -> tuple[list[int], list[int], list[float]]:
-        """A tree of at most so many nodes: tokens, parents, probabilities of paths. The likeliest leaves are taken."""
+        """The chain, and likeliest alternatives as leaves, up to `most` nodes: tokens, parents, path probabilities."""
         end = len(self.tokens)
         leaves = sorted((-p, i - 1, t) for i, others in enumerate(self.beside) for t, p in others)[: max(0, most - end)]
         parents = [*range(-1, end - 1), *(i for _, i, _ in leaves)]
@@ -108,14 +111,14 @@ def write_chains(
     vocab_limit: int,
     prepare: Callable[[Seq[Sequence]], None] | None = None,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Let the model go on after each of `shadows` for num_draft[b] tokens, which they keep; chains and confidence."""
+    """Write up to num_draft[b] tokens after each of `shadows`, which keep them; returns tokens, path probabilities."""
     chains = [Chain() for _ in shadows]
     extend_chains(runner, shadows, chains, num_draft, policy, vocab_limit, prepare)
     return [c.tokens for c in chains], [c.sure for c in chains]
 
 
 def chain_lengths(seqs: Seq[Sequence], num_draft: Seq[int], siblings: int) -> list[int]:
-    """The tokens of each sequence's chain for a draft of num_draft[b] nodes: each brings its leaves."""
+    """Chain lengths for drafts of num_draft[b] nodes, in which each chain token has `siblings` leaves beside it."""
     return [min(-(-k // (1 + siblings)), seq.draft_depth) for seq, k in zip(seqs, num_draft, strict=True)]
 
 
@@ -138,13 +141,13 @@ def extend_chains(
     going: Callable[[], bool] = lambda: True,
     siblings: int = 0,
 ) -> None:
-    """Let the model write on at each of `chains`, which its shadow ends with, up to lengths[b] tokens in all.
+    """Extend each of `chains` to at most lengths[b] tokens with the model; each shadow ends with its chain's tokens.
 
-    Confidence is of whole paths: the product of the tokens' probabilities up to each.
+    Confidence is that of the path to a token: the product of the tokens' probabilities up to there.
 
-    A chain ends early where `policy` says so, with a token that ends its text, at the model's context, and before a
-    token from `vocab_limit` on. The noise is the target's own (coupled sampling). With `siblings` each place gets
-    others beside its token. `prepare(shadows)` runs before each pass. No pass begins once `going()` is false.
+    A chain ends early if `policy` says so, after a token that ends its text, at the model's context limit, and before a
+    token id of `vocab_limit` or above. The noise is the target's own (coupled sampling). With `siblings` each position
+    gets alternative tokens. `prepare(shadows)` runs before each pass. No pass begins once `going()` is false.
     """
 
     def wanted(b: int) -> bool:
@@ -184,9 +187,10 @@ def write_draft(
     prepare: Callable[[Seq[Sequence]], None] | None = None,
     siblings: int = 0,
 ) -> Draft:
-    """`extend_chains`, and what `make()` makes of them: a draft of `num_seqs` sequences, chain i that of owners[i].
+    """Extend the chains (`extend_chains`) and return `make()`: a draft of `num_seqs` sequences, chain i for owners[i].
 
-    Where a model can write them by itself, and nobody must look at them before the target does, they are not read yet.
+    If the device can choose the tokens, and the host need not see them before the target's pass, the result is a
+    LateDraft, whose tokens the host has not read yet.
     """
     unread = None
     if not policy.uses_confidence and not any(c.tokens for c in chains):
@@ -213,9 +217,9 @@ def start_chains(
     going: Callable[[], bool] = lambda: True,
     siblings: int = 0,
 ) -> tuple[list[int], Drawn] | None:
-    """`extend_chains`, but nothing is read: which chains grow, and what was drawn for them, for `take_drawn`.
+    """Like `extend_chains`, but the host reads no token. Returns the growing chains' indices and what was drawn.
 
-    None, and nothing is written, where the model has to be waited for at each token.
+    `take_drawn` takes over the result. None, with nothing written, if the host must wait for the model at each token.
     """
     if siblings or not runner.takes_late or not going():
         return None
@@ -241,9 +245,9 @@ def take_drawn(
     drawn: Drawn,
     found: Seq[Seq[tuple[int, float]]] | None = None,
 ) -> None:
-    """Let chains grow by what `start_chains` drew, as far as a chain goes; `found`: it, where it has been read.
+    """Append what `start_chains` drew to the chains, up to each chain's end; `found`: the tokens, if read already.
 
-    `policy.ends` is not asked: it weighs the time of a step, and these have been taken.
+    `policy.ends` is not asked: it weighs the time of a drafting step, and these steps have already run.
     """
     for b, count, tokens in zip(active, drawn.counts, drawn.read() if found is None else found, strict=True):
         shadow, chain = shadows[b], chains[b]
@@ -263,14 +267,14 @@ def _grow(
     policy: LengthPolicy,
     vocab_limit: int,
 ) -> None:
-    """A chain and its shadow, by what the model found at the next place."""
+    """Extend a chain and its shadow by what the model found at the next position (`Chain.grow`)."""
     if chain.grow(found, policy, vocab_limit):
         shadow.token_ids.append(chain.tokens[-1])
         chain.ended |= chain.tokens[-1] in shadow.params.ending(runner.model.config.eos_token_ids)
 
 
 def _pass(runner: ModelRunner, seqs: list[Sequence], choosing: bool) -> Output:
-    """One pass over the pending tokens; `choosing`: its choices are all that is wanted, where a device makes them."""
+    """One pass over the pending tokens; `choosing`: the backend may choose tokens, and only these are needed then."""
     num_pending = [s.num_pending for s in seqs]
     out = runner.forward(seqs, Draft.empty(len(seqs)), num_pending, drawer=drawer if choosing else None)
     runner.commit(seqs, num_pending, [[] for _ in seqs], out)
@@ -280,7 +284,7 @@ def _pass(runner: ModelRunner, seqs: list[Sequence], choosing: bool) -> Output:
 def _next(
     runner: ModelRunner, seqs: list[Sequence], out: Output, with_probability: bool, siblings: int
 ) -> list[list[tuple[int, float]]]:
-    """The model's choices after each sequence's last token, from the pass there."""
+    """Per sequence, (token, probability) of the model's choices after its last token, from the output of the pass."""
     drawn = [out.choices is not None and drawable(s) for s in seqs]
     table = on_host(out.logits, Draft.empty(len(seqs)), out.wants_logits, drawn)
     eos = runner.model.config.eos_token_ids
@@ -293,7 +297,7 @@ def _next(
 
 
 def _ends(policy: LengthPolicy, going: Callable[[], bool], paths: Seq[Seq[float]]) -> bool:
-    """Shall no further pass begin?"""
+    """True if no further pass may begin."""
     return policy.ends(paths) or not going()
 
 
@@ -306,7 +310,10 @@ def _grow_at_once(
     logits: Tensor,
     ends: Ends,
 ) -> bool:
-    """Empty chains in one call, from the logits [B, V] after each sequence; False, and nothing done, if it cannot."""
+    """Write empty chains in one backend call, from the logits [B, V] after each sequence.
+
+    Returns False, with nothing done, if the backend cannot do this.
+    """
     most, eos = runner.model.max_model_len, runner.model.config.eos_token_ids
     trees = []
     for shadow, length in zip(shadows, lengths, strict=True):
@@ -321,7 +328,7 @@ def _grow_at_once(
         chain.tokens, chain.sure, chain.beside = tokens, sure, [[] for _ in tokens]
         chain.ended = not tokens or tokens[-1] in shadow.params.ending(eos)
         shadow.token_ids += tokens
-        shadow.num_cached += max(0, len(tokens) - 1)  # the last one's row comes with the next pass
+        shadow.num_cached += max(0, len(tokens) - 1)  # the last token's row is computed in the next pass
     return True
 
 
@@ -333,9 +340,10 @@ def likely_after(
     siblings: int,
     with_probability: bool,
 ) -> list[tuple[int, float]]:
-    """The choice after `path` by logits [V] there, and `siblings` others, with probabilities (1: nobody asks).
+    """The choice after `path` from the logits [V] there, and `siblings` alternatives, with probabilities (1: unknown).
 
-    Sampled, what says how likely the target agrees is the share of log p + noise: noise lifts tokens of any p.
+    With sampling, the probability that the target agrees is taken as the token's share of exp(log p + noise), not as p,
+    because noise can lift a token of any p.
     """
     if siblings or (with_probability and not seq.params.greedy):
         return choices(row, seq, path, eos_token_ids, 1 + siblings) or [(FAILED, 0.0)]

@@ -1,7 +1,8 @@
-"""What an EAGLE head knows of each sequence: its own cached rows, and the target's hidden states to make more of.
+"""A draft head's state for each sequence: its cached rows, and the target's hidden states for further rows.
 
-Row t pairs the target's hidden states at position t with token t + 1. The head may begin in the middle of a text: where
-hidden states are missing before a position, it starts there, for its attention knows distances only.
+Row t pairs the target's hidden states at position t with token t + 1. A head may start in the middle of a text: if
+hidden states before a position are missing, the rows start there. This works because attention depends on distances
+between positions only.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from sameseed.models.eagle_runner import HeadRunner
 from sameseed.request import Sequence
 from sameseed.spec.drafter import Drafter, Span
 
-KEEP = 64  # hidden states kept behind the last cached row: so far tokens can be taken back
-WAIT_BYTES = 64 << 20  # of hidden states, of all sequences, that may wait until something is drafted
-WAIT_ROUNDS = 64  # whose single rows wait to be sorted by sequence
+KEEP = 64  # hidden states kept of positions that have a cached row, so that as many tokens can be taken back
+WAIT_BYTES = 64 << 20  # bytes of hidden states, of all sequences, that may wait for the first draft
+WAIT_ROUNDS = 64  # rounds with one row per sequence that may wait to be sorted by sequence
 
 
 class Context:
-    """One sequence. `holder` owns the blocks; its row 0 is position `start`; `hidden[0]` is of position `first`."""
+    """State of one sequence. `holder` owns the blocks; its row 0 is position `start`. `hidden[0]` is for `first`."""
 
     def __init__(self, seq: Sequence, position: int) -> None:
         self.holder = Sequence(seq.seq_id, (), seq.params, seq.seed, seq.tenant)
         self.start = self.first = position
-        self._room: Tensor | None = None  # float32 [m, F]: of it, rows _begin.._begin + num_hidden - 1 are the states
+        self._room: Tensor | None = None  # float32 [m, F]; rows _begin.._begin + num_hidden - 1 are the states
         self._begin = self.num_hidden = 0
 
     @property
@@ -52,27 +53,27 @@ class Context:
 
     @property
     def can_go_on(self) -> bool:
-        """Are the hidden states for the next row here, or those for the last row again?"""
+        """True if the hidden states for the next row are known, or those to compute the last row again."""
         return self.first <= self.next and self.first < self.end
 
     def restart(self, position: int | None = None) -> None:
-        """Forget the cached rows; begin with the hidden states that are here, or anew at a position without any."""
+        """Drop the cached rows; start from the known hidden states, or at `position` with none."""
         if position is not None:
             self.forget(position)
         self.start, self.holder.num_cached = self.first, 0
 
     def forget(self, position: int) -> None:
-        """Let go of all hidden states; the next ones are of `position`."""
+        """Drop all hidden states; the next ones to come are for `position`."""
         self.first, self._room, self._begin, self.num_hidden = position, None, 0, 0
 
     def add(self, span: Span, hidden: Tensor) -> None:
-        """Take over the hidden states [span, F] of positions that became certain."""
-        if not self.start <= span.start <= self.end:  # a hole, or a chance to begin earlier
+        """Add the hidden states [span, F] of positions that became certain."""
+        if not self.start <= span.start <= self.end:  # a gap, or an earlier start than so far
             self.restart(span.start)
         if span.end <= self.end:
             return
         new, end = hidden[self.end - span.start :], self._begin + self.num_hidden
-        # Rows are copied once, not with all others in each round: those of a large target are long.
+        # Spare room avoids copying all rows in each round: rows of a large target are long.
         if self._room is None or end + len(new) > len(self._room):
             known = self.hidden
             self._room = new.new_empty(self.num_hidden + len(new) + KEEP, new.shape[1])
@@ -83,23 +84,23 @@ class Context:
         self.num_hidden += len(new)
 
     def take(self, count: int) -> Tensor:
-        """Hidden states [count, F] of the next rows."""
+        """Hidden states [count, F] for the next rows."""
         assert self._room is not None
         at = self._begin + self.next - self.first
         return self._room[at : at + count]
 
     def trim(self) -> None:
-        """Let go of hidden states that no row will be made of."""
+        """Drop hidden states that are no longer needed to compute rows."""
         surplus = self.next - KEEP - self.first
         if surplus > 0:
             self._begin += surplus
             self.num_hidden -= surplus
             self.first += surplus
-        if self._room is not None and len(self._room) > 4 * (self.num_hidden + KEEP):  # a prompt's have been used
+        if self._room is not None and len(self._room) > 4 * (self.num_hidden + KEEP):  # room of a prompt
             self._room, self._begin = self._room[self._begin : self._begin + self.num_hidden].clone(), 0
 
     def rewind(self, length: int) -> None:
-        """Tokens from `length` on are taken back: with them rows that hold them, and hidden states there."""
+        """Drop the rows that hold tokens from `length` on, and the hidden states there: the tokens are taken back."""
         if self._room is None or length < self.first:
             self.restart(min(length, self.first))
             return
@@ -112,7 +113,7 @@ class Context:
 
 
 class Contexts:
-    """Contexts by sequence, in the cache of one runner."""
+    """The contexts of all sequences, in the cache of one runner."""
 
     def __init__(self, runner: HeadRunner | BlockRunner, prefill_rows: int, limit: int) -> None:
         """`prefill_rows`: the most rows of one pass over known positions; `limit`: the most rows of one sequence."""
@@ -120,8 +121,8 @@ class Contexts:
         self.prefill_rows = prefill_rows
         self.limit = limit
         self._sorted: dict[int, Context] = {}
-        self._waiting: list[tuple[Seq[Sequence], Seq[Span], Tensor]] = []  # rounds of one row a sequence
-        self._gone: set[int] = set()  # sequences of them that have ended
+        self._waiting: list[tuple[Seq[Sequence], Seq[Span], Tensor]] = []  # rounds of one row per sequence
+        self._gone: set[int] = set()  # sequences in waiting rounds that have ended
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -131,18 +132,18 @@ class Contexts:
 
     @property
     def _contexts(self) -> dict[int, Context]:
-        """By sequence, with all that was observed."""
+        """Contexts by sequence, with the waiting rounds sorted in."""
         if self._waiting:
             self._sort()
         return self._sorted
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor) -> None:
-        """Keep what became certain: hidden float32 [sum of spans, F].
+        """Keep the hidden states float32 [sum of spans, F] of positions that became certain.
 
-        A prompt's wait for the first draft, so that the first token need not wait for them; what does not fit into
-        WAIT_BYTES, and later long stretches, become rows at once.
+        A prompt's hidden states wait for the first draft, so that the first token is not delayed. Rows are computed at
+        once for what does not fit into WAIT_BYTES, and for long stretches later in a text.
         """
-        if len(hidden) == len(spans):  # rounds without a draft cost next to nothing: others' time is not theirs
+        if len(hidden) == len(spans):  # only queued, so that rounds without a draft cost next to nothing
             self._waiting.append((seqs, spans, hidden.clone() if hidden.is_cuda else hidden))
             if len(self._waiting) >= WAIT_ROUNDS:
                 self._sort()
@@ -153,10 +154,10 @@ class Contexts:
             self._add(seq, span, rows)
 
     def _sort(self) -> None:
-        """Give each sequence its rows of the rounds that wait; those of the same sequences together."""
+        """Add the rows of waiting rounds to their contexts; rounds of the same sequences are stacked first."""
         rounds, self._waiting = self._waiting, []
         gone, self._gone = self._gone, set()
-        # Rounds of the same sequences, each a token further than the one before.
+        # Consecutive rounds of the same sequences, each one token further than the one before.
         begins = ([(q.seq_id, span.start - i) for q, span in zip(*r[:2], strict=True)] for i, r in enumerate(rounds))
         for _, group in groupby(zip(begins, rounds, strict=True), lambda pair: pair[0]):
             same = [one for _, one in group]
@@ -170,7 +171,7 @@ class Contexts:
         if context is None:
             context = self._sorted[seq.seq_id] = Context(seq, span.start)
         context.add(span, rows)
-        if context.end - context.start > self.limit:  # it will not draft any more
+        if context.end - context.start > self.limit:  # too long: no more drafts
             context.forget(context.end)
         while context.can_go_on and context.num_pending >= self.prefill_rows and context.end < len(seq):
             waiting = 4 * rows.shape[1] * sum(c.num_hidden for c in self._sorted.values())  # bytes
@@ -195,7 +196,7 @@ class Contexts:
         return out
 
     def make_room(self, seqs: Seq[Sequence]) -> None:
-        """If blocks run short, sequences that do not run now give theirs back; they will start anew."""
+        """If blocks run short, free those of sequences that do not run now; their rows are computed again later."""
         if self.runner.blocks.num_free * 4 >= self.runner.blocks.num_blocks:
             return
         running = {seq.seq_id for seq in seqs}
@@ -205,20 +206,23 @@ class Contexts:
                 context.restart()
 
     def room(self, seq: Sequence, wanted: int) -> int:
-        """Positions after the last known one that the head can guess, `wanted` at most; 0 where it cannot go on."""
+        """How many tokens the head can draft after the known ones, at most `wanted`; 0 if it cannot go on."""
         context = self._contexts.get(seq.seq_id)
         if context is None or context.end != len(seq) - 1 or not context.can_go_on:
             return 0
         return max(0, min(wanted, self.limit - (context.end - 1 - context.start)))
 
     def reserve(self, seq: Sequence, num_nodes: int) -> bool:
-        """Blocks for all certain rows and `num_nodes` nodes. The last row is made again: its logits are needed."""
+        """Reserve blocks for all certain rows and `num_nodes` nodes; False if too few are free.
+
+        The last row is computed again, because its logits are needed.
+        """
         context = self[seq]
         context.holder.num_cached = min(context.holder.num_cached, context.end - 1 - context.start)
         return self._reserve(context, context.num_pending + num_nodes)
 
     def catch_up(self, seqs: Seq[Sequence], draws: Seq[Draw] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Make the rows that are pending, and return what `HeadRunner.extend` does after each sequence's last one."""
+        """Compute the pending rows. Returns what `HeadRunner.extend` returns for each sequence's last row."""
         contexts = [self[seq] for seq in seqs]
         while sum(c.num_pending for c in contexts) > max(self.prefill_rows, 2 * len(contexts)):
             left, work = self.prefill_rows, []
@@ -244,7 +248,7 @@ class Contexts:
 
 
 class Reading(Drafter):
-    """Base of drafters that know of a sequence only the target's hidden states, which their followers hold."""
+    """Base of drafters whose only state per sequence is in `followers`, which gets the target's hidden states."""
 
     followers: Contexts
 

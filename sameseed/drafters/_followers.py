@@ -1,4 +1,4 @@
-"""Followers: a model of the drafter's own that keeps up with the target's sequences, a Shadow for each."""
+"""Followers: keeps a drafter's own model up to date with the target's sequences, with one Shadow per sequence."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sameseed.spec.step import decode_step
 
 
 class Followers:
-    """Shadows by sequence in the cache of `runner`. `below` drafts for this model and learns what the shadows hold."""
+    """The Shadows of all sequences, in the cache of `runner`. `below`: a drafter that drafts for the shadows' model."""
 
     def __init__(self, runner: ModelRunner, prefill_rows: int, vocab_size: int, below: Below | None = None) -> None:
-        """`prefill_rows`: the most rows of one pass while it catches up; `vocab_size`: the target's."""
+        """`prefill_rows`: the most rows of one catch-up pass; `vocab_size`: the target's."""
         self.runner = runner
         self.prefill_rows = prefill_rows
-        self.vocab_limit = min(vocab_size, runner.model.config.vocab_size)  # from here on: padding, or not known to one
+        self.vocab_limit = min(vocab_size, runner.model.config.vocab_size)  # ids from here on: padding, or in one only
         self.below = below.drafter if below else NoDrafter()
         self._policy = below.policy if below else FixedLength(0)
         self._shadows: dict[int, Shadow] = {}
@@ -36,12 +36,12 @@ class Followers:
         return self._shadows[seq.seq_id].seq
 
     def follow(self, seqs: Seq[Sequence], num_rows: Seq[int], keep: Seq[int] | None = None) -> list[int]:
-        """Bring shadows up to date, with room for num_rows[b] more tokens each; indices of those that can draft now.
+        """Update the shadows to the target's tokens, with blocks for num_rows[b] more; indices of those that can draft.
 
-        keep[b] <= num_rows[b] tokens that a shadow has behind the target's stay, where it agrees with all of these.
+        keep[b] <= num_rows[b]: drafted tokens that a shadow keeps after the target's, if it agrees with all of those.
         """
         blocks = self.runner.blocks
-        if blocks.num_free * 4 < blocks.num_blocks:  # those that do not run now give theirs back, and catch up later
+        if blocks.num_free * 4 < blocks.num_blocks:  # sequences that do not run free theirs, and catch up later
             running = {seq.seq_id for seq in seqs}
             for seq_id, idle in self._shadows.items():
                 if seq_id not in running:
@@ -58,7 +58,7 @@ class Followers:
                 shadow = self._shadows[seq.seq_id] = Shadow(seq, self.runner)
             shadow.follow(seq, self.below.rewind, keep[b] if keep else 0)
             mine = shadow.seq
-            blocks.enter(mine, min(mine.num_cached, len(seq)))  # what was only guessed is not certain
+            blocks.enter(mine, min(mine.num_cached, len(seq)))  # drafted tokens are not certain
             if mine.num_pending > blocks.block_size:
                 blocks.adopt(mine)
             if blocks.reserve(mine, min(len(seq) + n, self.limit)):
@@ -66,7 +66,7 @@ class Followers:
         return able
 
     def catch_up(self, shadows: Seq[Sequence]) -> None:
-        """Run long pending prefixes (a prompt, a sequence that went undrafted) in passes of bounded size."""
+        """Run long pending stretches (a prompt, or tokens decoded without drafts) in passes of bounded size."""
         while sum(s.num_pending for s in shadows) > max(self.prefill_rows, 2 * len(shadows)):
             left = self.prefill_rows
             chunks: list[tuple[Sequence, int]] = []
@@ -91,7 +91,7 @@ class Followers:
 
 
 class Following(Drafter):
-    """Base of drafters that know of a sequence only what their followers hold."""
+    """Base of drafters whose only state per sequence is in `followers`."""
 
     followers: Followers
 

@@ -1,7 +1,7 @@
-"""History: texts of token ids, and where a suffix occurred in them before (for caches of what was written).
+"""History: an index of texts (token ids) that finds earlier occurrences of a suffix.
 
-A hash from each short n-gram to its latest places stands in for a suffix tree: lookups extend a place backwards to the
-whole match. One entry a token, and the oldest texts are dropped when the bound is reached.
+In place of a suffix tree, a hash table maps each n-gram to its latest places. A lookup extends each place backwards to
+the longest match. There is one entry per token. The oldest texts are dropped when the token limit is reached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Text = list[int]
 
 @dataclass(frozen=True)
 class Place:
-    """`text[:end]` ends with the last `length` tokens of what was looked up."""
+    """A match: `text[:end]` ends with the last `length` tokens of the suffix that was looked up."""
 
     text: Text
     end: int
@@ -23,10 +23,10 @@ class Place:
 
 
 class History:
-    """Texts by key. A text may grow at its end; its last token is not indexed, so that it never finds itself."""
+    """Texts by key. A text may grow at its end. Its last token is not indexed, so that its end never matches itself."""
 
     def __init__(self, ngram: int, most_places: int, most_tokens: int | None = None) -> None:
-        """`ngram`: the shortest match; `most_places`: kept of each n-gram, the latest; `most_tokens`: of all texts."""
+        """`ngram`: shortest match; `most_places`: latest places kept per n-gram; `most_tokens`: limit for all texts."""
         self.ngram = ngram
         self.most_places = most_places
         self.most_tokens = most_tokens
@@ -43,7 +43,7 @@ class History:
         return iter(self._texts.values())
 
     def add(self, key: int, text: Text) -> None:
-        """Take a text in, or what was added to its end since."""
+        """Index a new text, or the tokens that a known text has grown by."""
         self._texts.setdefault(key, text)
         n, start = self.ngram, self._indexed.get(key, 0)
         self.num_tokens += max(0, len(text) - 1 - start)
@@ -59,7 +59,7 @@ class History:
             self._drop(next(iter(self._texts)))
 
     def rewind(self, key: int, length: int) -> None:
-        """The text is about to lose its tokens from `length` on: take their places out of the index."""
+        """Remove the places of tokens from `length` on from the index. Called before the text loses these tokens."""
         n, text = self.ngram, self._texts.get(key)
         if text is None:
             return
@@ -78,7 +78,7 @@ class History:
         self.num_tokens -= self._indexed.pop(key)
         if self._num_places <= 2 * self.num_tokens + 1024:
             return
-        self._num_places = 0  # most of what the index holds is of dropped texts
+        self._num_places = 0  # most places in the index belong to dropped texts
         for gram in list(self._places):
             alive = [p for p in self._places[gram] if p[0] in self._texts]
             if alive:
@@ -88,7 +88,7 @@ class History:
                 del self._places[gram]
 
     def find(self, suffix: Seq[int], longest: int) -> list[Place]:
-        """Earlier places that match the end of `suffix`, the latest first; of a match at most `longest` tokens."""
+        """Earlier places that match the end of `suffix`, the latest first, each by at most `longest` tokens."""
         found: list[Place] = []
         for key, end in reversed(self._places.get(tuple(suffix[-self.ngram :]), ())):
             text = self._texts.get(key)

@@ -1,6 +1,7 @@
 """Shadow: a second Sequence with a target sequence's tokens and a cache of its own, for drafters that own a model.
 
-To follow the target is to truncate to the common prefix; the rest is pending. That replaces all roll-back code.
+To follow the target, a shadow is truncated to the common prefix, and the target's further tokens become pending. No
+other roll-back code is needed.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ _NOTHING = np.zeros(0, np.bool_)
 
 
 class Guide:
-    """A target's grammar as its shadow follows it: where that fails, nothing is guessed, and it is not asked again."""
+    """A shadow's copy of the target's grammar. Once it has failed, it allows no token and is not asked again."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self.failed = False
 
     def allowed(self, output: Seq[int], path: Seq[int]) -> Any:
-        """bool [V]; empty, which allows no token, once the grammar has failed: the sequences beside it go on."""
+        """The allowed tokens, bool [V]; empty (no token) once the grammar has failed, so that other sequences go on."""
         if not self.failed:
             try:
                 return self._grammar.allowed(output, path)
@@ -47,20 +48,20 @@ class Shadow:
         self.runner = runner
         self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed, target.tenant)
         self.seq.num_prompt = target.num_prompt
-        # What the target may not write is not worth guessing.
+        # Tokens that the target's grammar forbids are not worth drafting.
         self._guide = None if target.grammar is None else Guide(target.grammar.another())
         self.seq.grammar = self._guide
         self.seq.context = runner.model.max_model_len
-        self.num_agreed = len(target)  # of the target's tokens: these need no second look, unless it was rewound
+        self.num_agreed = len(target)  # leading target tokens that need no comparison, unless it is rewound
 
     def follow(self, target: Sequence, rewind: Callable[[Sequence, int], None], keep: int = 0) -> None:
-        """Take over the target's tokens; cached rows beyond the common prefix are forgotten.
+        """Take over the target's tokens; cached rows beyond the common prefix are dropped.
 
-        `keep` guessed tokens behind all of the target's stay. `rewind(seq, length)` is told before tokens of the shadow
-        are taken back.
+        If the shadow agrees with all of the target's tokens, up to `keep` drafted tokens after them stay.
+        `rewind(seq, length)` is called before tokens of the shadow are taken back.
         """
         if self._guide is not None and self._guide.failed:
-            self.seq.grammar = None  # a guess that the target may not write costs no more than none
+            self.seq.grammar = None  # unguided drafts cost no more than having none
         mine, its = self.seq.token_ids, target.token_ids
         same = min(self.num_agreed, len(its))
         while same < min(len(mine), len(its)) and mine[same] == its[same]:
@@ -73,5 +74,5 @@ class Shadow:
             self.seq.state = None  # penalty counts may hold a dropped token
         mine += its[end:]
         self.num_agreed = len(its)
-        # At least one token stays pending: its logits are the next guess.
+        # At least one token stays pending: the next draft token comes from its logits.
         self.runner.truncate(self.seq, min(end, len(mine) - 1))

@@ -1,4 +1,4 @@
-"""TextStore: texts of token ids in a file that grows at its end, so that what was learned outlives the process."""
+"""TextStore: texts (token ids) in an append-only file, so that past texts are kept between processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEAD = struct.Struct("<II")  # number of tokens, their sum modulo 2^32
 
 
 def _texts(data: bytes, at: int) -> tuple[list[list[int]], int]:
-    """The whole texts of `data` from byte `at` on, and where they end."""
+    """The complete texts in `data` from byte `at` on, and the byte where they end."""
     texts: list[list[int]] = []
     while at + _HEAD.size <= len(data):
         length, total = _HEAD.unpack_from(data, at)
@@ -35,11 +35,11 @@ def _texts(data: bytes, at: int) -> tuple[list[list[int]], int]:
 
 
 class TextStore:
-    """A file: MAGIC, the vocabulary's size (uint32), then of each text its length, its sum, and its tokens int32.
+    """A file: MAGIC, the vocabulary size (uint32), then for each text its length, its token sum, and its tokens int32.
 
-    A text that was cut off in mid-write, and all after it, is dropped. Raises ConfigError for a file of another kind or
-    vocabulary, for one that cannot be read, and for a folder that does not exist. Once it can no longer be written, it
-    says so and keeps nothing more: texts are a help, and requests must not fail for want of it.
+    A text that was cut off while it was written is dropped, and so are all texts after it. Raises ConfigError for a
+    file of another kind or vocabulary, for a file that cannot be read, and for a folder that does not exist. If a write
+    fails, a warning is logged and nothing more is written: requests must not fail because of the store.
     """
 
     def __init__(self, path: Path, max_tokens: int, vocab_size: int | None) -> None:
@@ -54,9 +54,9 @@ class TextStore:
             raise ConfigError(f"the store {self.path} is a folder; name a file")
 
     def read(self) -> list[list[int]]:
-        """The latest texts, at most `max_tokens` tokens in all, the oldest first; a newest one that is longer, its end.
+        """The latest texts, the oldest first, at most `max_tokens` tokens in all. A newest text that is longer is cut.
 
-        Raises ConfigError for a file that cannot be read.
+        Of a text that is cut, the end is kept. Raises ConfigError for a file that cannot be read.
         """
         try:
             data = self.path.read_bytes()
@@ -88,7 +88,7 @@ class TextStore:
         return latest
 
     def append(self, text: list[int]) -> None:
-        """Add a text at the end; does nothing once that has failed."""
+        """Append a text; does nothing once a write has failed."""
         if self._failed:
             return
         try:
@@ -99,7 +99,7 @@ class TextStore:
                 with self.path.open("ab") as file:
                     file.write(_packed(text))
             except OSError:
-                with suppress(OSError):  # what a full disk left of it would hide all that other runs add
+                with suppress(OSError):  # a partly written text would hide all texts appended later
                     os.truncate(self.path, size)
                 raise
             self._since_rewrite += len(text)

@@ -1,4 +1,4 @@
-"""Tree: a draft that grows level by level and keeps its likeliest nodes (EAGLE-2: Li et al., 2024)."""
+"""Tree: a draft tree that grows level by level and keeps its likeliest nodes (EAGLE-2: Li et al., 2024)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ Floats = NDArray[np.float64]
 
 
 class Tree:
-    """Candidates for the draft of one sequence, of which the `size` likeliest paths are wanted.
+    """Candidate nodes for the draft of one sequence, of which the `size` likeliest are wanted.
 
-    A candidate's score is the sum of log-probabilities along its path, so no node beats its parent: the likeliest n
-    candidates are a tree. Nodes that were expanded, which is to say run through the drafter's model, have a place in
-    its cache; the others never will. Of equals, the one that came first is the likelier.
+    A candidate's score is the sum of log-probabilities along its path. No node scores above its parent, so the n
+    likeliest candidates form a tree. Expanded candidates, which were run through the drafter's model, have a place in
+    the model's cache; the others have none. Ties go to the candidate that was added first.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.tokens: Ints = np.empty(0, np.int64)  # [n], as all of these
-        self.parents: Ints = np.empty(0, np.int64)  # candidates, -1: the last known token
-        self.rows: Ints = np.empty(0, np.int64)  # of each one's parent, its row among those that `grow` got
+        self.tokens: Ints = np.empty(0, np.int64)  # [n], like the next four arrays
+        self.parents: Ints = np.empty(0, np.int64)  # index of the parent candidate, -1: the last known token
+        self.rows: Ints = np.empty(0, np.int64)  # the parent's row in the arguments of `grow`
         self.scores: Floats = np.empty(0)
-        self.ended: NDArray[np.bool_] = np.empty(0, np.bool_)  # nothing comes after it
-        self.masks: dict[int, int] = {}  # expanded candidate -> cache places of itself and its ancestors, as bits
+        self.ended: NDArray[np.bool_] = np.empty(0, np.bool_)  # true: no token may follow
+        self.masks: dict[int, int] = {}  # expanded candidate -> cache places of itself and its ancestors, as a bit mask
         self._level = 0  # first candidate of the last level
 
     @property
     def num_places(self) -> int:
-        """Candidates that were expanded; the next one's place in the cache."""
+        """Number of expanded candidates, which is the cache place of the next one."""
         return len(self.masks)
 
     def grow(self, parents: ArrayLike, tokens: ArrayLike, log_probs: ArrayLike, ended: ArrayLike | None = None) -> None:
         """Add a level: tokens [n, w] with log-probabilities after each of `parents` [n] (-1: the last known token).
 
-        Those of probability 0 are left out. `ended` [n, w]: those after which nothing comes.
+        Tokens of probability 0 are left out. `ended` [n, w]: true for tokens after which none may follow.
         """
         above, chances = np.asarray(parents, np.int64), np.asarray(log_probs, np.float64)
         base = self.scores[above][:, None] if above[0] >= 0 else 0.0
@@ -61,9 +61,9 @@ class Tree:
             self.ended = ends
 
     def expand(self, width: int) -> Ints:
-        """At most `width` candidates of the last level to be run next, the likeliest first; they get their places.
+        """At most `width` candidates of the last level to run next, the likeliest first; they get cache places.
 
-        One that is not among the `size` likeliest so far is not run: its children could not be either.
+        Candidates outside the `size` likeliest so far are not run, because their children could not be among them.
         """
         able = ~self.ended[self._level :]
         if len(self.tokens) > self.size:
@@ -79,7 +79,7 @@ class Tree:
         return chosen
 
     def path(self, i: int) -> list[int]:
-        """Candidates from the first level down to i; none for -1."""
+        """The candidates on the path from the first level to candidate i; empty for -1."""
         found = []
         while i >= 0:
             found.append(i)
@@ -87,13 +87,13 @@ class Tree:
         return found[::-1]
 
     def _likeliest(self) -> Ints:
-        """The `size` likeliest candidates in order of growth: parents before their children."""
+        """The `size` likeliest candidates in the order in which they were added, so parents come before children."""
         kept: Ints = np.argsort(-self.scores, kind="stable")[: self.size]
         kept.sort()
         return kept
 
     def best(self) -> tuple[list[int], list[int], list[float]]:
-        """Tokens, parents and path probabilities of the `size` likeliest candidates, parents first."""
+        """Tokens, parents and path probabilities of the `size` likeliest candidates, parents before children."""
         kept = self._likeliest()
         parents = np.searchsorted(kept, self.parents[kept])
         parents[self.parents[kept] < 0] = -1

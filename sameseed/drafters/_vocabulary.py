@@ -1,6 +1,6 @@
-"""The tokens that a drafter may guess, where not all: fewer rows of its LM head cost less (FR-Spec: Zhao et al., 2025).
+"""Reduced draft vocabularies: fewer rows of a drafter's LM head cost less (FR-Spec: Zhao et al., 2025).
 
-The target checks over its whole vocabulary, so a token left out is a guess less, never another text.
+The target verifies over its whole vocabulary. A token left out can cost a draft token, but never changes the text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sameseed.models.vocabulary import with_tokens
 
 
 def read_vocabulary(text: str, vocab_size: int) -> Tensor:
-    """Token ids int64 [n] of the option `vocabulary`. Raises ConfigError."""
+    """Token ids int64 [n] from the option `vocabulary`: a number of first ids, or a file. Raises ConfigError."""
     if text.isdecimal():
         if not 1 <= int(text) <= vocab_size:
             raise ConfigError(f"vocabulary must be 1..{vocab_size} tokens of the target, got {text}")
@@ -27,7 +27,7 @@ def read_vocabulary(text: str, vocab_size: int) -> Tensor:
     try:
         content = Path(text).expanduser().read_text(encoding="utf-8")
         ids = json.loads(content) if content.lstrip().startswith("[") else [int(t) for t in content.split()]
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a home folder of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user's home folder
         raise ConfigError(f"vocabulary {text!r} cannot be read ({error}); name a file of token ids") from None
     if not ids or any(type(t) is not int or not 0 <= t < vocab_size for t in ids):
         raise ConfigError(f"vocabulary {text!r} must list token ids in 0..{vocab_size - 1}")
@@ -35,16 +35,16 @@ def read_vocabulary(text: str, vocab_size: int) -> Tensor:
 
 
 def with_vocabulary(runner: ModelRunner, text: str, vocab_size: int) -> ModelRunner:
-    """A runner whose model guesses the option's tokens only; itself for "". Raises ConfigError."""
+    """A runner whose model drafts only the tokens of the option; `runner` itself for "". Raises ConfigError."""
     if not text:
         return runner
     return runner.beside(with_tokens(runner.model, read_vocabulary(text, vocab_size)), runner.captures)
 
 
 def frequent_tokens(texts: Iterable[Seq[int]], size: int, always: Iterable[int] = ()) -> list[int]:
-    """The `size` most frequent tokens of encoded texts, the most frequent first; `always` (end tokens) are among them.
+    """The `size` most frequent tokens of encoded texts, the most frequent first, after those of `always` (end tokens).
 
-    Fewer where the texts have fewer. Of equals, those with the lower ids. Raises ConfigError below 1, or without texts.
+    Fewer if the texts have fewer tokens. Ties go to the lower ids. Raises ConfigError for a size below 1 or no texts.
     """
     counts: Counter[int] = Counter()
     for tokens in texts:

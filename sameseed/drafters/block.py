@@ -1,7 +1,8 @@
 """block drafter (DFlash: Chen et al., 2026): a head reads the target's hidden states and guesses a chain in one pass.
 
-Its pass reads the last known token and masks, before which lie keys and values of the target's own hidden states. A
-Markov head, where there is one, tells each place what the one before became (DSpark: DeepSeek-AI, 2026).
+The pass reads the last known token and mask tokens, which attend to keys and values made from the target's hidden
+states. An optional Markov head adds a bias to each position's logits, given the token chosen before it (DSpark:
+DeepSeek-AI, 2026).
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from sameseed.spec.sampling import needs_adjusting
 class BlockDrafter(Reading, ChainDrafter):
     """A block head with its own format and cache, which follows each sequence by the target's hidden states.
 
-    The whole block is run whatever number of tokens is asked for: a short draft is the beginning of a long one.
+    The whole block is run for any number of draft tokens, so a short draft is the beginning of a longer one.
     """
 
     @dataclass(frozen=True)
     class Options(ChainDrafter.Options):
-        """`vocabulary`: the tokens that the head may guess, where not all that it has: a number (the first ones), or a
-        file with their ids (JSON or lines); fewer cost less. `prefill_rows`: the most rows of one pass while it catches
-        up. `siblings`: at each place so many other likely tokens may join the chain, as leaves of a tree; `--k` then
-        counts nodes.
+        """Options of the block drafter.
+
+        `vocabulary`: the tokens that the head may draft, if not all that it has: a number (the first ids), or a file of
+        ids (JSON or one per line); fewer cost less. `prefill_rows`: the most rows of one catch-up pass. `siblings`: how
+        many other likely tokens may join the chain at each position, as leaves of a tree; `--k` then counts nodes.
         """
 
         vocabulary: str = ""
@@ -54,7 +56,7 @@ class BlockDrafter(Reading, ChainDrafter):
         policy: LengthPolicy,
         eos_token_ids: Seq[int] = (),
     ) -> None:
-        """`captures`: the target's layers that the head reads; `eos_token_ids`: the target's."""
+        """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target."""
         head = runner.model
         self.options = options
         self.runner = runner
@@ -82,7 +84,7 @@ class BlockDrafter(Reading, ChainDrafter):
         return self.followers.limit + 2  # the last known token has no row of its own
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Chains for all sequences together, by one pass; leaves beside them."""
+        """Chains for all sequences from one pass, with leaves if the option `siblings` is set."""
         self.followers.make_room(seqs)
         siblings = self.options.siblings
         lengths = self._heed_most(chain_lengths(seqs, num_draft, siblings), self.most)
@@ -95,11 +97,11 @@ class BlockDrafter(Reading, ChainDrafter):
             self._guess(growing)
         for g in growing:
             holder = self.followers[g.seq].holder
-            self.runner.blocks.trim(holder, holder.num_cached)  # blocks of guessed rows
+            self.runner.blocks.trim(holder, holder.num_cached)  # blocks of draft rows
         return draft_of(chains, num_draft, self.policy.uses_confidence, siblings)
 
     def _guess(self, growing: Seq[_GrowingBlock]) -> None:
-        """Catch up, run all blocks, and read the chains off the logits, place by place where there is a Markov head."""
+        """Catch up, run all blocks, and choose the chains' tokens from the logits, position by position."""
         seqs = [g.seq for g in growing]
         self.followers.catch_up(seqs)
         counts = [g.count for g in growing]
@@ -120,13 +122,13 @@ class BlockDrafter(Reading, ChainDrafter):
                 self._read(g, now[i : i + 1])
 
     def _bias(self, active: Seq[_GrowingBlock]) -> NDArray[np.float32]:
-        """What the Markov head adds [n, Vd] after the last token of each chain."""
+        """The Markov head's bias to the logits [n, Vd], given the last token of each chain."""
         last = [g.chain.tokens[-1] if g.chain.tokens else g.seq.token_ids[-1] for g in active]
         model = self.runner.model
         return self.guesses.rows(model.bias(torch.tensor(last, dtype=torch.int32, device=model.device)))
 
     def _read(self, g: _GrowingBlock, row: NDArray[np.float32]) -> None:
-        """The head's choice at the next place by logits [1, Vd], under the target's own noise (coupled sampling)."""
+        """Choose the chain's next token from logits [1, Vd], with the target's own noise (coupled sampling)."""
         chain, count = g.chain, 1 + self.options.siblings
         if needs_adjusting(g.seq, len(chain.tokens)):
             tokens, shares = self.guesses.adjusted(row, g.seq, [chain.tokens], count)
@@ -141,7 +143,7 @@ class BlockDrafter(Reading, ChainDrafter):
 
 @dataclass
 class _GrowingBlock:
-    """One sequence's chain in the making, of `count` tokens; `first`: the row of its logits."""
+    """One sequence's chain while it is drafted, up to `count` tokens; `first`: the row of its first logits."""
 
     seq: Sequence
     count: int

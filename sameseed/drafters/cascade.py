@@ -1,7 +1,8 @@
 """cascade drafter: a model writes the draft, itself helped by a drafter below it (hierarchical speculation).
 
-After SpecMQuant (Zhang et al., 2025): a tree or chain from below, which a middle model turns into a sequence, which the
-target checks. The middle model is a drafter whose text is exact for it, so levels stack to any depth.
+After SpecMQuant (Zhang et al., 2025): the drafter below gives a tree or chain, a middle model verifies it and writes a
+sequence, and the target verifies that. The middle model's text is exactly what it would write alone, so levels can be
+stacked to any depth.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from sameseed.spec.step import decode_step
 
 
 class CascadeDrafter(Following):
-    """Runs `decode_step` on a model of its own until a sequence of at least `min_length` tokens is drafted."""
+    """Runs `decode_step` on its own model until at least `min_length` tokens are drafted for each sequence."""
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`min_length`: the model goes on until it has so many tokens (or the round's limit). `prefill_rows`: the most
-        rows of one pass while it catches up with a prompt. `vocabulary`: the tokens that the model may write, where not
-        all: a number (the first ones), or a file with their ids (JSON or lines), as `sameseed vocabulary` makes.
+        """Options of the cascade drafter.
+
+        `min_length`: the model goes on until it has so many tokens (or the round's limit). `prefill_rows`: the most
+        rows of one catch-up pass over a prompt. `vocabulary`: the tokens that the model may write, if not all: a number
+        (the first ids), or a file of ids (JSON or one per line), as `sameseed vocabulary` makes.
         """
 
         min_length: int = 4
@@ -49,7 +52,7 @@ class CascadeDrafter(Following):
         self.runner = runner
         self.below = below.drafter
         self.policy_below = below.policy
-        self.metrics = SpecMetrics()  # what this level's model made of the guesses from below
+        self.metrics = SpecMetrics()  # of this level's model with drafts from below
         self.followers = Followers(runner, options.prefill_rows, vocab_size, below)
 
     @classmethod
@@ -59,7 +62,7 @@ class CascadeDrafter(Following):
         return cls(options, runner, parts.below[0], parts.vocab_size)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Chains: what the model writes after each sequence, cut at num_draft[b], never padded."""
+        """Chains: what the model writes after each sequence, cut to num_draft[b] tokens, never padded."""
         limit = self.followers.limit
         active = self.followers.follow(seqs, num_draft)
         drafting = list(active)
@@ -82,15 +85,15 @@ class CascadeDrafter(Following):
         return Draft.chains(chains, levels=levels)
 
     def _advance(self, shadows: list[Sequence], levels: list[list[int]]) -> list[bool]:
-        """One pass of the model over a guess from below: each shadow grows by a token or more, unless it failed.
+        """One pass of the model over drafts from below: each shadow grows by one token or more, unless it failed.
 
-        levels[b] grows likewise: who guessed each of its tokens first.
+        levels[b] grows by the level that first drafted each of the tokens. Returns which shadows failed.
         """
         self.followers.catch_up(shadows)
         pending = [s.num_pending for s in shadows]
         asked = self.policy_below.lengths(shadows, sum(pending))
         room, blocks = [], self.runner.blocks
-        for shadow, num in zip(shadows, asked, strict=True):  # nodes that the text and free blocks leave for a guess
+        for shadow, num in zip(shadows, asked, strict=True):  # draft nodes for which text and blocks have room
             useful = num if self.below.branches else min(num, shadow.draft_depth)
             free = blocks.reservable(shadow) - len(shadow)
             room.append(max(0, min(useful, free)) if shadow.draft_depth else 0)

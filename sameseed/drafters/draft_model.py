@@ -1,6 +1,6 @@
 """draft_model drafter (Leviathan et al., 2023; Chen et al., 2023): a smaller model guesses a chain of tokens.
 
-It draws with the target's own noise (coupled sampling), so a guess is right where both would draw the same token.
+It samples with the target's own noise (coupled sampling), so a draft token is accepted if both draw the same token.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 
 
 class DraftModelDrafter(Following, ChainDrafter):
-    """A second model with its own format and cache; a Shadow follows each sequence."""
+    """A second model with its own format and cache, in which a Shadow follows each sequence."""
 
     @dataclass(frozen=True)
     class Options(ChainDrafter.Options):
-        """`prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
-        tokens that it may guess, where not all: a number (the first ones), or a file with their ids (JSON or lines),
-        as `sameseed vocabulary` makes; fewer cost less. `siblings`: at each place so many other likely tokens may join
-        the chain, as leaves of a tree that no further pass is needed for; `--k` then counts nodes.
+        """Options of the draft_model drafter.
+
+        `prefill_rows`: the most rows of one catch-up pass over a prompt. `vocabulary`: the tokens that the model may
+        draft, if not all: a number (the first ids), or a file of ids (JSON or one per line), as `sameseed vocabulary`
+        makes; fewer cost less. `siblings`: how many other likely tokens may join the chain at each position, as leaves
+        of a tree, which take no further pass; `--k` then counts nodes.
         """
 
         prefill_rows: int = 512
@@ -41,7 +43,7 @@ class DraftModelDrafter(Following, ChainDrafter):
         self.followers = Followers(runner, options.prefill_rows, vocab_size)
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
-        # What was guessed ahead, by sequence: from which length of the text on, and the chain, which the shadow holds.
+        # What was drafted ahead, by sequence: the length of the text before it, and the chain, which the shadow holds.
         self._ready: dict[int, tuple[int, Chain]] = {}
 
     @classmethod
@@ -51,16 +53,16 @@ class DraftModelDrafter(Following, ChainDrafter):
         return cls(options, runner, parts.vocab_size, parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Chains for all sequences together, one pass of the draft model a token; leaves beside them."""
+        """Chains for all sequences together, one pass of the draft model per token, with leaves for `siblings`."""
         followers, chains = self.followers, []
         num_nodes, num_draft = num_draft, chain_lengths(seqs, num_draft, self.options.siblings)
         for seq, num in zip(seqs, num_draft, strict=True):
             start, chain = self._ready.pop(seq.seq_id, (0, Chain()))
-            chain.cut(num if start == len(seq) else 0)  # to none where the text did not come as supposed
+            chain.cut(num if start == len(seq) else 0)  # to none if the text went on differently
             chains.append(chain)
         active = followers.follow(seqs, num_draft, [len(c.tokens) for c in chains])
         for b in active:
-            chains[b].cut(len(followers[seqs[b]]) - len(seqs[b]))  # to none where the shadow had to be taken back
+            chains[b].cut(len(followers[seqs[b]]) - len(seqs[b]))  # to none if the shadow was cut back
         drafted = [c if b in active else Chain() for b, c in enumerate(chains)]
         return write_draft(
             self.runner,
@@ -91,11 +93,11 @@ class DraftModelDrafter(Following, ChainDrafter):
     def ahead(
         self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]
     ) -> list[list[int]]:
-        """After a whole draft: the next token, which the target will choose if all is right, and a chain after it."""
+        """After a full-length draft: a guess of the target's next token if all is accepted, and a chain after it."""
         blocks, guesses = self.runner.blocks, [Chain() for _ in seqs]
-        if self.options.siblings:  # which path of a tree is right is not known beforehand
+        if self.options.siblings:  # which path of a tree will be accepted is unknown
             return [[] for _ in seqs]
-        # A draft that ended before its time will hardly be right to its end. Blocks are taken only where many are free.
+        # A draft that ended early is rarely accepted as a whole. Blocks are taken only if many are free.
         whole = [b for b, k in enumerate(num_draft) if 0 < k == draft.count(b)]
         shadows = {b: self.followers[seqs[b]] for b in whole}
         active = [

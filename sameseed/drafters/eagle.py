@@ -1,8 +1,8 @@
 """eagle drafter: a head reads the target's own hidden states and guesses a tree (EAGLE-2 and 3: Li et al., 2024, 2025).
 
-The tree is dynamic: level by level the likeliest paths are expanded, all nodes of a level in one pass of the head, and
-the likeliest nodes of all are kept. With sampling, paths are ranked by what the target's own noise makes of the head's
-probabilities: that noise is known before the target's choice is (coupled sampling).
+The tree is dynamic. Level by level the likeliest paths are expanded, all nodes of a level in one pass of the head, and
+the likeliest nodes overall are kept. With sampling, paths are ranked by the head's log-probabilities plus the target's
+own noise, which is known before the target chooses (coupled sampling).
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class EagleDrafter(Reading):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`depth`: the longest path of a tree; `top_k`: nodes that are expanded a level, and children of each (1: a
-        chain). How many nodes are kept, `--k` says. `vocabulary`: the tokens that the head may guess, where not all
-        that it has: a number (the first ones), or a file with their ids (JSON or lines); fewer cost less.
-        `beyond`: past the head's own context its window "slide"s, or it "stop"s. `window`: tokens that it sees at most
-        (0: its own context). `prefill_rows`: the most rows of one pass while it catches up.
+        """Options of the eagle drafter.
+
+        `depth`: the longest path of a tree; `top_k`: nodes expanded per level, and children of each (1: a chain). `--k`
+        sets how many nodes are kept. `vocabulary`: the tokens that the head may draft, if not all that it has: a number
+        (the first ids), or a file of ids (JSON or one per line); fewer cost less. `beyond`: what happens past the
+        head's own context: "slide" moves its attention window along, "stop" ends drafting. `window`: the most tokens
+        that the head attends to (0: its own context). `prefill_rows`: the most rows of one catch-up pass.
         """
 
         depth: int = 5
@@ -72,7 +74,7 @@ class EagleDrafter(Reading):
         policy: LengthPolicy,
         eos_token_ids: Seq[int] = (),
     ) -> None:
-        """`captures`: the target's layers that the head reads; `eos_token_ids`: the target's."""
+        """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target."""
         head = runner.model
         own = min(options.window or head.config.layer.max_model_len, head.config.layer.max_model_len)
         slides = options.beyond == "slide"
@@ -105,11 +107,11 @@ class EagleDrafter(Reading):
 
     @property
     def limit(self) -> int | None:
-        # Its row t holds token t + 1, and the last known token's guess needs no row.
+        # Row t holds token t + 1, and the draft token after the last known token needs no row of its own.
         return self.followers.limit + 2 if self.options.beyond == "stop" else None
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Trees for all sequences together, of at most num_draft[b] nodes; confidence: probabilities of the paths."""
+        """Trees of at most num_draft[b] nodes for all sequences together; confidence holds path probabilities."""
         self.followers.make_room(seqs)
         chains = not self.branches
         growing: dict[int, _GrowingTree] = {}
@@ -125,7 +127,7 @@ class EagleDrafter(Reading):
             self._grow(own)
         for g in own:
             holder = self.followers[g.seq].holder
-            self.runner.blocks.trim(holder, holder.num_cached)  # blocks of guessed rows
+            self.runner.blocks.trim(holder, holder.num_cached)  # blocks of draft rows
         if drawn is None:
             return _draft_of(growing, len(seqs), chains)
 
@@ -136,7 +138,7 @@ class EagleDrafter(Reading):
         return LateDraft(len(seqs), list(growing), drawn, read)
 
     def _grow(self, growing: Seq[_GrowingTree]) -> None:
-        """The first level from the last known positions, then a pass of the head for each further one."""
+        """Grow trees: the first level from the rows of known positions, then one pass of the head per level."""
         logits, features, _ = self.followers.catch_up([g.seq for g in growing])
         if self._grow_at_once(growing, logits, features):
             return
@@ -169,7 +171,10 @@ class EagleDrafter(Reading):
                 self._children(g, chosen, rows, depth)
 
     def _grow_at_once(self, growing: Seq[_GrowingTree], logits: Tensor, features: Tensor) -> bool:
-        """Trees or chains in one call, after the last known rows; False where somebody has to look at each level."""
+        """Grow whole trees or chains in one native call; False if that is impossible, with nothing done.
+
+        `logits`, `features`: those after the last known rows.
+        """
         if not grows_at_once(self.policy, [g.seq for g in growing]):
             return False
         trees = []
@@ -187,7 +192,7 @@ class EagleDrafter(Reading):
         return True
 
     def _children(self, g: _GrowingTree, nodes: list[int], rows: NDArray[np.float32], depth: int) -> None:
-        """Grow the tree by the likeliest tokens after nodes of one depth; rows: logits [R, Vd] of the pass."""
+        """Add the likeliest tokens after `nodes`, all of one depth, to the tree; rows: logits [R, Vd] of the pass."""
         tree, rows = g.tree, rows[g.first : g.first + len(nodes)]
         if needs_adjusting(g.seq, depth):
             paths = [tree.tokens[tree.path(n)].tolist() for n in nodes]
@@ -200,7 +205,7 @@ class EagleDrafter(Reading):
         tree.grow(nodes, tokens, log_probs, ended)
 
     def _write_chains(self, growing: Seq[_GrowingTree]) -> Drawn | None:
-        """`_grow` where each level is a single node. What the head wrote by itself, if nobody has to look at it yet."""
+        """`_grow` for chains. Returns tokens drawn on the device that the host has not read yet, or None."""
 
         def draws(b: int, depth: int) -> Draw:
             return drawer(growing[b].seq, depth) or GREEDY
@@ -221,7 +226,7 @@ class EagleDrafter(Reading):
         return drawn
 
     def _take(self, growing: Seq[_GrowingTree], found: Seq[Seq[tuple[int, float]]]) -> None:
-        """Chains of what the head wrote by itself, as far as they go."""
+        """Take over chains of tokens that were drawn on the device, up to each chain's end."""
         for g, tokens in zip(growing, found, strict=True):
             for token, sure in tokens:
                 if token == FAILED:
@@ -232,7 +237,7 @@ class EagleDrafter(Reading):
                     break
 
     def _lengthen(self, growing: Seq[_GrowingTree], logits: Tensor, features: Tensor) -> None:
-        """Chains, a pass a token, that is looked at: logits [B, Vd] and features [B, C] after the last known rows."""
+        """Write chains, one pass per token, read by the host: logits [B, Vd], features [B, C] after the known rows."""
         active, depth = list(growing), 0
         while active:
             rows = self.guesses.rows(logits)
@@ -263,10 +268,10 @@ class EagleDrafter(Reading):
 
 @dataclass
 class _GrowingTree:
-    """One sequence's tree in the making, or its chain: `tokens`, and `sure`, the probability of each path.
+    """One sequence's tree or chain while it is drafted. Of a chain: `tokens`, and `sure`, the path probabilities.
 
-    `ending`: tokens after which nothing comes. `first`: of the nodes of the tree's last level, the first one's row in
-    the pass. `grown`: tokens, parents and `sure` of what grew in one call.
+    `ending`: tokens after which none may follow. `first`: the row in the pass of the first node of the tree's last
+    level. `grown`: tokens, parents and path probabilities of a draft that grew in one native call.
     """
 
     seq: Sequence
@@ -281,7 +286,7 @@ class _GrowingTree:
 
 
 def _draft_of(growing: Mapping[int, _GrowingTree], num_seqs: int, chains: bool) -> Draft:
-    """What has grown for sequences b, with confidence."""
+    """The Draft of what has grown, by index of the sequence, with confidence."""
     trees: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_seqs)]
     sure: list[list[float]] = [[] for _ in range(num_seqs)]
     for b, g in growing.items():

@@ -1,6 +1,6 @@
 """first drafter: several drafters in turn, for each sequence the first that has a guess (a cache, then a model).
 
-Looking something up costs nothing beside a pass of a model, so it is tried first (as SAM-Decoding: Hu et al., 2024).
+A lookup costs almost nothing compared with a model's pass, so it is tried first (as SAM-Decoding: Hu et al., 2024).
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ MAX_BELOW = 64
 
 
 class FirstDrafter(Drafter):
-    """Asks each drafter for the sequences that those before it had no guess for, or one that is too weak."""
+    """Asks each drafter about the sequences for which those before it gave no draft, or one too weak to use."""
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`min_tokens`: a guess must have so many nodes (or all that were asked for) to be taken. `min_expected`: where
-        the drafter says how likely its nodes are, their sum must be at least this.
+        """Options of the first drafter.
+
+        `min_tokens`: a draft must have so many nodes (or all that were asked for) to be used. `min_expected`: if the
+        drafter gives path probabilities, their sum must be at least this.
         """
 
         min_tokens: int = 2
@@ -44,9 +46,9 @@ class FirstDrafter(Drafter):
         self.options = options
         self.below = tuple(b.drafter for b in below)
         self._policies = tuple(b.policy for b in below)
-        self.metrics = tuple(SpecMetrics() for _ in below)  # what was made of each one's guesses
-        self._starts = [0, *accumulate(len(d.level_names) for d in self.below)]  # each one's levels among all of them
-        self._taken: dict[int, tuple[int, int]] = {}  # by sequence: whose draft, after how many known tokens
+        self.metrics = tuple(SpecMetrics() for _ in below)  # of each drafter's drafts
+        self._starts = [0, *accumulate(len(d.level_names) for d in self.below)]  # first level number of each drafter
+        self._taken: dict[int, tuple[int, int]] = {}  # by sequence: index of the drafter, known tokens before the draft
         self.branches = any(d.branches for d in self.below)
         self.captures = tuple(sorted({layer for d in self.below for layer in d.captures}))
 
@@ -76,7 +78,7 @@ class FirstDrafter(Drafter):
                 enough = end - begin >= min(self.options.min_tokens, asked[i]) and begin < end
                 expected = float(np.where(np.isnan(likely), 1.0, likely).sum())
                 enough = enough and expected >= min(self.options.min_expected, asked[i])
-                if enough or (begin < end and d is self.below[-1]):  # after the last one there is nobody left to ask
+                if enough or (begin < end and d is self.below[-1]):  # the last drafter's is used even if weak
                     trees[b], sure[b] = draft.nodes(i), likely.tolist()
                     levels[b] = [self._starts[which] + level for level in draft.node_levels(i)]
                     taken.append(b)
@@ -98,7 +100,7 @@ class FirstDrafter(Drafter):
 
     @property
     def limit(self) -> int | None:
-        """The largest of those below: as long as one of them drafts, this one does."""
+        """The largest limit of the drafters below: this drafter drafts as long as one of them does."""
         limits = [d.limit for d in self.below]
         return None if None in limits else max(limit for limit in limits if limit is not None)
 

@@ -13,11 +13,11 @@ from sameseed.spec.drafter import Drafter
 
 
 class NgramDrafter(Drafter):
-    """Looks for the latest earlier occurrence of the longest suffix of prompt and output, and copies what followed."""
+    """Finds the latest earlier occurrence of the longest suffix of prompt and output, and copies what followed it."""
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`max_ngram` and `min_ngram`: longest and shortest suffix that is looked up, in tokens."""
+        """`max_ngram` and `min_ngram`: the longest and the shortest suffix that is looked up, in tokens."""
 
         max_ngram: int = 4
         min_ngram: int = 2
@@ -41,7 +41,7 @@ class NgramDrafter(Drafter):
             index = self._indexes.setdefault(seq.seq_id, _Index(o.min_ngram, o.max_ngram))
             start = index.find(seq.token_ids) if num else None
             chain = [] if start is None else seq.token_ids[start : start + num]
-            for i in range(num - len(chain) if chain else 0):  # past the end, a repetition goes on with what was copied
+            for i in range(num - len(chain) if chain else 0):  # past the text's end, the copy repeats
                 chain.append(chain[i])
             chains.append(chain)
         return Draft.chains(chains)
@@ -56,18 +56,18 @@ class NgramDrafter(Drafter):
 
 
 class _Index:
-    """For each n-gram of a growing list of tokens, where its latest occurrence ended; a token is indexed once."""
+    """Maps each n-gram of a growing list of tokens to the end of its latest occurrence. Each token is indexed once."""
 
     def __init__(self, low: int, high: int) -> None:
         self._sizes = range(low, high + 1)
         self._ends: dict[tuple[int, ...], int] = {}
-        # End, n-gram, what it replaced.
+        # The latest entries: end, n-gram, the end that it replaced.
         self._entered: deque[tuple[int, tuple[int, ...], int | None]] = deque(maxlen=1024)
         self._num_indexed = 0
 
     def find(self, tokens: list[int]) -> int | None:
-        """Index after the latest earlier occurrence of the longest suffix that has one."""
-        # The n-grams that end with the last token are looked up, not yet entered: they would find themselves.
+        """The index after the latest earlier occurrence of the longest suffix that has one; None if no suffix has."""
+        # The n-grams that end with the last token are looked up but not entered yet: they would match themselves.
         for end in range(self._num_indexed + 1, len(tokens)):
             for n in self._sizes:
                 if n <= end:
@@ -82,7 +82,7 @@ class _Index:
         return None
 
     def rewind(self, length: int) -> None:
-        """Take back what was entered from the text's place `length` on; all of it, where that is too long ago."""
+        """Undo the entries for tokens from `length` on; clear the whole index if they are too old to be undone."""
         if self._num_indexed < length:
             return
         while self._entered and self._entered[-1][0] >= length:

@@ -1,7 +1,8 @@
 """parallel drafter (PARD: An et al., 2025): a small model guesses a whole chain in one pass, over mask tokens.
 
-Its pass reads what became certain since the last one, then a mask token for each guess but the first. Rows of masks
-are dropped after it; tokens that the target took are read again as themselves, so that the cache is a fresh prefill's.
+Its pass reads the tokens that became certain since the last pass, then a mask token for each draft token but the first.
+The masks' rows are dropped after the pass. The next pass reads accepted tokens as themselves, so that the cache is the
+same as after a fresh prefill.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from sameseed.spec.verify import on_host
 
 
 class ParallelDrafter(Following, ChainDrafter):
-    """A model trained to guess behind mask tokens, with its own format and cache; a Shadow follows each sequence.
+    """A model trained to predict at mask tokens, with its own format and cache; a Shadow follows each sequence.
 
-    A draft of k tokens takes one pass over k rows beside those not read yet, and any length up to k comes of it.
+    A draft of k tokens takes one pass over k rows, besides rows of tokens not read yet. Drafts may end before k tokens.
     """
 
     @dataclass(frozen=True)
     class Options(ChainDrafter.Options):
-        """`mask_token`: the id that stands for a token not known yet (-1: as the model's config.json says).
-        `prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
-        tokens that it may guess, where not all: a number (the first ones), or a file with their ids (JSON or lines),
-        as `sameseed vocabulary` makes; fewer cost less. `siblings`: at each place so many other likely tokens may join
-        the chain, as leaves of a tree; `--k` then counts nodes.
+        """Options of the parallel drafter.
+
+        `mask_token`: the id that stands for a token not known yet (-1: as the model's config.json says).
+        `prefill_rows`: the most rows of one catch-up pass over a prompt. `vocabulary`: the tokens that the model may
+        draft, if not all: a number (the first ids), or a file of ids (JSON or one per line), as `sameseed vocabulary`
+        makes; fewer cost less. `siblings`: how many other likely tokens may join the chain at each position, as leaves
+        of a tree; `--k` then counts nodes.
         """
 
         mask_token: int = -1
@@ -72,7 +75,7 @@ class ParallelDrafter(Following, ChainDrafter):
         return cls(options, runner, parts.vocab_size, parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Chains for all sequences together, by one pass; leaves beside them."""
+        """Chains for all sequences from one pass, with leaves if the option `siblings` is set."""
         lengths = self._heed_most(chain_lengths(seqs, num_draft, self.options.siblings), self.most)
         counts = [max(0, min(k, self.limit - len(seq))) for seq, k in zip(seqs, lengths, strict=True)]
         chains = [Chain() for _ in seqs]
@@ -90,22 +93,22 @@ class ParallelDrafter(Following, ChainDrafter):
         return draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings)
 
     def _logits(self, shadows: Seq[Sequence], counts: Seq[int]) -> tuple[Any, list[int] | None]:
-        """Rows float32 [sum of counts, V]: after each sequence's last token, then after each of its masks.
+        """Logits float32 [sum of counts, V]: per sequence, after its last token, then after each of its masks.
 
-        And the choices there, where the backend made them.
+        Also returns the tokens chosen there, if the backend chose them.
         """
         alone = not self.options.siblings and not self.policy.uses_confidence
         num_pending = [s.num_pending for s in shadows]
         masks = Draft.chains([[self.mask] * (n - 1) for n in counts])
         out = self.runner.forward(shadows, masks, num_pending, drawer=drawer if alone else None)
-        self.runner.commit(shadows, num_pending, [[] for _ in shadows], out)  # no mask's row stays
+        self.runner.commit(shadows, num_pending, [[] for _ in shadows], out)  # no mask's row is kept
         drawn = [out.choices is not None and drawable(s) for s in shadows]
         return on_host(out.logits, masks, out.wants_logits, drawn), out.choices
 
     def _read(self, chain: Chain, table: Any, seq: Sequence, drawn: Seq[int] | None) -> None:
-        """The model's choice at each place, under the target's own noise there (coupled sampling), into `chain`.
+        """Append the model's choice at each position to `chain`, with the target's own noise (coupled sampling).
 
-        It ends early where the policy says so, and before a token that the target does not have.
+        The chain ends early if the policy says so, and before a token that the target does not have.
         """
         eos, options, policy = self.runner.model.config.eos_token_ids, self.options, self.policy
         for i, row in enumerate(table):

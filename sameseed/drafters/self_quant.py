@@ -1,9 +1,9 @@
 """self_quant drafter: the target's own weights in a lower precision guess a chain (QSpec: Zhao et al., 2024).
 
-It reads the target's own cache, so it needs no second cache and no pass over the prompt: of the rows that the target
-has not checked yet it writes its own, into places that the target's pass writes again before it reads them. At long
-contexts it may read a part of that cache: the first tokens and the latest (StreamingLLM: Xiao et al., 2024; as a view
-for drafting, MagicDec: Chen et al., 2024, and TriForce: Sun et al., 2024).
+The drafter reads the target's own cache, so it needs no second cache and no pass over the prompt. It writes rows of its
+own for tokens that the target has not verified yet. The target's pass overwrites these rows before it reads them. At
+long contexts the drafter may attend to a part of the cache only: the first tokens and the latest ones (StreamingLLM:
+Xiao et al., 2024; for drafting, MagicDec: Chen et al., 2024, and TriForce: Sun et al., 2024).
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 class SelfQuantDrafter(ChainDrafter):
     """The target in a lower format (`--draft-format`): `nested`, the lower weights inside its own, or a low-bit copy.
 
-    If none is said: nested where the target's format has it (w8a8n), else 4-bit weights.
+    Without a given format: nested if the target's format has nested weights (w8a8n), else 4-bit weights.
     """
 
     @dataclass(frozen=True)
     class Options(ChainDrafter.Options):
-        """`kv_window`: a draft attends to so many of the context's last tokens (0: all) and to the first `kv_sink`,
-        both rounded up to blocks of the cache; the text is the same, guesses may be worse, and at long contexts a
-        draft's pass is shorter. `vocabulary`: the tokens that may be guessed, where not all: a number (the first
-        ones), or a file with their ids (JSON or lines), as `sameseed vocabulary` makes; fewer cost less. `siblings`: at
-        each place so many other likely tokens may join the chain, as leaves of a tree that no further pass is needed
-        for; `--k` then counts nodes.
+        """Options of the self_quant drafter.
+
+        `kv_window`: a draft attends to so many of the context's last tokens (0: all) and to the first `kv_sink`, both
+        rounded up to cache blocks. The text stays the same, the acceptance rate may fall, and a draft's pass is shorter
+        at long contexts. `vocabulary`: the tokens that may be drafted, if not all: a number (the first ids), or a file
+        of ids (JSON or one per line), as `sameseed vocabulary` makes; fewer cost less. `siblings`: how many other
+        likely tokens may join the chain at each position, as leaves of a tree, which take no further pass; `--k` then
+        counts nodes.
         """
 
         kv_window: int = 0
@@ -63,8 +65,8 @@ class SelfQuantDrafter(ChainDrafter):
         return cls(options, with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size), parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Chains for all sequences together, one pass of the copy a token; leaves beside them."""
-        # The rows of all guesses but the last are stored, in blocks that the target's pass has reserved.
+        """Chains for all sequences together, one pass of the low-format model per token, with leaves for `siblings`."""
+        # The rows of all draft tokens but the last are stored, in blocks reserved for the target's pass.
         size = self.runner.cache.block_size
         lengths = chain_lengths(seqs, num_draft, self.options.siblings)
         counts = [min(k, len(s.blocks) * size - len(s) + 1) for s, k in zip(seqs, lengths, strict=True)]
@@ -73,11 +75,11 @@ class SelfQuantDrafter(ChainDrafter):
             if counts[b] > 0:
                 copies[b] = copy = Sequence(seq.seq_id, seq.token_ids, seq.params, seq.seed, seq.tenant)
                 copy.num_prompt, copy.num_cached, copy.blocks = seq.num_prompt, seq.num_cached, seq.blocks
-                if seq.grammar is not None:  # what the target may not write is not worth a guess
+                if seq.grammar is not None:  # forbidden tokens are not worth drafting
                     if seq.seq_id not in self._guides:
                         self._guides[seq.seq_id] = Guide(seq.grammar.another())
                     guide = self._guides[seq.seq_id]
-                    copy.grammar = None if guide.failed else guide  # as in a shadow: unguided, it costs no more
+                    copy.grammar = None if guide.failed else guide  # as in a shadow: unguided drafts cost no more
         vocab_size = self.runner.model.config.vocab_size
         chains = [Chain() for _ in seqs]
         return write_draft(
@@ -97,7 +99,7 @@ class SelfQuantDrafter(ChainDrafter):
         self._guides.pop(seq.seq_id, None)
 
     def _unseen(self, seq: Sequence) -> tuple[int, int]:
-        """Blocks between the first tokens and the latest: drafts do not attend to them."""
+        """The range of blocks between the first tokens and the latest ones, to which drafts do not attend."""
         if self.options.kv_window == 0:
             return 0, 0
         size = self.runner.cache.block_size

@@ -1,6 +1,6 @@
 """suffix drafter (SuffixDecoding: Oliaro et al., 2024): what followed the last tokens here and in past requests?
 
-Where they were followed by different tokens, the draft is a tree, by how often; the longer the match, the longer it is.
+If different tokens followed, the draft is a tree, scored by how often each did. Longer matches give longer drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAST = ("tenant", "all", "none")
 
 @dataclass(frozen=True)
 class Guess:
-    """A tree: tokens, parents, and how likely each node is by the counts that led to it."""
+    """A tree: tokens, parents, and path probabilities estimated from counts."""
 
     tokens: list[int]
     parents: list[int]
@@ -31,17 +31,19 @@ class Guess:
 
 
 class SuffixDrafter(Drafter):
-    """Frequency-scored trees from each sequence's own text and from the texts of requests that have ended."""
+    """Drafts trees scored by frequency, from each sequence's own text and from the texts of ended requests."""
 
     branches = True
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`min_match` and `max_match`: tokens of a match. `length_factor`: the longest path, in tokens for each one
-        of the match. `min_probability`: of a node, by the counts that led to it. `max_places`: of an n-gram that are
-        remembered, the latest. `past`: which past requests are looked at: those of the same `tenant`, `all`, or
-        `none`. `max_tokens`: of past requests, in memory and in the store; the oldest are dropped. `store`: a file
-        that keeps them between runs.
+        """Options of the suffix drafter.
+
+        `min_match` and `max_match`: shortest and longest match, in tokens. `length_factor`: longest path, in tokens per
+        token of the match. `min_probability`: the least path probability of a node, estimated from counts.
+        `max_places`: how many places of an n-gram are kept, the latest ones. `past`: which past requests are used:
+        those of the same `tenant`, `all`, or `none`. `max_tokens`: tokens of past requests kept in memory and in the
+        store; the oldest are dropped. `store`: a file that keeps them between runs.
         """
 
         min_match: int = 2
@@ -70,8 +72,8 @@ class SuffixDrafter(Drafter):
     def __init__(self, options: Options | None = None, vocab_size: int | None = None) -> None:
         self.options = o = options or self.Options()
         self._own: dict[int, History] = {}  # by sequence
-        self._past: dict[str, History] = {}  # by tenant, the last one used last; "" where all share one
-        self._num_past = 0  # tokens in all of them
+        self._past: dict[str, History] = {}  # by tenant, least recently used first; "" if all share one
+        self._num_past = 0  # tokens in all past histories
         self._keys = count()
         self._store = TextStore(Path(o.store), o.max_tokens, vocab_size) if o.store else None
         for text in self._store.read() if self._store else []:
@@ -103,7 +105,7 @@ class SuffixDrafter(Drafter):
             self._store.append(text)
 
     def _remember(self, tenant: str, text: list[int]) -> None:
-        """Add a text; of tenants who have not been here for longest, forget all, where it becomes too much."""
+        """Add a text of a past request. Over the token limit, drop the histories of tenants unused for longest."""
         o = self.options
         key = tenant if o.past == "tenant" else ""
         past = self._past.pop(key, None) or History(o.min_match, o.max_places, o.max_tokens)
@@ -115,7 +117,7 @@ class SuffixDrafter(Drafter):
             self._num_past -= self._past.pop(next(iter(self._past))).num_tokens
 
     def _guess(self, seq: Sequence, num_draft: int) -> Guess:
-        """The tree that promises most, of those that each length of match gives."""
+        """The tree with the most expected accepted tokens, among the trees for each match length."""
         o, tokens = self.options, seq.token_ids
         own = self._own.get(seq.seq_id)
         if own is None:
@@ -128,18 +130,18 @@ class SuffixDrafter(Drafter):
         found = [own.find(suffix, o.max_match)]
         key = seq.tenant if o.past == "tenant" else ""
         if key in self._past:
-            past = self._past[key] = self._past.pop(key)  # used last now
+            past = self._past[key] = self._past.pop(key)  # now the last used
             found.append(past.find(suffix, o.max_match))
         for places in found:
             for length in sorted({p.length for p in places}, reverse=True):
                 depth = min(max(1, int(o.length_factor * length)), seq.draft_depth)
                 tree = self._tree([p for p in places if p.length >= length], num_draft, depth)
-                if sum(tree.likely) > sum(best.likely):  # tokens that it may be expected to get right
+                if sum(tree.likely) > sum(best.likely):  # expected accepted tokens
                     best = tree
         return best
 
     def _tree(self, places: list[Place], num_draft: int, depth: int) -> Guess:
-        """The `num_draft` likeliest continuations of the places, parents first."""
+        """The `num_draft` likeliest nodes that continue the matches at `places`, parents before children."""
         guess = Guess([], [], [])
         order = count()
         # -likely, order, token, parent, steps, places
@@ -149,10 +151,10 @@ class SuffixDrafter(Drafter):
             by_token: dict[int, list[Place]] = {}
             for place in there:
                 text, at = place.text, place.end + steps
-                token = -1  # none
+                token = -1  # no token follows
                 if at < len(text):
                     token = text[at]
-                elif period := len(text) - place.end:  # past the end of a text, a repetition goes on
+                elif period := len(text) - place.end:  # past a text's end, its repetition continues
                     token = text[place.end + steps % period]
                 by_token.setdefault(token, []).append(place)
             total = sum(len(p) for token, p in by_token.items() if token >= 0)

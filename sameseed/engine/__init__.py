@@ -1,1 +1,1 @@
-"""The engine: Scheduler (who runs, how many rows each), Engine (the loop), LLM and AsyncLLM (the front doors)."""
+"""The engine: Scheduler (which sequences run, with how many rows), Engine (the loop), LLM and AsyncLLM (the API)."""

@@ -1,4 +1,4 @@
-"""Alarm: a drafter whose guesses are hardly ever right is said aloud, once, with what it may be and what to do."""
+"""Alarm: one warning per drafter whose draft tokens are almost never accepted, with likely causes and a remedy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sameseed.request import SpecMetrics
 from sameseed.spec.drafter import Drafter
 
 log = logging.getLogger("sameseed")
-ENOUGH_TOKENS, ENOUGH_DRAFTS = 200, 20  # drafted, before anything is said
-SHARE_OF_TOKENS, SHARE_OF_DRAFTS = 0.01, 0.05  # accepted tokens below both: a large tree wastes most of its nodes
+ENOUGH_TOKENS, ENOUGH_DRAFTS = 200, 20  # draft tokens, and drafts, before a warning is possible
+SHARE_OF_TOKENS, SHARE_OF_DRAFTS = 0.01, 0.05  # warn if accepted tokens are below both: most nodes of large trees fail
 REMEDY = (
     "It may have been trained for another target, read other layers of it, or know another tokenizer or chat template: "
     "take a draft of this very target, or none (the text is the same, only slower)"
@@ -19,15 +19,15 @@ REMEDY = (
 
 
 class Alarm:
-    """Watches drafters that have learned to guess: of one that looks things up, finding nothing is no fault."""
+    """Watches drafters that own a model. Drafters that look tokens up are not watched: a failed lookup is no fault."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []  # what was said
+        self.texts: list[str] = []  # the warnings so far
         self._metrics: WeakKeyDictionary[Drafter, SpecMetrics] = WeakKeyDictionary()
         self._said: WeakSet[Drafter] = WeakSet()
 
     def update(self, drafter: Drafter, num_draft: Seq[int], num_accepted: Seq[int]) -> None:
-        """Count a round of a drafter (one engine may exchange them), and look at the levels below it too."""
+        """Count a round of a drafter (an engine's drafter may be replaced), and check it and the levels below it."""
         metrics = self._metrics.setdefault(drafter, SpecMetrics())
         for drafted, accepted in zip(num_draft, num_accepted, strict=True):
             if drafted:
@@ -43,9 +43,9 @@ class Alarm:
 
 
 def is_useless(metrics: SpecMetrics) -> bool:
-    """Enough was drafted to tell, and next to nothing of it was accepted.
+    """True if enough was drafted to judge, and almost nothing of it was accepted.
 
-    Where nothing at all was, drafts alone tell: a policy that sees no use in them soon asks for hardly any tokens.
+    If nothing at all was accepted, the number of drafts is enough, since a length policy soon asks for few tokens then.
     """
     if metrics.num_drafts < ENOUGH_DRAFTS:
         return False

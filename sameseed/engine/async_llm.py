@@ -1,4 +1,4 @@
-"""AsyncLLM: the front door for asyncio, with the engine in a thread of its own."""
+"""AsyncLLM: the API for asyncio, with the engine in its own thread."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ log = logging.getLogger("sameseed")
 
 
 class AsyncLLM(Front):
-    """The same engine in a thread of its own: concurrent requests, streaming, cancellation.
+    """An engine that runs in its own thread: concurrent requests, streaming, cancellation.
 
     Use it as an async context manager, or call `close` at the end.
     """
 
     def _start(self) -> None:
-        self._inbox: list[Callable[[], object]] = []  # what the engine's thread does before its next step
+        self._inbox: list[Callable[[], object]] = []  # actions for the engine's thread before its next step
         self._sinks: dict[str, Callable[[Delta | SameseedError], None]] = {}
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="sameseed-engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # whoever forgets it: a thread that runs into Python's end leaks its engine
+        atexit.register(self.close)  # if the user does not: a thread still running at Python's exit leaks its engine
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, **sampling: Any
@@ -50,7 +50,7 @@ class AsyncLLM(Front):
         def put(item: Delta | SameseedError) -> None:
             try:
                 loop.call_soon_threadsafe(queue.put_nowait, item)
-            except RuntimeError:  # the caller's event loop is gone, and nobody waits for this any more
+            except RuntimeError:  # the caller's event loop is closed, so nothing waits for this item
                 return
 
         self._sinks[request_id] = put  # from here on the id is taken
@@ -90,7 +90,7 @@ class AsyncLLM(Front):
         return done
 
     def abort(self, request_id: str) -> None:
-        """End a request from outside; its stream gets a last delta with finish reason "abort"."""
+        """End a request early; its stream gets a last delta with finish reason "abort"."""
         self._post(lambda: self._send(self.engine.abort(request_id)))
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class AsyncLLM(Front):
             self.engine.add(request)
 
     def _post(self, action: Callable[[], object]) -> bool:
-        """Let the engine's thread do this before its next step; False if the engine is closed."""
+        """Queue an action for the engine's thread before its next step; False if the engine is closed."""
         with self._wake:
             if self._closing:
                 return False
@@ -140,13 +140,13 @@ class AsyncLLM(Front):
                     break
                 if self.engine.has_work:
                     self._send(self.engine.step())
-            except Exception as error:  # whatever it was: no stream may wait for ever
+            except Exception as error:  # any error: no stream may wait forever
                 log.exception("a step of the engine failed")
                 self._end_all(SameseedError(f"the engine failed while this request ran: {error!r}"))
         self._end_all(SameseedError("the engine was closed while this request ran"))
 
     def _end_all(self, error: SameseedError) -> None:
-        """End every open request with this error; their blocks are free again."""
+        """End every open request with this error, and free its cache blocks."""
         for request_id, sink in list(self._sinks.items()):
             self.engine.abort(request_id)
             sink(error)

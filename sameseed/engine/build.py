@@ -1,4 +1,4 @@
-"""build_engine: from names and settings to a running Engine, with everything checked before memory is spent."""
+"""build_engine: makes an Engine from names and settings, and checks everything before it allocates memory."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ from sameseed.tokenizer import Tokenizer, check_vocabulary
 from sameseed.tuned import Scope, Tuned
 
 Model = Llama | EagleHead | BlockHead
-SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said and none is nested in its own
+SELF_FORMAT = "w4a8"  # draft format of a target that drafts for itself, if none is given and none is nested
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What engines are made of: settings with every draft head named as one, models, and room for caches."""
+    """Loaded parts for engines: settings in which draft heads are recognized, models, and the size of the caches."""
 
     config: EngineConfig
     tokenizer: Tokenizer
     num_blocks: int
     target: Llama
     drafts: tuple[Model, ...]
-    learned: str | None = None  # the key under which such engines keep what they learn
+    learned: str | None = None  # the key under which such engines store what they learn
 
 
 def build_engine(
     model: str, config: EngineConfig, progress: Progress | None = None, target: ModelRunner | None = None
 ) -> Engine:
-    """Load the target, and the draft where `config.spec` names one, and put an Engine together.
+    """Load the target, and the drafts if `config.spec` names any, and assemble an Engine.
 
-    `target`: of another engine with the same settings, which shares its cache: only one of them may have requests.
-    Raises ModelLoadError, ConfigError, VocabularyError or RegistryError, each with its remedy.
+    `target`: the runner of another engine with the same settings. Both engines then share its cache, so only one of
+    them may have requests. Raises ModelLoadError, ConfigError, VocabularyError or RegistryError, each with a remedy.
     """
     got = load_parts(model, config, progress, None if target is None else target.model)
     return assemble(got.config, got.tokenizer, got.num_blocks, target or got.target, got.drafts, got.learned)
@@ -80,7 +80,7 @@ def build_engine(
 def load_parts(
     model: str, config: EngineConfig, progress: Progress | None = None, target: Llama | None = None
 ) -> Loaded:
-    """Load target (unless it is given) and drafts, for `assemble` to make engines of; raises as `build_engine`."""
+    """Load the target (unless it is given) and the drafts, for `assemble`. Raises as `build_engine`."""
     if config.threads is not None:
         ops.set_num_threads(config.threads)
     backend = ops.resolve(config.backend, config.device)
@@ -95,7 +95,7 @@ def load_parts(
     if max_len > shape.max_model_len:
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
     tokenizer, models, (own, *others) = check_parts(folder, config)
-    own = own if target is None else replace(own, weights=0)  # they are in memory
+    own = own if target is None else replace(own, weights=0)  # its weights are in memory already
     num_blocks = plan_blocks(config, max_len, [own, *others])
     if target is None:
         target = load_model(folder, backend, quant, max_len, config.device, progress)
@@ -116,9 +116,10 @@ def load_parts(
 
 
 def check_parts(folder: Path, config: EngineConfig) -> tuple[Tokenizer, list[_Model], list[Demand]]:
-    """The tokenizer, the models that draft, and what the target (first) and each of them take; no weights are read.
+    """The tokenizer, the draft models, and the memory demands of the target (first) and of each draft model.
 
-    Raises ConfigError, VocabularyError, RegistryError or ModelLoadError for settings and drafts that do not fit.
+    No weights are read. Raises ConfigError, VocabularyError, RegistryError or ModelLoadError for settings and drafts
+    that do not fit.
     """
     quant = QuantScheme.parse(config.format)
     tokenizer = load_tokenizer(folder)
@@ -145,10 +146,10 @@ def assemble(
     drafts: Seq[Model] = (),
     learned: str | None = None,
 ) -> Engine:
-    """An Engine of models that are loaded already: caches of `num_blocks` blocks, drafter, length policy, scheduler.
+    """An Engine from loaded models, with caches of `num_blocks` blocks, drafter, length policy and scheduler.
 
-    `drafts` are those of `config.spec`'s levels that need one: a level's own before those of the levels below it.
-    `learned`: the key under which goodput keeps what it learns; None: it learns anew.
+    `drafts`: the draft models of the levels in `config.spec` that need one, each level before the levels below it.
+    `learned`: the key under which goodput stores what it learns; None: it starts without stored knowledge.
     """
     runner = target if isinstance(target, ModelRunner) else _runner(target, config, num_blocks)
     scope = Scope() if config.profile is None else Tuned.read(config.profile).scope
@@ -187,7 +188,7 @@ def _build_drafter(
     check_below(cls, spec)
     below: list[Below] = []
     for b in spec.below:
-        # Drafters below one without a model draft for the same target: they end by the same policy.
+        # Drafters below one without a model draft for the same target, so the same policy ends their drafts.
         shares = not cls.owns and b.policy == "fixed" and b.confidence is None
         lower = CappedLength(b.num_draft_tokens, policy) if shares else make_policy(b)
         drafter = _build_drafter(b, config, num_blocks, own or target, lower, models)
@@ -201,21 +202,21 @@ def _build_drafter(
 
 @dataclass(frozen=True)
 class _Model:
-    """A model that a level of drafting needs. Heads and views are `owner`'s: an index, or None for the target."""
+    """A model that a drafting level needs. `owner`: the model of a head or view, by index; None: the target."""
 
     folder: Path
     quant: QuantScheme
     shares_cache: bool
     is_head: bool
-    is_view: bool  # the lower weights inside the owner's: nothing is loaded
+    is_view: bool  # low-bit weights inside the owner's weights: nothing is loaded
     target: Path  # the model that it drafts for
     owner: int | None
 
 
 def models_of(spec: SpecConfig, folder: Path, quant: QuantScheme, device: str = "cpu") -> list[_Model]:
-    """The models of all levels, in the order in which drafters are built; `folder`, `quant`: what they draft for.
+    """The models of all levels, in the order in which drafters are built; `folder`, `quant`: those of the target.
 
-    Raises ConfigError where a model is to draft for itself: it would cost what it saves.
+    Raises ConfigError if a model would draft for itself in as many bits: that would cost what it saves.
     """
     found: list[_Model] = []
     _add_models(found, spec, folder, quant, None, device)
@@ -253,7 +254,7 @@ def _add_models(
             own_quant = quant
         elif spec.format != "auto":
             own_quant = QuantScheme.parse(spec.format)
-        else:  # as fits its target
+        else:  # chosen to fit its target
             of_target = cls.owns == "target"
             own_quant = QuantScheme.parse(SELF_FORMAT) if of_target else draft_scheme(own, folder, quant, device)
         if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant, quant):
@@ -268,9 +269,9 @@ def _add_models(
 
 
 def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:
-    """Whether a level drafts with the weights nested in those of the model in `folder`.
+    """Whether a level drafts with low-bit weights nested in the weights of the model in `folder`.
 
-    Raises ConfigError where that is asked for, and there are none.
+    Raises ConfigError if nested weights are asked for and there are none.
     """
     if spec.format == NESTED and cls.owns != "target":
         able = [n for n, module in registry.loaded("drafters").items() if module.DRAFTER.owns == "target"]

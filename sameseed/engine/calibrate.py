@@ -1,4 +1,4 @@
-"""What rounds of a loaded engine cost: measured in the moment before it serves, for policies that decide by that."""
+"""Measures what rounds of a loaded engine cost, before it serves requests, for length policies that use costs."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from sameseed.engine.engine import Engine
 
 ROWS = (1, 2, 4, 8, 16, 32)
-LONG, FEW, MANY = 1024, 1, 8  # tokens of a long context, and the passes measured after it
+LONG, FEW, MANY = 1024, 1, 8  # tokens of a long context, and rows of the two passes that are measured after it
 REPEATS = 5
-QUICK = 0.005  # seconds of a pass
-PASSES, MOST = 24, 8.0  # passes that measuring may take at least; seconds, however slow they are
-BATCHES, LENGTHS = (1, 4), (4, 2, 0)  # sequences and draft tokens of the rounds that are measured
-PROMPT, TOKENS = 8, 16  # of texts that an engine writes for its costs
+QUICK = 0.005  # seconds of a one-row pass below which warm-up rounds are run first
+PASSES, MOST = 24, 8.0  # passes that measuring may always take, and seconds to which that is limited
+BATCHES, LENGTHS = (1, 4), (4, 2, 0)  # batch sizes and draft lengths of the measured rounds
+PROMPT, TOKENS = 8, 16  # prompt and output tokens of the texts that `measure_engine` lets the engine write
 
 
 @one_thread()  # as in the engine's steps
 def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = ROWS, longest: int = LONG) -> Curve:
-    """Median seconds of passes over so many rows after a short context, and of two after one of `longest` tokens.
+    """Median seconds of passes over `rows` rows after a short context, and of two passes after `longest` tokens.
 
-    Stops in time, with what it has then; `PASSES` passes of a slow model, up to `MOST` seconds, are always in time.
-    The cache's blocks are free again when this returns; one that is too small for all rows, or for a long context,
-    gives fewer points. What the cached rows hold is no matter.
+    Stops after about `seconds`, with what was measured by then. Time for `PASSES` passes, at most `MOST` seconds, is
+    always granted. A cache too small for all rows or for a long context gives fewer points. The content of cached
+    rows does not matter. The cache's blocks are free again when this returns.
     """
     room = min(runner.blocks.num_free * runner.cache.block_size, runner.model.max_model_len)
     context = min(SHORT, room // 2)
@@ -70,39 +70,39 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = RO
 def measure_rounds(
     runner: ModelRunner, drafter: Drafter, seconds: float = 2.0, known: EngineCost | None = None
 ) -> EngineCost:
-    """The target's passes, then whole rounds of texts without a pattern, with drafts and without.
+    """Measure the target's passes, then whole rounds of random texts, with and without drafts.
 
-    `known`: what they took in another process; then only how fast the machine is now is measured. Blocks, and what the
-    drafter has counted, are as before when this returns. What lies between passes is left open (`measure_engine`).
+    `known`: costs measured in another process; then only the machine's current speed is measured, to scale them. Blocks
+    and the drafter's counters are as before when this returns. The gap between passes is not set (`measure_engine`).
     """
     if known is not None:
-        now = measure_curve(runner, rows=(FEW, MANY), longest=0)  # over what the same passes are known to take
+        now = measure_curve(runner, rows=(FEW, MANY), longest=0)  # compared with the known times below
         slowdown = fmean(seconds / known.target.at(m) for m, seconds in zip(now.rows, now.seconds, strict=True))
         known.scale(min(max(slowdown, 0.25), 4.0))
-        known.gap, known.ratios = GapCost(), {}  # of another moment of the machine, and soon learned again
+        known.gap, known.ratios = GapCost(), {}  # outdated, and soon learned again
         return known
     cost = EngineCost(measure_curve(runner, seconds), DraftCost(type(drafter).at_once))
     counted = [(metrics, vars(metrics.copy())) for _, metrics in drafter.counted()]
     rng = random.Random(0)
     end = time.perf_counter() + max(seconds, min(PASSES * cost.target.at(MANY), MOST))
     for size in BATCHES:
-        if cost.target.at(FEW) < QUICK:  # the first rounds of a size prepare something, which takes longer than they do
+        if cost.target.at(FEW) < QUICK:  # a size's first rounds include one-time preparation
             _rounds(runner, drafter, EngineCost(cost.target), size, (LENGTHS[0],) * 2, rng, end)
         lengths = [k for k in LENGTHS for _ in range(REPEATS)]
         unseen, late, measured = _rounds(runner, drafter, cost, size, lengths, rng, end)
-        if measured > 2:  # both rounds of catching up were measured, and others after them
+        if measured > 2:  # both catch-up rounds were measured, and others after them
             start, step = cost.draft.terms(size, unseen / size)
             cost.catch_up = max(0.0, late - 2 * (start + LENGTHS[0] * step)) / unseen
     for metrics, before in counted:
         vars(metrics).update(before)
-    cost.gap = GapCost()  # what lies between an engine's passes is more than what lay between these
+    cost.gap = GapCost()  # an engine does more between its passes than this loop
     return cost
 
 
 def measure_engine(engine: Engine, seconds: float) -> EngineCost:
-    """`measure_rounds`, corrected by rounds of texts that the engine itself writes, with what lies between passes.
+    """`measure_rounds`, corrected by rounds of texts that the engine itself writes, including gaps between passes.
 
-    The engine counts nothing of it. The texts belong to a tenant of their own.
+    The engine's counters do not include these texts. The texts belong to a tenant of their own.
     """
     cost = measure_rounds(engine.runner, engine.drafter, seconds)
     counted = [(metrics, vars(metrics.copy())) for _, metrics in engine.drafter.counted()]
@@ -129,7 +129,7 @@ def measure_engine(engine: Engine, seconds: float) -> EngineCost:
 
 @dataclass(frozen=True)
 class _Listener(FixedLength):
-    """A fixed length, and who hears of each round."""
+    """A fixed length; each round is passed to `hear`."""
 
     hear: Callable[[Round], None] = lambda round_: None
 
@@ -138,7 +138,7 @@ class _Listener(FixedLength):
 
 
 def _learn_late(cost: EngineCost, rounds: Iterator[int], round_: Round) -> None:
-    """Learn from all rounds but those of prompts and the first two, in which a drafter catches up."""
+    """Learn from all rounds except those with prompt rows and the first two, in which a drafter catches up."""
     if next(rounds) > 1 and round_.num_rows == len(round_.seqs) + sum(round_.num_draft):
         cost.learn(round_, max(round_.num_asked), False)
 
@@ -152,9 +152,9 @@ def _rounds(
     rng: random.Random,
     end: float,
 ) -> tuple[int, float, int]:
-    """Rounds of `size` new texts with these lengths, learned by `cost`; stops at the time `end`, or without room.
+    """Run rounds of `size` new texts with these draft lengths, learned by `cost`. Stops at time `end`, or without room.
 
-    Returns the tokens that the drafter had to see first, the seconds of its first two proposals, and the rounds.
+    Returns the tokens that the drafter had to catch up with, the seconds of its first two proposals, and the rounds.
     """
     vocab_size, longest = runner.model.config.vocab_size, runner.model.max_model_len
     texts = [[rng.randrange(vocab_size) for _ in range(min(SHORT, longest // 2))] for _ in range(size)]
@@ -168,25 +168,25 @@ def _rounds(
                 break
             times = TimeSplit()
             draft, found = decode_step(runner, drafter, seqs, pending, [k] * size, times)
-            for seq in seqs:  # or the text soon loops, and is drafted from itself at another price
+            for seq in seqs:  # random tokens, since a looping text would be drafted at another cost
                 seq.token_ids[-1] = rng.randrange(vocab_size)
             counts = [draft.count(b) for b in range(size)]
             accepted = [len(nodes) for nodes in found.nodes]
             rows = sum(pending) + sum(counts)
-            catching_up = measured < 2  # a head gets the text's hidden states with the first pass, and reads them then
+            catching_up = measured < 2  # a head reads the text's hidden states after the first pass
             late += times.draft * catching_up
             cost.learn(Round(seqs, [k] * size, counts, accepted, rows, times), k, catching_up)
             measured += 1
     finally:
         for seq in seqs:
-            seq.token_ids.clear()  # nothing is to be learned from such a text
+            seq.token_ids.clear()  # drafters must not learn from such a text
             drafter.release(seq)
             runner.blocks.release(seq)
     return unseen, late, measured
 
 
 def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: float) -> float:
-    """Median seconds of passes over `num_rows` rows, the first of them after `context` - 1 cached ones."""
+    """Median seconds of passes over `num_rows` rows after `context` - 1 cached rows."""
     seq.num_cached = context - 1
     del seq.token_ids[context:]
     seq.token_ids += [0] * (context - len(seq))
@@ -196,4 +196,4 @@ def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: 
         start = time.perf_counter()
         runner.forward([seq], draft, [1])
         times.append(time.perf_counter() - start)
-    return median(times[1:])  # the first pass of a size may have to prepare something
+    return median(times[1:])  # the first pass of a size may include one-time preparation

@@ -1,4 +1,4 @@
-"""Engine: the loop. Takes requests, runs one pass a step, gives out what was decided."""
+"""Engine: the loop. It takes requests, runs one pass per step, and returns the decided tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sameseed.tokenizer import Tokenizer
 
 
 class Engine:
-    """One target with its drafter. Not thread-safe: one thread calls it (AsyncLLM gives it one of its own)."""
+    """One target with its drafter. Not thread-safe: only one thread may call it (in AsyncLLM its own thread)."""
 
     def __init__(
         self,
@@ -36,27 +36,27 @@ class Engine:
         ahead: NoOverlap = NO_OVERLAP,
     ) -> None:
         self.runner = runner
-        self.ahead = ahead  # what the drafter does while the target checks
+        self.ahead = ahead  # what the drafter does while the target verifies
         self.drafter = drafter
         self._policies = policies
-        self._wanted: dict[int, int] = {}  # draft tokens that the policy wants, by sequence, of the round that runs
-        self._crowded = False  # did it want all that there was room for?
+        self._wanted: dict[int, int] = {}  # by sequence: draft tokens that the policy wants in this round
+        self._crowded = False  # did the policy want all draft tokens that there was room for?
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.max_model_len = scheduler.max_model_len
         self.times = TimeSplit()  # of all steps so far
         self.metrics = SpecMetrics()
-        self.num_rows = 0  # tokens that the last pass computed, drafted ones included
+        self.num_rows = 0  # rows of the last pass, draft tokens included
         self.alarm = Alarm()
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, Running] = {}
-        self._pass: list[Sequence] = []  # sequences of the step that runs
+        self._pass: list[Sequence] = []  # sequences of the current step
         self._num_added = 0
         self._tail = 0.0  # seconds of the last step after its pass
-        self._ended, self._went_on = 0.0, False  # when it ended, and whether there was more to do
+        self._ended, self._went_on = 0.0, False  # when the last step ended, and whether there was more work
 
     def check(self, prompt_token_ids: tuple[int, ...]) -> None:
-        """Raise RequestError if such a prompt cannot be served."""
+        """Raise RequestError if this prompt cannot be served."""
         if not prompt_token_ids:
             raise RequestError("the prompt is empty; give at least one token of text")
         if len(prompt_token_ids) >= self.max_model_len:
@@ -75,7 +75,7 @@ class Engine:
         seq.speculation, seq.grammar = request.speculation, request.grammar
         seq.priority, seq.owner = request.priority, request.owner
         seq.metrics.rounds = [] if request.detailed else None
-        if request.score_prompt:  # scoring is speculation that is never wrong: the rest of the prompt is the draft
+        if request.score_prompt:  # to score it, the rest of the prompt becomes a draft that is always accepted
             seq.script = request.prompt_token_ids
             del seq.token_ids[1:]
         self._num_added += 1
@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """The drafter's levels, the lowest first, each by a name of its own: a second "cascade" is "cascade 2"."""
+        """The drafter's levels, the lowest first, with unique names: a second "cascade" is "cascade 2"."""
         names = self.drafter.level_names
         counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
         return tuple(name if n == 1 else f"{name} {n}" for name, n in zip(names, counts, strict=True))
@@ -103,7 +103,7 @@ class Engine:
         return [self._finish(r, FinishReason.ABORT) for r in live]
 
     def step(self) -> list[Delta]:
-        """Run one pass; returns what it decided for each sequence that got tokens."""
+        """Run one pass. Returns a Delta for each sequence with something to give out."""
         start = time.perf_counter()
         self.num_rows = 0
         plan = self.scheduler.schedule(self._lengths)
@@ -115,14 +115,14 @@ class Engine:
             live.started = start if live.started is None else live.started
         times = TimeSplit(schedule=time.perf_counter() - start)
         scripted = [seq.num_scripted > 0 for seq in plan.seqs]
-        with one_thread():  # PyTorch's others would wait, spinning, on the cores that the kernels need
+        with one_thread():  # PyTorch's other threads would spin on the cores that the kernels need
             how = plan.seqs, plan.num_pending, plan.num_draft, times, self._policies, self.ahead
             captured = not self.runner.captures or self._policies.listens(plan.seqs)
             draft, result = decode_step(self.runner, self.drafter, *how, captured)
         decided = time.perf_counter()
         self.num_rows = sum(plan.num_pending) + len(draft.tokens)
         if not self._policies.pass_over():
-            between = start - self._ended if self._went_on else 0.0  # of whoever calls: he hands tokens on
+            between = start - self._ended if self._went_on else 0.0  # the caller's time, e.g. to send tokens
             whole = replace(times, schedule=times.schedule + self._tail + min(between, self._tail + times.target))
             free, every = [b for b, known in enumerate(scripted) if not known], draft.counts
             seqs, asked = [plan.seqs[b] for b in free], [plan.num_draft[b] for b in free]
@@ -142,14 +142,14 @@ class Engine:
         return deltas
 
     def fail_step(self) -> list[Delta]:
-        """After a step that raised: end the sequences that were in it, with an error; the others go on."""
+        """Call this after a step that raised. Ends the sequences of that step with an error; the others go on."""
         failed, self._pass = self._pass, []
         live = [self._live[seq.seq_id] for seq in failed if seq.seq_id in self._live]
         return [self._finish(r, FinishReason.ERROR) for r in live]
 
     @property
     def policy(self) -> LengthPolicy:
-        """Decides draft lengths, where a request has no policy of its own; the drafter ends its drafts by it."""
+        """The length policy of requests without their own; it also decides when the drafter ends drafts."""
         return self._policies.default
 
     @policy.setter
@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def pass_costs(self) -> dict[str, float]:
-        """Seconds of the target's passes by their rows, as they are now; {}: the length policy measures none."""
+        """Current seconds of the target's passes, by their rows; {} if the length policy measures no costs."""
         curve = getattr(getattr(self.policy, "cost", self.policy), "target", None)
         return {} if curve is None else {f"{m:g}": s for m, s in zip(curve.rows, curve.seconds, strict=True)}
 
@@ -167,7 +167,7 @@ class Engine:
         if scripted:
             free = [seq for seq in seqs if not seq.num_scripted]
             chosen = dict(zip(free, self._policies.lengths(free, num_rows, budget), strict=True))
-            # One less than are left: the pass itself decides the last, so that no choice of its own shares a path.
+            # One token less than are left: the pass itself decides the last one, so that no free choice follows it.
             chosen |= {seq: min(seq.num_scripted - 1, MAX_NODES) for seq in scripted}
             lengths = [chosen[seq] for seq in seqs]
         else:
@@ -196,7 +196,7 @@ class Engine:
         return "no room" if why == "cost" and not num_draft and self._crowded else why
 
     def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
-        """Hand the decided tokens out, one by one up to the first that ends the sequence."""
+        """Give out the decided tokens of each sequence, up to the first token that ends the sequence."""
         deltas: list[Delta] = []
         names, counts = self.level_names if len(draft.tokens) else (), draft.counts
         for b, seq in enumerate(plan.seqs):

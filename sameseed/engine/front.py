@@ -1,4 +1,4 @@
-"""Front: what LLM and AsyncLLM share: settings to an engine, prompts and parameters to requests."""
+"""Front: base of LLM and AsyncLLM. It makes the engine from settings, and requests from prompts and parameters."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def make_requests(
     make_grammar: Callable[[], Grammar] | None = None,
     **shared: Any,
 ) -> list[Request]:
-    """The `n` requests of each prompt, numbered in that order; `shared`: further fields of all of them.
+    """The `n` requests of each prompt, numbered in that order; `shared`: further fields of all requests.
 
-    Without a seed one is drawn; all prompts have the same `n` seeds. `make_grammar` makes one for each request.
+    Without a seed a random one is drawn. All prompts have the same `n` seeds. `make_grammar` makes a grammar for each
+    request.
     """
     seed = secrets.randbelow(2**63) if params.seed is None else params.seed
     made: list[Request] = []
@@ -49,7 +50,7 @@ def make_requests(
 
 
 class Front(habits.Hinted):
-    """What both doors have: the settings, the engine built from them, its tokenizer."""
+    """What LLM and AsyncLLM have in common: the settings, the engine built from them, and its tokenizer."""
 
     engine: Engine
 
@@ -63,9 +64,9 @@ class Front(habits.Hinted):
         seed: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        """`target`: of another LLM with the same settings, whose model and cache this one shares, in turns.
+        """`target`: runner of another LLM with the same settings; both share its model and cache, and must take turns.
 
-        `seed`: requests without a seed draw theirs from it, in their order; None: from the system.
+        `seed`: requests without a seed draw theirs from a generator with this seed, in order; None: from the system.
         """
         given = habits.settings({"model": model, "draft": draft, **settings})
         if (profile := given.get("profile")) is not None:
@@ -81,25 +82,25 @@ class Front(habits.Hinted):
         self._start()
 
     def _start(self) -> None:
-        """What a door has besides."""
+        """Set up what the subclass needs besides."""
         raise NotImplementedError
 
     @classmethod
     def from_engine_args(cls, args: AsyncEngineArgs) -> Self:
-        """One with these keyword arguments, as vLLM makes it."""
+        """An object made with these keyword arguments, as in vLLM."""
         return cls(**args)
 
     @classmethod
     def from_pretrained(cls, model: str | None = None, **settings: Any) -> Self:
-        """The same as calling the class, as transformers writes it."""
+        """The same as calling the class, as in transformers."""
         return cls(model, **settings)
 
     def get_tokenizer(self) -> Tokenizer:
-        """`tokenizer`, as vLLM gives it out."""
+        """`tokenizer`, as a method, as in vLLM."""
         return self.tokenizer
 
     def _params(self, params: SamplingParams | None, given: Mapping[str, Any]) -> SamplingParams:
-        """One request's parameters, with a seed, from an argument or from keywords. Raises RequestError."""
+        """A request's parameters, from an argument or from keywords. Raises RequestError."""
         given = habits.translate(given, habits.GENERATE, RequestError)
         found = [p for p in (params, given.pop("params", None)) if p is not None]
         if not found:
@@ -124,7 +125,7 @@ class Front(habits.Hinted):
 
 
 def _plain(prompt: Any) -> str | list[int]:
-    """A prompt as text, or as token ids. Raises RequestError for what is neither."""
+    """A prompt as text or as token ids. Raises RequestError for anything else."""
     if isinstance(prompt, Mapping):
         if not prompt.keys() & {"prompt", "prompt_token_ids"} or prompt.keys() - {"prompt", "prompt_token_ids"}:
             raise RequestError(
@@ -144,7 +145,7 @@ def _plain(prompt: Any) -> str | list[int]:
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or many as a list of them."""
+    """A list of prompts, from one prompt or several."""
     items = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
         return [items]

@@ -1,7 +1,7 @@
-"""What goodput learned, kept for the next process: what rounds cost here, and how often such drafts are right.
+"""Stores what goodput learned for the next process: costs of rounds on this machine, and acceptance counts.
 
-By a digest of all that both depend on: machine, weights, formats, drafters. How fast the machine is at the moment is
-measured again, and requests soon outweigh what earlier ones showed.
+The key is a digest of all that both depend on: machine, weights, formats, drafters. The next process measures the
+machine's current speed again, and its requests soon outweigh the stored counts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from sameseed.lengths.goodput import GoodputLength
 from sameseed.scheme import QuantScheme
 
 SCHEMA, KIND = 4, "learned"
-FIRST, LAST = 64, 4096  # rounds after which a table is kept: then after four times as many, and each `LAST`
+FIRST, LAST = 64, 4096  # rounds before the first write; later writes at 4 times as many, at most `LAST` apart
 
 
 def learned_key(config: EngineConfig, models: list[tuple[Path, QuantScheme]]) -> str | None:
-    """A digest of what rounds depend on; None: with a drafter that has no name. `models`: the target, then drafts."""
+    """A digest of what rounds depend on. `models`: target, then drafts.
+
+    None, and nothing is stored, if a drafter is the user's own (`SpecConfig.drafter`).
+    """
     plain = _without_models(config.spec)
     if plain is None:
         return None
@@ -48,14 +51,14 @@ def _without_models(spec: SpecConfig) -> SpecConfig | None:
 
 
 class LearnedTable:
-    """Where one engine's policy begins, and where it keeps what it learns. Without a key nothing is kept."""
+    """The stored state of one engine's policy: what the policy starts from, and where it stores what it learns."""
 
     def __init__(self, policy: GoodputLength, key: str) -> None:
         self._policy, self._key = policy, key
         self._rounds, self._next = 0, FIRST
 
     def begin(self, measure: Callable[[EngineCost | None], EngineCost]) -> None:
-        """Take over what was kept, or measure; `measure(cost)` brings a known cost to the machine's speed now."""
+        """Take over the stored state, or measure; `measure(cost)` scales a known cost to the machine's speed now."""
         arrays = store.read(KIND, self._key)
         known: EngineCost | None = None
         if arrays is not None:
@@ -67,7 +70,7 @@ class LearnedTable:
         self._policy.calibrate(lambda: measure(known))
 
     def passed(self) -> None:
-        """A round has passed."""
+        """Count a round, and write the state if it is time."""
         self._rounds += 1
         if self._rounds >= self._next and self._policy.cost is not None:
             self._next = self._rounds + min(3 * self._rounds, LAST)

@@ -1,4 +1,4 @@
-"""The levels of drafting that a SpecConfig names, and what is wrong with them: nothing here reads a weight."""
+"""The drafting levels that a SpecConfig names, and checks of them. Nothing here reads weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NESTED = "nested"  # draft format: the lower weights inside the target's own
 
 
 def check_options(spec: SpecConfig) -> None:
-    """Raise ConfigError or RegistryError: a level with a bad option or format, or too few below it; nothing is read."""
+    """Raise ConfigError or RegistryError for a level with a bad option or format, or a wrong number of levels below."""
     for level in levels(with_heads(spec)):
         parse_options(drafter_class(level), level.options)
         if level.format != NESTED:
@@ -28,7 +28,7 @@ def check_options(spec: SpecConfig) -> None:
 
 
 def check_overlap(spec: SpecConfig) -> None:
-    """Raise ConfigError where a drafter is to go ahead of its target and cannot, or where no thread is left for it."""
+    """Raise ConfigError if `overlap` is set and the drafter cannot draft ahead, or no core is left for the target."""
     if not spec.overlap and not any(level.overlap for level in levels(spec)):
         return
     cls, cores = drafter_class(spec), ops.available_cores()
@@ -50,7 +50,7 @@ def check_overlap(spec: SpecConfig) -> None:
 
 
 def check_policies(spec: SpecConfig) -> None:
-    """Raise ConfigError for a policy that would never learn, or a confidence that nobody would heed."""
+    """Raise ConfigError for a level's policy that would never learn, or a confidence that would have no effect."""
     for level in levels(with_heads(spec)):
         own = [] if drafter_class(level).owns else [b for b in level.below if b.policy != "fixed"]
         if own:
@@ -66,27 +66,27 @@ def check_policies(spec: SpecConfig) -> None:
 
 
 def heeds_confidence(spec: SpecConfig) -> bool:
-    """Does this draft, or any that it asks in turn, end by its own probabilities? Raises as `with_heads`."""
+    """Can this drafter, or any that it asks in turn, end drafts by probability? Raises as `with_heads`."""
     spec = with_heads(spec)
     cls = drafter_class(spec)
     return cls.judges or (not cls.owns and any(heeds_confidence(b) for b in spec.below))
 
 
 def can_overlap(spec: SpecConfig) -> bool:
-    """Can this draft guess on while the target checks (`overlap`)? Raises as `with_heads`."""
+    """Can this drafter draft ahead while the target verifies (`overlap`)? Raises as `with_heads`."""
     spec = with_heads(spec)
     return goes_ahead(drafter_class(spec)) and not may_branch(spec)
 
 
 def may_branch(spec: SpecConfig) -> bool:
-    """May its drafts be trees? Those of drafters asked in turn, where one's may. Raises ConfigError for bad options."""
+    """May drafts be trees, its own or those of drafters that it asks in turn? Raises ConfigError for bad options."""
     cls = drafter_class(spec)
     asked = () if cls.owns else spec.below
     return cls.branches_with(parse_options(cls, spec.options)) or any(map(may_branch, asked))
 
 
 def check_below(cls: type[Drafter], spec: SpecConfig) -> None:
-    """Raise ConfigError for too few or too many drafters below one of this class."""
+    """Raise ConfigError if there are too few or too many drafters below a drafter of this class."""
     least, most = cls.num_below
     wanted = f"{least} drafter(s)" if least == most else "two drafters or more" if least == 2 else f"up to {most}"
     if not least <= len(spec.below) <= most:
@@ -97,7 +97,7 @@ def check_below(cls: type[Drafter], spec: SpecConfig) -> None:
 
 
 def levels(spec: SpecConfig) -> Iterator[SpecConfig]:
-    """A level and those below it, in the order in which their models are built."""
+    """A level and the levels below it, in the order in which their models are built."""
     if spec.method == "none":
         return
     yield spec
@@ -117,9 +117,9 @@ def drafter_class(spec: SpecConfig) -> type[Drafter]:
 
 
 def with_heads(spec: SpecConfig) -> SpecConfig:
-    """The same levels, where a model that turns out to be a draft head, or a parallel draft, is drafted with as one.
+    """The same levels, with the fitting drafter for each model that is a draft head or a parallel draft model.
 
-    Raises ModelLoadError for a model that is not there.
+    Raises ModelLoadError for a model that does not exist.
     """
     below = tuple(with_heads(b) for b in spec.below)
     if spec.model is not None and drafter_class(spec).text == "MODEL":
@@ -130,7 +130,7 @@ def with_heads(spec: SpecConfig) -> SpecConfig:
 
 
 def head_text(folder: Path) -> str:
-    """What the drafter of the head in `folder` says in `text`."""
+    """The `Drafter.text` of the drafter for the head in `folder`."""
     return "BLOCK" if is_block(folder) else "HEAD"
 
 

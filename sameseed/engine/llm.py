@@ -1,4 +1,4 @@
-"""LLM: the front door that blocks. AsyncLLM (async_llm.py) streams; same engine, same text."""
+"""LLM: the blocking API. AsyncLLM (async_llm.py) is the asyncio API with the same engine and the same texts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sameseed.request import Completion, Delta, Request, SamplingParams
 class LLM(Front):
     """Generates text, blocking. `model` is a folder, a hub id or "embedded" (None); for the rest see `make_config`.
 
-    `profile`: a file of `sameseed tune`, whose model and settings stand where none are given. Words of vLLM,
-    transformers and llama.cpp are understood or answered with the right one (docs/guides/coming-from.md).
+    `profile`: a file of `sameseed tune`; its model and settings are used where none are given. Argument names of vLLM,
+    transformers and llama.cpp are translated, or refused with the right name (docs/guides/coming-from.md).
     """
 
     def _start(self) -> None:
-        self._mail: dict[str, deque[Delta]] = {}  # request id -> deltas that its stream has not given out yet
+        self._mail: dict[str, deque[Delta]] = {}  # request id -> deltas not yielded by its stream yet
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None, **sampling: Any
     ) -> list[Completion]:
-        """Complete each prompt (text, or token ids), together; n completions of each, in order of prompt and index.
+        """Complete all prompts (text or token ids) together; n completions of each, in order of prompt and index.
 
         `sampling`: keywords of SamplingParams, in place of `params`. Raises RequestError before anything runs if a
         prompt cannot be served.
@@ -49,7 +49,7 @@ class LLM(Front):
         return [finished[r.request_id, r.index] for group in requests for r in group]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Iterator[Delta]:
-        """Complete one prompt, giving out each step's new text; the last delta of each index carries the completion."""
+        """Complete one prompt and yield each step's new text; the last delta of each index carries the completion."""
         params = self._seeded(self._params(params, sampling))
         return self._run(self._requests(prompt, params, f"r{next(self._ids)}"))
 
@@ -60,9 +60,9 @@ class LLM(Front):
         self, messages: Seq[Seq[Message]], params: SamplingParams | Seq[SamplingParams] | None = None, **sampling: Any
     ) -> list[Completion]: ...
     def chat(self, messages: Any, params: Any = None, **sampling: Any) -> Completion | list[Completion]:
-        """Answer a conversation of {"role", "content"} messages by the model's chat template; or a list of them.
+        """Answer a conversation of {"role", "content"} messages with the model's chat template.
 
-        A list of conversations gives a list, as `generate` does.
+        A list of conversations gives a list of completions, as `generate` does.
         """
         if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
             return self.generate([self.tokenizer.chat(m) for m in messages], params, **sampling)
@@ -78,7 +78,7 @@ class LLM(Front):
         return self.stream(self.tokenizer.chat(messages), params, **sampling)
 
     def close(self) -> None:
-        """Give up the model and its memory; a stream that is open may still be read to its end."""
+        """Free the model and its memory; an open stream may still be read to its end."""
         if "engine" in vars(self):
             del self.engine
 
@@ -89,7 +89,7 @@ class LLM(Front):
         self.close()
 
     def _run(self, requests: list[Request]) -> Iterator[Delta]:
-        """Run requests to their end; whatever interrupts it (Ctrl-C, a closed generator), their blocks are freed."""
+        """Run requests to their end. Blocks are freed even if this is interrupted (Ctrl-C, a closed generator)."""
         engine, mine = self.engine, deque[Delta]()
         self._mail.update((r.request_id, mine) for r in requests)
         try:
@@ -97,7 +97,7 @@ class LLM(Front):
                 engine.add(request)
             open_ends = len(requests)
             while open_ends:
-                while not mine:  # a step may serve other streams of this LLM too: each gets its own
+                while not mine:  # a step may serve other open streams too: each gets its own deltas
                     for delta in engine.step():
                         self._mail.get(delta.request_id, mine).append(delta)
                 delta = mine.popleft()

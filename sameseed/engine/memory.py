@@ -1,4 +1,4 @@
-"""Memory before it is spent: what weights and cache will take, and whether it is there."""
+"""Memory planning: computes what weights and caches will take, and checks that it is available, before allocating."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sameseed.models.weights import Shapes, TensorSource, weight_bytes
 from sameseed.scheme import QuantScheme
 
 GIB = 2**30
-CACHE_SHARE = 0.3  # of the memory that the weights leave: the most that a cache of unstated size takes on the CPU
-PARTS = 512 << 20  # bytes of a GPU for parts of products and of attention, and for what its allocator cannot use
-GRAPHS = 300 << 20  # bytes of a GPU for the pool that all graphs share
-GRAPH_ROWS = 256  # rows, at most, of a graph, whose logits each model keeps beside it
+CACHE_SHARE = 0.3  # on the CPU: largest share of the memory left by the weights for a cache without a given size
+PARTS = 512 << 20  # bytes on a GPU for partial results of products and attention, and for allocator overhead
+GRAPHS = 300 << 20  # bytes on a GPU for the memory pool shared by all CUDA graphs
+GRAPH_ROWS = 256  # most rows of a CUDA graph; each model keeps logits for so many rows
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What one model will take: bytes of its weights as `quant` stores them, of one block of its cache, of a pass.
+    """Bytes that one model will take: its weights as `quant` stores them, one block of its cache, and a pass.
 
-    `logits`: those of its graphs, on a GPU.
+    `logits`: bytes of the logits of its CUDA graphs, on a GPU.
     """
 
     quant: QuantScheme
@@ -37,7 +37,7 @@ class Demand:
 
 
 def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
-    """Read the headers of a checkpoint: sound, and what it will take.
+    """Check a checkpoint by its headers, and compute what it will take.
 
     Raises ModelLoadError for tensors that do not fit config.json, ConfigError for groups that do not divide them.
     """
@@ -50,7 +50,7 @@ def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
 def demand_of(
     shape: ModelConfig, source: TensorSource, quant: QuantScheme, config: EngineConfig, shapes: Shapes | None = None
 ) -> Demand:
-    """The same of weights that need no file; `shapes`: of a head's tensors."""
+    """Like `demand`, for any source of tensors, not only files; `shapes`: those of a head's tensors."""
     dense = quant.dense_for(source.dtype("model.embed_tokens.weight" if shapes is None else "fc.weight"))
     block = block_bytes(shape, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
     weights = weight_bytes(shape, source, quant, shapes, config.device)
@@ -58,7 +58,7 @@ def demand_of(
 
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
-    """The same of a draft head for the model in `target`. Raises also where the two do not fit together."""
+    """Like `demand`, for a draft head for the model in `target`. Also raises if the two do not fit together."""
     check_rotation(folder, target)
     layer, weights, dense = head_bytes(folder, quant, read_config(target))
     block = block_bytes(layer, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
@@ -72,20 +72,20 @@ def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:
 
 
 def pass_bytes(shape: ModelConfig, num_rows: int) -> int:
-    """Bytes that a pass of `num_rows` rows holds at one time, about: float32 rows of a layer and all logits, twice."""
+    """Approximate peak bytes of a pass over `num_rows` rows: float32 rows of a layer and all logits, twice."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     return 4 * num_rows * 2 * (2 * shape.hidden_size + heads + 2 * shape.intermediate_size + shape.vocab_size)
 
 
 def logit_bytes(shape: ModelConfig) -> int:
-    """Bytes of the logits that a model's graphs share: float32."""
+    """Bytes of the float32 logits that a model's CUDA graphs share."""
     return 4 * GRAPH_ROWS * shape.vocab_size
 
 
 def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> int:
-    """Blocks of each model's cache: as asked, else what `max_num_seqs` longest requests need, within a share.
+    """Blocks of each model's cache: as configured, else for `max_num_seqs` longest requests, within a memory share.
 
-    Raises ConfigError where a longest request, or the weights beside it, find no room.
+    Raises ConfigError if a longest request and the weights do not fit into memory together.
     """
     size, count = config.cache.block_size, config.cache.num_blocks
     longest = -(-max_len // size)
@@ -113,7 +113,7 @@ def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> in
 
 
 def _plan_device(config: EngineConfig, max_len: int, longest: int, demands: list[Demand]) -> int:
-    """The same on a GPU, of which the engine may take a share: what weights and a pass leave of it is the cache's."""
+    """Like `plan_blocks`, on a GPU: the cache gets what weights and a pass leave of the engine's memory share."""
     count, size = config.cache.num_blocks, config.cache.block_size
     share = config.gpu_memory_utilization
     room, free, total = devices.memory_room(config.device, share)
@@ -137,7 +137,7 @@ def _plan_device(config: EngineConfig, max_len: int, longest: int, demands: list
 
 
 def _asked(config: EngineConfig, max_len: int, demands: list[Demand], cache: int) -> str:
-    """What weights and a cache of `cache` bytes take, in words."""
+    """Text for errors: what weights and a cache of `cache` bytes take."""
     formats, count = " and ".join(dict.fromkeys(str(d.quant) for d in demands)), config.cache.num_blocks
     what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
     weights = sum(d.weights for d in demands)
@@ -145,7 +145,7 @@ def _asked(config: EngineConfig, max_len: int, demands: list[Demand], cache: int
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be taken without swapping (Linux), or a careful guess elsewhere."""
+    """Bytes of memory available without swapping (Linux), or 4 GiB as a conservative guess elsewhere."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

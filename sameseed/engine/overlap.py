@@ -1,8 +1,8 @@
-"""Going ahead: while the target checks a draft, its drafter guesses on, in a thread of its own.
+"""Overlap: while the target verifies a draft, the drafter drafts ahead in its own thread.
 
-After AMUSD (McDanel, 2024) and PEARL (Liu et al., 2024): it supposes that all of the draft is right and that its own
-next guess is the token after it. Where that holds, the next draft is there already; where not, it is thrown away. The
-cores are shared out meanwhile, so this pays only where the target leaves some idle.
+After AMUSD (McDanel, 2024) and PEARL (Liu et al., 2024): the drafter assumes that the whole draft will be accepted and
+that its own next token is the token after it. If so, the next draft is ready already; if not, it is discarded. The two
+share the cores meanwhile, so overlap pays only if the target leaves some cores idle.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger("sameseed.spec")
 
 
 class Overlap(NoOverlap):
-    """Gives the drafter `threads` of the cores and leaves the target the others, for the time of the target's pass."""
+    """During the target's pass, gives the drafter `threads` cores and leaves the other cores to the target."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self.others = max(1, ops.available_cores() - threads)
-        self.seconds = 0.0  # that drafters guessed ahead
-        self.waited = 0.0  # of these, after the target had its result
+        self.seconds = 0.0  # total time of drafting ahead
+        self.waited = 0.0  # the part of it after the target had finished
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sameseed-draft")
         self._guesses: Seq[Seq[int]] = ()
         self._failed = False
-        # Of the latest pass of each: one that would end after the target's is not begun, as the target would wait.
+        # Times of the latest passes. No drafter's pass begins that would end after the target's: the target would wait.
         self._target_seconds = math.inf
         self._pass_seconds = 0.0
 
@@ -49,7 +49,7 @@ class Overlap(NoOverlap):
     ) -> Iterator[Callable[[], None]]:
         self._guesses = ()
         if not len(draft.tokens) or not self.fits(0.0):
-            self._pass_seconds *= FORGET  # what was slow once is tried again
+            self._pass_seconds *= FORGET  # so that a drafter that was slow once is tried again
             yield lambda: None
             return
         stop = threading.Event()
@@ -73,7 +73,7 @@ class Overlap(NoOverlap):
             self.waited += time.perf_counter() - start
 
     def _until(self, begun: float, stop: threading.Event) -> Callable[[], bool]:
-        """Whether another pass may begin; it is asked before each."""
+        """A function that tells whether another pass may begin, to be called before each pass."""
         last = math.inf
 
         def going() -> bool:
@@ -85,7 +85,7 @@ class Overlap(NoOverlap):
         return going
 
     def fits(self, seconds: float) -> bool:
-        """Would a pass of the drafter that begins so long after the target's be over when that is?"""
+        """Would a drafter's pass that begins `seconds` after the target's pass end before the target's?"""
         return seconds + self._pass_seconds <= self._target_seconds
 
     def _guess(
@@ -95,7 +95,7 @@ class Overlap(NoOverlap):
         start = time.perf_counter()
         try:
             return drafter.ahead(seqs, draft, num_draft, going)
-        except Exception:  # a guess is lost, no text: the request goes on
+        except Exception:  # only draft tokens are lost: the request goes on
             if not self._failed:
                 log.exception("guessing ahead failed; the drafts of such rounds begin anew")
             self._failed = True
@@ -111,5 +111,5 @@ class Overlap(NoOverlap):
 
 
 def make_overlap(spec: SpecConfig) -> NoOverlap:
-    """What a SpecConfig asks for."""
+    """The overlap that a SpecConfig asks for."""
     return Overlap(spec.overlap) if spec.overlap else NO_OVERLAP

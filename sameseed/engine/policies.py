@@ -1,4 +1,4 @@
-"""Which length policy a SpecConfig asks for, and requests that want another one than the engine's."""
+"""The length policy that a SpecConfig asks for, and policies of requests that want another one than the engine's."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def make_policy(spec: SpecConfig) -> LengthPolicy:
 
 
 class RequestPolicies:
-    """The engine's policy, except for requests that have another one (`Speculation`), or lie outside its `scope`."""
+    """The engine's policy, except for requests with a policy of their own (`Speculation`) or outside the `scope`."""
 
     def __init__(self, default: LengthPolicy, scope: Scope = Scope()) -> None:  # noqa: B008  (it is frozen)
         self._scope = scope
         self._unbounded = scope == Scope()
         self._table: LearnedTable | None = None
-        self._own: dict[str, LengthPolicy] = {}  # by name: of requests that want another policy than the engine's
+        self._own: dict[str, LengthPolicy] = {}  # by name: policies of requests that do not use the engine's
         self.default = default
-        self._trimmed: set[int] = set()  # sequences whose draft of this round was dropped whole
-        self._has_forced = False  # does a request of this round fix its length?
+        self._trimmed: set[int] = set()  # sequences whose whole draft was dropped in this round
+        self._has_forced = False  # does a request of this round fix its draft length?
 
     def calibrate(self, measure: Callable[[], EngineCost]) -> None:
-        """Let the engine's policy learn what rounds cost, before the first one."""
+        """Let the engine's policy measure what rounds cost, before the first round."""
         self.default.calibrate(measure)
 
     def begin(self, measure: Callable[[EngineCost | None], EngineCost], key: str | None) -> None:
-        """`calibrate`, from what an earlier process kept under this key; this one keeps what it learns there."""
+        """`calibrate`, from the state that an earlier process stored under `key`; new knowledge is stored there too."""
         if key is None or not isinstance(self.default, GoodputLength):
             return self.calibrate(lambda: measure(None))
         self._table = LearnedTable(self.default, key)
@@ -65,15 +65,15 @@ class RequestPolicies:
         return self.default.uses_confidence
 
     def stop(self, confidence: float) -> bool:
-        """As the engine's policy says: a draft's chains end together."""
+        """As the engine's policy decides: all chains of a draft end by the same rule."""
         return self.default.stop(confidence)
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
-        """As the engine's policy says, unless a request of this round has a length of its own: chains end together."""
+        """As the engine's policy decides; False if a request of this round fixes its length, as chains end together."""
         return not self._has_forced and self.default.ends(paths)
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
-        """Lengths of all; sequences of one policy are decided together, after those that leave no choice."""
+        """Lengths of all sequences. Fixed lengths come first; then each policy decides its sequences together."""
         self._trimmed.clear()
         self._has_forced = False
         if self._unbounded and not any(seq.speculation for seq in seqs):
@@ -102,7 +102,7 @@ class RequestPolicies:
         return any(policy.trims for policy in self._all())
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
-        """The draft without nodes that a sequence's policy drops, where the request gives no length."""
+        """The draft without the nodes that each sequence's policy drops, unless its request fixes the length."""
         for policy in self._all() if len(draft.tokens) else ():
             free = [b for b, seq in enumerate(seqs) if self._of(seq) is policy and self._forced(seq) is None]
             before, draft = draft, policy.trim(draft, seqs, num_rows, free)
@@ -111,9 +111,9 @@ class RequestPolicies:
         return draft
 
     def why_none(self, seq: Sequence, num_draft: int) -> str:
-        """Why a sequence had no draft in this round, for which `num_draft` tokens were asked for.
+        """Why a sequence had no draft in this round, in which `num_draft` tokens were asked for.
 
-        "off": nobody wants one; "cost": it would not pay; "no guess": the drafter found none.
+        "off": none was wanted; "cost": it would not pay; "no guess": the drafter had none.
         """
         if num_draft:
             return "cost" if seq.seq_id in self._trimmed else "no guess"
@@ -124,7 +124,7 @@ class RequestPolicies:
         return "cost" if may and isinstance(policy, GoodputLength) and policy.num_draft_tokens else "off"
 
     def _forced(self, seq: Sequence) -> int | None:
-        """The length that the request itself fixes."""
+        """The draft length that the request itself fixes, or None."""
         own = seq.speculation
         if own is None or own.policy not in ("off", "fixed"):
             return None
@@ -150,12 +150,12 @@ class RequestPolicies:
         return [self.default, *self._own.values()]
 
     def listens(self, seqs: Seq[Sequence]) -> bool:
-        """Shall the drafter get the target's hidden states of this pass? `GoodputLength.listens` says when not."""
+        """Should the drafter get the target's hidden states of this pass? See `GoodputLength.listens`."""
         goodput = self.default
         return not isinstance(goodput, GoodputLength) or any(s.speculation for s in seqs) or goodput.listens(seqs)
 
     def pass_over(self) -> bool:
-        """Count the round that has run without learning of it; False where `update` is to (see GoodputLength)."""
+        """Count a round without learning from it; False if it must go to `update` (see `GoodputLength.pass_over`)."""
         goodput = self.default
         if self._own or not isinstance(goodput, GoodputLength) or not goodput.pass_over():
             return False
@@ -164,13 +164,13 @@ class RequestPolicies:
         return True
 
     def update(self, round_: Round) -> None:
-        """Every policy in use learns of the round."""
+        """Let every policy in use learn from the round."""
         for policy in self._all():
             policy.update(round_)
         if self._table is not None:
             self._table.passed()
 
     def release(self, seq: Sequence) -> None:
-        """The sequence is gone."""
+        """Forget a sequence that has ended."""
         for policy in self._all():
             policy.release(seq)

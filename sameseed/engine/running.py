@@ -1,4 +1,4 @@
-"""Running: one request inside the engine, what it has written so far and how that is given out."""
+"""Running: one request inside the engine, its output so far, and how the output is given out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sameseed.request import Completion, Delta, FinishReason, Metrics, Request, 
 
 @dataclass
 class Running:
-    """A request, its sequence and its text. Moments are those of `time.perf_counter`."""
+    """A request with its sequence and its text. Times are values of `time.perf_counter`."""
 
     request: Request
     seq: Sequence
@@ -22,14 +22,14 @@ class Running:
     arrived: float
     started: float | None = None
     first_token: float | None = None
-    levels: list[str | None] = field(default_factory=list)  # who guessed each token, None: nobody
-    offsets: list[int] = field(default_factory=list)  # where in the text each token begins
-    num_scored: int = 0  # log-probabilities of the prompt that were given out
+    levels: list[str | None] = field(default_factory=list)  # which level drafted each token; None: the target's
+    offsets: list[int] = field(default_factory=list)  # the character of the text at which each token begins
+    num_scored: int = 0  # log-probabilities of prompt tokens given out so far
 
     def take(self, tokens: Seq[int]) -> tuple[int, FinishReason | None]:
-        """How many of its sequence's last tokens belong to the text, and why it ends, if it does.
+        """How many of `tokens`, the sequence's last ones, belong to the text, and the reason if the text ends.
 
-        Up to the first that ends it, that is; the sequence drops the others.
+        The text ends with the first token that ends it; the sequence drops the tokens after that.
         """
         base, taken = len(self.seq) - len(tokens), 0
         reason: FinishReason | None = None
@@ -42,7 +42,7 @@ class Running:
         return taken, reason
 
     def _end(self, token: int, length: int) -> FinishReason | None:
-        """Does this token end the sequence, which it brings to `length` tokens?"""
+        """The reason if this token, with which the sequence has `length` tokens, ends the sequence; else None."""
         params = self.request.params
         if token in params.ending(self.eos):
             return FinishReason.STOP
@@ -54,7 +54,7 @@ class Running:
         return None
 
     def delta(self, num_tokens: int, completion: Completion | None = None) -> Delta:
-        """What is to be given out: the last `num_tokens` tokens, their text, and scores of the prompt that are new."""
+        """The Delta to give out: the last `num_tokens` tokens, new text, and new log-probabilities of the prompt."""
         r, seq = self.request, self.seq
         new, logprobs = len(self.levels) - num_tokens, seq.logprobs if r.params.logprobs is not None else []
         start, self.num_scored = self.num_scored, len(seq.prompt_logprobs)
@@ -73,11 +73,11 @@ class Running:
         )
 
     def so_far(self, length: int, num_tokens: int) -> tuple[str, tuple[int, ...]]:
-        """The first `length` characters and `num_tokens` tokens that were written."""
+        """The first `length` characters and the first `num_tokens` tokens of the output."""
         return self.output.text[:length], tuple(self.seq.output_token_ids[:num_tokens])
 
     def complete(self, reason: FinishReason) -> Completion:
-        """The end: all that it has written."""
+        """End the text, and return the Completion with the whole output."""
         seq, r = self.seq, self.request
         self.output.finish()
         now = time.perf_counter()

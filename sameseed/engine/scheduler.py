@@ -1,4 +1,4 @@
-"""Scheduler: which sequences run in the next pass, how many pending tokens of each, how many draft tokens.
+"""Scheduler: decides which sequences run in the next pass, with how many pending tokens and draft tokens each.
 
 Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023) and one row budget. Pure Python.
 """
@@ -13,8 +13,8 @@ from sameseed.engine.fairness import Fairness
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.request import Sequence
 
-KEPT = 4  # a prompt leaves every fourth row to those behind it: a short one need not wait for a long one
-PATIENCE = 32  # a sequence passed over so often by later ones of higher priority goes first
+KEPT = 4  # a prompt leaves every fourth row to sequences behind it, so that short prompts need not wait for long ones
+PATIENCE = 32  # after being passed over so often by later sequences of higher priority, a sequence goes first
 DraftLengths = Callable[[Seq[Sequence], int, int], list[int]]  # sequences, rows of known tokens, room for draft tokens
 
 
@@ -32,18 +32,18 @@ class Plan:
 
 
 def _part(wanted: int, left: int, crowded: bool) -> int:
-    """Rows that a prompt gets of those it could use; `crowded`: there are others behind it."""
+    """Rows that a prompt gets out of the `wanted` ones; `crowded`: other sequences are behind it."""
     return min(wanted, left - left // KEPT if crowded else left)
 
 
 @dataclass
 class _Standing:
-    """Where a sequence stands in the queue. The lowest `importance` goes first: passed over often, then priority."""
+    """A sequence's place in the queue. The lowest `importance` goes first: passed over often, then priority."""
 
     priority: int
     arrival: int
-    num_started: int = 0  # its number among those that have started; a later start changes nothing
-    num_passed: int = 0  # times that a later one of higher priority went before it
+    num_started: int = 0  # the number of its first start; 0: not started yet
+    num_passed: int = 0  # how often a later sequence of higher priority went before it
 
     @property
     def importance(self) -> tuple[bool, int]:
@@ -51,17 +51,17 @@ class _Standing:
         return (may_wait, self.priority if may_wait else 0)
 
     def passes(self, other: _Standing) -> bool:
-        """Does it, later and more important, go before the other?"""
+        """Does this sequence arrive later than the other, but go before it by priority?"""
         return other.arrival < self.arrival and other.priority > self.priority
 
 
 class Scheduler:
-    """By priority, then fair between owners, then first come, first served.
+    """Schedules by priority, then fairly between owners, then first come, first served.
 
-    Where rows or blocks are short, drafts are given up first. Then the sequence of lowest priority that started last is
-    preempted: it loses its blocks and waits, all its tokens pending again. Nobody starves. A sequence passed over
-    `PATIENCE` times goes first, one at a time. Only a higher priority preempts one that started earlier. An owner with
-    nothing running waits for at most one start of each other owner.
+    If rows or blocks run short, drafts are given up first. Then the sequence of lowest priority that started last is
+    preempted: it loses its blocks and waits, with all its tokens pending again. No sequence starves: after being passed
+    over `PATIENCE` times it goes first, one at a time. Only a sequence of higher priority preempts one that started
+    earlier. An owner with no running sequence waits for at most one start of each other owner.
     """
 
     def __init__(self, blocks: BlockManager, max_num_rows: int, max_num_seqs: int, max_model_len: int) -> None:
@@ -98,7 +98,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def finish(self, seq: Sequence) -> None:
-        """Take a sequence out, finished or aborted, running or waiting; its blocks are free again."""
+        """Remove a sequence, finished or aborted, running or waiting, and free its blocks."""
         if self._standing.pop(seq, None) is not None:
             ran = seq in self.running
             (self.running if ran else self.waiting).remove(seq)
@@ -106,11 +106,11 @@ class Scheduler:
         self.blocks.release(seq)
 
     def schedule(self, draft_lengths: DraftLengths) -> Plan:
-        """The next pass. Every running sequence gets at least one row; what drafts may have comes last."""
+        """Plan the next pass. Every running sequence gets at least one row; drafts get the rows that are left."""
         chunks = self._chunks()
         left = self.max_num_rows - sum(chunks.values())
         left -= self._admit(chunks, left)
-        # Rows that were kept and that nobody took go to the first prompts.
+        # Rows that prompts left to others, and that no sequence took, go to the first prompts that were cut.
         cut = {seq for seq, size in chunks.items() if len(seq.token_ids) - seq.num_cached > size}
         for seq in self.running if cut else ():
             if seq in cut:
@@ -124,15 +124,15 @@ class Scheduler:
         return Plan(plan, [chunks[seq] for seq in plan], num_draft)
 
     def _chunks(self) -> dict[Sequence, int]:
-        """Pending tokens of the running sequences, blocks reserved; preempts the last where blocks run out."""
+        """Pending tokens per running sequence, with blocks reserved. Preempts the last sequence if blocks run out."""
         chunks: dict[Sequence, int] = {}
-        left = self.max_num_rows - len(self.running)  # one row each, then more in order
+        left = self.max_num_rows - len(self.running)  # one row each first, then more in order
         for seq in list(self.running):
             if seq not in self.running:
-                continue  # preempted by one before it
+                continue  # preempted for an earlier one
             size = 1
             if seq.num_pending > 1:
-                self._share(seq)  # what others have computed since
+                self._share(seq)  # prefix blocks that others have computed since
                 size += _part(seq.num_pending - 1, left, seq is not self.running[-1] or bool(self.waiting))
             while not self.blocks.reserve(seq, seq.num_cached + size):
                 last = self.running[-1]
@@ -145,10 +145,10 @@ class Scheduler:
         return chunks
 
     def _share(self, seq: Sequence) -> None:
-        """Let a sequence with much to compute take what is known already."""
+        """Let a sequence with many pending tokens share blocks from the prefix cache."""
         if seq.num_pending > self.blocks.block_size:
             saved = self.blocks.adopt(seq)
-            if not seq.num_preemptions:  # what it had itself once is no hit
+            if not seq.num_preemptions:  # a preempted one finds its own blocks: no hit
                 seq.num_shared += saved
                 self.blocks.prefixes.hits.num_hits += saved
 
@@ -167,7 +167,7 @@ class Scheduler:
     def _admit(self, chunks: dict[Sequence, int], left: int) -> int:
         """Start waiting sequences while rows, places and blocks last; returns the rows used.
 
-        A sequence starts only if all its tokens (and one more) fit into free blocks: no preemption at once.
+        A sequence starts only if all its tokens and one more fit into free blocks, so that it is not preempted at once.
         """
         used = 0
         while self.waiting and used < left and len(self.running) < self.max_num_seqs:
@@ -192,9 +192,9 @@ class Scheduler:
         return used
 
     def _next(self) -> Sequence:
-        """Of the sequences with the first one's priority, the first of the owner with the fewest running.
+        """Of the waiting sequences with the first one's priority, the first of the owner with the fewest running.
 
-        Of several such owners, the one that started longest ago. A sequence passed over too often goes first.
+        Among several such owners, the one whose last start is longest ago. A sequence passed over too often goes first.
         """
         importance = self._standing[self.waiting[0]].importance
         may_wait = importance[0]
@@ -209,9 +209,9 @@ class Scheduler:
         return firsts[min(firsts, key=self._fairness.rank)]
 
     def _count_pass(self, by: _Standing) -> None:
-        """Count one more pass for the earliest waiting sequence that it goes before.
+        """Count that the sequence `by` goes before the earliest waiting sequence that it passes.
 
-        Only for the earliest: else many would reach the limit together and go before everybody.
+        Only the earliest is counted: else many would reach the limit together and all go first.
         """
         waiting = (self._standing[seq] for seq in self.waiting)
         passed = [standing for standing in waiting if by.passes(standing) and standing.importance[0]]
@@ -222,10 +222,10 @@ class Scheduler:
                 self.waiting.sort(key=self._by_arrival)
 
     def _drafts(self, plan: list[Sequence], chunks: dict[Sequence, int], lengths: DraftLengths, left: int) -> list[int]:
-        """Draft tokens for sequences whose pending tokens are all in the pass and that have begun to write.
+        """Draft tokens for sequences whose pending tokens are all in the pass and that have output tokens.
 
-        (The first token comes from the prompt's own pass, before any drafting.) None for a sequence's last token. How
-        many nodes a draft may have, rows and blocks decide; how deep it may be, the sequence (`draft_depth`).
+        The first output token comes from the prompt's own pass, before any drafting. There is no draft for a sequence's
+        last token. Rows and blocks limit the number of nodes; the sequence limits their depth (`draft_depth`).
         """
         able = [b for b, seq in enumerate(plan) if seq.num_pending <= chunks[seq]]
         able = [b for b in able if plan[b].num_output > 0 or plan[b].num_scripted]

@@ -1,4 +1,4 @@
-"""Whether a tuned profile holds here: the same machine and weights; goodput beyond what it was tuned for."""
+"""Checks that a tuned profile fits this machine and these weights; goodput decides outside its scope."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ log = logging.getLogger("sameseed")
 
 
 def machine_here(device: str = "cpu") -> TunedMachine:
-    """What a profile says of the machine that it was tuned on. On a GPU neither processor nor threads matter."""
+    """This machine, as a profile describes the one that it was tuned on. For a GPU, CPU and threads are left empty."""
     if (gpu := devices.title(device)) is not None:
         return TunedMachine("", 0, gpu=gpu)
     return TunedMachine(devices.cpu_name(), devices.native_threads(), devices.native_isa() or "")
 
 
 def heed_profile(config: EngineConfig, folder: Path) -> EngineConfig:
-    """The settings under their profile, where they have one: goodput decides lengths for more sequences than it tried.
+    """The settings, checked against their profile if they have one.
 
-    Raises ConfigError for a profile of another machine or of other weights, unless `force_profile` is set.
+    If `max_num_seqs` is above the batch sizes that were tuned, goodput decides the draft lengths. Raises ConfigError
+    for a profile of another machine or of other weights, unless `force_profile` is set.
     """
     if config.profile is None:
         return config

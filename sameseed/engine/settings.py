@@ -1,4 +1,4 @@
-"""Settings: from keyword arguments, as LLM and the command line take them, to an EngineConfig."""
+"""Settings: makes an EngineConfig from keyword arguments, as LLM and the command line take them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ DraftChoice = str | SpecConfig | Drafter | type[Drafter] | None
 class Settings(TypedDict, total=False):
     """Keyword arguments of LLM, AsyncLLM and `make_config`: the fields of SpecConfig, EngineConfig and CacheConfig.
 
-    Of the first: the draft's settings. `kv_format`, `block_size`, `num_blocks` and `prefix_cache` are the cache's.
+    Of SpecConfig, only the settings of the draft. `kv_format`, `block_size`, `num_blocks` and `prefix_cache` are those
+    of CacheConfig.
     """
 
     num_draft_tokens: int | None
@@ -45,7 +46,7 @@ class Settings(TypedDict, total=False):
 
 
 class AsyncEngineArgs(Settings, total=False):
-    """All keyword arguments of AsyncLLM, as a dict, for `AsyncLLM.from_engine_args`."""
+    """All keyword arguments of AsyncLLM as a dict, for `AsyncLLM.from_engine_args`."""
 
     model: str | None
     draft: DraftChoice
@@ -55,13 +56,13 @@ class AsyncEngineArgs(Settings, total=False):
 def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> EngineConfig:
     """An EngineConfig from keyword arguments, as LLM and the CLI take them.
 
-    `draft`: None for plain decoding, text as `parse_draft` reads it ("ngram", a model, "suffix + embedded-draft"), or a
-    drafter of one's own: its class, or an object, which is taken as it is. `policy` "auto" (the default, unless `draft`
-    is a SpecConfig) is goodput with at most 12 tokens, which never asks for drafts that do not pay; or fixed lengths,
-    where a `confidence` is to end them. `draft_options` are those of its top level; under "below" a list has those of
-    the levels below, each an object with fields of SpecConfig. Raises ConfigError for unknown settings.
+    `draft`: None for plain decoding, text for `parse_draft` ("ngram", a model, "suffix + embedded-draft"), or a
+    drafter of the user: a class, or an object, which is used as it is. `policy` "auto" (the default unless `draft` is a
+    SpecConfig) is goodput with at most 12 tokens, which asks for drafts only if they pay; with a `confidence`, it is
+    fixed lengths, which the confidence ends early. `draft_options`: options of the top level; the key "below" holds a
+    list with an object of SpecConfig fields for each level below. Raises ConfigError for unknown settings.
     """
-    fields.check_keys(settings, AsyncEngineArgs.__annotations__)  # the nearest may be one that LLM takes by name
+    fields.check_keys(settings, AsyncEngineArgs.__annotations__)  # errors may suggest `model` or `draft` too
     spec = _spec_of(draft)
     names = {"draft_options": "options", "draft_format": "format"}
     names |= {name: name for name in ("num_draft_tokens", "confidence", "policy", "overlap")}
@@ -97,7 +98,7 @@ def _spec_of(draft: DraftChoice) -> SpecConfig:
 
 
 def _in_format(spec: SpecConfig, number_format: str) -> SpecConfig:
-    """The same levels, where models below are in this format, unless they have one of their own."""
+    """The same levels, with this format for all models below that have no format of their own."""
     below = tuple(
         dataclasses.replace(b, format=number_format)
         if b.model is not None and b.format == "auto"
@@ -108,7 +109,7 @@ def _in_format(spec: SpecConfig, number_format: str) -> SpecConfig:
 
 
 def _levels_below(spec: SpecConfig, settings: object) -> tuple[SpecConfig, ...]:
-    """The levels below a drafter with settings from plain data: a list of objects, one for each, in their order."""
+    """The levels below a drafter, with settings from plain data: a list of objects, one per level, in order."""
     if settings is None:
         return spec.below
     if not isinstance(settings, list) or len(settings) != len(spec.below):

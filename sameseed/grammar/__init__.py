@@ -1,4 +1,4 @@
-"""Grammars: which tokens may come next, asked at every node of a draft. `Choice`: the text is one of a few."""
+"""Grammars: which tokens may come next, asked at every node of a draft. `Choice`: the text is one of a given list."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from sameseed.errors import RequestError
 
-# Seconds of a thread's time that a grammar may take in all, beyond so many a mask: one that needs more is given up,
-# for it holds up all texts of a batch.
+# Thread time in seconds that a grammar may take: FREE in all, plus EACH per mask. A grammar that takes more is given
+# up, because it delays all sequences of a batch.
 FREE, EACH = 1.0, 0.005
-MAX_KNOWN = 256  # places in a text whose tokens a Choice remembers
-_HEADS = (3, 8, 16, 32, 64)  # bytes that tell how long a piece may be: few begin alike and are long
+MAX_KNOWN = 256  # places in a text whose allowed tokens a Choice caches
+_HEADS = (3, 8, 16, 32, 64)  # lengths of the piece prefixes by which the longest piece is looked up
 
 
 class Allowance:
-    """The time of one grammar, spent within `with`. Raises RequestError at the door once there is none left."""
+    """The time limit of one grammar; time inside `with` counts. Entering raises RequestError once it is used up."""
 
     def __init__(self) -> None:
         self._spent, self._num_asked, self._start = 0.0, 0, 0.0
@@ -37,15 +37,15 @@ class Allowance:
 
 
 class Vocabulary:
-    """What tokens spell, for grammars over bytes: `pieces[t]` of token t; empty for tokens that spell nothing."""
+    """The bytes that tokens spell, for byte grammars: `pieces[t]` for token t; empty for tokens without text."""
 
     def __init__(self, pieces: Seq[bytes], eos_token_ids: Seq[int]) -> None:
         self.pieces = tuple(pieces)
         self.eos_token_ids = tuple(eos_token_ids)
-        self.writable = np.array([bool(piece) for piece in self.pieces], np.bool_)  # [V]: tokens that a text may have
+        self.writable = np.array([bool(piece) for piece in self.pieces], np.bool_)  # [V]: tokens that a text may hold
         self.writable[list(self.eos_token_ids)] = True
         self._tokens: dict[bytes, list[int]] = {}
-        self._longest: dict[bytes, int] = {}  # bytes of the longest piece, by its heads
+        self._longest: dict[bytes, int] = {}  # length of the longest piece, by piece prefix
         for token, piece in enumerate(self.pieces):
             if piece and token not in self.eos_token_ids:
                 self._tokens.setdefault(piece, []).append(token)
@@ -53,7 +53,7 @@ class Vocabulary:
                     self._longest[head] = max(self._longest.get(head, 0), len(piece))
 
     def beginning(self, text: bytes, beyond: int = 0) -> list[int]:
-        """The tokens with which this text may begin and that spell more than `beyond` bytes of it."""
+        """The tokens that spell a prefix of `text` of more than `beyond` bytes."""
         longest = len(text)
         for size in _HEADS:
             if size > longest:
@@ -62,7 +62,7 @@ class Vocabulary:
         return [token for end in range(beyond + 1, longest + 1) for token in self._tokens.get(text[:end], ())]
 
     def spell(self, token_ids: Seq[int]) -> bytes:
-        """The bytes of some tokens, up to the first that ends the text."""
+        """The bytes of `token_ids`, up to the first end token."""
         parts = []
         for token in token_ids:
             if token in self.eos_token_ids:
@@ -72,26 +72,26 @@ class Vocabulary:
 
 
 class Choice:
-    """The text is one of `choices`, then an end token. The tokens of the last places that were asked for are kept.
+    """A grammar whose text is one of `choices`, then an end token. Allowed tokens of recent places are cached.
 
-    Any number of texts, and of threads, may share one.
+    Any number of sequences and threads may share one object.
     """
 
     def __init__(self, choices: Seq[str], vocabulary: Vocabulary) -> None:
         self._choices = sorted({c.encode("utf-8") for c in choices})
-        self._common = [0, *map(_common, self._choices, self._choices[1:])]  # bytes shared with the one before
+        self._common = [0, *map(_common, self._choices, self._choices[1:])]  # bytes shared with the choice before
         self._vocabulary = vocabulary
         self._known: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
         self._lock = threading.Lock()
         self._allowance = Allowance()
 
     def allowed(self, output: Seq[int], path: Seq[int]) -> NDArray[np.bool_]:
-        """See `Grammar`. Raises RequestError once the texts of these choices have taken too much time."""
+        """See `Grammar`. Raises RequestError once this object has used up its time limit."""
         with self._lock, self._allowance:
             mask = np.zeros(len(self._vocabulary.pieces), np.bool_)
             written = self._vocabulary.spell([*output, *path])
             begin = bisect_left(self._choices, written)
-            end = bisect_left(self._choices, written + b"\xff", begin)  # which is in no UTF-8
+            end = bisect_left(self._choices, written + b"\xff", begin)  # 0xff occurs in no UTF-8 text
             if begin == end:
                 return mask
             place = (begin, len(written))
@@ -104,13 +104,13 @@ class Choice:
         return mask
 
     def another(self) -> Choice:
-        """Itself: what it remembers is the same for all."""
+        """The object itself: its cache is valid for all sequences."""
         return self
 
     def _tokens(self, begin: int, end: int, size: int) -> list[int]:
-        """The tokens that may come in the choices begin..end, which share their first `size` bytes.
+        """The tokens that may come next in the choices begin..end, which share their first `size` bytes.
 
-        They are sorted: what a choice shares with the one before was looked up there.
+        The choices are sorted. Tokens within the bytes that a choice shares with the one before were found there.
         """
         tokens = list(self._vocabulary.eos_token_ids) if len(self._choices[begin]) == size else []
         for i in range(begin, end):
@@ -120,6 +120,6 @@ class Choice:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Bytes with which both begin."""
+    """The length of the common prefix."""
     lengths = range(1, min(len(one), len(other)) + 1)
     return bisect_left(lengths, True, key=lambda size: one[:size] != other[:size])

@@ -1,6 +1,6 @@
-"""Matching: texts in the language of a grammar, by xgrammar's automata (Dong et al., 2024), drafts included.
+"""Matching: grammars by xgrammar's automata (Dong et al., 2024), for texts and for paths of drafts.
 
-`Matching.compiled` makes data of a source, in a process that may be ended; `Matched` follows one text by it.
+`Matching.compiled` compiles a source to data, in a process that may be killed. `Matched` follows one text with it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 from sameseed.errors import RequestError
 from sameseed.grammar import Allowance, Vocabulary
 
-TRIED = 96  # tokens of a trial: a grammar that cannot write so many in time is not taken
+TRIED = 96  # tokens of the trial text: a grammar that cannot write so many in time is refused
 _PLACE = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")
 _WARNING = re.compile(r"Warning: (.*)")
-# No JSON has them but as \\u0000, yet the library lets them into strings of a given length. Lines may end: tools' calls
-# have that beside their JSON.
+# JSON has control characters only as \\u0000, but the library allows them in strings of a given length. Line feeds stay
+# allowed: tool calls have them next to their JSON.
 _CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")
-_SPACE = r"[ \n\r\t]*"  # as the library's grammar of JSON has it
+_SPACE = r"[ \n\r\t]*"  # as in the library's JSON grammar
 _NAMED = ("PreTrainedTokenizerBase", "PreTrainedTokenizerFast", "LogitsProcessor")
 
 
 def library() -> Any:
-    """The module xgrammar, without transformers, which it imports for names of types. Raises RequestError."""
+    """The module xgrammar, imported without transformers, which it needs for type names only. Raises RequestError."""
     if "xgrammar" in sys.modules or "transformers" in sys.modules:
         return _import()
     stand_in: Any = types.ModuleType("transformers")
@@ -63,14 +63,14 @@ _NAMES = {
 
 
 class Language(NamedTuple):
-    """A compiled grammar, and the tokens bool [V] that its texts may have."""
+    """A compiled grammar, and a mask bool [V] of the tokens that its texts may contain."""
 
     grammar: Any
     writable: NDArray[np.bool_]
 
 
 class Matching:
-    """xgrammar's view of a vocabulary; made once a process."""
+    """xgrammar's view of a vocabulary; made once per process."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library = library()
@@ -88,23 +88,23 @@ class Matching:
         self._of_json = vocabulary.writable & ~control
 
     def compiled(self, kind: str, source: str) -> str:
-        """A grammar as data for `language`, tried on a short text. What the library would leave out of it is an error.
+        """Compile a grammar to data for `language`, and try it on a short text.
 
         `kind`: "json" (a JSON schema), "object" (any JSON object; no source), "regex", "grammar" (GBNF, or Lark), "tag"
-        (xgrammar's structural tags).
-        Raises RequestError. It may take for ever, and any amount of memory: that is for the caller to bound.
+        (xgrammar's structural tags). Raises RequestError, also for parts of a source that the library would ignore.
+        Compilation may take forever and any amount of memory: the caller must limit both.
         """
         compiler = self._library.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         with _warnings() as said:
             try:
-                if kind == "object":  # the library's grammar of JSON, much faster than a schema without properties
+                if kind == "object":  # the library's JSON grammar is much faster than an empty schema
                     builtin = str(self._library.Grammar.builtin_json_grammar())
                     _, end, rules = builtin.partition("\n")
                     if "\nmembers_and_embrace ::=" not in builtin or _SPACE not in rules:
                         raise RequestError("this version of xgrammar cannot be used for JSON objects; give a schema")
-                    objects = 'root ::= "{" ' + _SPACE + " members_and_embrace" + end + rules  # and nothing else
-                    made = compiler.compile_grammar(objects.replace(_SPACE, "[ \\n]?"))  # space: one character
-                elif kind == "json":  # any amount of space would let a model write it for ever
+                    objects = 'root ::= "{" ' + _SPACE + " members_and_embrace" + end + rules  # objects only
+                    made = compiler.compile_grammar(objects.replace(_SPACE, "[ \\n]?"))  # at most one space
+                elif kind == "json":  # with unlimited space a model could write it forever
                     made = compiler.compile_json_schema(source, max_whitespace_cnt=1)
                 elif kind == "grammar" and "::=" not in source:
                     made = compiler.compile_lark(source)
@@ -120,7 +120,7 @@ class Matching:
         return f"{kind} {made.serialize_json()}"
 
     def language(self, data: str) -> Language:
-        """What `compiled` made of a source, here: for any number of texts."""
+        """Load the data of `compiled` in this process, for any number of texts."""
         kind, _, made = data.partition(" ")
         return self._language(kind, self._library.CompiledGrammar.deserialize_json(made, self._info))
 
@@ -132,7 +132,7 @@ class Matching:
         return Language(grammar, self._of_json if kind in _OF_JSON else self.vocabulary.writable)
 
     def _try(self, kind: str, matched: Matched) -> None:
-        """Write something, always the same. Raises RequestError where nothing can be written."""
+        """Write a trial text, always the same one. Raises RequestError if at some point no token is allowed."""
         written: list[int] = []
         for i in range(TRIED):
             allowed = np.flatnonzero(matched.allowed(written, ()))
@@ -145,25 +145,25 @@ class Matching:
 
 
 class Matched:
-    """The text of one sequence matches a grammar, then an end token comes.
+    """A grammar for one sequence: its text matches a compiled grammar, then an end token comes.
 
-    The matcher holds the tokens of the last question; for the next one it takes back those that are not shared and adds
-    the rest. So the answer depends on the question alone, and a draft's path costs one step a token.
+    The matcher holds the tokens of the last call. For the next call it rolls back the tokens that differ and adds the
+    new ones. So the result depends only on the call's arguments, and a draft path costs one step per token.
     """
 
     def __init__(self, make: Callable[[], Any], writable: NDArray[np.bool_], eos_token_ids: Collection[int]) -> None:
-        """`make` makes a matcher; `writable` bool [V]: tokens that the text may have at all."""
+        """`make` makes a matcher; `writable` bool [V]: the tokens that the text may contain at all."""
         self._make, self._matcher = make, make()
         self._writable = writable
         self._size = len(writable)
         self._ends = frozenset(eos_token_ids)
         self._held: list[int] = []
-        self._mask: NDArray[np.bool_] | None = None  # after `_held`
+        self._mask: NDArray[np.bool_] | None = None  # the mask after `_held`
         self._bits = np.zeros((1, (self._size + 31) // 32), np.int32)
         self._allowance = Allowance()
 
     def allowed(self, output: Seq[int], path: Seq[int]) -> NDArray[np.bool_]:
-        """See `Grammar`; none after what does not match. Raises RequestError once it took too much time."""
+        """See `Grammar`; none after text without a match. Raises RequestError if the time limit is used up."""
         with self._allowance:
             wanted, held = [*output, *path], self._held
             shared = _shared(held, wanted)
@@ -172,7 +172,7 @@ class Matched:
                 del held[shared:]
                 self._mask = None
             for token in wanted[shared:]:
-                if token in self._ends:  # behind it only such, if the text might end there
+                if token in self._ends:  # after an end token: end tokens, if the text may end there
                     mask = np.zeros(self._size, np.bool_)
                     mask[list(self._ends)] = self._matcher.is_completed()
                     return mask
@@ -184,7 +184,7 @@ class Matched:
                 self._bits.fill(-1)
                 self._matcher.fill_next_token_bitmask(self._bits)
                 bits = np.unpackbits(self._bits.view(np.uint8)[0], count=self._size, bitorder="little")
-                # Where all may come, the library does not look which there are.
+                # If all tokens are allowed, the library sets bits for tokens that do not exist or are not writable too.
                 self._mask = bits.view(np.bool_) & self._writable
             return self._mask
 
@@ -193,7 +193,7 @@ class Matched:
 
 
 def _shared(held: list[int], wanted: list[int]) -> int:
-    """Tokens that two texts have in common; a few comparisons of slices, however long they are."""
+    """The length of the common prefix of two token lists, found by bisection with comparisons of slices."""
     low, high = 0, min(len(held), len(wanted))
     if held[:high] == wanted[:high]:
         return high
@@ -205,7 +205,7 @@ def _shared(held: list[int], wanted: list[int]) -> int:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What native code writes to the standard error: the library says there what it leaves out of a schema."""
+    """Collects warnings that native code writes to stderr: the library names there what it ignores in a schema."""
     found: list[str] = []
     file, kept = os.memfd_create("warnings"), os.dup(2)
     os.dup2(file, 2)

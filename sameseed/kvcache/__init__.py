@@ -1,1 +1,1 @@
-"""The paged KV cache: rows on the device (cache.py), and which rows are whose (blocks.py)."""
+"""The paged KV cache: storage on the device (cache.py), block ownership (blocks.py), shared prefixes (prefix.py)."""

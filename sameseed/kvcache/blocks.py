@@ -1,8 +1,9 @@
 """BlockManager: which blocks of the cache belong to which sequences. Pure Python.
 
-A block whose rows are all certain may be known by what it holds (prefix.py). Then sequences that begin alike share it,
-and when nobody uses it any more it stays until its room is needed: the one unused for longest goes first. A shared
-block is only read: it is full, and what a sequence writes comes after what it has cached.
+A block whose rows are all certain may be entered in the prefix table under its content (prefix.py); it is then called
+known. Sequences with the same beginning share known blocks. A known block that no sequence uses stays until its memory
+is needed; the block unused for longest goes first. Shared blocks are only read: they are full, and a sequence writes
+only after its cached rows.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ from sameseed.request import Sequence
 
 
 class BlockManager:
-    """Hands out cache blocks of `block_size` rows, `num_blocks` in all. Without `shares`, each to one sequence only."""
+    """Allocates `num_blocks` cache blocks of `block_size` rows. Without `shares`, no block is shared by sequences."""
 
     def __init__(self, num_blocks: int, block_size: int, shares: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.shares = shares
         self.prefixes = Prefixes(block_size)
-        self._num_users = [0] * num_blocks  # sequences that use each block
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the caches
-        self._idle: dict[int, None] = {}  # blocks that nobody uses and that hold a known prefix, by last use
+        self._num_users = [0] * num_blocks  # number of sequences that use each block
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the CPU's caches
+        self._idle: dict[int, None] = {}  # known blocks that no sequence uses, least recently used first
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses; what some of them hold may still be known."""
+        """Number of blocks that no sequence uses; some of them may still be known."""
         return len(self._free) + len(self._idle)
 
     @property
     def free_blocks(self) -> list[int]:
-        """These blocks, in the order in which they are given out."""
+        """The blocks that no sequence uses, in the order in which they will be allocated."""
         return [*reversed(self._free), *self._idle]
 
     def blocks_for(self, num_rows: int) -> int:
         return -(-num_rows // self.block_size)
 
     def reserve(self, seq: Sequence, num_rows: int) -> bool:
-        """Make sure that `seq` owns blocks for `num_rows` rows: all or nothing, False if too few blocks are free."""
+        """Make sure that `seq` has blocks for `num_rows` rows. If too few are free, allocate none and return False."""
         missing = self.blocks_for(num_rows) - len(seq.blocks)
         if missing <= 0:
             return True
@@ -46,7 +47,7 @@ class BlockManager:
         for _ in range(missing):
             if self._free:
                 block = self._free.pop()
-            else:  # of those with known rows, the one that was used longest ago
+            else:  # the least recently used known block
                 block = next(iter(self._idle))
                 del self._idle[block]
                 self.prefixes.drop(block)
@@ -55,20 +56,20 @@ class BlockManager:
         return True
 
     def reservable(self, seq: Sequence) -> int:
-        """The most rows that `reserve` could grant this sequence now."""
+        """The most rows for which `reserve` would succeed for this sequence now."""
         return (len(seq.blocks) + self.num_free) * self.block_size
 
     def fits(self, seq: Sequence, num_rows: int) -> bool:
-        """Could a sequence without blocks get `num_rows` rows now, known ones included?"""
+        """Could a sequence without blocks get `num_rows` rows now, shared known blocks included?"""
         shared = sum(self._num_users[b] > 0 for b in self.find(seq))
         return self.blocks_for(num_rows) - shared <= self.num_free
 
     def find(self, seq: Sequence) -> list[int]:
-        """Known blocks that go on where `seq` is cached; its last token is in none of them."""
+        """Known blocks that continue the cached rows of `seq`; its last token is in none of them."""
         return self.prefixes.find(seq, seq.num_cached // self.block_size) if self.shares else []
 
     def adopt(self, seq: Sequence) -> int:
-        """Let `seq` share the known blocks that go on where it is cached; returns the rows that this saves it."""
+        """Let `seq` share the known blocks that continue its cached rows. Returns the number of rows saved."""
         found = self.find(seq)
         if not found:
             return 0
@@ -76,25 +77,25 @@ class BlockManager:
         for block in found:
             self._idle.pop(block, None)
             self._num_users[block] += 1
-        self.trim(seq, first * self.block_size)  # a block that it had begun is one of those found
+        self.trim(seq, first * self.block_size)  # a partly filled block is replaced by a found one
         seq.blocks += found
         seq.num_cached = len(seq.blocks) * self.block_size
         seq.num_known = len(seq.blocks)
         return seq.num_cached - before
 
     def enter(self, seq: Sequence, num_rows: int) -> None:
-        """The first `num_rows` rows of `seq` are certain and stored: its full blocks may be shared from now on."""
+        """Make the full blocks among the first `num_rows` rows of `seq` known; these rows are certain and stored."""
         end = num_rows // self.block_size
         if end > seq.num_known and self.shares:
             self.prefixes.enter(seq, seq.num_known, end)
             seq.num_known = end
 
     def rewind(self, seq: Sequence, num_rows: int) -> None:
-        """Rows of `seq` from `num_rows` on will be written anew: no block that has one stays known, or is another's."""
+        """Prepare for rows of `seq` from `num_rows` on to be overwritten: their blocks must not be known or shared."""
         seq.num_cached = min(seq.num_cached, num_rows)
         first = seq.num_cached // self.block_size
         for i in range(first, seq.num_known):
-            if self._num_users[seq.blocks[i]] > 1:  # others read it: this sequence makes the rows before anew as well
+            if self._num_users[seq.blocks[i]] > 1:  # shared: this sequence computes the whole block again
                 self.trim(seq, i * self.block_size)
                 seq.num_cached = min(seq.num_cached, i * self.block_size)
                 break
@@ -102,12 +103,12 @@ class BlockManager:
         seq.num_known = min(seq.num_known, first)
 
     def retract(self, seq: Sequence, length: int) -> None:
-        """Tokens of `seq` from `length` on are taken back, and with them their rows."""
+        """Take back the tokens of `seq` from `length` on, and their rows."""
         del seq.digests[length // self.block_size :]
         self.rewind(seq, length)
 
     def trim(self, seq: Sequence, num_rows: int) -> None:
-        """Give back the blocks of `seq` beyond those that hold `num_rows` rows."""
+        """Free the blocks of `seq` beyond those for its first `num_rows` rows."""
         keep = self.blocks_for(num_rows)
         if len(seq.blocks) <= keep:
             return
@@ -116,18 +117,18 @@ class BlockManager:
             self._num_users[block] -= 1
             if not self._num_users[block]:
                 if block in self.prefixes:
-                    self._idle[block] = None  # the end of a text comes first, so it goes before its beginning
+                    self._idle[block] = None  # last blocks first, so a text's end is evicted before its start
                 else:
                     self._free.append(block)
         seq.num_known = min(seq.num_known, keep)
 
     def release(self, seq: Sequence) -> None:
-        """Give back every block of `seq`; nothing of it stays cached, but what is known of it may be found again."""
+        """Free all blocks of `seq`, which then has no cached rows. Its known blocks stay in the prefix table."""
         self.trim(seq, 0)
         seq.num_cached = 0
 
     def forget(self, seq: Sequence) -> None:
-        """Something went wrong with `seq`: whatever is known of its text, nobody shall find it again."""
+        """Remove all blocks of the text of `seq` from the prefix table, after an error with this sequence."""
         for block in self.prefixes.of(seq):
             self.prefixes.drop(block)
             if block in self._idle:

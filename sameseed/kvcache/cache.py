@@ -1,4 +1,4 @@
-"""KVCache: the keys and values of every layer on the device, in blocks, in any format that serves the cache."""
+"""KVCache: the keys and values of all layers on the device, in blocks, in any format that supports the cache."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class KVCache:
 
     A layer holds k, v [num_blocks, block_size, Hk, W] in the format's storage type (W: D, or the bytes of a packed
     row), and scales float32 [num_blocks, block_size, Hk] for formats that have them. Rows are addressed by
-    slot = block * block_size + offset. `format`: of both, or of keys and values apart ("int8/bf16"), also near and far
-    ones ("bf16+int4").
+    slot = block * block_size + offset. `format`: one for both, or one for keys and one for values ("int8/bf16");
+    each may name formats for near and far tokens ("bf16+int4").
     """
 
     def __init__(

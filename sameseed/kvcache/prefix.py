@@ -1,7 +1,8 @@
-"""Prefixes: which blocks hold which beginnings of texts, so that a text that begins alike need not be computed again.
+"""Prefixes: the table of blocks by text prefix (prefix cache), so that a common prefix is computed only once.
 
-A full block is known by a SHA-256 chain: of its parent's digest and its own tokens, from the salt of whose text it is
-on. So a digest names all that a block's rows depend on (the idea: Kwon et al., 2023; one model a cache). Pure Python.
+A full block's key is a SHA-256 chain: the digest of the block before it and its own tokens. The chain starts with a
+digest of the tenant as salt. So the digest covers everything that the block's rows depend on (after Kwon et al., 2023;
+a cache serves one model only). Pure Python.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from sameseed.request import Sequence
 
 @dataclass
 class Hits:
-    """Tokens of sequences that started, and those of them whose rows were there already."""
+    """Tokens of all started sequences (`num_queries`), and those found in the prefix cache (`num_hits`)."""
 
     num_queries: int = 0
     num_hits: int = 0
 
 
 class Prefixes:
-    """A table of digests and blocks. Who owns a block, and when its rows go, is the BlockManager's business."""
+    """A table of digests and blocks. Ownership and eviction of blocks are left to the BlockManager."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -40,7 +41,7 @@ class Prefixes:
     def find(self, seq: Sequence, first: int) -> list[int]:
         """Known blocks for the tokens of `seq` from its block `first` on, in order, up to the first that is unknown.
 
-        The last token is never among them: somebody must compute the logits after it.
+        The last token is never in one of them, because the logits after it must be computed.
         """
         count = (len(seq) - 1) // self.block_size
         if count <= first:
@@ -49,14 +50,14 @@ class Prefixes:
         found: list[int] = []
         for i in range(first, count):
             block = self._blocks.get(digests[i])
-            # An equal digest is not believed alone: what is shared by mistake is another's text.
+            # The tokens are compared too: a false match would use rows of another text.
             if block is None or self._held[block][1] != self._pack(seq.token_ids, i):
                 break
             found.append(block)
         return found
 
     def enter(self, seq: Sequence, first: int, end: int) -> None:
-        """Make blocks first .. end - 1 of `seq` known; one whose rows another block holds already stays unknown."""
+        """Make blocks first .. end - 1 of `seq` known, except those whose content another known block holds already."""
         digests = self._digests(seq, end)
         for i in range(first, end):
             if digests[i] not in self._blocks:
@@ -65,13 +66,13 @@ class Prefixes:
                 self._blocks[digests[i]] = block
 
     def drop(self, block: int) -> None:
-        """A block is known no longer; does nothing where it was not."""
+        """Remove a block from the table; does nothing if the block is not known."""
         held = self._held.pop(block, None)
         if held is not None:
             del self._blocks[held[0]]
 
     def of(self, seq: Sequence) -> Iterator[int]:
-        """Known blocks that hold a beginning of `seq`, in use or not."""
+        """Known blocks that hold prefixes of `seq`, in use or not."""
         return iter([self._blocks[d] for d in seq.digests if d in self._blocks])
 
     def _digests(self, seq: Sequence, count: int) -> list[bytes]:
@@ -79,7 +80,7 @@ class Prefixes:
         known = seq.digests
         parent = known[-1] if known else hashlib.sha256(seq.tenant.encode("utf-8", "surrogatepass")).digest()
         for i in range(len(known), count):
-            # A block's input is longer than the salt's digest alone, so no salt can pass for a block.
+            # A block's input is longer than the salt's digest alone, so no salt can be mistaken for a block.
             parent = hashlib.sha256(parent + self._pack(seq.token_ids, i)).digest()
             known.append(parent)
         return known

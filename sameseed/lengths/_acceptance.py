@@ -1,7 +1,8 @@
-"""How many drafted tokens turn out right: of each request, against a background of all, and the latest rounds first.
+"""Estimated acceptance rates of draft tokens, per request, with the rates over all requests as the prior.
 
-A drafter's own probabilities are calibrated: a node is right, where its parent was, as often as nodes of like
-probability were (DSpark, 2026, calibrates a head's in the same place). A drafter that gives none is known by position.
+Recent rounds count more than older ones. The drafter's own probabilities are calibrated. The estimated acceptance rate
+of a node, given that its parent was accepted, is the observed rate of nodes with similar probability. (DSpark, 2026,
+calibrates a head's probabilities in the same way.) If a drafter gives no probabilities, rates are kept by position.
 """
 
 from __future__ import annotations
@@ -17,45 +18,47 @@ from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
 
-POSITIONS = 16  # places of a draft that are told apart; those beyond share the last one's estimates
-EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99, 0.999)  # of a token's probability
+POSITIONS = 16  # positions in a draft with an estimate of their own; later positions share the last one
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99, 0.999)  # of the probability bins
 NUM_BINS = len(EDGES) + 1
-PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # before anything is known: a draft token is taken to be right so often
-SURE = 0.98  # no token is surer before it has been seen to be
-OWN_WEIGHT = 1.5  # observations of its own that outweigh what other requests showed
-DECAY = 0.92  # of what a request showed, a round later
-DECAY_OF_ALL = 0.97  # of what all did, a request and round later
-HALF_LIFE = 2048  # rounds in which nobody drafts, after which half of what all did is forgotten: texts change
-KEPT = 0.25  # of what all did, in the next process: its texts may be others
-MOST_TIMES = 1000.0  # rounds at once, after which nothing is left of what was seen
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # acceptance rate assumed without observations, and its weight in observations
+SURE = 0.98  # upper limit of an acceptance rate that is assumed, not observed
+OWN_WEIGHT = 1.5  # weight of the estimate over all requests, in observations of the request itself
+DECAY = 0.92  # factor on a request's own counts per round
+DECAY_OF_ALL = 0.97  # factor on the counts of all requests per request and round
+HALF_LIFE = 2048  # rounds without drafts after which the counts of all requests weigh half, since texts change
+KEPT = 0.25  # weight of the stored counts of all requests in the next process, whose texts may differ
+MOST_TIMES = 1000.0  # most rounds that `Record.next` counts at once; older counts weigh nothing after them
 _MIDDLES = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)]
-# A token's kind: its place where its probability is unknown, else its bin, a first token's apart from later ones'.
+# A token's kind is its position if its probability is unknown, else its probability bin. First tokens have own bins.
 _PRIORS = [PRIOR_RATE] * POSITIONS + [0.9 * p for p in _MIDDLES] * 2
 
 
 def kind(position: int, probability: float | None) -> int:
-    """Under which heading a token is counted: by its probability after its parent or, unknown (None), its place."""
+    """The index under which a token is counted, by `probability` given its parent, or by `position` if that is None."""
     if probability is None:
         return min(position, POSITIONS - 1)
     return POSITIONS + (NUM_BINS if position else 0) + bisect_right(EDGES, probability)
 
 
 class Record:
-    """What was seen of one request, or of all; it fades by `decay` a round.
+    """Acceptance counts of one request, or of all requests. Older counts are weighted down by `decay` per round.
 
-    `tries` and `hits` by kind, where a token's parent was right. By rank (a node's place among those of its draft, the
-    likeliest first): `asked` for, `there`, `gain` (probabilities) and `steps` (how deep the draft up to it reached).
+    `tries` and `hits` count, by kind, tokens whose parent was accepted, and those of them that were accepted. The other
+    lists are by rank: a node's place among the nodes of its draft, the likeliest first. `asked` counts drafts in which
+    the rank was asked for, `there` those that had it. `gain` sums path probabilities, and `steps` sums the depth (in
+    drafting steps) of the draft up to that rank.
     """
 
     def __init__(self, decay: float, num_draft_tokens: int) -> None:
         self.tries, self.hits = [0.0] * len(_PRIORS), [0.0] * len(_PRIORS)
         self.asked, self.there, self.gain, self.steps = ([0.0] * num_draft_tokens for _ in range(4))
-        self.was, self.said = 0.0, 0.0  # tokens that were right, and that by their kinds' priors should have been
-        self.weight = 1.0  # of what is added now: it grows, which is cheaper than making all old ones fade
+        self.was, self.said = 0.0, 0.0  # accepted tokens, and how many the priors of their kinds predicted
+        self.weight = 1.0  # of new counts: it grows by 1 / decay, which is cheaper than scaling down all old counts
         self._growth = 1.0 / decay
 
     def next(self, times: float = 1.0) -> None:
-        """A round has passed, or so many times one."""
+        """Count one round, or `times` rounds, as passed."""
         self.weight *= self._growth if times == 1.0 else self._growth ** min(times, MOST_TIMES)
         if self.weight > 1e12:
             for counts in (self.tries, self.hits, self.asked, self.there, self.gain, self.steps):
@@ -65,12 +68,12 @@ class Record:
 
 
 class Rates(dict[int, float]):
-    """By kind: how often a token of a request is right where its parent was. Worked out where it is asked for."""
+    """By kind: the acceptance rate of a request's tokens whose parent was accepted. Computed on first access."""
 
     def __init__(self, every: Record, own: Record | None) -> None:
         self.every = every
         self.own = own
-        # A drafter that is too sure, or not sure enough, is so at most probabilities alike.
+        # If a drafter is over- or underconfident, it is so at most probabilities alike, so all priors are scaled.
         w = PRIOR_WEIGHT * every.weight
         self.scale = (every.was + w) / (every.said + w)
 
@@ -80,7 +83,7 @@ class Rates(dict[int, float]):
         prior = PRIOR_RATE
         if of >= POSITIONS:
             prior = min(_PRIORS[of] * self.scale, SURE)
-        elif of:  # a place that is not known is taken to be as the one before
+        elif of:  # the prior of a position is the estimate of the position before it
             prior = self[of - 1]
         rate = (every.hits[of] + w * prior) / (every.tries[of] + w)
         if own is not None:
@@ -91,12 +94,12 @@ class Rates(dict[int, float]):
 
 
 class DraftNodes:
-    """The draft of one sequence as the estimates see it: kinds and depths of its nodes, and how likely each path is."""
+    """The nodes of one sequence's draft: their parents, kinds and depths, and each path's estimated probability."""
 
     __slots__ = ("depths", "kinds", "likely", "parents")
 
     def __init__(self, parents: Seq[int], confidence: Seq[float] | None, rates: Rates) -> None:
-        """`confidence`: the drafter's probabilities of whole paths, NaN where unknown; `likely`: calibrated."""
+        """`confidence`: the drafter's path probabilities, NaN if unknown; `likely` holds the calibrated ones."""
         self.parents = parents
         self.depths: list[int] = []
         self.kinds: list[int] = []
@@ -113,12 +116,12 @@ class DraftNodes:
             self.likely.append(rates[of] * before)
 
     def ranked(self) -> list[int]:
-        """Nodes, the likeliest first; none before its parent, which is as likely at least and comes first in order."""
+        """Nodes, the likeliest first. Parents come before children: they are at least as likely, and drafted first."""
         likely = self.likely
         return sorted(range(len(likely)), key=likely.__getitem__, reverse=True)  # stable: ties stay in order
 
     def kept(self, keep: Seq[int]) -> DraftNodes:
-        """Some of the nodes (ascending, with their parents)."""
+        """These nodes only; `keep` is ascending and contains the parent of each node in it."""
         new = DraftNodes.__new__(DraftNodes)
         place = {old: i for i, old in enumerate(keep)}
         new.parents = [place.get(self.parents[i], -1) for i in keep]
@@ -128,7 +131,7 @@ class DraftNodes:
 
 
 class Acceptance:
-    """Estimates for the drafts of one engine, by request; `num_draft_tokens`: the most nodes of a draft."""
+    """Acceptance estimates for one engine's drafts, by request; `num_draft_tokens`: the most nodes of a draft."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
@@ -137,7 +140,7 @@ class Acceptance:
         self.tells = False  # does the drafter give probabilities?
 
     def as_arrays(self) -> dict[str, NDArray[np.float64]]:
-        """What all requests showed, to be kept."""
+        """The counts over all requests as arrays, to be stored for another process."""
         every = self.all
         return {
             "kinds": np.array([every.tries, every.hits]) / every.weight,
@@ -147,7 +150,7 @@ class Acceptance:
         }
 
     def restore(self, arrays: Mapping[str, NDArray[np.float64]]) -> None:
-        """Go on from what `as_arrays` gave; `KEPT` of it counts. Raises KeyError or ValueError for anything else."""
+        """Start from arrays of `as_arrays`, weighted by `KEPT`. Raises KeyError or ValueError for any other arrays."""
         every = Record(DECAY_OF_ALL, self.num_draft_tokens)
         kinds, ranks, said = arrays["kinds"], arrays["ranks"], arrays["said"]
         if kinds.shape != (2, len(every.tries)) or ranks.shape != (4, len(every.asked)) or said.shape != (2,):
@@ -160,7 +163,7 @@ class Acceptance:
         self.all, self.tells = every, bool(arrays["tells"][0])
 
     def read(self, draft: Draft, seqs: Seq[Sequence]) -> dict[int, DraftNodes]:
-        """What the nodes of a draft are held to be worth, by request; none of those without a guess."""
+        """The nodes of a draft with their estimated path probabilities, by request id. Empty drafts are left out."""
         if not len(draft.tokens):
             return {}
         self.tells = draft.confidence is not None
@@ -176,15 +179,15 @@ class Acceptance:
         return found
 
     def rates(self, seq_id: int) -> Rates:
-        """By kind: how often such a token of this request is right where its parent was."""
+        """The acceptance rates of this request's tokens, by kind."""
         return Rates(self.all, self.own.get(seq_id))
 
     def offers(self, seq_id: int, count: int) -> list[tuple[float, float, float]]:
-        """For each rank below `count`: tokens that it may be expected to bring, rows to be, and steps up to it."""
+        """Expected values for each rank below `count`: accepted tokens, rows of the pass, drafting steps up to it."""
         return self._by_rank(seq_id, count) if self.tells else self._by_place(seq_id, count)
 
     def _by_place(self, seq_id: int, count: int) -> list[tuple[float, float, float]]:
-        """Of chains without probabilities: how likely a token and all before it are right."""
+        """`offers` of chains without probabilities: a token counts if it and all tokens before it are accepted."""
         every, rates = self.all, self.rates(seq_id)
         own, w = self.own.get(seq_id), PRIOR_WEIGHT * every.weight
         mine = own.weight * OWN_WEIGHT if own is not None else 0.0
@@ -199,7 +202,7 @@ class Acceptance:
         return offers
 
     def _by_rank(self, seq_id: int, count: int) -> list[tuple[float, float, float]]:
-        """Of drafts with probabilities: what nodes of that rank were like. Unknown ranks go on as those before."""
+        """`offers` of drafts with probabilities: observed means by rank; unseen ranks continue those before them."""
         every, own = self.all, self.own.get(seq_id)
         w, mine = every.weight, own.weight * OWN_WEIGHT if own is not None else 0.0
         offers, gain, there, steps, falls = [], 1.0, 1.0, 0.0, PRIOR_RATE
@@ -218,13 +221,13 @@ class Acceptance:
         return offers
 
     def rested(self, rounds: int) -> None:
-        """So many rounds have passed in which nobody drafted: what was seen before them says less of texts now."""
+        """Weight down the counts of all requests after `rounds` rounds without drafts, as texts may have changed."""
         self.all.next(rounds / HALF_LIFE * log(0.5) / log(DECAY_OF_ALL))
 
     def learn_round(self, round_: Round, read: Mapping[int, DraftNodes], ended: bool = False) -> None:
-        """Learn from all drafts of a round; `read`: their nodes, as they were checked.
+        """Learn from all drafts of a round; `read`: their nodes as verified, by request id.
 
-        `ended`: the chains would have gone on, had it paid.
+        `ended`: the chains were ended early because one more step was not expected to pay.
         """
         for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
             if not asked:
@@ -233,16 +236,17 @@ class Acceptance:
             nodes = read.get(seq.seq_id)
             if not round_.num_draft[b]:
                 nodes = NOTHING
-            elif nodes is None or len(nodes.parents) != round_.num_draft[b]:  # nobody trimmed: a chain
+            elif nodes is None or len(nodes.parents) != round_.num_draft[b]:  # not read by `trim`: a chain
                 nodes = DraftNodes(range(-1, round_.num_draft[b] - 1), None, self.rates(seq.seq_id))
             self.learn(seq.seq_id, asked, nodes, accepted, ended)
 
     def learn(self, seq_id: int, asked: int, nodes: DraftNodes, accepted: Seq[int], ended: bool = False) -> None:
-        """A round: nodes asked for, the draft as it was checked, and the path of it that was right.
+        """Learn from one draft: nodes asked for, the draft's nodes as verified, and the accepted path.
 
-        Of a chain that `ended` where it no longer paid, the rest is taken to be as likely as its end promised.
+        If the chain `ended` because one more step was not expected to pay, its missing ranks are extrapolated from the
+        probability at its end.
         """
-        asked = min(asked, self.num_draft_tokens)  # a request itself may ask for more
+        asked = min(asked, self.num_draft_tokens)  # a request may fix a larger length of its own
         own = self.own.get(seq_id)
         if own is None:
             own = self.own[seq_id] = Record(DECAY, self.num_draft_tokens)
@@ -277,7 +281,7 @@ class Acceptance:
                 record.steps[j] += w * steps
 
     def release(self, seq_id: int) -> None:
-        """The request is gone."""
+        """Forget a request that has ended."""
         self.own.pop(seq_id, None)
 
 

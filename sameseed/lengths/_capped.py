@@ -1,4 +1,4 @@
-"""What another policy decides, within a cap."""
+"""CappedLength: a fixed maximum draft length; another policy may end drafts earlier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sameseed.spec.drafter import LengthPolicy
 
 @dataclass(frozen=True)
 class CappedLength(FixedLength):
-    """Another policy's judgement of tokens, at most `num_draft_tokens`: for a drafter that serves a larger one."""
+    """At most `num_draft_tokens` per draft; `policy` may end a draft earlier. For drafters below another drafter."""
 
     policy: LengthPolicy = field(default_factory=FixedLength)
 

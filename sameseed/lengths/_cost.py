@@ -1,6 +1,7 @@
-"""What a round costs: a pass of the target by its rows and contexts, a proposal by its steps, and what lies outside.
+"""The cost of a round: the target's pass (by rows and contexts), the proposal (by steps), and the time outside models.
 
-Measured before the first round, and corrected by every later one: a machine's bandwidth may change twofold in an hour.
+Costs are measured before the first round and corrected by later rounds, because a machine's memory bandwidth may change
+twofold within an hour. A proposal is one call of the drafter; its steps are passes of the drafter's model.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from numpy.typing import NDArray
 from sameseed.spec.drafter import Round
 
 Floats = NDArray[np.float64]
-SHORT = 64  # cached tokens of a sequence at which a curve's points hold
-FADE = 0.97  # of an observation, one later
-LEARN = 0.1  # weight of a round in what rounds like it take over what was expected
-FEW_TOKENS, CATCH_UP = 16, 0.5  # of fewer tokens a drafter that catches up tells nothing; weight of what it took
+SHORT = 64  # cached tokens of a sequence for which a curve's points are measured
+FADE = 0.97  # factor on the weight of an observation with each later one
+LEARN = 0.1  # weight of a new round in the corrections of a curve and in the running means of `EngineCost.ratios`
+FEW_TOKENS, CATCH_UP = 16, 0.5  # fewest tokens from which the catch-up cost is learned; weight of a new measurement
 MICROSECOND = 1e-6
-UNIT = 1024.0  # cached tokens: the unit in which a proposal's cost grows with them
+UNIT = 1024.0  # cached tokens: the unit of the context in a proposal's cost
 
 
 def interpolate(xs: Seq[float], ys: Seq[float], x: float) -> float:
-    """Linear in x between the points (xs ascending), along the last two beyond them, constant before."""
+    """Piecewise linear through the points (xs ascending); constant before them, extrapolated by the last two after."""
     if x <= xs[0] or len(xs) == 1:
         return ys[0]
     i = min(bisect_right(xs, x), len(xs) - 1)
@@ -32,16 +33,16 @@ def interpolate(xs: Seq[float], ys: Seq[float], x: float) -> float:
 
 
 class Curve:
-    """Seconds of a pass by its rows: straight lines between measured points, which later rounds correct.
+    """Seconds of a pass by its number of rows: piecewise linear between measured points, corrected by later rounds.
 
-    The points hold for sequences of `context` cached tokens. Each token beyond that costs its sequence `per_token`
-    seconds, and `per_row` more for every row of the sequence that attends to it.
+    The points hold for sequences with `context` cached tokens. Each cached token beyond that adds `per_token` seconds,
+    and `per_row` seconds for each row of the sequence that attends to it.
     """
 
     def __init__(
         self, points: Seq[tuple[int, float]], context: int = SHORT, per_token: float = 0.0, per_row: float = 0.0
     ) -> None:
-        """`points`: (rows, seconds), ascending in rows; made to ascend in seconds: a larger pass is no faster."""
+        """`points`: (rows, seconds), ascending in rows. Seconds are made ascending too: larger passes are no faster."""
         self.rows = [float(r) for r, _ in points]
         self.seconds = [s for _, s in points]
         self.context = context
@@ -50,7 +51,7 @@ class Curve:
         self._ascend()
 
     def scale(self, factor: float) -> None:
-        """Every pass takes `factor` times as long."""
+        """Multiply all times by `factor`."""
         self.seconds = [factor * s for s in self.seconds]
         self.per_token *= factor
         self.per_row *= factor
@@ -60,11 +61,11 @@ class Curve:
             self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
 
     def at(self, rows: float) -> float:
-        """Seconds of a pass over `rows` rows; beyond the last point it goes on as between the last two."""
+        """Seconds of a pass over `rows` rows; extrapolated from the last two points beyond the last one."""
         return interpolate(self.rows, self.seconds, rows)
 
     def at_many(self, rows: Floats | np.float64) -> Floats:
-        """`at` of several, in any order."""
+        """`at` for several numbers of rows, in any order."""
         xs, ys = self.rows, self.seconds
         found: Floats = np.asarray(np.interp(rows, xs, ys))
         if len(xs) > 1:
@@ -72,23 +73,24 @@ class Curve:
         return found
 
     def extra(self, contexts: Seq[int], num_rows: Seq[float]) -> float:
-        """Seconds that long contexts add: cached tokens and rows of each sequence."""
+        """Seconds that long contexts add to a pass; `contexts`, `num_rows`: cached tokens and rows per sequence."""
         if not (self.per_token or self.per_row):
             return 0.0
         beyond = ((max(0, c - self.context), n) for c, n in zip(contexts, num_rows, strict=True))
         return sum(c * (self.per_token + self.per_row * n) for c, n in beyond)
 
     def slower(self, rows: float, seconds: float, extra: float = 0.0) -> float:
-        """By which share to correct what is known, after a pass that took so long, `extra` of it expected for contexts.
+        """The relative correction of known times after a pass of `seconds`; `extra`: seconds expected for contexts.
 
-        One slow round of a busy machine decides little.
+        The measured ratio is clamped to 0.5..2 and weighted by `LEARN`, so that one slow round changes little.
         """
         return LEARN * (min(max(seconds / (self.at(rows) + extra), 0.5), 2.0) - 1.0)
 
     def correct(self, rows: float, seconds: float, extra: float = 0.0) -> None:
-        """A pass took so long, `extra` of it expected for its contexts.
+        """Correct the curve after a pass over `rows` rows took `seconds`; `extra`: seconds expected for contexts.
 
-        The points on both sides of it move by that, the others by half: most of what changes is the time to read.
+        All points move by half of the correction, and the points on both sides of `rows` by up to all of it. Most
+        changes are in the time to read memory, which all passes share.
         """
         change = self.slower(rows, seconds, extra)
         moved = change * self.at(rows)
@@ -100,7 +102,7 @@ class Curve:
         self._ascend()
 
     def _shares(self, rows: float) -> list[float]:
-        """How much each point counts at `rows`."""
+        """The interpolation weight of each point at `rows`."""
         if len(self.rows) == 1:
             return [1.0]
         i = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
@@ -109,10 +111,10 @@ class Curve:
 
 
 class FadingFit:
-    """Least squares whose older observations fade: seconds as a sum of features times coefficients, none below zero.
+    """Non-negative least squares with decaying weights: seconds as a sum of features times coefficients.
 
-    What does not vary cannot be told apart: `ridges`, each in units of its feature's mean square, say which feature
-    explains it then (that of the smallest).
+    Features that do not vary cannot be told apart by the data. `ridges` then decide, one regularization weight per
+    feature in units of the feature's mean square: the feature with the smallest ridge gets the cost.
     """
 
     def __init__(self, ridges: Seq[float]) -> None:
@@ -120,36 +122,36 @@ class FadingFit:
         self.seen = 0
         self.coefficients = np.zeros(size)
         self._ridges = np.array(ridges)
-        self._products = np.zeros((size, size))  # of features with one another, summed
-        self._seconds = np.zeros(size)  # of features with the seconds
+        self._products = np.zeros((size, size))  # decayed sums of products of features
+        self._seconds = np.zeros(size)  # decayed sums of features times seconds
 
     def at(self, features: Seq[float]) -> float:
-        """Seconds that these features stand for."""
+        """Predicted seconds for these features."""
         return float(self.coefficients @ features)
 
     def correct(self, features: Seq[float], seconds: float) -> None:
-        """An observation; one far from what was expected counts as at most twice, or half, of it."""
+        """Add an observation. After 6 of them it is clamped to between half and twice the predicted seconds."""
         self.seen += 1
         expected = self.at(features)
-        if self.seen > 6 and expected > 0.0:  # one slow round of a busy machine decides little
+        if self.seen > 6 and expected > 0.0:  # so that one slow round on a busy machine changes little
             seconds = min(max(seconds, 0.5 * expected), 2.0 * expected)
         row = np.asarray(features)
         self._products = FADE * self._products + np.outer(row, row)
         self._seconds = FADE * self._seconds + row * seconds
-        if self.seen < 16 or self.seen % 8 == 0:  # it changes slowly then, and takes longer than all the rest here
+        if self.seen < 16 or self.seen % 8 == 0:  # later solutions change slowly, and solving takes the most time here
             self._solve()
 
     def scale(self, factor: float) -> None:
-        """Everything takes `factor` times as long."""
+        """Multiply all predicted times by `factor`."""
         self.coefficients *= factor
         self._seconds *= factor
 
     def as_array(self) -> Floats:
-        """All of it, flat."""
+        """The whole state as one flat array."""
         return np.concatenate([[self.seen], self.coefficients, self._seconds, self._products.ravel()])
 
     def restore(self, array: Floats) -> None:
-        """Go on from `as_array`'s. Raises ValueError for another number of features."""
+        """Take over the state in `array` (see `as_array`). Raises ValueError for another size or non-finite numbers."""
         size = len(self.coefficients)
         if array.shape != (1 + 2 * size + size**2,) or not np.isfinite(array).all():
             raise ValueError(f"{array.shape} numbers, for {size} features")
@@ -170,10 +172,11 @@ class FadingFit:
 
 
 class DraftCost(FadingFit):
-    """Seconds of a proposal for B sequences by its steps: passes of the drafter's model, of a tree its levels.
+    """Seconds of a proposal for B sequences by its steps: passes of the drafter's model, or levels of a tree.
 
     (start + per sequence * B) + (step + B * (per sequence + per 1024 cached tokens * context / 1024)) * steps.
-    Where lengths hardly vary, a proposal's time is its steps'; of a drafter that guesses all `at_once`, its start's.
+    If draft lengths hardly vary, the time is attributed to the steps, or to the start for a drafter that drafts all
+    tokens `at_once`.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -181,19 +184,19 @@ class DraftCost(FadingFit):
         self.at_once = at_once
 
     def terms(self, num_seqs: float, context: float = 0.0) -> tuple[float, float]:
-        """Seconds before the first step, and of each step; `context`: mean cached tokens of a sequence."""
+        """Seconds before the first step, and seconds per step; `context`: mean cached tokens per sequence."""
         start, start_seq, step, step_seq, token = self.coefficients.tolist()
         return start + start_seq * num_seqs, step + num_seqs * (step_seq + token * context / UNIT)
 
     def learn(self, steps: float, num_seqs: float, context: float, seconds: float) -> None:
-        """A proposal took so long. With no steps nothing was found: that was the start."""
+        """Learn from a proposal that took `seconds`. With 0 steps (nothing was drafted) all of it is the start."""
         self.correct((1.0, num_seqs, steps, steps * num_seqs, steps * num_seqs * context / UNIT), seconds)
 
 
 class GapCost:
-    """Seconds outside the models (Python, scheduling) by the rows of a round: a base, and more for each row.
+    """Seconds outside the models (Python, scheduling) by the rows of a round: a base, plus seconds per row.
 
-    Rounds without a draft and those with one are told apart: while one kind is seldom seen, what it takes stays known.
+    Rounds with and without a draft have separate fits, so that the fit of a rarely seen kind does not decay.
     """
 
     def __init__(self) -> None:
@@ -204,7 +207,7 @@ class GapCost:
         return self.plain.seen + self.drafted.seen
 
     def terms(self, drafted: bool) -> tuple[float, float]:
-        """Seconds of a round, and of each of its rows; a kind not seen is taken to be as the other."""
+        """Seconds per round and per row; a kind of round not seen yet takes the other kind's."""
         fit, other = (self.drafted, self.plain) if drafted else (self.plain, self.drafted)
         base, row = (fit if fit.seen else other).coefficients.tolist()
         return base, row
@@ -214,7 +217,7 @@ class GapCost:
         return base + row * rows
 
     def correct(self, rows: float, drafted: bool, seconds: float) -> None:
-        """A round took so long there."""
+        """Learn from a round that spent `seconds` outside the models."""
         (self.drafted if drafted else self.plain).correct((1.0, rows), seconds)
 
 
@@ -222,17 +225,17 @@ class GapCost:
 class EngineCost:
     """Seconds of whole rounds: passes of the target, proposals, and the gap between passes (Python, scheduling).
 
-    `ratios`: by kind of round and size of the batch, what rounds took over what was expected.
+    `ratios`: measured over expected time of whole rounds, by (with a draft?, bit length of the batch size).
     """
 
     target: Curve
     draft: DraftCost = field(default_factory=DraftCost)
     gap: GapCost = field(default_factory=GapCost)
-    catch_up: float = 0.0  # seconds for each token that the drafter has yet to see when it is asked
+    catch_up: float = 0.0  # seconds per token that the drafter has not processed yet when it is asked
     ratios: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     def as_arrays(self) -> dict[str, Floats]:
-        """All of it, to be kept."""
+        """The whole state as arrays, to be stored for another process."""
         target = self.target
         return {
             "target": np.array([target.rows, target.seconds]),
@@ -247,7 +250,7 @@ class EngineCost:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Floats]) -> EngineCost:
-        """What `as_arrays` gave. Raises KeyError or ValueError for anything else."""
+        """The inverse of `as_arrays`. Raises KeyError or ValueError for any other arrays."""
         rows, seconds = arrays["target"].tolist()
         context, per_token, per_row = arrays["contexts"].tolist()
         curve = Curve(list(zip(rows, seconds, strict=True)), int(context), per_token, per_row)
@@ -260,19 +263,19 @@ class EngineCost:
         return cost
 
     def scale(self, factor: float) -> None:
-        """The models' passes take `factor` times as long as they did; what lies between them does not."""
+        """Multiply the times of the models' passes by `factor`; the gap between passes is unchanged."""
         self.target.scale(factor)
         self.draft.scale(factor)
         self.catch_up *= factor
 
     def learn_catch_up(self, num_tokens: int, seconds: float) -> None:
-        """A drafter took so long for tokens that it had yet to see, beyond what the proposals took."""
+        """Learn from `seconds` that a drafter took to catch up with `num_tokens`, without its proposals' time."""
         if num_tokens >= FEW_TOKENS:
             found = min(max(seconds, 0.0) / num_tokens, 2.0 * self.catch_up + MICROSECOND)
             self.catch_up += CATCH_UP * (found - self.catch_up)
 
     def ratio(self, drafted: bool, num_seqs: int) -> float:
-        """What such rounds take over what their parts say; a size not seen is taken to be as the nearest one."""
+        """Measured over expected time of such rounds; a batch size not seen yet takes the nearest one's."""
         size = num_seqs.bit_length()
         near = min((key for key in self.ratios if key[0] == drafted), key=lambda key: abs(key[1] - size), default=None)
         return 1.0 if near is None else self.ratios[near]
@@ -280,7 +283,10 @@ class EngineCost:
     def prices(
         self, contexts: Seq[int], num_rows: int, num_drafting: int, drafting_context: float, ratios: bool = True
     ) -> Prices:
-        """Of a pass over `num_rows` known rows of sequences with these contexts, `num_drafting` drafted for."""
+        """Prices of a pass with `num_rows` known rows. One context per sequence; `num_drafting` of them get drafts.
+
+        `drafting_context`: mean cached tokens of the sequences with drafts. `ratios`: apply the measured ratios?
+        """
         count = len(contexts)
         start, step = self.draft.terms(num_drafting, drafting_context)
         plain, (_, row) = self.gap.at(count, False), self.gap.terms(True)
@@ -291,10 +297,11 @@ class EngineCost:
         return Prices(self.target, count, num_rows, fixed, slope, start, step, *both)
 
     def learn(self, round_: Round, steps: float, catching_up: bool, start: bool = False, weight: float = LEARN) -> None:
-        """A round took so long; `steps`: expected of its proposal. One that catches up tells nothing of later ones.
+        """Learn from the times of a round; `steps`: drafting steps of its proposal.
 
-        At the `start` a change is that of the whole machine: all that models do takes as much longer or shorter.
-        `weight`: of the round in what rounds like it take over what was expected.
+        A proposal in which the drafter was `catching_up` is not learned from: later proposals do not repeat that. At
+        the `start` a deviation is taken as the speed of the whole machine, so all model costs are scaled by it.
+        `weight`: of this round in `ratios`.
         """
         times, num_seqs, num_nodes = round_.times, len(round_.seqs), sum(round_.num_draft)
         assert times is not None
@@ -322,26 +329,26 @@ class EngineCost:
 
 @dataclass(frozen=True)
 class Prices:
-    """What deciding `count` tokens and a draft's costs, in a pass of `rows` known rows.
+    """The cost of a round for `count` sequences, with and without a draft, in a pass with `rows` known rows.
 
-    Rows of prompts in the pass cost what they cost, with a draft or without: only what a draft adds beyond them counts,
-    beside what the `count` rows would take by themselves. Else drafts would look cheap where prompts make a pass long,
-    dearer though they are there than in the next pass.
+    Prompt rows in the pass cost the same with or without a draft, so they are left out. A round costs what a pass over
+    `count` rows costs, plus what the draft adds to the pass over `rows` rows. Otherwise drafts would look cheap in
+    passes made long by prompts, although draft rows cost more there than in the next pass.
     """
 
     target: Curve
     count: int
     rows: int
-    fixed: float  # for contexts, and outside the models
-    slope: float  # a row more, because of what is cached
-    start: float  # a proposal
-    step: float  # a step of it
-    plain_ratio: float = 1.0  # what rounds without a draft took over what was expected, and those with one
-    draft_ratio: float = 1.0
+    fixed: float  # seconds for long contexts, and outside the models
+    slope: float  # seconds per draft row for long contexts, and outside the models
+    start: float  # seconds of a proposal before its first step, and what a draft adds outside the models
+    step: float  # seconds of a step of the proposal
+    plain_ratio: float = 1.0  # measured over expected time of rounds without a draft
+    draft_ratio: float = 1.0  # the same of rounds with a draft
 
     @property
     def plain(self) -> float:
-        """Seconds without a draft."""
+        """Seconds of a round without a draft."""
         return self._without * self.plain_ratio
 
     @property
@@ -349,11 +356,11 @@ class Prices:
         return self.target.at(min(self.count, self.rows)) + self.fixed
 
     def seconds(self, more: float, steps: float) -> float:
-        """Seconds with `more` rows, drafted in `steps` steps."""
+        """Seconds of a round with `more` draft rows, drafted in `steps` steps."""
         added = self.target.at(self.rows + more) - self.target.at(self.rows)
         return (self._without + added + self.slope * more + self.start + self.step * steps) * self.draft_ratio
 
     def seconds_many(self, more: Floats, steps: Floats) -> Floats:
-        """`seconds` of several, ascending in rows."""
+        """`seconds` for several drafts, ascending in rows."""
         added = self.target.at_many(self.rows + more) - self.target.at(self.rows)
         return (added + self.slope * more + (self._without + self.start) + self.step * steps) * self.draft_ratio

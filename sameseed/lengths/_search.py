@@ -1,4 +1,4 @@
-"""Which draft lengths promise the most tokens a second: by what drafts are expected to bring and passes to cost."""
+"""The search for the draft lengths with the most expected tokens per second, from acceptance estimates and prices."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 from sameseed.lengths._cost import Prices
 
-MARGIN = 0.02  # drafting must promise so much more than not drafting
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared in a batch
-Offers = Seq[tuple[float, float, float]]  # by rank: tokens that it brings, rows that it is, steps up to it
+MARGIN = 0.02  # drafting must be expected to be faster than plain decoding by this share
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # upper limits of the draft length that are compared for a batch
+Offers = Seq[tuple[float, float, float]]  # by rank, expected: accepted tokens, rows, drafting steps up to it
 
 
 def alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]:
-    """The length of one sequence, in a pass of `count`, and the tokens a second that it promises."""
+    """The best draft length of one sequence, in a pass of `count` sequences, and its expected tokens per second."""
     tokens, more, best, plain = float(count), 0.0, 0, count / prices.plain
     promised = plain * (1.0 + MARGIN)
-    found = max(offers[0][1], 1e-3) if offers else 1.0  # how often there is a draft at all
+    found = max(offers[0][1], 1e-3) if offers else 1.0  # probability that there is a draft at all
     for j, (gain, there, steps) in enumerate(offers):
         tokens += gain
         more += there
@@ -29,7 +29,10 @@ def alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]
 
 
 def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) -> tuple[list[int], float]:
-    """The lengths of several sequences. The likeliest rows come first, whosever they are."""
+    """The best draft lengths of several sequences, and the expected tokens per second.
+
+    Draft rows of all sequences are taken in the order of their expected gain.
+    """
     most = max(map(len, offers))
     if not most:
         return [0] * len(offers), count / prices.plain
@@ -37,14 +40,14 @@ def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) 
     for b, row in enumerate(offers):
         if row:
             table[b, : len(row)] = row
-    # A row comes after its parent, which is at least as likely.
+    # A row comes after its parent, which is at least as likely and comes first in the stable sort.
     order = np.argsort(-table[:, :, 0], axis=None, kind="stable")
     owner, position = order // most, order % most
     gain, there, steps = table[owner, position].T
     plain = count / prices.plain
-    found = max(1.0 - float(np.prod(1.0 - table[:, 0, 1].clip(max=1.0))), 1e-3)  # how often there is a draft at all
+    found = max(1.0 - float(np.prod(1.0 - table[:, 0, 1].clip(max=1.0))), 1e-3)  # probability of a draft
     best, promised = [0] * len(offers), plain * (1.0 + MARGIN)
-    # A step of drafting serves all sequences: it pays for few likely tokens, or for many less likely ones.
+    # One drafting step serves all sequences, so it pays with a few likely tokens or with many less likely ones.
     for depth in {min(d, most) for d in DEPTHS}:
         taken = ((position < depth) & (gain > 0.0)).nonzero()[0][:budget]
         if not len(taken):
@@ -62,7 +65,7 @@ def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) 
 
 
 def within(lengths: list[int], budget: int | None) -> list[int]:
-    """Lengths cut, the last ones first, to `budget` in all."""
+    """Reduce `lengths` in place to at most `budget` tokens in all; later sequences lose theirs first."""
     left = sum(lengths) if budget is None else budget
     for b, k in enumerate(lengths):
         lengths[b] = min(k, left)

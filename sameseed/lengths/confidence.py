@@ -1,4 +1,4 @@
-"""confidence: a draft ends with the first token that its drafter thinks unlikely."""
+"""confidence: a draft ends with the first token whose draft probability is below a threshold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ConfidenceLength(FixedLength):
 
     @classmethod
     def build(cls, num_draft_tokens: int, confidence: float | None = None) -> ConfidenceLength:
-        """One for these settings."""
+        """The policy for these settings."""
         return cls(num_draft_tokens, confidence or 0.0)
 
     @property

@@ -1,8 +1,8 @@
-"""disco: a draft ends where it is no longer likely to be right as a whole (DISCO: Mamou et al., 2024).
+"""disco: a draft ends when the whole draft is no longer likely to be accepted (DISCO: Mamou et al., 2024).
 
-DISCO asks a classifier, trained beforehand, about the draft model's probabilities and the place in the draft. Here how
-often tokens of like probability were right is learned on the way (`_acceptance.py`). There is no clock, so costs are
-not known; those are goodput's matter.
+DISCO uses a classifier, trained beforehand, on the draft model's probabilities and the position in the draft. Here the
+acceptance rates of tokens with similar probability are learned while decoding (`_acceptance.py`). The policy measures
+no times and ignores costs; `goodput` considers them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
 
-LIKELY = 0.3  # SpecDec++ (Huang et al., 2024) stops where some token is wrong with 0.7
+LIKELY = 0.3  # SpecDec++ (Huang et al., 2024) stops when some token is rejected with probability 0.7
 
 
 class DiscoLength:
-    """Ends a draft after the first token with which all of it is right less often than `threshold`, 0..1.
+    """Ends a draft after the first token whose path is accepted with a probability below `threshold`, 0..1.
 
-    At most `num_draft_tokens`, at least one. Of drafters that give no probabilities, a token is known by its place.
+    A draft has at least one token and at most `num_draft_tokens`. If a drafter gives no probabilities, acceptance rates
+    are kept by position.
     """
 
     uses_confidence = trims = True
@@ -30,37 +31,37 @@ class DiscoLength:
         self.num_draft_tokens = num_draft_tokens
         self.threshold = threshold
         self.acceptance = Acceptance(max(1, num_draft_tokens))
-        self._nodes: dict[int, DraftNodes] = {}  # of the round that runs
+        self._nodes: dict[int, DraftNodes] = {}  # drafts of the current round, by request id
 
     @classmethod
     def build(cls, num_draft_tokens: int, confidence: float | None = None) -> DiscoLength:
-        """One for these settings."""
+        """The policy for these settings."""
         return cls(num_draft_tokens, LIKELY if confidence is None else confidence)
 
     def calibrate(self, measure: Callable[[], EngineCost]) -> None:
         return None
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
-        """The most for a drafter with probabilities, which ends by itself; else places that are likely to be right."""
+        """The maximum if the drafter gives probabilities (drafts are cut later); else up to an unlikely position."""
         if self.acceptance.tells or not self.num_draft_tokens:
             return [self.num_draft_tokens] * len(seqs)
         chain = range(-1, self.num_draft_tokens - 1)
         return [len(self._kept(DraftNodes(chain, None, self.acceptance.rates(seq.seq_id)))) for seq in seqs]
 
     def _kept(self, nodes: DraftNodes) -> list[int]:
-        """Nodes whose parents are likely enough, so that the first ones that are not are learned about too."""
+        """Nodes whose parents are likely enough. The first unlikely node of a path is kept, to learn its rate too."""
         return [i for i, p in enumerate(nodes.parents) if p < 0 or nodes.likely[p] >= self.threshold]
 
     def stop(self, confidence: float) -> bool:
         return False
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
-        """Have all of these chains become unlikely?"""
+        """True if all of these chains have become too unlikely."""
         rates = self.acceptance.rates(-1)
         return all(DraftNodes(range(-1, len(p) - 1), p, rates).likely[-1] < self.threshold for p in paths)
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
-        """The draft without what comes after nodes of `members` (None: all) that are too unlikely."""
+        """The draft without the descendants of nodes that are too unlikely, for sequences `members` (None: all)."""
         self._nodes = self.acceptance.read(draft, seqs)
         keep: list[list[int] | None] = [None] * len(seqs)
         for b in range(len(seqs)) if members is None else members:

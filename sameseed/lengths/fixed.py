@@ -1,4 +1,4 @@
-"""fixed: always as many tokens as asked for."""
+"""fixed: always the configured number of draft tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FixedLength:
 
     @classmethod
     def build(cls, num_draft_tokens: int, confidence: float | None = None) -> FixedLength:
-        """One for these settings."""
+        """The policy for these settings."""
         return cls(num_draft_tokens)
 
     def calibrate(self, measure: Callable[[], EngineCost]) -> None:

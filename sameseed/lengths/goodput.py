@@ -1,9 +1,13 @@
-"""Goodput: in each round as many draft tokens as pay, none included (TurboSpec: Liu et al., 2024; DSpark, 2026).
+"""goodput: in each round as many draft tokens as pay, which may be 0 (TurboSpec: Liu et al., 2024; DSpark, 2026).
 
-A round's value is the tokens that it may be expected to decide over the time that it takes. How much to ask for is
-decided from what earlier drafts brought (`_acceptance.py`) and what rounds cost (`_cost.py`). Once a draft is there,
-its nodes are kept as long as the next likeliest one brings more than the time for it would elsewhere. Where no draft
-pays, finding out whether that has changed costs at most a share of the time (`_budget.py`).
+Goodput is the expected number of accepted tokens of a round (the bonus token included) over the round's expected time.
+Draft lengths are chosen to maximize goodput, from acceptance estimates (`_acceptance.py`) and measured costs
+(`_cost.py`). After drafting, nodes are kept in order of probability as long as each brings more tokens than its time is
+worth. While no draft pays, trials find out whether that has changed, and lose at most a fixed share of the time
+(`_budget.py`).
+
+A "round" is one pass of the target with its proposal. "Plain" rounds have no drafts. A "rest" is a run of plain rounds
+that is decided at once, without a new decision in each round.
 """
 
 from __future__ import annotations
@@ -23,86 +27,86 @@ from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
 
-HOLD_ROUNDS, LONGEST_HOLD = 4, 16  # rounds that a decision stands while the same sequences run, of short ones more
-HOLD_SECONDS = 0.015  # seconds that they should last then
-LEARN_EVERY = 0.01  # seconds of rounds, of which one is learned: of those that are looked at (`LOOK_EVERY`)
-SHORT_ROUND = 0.004  # seconds of a round: in shorter ones it is felt if the drafter gets hidden states
-LONGEST_WITHOUT_STATES = 0.5  # seconds without them, at most
-STATES_NEEDED = 96  # tokens of a sequence with them, after some without: a head that knows fewer guesses worse
-DECISION_SHARE = 0.005  # of the time that decisions may take where nobody drafts
-WARM_UP = 48  # learned rounds; what was measured before them may be off altogether
-FIRST_GAPS = 16  # of the first rounds each is learned: nothing else tells what lies between passes
-SIMILAR_BATCH = 0.25  # share by which a batch may change in size while a decision stands
-FEW_SEQUENCES = 3  # sequences, at most, of which a new one ends a rest: it may be a good part of what comes
-LONGEST_REST = 64  # rounds without a draft before it is decided anew, at most
-CLEAR_GAIN = 1.25  # times as fast as plain decoding; below, one round without a draft is measured of so many:
+HOLD_ROUNDS, LONGEST_HOLD = 4, 16  # fewest and most rounds for which a decision holds while the batch stays the same
+HOLD_SECONDS = 0.015  # seconds for which a decision should hold if rounds are short
+LEARN_EVERY = 0.01  # seconds of rounds (those that reach `update`) per round from which costs are learned
+SHORT_ROUND = 0.004  # seconds: copying hidden states to the drafter takes a noticeable share of shorter rounds
+LONGEST_WITHOUT_STATES = 0.5  # seconds, at most, without hidden states for the drafter
+STATES_NEEDED = 96  # tokens with hidden states that a head needs after a gap; with fewer its drafts are worse
+DECISION_SHARE = 0.005  # share of the time that decisions may take while no sequence has drafts
+WARM_UP = 48  # learned rounds that rescale all costs: what was measured before them may be far off
+FIRST_GAPS = 16  # first rounds that are all learned: nothing else measures the gap between passes
+SIMILAR_BATCH = 0.25  # relative change of the batch size up to which a rest goes on
+FEW_SEQUENCES = 3  # in batches up to this size a new sequence ends a rest: it may be a large part of the work
+LONGEST_REST = 64  # most rounds of a rest before lengths are decided again
+CLEAR_GAIN = 1.25  # speedup over plain decoding; below it, a plain round is measured after so many rounds with drafts:
 MEASURE_EVERY = 64
-FIRST_UNMEASURED, LONGEST_UNMEASURED = 256, 1024  # of so many where it is clear: twice as many after one as expected
-AS_EXPECTED = 1.15  # times as long, or as short, as expected is what a measured round takes
-MEASURED = 0.4  # weight of such a round in what rounds without a draft take
-FREE_STEP = 0.01  # of a round without a draft: a step that takes less costs nothing
-LOOK_EVERY = 16  # of so many rounds without a draft one is measured, after the first of them
-FADE = 0.95  # a round later, of how promises were kept; a text later, of how long texts are
-PROPOSALS_NEEDED = 8  # proposals from which what a step of one costs is known
-FEW_UNSEEN = 8  # tokens, at most, with which a drafter that is asked now and then has to catch up
+FIRST_UNMEASURED, LONGEST_UNMEASURED = 256, 1024  # the same above it: at first, and at most after doublings
+AS_EXPECTED = 1.15  # largest ratio of measured and expected time, either way, for a round to be as expected
+MEASURED = 0.4  # weight of such a measured plain round in the costs of plain rounds
+FREE_STEP = 0.01  # share of a plain round's time below which a drafting step counts as free
+LOOK_EVERY = 16  # one of so many rounds of rests is learned from, after the first so many
+FADE = 0.95  # decay of `_promise` per round, and of `_written` per ended sequence
+PROPOSALS_NEEDED = 8  # proposals after which the step cost in `_chains` is used
+FEW_UNSEEN = 8  # tokens up to which a drafter's catch-up is free: one that is asked now and then misses so many
 _id = attrgetter("seq_id")
-POSSIBLE_SAVING = 0.3  # of a round without a draft, for all its sequences: what drafting may save
+POSSIBLE_SAVING = 0.3  # share of a plain round's time that drafting for all its sequences may save
 
 
 class GoodputLength:
-    """Decides lengths from costs and acceptance; `num_draft_tokens` is the most. One engine's own: it learns."""
+    """Decides draft lengths, at most `num_draft_tokens`, from learned costs and acceptance. One object per engine."""
 
     uses_confidence = trims = True
 
     def __init__(self, num_draft_tokens: int, target: Curve | None = None) -> None:
-        """`target`: seconds of the target's passes; None: learned from the first rounds and a guess of their shape."""
+        """`target`: seconds of the target's passes; None: learned from the first rounds, with an assumed shape."""
         self.num_draft_tokens = num_draft_tokens
         self.cost = None if target is None else EngineCost(target)
         self.acceptance = Acceptance(max(1, num_draft_tokens))
         self.budget = Budget()
-        self._rate = 0.0  # tokens a second that the last decision promised
-        self._promise = [10.0, 10.0]  # tokens that rounds brought, and that their time was to bring by the promise
-        # How often a token is right after right ones; tokens a second that time is worth; seconds of a row for what is
-        # cached; tokens that a step of the drafter must bring; rows of the pass without drafts.
+        self._rate = 0.0  # tokens per second that the last decision expects
+        self._promise = [10.0, 10.0]  # tokens decided, and tokens expected in the same time; older rounds decay
+        # What `ends` needs: acceptance rate of a token after accepted ones; tokens per second; seconds per draft row
+        # (`Prices.slope`); tokens that a step of the drafter must bring; rows of the pass without drafts.
         self._next: tuple[float, float, float, float, float] | None = None
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
-        self._rest, self._resting = 0, (0, 0)  # rounds for which nobody drafts, while about so many run, this one last
-        self._idle = False  # is this round one of them?
-        self._fixed_rest = 0  # of them, those for which it stays so whoever comes: to decide takes time too
+        self._rest, self._resting = 0, (0, 0)  # rounds left of the rest; its batch size and last sequence
+        self._idle = False  # is this round part of a rest?
+        self._fixed_rest = 0  # rounds of the rest that new sequences cannot end: a decision takes time too
         self._without_states = False  # does the drafter get no hidden states in these?
-        self._can_try = self._none_to_try = False  # is one that the drafter knows worth a trial; or none of them?
-        self._missed: dict[int, int] = {}  # tokens of a sequence in the last pass that the drafter did not get
-        self._plain = 1.0  # seconds of a round without a draft
-        self._num_plain = 0
-        self._drafting: set[int] = set()  # sequences that the last decision lets draft
-        self._asked: set[int] = set()  # sequences that were drafted for in the last round
-        self._new: set[int] = set()  # those of them for which that was the pass over their prompt
-        self._catching_up = 0, 0.0  # tokens that it reads now to catch up, and the seconds of it
-        self._seen: dict[int, int] = {}  # tokens of a sequence that the drafter knew when it was last asked
-        self._written = [0.0, 0.0]  # texts that ended, and their tokens; older ones fade
-        self._nodes: dict[int, DraftNodes] = {}  # of the round that runs
+        self._can_try = self._none_to_try = False  # is a sequence worth a trial; is none, for certain?
+        self._missed: dict[int, int] = {}  # by sequence: its length in the last pass without hidden states
+        self._plain = 1.0  # seconds of a plain round
+        self._num_plain = 0  # rounds of rests so far
+        self._drafting: set[int] = set()  # sequences with drafts by the last decision
+        self._asked: set[int] = set()  # sequences with drafts in the last round
+        self._new: set[int] = set()  # those of them whose last round was the pass over their prompt
+        self._catching_up = 0, 0.0  # tokens that the drafter reads in its current catch-up, and its seconds so far
+        self._seen: dict[int, int] = {}  # by sequence: tokens that the drafter knew when it was last asked
+        self._written = [0.0, 0.0]  # ended sequences, and their output tokens; older ones decay
+        self._nodes: dict[int, DraftNodes] = {}  # drafts of the current round, by sequence
         self._hold = HOLD_ROUNDS
-        self._unlearned = LEARN_EVERY  # seconds of rounds since one was learned
-        self._num_learned = 0  # rounds
-        self._deciding = 0.0  # seconds of this round's decision, which stands for more rounds than this one
-        self._steps = 0.0  # that a proposal as decided is expected to take
-        self._unclear = False  # does drafting promise little more than plain decoding?
-        self._drafted = 0  # when somebody last drafted, in rounds
-        self._since_plain = 0  # rounds since the last one without a draft
-        self._begun_in_vain = -1  # `_drafted`, when a text that had just begun was last decided not to draft
-        self._unmeasured = FIRST_UNMEASURED  # rounds after which the next one is measured where the gain is clear
-        self._chains = DraftCost()  # of proposals that could end early, by the steps that they really took
-        self._could_end = self._ended = False  # the one of this round; did it?
-        self._depth = 0  # of this round's draft, before it was trimmed
-        self._may_end = False  # did any?
+        self._unlearned = LEARN_EVERY  # seconds of rounds since costs were last learned
+        self._num_learned = 0  # rounds from which costs were learned
+        self._deciding = 0.0  # seconds of this round's decision, which holds for more rounds than this one
+        self._steps = 0.0  # expected drafting steps of a proposal with the decided lengths
+        self._unclear = False  # is the expected speedup below `CLEAR_GAIN`?
+        self._drafted = 0  # number of the last round with a draft
+        self._since_plain = 0  # rounds since the last plain one
+        self._begun_in_vain = -1  # `_drafted` when a new sequence was last decided to have no draft
+        self._unmeasured = FIRST_UNMEASURED  # rounds with drafts until a plain one is measured if the gain is clear
+        self._chains = DraftCost()  # costs of proposals that could end early, by the steps that they took
+        self._could_end = self._ended = False  # could this round's proposal end early; did it?
+        self._depth = 0  # depth of this round's draft before trimming
+        self._may_end = False  # could any proposal so far end early?
 
     @classmethod
     def build(cls, num_draft_tokens: int, confidence: float | None = None) -> GoodputLength:
-        """One for these settings."""
+        """The policy for these settings; `confidence` is ignored."""
         return cls(num_draft_tokens)
 
     def calibrate(self, measure: Callable[[], EngineCost]) -> None:
-        """Take over what rounds cost, if that is not known."""
+        """Set the round costs to `measure()` if they are not known yet and drafts are allowed."""
         if self.cost is None and self.num_draft_tokens:
             self.cost = measure()
 
@@ -110,14 +114,14 @@ class GoodputLength:
         return False
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
-        """Will one step more of these chains bring less than its time is worth?"""
+        """True if one more drafting step for these chains is expected to bring less than its time is worth."""
         if self._next is None:
             return False
         self._could_end = self._may_end = True
         assert self.cost is not None
         rate, worth, slope, step, rows = self._next
         count, at = max(1, len(paths)), self.cost.target.at
-        rows += sum(map(len, paths))  # passes cost more a row the longer they get
+        rows += sum(map(len, paths))  # a row may cost more in a larger pass
         row = worth * ((at(rows + count) - at(rows)) / count + slope)
         rates, gain = Rates(self.acceptance.all, None), 0.0
         for path in paths:
@@ -127,11 +131,11 @@ class GoodputLength:
         return self._ended
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
-        """Lengths that promise the most tokens a second; at most `budget` draft tokens in all."""
+        """The lengths with the most expected tokens per second; at most `budget` draft tokens in all."""
         if self.num_draft_tokens == 0 or not seqs or self.cost is None:
             return [0] * len(seqs)
         size, last = self._resting
-        # A text that begins now would be decided as the last one that began, while nobody drafted since.
+        # A new sequence would get the same decision as the last new one, if no sequence had a draft since then.
         same = size > FEW_SEQUENCES or seqs[-1].seq_id == last or self._begun_in_vain == self._drafted
         alike = abs(len(seqs) - size) <= SIMILAR_BATCH * size and same
         self._idle = self._rest > 0 and (alike or self._fixed_rest > 0)
@@ -166,15 +170,15 @@ class GoodputLength:
             self._held, self._asked, self._catching_up = None, set(), (0, 0.0)
             return lengths
         elif self._since_plain >= (MEASURE_EVERY if self._unclear else self._unmeasured):
-            lengths, hold = [0] * len(seqs), 1  # what is not measured any more may have changed
+            lengths, hold = [0] * len(seqs), 1  # measure a plain round: its cost may have changed
         self._held = ids, hold - 1, lengths
         return list(lengths)
 
     def listens(self, seqs: Seq[Sequence]) -> bool:
-        """Shall the drafter get the target's hidden states of this pass?
+        """True if the drafter should get the target's hidden states of this pass.
 
-        Not where rounds are so short that to take them would be felt, and no draft comes for a while. A sequence that
-        was not listened to is drafted for again once the drafter knows `STATES_NEEDED` tokens of it.
+        False if rounds are so short that copying hidden states would cost a noticeable share, and no draft is due soon.
+        A sequence whose hidden states were left out gets drafts again after `STATES_NEEDED` more tokens.
         """
         if not self._without_states or self._fixed_rest <= 0:
             return True
@@ -182,9 +186,9 @@ class GoodputLength:
         return False
 
     def _decided(self, seqs: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
-        """Lengths that promise the most; a sequence for which drafting does not pay may be tried."""
+        """The best lengths by the estimates; a sequence for which drafting does not pay may get a trial."""
         known = self.acceptance.own
-        one = self.acceptance.offers(-1, self.num_draft_tokens)  # of those of whom nothing is known
+        one = self.acceptance.offers(-1, self.num_draft_tokens)  # of sequences without observations
         offers = [self.acceptance.offers(i, self.num_draft_tokens) if i in known else one for i in map(_id, seqs)]
         known_from = {i: length + STATES_NEEDED for i, length in self._missed.items()}
         missed = {b for b, seq in enumerate(seqs) if len(seq) < known_from.get(seq.seq_id, 0)}
@@ -200,12 +204,12 @@ class GoodputLength:
                 self.budget.note(seq, k > 0)
         self._drafting = {seq.seq_id for seq, k in zip(seqs, lengths, strict=True) if k}
         left = self.num_draft_tokens * len(seqs) if budget is None else budget - sum(lengths)
-        # Drafts that tell how likely they are may be longer where unlikely ones end early, or steps cost nothing.
+        # Drafts with probabilities may be longer (2k + 2) if they can end early or steps are free: `trim` cuts them.
         if self.acceptance.tells and (self._may_end or prices.step < FREE_STEP * prices.plain):
             for b, k in enumerate(lengths):
                 more = min(k + 2, self.num_draft_tokens - k, left) if k else 0
                 lengths[b], left = k + more, left - more
-        possible = POSSIBLE_SAVING / len(seqs) * prices.plain  # seconds a round that one more sequence may save
+        possible = POSSIBLE_SAVING / len(seqs) * prices.plain  # seconds per round saved by drafts of one sequence
         idle = [b for b, k in enumerate(lengths) if not k and starts[b] <= possible * self._tokens_left(seqs[b])]
         idle = [b for b in idle if b not in missed]
         self._can_try, self._none_to_try = bool(idle), not idle and len(missed) < len(seqs)
@@ -218,18 +222,18 @@ class GoodputLength:
             if tried is not None:
                 lengths[seqs.index(tried)] = min(self.budget.trial_tokens, self.num_draft_tokens, left)
                 if not self._drafting:
-                    self._next = None  # a trial is to find out, not to pay
+                    self._next = None  # drafts of a trial do not end early: the trial must learn, not gain
         self._steps = max((o[k - 1][2] for o, k in zip(offers, lengths, strict=True) if k), default=0.0)
         return lengths
 
     def _catch_up_seconds(self, seq: Sequence) -> float:
-        """Seconds that the drafter needs to see what it has not seen of a sequence."""
+        """Seconds that the drafter needs to process the tokens of a sequence that it has not seen."""
         assert self.cost is not None
         unseen = len(seq) - self._seen.get(seq.seq_id, 0)
         return self.cost.catch_up * unseen if unseen > FEW_UNSEEN else 0.0
 
     def _tokens_left(self, seq: Sequence) -> float:
-        """Tokens that a text will go on for: as many as texts had of late, and no more than it may."""
+        """Expected remaining output tokens: the mean output length of recent sequences, at most what is allowed."""
         most = seq.params.max_tokens - seq.num_output
         texts, tokens = self._written
         return float(most) if texts < 1.0 else min(most, tokens / texts)
@@ -237,18 +241,18 @@ class GoodputLength:
     def _never_recovered(
         self, seqs: Seq[Sequence], offers: Seq[Offers], lengths: Seq[int], starts: Seq[float], prices: Prices
     ) -> set[int]:
-        """Sequences for which drafting would pay, but not long enough to win back what beginning with it takes."""
+        """Indices of sequences whose drafting pays, but for too few rounds to make up for the drafter's catch-up."""
         drafting = [b for b, k in enumerate(lengths) if k]
         gains = {b: sum(gain for gain, _, _ in offers[b][: lengths[b]]) for b in drafting}
         tokens = len(seqs) + sum(gains.values())
-        saved = tokens * (prices.plain / len(seqs) - 1.0 / self._rate) if drafting else 0.0  # seconds a round
+        saved = tokens * (prices.plain / len(seqs) - 1.0 / self._rate) if drafting else 0.0  # seconds per round
         rounds = {b: self._tokens_left(seqs[b]) / (1.0 + gains[b]) for b in drafting}
         return {b for b in drafting if starts[b] > saved / len(drafting) * rounds[b]}
 
     def _best(
         self, offers: Seq[Offers], seqs: Seq[Sequence], rows: int, budget: int | None
     ) -> tuple[list[int], Prices]:
-        """Lengths that promise the most, or none where that is not clearly more than plain decoding promises."""
+        """The best lengths by the estimates, and prices. All are 0 unless they beat plain decoding by `MARGIN`."""
         assert self.cost is not None
         contexts = [len(seq) for seq in seqs]
         prices = self.cost.prices(contexts, rows, len(seqs), sum(contexts) / len(seqs))
@@ -264,20 +268,21 @@ class GoodputLength:
 
     @property
     def _tokens_per_second(self) -> float:
-        """Tokens a second: what was promised, by as much as such promises are kept."""
+        """Expected tokens per second, times how well recent expectations were met (at most 1.25)."""
         return self._rate * min(self._promise[0] / self._promise[1], 1.25)
 
     def _set_next(self, rows: float, prices: Prices, num_seqs: int, context: float) -> None:
-        """What one token more of each chain, and the step that writes them, must bring."""
+        """Set `_next`, by which `ends` weighs one more token per chain against the drafting step."""
         every, worth = self.acceptance.all, self._tokens_per_second
         rate = (sum(every.hits) + every.weight) / (sum(every.tries) + every.weight)
         step = self._chains.terms(num_seqs, context)[1] if self._chains.seen > PROPOSALS_NEEDED else prices.step
         self._next = rate, worth, prices.slope, worth * step, rows
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
-        """The draft without the nodes of `members` (None: all) that cost more time than their tokens are worth.
+        """The draft without the nodes that cost more time than they bring, for sequences `members` (None: all).
 
-        `num_rows`: of known tokens. A node stays only with its parent, which is as likely at least and costs the same.
+        `num_rows`: rows of known tokens in the pass. A kept node's parent is kept too, since the parent is at least as
+        likely and costs the same.
         """
         self._nodes = {}
         if not len(draft.tokens):
@@ -287,7 +292,7 @@ class GoodputLength:
         self._depth = 1 + max(max(nodes.depths) for nodes in self._nodes.values())
         if self.cost is None or draft.confidence is None or self._rate <= 0.0:
             return draft
-        # A trial is to find out, not to pay.
+        # Drafts of trials (sequences not in `_drafting`) are not trimmed: a trial must learn, not gain.
         free = range(len(seqs)) if members is None else members
         able = {b: self._nodes[seqs[b].seq_id] for b in free if counts[b] and seqs[b].seq_id in self._drafting}
         if not able:
@@ -309,7 +314,7 @@ class GoodputLength:
         return draft.kept([keep.get(b) for b in range(len(seqs))])
 
     def _num_worth(self, likely: Seq[float], rows: int, prices: Prices) -> int:
-        """How many of these nodes, the likeliest first, bring more tokens than their time is worth."""
+        """How many of these nodes, the likeliest first, to keep for the largest gain over the worth of their time."""
         tokens, best, best_gain, rate = 0.0, 0, 0.0, self._tokens_per_second
         target, slope = prices.target, prices.slope
         before = target.at(rows)
@@ -321,7 +326,7 @@ class GoodputLength:
         return best
 
     def pass_over(self) -> bool:
-        """Count the round that has run without learning of it, as most of a rest; False where `update` is to."""
+        """Count a round of a rest without learning from it. False if the round must go to `update` instead."""
         if not self._idle or self._num_plain < LOOK_EVERY or (self._num_plain + 1) % LOOK_EVERY == 0:
             return False
         self._num_plain += 1
@@ -329,13 +334,13 @@ class GoodputLength:
         return True
 
     def update(self, round_: Round) -> None:
-        """Learn from a round: what was right, and what it took."""
+        """Learn from a round: which draft tokens were accepted, and how long the round took."""
         if self.pass_over():
             return
         self.budget.passed()
-        self._num_plain += self._idle  # plain decoding should cost what it costs
-        # A drafter that was not asked in the last round first has to catch up: that is no part of what a step costs. A
-        # head does so a round later after a prompt. (One that found nothing was asked all the same.)
+        self._num_plain += self._idle
+        # A drafter that was not asked in the last round must catch up first; that time is not part of a step's cost.
+        # After a prompt a head catches up one round later. (A drafter that found no draft counts as asked.)
         asked_now = {s.seq_id for s, k in zip(round_.seqs, round_.num_asked, strict=True) if k}
         new = asked_now - self._asked
         catching_up = bool(new or asked_now & self._new)
@@ -350,7 +355,7 @@ class GoodputLength:
             self._drafted = self.budget.now
         self.acceptance.learn_round(round_, self._nodes, self._ended)
         times = round_.times
-        if not catching_up:  # nobody asked again: how long the rest took is not known
+        if not catching_up:  # a catch-up that was not finished by now has no known duration
             self._catching_up = 0, 0.0
         elif times is not None and self.cost is not None:
             self._caught_up(round_, new, times.draft)
@@ -358,18 +363,18 @@ class GoodputLength:
             seconds = times.draft + times.target + times.verify + times.schedule
             self._unlearned += seconds
             trial = self.budget.trying is not None
-            if asked_now and round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt's rows among them
+            if asked_now and round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt rows
                 tokens = len(round_.seqs) + sum(round_.num_accepted)
                 if trial:
                     self._tried(round_, seconds / self._plain - tokens / len(round_.seqs))
                 if not catching_up:
                     self._promise[0] = FADE * self._promise[0] + tokens
                     self._promise[1] = FADE * self._promise[1] + (self._rate * seconds if self._rate else tokens)
-            if self.cost is None:  # in shape as measured for 8-bit weights: nearly flat, then a slope
+            if self.cost is None:  # a shape as measured for 8-bit weights: each row adds 2 % of a one-row pass
                 one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
                 self.cost = EngineCost(Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)]))
             due = self._unlearned >= LEARN_EVERY or self._num_learned < WARM_UP or self.cost.gap.seen < FIRST_GAPS
-            if trial or measured or due:  # to learn takes time too
+            if trial or measured or due:  # not every round: learning takes time too
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up, MEASURED if measured else LEARN)
             if measured and round_.num_rows == len(round_.seqs):
@@ -379,13 +384,13 @@ class GoodputLength:
         self._nodes, self._could_end, self._ended, self._depth, self._deciding = {}, False, False, 0, 0.0
 
     def _tried(self, round_: Round, lost: float) -> None:
-        """A round of a trial is over, and has lost so many rounds' time."""
+        """Report a trial's round to the budget; `lost`: the loss, in plain rounds."""
         counts = zip(round_.seqs, round_.num_asked, round_.num_accepted, strict=True)
         asked, accepted = next(((k, n) for s, k, n in counts if s.seq_id == self.budget.trying), (0, 0))
         self.budget.lost(lost, 0 < asked <= accepted)
 
     def _learn(self, round_: Round, times: TimeSplit, catching_up: bool, weight: float) -> None:
-        """Learn what a round took; a proposal that could end early by the steps that it took, not those expected."""
+        """Learn a round's costs. If its proposal could end early, by the steps it took, else by the expected steps."""
         assert self.cost is not None
         self._num_learned += 1
         if self._deciding:
@@ -398,7 +403,7 @@ class GoodputLength:
             self._chains.learn(self._depth, len(asking), sum(asking) / len(asking), times.draft)
 
     def _caught_up(self, round_: Round, new: set[int], seconds: float) -> None:
-        """Learn what tokens take that the drafter has yet to see; a head reads those of a prompt a round later."""
+        """Learn the drafter's catch-up cost per token. A head reads a prompt's tokens one round later."""
         assert self.cost is not None
         asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
         start, step = self.cost.draft.terms(len(asking), sum(asking) / len(asking))
@@ -409,7 +414,7 @@ class GoodputLength:
             self._catching_up = 0, 0.0
 
     def release(self, seq: Sequence) -> None:
-        """The sequence is gone."""
+        """Forget a sequence that has ended."""
         self.acceptance.release(seq.seq_id)
         self.budget.release(seq)
         self._seen.pop(seq.seq_id, None)

@@ -1,4 +1,4 @@
-"""history: longer drafts after those that were right to their end, shorter ones after others."""
+"""history: drafts get longer after fully accepted drafts, and shorter after others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sameseed.spec.drafter import Round
 
 
 class HistoryLength(ConfidenceLength):
-    """Each request's own length: two tokens more after a draft that was right to its end, one less after any other.
+    """A length per request: two tokens more after a fully accepted draft, one less after any other draft.
 
-    It begins with `START` tokens, never leaves 1..num_draft_tokens, and needs no clock (the heuristic schedule of
-    assisted generation in transformers: Gante, 2023). For chains: a tree with branches is never right as a whole.
+    The length starts at `START` and stays in 1..num_draft_tokens. No times are measured (the heuristic schedule of
+    assisted generation in transformers: Gante, 2023). For chains only: a tree with branches is never fully accepted.
     """
 
     START: ClassVar[int] = 4

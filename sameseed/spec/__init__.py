@@ -1,1 +1,1 @@
-"""Speculation: drafts, the one acceptance rule, length policies, and the step that every level of it shares."""
+"""Speculation: drafts, the acceptance rule, length policies, and the decoding step that all levels share."""

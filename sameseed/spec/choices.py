@@ -1,7 +1,7 @@
-"""The tokens that come first under the target's noise, for drafts that hold more than one of a place.
+"""The best few tokens under the target's noise, for drafts with several candidates at a position.
 
-The target's choice is the largest of its log-probability plus noise (coupled sampling, `sampling.py`). Where a
-drafter's largest is not it, its second often is.
+The target chooses the token with the largest log-probability plus noise (coupled sampling, `sampling.py`). If that is
+not the drafter's first token under the same noise, it is often the drafter's second.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sameseed.spec.drafter import LengthPolicy
 if sampling.HAS_NATIVE:
     from sameseed import _native
 
-SHARE_AMONG = 8  # sampled tokens, at least, whose exponentials a share is of: csrc/sampling.h has the same, and
-LEFT_OUT = 3.0  # taken in a tree off the logarithm of what the draft's own truncation excludes
+SHARE_AMONG = 8  # with sampling, a share is computed among at least so many tokens; csrc/sampling.h has the same value
+LEFT_OUT = 3.0  # subtracted, in trees, from the logits of tokens that truncation excludes; also in csrc/sampling.h
 Choices = list[tuple[int, float]]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,8 +30,9 @@ Floats = NDArray[np.float64]
 def choices(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int], count: int) -> Choices:
     """At most `count` tokens after the sequence's known tokens and `path`, the likeliest first, with their shares.
 
-    From logits float32 [V] there. The first is what `sampling.choose` says; none where that fails. A share guesses how
-    often the target chooses that token: greedy its probability, sampled its part of exp(log p + noise) of the first.
+    `logits`: float32 [V] at that position. The first token is that of `sampling.choose`; the list is empty if that
+    fails. A share estimates the probability that the target chooses the token: with greedy decoding its probability,
+    with sampling its share of exp(log p + noise) among the first tokens.
     """
     row = sampling.adjusted(logits, seq, path, eos_token_ids)
     found = native_choices if sampling.HAS_NATIVE else numpy_choices
@@ -41,7 +42,7 @@ def choices(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_toke
 def numpy_choices(
     logits: NDArray[np.floating], params: SamplingParams, seed: int, position: int, count: int
 ) -> Choices:
-    """The meaning of `choices`, for a row [V] of adjusted logits."""
+    """The specification of `choices`, for a row [V] of adjusted logits."""
     row = logits.astype(np.float64)
     if not np.isfinite(row.max()):
         return []
@@ -59,7 +60,7 @@ def numpy_choices(
 
 
 def native_choices(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int, count: int) -> Choices:
-    """numpy_choices in C++ (csrc/sampling.cpp), for a row float32 or float64 [V]."""
+    """`numpy_choices` in C++ (csrc/sampling.cpp), for a row float32 or float64 [V]."""
     row = np.ascontiguousarray(row)
     return _native.choices(*sampling.native_args(row, params, seed, position), count)
 
@@ -67,11 +68,11 @@ def native_choices(row: NDArray[np.floating], params: SamplingParams, seed: int,
 def likely(
     rows: NDArray[np.floating], seq: Sequence, num_path: int, count: int, ids: NDArray[np.int32] | None = None
 ) -> tuple[Ints, Floats]:
-    """For a tree: tokens [n, count] that come first, and the logs of their shares, -inf for none.
+    """For trees: the first `count` tokens for each row, int64 [n, count], and the logs of their shares (-inf: none).
 
-    After each of rows [n, V] of logits (adjusted, where that is needed) `num_path` tokens after the sequence, as
-    `choices`, but truncation is soft: what it leaves out of a draft's distribution may be in the target's.
-    `ids` [V]: the tokens that a row's places stand for, where not their own numbers.
+    `rows` [n, V]: logits `num_path` tokens after the sequence, adjusted if needed. As in `choices`, but tokens excluded
+    by truncation (top-k, top-p, min-p) are only penalized by `LEFT_OUT`, since the target's distribution may keep them.
+    `ids` [V]: the token id of each column, if that is not the column's index.
     """
     found = native_likely if sampling.HAS_NATIVE else numpy_likely
     tokens, shares = found(rows, seq.params, seq.seed, len(seq) + num_path, count, ids)
@@ -87,7 +88,7 @@ def numpy_likely(
     count: int,
     ids: NDArray[np.int32] | None,
 ) -> tuple[Ints, Floats]:
-    """The meaning of `likely`: tokens and shares [n, count], 0 for none."""
+    """The specification of `likely`: tokens and shares [n, count], 0 for none."""
     tokens, shares = np.zeros((len(rows), count), np.int64), np.zeros((len(rows), count))
     for row, own_tokens, own_shares in zip(rows, tokens, shares, strict=True):
         values: Floats = row.astype(np.float64)
@@ -114,7 +115,7 @@ def native_likely(
     count: int,
     ids: NDArray[np.int32] | None,
 ) -> tuple[Ints, Floats]:
-    """numpy_likely in C++ (csrc/sampling.cpp), for rows float32 or float64."""
+    """`numpy_likely` in C++ (csrc/sampling.cpp), for rows float32 or float64."""
     rows = np.ascontiguousarray(rows)
     tokens, shares = np.empty((len(rows), count), np.int64), np.empty((len(rows), count))
     if len(rows):
@@ -126,15 +127,15 @@ def native_likely(
 
 
 def grows_at_once(policy: LengthPolicy, seqs: Seq[Sequence]) -> bool:
-    """May drafts of these sequences grow natively? Not where their tokens are looked at one by one."""
-    stops = policy.uses_confidence and policy.stop(0.0)  # what goes on after the least likely token always does
+    """May the native code grow the drafts of these sequences? Not if each token must be examined in Python."""
+    stops = policy.uses_confidence and policy.stop(0.0)  # a policy that does not stop at probability 0 never stops
     return sampling.HAS_NATIVE and not stops and all(map(sampling.shaped_by_model, seqs))
 
 
 def growing_tree(
     seq: Sequence, depth: int, ids: NDArray[np.int32] | None, ending: Iterable[int], **sizes: Any
 ) -> _native.GrowingTree:
-    """A tree of `depth` levels that grows natively (csrc/grow.h); `sizes`: its other fields."""
+    """A tree of `depth` levels for the native code to grow (csrc/grow.h); `sizes`: its other fields."""
     draws = [sampling.native_draw(seq.params, seq.seed, len(seq) + level) for level in range(depth)]
     greedy, temperature, floor, top_k, top_p, _ = draws[0]
     return _native.GrowingTree(

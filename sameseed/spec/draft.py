@@ -1,4 +1,4 @@
-"""Draft: guessed tokens and their parents, ragged over sequences. A chain is a thin tree."""
+"""Draft: draft tokens and their parents, ragged over sequences. A chain is a tree without branches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Ints = NDArray[np.int32]
 class Draft:
     """N nodes of B sequences: `tokens`, `parents` int32 [N], `offsets` int32 [B+1], `confidence` float32 [N] or None.
 
-    A parent is an index among the same sequence's nodes, before its child; -1 is the sequence's last known token.
-    At most 64 nodes a sequence. Confidence is how likely the drafter holds the whole path to a node, NaN where it
-    cannot say; it serves length policies only: acceptance never looks at it. `levels` int8 [N], for those who watch:
-    which of the drafter's `level_names` guessed a node; None: the first of them all.
+    A parent is an index among the same sequence's nodes, before its child; -1 is the sequence's last known token. There
+    are at most 64 nodes per sequence. `confidence` is the drafter's probability of the whole path to a node, NaN if
+    unknown. Only length policies use it; acceptance does not depend on it. `levels` int8 [N], for statistics: the index
+    in the drafter's `level_names` of the level that drafted a node; None: 0 for all nodes.
     """
 
     tokens: Ints
@@ -37,7 +37,7 @@ class Draft:
     @classmethod
     @cache
     def empty(cls, num_seqs: int) -> Draft:
-        """No guess for any of `num_seqs` sequences."""
+        """An empty draft for each of `num_seqs` sequences."""
         return cls.chains([[] for _ in range(num_seqs)])
 
     @classmethod
@@ -54,7 +54,7 @@ class Draft:
         confidence: Seq[Seq[float]] | None = None,
         levels: Seq[Seq[int]] | None = None,
     ) -> Draft:
-        """(tokens, parents) for each sequence. Raises ConfigError: over 64 nodes, or a parent after its child."""
+        """A tree (tokens, parents) per sequence. Raises ConfigError for over 64 nodes or a parent after its child."""
         tokens: list[int] = []
         parents: list[int] = []
         offsets = [0]
@@ -90,14 +90,14 @@ class Draft:
         return self.tokens[part].tolist(), self.parents[part].tolist()
 
     def node_levels(self, b: int) -> list[int]:
-        """Which level guessed each node of sequence b."""
+        """The level that drafted each node of sequence b."""
         if self.levels is None:
             return [0] * self.count(b)
         found: list[int] = self.levels[self.offsets[b] : self.offsets[b + 1]].tolist()
         return found
 
     def kept(self, keep: Seq[Seq[int] | None]) -> Draft:
-        """The draft with only these nodes of each sequence, ascending, each with its parent; None: all of them."""
+        """The draft with only the nodes keep[b] of each sequence (ascending, parents included); None: all of them."""
         trees: list[tuple[Seq[int], Seq[int]]] = []
         sure: list[list[float]] = []
         levels: list[list[int]] = []
@@ -115,20 +115,20 @@ class Draft:
         return Draft.trees(trees, None if self.confidence is None else sure, None if self.levels is None else levels)
 
     def ended(self, ending: Seq[Set[int]]) -> Draft:
-        """The draft without nodes after one of the tokens ending[b], with which text b ends."""
+        """The draft without nodes below one of the tokens ending[b], which end text b."""
         if frozenset[int]().union(*ending).isdisjoint(self.tokens.tolist()):
             return self
         keep: list[list[int] | None] = []
         for b, last in enumerate(ending):
             tokens, parents = self.nodes(b)
-            follows: list[bool] = []  # such a token
+            follows: list[bool] = []  # is one of its ancestors such a token?
             for parent in parents:
                 follows.append(parent >= 0 and (follows[parent] or tokens[parent] in last))
             keep.append([i for i, after in enumerate(follows) if not after])
         return self.kept(keep)
 
     def shallow(self, depths: Seq[int]) -> Draft:
-        """The draft without nodes that have depths[b] others above them or more."""
+        """The draft without nodes of sequence b that have depths[b] or more ancestors."""
         keep: list[list[int] | None] = []
         for b, most in enumerate(depths):
             parents = self.nodes(b)[1]
@@ -144,13 +144,14 @@ _FIELDS = {f.name for f in fields(Draft)}
 
 
 class LateDraft(Draft):
-    """Chains that a model has written and nobody has read: a draft like any other to whoever looks at it, and waits.
+    """Chains that were drawn on the device and that the host has not read yet.
 
-    Whoever does not may check `nodes_unread` first, and `settle` the draft by the numbers that he reads later.
+    Access to a field of Draft reads them first, and waits for the device. To avoid that wait, a caller may run the
+    target's pass over `nodes_unread`, and `settle` the draft with the numbers read after the pass.
     """
 
     def __init__(self, num_seqs: int, owners: Seq[int], drawn: Drawn, read: Callable[[Seq[Any]], Draft]) -> None:
-        """`drawn`: of the sequences `owners`; `read(split)`: the draft, as far as it is of use (`Drawn.split`)."""
+        """`drawn`: chains of the sequences `owners`; `read(split)` makes the Draft from what `Drawn.split` returns."""
         counts = dict(zip(owners, drawn.counts, strict=True))
         vars(self).update(drawn=drawn, _read=read, _counts=[counts.get(b, 0) for b in range(num_seqs)])
 
@@ -160,24 +161,24 @@ class LateDraft(Draft):
 
     @property
     def nodes_unread(self) -> LateNodes:
-        """What was written, for a pass."""
+        """The unread nodes, as input of a pass."""
         return LateNodes(self._counts, self.drawn.numbers[0])
 
     @property
     def counts_unread(self) -> list[int]:
-        """Nodes of each sequence in `nodes_unread`; the draft may have fewer."""
+        """Number of nodes of each sequence in `nodes_unread`; the settled draft may have fewer."""
         return self._counts
 
     def settle(self, numbers: Seq[Seq[int]]) -> Draft:
-        """The draft, by what was read of `drawn.numbers`."""
-        if "tokens" in vars(self):  # somebody has looked
+        """The draft, from the `numbers` that were read from `drawn.numbers`."""
+        if "tokens" in vars(self):  # read already
             return self
         done = self._read(self.drawn.split(numbers))
         vars(self).update({name: getattr(done, name) for name in _FIELDS})
         return done
 
     def __getattribute__(self, name: str) -> Any:
-        """Whoever asks for what is not here yet waits for it."""
+        """Access to a field of Draft that is not read yet waits for the device and reads it."""
         if name in _FIELDS and "tokens" not in vars(self):
             self.settle(devices.read(self.drawn.numbers))
         return super().__getattribute__(name)

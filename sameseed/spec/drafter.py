@@ -1,4 +1,4 @@
-"""Drafter: a way to guess. One file of the registry derives from it; `propose` is all that must be written."""
+"""Drafter: base class of all drafting methods, one per file of the registry. Only `propose` must be written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Owned = Literal["", "model", "head", "target"]
 class Span(NamedTuple):
     """Positions start .. end of a sequence that became certain (stored in the target's cache) in one round.
 
-    `num_draft`: nodes of its draft that were checked: what the drafter gave, less what was dropped before.
+    `num_draft`: draft nodes that were verified: those of the drafter, less those dropped before the target's pass.
     """
 
     start: int
@@ -31,10 +31,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass brought: for each sequence the draft tokens that were asked for, guessed, and right.
+    """The outcome of one round: for each sequence the draft tokens asked for, drafted, and accepted.
 
-    `num_rows`: of the target's pass; `times`: seconds of its stages, or None where nobody looked;
-    `nodes`: the accepted path of each, or None where drafts are chains.
+    `num_rows`: rows of the target's pass; `times`: seconds of the round's stages, or None if they were not measured;
+    `nodes`: the accepted path of each draft, or None if the drafts are chains.
     """
 
     seqs: Seq[Sequence]
@@ -47,51 +47,51 @@ class Round:
 
 
 class Trims(Protocol):
-    """Who may drop nodes of a draft before it is checked."""
+    """An object that may drop nodes of a draft before it is verified."""
 
     @property
     def trims(self) -> bool:
-        """Does it ever, so that a draft must be known before?"""
+        """Can `trim` ever drop nodes? Then the host must know the draft's tokens before the target's pass."""
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
-        """The draft, maybe with fewer nodes. `num_rows`: of known tokens in the pass.
+        """The draft, possibly with fewer nodes. `num_rows`: rows of known tokens in the pass.
 
-        Only drafts of `members` (indices of sequences; None: of all) may lose nodes.
+        Only drafts of `members` (indices of sequences; None: all of them) may lose nodes.
         """
 
 
 class LengthPolicy(Trims, Protocol):
-    """Decides draft lengths from what happened so far."""
+    """Decides draft lengths, from the rounds so far if the policy learns."""
 
     def calibrate(self, measure: Callable[[], Any]) -> None:
-        """Before the first round: `measure()` tells what rounds cost (`lengths._cost.EngineCost`), if it is wanted."""
+        """Called before the first round. A policy that uses costs gets them from `measure()`, an `EngineCost`."""
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
-        """The most tokens to draft for each sequence in the next round; 0 for none.
+        """The most tokens to draft for each sequence in the next round; 0 for no draft.
 
-        `num_rows`: of known tokens in the pass, of all its sequences; `budget`: draft tokens that it has room for.
+        `num_rows`: rows of known tokens in the pass, over all its sequences; `budget`: draft tokens that fit into it.
         """
 
     def update(self, round_: Round) -> None:
-        """What the round brought."""
+        """Learn from the outcome of a round."""
 
     def release(self, seq: Sequence) -> None:
-        """The sequence is gone: forget it."""
+        """Forget a sequence that has ended."""
 
     @property
     def uses_confidence(self) -> bool:
-        """Does `stop` look at the probability (so that a drafter must compute it)?"""
+        """Does the policy use token probabilities, so that a drafter must compute them?"""
 
     def stop(self, confidence: float) -> bool:
-        """Should a draft end after a token to which the drafter gave this probability?"""
+        """Should a draft end after a token with this draft probability?"""
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
-        """Should chains that grow together all end? `paths`: of each, its probability up to each of its tokens."""
+        """Should all chains that grow together end? `paths`: for each chain, the path probability at each token."""
 
 
 @dataclass(frozen=True)
 class Below:
-    """A drafter that another one works with, and the policy of its lengths."""
+    """A drafter that works below another drafter, and the policy for its draft lengths."""
 
     drafter: Drafter
     policy: LengthPolicy
@@ -99,10 +99,11 @@ class Below:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a drafter is made of: the target, its length policy, its own model if it `owns` one, the drafters below it.
+    """What a drafter is built from: target, length policy, its own model if it `owns` one, and the drafters below it.
 
-    The policy is asked after each guessed token (`policy.stop`). `runner`: its own model with a cache of its own, or in
-    the target's cache where it owns "target"; it captures what the drafters below want. `head`: where it owns "head".
+    The policy is asked after each draft token (`policy.stop`). `runner`: the drafter's own model, with its own cache,
+    or in the target's cache if it owns "target"; it captures the hidden states that the drafters below need. `head`:
+    the drafter's head if it owns "head".
     """
 
     target: ModelRunner
@@ -113,7 +114,7 @@ class Parts:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the target."""
+        """Vocabulary size of the target."""
         return self.target.model.config.vocab_size
 
 
@@ -122,78 +123,78 @@ class Drafter:
 
     @dataclass(frozen=True)
     class Options:
-        """Knobs of one drafter; flags, JSON keys and docs rows derive from the fields."""
+        """Options of one drafter; flags, JSON keys and docs rows are derived from the fields."""
 
     owns: ClassVar[Owned] = ""  # the model of its own that `build` gets; "target": the target in another format
-    num_below: ClassVar[tuple[int, int]] = (0, 0)  # the fewest and the most drafters that it works with
+    num_below: ClassVar[tuple[int, int]] = (0, 0)  # the fewest and the most drafters below it
     text: ClassVar[str] = (
         ""  # what also means it in --draft: "MODEL", "HEAD", "BLOCK", "PARALLEL", "A > MODEL", "A + B"
     )
-    cuttable = False  # is a draft of k tokens the k first (of a tree: likeliest) of a longer one?
-    at_once: ClassVar[bool] = False  # does its model guess a whole draft in one pass?
-    judges: ClassVar[bool] = False  # does it know how likely its tokens are, so that `confidence` can end its drafts?
-    branches = False  # may its drafts be trees? Then num_draft counts nodes, and only their depth is a text's concern
-    captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
+    cuttable = False  # is a draft of k tokens the first k (of a tree: likeliest k) of a longer draft?
+    at_once: ClassVar[bool] = False  # does its model write a whole draft in one pass?
+    judges: ClassVar[bool] = False  # does it compute token probabilities, so that `confidence` can end its drafts?
+    branches = False  # may its drafts be trees? Then num_draft counts nodes, and a text's length limits the depth only
+    captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` needs
 
     def __init__(self, options: Any = None) -> None:
         """`options` are the class's own Options, or None for the defaults."""
 
     @classmethod
     def branches_with(cls, options: Options) -> bool:
-        """May its drafts be trees with these options? Asked before it is built; then `branches` says the same.
+        """May drafts be trees with these options? For use before the drafter is built; then `branches` is the same.
 
-        Where the drafters below guess for it in turn, theirs count as well.
+        If the drafters below draft in turn for it, theirs count as well.
         """
         return cls.branches
 
     @classmethod
     def build(cls, options: Options, parts: Parts) -> Drafter:
-        """One for a target, of what the engine has prepared for it."""
+        """A drafter for a target, from the parts that the engine has prepared."""
         return cls(options)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed.
+        """Draft at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed.
 
-        Nodes deeper than `seq.draft_depth` are of no use: they are dropped.
+        Nodes deeper than `seq.draft_depth` are useless and are dropped.
         """
         raise NotImplementedError
 
     def ahead(
         self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]
     ) -> list[list[int]]:
-        """Guess on after `draft`, which was for num_draft[b] tokens, while the target checks it in another thread.
+        """Draft further after `draft`, made for num_draft[b] tokens, while the target verifies it in another thread.
 
-        Returns for each sequence the tokens after its draft, none where that is unknown. Begins no pass once `going()`
-        is false. Must keep to what is its own: no target's cache, and of the sequences, which grow, only their ids.
+        Returns the tokens after each sequence's draft; empty if there are none. No pass begins once `going()` is
+        false. Only the drafter's own state may be used: not the target's cache, and of `seqs`, which grow, only ids.
         """
         return [[] for _ in seqs]
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
-        """Learn what became certain: a span per sequence, hidden float32 [sum of spans, len(captures) * C]."""
+        """Take over what became certain: one span per sequence, hidden float32 [sum of spans, len(captures) * C]."""
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """Tokens of `seq` from `length` on are about to be taken back (in a cascade they were only guessed)."""
+        """Called before tokens of `seq` from `length` on are taken back (in a cascade they were only drafted)."""
 
     def release(self, seq: Sequence) -> None:
-        """The sequence is gone: forget it."""
+        """Forget a sequence that has ended."""
 
     @property
     def limit(self) -> int | None:
-        """Its own context: it does not draft for sequences of this many tokens or more. None: no such end."""
+        """The context limit: no drafts for sequences of this many tokens or more. None: no limit."""
         return None
 
     @property
     def name(self) -> str:
-        """Its name: that of its file."""
+        """The drafter's name, which is the name of its file."""
         return type(self).__module__.rsplit(".", 1)[-1]
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """Those that may have guessed a token of its drafts (`Draft.levels`), the lowest level first."""
+        """Names of the levels that may draft tokens of its drafts (see `Draft.levels`), the lowest level first."""
         return (self.name,)
 
     def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
-        """Drafters below whose guesses are counted apart, the lowest first, with what was made of their guesses."""
+        """Drafters below with acceptance counters of their own, the lowest first, each with its counters."""
         return []
 
 
@@ -207,15 +208,15 @@ class NoDrafter(Drafter):
 
 
 def parse_options(drafter: type[Drafter], options: Mapping[str, object]) -> Drafter.Options:
-    """The drafter's Options from plain data. Raises ConfigError: unknown key (with the nearest), wrong type."""
+    """The drafter's Options from plain data. Raises ConfigError: unknown key (naming the nearest), wrong type."""
     return fields.parse(drafter.Options, options)
 
 
 def goes_ahead(drafter: type[Drafter]) -> bool:
-    """Can it guess on while the target checks (`ahead`)?"""
+    """Can this drafter draft further while the target verifies (`ahead`)?"""
     return drafter.ahead is not Drafter.ahead
 
 
 def level_metrics(drafter: Drafter) -> list[tuple[str, SpecMetrics]]:
-    """What was made of the guesses of the drafters below one, by name: "level 1: ngram"."""
+    """Acceptance counters of the drafters below `drafter`, by name, e.g. "level 1: ngram"."""
     return [(f"level {i}: {d.name}", metrics) for i, (d, metrics) in enumerate(drafter.counted(), 1)]

@@ -4,10 +4,11 @@
 is Gumbel noise (Gumbel, 1954; Maddison et al., 2014) from a counter-based generator keyed by (seed, position, token
 id). The generator is SplitMix64 (Steele, Lea and Flood, 2014), whose i-th output is a hash of (key, i).
 
-All of it works one row at a time, in float64 for probabilities, so that a row's choice cannot depend on its company.
+All functions work on one row at a time, in float64 for probabilities, so that a row's choice cannot depend on other
+rows of the batch.
 
-The NumPy code here is the specification. Where the native module is built, csrc/sampling.cpp does the passes over whole
-rows: the same choices, but where candidates tie to the last bits of an exponential or a logarithm.
+The NumPy code here is the specification. If the native module is built, csrc/sampling.cpp processes whole rows. Its
+choices are the same, except when candidates tie up to the last bits of an exponential or a logarithm.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _ONE, _STEP, _FACTOR_1, _FACTOR_2, _S11, _S27, _S30, _S31 = (
     np.uint64(x) for x in (1, _GOLDEN, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 11, 27, 30, 31)
 )
 _BELOW_ONE = 1.0 - 2.0**-53
-_COLDEST = 1e-200  # under so low a temperature only the best is left; it keeps the quotient of any two logits finite
+_COLDEST = 1e-200  # lowest divisor: only the best token is left there, and quotients of logits stay finite
 
 
 def _mix(z: int) -> int:
@@ -50,12 +51,12 @@ def _mix(z: int) -> int:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Seed of completion `index` of a request with `n` > 1: the first keeps the request's own."""
+    """Seed of completion `index` of a request with `n` > 1; the first completion keeps the request's seed."""
     return seed if index == 0 else _mix((seed + index * _GOLDEN) & _MASK) >> 1
 
 
 def noise_key(seed: int, position: int) -> int:
-    """The generator's stream at a position: its i-th output, from 1 on, is the noise of token i - 1."""
+    """Key of the generator's stream at a position. The stream's i-th output (from 1 on) is the noise of token i - 1."""
     return _mix(_mix(seed & _MASK) ^ ((position * 0xD1342543DE82EF95 + 1) & _MASK))
 
 
@@ -84,11 +85,11 @@ def gumbel_noise(seed: int, position: int, token_ids: NDArray[np.int64]) -> Floa
 
 @dataclass
 class SamplingState:
-    """Penalty counts of one sequence, brought up to date as it grows."""
+    """Penalty counts of one sequence, updated as the sequence grows."""
 
     in_prompt: NDArray[np.bool_]  # [V]
     counts: NDArray[np.int32]  # [V], of output tokens
-    num_seen: int  # tokens of the sequence counted so far; of a prompt that is being scored, perhaps not all
+    num_seen: int  # tokens of the sequence counted so far; maybe fewer than the prompt's while it is scored
 
     @classmethod
     def of(cls, seq: Sequence, vocab_size: int) -> SamplingState:
@@ -108,8 +109,8 @@ class SamplingState:
 def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> Floats:
     """Logits float64 [V] after allowed and banned tokens, grammar, minimum length, bias and penalties.
 
-    `path` holds the drafted tokens between the sequence's known tokens and this row: the penalties count them, exactly
-    as they would if the tokens had been decoded one by one. Where a prompt is scored its first tokens are the prompt's.
+    `path` holds the draft tokens between the sequence's known tokens and this row. The penalties count them, exactly as
+    if the tokens had been decoded one by one. While a prompt is scored, the first tokens of `path` are prompt tokens.
     """
     params = seq.params
     row = logits.astype(np.float64)
@@ -133,14 +134,14 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
 
 
 def _written(seq: Sequence, path: Seq[int]) -> Seq[int]:
-    """The tokens of a path that are output: of a prompt that is being scored the rest comes first."""
+    """The tokens of a path that are output. While a prompt is scored, the rest of the prompt comes before them."""
     return path[max(0, -seq.num_output) :]
 
 
 def _allow(row: NDArray[np.floating], mask: NDArray[np.bool_]) -> None:
-    """Leave the tokens of a mask [V], the target's; a draft model's rows may be shorter or longer.
+    """Set the logits outside a mask [V] to -inf. V is the target's; a draft model's row may be shorter or longer.
 
-    Nearly all or nearly none are in it: the fewer are the ones to handle.
+    Masks allow nearly all or nearly no tokens, so the smaller of the two groups is processed.
     """
     if len(mask) != len(row):
         row[len(mask) :] = -np.inf
@@ -179,7 +180,7 @@ def needs_adjusting(seq: Sequence, num_path: int) -> bool:
 
 
 def _is_limited(seq: Sequence, num_path: int) -> bool:
-    """Does anything but a grammar change its logits there?"""
+    """Does anything but a grammar change the sequence's logits after `num_path` drafted tokens?"""
     p = seq.params
     short = 0 <= seq.num_output + num_path < p.min_tokens
     return p.has_penalties or short or bool(p.logit_bias or p.banned_token_ids) or p.allowed_token_ids is not None
@@ -196,10 +197,10 @@ def plain_greedy(seq: Sequence) -> bool:
 
 
 def drawable(seq: Sequence) -> bool:
-    """May a backend choose this sequence's tokens (`Ops.choose`)? Nothing but temperature and truncation shapes them.
+    """May a backend choose this sequence's tokens (`Ops.choose`)? Yes if only temperature and truncation shape them.
 
-    The request alone decides, not the draft, the batch or the round: were some tokens of a text drawn by one library's
-    logarithms and some by another's, it would hang on its drafts.
+    This depends on the request alone, not on draft, batch or round. If different libraries' logarithms drew different
+    tokens of one text, the text could depend on its drafts.
     """
     p = seq.params
     limits = p.min_tokens or p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None or p.has_penalties
@@ -207,7 +208,7 @@ def drawable(seq: Sequence) -> bool:
 
 
 def drawer(seq: Sequence, num_path: int) -> Draw | None:
-    """How `choose` draws the token `num_path` drafted tokens after the sequence; None where it is not `drawable`."""
+    """How `choose` draws the token `num_path` drafted tokens after the sequence; None if it is not `drawable`."""
     if not drawable(seq):
         return None
     p, key = seq.params, noise_key(seq.seed, len(seq) + num_path)
@@ -227,14 +228,14 @@ def _scaled(row: Floats, params: SamplingParams) -> Floats:
 
 
 def _floor(params: SamplingParams) -> float:
-    """Scaled logits below it fall to min-p: the likeliest token lies at 0."""
+    """The lower limit that min-p sets for scaled logits, whose maximum is 0; -inf without min-p."""
     return float(np.log(params.min_p)) if params.min_p > 0.0 else -np.inf
 
 
 def survivors(row: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], Floats]:
     """Token ids and scaled logits left by temperature, min-p, top-k and top-p, in order of token id. Never empty.
 
-    Ties at the border of top-k are kept; top-p keeps the smallest set, likeliest first, whose probability reaches it.
+    Ties at the border of top-k are kept. Top-p keeps the smallest set of likeliest tokens whose probability reaches it.
     """
     scaled = _scaled(row, params)
     floor = _floor(params)
@@ -253,14 +254,14 @@ def survivors(row: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], F
 def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
     """The smallest set of likeliest tokens whose share of the weights reaches top_p (Holtzman et al., 2020)."""
     total = weights.sum()
-    # Tokens below the bound have less than 1 - top_p together: they stand behind the border, and need no sorting.
+    # Tokens below this bound have less than 1 - top_p together, so they are outside the set and need no sorting.
     likely = weights[weights >= (1.0 - top_p) * total / len(weights)]
     falling = np.sort(likely)[::-1]  # values alone sort several times faster than indices
     reached = np.cumsum(falling[:-1])  # weight of the tokens before the second, the third, ...
     count = 1 + np.count_nonzero(reached < top_p * total)
     border = falling[count - 1]
     ids: NDArray[np.int64] = (weights >= border).nonzero()[0]
-    if len(ids) > count:  # of equals at the border, those with the lower numbers stay
+    if len(ids) > count:  # of equal weights at the border, the lower token ids stay
         equal = ids[weights[ids] == border]
         ids = np.setdiff1d(ids, equal[count - len(ids) :], assume_unique=True)
     return ids
@@ -275,7 +276,7 @@ def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
 def adjusted(
     logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]
 ) -> NDArray[np.floating]:
-    """Logits float32 or float64 [V] as `adjust` gives them; themselves where it changes nothing."""
+    """Logits float32 or float64 [V] as `adjust` gives them; `logits` itself if it would change nothing."""
     if _is_limited(seq, len(path)):
         return adjust(logits, seq, path, eos_token_ids)
     if seq.grammar is None or seq.num_output + len(path) < 0:
@@ -288,7 +289,7 @@ def adjusted(
 def numpy_choice(logits: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
     """The token chosen from a row [V] of adjusted logits: the specification."""
     row: Floats = logits.astype(np.float64)
-    best = int(row.argmax())  # the first of equals
+    best = int(row.argmax())  # the first of equal maxima
     if not np.isfinite(row[best]):
         return FAILED
     if params.greedy:
@@ -299,7 +300,7 @@ def numpy_choice(logits: NDArray[np.floating], params: SamplingParams, seed: int
 
 
 def native_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
-    """numpy_choice in C++ (csrc/sampling.cpp), for a row float32 or float64 [V]."""
+    """`numpy_choice` in C++ (csrc/sampling.cpp), for a row float32 or float64 [V]."""
     row = np.ascontiguousarray(row)
     return _native.choose(*native_args(row, params, seed, position))
 
@@ -310,19 +311,19 @@ def native_args(row: NDArray[np.floating], params: SamplingParams, seed: int, po
 
 
 def native_draw(params: SamplingParams, seed: int, position: int) -> tuple[bool, float, float, int, float, int]:
-    """How the native sampler draws: whether greedily, temperature, floor, top-k, top-p, the noise's key."""
+    """Arguments of the native sampler: greedy or not, temperature, floor, top-k, top-p, key of the noise."""
     if params.greedy:
         return True, 1.0, -np.inf, 0, 1.0, 0
     return False, _divisor(params), _floor(params), params.top_k, params.top_p, noise_key(seed, position)
 
 
 def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float:
-    """Probability of `token` there, at the request's temperature (1 for greedy): what a draft's confidence means.
+    """Probability of `token` by `logits` at the request's temperature (1 for greedy), used as a draft's confidence.
 
-    It decides lengths only, so for plain logits float32 will do, which is several times faster.
+    It affects draft lengths only, so plain logits at temperature 1 use float32, which is several times faster.
     """
     if logits.dtype == np.float32 and _divisor(seq.params) == 1.0:
-        with np.errstate(all="ignore"):  # logits that are no numbers give no confidence
+        with np.errstate(all="ignore"):  # logits that are not finite give no confidence
             shares = np.exp(logits - logits.max())
             return float(shares[token] / shares.sum())
     if HAS_NATIVE:
@@ -332,7 +333,7 @@ def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float
 
 
 def numpy_probability(logits: NDArray[np.float32], params: SamplingParams, token: int) -> float:
-    """The meaning of `probability`."""
+    """The specification of `probability`."""
     row = _scaled(logits.astype(np.float64), params)
     return float(np.exp(row[token]) / np.exp(row).sum())
 

@@ -1,4 +1,4 @@
-"""decode_step: guess, check, keep. The one loop body, for the engine and for every level of a cascade."""
+"""decode_step: draft, verify, commit. The same step serves the engine and every level of a cascade."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ log = logging.getLogger("sameseed")
 
 
 class NoOverlap:
-    """The drafter waits while the target checks."""
+    """No overlap: the drafter waits while the target verifies."""
 
     @contextmanager
     def beside(
         self, drafter: Drafter, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int]
     ) -> Iterator[Callable[[], None]]:
-        """What is inside runs while the drafter goes ahead, which begins no further pass once the function is called.
+        """Context in which the drafter may draft ahead; once the yielded function is called, it begins no further pass.
 
-        After it the drafter does nothing any more. Whoever grows the sequences inside may: it looks at their ids only.
+        The drafter has stopped when the context ends. Sequences may grow inside, as the drafter uses only their ids.
         """
         yield lambda: None
 
     def outcome(self, b: int, draft: Draft, result: Verified) -> bool | None:
-        """What was guessed ahead for sequence b in the round: None for nothing, else whether the rest may be used."""
+        """Whether the tokens drafted ahead for sequence b in this round are usable; None if there were none."""
         return None
 
 
@@ -51,12 +51,12 @@ def decode_step(
     ahead: NoOverlap = NO_OVERLAP,
     captured: bool = True,
 ) -> tuple[Draft, Verified]:
-    """Advance `seqs` by one pass of the model: num_pending[b] known tokens and at most num_draft[b] guesses each.
+    """Advance `seqs` by one pass of the model: num_pending[b] known tokens and at most num_draft[b] draft tokens each.
 
-    Appends the decided tokens to the sequences. `times`, if given, is increased by the seconds of each stage; `policy`,
-    if given, may drop nodes of the draft before they are checked; `ahead`: what the drafter does while the model's
-    pass runs; `captured` false: the drafter gets no hidden states of it. A draft's paths end where a sequence must, and
-    with a token that ends its text.
+    Appends the decided tokens to the sequences. The seconds of each stage are added to `times`, if given. `policy`, if
+    given, may drop draft nodes before the pass. `ahead`: what the drafter does while the model's pass runs. `captured`
+    false: the drafter gets no hidden states of the pass. Draft paths end where the sequence must end, and after a token
+    that ends its text.
     """
     clock = time.perf_counter
     start = clock()
@@ -95,14 +95,14 @@ def decode_step(
 
 
 def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-    """The drafter's guesses."""
+    """The drafter's draft; empty if nothing is asked for, or if the drafter fails."""
     if not any(num_draft):
         return Draft.empty(len(seqs))
     return _guarded(lambda: drafter.propose(seqs, num_draft), len(seqs))
 
 
 def _guarded(make: Callable[[], Draft], num_seqs: int) -> Draft:
-    """What `make()` gives. A drafter that fails costs speed, never the text."""
+    """The draft from `make()`, or an empty one if it raises: a failing drafter costs speed, but never the text."""
     try:
         return make()
     except Exception:
@@ -111,7 +111,7 @@ def _guarded(make: Callable[[], Draft], num_seqs: int) -> Draft:
 
 
 def _useful(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int], eos: Seq[int]) -> Draft:
-    """A draft as far as a text may go."""
+    """The draft without nodes beyond the end of each text: its length limit, or a token that ends it."""
     depths = [seq.draft_depth for seq in seqs]
     if any(k > depth for k, depth in zip(num_draft, depths, strict=True)):
         draft = draft.shallow(depths)
@@ -121,7 +121,7 @@ def _useful(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int], eos: Seq[int
 def _unread(
     draft: Draft, runner: ModelRunner, seqs: Seq[Sequence], policy: Trims | None, ahead: NoOverlap
 ) -> LateDraft | None:
-    """A draft that can be checked before anybody has read it; None: somebody has to look at it first."""
+    """The draft if it can be verified before the host has read it; None if something must look at its tokens first."""
     if not isinstance(draft, LateDraft) or not runner.takes_late or ahead is not NO_OVERLAP:
         return None
     looks = (policy is not None and policy.trims) or any(seq.num_scripted for seq in seqs)
@@ -136,10 +136,10 @@ def _check_unread(
     num_draft: Seq[int],
     captured: bool,
 ) -> tuple[Draft, Output]:
-    """The pass over a draft that nobody has read, which is read with the pass's choices: the host waits once.
+    """The pass over an unread draft, whose tokens are read together with the pass's choices: the host waits once.
 
-    The draft that comes back is as far as it is of use, and so is the output. The time that it took to write counts
-    as the pass's.
+    Returns the draft without useless nodes (`_useful`), and the output for its nodes. The time of drafting counts as
+    time of the pass.
     """
     eos = runner.model.config.eos_token_ids
     out = runner.forward(seqs, draft.nodes_unread, num_pending, captured, drawer)
@@ -149,7 +149,7 @@ def _check_unread(
 
 
 def _observe(drafter: Drafter, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
-    """Tell the drafter what was decided. One that fails forgets these sequences."""
+    """Tell the drafter what became certain. If the drafter fails, it forgets these sequences."""
     try:
         drafter.observe(seqs, spans, hidden)
     except Exception:
@@ -159,7 +159,7 @@ def _observe(drafter: Drafter, seqs: Seq[Sequence], spans: Seq[Span], hidden: Te
 
 
 def _with_scripts(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-    """The draft, where sequences whose next tokens are decided already are drafted by their scripts."""
+    """The draft, in which sequences with scripted tokens (decided already) get these as their draft."""
     if not any(seq.num_scripted for seq in seqs):
         return draft
     trees: list[tuple[Seq[int], Seq[int]]] = [draft.nodes(b) for b in range(len(seqs))]

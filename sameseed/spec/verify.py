@@ -1,4 +1,4 @@
-"""verify: walk each sequence's draft with the target's own choices. The one acceptance rule, chains and trees alike."""
+"""verify: follow the target's own choices through each draft. The acceptance rule, the same for chains and trees."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ log = logging.getLogger("sameseed")
 
 @dataclass(frozen=True)
 class Verified:
-    """Ragged over sequences: the tokens decided this round, and the draft nodes accepted on the way (one less).
+    """Ragged over sequences: the tokens decided in this round, and the draft nodes accepted for them (one fewer).
 
-    A sequence without logits (its pending tokens were not all in the pass) has neither. `failed[b]` says that no token
-    could be chosen: what was accepted before stands, then the sequence must end with an error.
+    A sequence without logits (its pending tokens were not all in the pass) has neither. `failed[b]`: no token could be
+    chosen. The tokens accepted before that stay valid, then the sequence must end with an error.
     """
 
     tokens: list[list[int]]
@@ -44,9 +44,9 @@ def verify(
     """Accept a path of each draft and add one token.
 
     logits float32 [R, V] holds, for each sequence with `wants_logits`, the row after its last known token and one row
-    after each of its nodes. At each node the target's own choice is computed; the child that carries it is followed;
-    where none does, that choice is the last token of the round. `choices` [R], of a backend that made them: they are
-    taken for sequences that are `drawable`, whose logits are then not looked at.
+    after each of its nodes. At each node the target's own choice is computed. If a child holds that token, the walk
+    goes on there; if none does, the choice is the last token of the round. `choices` [R]: the backend's choices, if it
+    made any. They are used for sequences that are `drawable`, whose logits are then not read.
     """
     paths: list[_Path] = []
     drawn = [choices is not None and drawable(seq) for seq in seqs]
@@ -65,10 +65,10 @@ def verify(
                 elif plain_greedy(seq):
                     made = best[row:end], finite[row:end]
                 _walk(path, table[row:end], seq, draft_tokens, parents, made, eos_token_ids)
-            except RequestError as error:  # a grammar that is given up
+            except RequestError as error:  # a grammar that took too much time
                 log.warning("choosing a token of sequence %d failed: %s", seq.seq_id, error)
                 path.failed = seq.ruled_out = True
-            except Exception:  # its own parameters, mostly: it ends alone, and its neighbours never know
+            except Exception:  # mostly its own parameters: only this sequence ends
                 log.exception("choosing a token of sequence %d failed", seq.seq_id)
                 path.failed = True
             row = end
@@ -80,7 +80,7 @@ def verify(
 
 @dataclass
 class _Path:
-    """What one sequence decided in this round."""
+    """What was decided for one sequence in this round."""
 
     tokens: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
@@ -97,9 +97,10 @@ def _walk(
     made: tuple[Seq[int], Seq[bool]] | None,
     eos_token_ids: Seq[int],
 ) -> None:
-    """Follow one sequence's own choices; table [1 + nodes, V], `made`: the rows' choices, and whether there is one.
+    """Follow the choices for one sequence into `path`; table: logits [1 + nodes, V].
 
-    A token that is decided already (`seq.script`) is taken whatever the logits say.
+    `made`: the choice for each row and whether the row has one, if they are known. A token that is decided already
+    (`seq.script`) is taken whatever the logits say.
     """
     children = {(p, t): i for i, (p, t) in reversed(list(enumerate(zip(parents, draft_tokens, strict=True))))}
     node = -1
@@ -113,7 +114,7 @@ def _walk(
             token = choose(table[at], seq, path.tokens, eos_token_ids)
         if token == FAILED:
             path.failed = True
-            seq.ruled_out = bool(np.isfinite(table[at].max(initial=-np.inf)))  # else the model is at fault
+            seq.ruled_out = bool(np.isfinite(table[at].max(initial=-np.inf)))  # False: the model is at fault
             return
         if seq.params.logprobs is not None:
             path.logprobs.append(token_logprob(table[at], seq, path.tokens, token, eos_token_ids))
@@ -126,7 +127,7 @@ def _walk(
 
 
 def on_host(logits: Tensor, draft: Draft, wants_logits: Seq[bool], drawn: Seq[bool]) -> NDArray[np.float32]:
-    """Logits [R, V] where they can be read. Only those are copied, and hold anything, whose tokens are not `drawn`."""
+    """Logits [R, V] on the host. Rows of sequences that are `drawn` are not copied, and hold arbitrary values."""
     if logits.device.type == "cpu":
         return logits.numpy()
     wanted = [w and not d for w, d in zip(wants_logits, drawn, strict=True)]
@@ -150,7 +151,7 @@ def on_host(logits: Tensor, draft: Draft, wants_logits: Seq[bool], drawn: Seq[bo
 def _argmax(table: NDArray[np.float32]) -> tuple[list[int], list[bool]]:
     """Index of each row's first maximum, and whether the maximum is a finite number (NaN is the maximum of its row).
 
-    In NumPy: PyTorch would wake its thread pool for these few rows, which costs more than the search.
+    In NumPy, because PyTorch would wake its thread pool for these few rows, which costs more than the search.
     """
     index = table.argmax(axis=-1)
     values = table[np.arange(len(table)), index]
