@@ -1,1 +1,1 @@
-"""The registry of number formats: what a stored number is, for weights and for the KV cache. One file, one format."""
+"""The registry of number formats: how one number of a weight or of the KV cache is stored. One file per format."""

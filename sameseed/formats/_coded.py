@@ -1,6 +1,6 @@
-"""What the formats with codes and scales share: groups along K, rows, and compressed-tensors' configuration.
+"""Shared code of the formats with codes and scales: groups along K, rows, and the compressed-tensors configuration.
 
-Parts: "codes" [O, K], "scales" [O, K / G], and where there are zero points "zeros" [O, K / G].
+Parts of a stored weight: "codes" [O, K], "scales" [O, K / G] and, if it has zero points, "zeros" [O, K / G].
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ def grouped(x: Tensor, group: int | None) -> Tensor:
 
 
 def bf16_scales(size: Tensor, steps: float) -> Tensor:
-    """Scales bfloat16 of groups: size / steps; 0 below 2^-100, NaN where the size is no number."""
+    """Scales of groups, size / steps, as bfloat16; 0 where size < 2^-100, NaN where size is NaN or infinite."""
     scales = torch.where(size >= SMALLEST, over(size, steps), 0.0)
     return torch.where(size.isfinite(), scales, torch.nan).to(torch.bfloat16)
 
 
 def divided(x: Tensor, scales: Tensor) -> Tensor:
-    """x [O, K / G, G] over scales [O, K / G], fresh memory; 0 where the scale is 0 or NaN."""
+    """x [O, K / G, G] divided by scales [O, K / G], in new memory; 0 where the scale is 0 or NaN."""
     steps = torch.where(scales > 0, scales.float(), torch.inf)  # x / inf = 0
     out = x / steps[..., None]
     return out.masked_fill_(scales.isnan()[..., None], 0.0) if scales.isnan().any() else out
 
 
-PACKED = (1, 2, 4)  # bits of codes, uint8, that checkpoints pack
+PACKED = (1, 2, 4)  # widths in bits of the uint8 codes that checkpoints pack several to a byte
 
 
 class Coded(Format):
-    """A format for weights; `values` is what its codes mean. Subclasses that serve the cache define more."""
+    """A weight format with codes and scales; `values` decodes codes. Subclasses that serve the KV cache define more."""
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
-        """Codes, scales (bfloat16 where the format knows groups) and bytes of zero points."""
+        """Bits of a code plus its share of the scale and of the zero point (one byte).
+
+        A scale is bfloat16 if the format or `args` has groups, else float32.
+        """
         scale = 16 if args.group or self.groups else 32
         return self.bits + (scale + (0 if args.symmetric else 8)) / (args.group or width)
 
@@ -51,7 +54,7 @@ class Coded(Format):
         raise NotImplementedError
 
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
-        """Codes [O, K / G, G] as float32 before scaling; zeros [O, K / G, 1]."""
+        """Values of codes [O, K / G, G] before scaling, float32; zeros [O, K / G, 1]."""
         raise NotImplementedError
 
     def decode(self, q: QuantTensor) -> Tensor:
@@ -62,14 +65,14 @@ class Coded(Format):
         return found.flatten(1) if q.order is None else found.flatten(1).index_select(1, q.order.argsort())
 
     def stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> QuantTensor:
-        """A weight of codes [O, K] (or in groups), scales [O, K / G] and zero points."""
+        """Build a stored weight from codes [O, K] or [O, K / G, G], scales and zero points [O, K / G]."""
         codes = codes.flatten(1).contiguous()
         parts = {"codes": codes, "scales": scales.contiguous()} | ({} if zeros is None else {"zeros": zeros})
         return QuantTensor(self.name, (codes.shape[0], codes.shape[1]), parts)
 
 
 def packed_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [O, K] of 1, 2 or 4 bits as bytes uint8 [O, ceil(K * bits / 8)], the first in the lowest bits."""
+    """Pack codes uint8 [O, K] of 1, 2 or 4 bits into uint8 [O, ceil(K * bits / 8)], the first in the lowest bits."""
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (8 // bits)))
     places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     packed: Tensor = (padded.view(len(codes), -1, 8 // bits) << places).sum(-1, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The dense formats written once: a stored number is a float of some width, without scales."""
+"""Shared code of the dense formats: a stored number is a float of some width, without scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit codes of a dynamic exponent and fraction, in blocks of 256 (Dettmers, 2016 and 2022): scales of scales."""
+"""8-bit codes with a dynamic exponent, in blocks of 256 (Dettmers, 2016 and 2022): nf4-dq stores its scales in them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ BLOCK = 256
 
 
 def _table() -> Tensor:
-    """256 values in [-1, 1]: a sign, i leading zeros (a factor 10^-i), and the middles of 2^(6 - i) parts of [0.1, 1].
+    """The 256 code values in [-1, 1], float32, ascending.
 
-    And 0, and 1; as float32, ascending. -1 is not among them.
+    They are 0, 1 and, for i in 0..6 and both signs, 10^-i times the middles of 2^(6 - i) equal parts of [0.1, 1].
+    -1 is not among them.
     """
     values = [0.0, 1.0]
     for zeros in range(7):
@@ -35,6 +36,6 @@ def encode(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, sizes: Tensor, block: int = BLOCK, table: Tensor | None = None) -> Tensor:
-    """The inverse, float32 [n]; `table` where a checkpoint brings its own."""
+    """The inverse of `encode`, float32 [n]; `table`: the code values, where a checkpoint stores its own."""
     values = (TABLE if table is None else table).to(codes.device)[codes.long()]
     return values * sizes.repeat_interleave(block)[: codes.shape[0]]

@@ -1,4 +1,4 @@
-"""The 8-bit floats written once (Micikevicius et al., 2022): codes are their bits, scales are per row or block."""
+"""Shared code of the 8-bit float formats (Micikevicius et al., 2022), with scales per row or per block."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ KINDS = ("fp8_e4m3", "fp8_e5m2")
 
 
 class Float8(Coded):
-    """Codes uint8, the bits of `dtype`; scale = absmax / largest of a row (weights) or of a token and head (cache).
+    """Codes uint8 are the bits of `dtype`; scale = absmax / largest, per row (weights) or per token and head (cache).
 
-    `-b128`: of a block of 128 x 128 weights (smaller at the edges). Scales lie by row and group of columns all the
-    same, where kernels find those of groups: repeated over the block's rows, and over its columns where 128 does not
-    divide K (groups of gcd(128, K)). `-auto`: e4m3 or e5m2, whichever errs less (`choose`).
-    The error is at most half a step of the float, 2^-4 of a value in e4m3 and 2^-3 in e5m2 unless it is subnormal.
+    `-b128`: one scale per block of 128 x 128 weights (smaller at the edges). Kernels read scales by row and group of
+    columns, so a block's scale is stored for each of its rows. Where 128 does not divide K, the groups are
+    gcd(128, K) columns wide, and the scale is also repeated over the groups of the block. `-auto`: e4m3 or e5m2,
+    whichever has the smaller error (`choose`).
+    The error is at most half a step of the float: 2^-4 of a value in e4m3, 2^-3 in e5m2, more for subnormal values.
     """
 
     bits = 8
@@ -36,7 +37,7 @@ class Float8(Coded):
         self.options = frozenset({"activations-fp8", "b128"} | ({"auto"} if dtype == torch.float8_e4m3fn else set()))
 
     def _codes(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of x and scales of absmax a: nearest even, never beyond the largest; rules as quantize_rows."""
+        """Codes of x and scales for absmax a: nearest even, clamped to `largest`; edge cases as in quantize_rows."""
         usable = a.isfinite() & (a >= SMALLEST)
         factors = torch.full_like(a, self.largest) / a
         scaled = torch.where(usable, (x * factors).clamp_(-self.largest, self.largest), 0.0)
@@ -64,14 +65,14 @@ class Float8(Coded):
         return {"b128": BLOCK, "auto": 0}.get(args.variant or "", 1)
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
-        """As in memory: a checkpoint has one scale for a block of -b128."""
+        """Bits in memory. A checkpoint with -b128 takes fewer, since it has one scale per block."""
         return 8 + 32 / (_block_columns(width) if args.variant == "b128" else width)
 
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
         return codes.view(self.dtype).float()
 
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        codes, scales = self._rows(x)  # the scale is per row: a rejected draft must leave no trace
+        codes, scales = self._rows(x)  # one scale per row: rejected draft tokens must not affect other rows
         return codes, scales.squeeze(-1)
 
     def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
@@ -79,7 +80,10 @@ class Float8(Coded):
         return codes.contiguous().view(self.dtype).float() * scales[..., None]
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """Tensors in compressed-tensors' float-quantized layout: scales [O, 1], or one for each block."""
+        """Tensors in compressed-tensors' float-quantized layout: scales [O, 1], or one per block.
+
+        Raises ConfigError where rows of several matrices were joined and a block is no longer whole.
+        """
         codes, scales = plain(q).parts["codes"], q.parts["scales"]
         if scales.shape[1] > 1:
             blocks = scales[::BLOCK, :: BLOCK // q.group].contiguous()
@@ -96,22 +100,22 @@ class Float8(Coded):
 
 
 def _block_columns(width: int) -> int:
-    """Columns of a group in a weight of blocks: all of them, or gcd(128, K)."""
+    """Columns that share a scale in a -b128 weight of K columns: K if K <= 128, else gcd(128, K)."""
     return width if width <= BLOCK else math.gcd(BLOCK, width)
 
 
 def spread(scales: Tensor, height: int, width: int) -> Tensor:
-    """Scales [ceil(O / 128), ceil(K / 128)] of blocks as [O, K / G] of rows and groups."""
+    """Repeat the scales of blocks [ceil(O / 128), ceil(K / 128)] to scales of rows and groups [O, K / G]."""
     group = _block_columns(width)
     columns = torch.arange(0, width, group, device=scales.device) // BLOCK
     return scales.repeat_interleave(BLOCK, 0)[:height].index_select(1, columns)
 
 
 def choose(weight: Tensor) -> tuple[str, dict[str, float]]:
-    """The kind of float that stores weight [O, K] best with a scale per row, and each kind's relative RMS error.
+    """The 8-bit float that stores weight [O, K] best with a scale per row, and the relative RMS error of each kind.
 
-    e5m2 has the coarser steps, so it errs less only where values span more than e4m3 can tell from zero beside the
-    largest of their row (about 2^-17 of it).
+    e5m2 has the coarser steps. Its error is smaller only where values span so wide a range that e4m3 rounds the small
+    ones to zero (those below about 2^-17 of the largest value of their row).
     """
     errors = dict.fromkeys(KINDS, 0.0)
     total = 0.0

@@ -6,11 +6,11 @@ from torch import Tensor
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x [..., D] times the orthogonal Hadamard matrix (Sylvester's), as float32 in fresh memory.
+    """x [..., D] times the orthogonal Hadamard matrix (Sylvester's), as float32 in new memory.
 
-    D not a power of two: in blocks of the largest power of two that divides it. Sums run in one fixed order
-    (butterflies of neighbours at distance 1, 2, 4, ...; the factor last), element by element: a row's bits do not
-    depend on its company.
+    If D is not a power of two, blocks of the largest power of two that divides D are transformed one by one. Sums run
+    in one fixed order (butterflies of neighbours at distance 1, 2, 4, ...; the factor last), element by element. So
+    the result is row-invariant: the bits of a row do not depend on the other rows.
     """
     block = x.shape[-1] & -x.shape[-1]
     out, distance = x.float(), 1

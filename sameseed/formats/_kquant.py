@@ -1,6 +1,6 @@
-"""What the K-quants of llama.cpp share: super-blocks of 256 values in sub-blocks, scales of two levels.
+"""Shared code of llama.cpp's K-quants: super-blocks of 256 values, divided into sub-blocks, with two levels of scales.
 
-Layout and names of the fields: ggml's block_q4_K, block_q5_K and block_q6_K (ggml-common.h).
+The layout and the field names are those of ggml's block_q4_K, block_q5_K and block_q6_K (ggml-common.h).
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ SUPER = 256  # values of a super-block
 
 
 class KQuant(Coded):
-    """A value is scale * step * (code - zero) - least * minimum, with one scale and one least for a super-block.
+    """A value is scale * step * (code - zero) - least * minimum.
 
-    Parts: "codes" uint8 [O, K] (the low `bits` bits count), "steps" int8 [O, K / part], "scales" fp16 or bf16
-    [O, K / 256]; with `minima` also "minima" int8 [O, K / part] and "least" [O, K / 256]. Rows that 256 does not divide
-    are one super-block of one sub-block, which no kernel has.
+    A super-block has one scale and one `least`; a sub-block has one step and one minimum. Parts: "codes" uint8 [O, K]
+    (the low `bits` bits count), "steps" int8 [O, K / part], "scales" fp16 or bf16 [O, K / 256]; with `minima` also
+    "minima" int8 [O, K / part] and "least" [O, K / 256]. A row whose width 256 does not divide is one super-block with
+    one sub-block; no kernel supports this.
 
-    Files of llama.cpp are kept as they are. Encoding here is the simplest that fits: each sub-block's range, rounded to
-    nearest, under bf16 scales; llama.cpp's own quantizers search for better ones.
+    Codes and scales of llama.cpp files are kept unchanged. `encode` uses the simplest method: it rounds each
+    sub-block's range to nearest, with bf16 scales. llama.cpp's own quantizers search for better scales.
 
-    In a product rows are quantized to int8 by super-block (`quantize_rows` in groups of 256, llama.cpp's Q8_K but for
-    the sign of its scale). The integer sums over a super-block are exact, and are multiplied by `scale_parts` in turn.
+    In a matrix product the activation rows are quantized to int8 by super-block (`quantize_rows` in groups of 256; like
+    llama.cpp's Q8_K except for the sign of the scale). The integer sums over a super-block are exact, and are then
+    multiplied by `scale_parts` in turn.
     """
 
     options = frozenset({"activations"})
@@ -38,7 +40,7 @@ class KQuant(Coded):
         return "least" in self.scale_parts
 
     def sizes(self, width: int) -> tuple[int, int]:
-        """Super-blocks and sub-blocks of a row."""
+        """The number of super-blocks and of sub-blocks in a row of `width` values."""
         return (width // SUPER, width // self.part) if width % SUPER == 0 else (1, 1)
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
@@ -65,7 +67,7 @@ class KQuant(Coded):
     def stored(  # type: ignore[override]
         self, codes: Tensor, scales: Tensor, steps: Tensor, least: Tensor | None = None, minima: Tensor | None = None
     ) -> QuantTensor:
-        """A weight of its parts."""
+        """Build a stored weight from its parts."""
         codes = codes.flatten(1).contiguous()
         found = {"codes": codes, "steps": steps, "scales": scales, "minima": minima, "least": least}
         parts = {name: t.contiguous() for name, t in found.items() if t is not None}
@@ -83,9 +85,10 @@ class KQuant(Coded):
 
 
 def two_levels(size: Tensor, supers: int, most: int) -> tuple[Tensor, Tensor]:
-    """Scales bf16 [O, n] of super-blocks and int8 multiples [O, parts] of them, 0..most, nearest to `size` [O, parts].
+    """Express `size` [O, parts] as int8 multiples 0..most [O, parts] of bf16 super-block scales [O, n], to nearest.
 
-    The largest of a super-block is the multiple `most`; NaN and infinity make the scale NaN.
+    Returns scales and multiples. The largest size of a super-block gets the multiple `most`; NaN or infinity makes the
+    scale NaN.
     """
     blocks = size.view(size.shape[0], supers, -1)
     scales = bf16_scales(blocks.amax(-1), most)

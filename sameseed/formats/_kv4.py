@@ -1,8 +1,9 @@
-"""Rows of the cache in 4 bits, of even D: nibbles, the smallest value, and what a format adds behind them.
+"""KV cache rows in 4 bits (even D): packed codes, the row's lowest value, and then what a format adds.
 
-A row and head is W bytes: D / 2 of codes 0..15 (the low nibble of byte i is value i, the high one value i + D / 2),
-then the row's lowest value as bfloat16 (little-endian, rounded down). value = code * scale + lowest, the scale float32
-beside the codes. Rows that hold NaN or infinity have the scale NaN; those below 2^-100 are zeros.
+The row of a token and head takes W bytes: D / 2 bytes of codes 0..15 (the low nibble of byte i is value i, the high one
+value i + D / 2), then the row's lowest value as bfloat16 (little-endian, rounded down). value = code * scale + lowest;
+the float32 scale is in a tensor of its own. A row with NaN or infinity gets the scale NaN; a row whose values are all
+smaller than 2^-100 becomes zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LOWEST_BYTES = 2
 
 
 def even(name: str, dim: int) -> int:
-    """`dim`. Raises ConfigError unless it is even: two values share a byte."""
+    """Return `dim`. Raises ConfigError if `dim` is odd, since two values share a byte."""
     if dim % 2:
         raise ConfigError(f"a KV cache in {name!r} needs an even head dimension, not {dim}; use 'int8' or 'bf16'")
     return dim
@@ -26,13 +27,13 @@ def even(name: str, dim: int) -> int:
 def encode_rows(x: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Bytes uint8 [..., D / 2 + 2] and scales float32 [...] of x [..., D]; |error| <= scale / 2, up to rounding.
 
-    Values where `kept` is true count for nothing (their code is 0): they are stored elsewhere.
+    Values where `kept` is true are ignored (their code is 0), because the caller stores them elsewhere.
     """
     x = x.float()
     counted = x if kept is None else torch.where(kept, torch.nan, x)
     high = counted.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1, keepdim=True)
     bits = counted.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(-1, keepdim=True).view(torch.int32)
-    # Rounded towards minus infinity to what bfloat16 holds: codes are never negative then.
+    # Rounded towards minus infinity to a bfloat16 value, so that codes are never negative.
     lowest = torch.where(bits < 0, bits + 0xFFFF, bits).bitwise_and(-0x10000).view(torch.float32)
     broken = ~(x.isfinite().all(-1, keepdim=True) & lowest.isfinite() & (high - lowest).isfinite())
     empty = torch.maximum(high.abs(), lowest.abs()) < SMALLEST
@@ -50,7 +51,7 @@ def encode_rows(x: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def decode_rows(data: Tensor, scales: Tensor, dim: int) -> Tensor:
-    """x float32 [..., D] of bytes that begin as `encode_rows` makes them, and scales [...]."""
+    """Decode x float32 [..., D] from scales [...] and bytes that begin with the output of `encode_rows`."""
     nibbles = data[..., : dim // 2]
     lowest = as_bf16(data[..., dim // 2 : dim // 2 + LOWEST_BYTES]).float()  # [..., 1]
     return torch.cat([nibbles & 15, nibbles >> 4], -1).float() * scales[..., None] + lowest
@@ -61,5 +62,5 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def as_bf16(data: Tensor) -> Tensor:
-    # Fresh memory: a slice of a row begins where it begins, two bytes of a number at an even address.
+    # Copied to new memory: a slice of a row may begin at an odd address, and bfloat16 needs an even one.
     return data.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)

@@ -1,6 +1,6 @@
 """Format bf16: bfloat16 (8 exponent bits, 7 of mantissa), rounded to nearest even.
 
-Rows of x stay float32, or are rounded too where the scheme asks for bf16 activations (bf16-a16).
+Activation rows x stay float32; with the scheme bf16-a16 they are rounded to bf16 too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Format bf16_a16: the KV cache in bf16, its products with queries and softmax weights that are rounded to bf16 too.
 
-What bf16-a16 is for weights: the rows are stored as in `bf16`; scaled queries are rounded to bf16, and so, in blocks of
-keys, are the softmax weights before they meet the values (their sum is not).
+The counterpart of the weight scheme bf16-a16 for the KV cache. Rows are stored as in `bf16`. Scaled queries are rounded
+to bf16. Softmax weights are rounded to bf16, in blocks of keys, before the product with the values; their sum is not
+rounded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sameseed.scheme import Format
 
 
 class Bf16Products(Format):
-    """For the cache only; weights with rounded rows are `bf16-a16`."""
+    """For the KV cache only; the scheme for weights with rounded activation rows is `bf16-a16`."""
 
     name = "bf16_a16"
     bits = 16

@@ -10,19 +10,19 @@ from sameseed.formats._coded import Coded, bf16_scales, compressed_tensors, divi
 from sameseed.formats._hadamard import hadamard
 from sameseed.scheme import QuantArgs, QuantTensor, plain
 
-ZERO = 8  # the code of 0 where there are no zero points
+ZERO = 8  # the zero point of symmetric weights
 
 
 class Int4(Coded):
     """Codes 0..15; value = (code - zero) * scale, the scale bfloat16.
 
-    Symmetric: zero = 8, scale = absmax / 7.5: of both signs, one half step is lost at the end. With zero points: the
-    group's range, stretched to contain 0, falls on 0..15. The error is at most half a step (and what bfloat16 takes
-    from the scale).
+    Symmetric: zero = 8 and scale = absmax / 7.5, so the largest value of either sign is off by half a step. With zero
+    points: the group's range, extended to contain 0, is mapped to 0..15. The error is at most half a step (plus the
+    rounding error of the bfloat16 scale).
 
-    Cache rows (even D), keys and values alike, are rotated by `hadamard`, which leaves no channel far from the others
-    (Ashkboos et al., 2024), and stored as `_kv4` says; decoding rotates back. The error's Euclidean length is at most
-    sqrt(D) / 2 steps.
+    KV cache rows (even D), keys and values alike, are rotated by `hadamard`, which spreads outlier channels over the
+    row (Ashkboos et al., 2024), and stored as `_kv4` describes; decoding rotates back. The error's Euclidean length is
+    at most sqrt(D) / 2 steps.
     """
 
     name = "int4"
@@ -56,11 +56,11 @@ class Int4(Coded):
         return hadamard(_kv4.decode_rows(codes, scales, 2 * (codes.shape[-1] - _kv4.LOWEST_BYTES)))
 
     def by_channel(self, rows: Tensor) -> Tensor:
-        """Without the rotation: a channel far from 0 has a narrow range of its own, and would spoil a sum."""
+        """Round without the rotation, which would widen a channel's range where its values are all far from 0."""
         return _kv4.decode_rows(*_kv4.encode_rows(rows), rows.shape[-1])
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """Tensors in compressed-tensors' pack-quantized layout: eight codes an int32, the first in its lowest bits."""
+        """Tensors in compressed-tensors' pack-quantized layout: eight codes per int32, the first in its lowest bits."""
         parts = plain(q).parts
         tensors = {
             f"{name}.weight_packed": pack_int32(parts["codes"]),

@@ -1,6 +1,7 @@
 """Format int4_sparse: the KV cache dense and sparse: a row's largest values kept apart, the rest in 4 bits (KVQuant).
 
-After Hooper et al., 2024 (KVQuant), with scales per token and head: what a token stores depends on it alone.
+After Hooper et al., 2024 (KVQuant), but with scales per token and head, so the stored bytes of a token depend on that
+token alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def num_outliers(dim: int) -> int:
-    """Values of a row of `dim` that are kept apart: one of 32, at least one."""
+    """The number of outliers that are stored separately in a row of `dim` values: one per 32, at least one."""
     return max(1, dim // 32)
 
 
@@ -29,7 +30,10 @@ def _index_bytes(dim: int) -> int:
 
 @cache
 def _dim(width: int) -> int:
-    """D of rows that take `width` bytes: the inverse of D / 2 + 2 + n (2 + bytes of an index), which grows with D."""
+    """D of rows that take `width` bytes: the inverse of D / 2 + 2 + n (2 + bytes per index), which grows with D.
+
+    Raises ConfigError where no D fits.
+    """
     dim = 2
     while (found := dim // 2 + _kv4.LOWEST_BYTES + num_outliers(dim) * (2 + _index_bytes(dim))) < width:
         dim += 2
@@ -39,11 +43,11 @@ def _dim(width: int) -> int:
 
 
 class Int4Sparse(Format):
-    """For the cache only. Rows of even D: bytes as `_kv4` has them for the values that stay, then the n outliers.
+    """For the KV cache only. A row (even D) holds the `_kv4` bytes of the small values, then the n outliers.
 
-    The n largest of a row by size (of two as large, the first) follow as bfloat16 (2 n bytes), then their indices,
-    ascending (n bytes, or 2 n little-endian where D > 256). |error| <= scale / 2 of values that stay, 2^-8 of a value
-    of the others.
+    The outliers are the n values of largest magnitude (the first one on a tie). They are stored as bfloat16 (2 n
+    bytes), then their indices, ascending (n bytes, or 2 n little-endian where D > 256). |error| <= scale / 2 for small
+    values, and 2^-8 of the value for outliers.
     """
 
     name = NAME
@@ -55,7 +59,7 @@ class Int4Sparse(Format):
         """Bytes uint8 [T, Hk, W] and scales float32 [T, Hk] of x [T, Hk, D]. Raises ConfigError for an odd D."""
         dim = _kv4.even(NAME, x.shape[-1])
         x = x.float()
-        # Stable, so that equal values are kept in one order, whatever else is sorted with them.
+        # A stable sort: the order of equal values must not depend on the other rows that are sorted in this call.
         order = x.abs().sort(dim=-1, descending=True, stable=True).indices
         index = order[..., : num_outliers(dim)].sort(-1).values  # [T, Hk, n]
         kept = torch.zeros_like(x, dtype=torch.bool).scatter_(-1, index, True)

@@ -30,7 +30,7 @@ class Int8(Coded):
         return codes.float()
 
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        codes, scales = quantize_rows(x)  # the scale is per row: a rejected draft must leave no trace
+        codes, scales = quantize_rows(x)  # one scale per row: rejected draft tokens must not affect other rows
         return codes, scales.squeeze(-1)
 
     def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ class Int8(Coded):
         return codes.float() * scales[..., None]
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """Tensors in compressed-tensors' int-quantized layout; with float activations in its packed one."""
+        """Tensors in compressed-tensors' int-quantized layout; with float activations in its pack-quantized layout."""
         codes, scales = plain(q).parts["codes"], q.parts["scales"]
         if q.activations is not None:
             return {f"{name}.weight": codes, f"{name}.weight_scale": scales}
@@ -49,7 +49,7 @@ class Int8(Coded):
         }
 
     def config(self, q: QuantTensor) -> dict[str, object]:
-        if q.activations == "outliers":  # compressed-tensors knows of none
+        if q.activations == "outliers":  # compressed-tensors has no such setting
             return {}
         return compressed_tensors("int-quantized" if q.activations else "pack-quantized", q, 8, "int")
 

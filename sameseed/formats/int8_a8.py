@@ -1,8 +1,9 @@
 """Format int8_a8: the KV cache in int8, its products with int8 queries and 16-bit softmax weights, all integers.
 
-What w8a8 is for weights: the rows are stored as in `int8`; scaled queries are quantized by row and head as rows of x
-are, and so, to 16 bits by query and block of keys, are the softmax weights before they meet the values (their sum is
-not). After SageAttention (Zhang et al., 2025); here each scale belongs to one row.
+The counterpart of the weight scheme w8a8 for the KV cache. Rows are stored as in `int8`. Scaled queries are quantized
+to int8 by row and head, like activation rows. Softmax weights are quantized to 16 bits by query and block of keys
+before the product with the values; their sum is not quantized. After SageAttention (Zhang et al., 2025), but here each
+scale belongs to one row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sameseed.scheme import Format
 
 
 class Int8Products(Format):
-    """For the cache only; weights with quantized rows are `w8a8`."""
+    """For the KV cache only; the scheme for weights with quantized activation rows is `w8a8`."""
 
     name = "int8_a8"
     bits = 8

@@ -16,11 +16,13 @@ LOWEST, HIGHEST = -128, 119
 class Int8n(Coded):
     """Codes q in -128..119; the scale of a group is the larger of max / 119 and -min / 128, bfloat16.
 
-    q = 16 high + low, both in -8..7, for every such code: high = round(q / 16). So `high` under the scale 16 s is a
-    symmetric int4 weight of the same groups, at most half a step (and half a step of q) off: see `lower`. A backend
-    may keep the halves apart; then one that drafts reads the first plane only, and one that checks reads both.
+    Every code splits into q = 16 high + low, both in -8..7, where high = round(q / 16). So `high` with the scale 16 s
+    is a symmetric int4 weight in the same groups, at most half an int4 step (plus half a step of q) off: see `lower`. A
+    backend may store the two halves as separate planes. Then drafting reads only the upper plane, and verification
+    reads both.
 
-    Parts: "codes" int8, "scales"; of a view "high" (codes of which the upper half counts) for "codes".
+    Parts: "codes" int8 and "scales". The 4-bit view has "high" (codes of which only the upper half counts) instead of
+    "codes".
     """
 
     name = "int8n"
@@ -40,14 +42,14 @@ class Int8n(Coded):
         return codes.float()
 
     def lower(self, q: QuantTensor) -> QuantTensor | None:
-        """The 4-bit weight of the upper halves. None where a backend has packed whole bytes (for float activations)."""
+        """The 4-bit view of the upper halves, or None where a backend packed whole bytes (for float activations)."""
         name = "codes" if q.layout == "plain" and "codes" in q.parts else "high"
         if name not in q.parts:
             return None
         return replace(q, parts={"high": q.parts[name], "scales": q.parts["scales"]})
 
     def decode(self, q: QuantTensor) -> Tensor:
-        """The stored values, float32 [O, K]; of a view, those of the upper halves."""
+        """The stored values, float32 [O, K]; for a 4-bit view, the values of the upper halves."""
         parts = plain(q).parts
         if "high" not in parts:
             return super().decode(q)
@@ -55,7 +57,7 @@ class Int8n(Coded):
 
 
 def high(codes: Tensor) -> Tensor:
-    """The upper halves of codes int8, rounded: round(q / 16), in -8..7."""
+    """The rounded upper halves of int8 codes q: round(q / 16), in -8..7."""
     return (codes.to(torch.int16) + 8 >> 4).to(torch.int8)
 
 

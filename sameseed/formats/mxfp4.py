@@ -11,19 +11,19 @@ from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, plain
 
 # e2m1: sign, two bits of exponent, one of mantissa.
 TABLE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-# Halfway between the values; ties go to the even code, so every second border lies just below.
+# The middles between values. Ties go to the even code, so every second border lies just below its middle.
 _HALFWAY = (TABLE[1:8] + TABLE[:7]) / 2
 BORDERS = torch.where(torch.arange(7) % 2 == 0, _HALFWAY, _HALFWAY.nextafter(torch.zeros(())))
 BLOCK = 32
-SMALLEST_SCALE = 2.0**-127  # e8m0 knows no zero: blocks of zeros have this one
+SMALLEST_SCALE = 2.0**-127  # e8m0 cannot represent 0, so blocks of zeros get this scale
 
 
 class MXFP4(Coded):
-    """Codes 0..15 in the order of their bits; value = TABLE[code] * scale, the scale a power of two as bfloat16.
+    """Codes 0..15 are the bits of e2m1; value = TABLE[code] * scale, where the scale is a power of two as bfloat16.
 
-    scale = 2^(floor(log2 absmax) - 2), as the specification says: a value beyond 6 of the block's 8 steps becomes 6, so
-    the error is half a step, or two at the top. `-mse` takes twice that scale where the block's squared error is less.
-    NaN in a block makes its scale NaN (e8m0 255).
+    scale = 2^(floor(log2 absmax) - 2), as the specification says. So absmax lies below 8 scales, and values beyond 6
+    scales are clamped to 6. The error is at most half a step, or 2 scales where a value is clamped. `-mse` doubles the
+    scale where that lowers the squared error of the block. NaN in a block makes its scale NaN (e8m0 255).
     """
 
     name = "mxfp4"
@@ -51,13 +51,13 @@ class MXFP4(Coded):
         return TABLE.to(codes.device)[codes.long()]
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
-        """Scales lie as bfloat16 in memory; a checkpoint has a byte for each (4.25 bits in blocks of 32)."""
+        """Bits in memory, with bfloat16 scales. A checkpoint has one byte per scale (4.25 bits with blocks of 32)."""
         return self.bits + 16 / (args.group or width)
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """Tensors in compressed-tensors' mxfp4-pack-quantized layout: two codes a byte, the first in its low half.
+        """Tensors in compressed-tensors' mxfp4-pack-quantized layout: two codes per byte, the first in its low half.
 
-        Raises ConfigError for rows that blocks of 32 do not divide: no reader takes them.
+        Raises ConfigError for rows whose width is not a multiple of 32, because no reader supports them.
         """
         codes = plain(q).parts["codes"]
         if q.group != BLOCK:

@@ -26,12 +26,13 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 class NF4(Coded):
-    """Codes 0..15 into TABLE; value = TABLE[code] * scale, the scale bfloat16 in what `encode` stores.
+    """Codes 0..15 index TABLE; value = TABLE[code] * scale. `encode` stores the scale as bfloat16.
 
-    `-dq`: double quantization (QLoRA, section 3), as bitsandbytes has it. Parts "scales" are uint8 codes of the absmax
-    less "offset" [1], their mean; "sizes" [O K / G / 256] are the scales of these codes, in blocks of 256 along all
-    rows. Kernels and `concat` take the scales as float32 (`single`). Codes are the nearest under the scales that are
-    stored (bitsandbytes takes those under the exact ones). The error is at most half the gap between two values.
+    `-dq`: double quantization (QLoRA, section 3), in the layout of bitsandbytes. Then "scales" holds uint8 codes of
+    absmax - offset, where "offset" [1] is the mean absmax. "sizes" [O K / G / 256] are the scales of these uint8 codes,
+    in blocks of 256 that run across rows. Kernels and `concat` use float32 scales (`single`). Weight codes are the
+    nearest ones for the stored scales (bitsandbytes: for the exact scales). The error is at most half the gap between
+    two table values.
     """
 
     name = "nf4"
@@ -56,7 +57,7 @@ class NF4(Coded):
         return 0 if args.variant == "dq" else 1  # the offset is the mean of all scales
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
-        """Of -dq as it is stored (and not the offset, 32 bits a matrix); kernels take 4 + 32 / 64."""
+        """For -dq, the bits as stored, without the offset (32 bits per matrix); kernels use 4 + 32 / 64."""
         group = args.group or width
         return 4 + (8 + 32 / _dynamic8.BLOCK if args.variant == "dq" else 16) / group
 
@@ -73,7 +74,7 @@ class NF4(Coded):
         return super().concat([single(q) for q in parts])
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """Tensors as bitsandbytes stores them: two codes a byte, the first in the upper half."""
+        """Tensors as bitsandbytes stores them: two codes per byte, the first in the upper half."""
         codes, scales = plain(q).parts["codes"].flatten(), q.parts["scales"].flatten()
         if codes.numel() % 2:
             codes = torch.nn.functional.pad(codes, (0, 1))
@@ -102,7 +103,7 @@ class NF4(Coded):
 
 
 def single(q: QuantTensor) -> QuantTensor:
-    """`q` with float32 scales [O, K / G] where it has double ones; itself otherwise."""
+    """`q` with its double-quantized scales decoded to float32 [O, K / G]; `q` itself if its scales are plain."""
     if "sizes" not in q.parts:
         return q
     codes = plain(q).parts["scales"]
@@ -111,10 +112,10 @@ def single(q: QuantTensor) -> QuantTensor:
 
 
 def nearest(x: Tensor) -> Tensor:
-    """Codes uint8 of the table's nearest value (of two as near, the lower).
+    """Codes uint8 of the nearest table value (the lower one on a tie).
 
-    A bucket is far narrower than the gaps between borders: x can only lie on either side of the one nearest to its
-    bucket, even where rounding put it into the next bucket.
+    x is sorted into buckets that are far narrower than the gaps between borders. So only the border nearest to the
+    bucket has to be compared with x, even where rounding put x into the next bucket.
     """
     bucket = (x + 1).mul_(_BUCKETS / 2).long().clamp_(0, _BUCKETS - 1)
     near = _NEAR_BORDER.to(x.device).take(bucket)

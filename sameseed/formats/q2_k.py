@@ -6,7 +6,7 @@ from sameseed.formats._kquant import KQuant
 
 
 class Q2K(KQuant):
-    """Codes 0..3. Files of llama.cpp have steps and minima of 4 bits, what is encoded here of 6."""
+    """Codes 0..3. Steps and minima have 4 bits in llama.cpp's files, and 6 bits in weights encoded here."""
 
     name = "q2_k"
     bits = 2

@@ -6,7 +6,7 @@ from sameseed.formats._kquant import KQuant
 
 
 class Q6K(KQuant):
-    """Codes 0..63, 32 of them below zero; steps may be negative."""
+    """Codes 0..63 with the zero point 32; steps may be negative."""
 
     name = "q6_k"
     bits = 6

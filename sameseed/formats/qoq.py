@@ -10,23 +10,23 @@ from torch import Tensor
 from sameseed.formats._coded import Coded, bf16_scales, divided, grouped
 from sameseed.scheme import QuantArgs, QuantTensor
 
-# Codes of the first level reach 119, not 127: rounding to steps of up to 16 (238 / 15, rounded up) moves them by 8 at
-# most, so that (code - zero) * step never leaves int8 (the paper's protective range).
+# Codes of the first level reach 119, not 127 (the paper's protective range): rounding to steps of up to 16 (238 / 15,
+# rounded up) moves a code by at most 8, so (code - zero) * step stays within int8.
 PROTECTED = 119
 
 
 class QoQ(Coded):
-    """Two levels: an int8 weight w8 = round(w / channel), and of it by group 4-bit codes: w8 ~ (code - zero) * step.
+    """Two levels: an int8 weight w8 = round(w / channel), and 4-bit codes of w8 by group: w8 ~ (code - zero) * step.
 
-    channel = absmax / 119 of the row, bfloat16; step = the group's range of w8, stretched to contain 0, over 15 and
-    rounded up, an integer in 1..16 (0 for a group of zeros); zero in 0..15. The product of the integers lies in
+    channel = absmax / 119 of the row, bfloat16. step = the range of w8 in the group, extended to contain 0, divided by
+    15 and rounded up: an integer in 1..16 (0 for a group of zeros). zero lies in 0..15. (code - zero) * step lies in
     -127..127 for every weight, so a kernel may multiply in int8.
 
-    Parts: codes, "scales" float32 [O, K / G] = step * channel, exact (8 bits times 5), "zeros", and "channel" [O, 1].
-    The value is (code - zero) * scale: what the int4 kernels multiply, in float rows fma by fma, in int8 rows as the
-    exact sum of (code - zero) * x over a group times scale. |error| <= (step + 1) / 2 * channel.
+    Parts: "codes", "zeros", "channel" [O, 1], and "scales" float32 [O, K / G] = step * channel, which is exact (8 bits
+    times 5). The value is (code - zero) * scale, which the int4 kernels compute: with float rows one fma per weight,
+    with int8 rows the exact sum of (code - zero) * x over a group, times scale. |error| <= (step + 1) / 2 * channel.
 
-    `-mse` takes the next smaller step where the group's squared error is less, though its ends are cut off.
+    `-mse` takes the next smaller step where that lowers the squared error of the group, although it clips the range.
     """
 
     name = "qoq"
@@ -51,12 +51,12 @@ class QoQ(Coded):
         return self.leveled(codes.to(torch.uint8), steps, zeros.squeeze(-1).to(torch.uint8), channel)
 
     def leveled(self, codes: Tensor, steps: Tensor, zeros: Tensor, channel: Tensor) -> QuantTensor:
-        """A weight of codes [O, K] (or in groups), steps and zero points [O, K / G], and channel scales [O, 1]."""
+        """Build a weight from codes [O, K] (or in groups), steps and zeros [O, K / G], and channel scales [O, 1]."""
         q = self.stored(codes, steps.float() * channel.float(), zeros.contiguous())
         return replace(q, parts={**q.parts, "channel": channel.contiguous()})
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
-        """As in memory, where a group has its float32 product; a checkpoint has a byte for it."""
+        """Bits in memory, where a group has a float32 scale (its step alone would take one byte)."""
         return 4 + (32 + 8) / (args.group or width) + 16 / width
 
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
@@ -65,7 +65,7 @@ class QoQ(Coded):
 
 
 def _second(w8: Tensor, low: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of w8 [O, K / G, G] in integer steps [O, K / G] from low, zero points and squared error [O, K / G, 1]."""
+    """Codes of w8 [O, K / G, G] for integer steps [O, K / G]; zeros (from low) and squared error [O, K / G, 1]."""
     zeros = divided(-low[..., None], steps).round_().clamp_(0, 15)
     codes = divided(w8, steps).round_().add_(zeros).clamp_(0, 15)
     return codes, zeros, ((codes - zeros) * steps[..., None] - w8).square_().sum(-1, keepdim=True)

@@ -1,1 +1,1 @@
-"""Models: the Llama family's one definition, its checkpoints, and ModelRunner, a model with a cache."""
+"""Models: one definition of the Llama family, its checkpoints, and ModelRunner, which runs a model with a KV cache."""

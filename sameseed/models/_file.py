@@ -1,6 +1,6 @@
-"""TensorFile: one open file of tensors, read with pread; what the readers of safetensors and GGUF share.
+"""TensorFile: one open file of tensors, read with pread; the base class of the safetensors and GGUF readers.
 
-Files are not mapped: pages of a map count as the process's own memory for as long as it lasts.
+Files are not memory-mapped, because mapped pages count as the memory of the process as long as the mapping exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sameseed.errors import ModelLoadError
 
 
 class TensorFile:
-    """An open file; a subclass names its `kind` and reads its header, raising ModelLoadError where it is unsound."""
+    """An open file; a subclass sets `kind` and reads the header, raising ModelLoadError for an invalid one."""
 
     kind = "tensor"
 
@@ -43,9 +43,9 @@ class TensorFile:
         return ModelLoadError(f"{self.path} is not a sound {self.kind} file ({reason}); download it again")
 
     def read(self, begin: int, end: int) -> Tensor:
-        """Bytes begin..end-1 of the file, uint8, in memory of their own."""
+        """Bytes begin..end-1 of the file, uint8, in new memory. Raises ModelLoadError where the file is shorter."""
         out = torch.empty(end - begin, dtype=torch.uint8)
-        view: memoryview = out.numpy().data  # of the same memory
+        view: memoryview = out.numpy().data  # shares the memory of `out`
         done = 0
         while done < len(view):
             count = os.preadv(self._file, [view[done:]], begin + done)

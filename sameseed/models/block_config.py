@@ -1,6 +1,7 @@
 """BlockConfig: a block head (DFlash: Chen et al., 2026; DSpark: DeepSeek-AI, 2026), read from its config.json.
 
-Three layouts are read: z-lab's (`dflash_config`), DeepSpec's (all settings beside the layers') and speculators'.
+Three layouts are read: z-lab's (`dflash_config`), DeepSpec's (all settings on the same level as those of the layers)
+and that of speculators.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from sameseed.models.head_config import HeadConfig, layer_architecture, layer_se
 
 @dataclass(frozen=True)
 class BlockConfig(HeadConfig):
-    """Shape and flags of a block head; `layer` says how many layers it has, and how large.
+    """Shape and flags of a block head; `layer` holds the number and the sizes of its layers.
 
-    `block_size`: tokens of a block, the last known one and masks (`mask_token`). `from_anchor`: the known token's place
-    guesses too, each place the token after it; else the masks guess their own. `markov_rank`: of the bias that the
-    token before gives to the next, 0 for none.
+    `block_size`: tokens of a block, which are the last known token and masks (`mask_token`). `from_anchor`: every place
+    guesses the token after itself, also the known token's place; otherwise each mask guesses the token in its own
+    place. `markov_rank`: rank of the Markov head, whose bias depends on the token before; 0 for none.
     """
 
     block_size: int = 8
@@ -31,7 +32,7 @@ class BlockConfig(HeadConfig):
 
     @property
     def num_guesses(self) -> int:
-        """Tokens that it was trained to guess."""
+        """The number of tokens that the head was trained to guess."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
     def tensors(self, layer: str) -> dict[str, tuple[int, ...]]:
@@ -50,7 +51,7 @@ class BlockConfig(HeadConfig):
 
 
 def parse_block_config(raw: Mapping[str, Any], where: str) -> BlockConfig:
-    """BlockConfig of a parsed config.json. Raises ModelLoadError that names the field."""
+    """BlockConfig of a parsed config.json. Raises ModelLoadError naming the field."""
     inner, own = layer_settings(raw, where), raw.get("dflash_config") or {}
     if not isinstance(own, Mapping):
         raise ModelLoadError(f"{where}: dflash_config must be an object, got {str(own)[:80]}")
@@ -65,7 +66,7 @@ def parse_block_config(raw: Mapping[str, Any], where: str) -> BlockConfig:
     kind = settings.get("markov_head_type", "vanilla")
     if rank and kind != "vanilla":
         raise ModelLoadError(f"{where}: a Markov head of type {kind!r} is not supported; only 'vanilla' is")
-    # Speculators name the layers whose inputs it reads, the others those whose outputs it reads.
+    # Speculators list the layers whose inputs the head reads; the other layouts list those whose outputs it reads.
     name, later = "aux_hidden_state_layer_ids", 0
     if settings.get(name) is None:
         name, later = "target_layer_ids", 1
@@ -86,7 +87,7 @@ def parse_block_config(raw: Mapping[str, Any], where: str) -> BlockConfig:
 
 
 def _refuse(inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
-    """Raise ModelLoadError for what changes the arithmetic, and is not built."""
+    """Raise ModelLoadError for settings that change the computation and are not supported."""
     kinds = inner.get("layer_types") or (["sliding_attention"] if inner.get("use_sliding_window") else ())
     if "sliding_attention" in kinds or settings.get("is_causal") or settings.get("causal"):
         raise ModelLoadError(

@@ -1,4 +1,4 @@
-"""BlockRunner: a block head with its cache. It stores what the target's states give, and guesses blocks behind it."""
+"""BlockRunner: a block head with its KV cache. It stores rows of the target's states, and guesses blocks after them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class BlockRunner:
         wants_logits: bool,
         draws: Seq[Draw] | None = None,
     ) -> tuple[Tensor, Tensor, None]:
-        """Add rows to the cache: of holder b as many as it has tokens, of the target's hidden states [n, F].
+        """Add rows to the cache: for each of holder b's tokens one row, from the target's hidden states [n, F].
 
-        Which tokens they are does not matter; there are no logits, features and choices, whether wanted or not.
+        Only the number of tokens matters. `wants_logits` and `draws` are ignored: logits and features are empty, and
+        there are no choices.
         """
         rows = [Rows(t, s.num_cached, [], [], s.blocks, False) for s, t in zip(holders, tokens, strict=True)]
         batch = build_batch(rows, self.cache.block_size)
@@ -44,9 +45,9 @@ class BlockRunner:
         return nothing, nothing, None
 
     def guess(self, holders: Seq[Sequence], last: Seq[int], counts: Seq[int]) -> Tensor:
-        """Logits [sum of counts, Vd] of the first counts[b] guesses after the token last[b], which follows its rows.
+        """Logits [sum of counts, Vd] of the first counts[b] guesses after the token last[b], which follows b's rows.
 
-        Rows of a block lie in the cache behind the holder's own until they are written over.
+        The rows of a block stay in the cache behind the holder's rows until they are overwritten.
         """
         return self.model.guess(self._batch(holders, last, counts), self.cache)
 
@@ -66,7 +67,7 @@ class BlockRunner:
             ends += [known + size - 1] * size
             slots += slots_of(holder.blocks, known, known + size, self.cache.block_size)
         offsets = list(range(0, len(tokens) + 1, size))
-        # Each place sees the whole block: for attention all are its last, with all others before them.
+        # Every place attends to the whole block, so attention treats each row as the last one with all others before.
         masks = [(1 << size) - 1] * len(tokens)
         numbers = (tokens, positions, slots, offsets, [0] * len(holders), [h.num_cached for h in holders], logit_rows)
         batch = pack(numbers, [h.blocks for h in holders], masks)

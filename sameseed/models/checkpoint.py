@@ -1,6 +1,6 @@
-"""Checkpoint: the tensors of a folder's safetensors files, read in rows, so that a large one is never whole in memory.
+"""Checkpoint: the tensors of a folder's safetensors files, read in rows to keep large ones out of memory.
 
-Dense tensors, and quantized matrices in the layouts of `models/layouts`. The header of each file is checked
+It reads dense tensors, and quantized matrices in the layouts of `models/layouts`. The header of each file is checked
 (https://huggingface.co/docs/safetensors: an 8-byte length, JSON, then the data).
 """
 
@@ -28,13 +28,13 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
 
 
 class Checkpoint:
-    """The tensors of a folder by name. A context: its files are open inside. A `Source` of weights."""
+    """The tensors of a folder by name: a context manager that holds the files open, and a `TensorSource` of weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stack = ExitStack()
         self._files: dict[str, SafetensorsFile] = {}  # by tensor name
-        # Quantized matrices by the name of the dense one, once `check` has run.
+        # Quantized matrices by the name of their dense tensor; filled by `check`.
         self._stored: dict[str, StoredMatrix] = {}
         self._recent: tuple[str, QuantTensor | Tensor] | None = None  # the quantized matrix that was read last
         self._layout: Layout | None = None
@@ -50,7 +50,7 @@ class Checkpoint:
                 self._stack.callback(opened.close)
                 for name in opened.entries:
                     if places.get(name, file) != file:
-                        continue  # the index has it elsewhere
+                        continue  # the index names another file for this tensor
                     if name in self._files:
                         raise ModelLoadError(
                             f"tensor {name[:80]} is in both {self._files[name].path.name} and {file} of "
@@ -72,7 +72,7 @@ class Checkpoint:
         self._stack.close()
 
     def _file_names(self) -> tuple[list[str], dict[str, str]]:
-        """Files to open, and where the index, if there is one, has each tensor."""
+        """The files to open, and the file that the index (if there is one) names for each tensor."""
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
             try:
@@ -83,7 +83,7 @@ class Checkpoint:
             if any(not isinstance(n, str) or Path(n).name != n for n in names):
                 raise ModelLoadError(f"{index} names files outside its folder; that is not a sound checkpoint")
             return names, weight_map
-        if (self.folder / "model.safetensors").exists():  # others beside it are other forms of the same weights
+        if (self.folder / "model.safetensors").exists():  # other files hold the same weights in other forms
             return ["model.safetensors"], {}
         names = sorted(p.name for p in self.folder.glob("*.safetensors"))
         if not names:
@@ -95,7 +95,7 @@ class Checkpoint:
     def __contains__(self, name: object) -> bool:
         return name in self._files
 
-    # --- what weights are read from; of a checkpoint that `check` has passed ---
+    # --- TensorSource; only after `check` ---
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32 if name in self._stored else DTYPES[self._files[name].entries[name].dtype]
@@ -106,7 +106,7 @@ class Checkpoint:
 
     def stored(self, name: str) -> QuantTensor:
         value = self._read(name)
-        self._recent = None  # the caller has it: not twice in memory
+        self._recent = None  # the caller holds the matrix now; do not keep a second reference
         if isinstance(value, QuantTensor):
             return value
         return rounded(self._stored[name].scheme, value.shape[0], lambda start, stop: value[start:stop])
@@ -133,7 +133,7 @@ class Checkpoint:
 
     def _read(self, name: str) -> QuantTensor | Tensor:
         if self._recent is None or self._recent[0] != name:
-            self._recent = None  # the last one goes before the next one comes
+            self._recent = None  # free the last matrix before reading the next one
             value = self._stored[name].read()
             if not finite(value):
                 raise ModelLoadError(
@@ -149,7 +149,7 @@ class Checkpoint:
             raise ModelLoadError(f"tensor {name} in {file.path.name} holds NaN or infinity; the file is damaged")
         return value
 
-    # --- what layouts look at ---
+    # --- what layouts read (`Files`) ---
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
         entry = self._files[name].entries[name]
@@ -181,7 +181,7 @@ class Checkpoint:
         return iter(self._files)
 
     def drop_prefix(self, prefix: str) -> None:
-        """Call every tensor by what stands behind `prefix`. Raises ModelLoadError where two would have one name."""
+        """Remove `prefix` from all tensor names. Raises ModelLoadError where two tensors would get the same name."""
         shorter = {n.removeprefix(prefix): file for n, file in self._files.items()}
         if len(shorter) < len(self._files):
             twice = next(n for n in self._files if n.startswith(prefix) and n.removeprefix(prefix) in self._files)
@@ -191,9 +191,9 @@ class Checkpoint:
         self._files = shorter
 
     def check(self, config: ModelConfig, shapes: Shapes | None = None, spare: Seq[str] = ()) -> None:
-        """Names, shapes and types against the config, before any weight is read.
+        """Check names, shapes and types against the config, before any weight is read. Raises ModelLoadError.
 
-        `shapes`: of the tensors, where they are not a whole model's (a draft head's); `spare`: others that may be.
+        `shapes`: of all tensors, if they are not those of a whole model (but of a draft head); `spare`: optional ones.
         """
         expected = dict(shapes or expected_shapes(config))
         taken = self._find_stored(expected)
@@ -205,7 +205,7 @@ class Checkpoint:
             )
         known = {*expected, *taken, *spare}
         extra = [n for n in self._files if n not in known and not n.endswith(IGNORED_SUFFIXES)]
-        if config.tied_embeddings:  # a stored copy of the head, however it is stored
+        if config.tied_embeddings:  # ignore a stored copy of the tied LM head, dense or quantized
             if heads := {n for n in extra if n.startswith("lm_head.") and n != "lm_head.weight"}:
                 say_once(f"{self.folder}: {sorted(heads)[0]} is left out: config.json ties the head to the embedding")
             extra = [n for n in extra if not n.startswith("lm_head.")]
@@ -230,7 +230,7 @@ class Checkpoint:
                 )
 
     def _find_stored(self, expected: dict[str, tuple[int, ...]]) -> set[str]:
-        """Fill `_stored`; the names of all tensors that its matrices consist of."""
+        """Fill `_stored`, and return the names of all tensors that make up its matrices."""
         raw = read_json(self.folder / "config.json") if (self.folder / "config.json").exists() else {}
         self._layout = make_layout(raw, str(self.folder / "config.json"))
         self._stored = {}
@@ -246,7 +246,7 @@ class Checkpoint:
 
 
 def notice_rounded(path: Path, kinds: dict[str, str], shapes: Shapes) -> None:
-    """Say once which matrices (name -> what it is stored in) no format holds, and what becomes of them."""
+    """Log once which matrices (name -> its type of storage) no format can hold, and the schemes they are rounded to."""
     if kinds:
         size = sum(math.prod(shapes[n]) * round_scheme(shapes[n][1]).bits_per_weight(shapes[n][1]) for n in kinds)
         schemes = sorted({str(round_scheme(shapes[n][1])) for n in kinds})

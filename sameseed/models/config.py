@@ -1,4 +1,4 @@
-"""ModelConfig: one Llama-family model as flags, read from a Hugging Face config.json."""
+"""ModelConfig: shape and flags of a Llama-family model, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sameseed.errors import ModelLoadError
 
 log = logging.getLogger("sameseed.models")
 
-# Architecture -> what is always true of it: biases on q, k, v; normalized q and k.
+# Architecture -> its fixed flags: biases on q, k and v; norms on q and k.
 ARCHITECTURES = {
     "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
     "MistralForCausalLM": {"qkv_bias": False, "qk_norm": False},
@@ -26,16 +26,16 @@ ARCHITECTURES = {
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft", "embedded-head": "head"}
 GGUF = ".gguf"  # suffix of a model that is one file
-MASK_TOKENS = ("pard_token", "ptd_token_id")  # AMD's name of the mask token, and vLLM's; -1: none
+MASK_TOKENS = ("pard_token", "ptd_token_id")  # AMD's and vLLM's key for the mask token; -1: none
 PARALLEL = ("pard", "pard2")  # spd_type of models that guess several tokens in one pass
-MAX_LAYERS = 10_000  # names and shapes of all layers are listed before any file is read
+MAX_LAYERS = 10_000  # a bound, because names and shapes of all layers are listed before any file is read
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base, and the scaling of frequencies.
+    """Rotary embedding: the base, and the scaling of frequencies.
 
-    `kind`: "default" (none), "linear", "llama3" (Llama 3.1's bands), or "factors" (each is divided by its own).
+    `kind`: "default" (no scaling), "linear", "llama3" (Llama 3.1's bands), or "factors" (one divisor per frequency).
     """
 
     theta: float = 10000.0
@@ -51,8 +51,8 @@ class RopeConfig:
 class ModelConfig:
     """Shape and flags of a model. `windows[i]` is layer i's sliding window in tokens, None for full attention.
 
-    `mask_token`: of a model that guesses several tokens in one pass, the id that stands for a token not known yet
-    (PARD: An et al., 2025); `num_parallel`: so many it was trained to guess, where its config.json says so, else 0.
+    `mask_token`: for a model that guesses several tokens in one pass, the id that stands for a token not known yet
+    (PARD: An et al., 2025). `num_parallel`: the number of tokens it was trained to guess, 0 if config.json has none.
     """
 
     architecture: str
@@ -79,7 +79,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of embedding, layers and head (norms and biases left out)."""
+        """Number of weights in embedding, layers and LM head, without norms and biases."""
         width = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * width + 3 * self.hidden_size * self.intermediate_size
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.num_layers * layer
@@ -101,7 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> str:
-    """Its first name in `architectures`. Raises ModelLoadError for one that is not supported."""
+    """The first name in `architectures`. Raises ModelLoadError if it is not supported."""
     names = raw.get("architectures") or ["?"]
     architecture = names[0] if isinstance(names, list) else "?"
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
@@ -112,7 +112,7 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object = None) -> ModelConfig:
-    """ModelConfig of a parsed config.json. `eos` (of generation_config.json) overrides its end tokens."""
+    """ModelConfig from a parsed config.json. `eos` (from generation_config.json) overrides its end tokens."""
     architecture = _architecture(raw, where)
     flags = ARCHITECTURES[architecture]
     whole = partial(whole_number, raw, where)
@@ -153,7 +153,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
     )
 
 
-LLAMA: Mapping[str, Any] = {  # of a Llama's config.json, what does not depend on its size
+LLAMA: Mapping[str, Any] = {  # the entries of a Llama's config.json that do not depend on its size
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
@@ -166,7 +166,7 @@ LLAMA: Mapping[str, Any] = {  # of a Llama's config.json, what does not depend o
 
 
 def sizes_of(shape: Any) -> dict[str, int]:
-    """The sizes of a ModelConfig, or of what has the same fields, in the words of config.json."""
+    """The sizes of a ModelConfig, or of an object with the same fields, under the keys of config.json."""
     words = {
         "num_layers": "num_hidden_layers",
         "num_heads": "num_attention_heads",
@@ -185,7 +185,7 @@ def is_parallel(folder: Path) -> bool:
 
 
 def _mask_token(raw: Mapping[str, Any], where: str, vocab_size: int) -> int | None:
-    """The id under either name, None for none. Raises ModelLoadError where parallel drafting would lack something."""
+    """The id under either key, or None. Raises ModelLoadError for a parallel draft that cannot run."""
     if raw.get("spd_type") == "pard2":
         raise ModelLoadError(f"{where}: spd_type 'pard2' reads the target's states; take a draft of spd_type 'pard'")
     name = next((n for n in MASK_TOKENS if raw.get(n) not in (None, -1)), None)
@@ -218,7 +218,7 @@ def _number(raw: Mapping[str, Any], name: str, default: float, where: str) -> fl
 
 
 def _token_ids(value: object, name: str, vocab_size: int) -> tuple[int, ...]:
-    """Those that the model has: what it can never write ends no text, and has no row in a table."""
+    """The given ids that lie in the vocabulary; the others are left out with a warning."""
     given = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)]
     known = tuple(v for v in given if not isinstance(v, bool) and 0 <= v < vocab_size)
     if len(known) < len(given):
@@ -233,7 +233,7 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
     if not isinstance(scaling, dict):
         raise ModelLoadError(f"{where}: rope settings must be an object, got {scaling!r}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "factors":  # of a GGUF file, which checks them
+    if kind == "factors":  # from a GGUF file, whose reader has checked the factors
         theta = _number(scaling, "rope_theta", 10000.0, where)
         return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
     if kind not in ("default", "linear", "llama3"):
@@ -272,7 +272,7 @@ def _windows(raw: Mapping[str, Any], layers: int, architecture: str, where: str)
 
 
 def layer_shapes(c: ModelConfig, layer: str, norms: Seq[str], width: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The tensors of a decoder layer by Hugging Face name; `width`: of what enters q, k and v, where not C."""
+    """Shapes of a decoder layer's tensors by Hugging Face name; `width`: of the input of q, k and v, if it is not C."""
     heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     hidden, inner = c.hidden_size, c.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {}

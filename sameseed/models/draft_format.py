@@ -1,4 +1,4 @@
-"""The number format of a draft: few bits, those of its target if it has few, unless somebody says otherwise."""
+"""The default number format of a draft: that of its target if this has few bits, else a format with few bits."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from sameseed.models.weights import (
 )
 from sameseed.scheme import DENSE, KQUANTS, QuantScheme, get
 
-USUAL = "model.layers.0.mlp.down_proj"  # the matrix whose scheme counts as the model's
-BESIDE_DENSE = QuantScheme.parse("w8a8")  # a draft's, on a CPU: half of the bytes, and guesses as good
+USUAL = "model.layers.0.mlp.down_proj"  # the matrix whose scheme stands for the whole model's
+BESIDE_DENSE = QuantScheme.parse("w8a8")  # for drafts of dense targets on a CPU: half the bytes, equally good guesses
 
 
 def draft_scheme(draft: Path, target: Path, quant: QuantScheme, device: str = "cpu") -> QuantScheme:
-    """The scheme of a draft model or head for which none is named: its target's. Reads headers.
+    """The default scheme of a draft model or head: that of its target. Reads headers only.
 
-    A draft in 16 bits beside a target in 4 costs half a pass a step. Its format cannot change the text. Beside a target
-    in 16 bits or more it is w8a8 on a CPU, and as stored elsewhere. What the checkpoint stores in few bits stays so
-    ("auto").
+    A 16-bit draft step beside a 4-bit target costs half a target pass, and the draft's format cannot change the text.
+    For a target in 16 bits or more, the draft is w8a8 on a CPU, and as stored elsewhere. A draft checkpoint that is
+    quantized already keeps its format ("auto").
     Raises ConfigError or ModelLoadError for folders that hold no such model.
     """
     config = read_config(target)
@@ -39,7 +39,7 @@ def draft_scheme(draft: Path, target: Path, quant: QuantScheme, device: str = "c
         checkpoint.check(config)
         usual = few_bits(resolve_scheme(config, checkpoint, quant, USUAL), device)
     if usual.weights == "auto" or (usual == BESIDE_DENSE and draft.resolve() == target.resolve()):
-        return QuantScheme()  # a target named as its own draft is a slip, that is told
+        return QuantScheme()  # the target was named as its own draft: a mistake that is reported elsewhere
     if is_head(draft):
         with open_head(draft) as (head, files, shapes, _):
             return following(usual, head.layer, files, shapes)
@@ -50,9 +50,9 @@ def draft_scheme(draft: Path, target: Path, quant: QuantScheme, device: str = "c
 
 
 def few_bits(quant: QuantScheme, device: str = "cpu") -> QuantScheme:
-    """The scheme without its rules; where it takes 16 bits or more, what a draft on this device takes instead.
+    """The scheme without its rules; for a scheme of 16 bits or more, the default of a draft on this device.
 
-    A K-quant's is w4a8 or w8a8: of rows that 256 does not divide, and on GPUs, no kernel has K-quants.
+    A K-quant becomes w4a8 or w8a8, because no kernel supports K-quants on GPUs or in rows that 256 does not divide.
     """
     if quant.weights in KQUANTS:
         return QuantScheme.parse("w4a8" if get(quant.weights).bits <= 4 else "w8a8")
@@ -64,9 +64,9 @@ def few_bits(quant: QuantScheme, device: str = "cpu") -> QuantScheme:
 def following(
     usual: QuantScheme, config: ModelConfig, source: TensorSource, shapes: Shapes | None = None
 ) -> QuantScheme:
-    """The scheme `usual` where the source's matrices are dense and can be stored so (its group may go), else "auto".
+    """`usual` if the source's matrices are dense and can be stored in it (if need be without its group), else "auto".
 
-    `shapes`: of a head's tensors.
+    `shapes`: of the tensors of a draft head.
     """
     names = [name for name, shape in (shapes or expected_shapes(config)).items() if len(shape) == 2]
     if usual.weights != "auto" and all(source.scheme(name) is None for name in names):
@@ -78,9 +78,10 @@ def following(
 
 
 def is_smaller(folder: Path, quant: QuantScheme, than: QuantScheme) -> bool:
-    """Whether the model in `folder`, stored by `quant`, has a matrix of fewer bits a weight than stored by `than`.
+    """Whether the model in `folder` has a matrix that takes fewer bits per weight by `quant` than by `than`.
 
-    However the two are spelled: what counts is what the checkpoint makes of them. Reads headers. Raises ConfigError.
+    Both schemes are resolved with the checkpoint first, so their spelling does not matter. Reads headers only. Raises
+    ConfigError.
     """
     config = read_config(folder)
     with open_checkpoint(folder) as checkpoint:

@@ -1,4 +1,4 @@
-"""Tokens that a model drew where its logits are, and that the host has not read: chains written without a wait."""
+"""Tokens that were drawn on the device and not yet read by the host: chains drafted without waiting for the device."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ class LateNodes:
     tokens: Tensor
 
     def nodes(self, b: int) -> tuple[list[int], list[int]]:
-        """Tokens, none of them known, and parents of sequence b."""
+        """Tokens (all UNKNOWN) and parents of the draft nodes of sequence b."""
         count = self.counts[b]
         return [UNKNOWN] * count, list(range(-1, count - 1))
 
 
 class Drawn:
-    """Chains of counts[b] >= 1 tokens of each sequence, drawn step after step by those that have not so many yet."""
+    """Chains of counts[b] >= 1 tokens per sequence, drawn step by step; a step covers the sequences not yet done."""
 
     def __init__(self, counts: Seq[int]) -> None:
         self.counts = list(counts)
         self._steps: list[Tensor] = []
-        self._rows: list[list[int]] = []  # whose they are
+        self._rows: list[list[int]] = []  # per step: the sequence of each choice
 
     def running(self, step: int) -> list[int]:
         """The sequences that draw a token in a step."""
         return [b for b, count in enumerate(self.counts) if count > step]
 
     def add(self, chosen: Tensor) -> None:
-        """The next step's choices: int32 [R], or [2, R] with confidences (`Ops.choose`)."""
+        """Add the choices of the next step: int32 [R], or [2, R] with confidences (`Ops.choose`)."""
         self._rows.append(self.running(len(self._steps)))
-        self._steps.append(chosen.clone().view(-1, chosen.shape[-1]))  # a pass writes over the choices of the last one
+        self._steps.append(chosen.clone().view(-1, chosen.shape[-1]))  # cloned: the next pass reuses the buffer
 
     def add_rest(self, chosen: Tensor) -> None:
-        """The choices of all steps after the first: int32 [k, 1 or 2, R] of the sequences that run in the second."""
+        """Add the choices of all steps after the first: int32 [k, 1 or 2, R] for the sequences of the second step."""
         self._rows += [self.running(1)] * len(chosen)
         self._steps += chosen.unbind()
 
     def going(self, rows: Tensor, step: int) -> Tensor:
-        """Of rows [R, ...] of those running in the step before, those of the ones running in this one."""
+        """Select from rows [R, ...], one per sequence of the previous step, those of the sequences in this step."""
         before, now = self.running(step - 1), self.running(step)
         if before == now:
             return rows
@@ -58,12 +58,12 @@ class Drawn:
         return rows.index_select(0, index)
 
     def last(self, step: int) -> Tensor:
-        """Tokens int32 [R] of the step before, after which those running in this one go on."""
+        """Tokens int32 [R] of the previous step, for the sequences that draw in this step."""
         return self.going(self._steps[step - 1][0], step)
 
     @cached_property
     def numbers(self) -> Tensor:
-        """Tokens, and below them confidences where they were asked for: int32 [1 or 2, N], sequence after sequence."""
+        """Row 0: tokens; row 1: confidences, if requested. int32 [1 or 2, N], sequence after sequence."""
         every = torch.cat(self._steps, dim=1)
         drawn = [(b, step) for step, rows in enumerate(self._rows) for b in rows]
         order = sorted((i for i, (b, step) in enumerate(drawn) if step < self.counts[b]), key=drawn.__getitem__)
@@ -72,7 +72,7 @@ class Drawn:
         return every.index_select(1, int_tensors((order,), every.device)[0])
 
     def split(self, numbers: Seq[Seq[int]]) -> list[list[tuple[int, float]]]:
-        """`numbers` as the host has read them: each sequence's tokens, and how sure they are (1: nobody asked)."""
+        """Split `numbers`, as read by the host, into (token, confidence) per sequence; 1 if none was requested."""
         tokens, *bits = numbers
         sure = np.array(bits[0], np.int32).view(np.float32).tolist() if bits else [1.0] * len(tokens)
         pairs, found, end = list(zip(tokens, sure, strict=True)), [], 0
@@ -82,7 +82,7 @@ class Drawn:
         return found
 
     def read(self) -> list[list[tuple[int, float]]]:
-        """What was drawn (`split`); the host waits for it."""
+        """Wait for the device and return what was drawn, as `split` does."""
         return self.split(devices.read(self.numbers))
 
 
@@ -94,10 +94,10 @@ def steps_after(
     block_size: int,
     draw: Callable[[int, int], Draw | None],
 ) -> Steps | None:
-    """What differs in the passes of chains of counts[b] >= 1 rows, which follow the starts[b] rows of each sequence.
+    """Slots and noise keys for all passes of chains of counts[b] >= 1 rows after the starts[b] rows of each sequence.
 
-    `batch` is the first pass; draw(b, step): how the token after a row is drawn. None where a single pass is left, or
-    where the device's choices are truncated: then each pass is made by itself.
+    `batch` is the first of these passes; draw(b, step): how the token after a row is drawn. None where only one pass
+    is left, or where tokens are drawn with top-k or top-p: then each pass must be run separately.
     """
     draws, most = batch.draws, max(counts)
     if most < 2 or draws is None or draws.most or draws.shares:

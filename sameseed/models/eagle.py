@@ -1,10 +1,11 @@
-"""EAGLE heads: one decoder layer that guesses on from the target's own hidden states.
+"""EAGLE heads: one decoder layer that drafts from the target's own hidden states.
 
-EAGLE-1 and 2 (Li et al., 2024): fc of [embedding; feature], then a layer without its first norm, then the target's
-head; a feature is what enters the target's head. EAGLE-3 (Li et al., 2025): fc of three of the target's layers makes
-the feature, and q, k, v read [norm(embedding); norm(feature)]. The feature at position t goes with token t + 1.
+EAGLE-1 and 2 (Li et al., 2024): fc of [embedding; feature], then a layer without its first norm, then the target's LM
+head; a feature is the input of the target's LM head. EAGLE-3 (Li et al., 2025): fc of three of the target's layers
+makes the feature, and q, k, v read [norm(embedding); norm(feature)]. The feature at position t goes with token t + 1.
 
-Letters as in `ops`; F: width of the hidden states that the head takes from the target, Vd: its own vocabulary.
+Letters as in `ops`; F: width of the hidden states that the head reads from the target, Vd: size of the head's own
+vocabulary.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from sameseed.scheme import QuantTensor
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """Weights of a head. Norms are float32; those of the other kind of head are None.
+    """Weights of a head. Norms are float32; norms that only the other kind of head has are None.
 
-    `target_ids` int32 [Vd]: the target's token of each of the head's own, None where they are the same.
+    `target_ids` int32 [Vd]: the target's token id of each token of the head; None if the ids are the same.
     """
 
     embedding: QuantTensor  # [V, C]
@@ -39,19 +40,19 @@ class HeadWeights:
     layer: LayerWeights  # EAGLE-3: its qkv is [(H + 2 Hk) D, 2 C], its input_norm the embedding's
     feature_norm: Tensor | None  # [C], EAGLE-3's hidden_norm
     norm: Tensor | None  # [C], EAGLE-3
-    target_norm: Tensor | None  # [C], EAGLE-1: what the target does before its head
+    target_norm: Tensor | None  # [C], EAGLE-1: the target's norm before its LM head
     lm_head: QuantTensor  # [Vd, C]
     target_ids: Tensor | None
     dense: str = "fp32"
 
 
 class EagleHead:
-    """A head with its weights and the ops that run it; the batch, the features and the cache arrive as arguments."""
+    """A head with its weights and the ops that run it; batch, features and KV cache are arguments of each pass."""
 
     def __init__(
         self, config: HeadConfig, weights: HeadWeights, ops: Ops, target_eps: float, max_model_len: int
     ) -> None:
-        """`target_eps`: of the target's norm; `max_model_len`: positions that the rotary table holds."""
+        """`target_eps`: eps of the target's norm; `max_model_len`: number of positions in the rotary table."""
         self.config = config
         self.weights = weights
         self.ops = ops
@@ -61,7 +62,7 @@ class EagleHead:
         ids = weights.target_ids
         self.token_ids = None if ids is None else ids.to(self.device, torch.int64)
         self.rope = rope_table(config.layer.rope, config.layer.head_dim, max_model_len).to(self.device)
-        # Weakly: a cycle would keep the weights alive until the garbage collector comes by.
+        # A weak reference: a cycle would keep the weights alive until the next garbage collection.
         forward = weakref.WeakMethod(self._forward)
         self._run = ops.replayer(lambda *args: cast(Any, forward())(*args))
 
@@ -71,9 +72,9 @@ class EagleHead:
     ) -> tuple[Tensor, Tensor]:
         """Run the rows of `batch`, each a token with the feature x [T, C] of the position before it.
 
-        `captured`: x [T, F] are the target's captured hidden states, of which features are to be made. `window`: tokens
-        that a row sees, itself among them. Returns logits float32 [R, Vd] of `batch.logit_rows`, and the head's own
-        features [T, C], which stand for the target's where it goes on by itself.
+        `captured`: x [T, F] are the target's captured hidden states, from which the features are computed. `window`:
+        number of tokens that a row attends to, itself included. Returns logits float32 [R, Vd] of `batch.logit_rows`,
+        and the head's own features [T, C], which replace the target's features when the head continues its own draft.
         """
         logits, features, _ = self.run(x, batch, cache, window, captured=captured)
         return logits, features
@@ -82,10 +83,10 @@ class EagleHead:
     def run(
         self, x: Tensor, batch: Batch, cache: KVCache, window: int | None = None, *, captured: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`forward`, and the target's tokens that `batch.draws` ask for (`choose`)."""
+        """`forward`, and the tokens (ids of the target) drawn by `batch.draws`, as in `choose`."""
         logits, features, chosen = self._run(batch, cache, (int(captured), window or 0), x)
         assert features is not None
-        if chosen is None and batch.draws is not None:  # not chosen on the way
+        if chosen is None and batch.draws is not None:  # the pass itself did not choose
             chosen = self.choose(logits, batch.draws)
         return logits, features, chosen
 
@@ -112,7 +113,7 @@ class EagleHead:
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, draws: Draws) -> Tensor | None:
-        """The target's tokens after rows of logits [R, Vd], as `Ops.choose` has them, where the backend can."""
+        """Draw the tokens (ids of the target) after rows of logits [R, Vd] by `Ops.choose`; None if unsupported."""
         return self.ops.choose(logits, draws.on(self.device), self.token_ids)
 
     def _forward(

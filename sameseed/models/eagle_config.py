@@ -1,4 +1,4 @@
-"""Reads the config.json of a draft head: an EAGLE head's here, a block head's by `block_config`."""
+"""Read the config.json of a draft head; EAGLE heads are read here, block heads by `block_config`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from sameseed.models.head_config import (
 
 
 def read_head_config(folder: Path) -> HeadConfig:
-    """HeadConfig of a folder. Raises ModelLoadError that names the field."""
+    """HeadConfig of a folder. Raises ModelLoadError naming the field."""
     return parse_head_config(read_json(folder / "config.json"), str(folder / "config.json"))
 
 
 def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> HeadConfig:
-    """HeadConfig of a parsed config.json: a plain one, or a speculator's (its layer under transformer_layer_config)."""
+    """HeadConfig of a parsed config.json: plain, or of a speculator (with its layer in transformer_layer_config)."""
     algorithm = raw.get("speculators_model_type")
     name = named_architecture(raw)
     if is_block_config(raw):
@@ -44,7 +44,7 @@ def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> Hea
         )
     architecture = layer_architecture(inner, "qwen3" if "Qwen3" in name else "llama", where)
     layer = parse_config({**inner, "architectures": [architecture], "num_hidden_layers": 1}, where)
-    kinds = inner.get("layer_types")  # may be those of its target's layers; the first is its own
+    kinds = inner.get("layer_types")  # may list the target's layers; the first entry is the head's
     slides = kinds[0] == "sliding_attention" if isinstance(kinds, list) and kinds else inner.get("use_sliding_window")
     window = inner.get("sliding_window") if slides else None
     layer = replace(layer, tied_embeddings=False, windows=(window if isinstance(window, int) else None,))

@@ -26,18 +26,18 @@ from sameseed.models.weights import Progress, WeightReader, weight_bytes
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
 
-SPARE = ("d2t", "t2d")  # whole numbers; what the second says, the first does too
-UNREAD = "confidence_head."  # of block heads: what a length policy measures by itself
-CHUNK = 4096  # rows that are floats at one time
+SPARE = ("d2t", "t2d")  # integer tensors; t2d is redundant and not read
+UNREAD = "confidence_head."  # prefix of block heads' unused tensors: a length policy measures confidence itself
+CHUNK = 4096  # rows of an LM head that are floats at one time
 
 
 @contextmanager
 def open_head(
     folder: Path, target: ModelConfig | None = None
 ) -> Iterator[tuple[HeadConfig, Checkpoint, dict[str, tuple[int, ...]], str]]:
-    """Config, tensors, shapes of those that are there, and the name of the layer.
+    """Open a draft head: its config, its tensors, the shapes of those present, and the name of its decoder layer.
 
-    Raises ModelLoadError, and ConfigError or VocabularyError where the head is not for `target`.
+    Raises ModelLoadError, and ConfigError or VocabularyError where the head does not fit `target`.
     """
     config = read_head_config(folder)
     with Checkpoint(folder) as files:
@@ -45,7 +45,7 @@ def open_head(
             files.drop_prefix("model.")
         layer = "layers.0" if any(n.startswith("layers.0.") for n in files.names()) else "midlayer"
         shapes = expected_tensors(config, layer)
-        present = {n.rsplit(".", 1)[0] if n not in SPARE else n for n in files.names()}  # codes, too, of a matrix
+        present = {n.rsplit(".", 1)[0] if n not in SPARE else n for n in files.names()}  # modules, also quantized ones
         for name in OPTIONAL:
             module = name.removesuffix(".weight")
             if name in shapes and name not in files and (name.endswith(".bias") or module not in present):
@@ -67,9 +67,9 @@ def open_head(
 
 
 def head_bytes(folder: Path, quant: QuantScheme, target: ModelConfig) -> tuple[ModelConfig, int, str]:
-    """The head's layer, bytes of its weights as `quant` stores them, and its dense format; no weight is read.
+    """The config of the head's layer, bytes of its weights stored by `quant`, and its dense format; reads no weights.
 
-    Raises ModelLoadError, ConfigError or VocabularyError where the head is unsound or not for this target.
+    Raises ModelLoadError, ConfigError or VocabularyError where the head is invalid or does not fit this target.
     """
     with open_head(folder, target) as (config, files, shapes, layer):
         target_ids(folder, config, files)
@@ -85,9 +85,9 @@ def load_head(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> EagleHead | BlockHead:
-    """The head in `folder` for `target`, its weights stored by `quant` (default: as the checkpoint has them).
+    """The head in `folder` for `target`, its weights stored by `quant` (default: as in the checkpoint).
 
-    What it lacks (embedding, LM head) it shares with the target; the LM head in the format that `quant` names.
+    An embedding or LM head that the folder lacks is shared with the target, the LM head in the format of `quant`.
     """
     quant = quant or QuantScheme()
     with open_head(folder, target.config) as (config, files, shapes, layer):
@@ -102,7 +102,7 @@ def load_head(
 def read_head(
     config: HeadConfig, reader: WeightReader, layer: str, ids: Tensor | None, target: Llama, ops: Ops
 ) -> EagleHead:
-    """An EAGLE head of what `reader` reads, whose decoder layer is called `layer`; `ids`: as `target_ids`."""
+    """An EAGLE head from the tensors of `reader`; `layer`: name of its decoder layer; `ids`: as `target_ids`."""
     shapes, source, quant = reader.shapes, reader.source, reader.quant
     embedding, lm_head = _ends(reader, target, ops)
     third = config.kind == "eagle3"
@@ -113,7 +113,7 @@ def read_head(
         fc=reader.matrix("fc"),
         fc_bias=reader.vector("fc.bias") if "fc.bias" in shapes else None,
         fc_norms=tuple(reader.vector(f"{n}.weight") for n in names),
-        layer=reader.layer(layer, first_norm=third),  # in EAGLE-1 nothing is normed before the attention
+        layer=reader.layer(layer, first_norm=third),  # EAGLE-1 has no norm before attention
         feature_norm=reader.vector(f"{layer}.hidden_norm.weight") if third else None,
         norm=reader.vector("norm.weight") if third else None,
         target_norm=None if third else target.weights.norm,
@@ -125,7 +125,7 @@ def read_head(
 
 
 def read_block(config: BlockConfig, reader: WeightReader, ids: Tensor | None, target: Llama, ops: Ops) -> BlockHead:
-    """A block head of the tensors that `reader` reads; `ids`: as `target_ids`."""
+    """A block head from the tensors of `reader`; `ids`: as `target_ids`."""
     embedding, lm_head = _ends(reader, target, ops)
     markov = [reader.matrix(f"markov_head.markov_w{i}") for i in (1, 2)] if config.markov_rank else None
     weights = BlockWeights(
@@ -143,7 +143,7 @@ def read_block(config: BlockConfig, reader: WeightReader, ids: Tensor | None, ta
 
 
 def _ends(reader: WeightReader, target: Llama, ops: Ops) -> tuple[QuantTensor, QuantTensor]:
-    """Embedding and LM head: its own, or the target's, the LM head in the format that is asked for."""
+    """Embedding and LM head: the head's own or the target's, the LM head in the requested format."""
     own = "embed_tokens.weight" in reader.shapes
     embedding = reader.matrix("embed_tokens") if own else target.weights.embedding
     if "lm_head.weight" in reader.shapes:
@@ -161,7 +161,7 @@ def _ends(reader: WeightReader, target: Llama, ops: Ops) -> tuple[QuantTensor, Q
 
 
 def target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:
-    """The target's token of each of the head's: i + d2t[i]. Raises ModelLoadError."""
+    """The target's token id of each head token i: i + d2t[i]; None if all are the same. Raises ModelLoadError."""
     size, full = config.draft_vocab_size, config.layer.vocab_size
     if "d2t" not in files:
         if size != full:
@@ -178,9 +178,9 @@ H = TypeVar("H", EagleHead, BlockHead)
 
 
 def with_vocabulary(head: H, ids: Tensor) -> H:
-    """The head over some of its tokens only (FR-Spec: Zhao et al., 2025): `ids` [n] of the target, each once.
+    """The head with a smaller vocabulary (FR-Spec: Zhao et al., 2025): token ids `ids` [n] of the target, each once.
 
-    Those that the head has not are left out. Raises ConfigError where none is left.
+    Ids that the head does not have are left out. Raises ConfigError where none is left.
     """
     w = head.weights
     own = torch.arange(w.lm_head.shape[0], dtype=torch.int32) if w.target_ids is None else w.target_ids

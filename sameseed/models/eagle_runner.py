@@ -1,4 +1,4 @@
-"""HeadRunner: an EAGLE head with its cache. It runs known positions, and levels of trees that it guesses itself."""
+"""HeadRunner: an EAGLE head with its KV cache. It runs known tokens, and levels of the draft trees that it grows."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from sameseed.request import Sequence
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes of one depth of a sequence's tree: tokens [n], masks of cache places (their own and ancestors').
+    """Nodes of one depth of a sequence's draft tree: tokens [n], masks of cache places (their own and ancestors').
 
-    Their places in the cache are `first`, `first` + 1, and so on.
+    Their places in the cache are `first`, `first` + 1, and so on, counted from the first draft row.
     """
 
-    holder: Sequence  # owns the blocks; all its rows are in the cache
+    holder: Sequence  # owns the blocks; all rows of its tokens are in the cache
     tokens: Seq[int]
     masks: Seq[int]
     first: int
 
 
 class HeadRunner:
-    """Runs a head over sequences that own blocks of its cache, `window` tokens in sight (None: all)."""
+    """Runs a head over sequences that own blocks of its cache; rows attend to `window` tokens (None: all)."""
 
     def __init__(self, head: EagleHead, cache: KVCache, window: int | None = None) -> None:
         self.model = head
@@ -49,10 +49,10 @@ class HeadRunner:
         wants_logits: bool,
         draws: Seq[Draw] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add rows to the cache: of holder b the tokens, each with the target's hidden states [n, F] a position before.
+        """Add rows to the cache: holder b's tokens, each with the target's hidden states [n, F] of the position before.
 
-        Returns logits [B, Vd] after each one's last row (none unless `wants_logits`), its feature [B, C], and the
-        tokens that `draws`, one a holder, ask for, with how sure they are, where the device chooses (`Ops.choose`).
+        Returns logits [B, Vd] after each holder's last row (empty unless `wants_logits`), its feature [B, C], and the
+        tokens drawn by `draws` (one per holder) with their confidences, where the device chooses (`Ops.choose`).
         """
         rows = [Rows(t, s.num_cached, [], [], s.blocks, wants_logits) for s, t in zip(holders, tokens, strict=True)]
         batch = build_batch(rows, self.cache.block_size)
@@ -70,13 +70,13 @@ class HeadRunner:
     def expand(self, levels: Seq[Level], features: Tensor) -> tuple[Tensor, Tensor]:
         """Run one level of several trees; features [T, C] are those of the nodes' parents.
 
-        Returns logits [T, Vd] and the nodes' own features [T, C]. The rows lie in the cache behind the holder's
-        own, by place, until they are written over.
+        Returns logits [T, Vd] and the nodes' own features [T, C]. The nodes' rows stay in the cache behind the
+        holder's rows, by place, until they are overwritten.
         """
         return self.model.forward(features, self._batch(levels), self.cache, self.window)
 
     def grow(self, trees: Seq[Any], num_rows: int, logits: Tensor, features: Tensor, ends: Ends | None) -> Grown | None:
-        """All levels of several trees (`expand`), where the backend can: `PlanReplay.grow` says what comes and goes."""
+        """Run all levels of several trees (`expand`) in one call, or None if unsupported; see `PlanReplay.grow`."""
         return self.model.grow(trees, num_rows, logits, features, self.cache, self.window, ends)
 
     def draw(
@@ -87,20 +87,21 @@ class HeadRunner:
         features: Tensor,
         draws: Callable[[int, int], Draw],
     ) -> Drawn | None:
-        """Write a chain of counts[b] >= 1 tokens after each holder's rows, a level a pass, without reading any.
+        """Draft a chain of counts[b] >= 1 tokens after each holder's rows, without reading them on the host.
 
-        The first tokens, `chosen`, and features [B, C] are those after the last rows (`extend`); draws(b, depth): how
-        sequence b's token of a depth is drawn. Confidences come with the tokens. None where the device does not choose.
+        A pass drafts one level. `chosen` (the first tokens) and features [B, C] come from the last rows (`extend`);
+        draws(b, depth): how sequence b's token at a depth is drawn. Confidences come with the tokens. None where the
+        device does not choose.
         """
         drawn = Drawn(counts)
         for depth in range(1, max(counts)):
             if chosen is None:
                 return None
             drawn.add(chosen)
-            running, sees = drawn.running(depth), (1 << depth) - 1  # all nodes so far
+            running, sees = drawn.running(depth), (1 << depth) - 1  # mask of all nodes so far
             batch = self._batch([Level(holders[b], [UNKNOWN], [sees], depth - 1) for b in running])
             batch = replace(batch, draws=Draws.of([draws(b, depth) for b in running], True))
-            batch = batch.with_late(drawn.last(depth).clamp(min=0))  # after a FAILED any token will do
+            batch = batch.with_late(drawn.last(depth).clamp(min=0))  # FAILED becomes any valid token
             features = drawn.going(features, depth)
             if depth == 1 and (rest := self._rest(holders, drawn, features, batch, draws)) is not None:
                 drawn.add_rest(rest)
@@ -114,7 +115,7 @@ class HeadRunner:
     def _rest(
         self, holders: Seq[Sequence], drawn: Drawn, features: Tensor, batch: Batch, draws: Callable[[int, int], Draw]
     ) -> Tensor | None:
-        """The choices of all levels from `batch` on, the first, where the device goes through them by itself."""
+        """The choices of level `batch` and all later ones, run in one call; None if unsupported."""
         running = drawn.running(1)
         steps = steps_after(
             batch,
@@ -127,7 +128,7 @@ class HeadRunner:
         return None if steps is None else self.model.chain(features, batch, steps, self.cache, self.window)
 
     def _batch(self, levels: Seq[Level]) -> Batch:
-        """The rows of one level of several trees."""
+        """The batch of one level of several trees."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -1,4 +1,4 @@
-"""HeadConfig: a draft head as flags, and the tensors that its checkpoint holds; what a folder tells of a head.
+"""HeadConfig: shape and flags of a draft head, the tensors of its checkpoint, and tests whether a folder holds a head.
 
 `eagle_config` reads EAGLE heads from a config.json, `block_config` block heads.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.models.config import GGUF, ModelConfig, layer_shapes, read_json
 
-# Architecture (or speculators_model_type) -> which kind of head it is.
+# Architecture -> kind of head.
 HEADS = {
     "EagleLlamaForCausalLM": "eagle",
     "LlamaForCausalLMEagle3": "eagle3",
@@ -29,19 +29,20 @@ HEADS = {
 }
 BLOCKS = ("dflash", "dspark")  # speculators_model_type of block heads
 LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type of a speculator's layer
-ROTATED_FOR = "rotated_for"  # key of config.json: the seed of the rotation that a head is for
-OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # without them: the target's, none, no offsets
+ROTATED_FOR = "rotated_for"  # key of config.json: the seed of the target's rotation that a head was adapted to
+OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # if missing: the target's (2), none, no offsets
 
 
 @dataclass(frozen=True)
 class HeadConfig:
     """Shape and flags of a draft head.
 
-    `kind`: "eagle" (EAGLE-1 and 2), "eagle3" or "block". `layer`: its one decoder layer, as of a model of one (a block
-    head has several); of it come hidden size H, vocabulary and context. `aux_layers`: the target's layers whose inputs
-    it reads (n: what leaves the last of n); None: the published choice. `norm_before_residual`: the normed feature goes
-    on beside the attention. `norm_before_fc`: one norm over all captured states; `fc_norm`: one for each (EAGLE-3.1),
-    behind it where both are. `norm_output`: the head's own feature is its normed output (EAGLE-3.1).
+    `kind`: "eagle" (EAGLE-1 and 2), "eagle3" or "block". `layer`: config of a model with only the head's decoder layer
+    (a block head has several layers); it also gives hidden size, vocabulary and context. `aux_layers`: the target's
+    layers whose inputs the head reads (the number n of layers means the last layer's output); None: the published
+    choice. `norm_before_residual`: the residual connection takes the normed feature. `norm_before_fc`: one norm over
+    all captured states; `fc_norm`: one norm per captured state (EAGLE-3.1), after that of `norm_before_fc` if both are
+    set. `norm_output`: the head's own feature is its normed output (EAGLE-3.1).
     """
 
     kind: str
@@ -55,7 +56,7 @@ class HeadConfig:
     norm_output: bool = False
 
     def captures(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of a target of `num_layers` whose outputs the head reads. Raises ConfigError for ones it has not."""
+        """Layers of a target with `num_layers` whose outputs the head reads. Raises ConfigError for missing ones."""
         if self.kind == "eagle":
             return (num_layers - 1,)
         inputs = self.aux_layers or (2, num_layers // 2, num_layers - 3)
@@ -71,7 +72,7 @@ class HeadConfig:
         return 1 if self.kind == "eagle" else len(self.aux_layers or (0, 0, 0))
 
     def check_target(self, target: ModelConfig) -> None:
-        """Raises ConfigError or VocabularyError unless the head can draft for such a target."""
+        """Raises ConfigError or VocabularyError unless the head can draft for a target of this config."""
         if self.target_hidden_size != target.hidden_size:
             raise ConfigError(
                 f"the head reads hidden states of {self.target_hidden_size} values, the target's have "
@@ -106,7 +107,7 @@ class HeadConfig:
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds a draft head rather than a model; by its config.json, and for the oldest by a tensor."""
+    """Whether a folder holds a draft head: by its config.json, or for old heads by the tensor fc.weight."""
     if folder.suffix == GGUF or not (folder / "config.json").exists():
         return False
     raw = read_json(folder / "config.json")
@@ -121,14 +122,14 @@ def is_head(folder: Path) -> bool:
 
 
 def rotation_of(target: Path) -> int | None:
-    """The seed of the rotation by which `sameseed quantize` turned a model's hidden states, None for none."""
-    record = target / "quantization.json"  # what quantizing leaves beside the weights
+    """The seed of the rotation that `sameseed quantize` applied to a model's hidden states, or None."""
+    record = target / "quantization.json"  # written by `sameseed quantize` beside the weights
     found = read_json(record) if target.is_dir() and record.exists() else {}
     return found.get("seed") if "rotate" in str(found.get("method")).split("+") else None
 
 
 def check_rotation(head: Path, target: Path) -> None:
-    """Raise ConfigError for a head that was turned for another model; say so once where one may have to be turned."""
+    """Raise ConfigError for a head adapted to another rotation; log a notice once where a head may need adapting."""
     own, wanted = read_json(head / "config.json").get(ROTATED_FOR), rotation_of(target)
     if own is not None and own != wanted:
         has, remedy = "none", "take the head as it was before"
@@ -140,7 +141,7 @@ def check_rotation(head: Path, target: Path) -> None:
             f"{remedy}"
         )
     if own is None and wanted is not None:
-        from sameseed.models.layouts.base import say_once  # loads torch, which a command line for vLLM does without
+        from sameseed.models.layouts.base import say_once  # late: it loads torch, which vLLM's CLI avoids
 
         say_once(
             f"{target} was rotated, so a head for the model before it guesses badly: turn it (sameseed quantize "
@@ -155,7 +156,7 @@ def named_architecture(raw: Mapping[str, Any]) -> str:
 
 
 def is_block_config(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is a block head's."""
+    """Whether a config.json describes a block head."""
     algorithm = raw.get("speculators_model_type")
     return algorithm in BLOCKS or (algorithm is None and HEADS.get(named_architecture(raw)) == "block")
 
@@ -166,7 +167,7 @@ def is_block(folder: Path) -> bool:
 
 
 def layer_settings(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """What a head's config.json says of its layers. Raises ModelLoadError."""
+    """The part of a head's config.json that describes its layers. Raises ModelLoadError."""
     inner = raw if raw.get("speculators_model_type") is None else raw.get("transformer_layer_config")
     if not isinstance(inner, Mapping):
         raise ModelLoadError(f"{where}: transformer_layer_config must be an object, got {str(inner)[:80]}")
@@ -174,7 +175,7 @@ def layer_settings(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def layer_architecture(inner: Mapping[str, Any], usual: str, where: str) -> str:
-    """The architecture that a head's layers are of; `usual`: the model_type where none is named."""
+    """The architecture of a head's layers; `usual`: the model_type if none is named. Raises ModelLoadError."""
     architecture = LAYERS.get(str(inner.get("model_type", usual)))
     if architecture is None:
         raise ModelLoadError(f"{where}: a head of model_type {inner['model_type']!r}; these are: {', '.join(LAYERS)}")
@@ -182,8 +183,8 @@ def layer_architecture(inner: Mapping[str, Any], usual: str, where: str) -> str:
 
 
 def expected_tensors(config: HeadConfig, layer: str = "midlayer") -> dict[str, tuple[int, ...]]:
-    """Every tensor of a head's checkpoint by its published name, with its shape; those of OPTIONAL may be missing.
+    """Shape of every tensor in a head's checkpoint by its published name; those of OPTIONAL may be missing.
 
-    `layer`: what the decoder layer is called: "midlayer" (EAGLE-3) or "layers.0" (EAGLE-1, speculators).
+    `layer`: the name of the decoder layer, "midlayer" (EAGLE-3) or "layers.0" (EAGLE-1, speculators).
     """
     return config.tensors(layer)

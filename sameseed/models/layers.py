@@ -1,4 +1,4 @@
-"""A decoder layer: its weights, its arithmetic, and the rotary table."""
+"""A decoder layer: its weights, its forward pass, and the table of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sameseed.scheme import KVLayer, QuantTensor
 class LayerWeights:
     """Weights of one decoder layer; q, k, v and gate, up are stacked along O. Norms and biases are float32.
 
-    Where the stacked ones differ in their formats, a stack is several weights, in order.
+    Where stacked weights have different formats, the stack is a tuple of several weights, in order.
     """
 
     input_norm: Tensor  # [C]
@@ -44,7 +44,7 @@ class LayerWeights:
 class ModelWeights:
     """All weights of a model; with tied embeddings `lm_head` is `embedding`.
 
-    `dense` is the weights' format, or, where they are quantized, the checkpoint's: what an unstated cache follows.
+    `dense`: the float format of the weights, or of the checkpoint if they are quantized; the default of the KV cache.
     """
 
     embedding: QuantTensor  # [V, C]
@@ -72,9 +72,9 @@ def run_layer(
     window: int | None,
     then: Then | None = None,
 ) -> Tensor:
-    """A decoder layer [T, C]: its attention reads `rows`, stores keys and values, and adds to `residual` [T, C].
+    """Run a decoder layer: attention reads `rows`, stores keys and values, and adds to `residual` [T, C].
 
-    then: what the next layer does with it.
+    Returns the layer's output [T, C]. `then`: what the next layer does with this output.
     """
     qkv = ops.product(rows, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
     norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
@@ -87,7 +87,7 @@ def run_layer(
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Frequencies float32 [D/2] of the rotary embedding, scaled as the model asks (llama3: Llama 3.1's bands)."""
+    """Frequencies float32 [D/2] of the rotary embedding, scaled by `rope.kind` (llama3: Llama 3.1's bands)."""
     inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.kind == "linear":
         return inverse / rope.factor
@@ -107,6 +107,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
-    """Cosines, then sines, of every position: float32 [P, D]."""
+    """Cosines, then sines, of the angles at every position: float32 [P, D]."""
     angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, head_dim)[None, :]  # [P, D/2]
     return torch.cat([angles.cos(), angles.sin()], dim=1)

@@ -1,4 +1,4 @@
-"""Llama: the family's one definition. Which member it is, flags of ModelConfig say."""
+"""Llama: one definition for the whole model family; flags of ModelConfig select the member."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sameseed.ops import Ends, Grown, Ops, Then, normed_rows
 
 
 class Llama:
-    """A decoder with its weights and the ops that run it; the batch and the cache arrive as arguments."""
+    """A decoder with its weights and the ops that run it; the batch and the KV cache are arguments of each pass."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Llama:
         max_model_len: int | None = None,
         token_ids: Tensor | None = None,
     ) -> None:
-        """`token_ids` int64 [n]: the tokens of the LM head's rows, where it has not one for each."""
+        """`token_ids` int64 [n]: the tokens of the LM head's rows, if it does not have a row for every token."""
         self.config = config
         self.weights = weights
         self.ops = ops
@@ -35,16 +35,16 @@ class Llama:
         self.token_ids = token_ids
         self.max_model_len = max_model_len or config.max_model_len
         self.rope = rope_table(config.rope, config.head_dim, self.max_model_len).to(self.device)
-        # Weakly: a cycle would keep gigabytes of weights alive until the garbage collector comes by.
+        # A weak reference: a cycle would keep gigabytes of weights alive until the next garbage collection.
         forward = weakref.WeakMethod(self._forward)
         self._run = ops.replayer(lambda *args: cast(Any, forward())(*args))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Run the rows of `batch`, storing their keys and values.
+        """Run the rows of `batch`, and store their keys and values in the cache.
 
-        Returns logits float32 [R, V] of `batch.logit_rows`, and, if `captures` names layers, what leaves those layers
-        for every row, side by side: float32 [T, len(captures) * C].
+        Returns logits float32 [R, V] of `batch.logit_rows`, and, if `captures` names layers, the outputs of these
+        layers for every row, side by side: float32 [T, len(captures) * C].
         """
         logits, hidden, _ = self.run(batch, cache, captures)
         return logits, hidden
@@ -53,9 +53,9 @@ class Llama:
     def run(
         self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`forward`, and the tokens int32 [R] that `batch.draws` ask for, where the backend can choose them."""
+        """`forward`, and the tokens int32 [R] drawn by `batch.draws`; None where the backend cannot draw."""
         logits, hidden, chosen = self._run(batch, cache, captures)
-        if chosen is None and batch.draws is not None:  # not chosen on the way
+        if chosen is None and batch.draws is not None:  # the pass itself did not choose
             chosen = self.ops.choose(logits, batch.draws.on(self.device), self.token_ids)
         if self.token_ids is not None:
             whole = logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf)
@@ -64,17 +64,17 @@ class Llama:
 
     @torch.inference_mode()
     def chain(self, batch: Batch, steps: Steps, cache: KVCache) -> Tensor | None:
-        """The tokens of a chain that the device goes on with by itself (`Ops.replayer`); None where it does not."""
+        """Run all `steps` of a chain in one call and return its tokens (`Ops.replayer`); None if unsupported."""
         chain = getattr(self._run, "chain", None)
         return None if chain is None else cast("Tensor | None", chain(batch, steps, cache, ()))
 
     def grow(self, trees: Seq[Any], num_rows: int, logits: Tensor, cache: KVCache, ends: Ends | None) -> Grown | None:
-        """Draft trees whose levels are passes of `forward`, where the backend grows them; None where it does not.
+        """Grow draft trees on the backend, one `forward` pass per level; None where the backend cannot.
 
-        logits [B, V] are those after the last known rows; `PlanReplay.grow` has the rest.
+        logits [B, V] are those after the last known rows; see `PlanReplay.grow` for arguments and result.
         """
         grow = getattr(self._run, "grow", None)
-        if grow is None or self.token_ids is not None:  # the noise is that of tokens, not of their places
+        if grow is None or self.token_ids is not None:  # noise is keyed by token id, not by row of the LM head
             return None
         return cast("Grown | None", grow(trees, num_rows, logits, None, cache, (), ends))
 

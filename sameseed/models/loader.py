@@ -1,4 +1,4 @@
-"""Load a Hugging Face folder (config.json, safetensors, sharded or not) or a GGUF file, checking everything."""
+"""Load and check a model: a Hugging Face folder (config.json, safetensors, sharded or not) or a GGUF file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from sameseed.models.gguf.source import GGUFCheckpoint
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
-HUB_IGNORED = ["*/*", "consolidated*"]  # other layouts of the same weights: a second download of gigabytes
+HUB_IGNORED = ["*/*", "consolidated*"]  # other layouts of the same weights: they would be downloaded twice
 
 
 def resolve_model(name: str) -> Path:
-    """Folder or GGUF file of a model: one of EMBEDDED, a local one, or a hub id (then it is downloaded).
+    """Folder or GGUF file of a model: one of EMBEDDED, a local path, or a hub id (which is downloaded).
 
-    A folder without config.json that holds one GGUF file is that file; `org/name/file.gguf` is a file on the hub.
-    Raises ModelLoadError where there is none.
+    A folder with one GGUF file and no config.json resolves to that file; `org/name/file.gguf` is a file on the hub.
+    Raises ModelLoadError where there is no such model.
     """
     if name in EMBEDDED:
         return ASSETS / EMBEDDED[name]
@@ -66,7 +66,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> Checkpoint | GGUFCheckpoint:
-    """The tensors of a folder or a GGUF file that `resolve_model` found: a context, and a `Source` once checked."""
+    """The tensors of a folder or GGUF file from `resolve_model`: a context, and a `TensorSource` once checked."""
     if path.suffix != GGUF:
         return Checkpoint(path)
     from sameseed.models.gguf.source import GGUFCheckpoint
@@ -91,7 +91,7 @@ def load_model(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Llama:
-    """The model in `folder` (or of a GGUF file), its weights stored by `quant` (default: as the checkpoint has them).
+    """The model in `folder` (or in a GGUF file), its weights stored by `quant` (default: as in the checkpoint).
 
     Raises ModelLoadError naming the tensor that is missing, extra, of the wrong shape or not finite.
     `progress(done, total)` counts values.

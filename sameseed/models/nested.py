@@ -1,4 +1,4 @@
-"""The 4-bit model inside an 8-bit one: a Llama on the same memory (any-precision nesting: Park et al., 2024)."""
+"""The 4-bit model inside an 8-bit one: a Llama that shares its memory (any-precision nesting: Park et al., 2024)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from sameseed.scheme import QuantScheme, QuantTensor
 
 
 def is_nested(folder: Path, quant: QuantScheme) -> bool:
-    """Whether the model in `folder`, stored by `quant`, has matrices that hold lower ones. Reads headers."""
+    """Whether the model in `folder`, stored by `quant`, has matrices that contain 4-bit ones. Reads headers only."""
     config = read_config(folder)
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(config)
         modules = [n.removesuffix(".weight") for n, shape in expected_shapes(config).items() if len(shape) == 2]
         found = (resolve_scheme(config, checkpoint, quant, module) for module in modules)
-        # "auto" is left where the checkpoint's own numbers stay: dense ones, which hold no others
+        # "auto" remains only where the checkpoint's dense numbers stay, and those contain no 4-bit matrix
         nesting = ((scheme.get(s.weights).nests, s.activations) for s in found if s.weights != "auto")
         return any(rows is not None and rows == activations for rows, activations in nesting)
 
 
 def nested_view(model: Llama) -> Llama:
-    """The same model with the lower weights of matrices that hold some; all other weights are its own.
+    """The model with each matrix replaced by the 4-bit matrix inside it, where there is one.
 
-    Nothing is copied. The embedding stays whole: a pass reads only some rows of it. Raises ConfigError where the model
-    has no such matrices.
+    Nothing is copied. The embedding keeps its precision, because a pass reads only a few of its rows. Raises
+    ConfigError where no matrix contains a 4-bit one.
     """
     w = model.weights
     layers = tuple(

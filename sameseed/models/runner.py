@@ -1,4 +1,4 @@
-"""ModelRunner: a model with its cache. Target, draft and middle model are all one of these."""
+"""ModelRunner: a model with its KV cache. The target, a draft model and a middle model each run in a ModelRunner."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from sameseed.request import Sequence
 
 
 class Nodes(Protocol):
-    """What a pass needs of a draft: tokens and parents of the nodes of each sequence."""
+    """The part of a draft that a pass needs: tokens and parents of each sequence's draft nodes."""
 
     def nodes(self, b: int) -> tuple[list[int], list[int]]: ...
 
 
 @dataclass(frozen=True)
 class Output:
-    """logits float32 [R, V]; hidden float32 [T, ...] of the captured layers; row_offsets[b]: sequence b's first row.
+    """The result of a pass: logits float32 [R, V], hidden float32 [T, ...] of captured layers, first row per sequence.
 
-    `chosen` int32 [R], on the device: the tokens after the rows of sequences that may be drawn (`Drawer`), where the
-    backend chose them.
+    `chosen` int32 [R], on the device: the tokens that the backend drew after the rows (`Drawer`), or None where it
+    drew none. `wants_logits[b]`: whether sequence b has rows among the logits.
     """
 
     logits: Tensor
@@ -42,11 +42,11 @@ class Output:
 
     @cached_property
     def choices(self) -> list[int] | None:
-        """`chosen`, as the host reads it: it waits for the pass."""
+        """`chosen`, copied to the host; this waits for the pass."""
         return None if self.chosen is None else devices.read(self.chosen)
 
     def read_with(self, numbers: Tensor) -> list[list[int]]:
-        """`numbers` int32 [m, n] of the device, as the host reads them; `choices` as well, by the same wait."""
+        """Copy `numbers` int32 [m, n] from the device to the host, and `choices` with them in the same transfer."""
         if self.chosen is None:
             return devices.read(numbers)
         flat = devices.read(torch.cat([self.chosen, numbers.view(-1)]))
@@ -55,7 +55,7 @@ class Output:
         return [flat[count + i * n : count + (i + 1) * n] for i in range(m)]
 
     def narrowed(self, before: Seq[int], after: Seq[int]) -> Output:
-        """This, where of the before[b] nodes of each sequence, a chain, only the first after[b] are looked at."""
+        """The output for shorter chains: of the before[b] draft nodes of a sequence, only the first after[b] stay."""
         if list(before) == list(after):
             return self
         keep: list[int] = []
@@ -72,15 +72,15 @@ class Output:
         return out
 
 
-# How the token is drawn that many drafted tokens after a sequence's own; None where its logits are wanted instead.
+# (sequence, number of draft tokens behind its own) -> how the next token is drawn; None: the host needs the logits.
 Drawer = Callable[[Sequence, int], Draw | None]
 
 
 class ModelRunner:
     """Runs the rows of sequences through a model. `captures`: layers whose hidden states `forward` keeps.
 
-    `unseen(seq)`: blocks first .. end of a sequence, all cached, that its rows do not attend to; none for a model whose
-    text counts.
+    `unseen(seq)`: cached blocks first .. end of a sequence that its rows do not attend to. The default is none; only a
+    model whose tokens are verified by another one may leave blocks out.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class ModelRunner:
         blocks: BlockManager | None = None,
         unseen: Callable[[Sequence], tuple[int, int]] = lambda seq: (0, 0),
     ) -> None:
-        """`blocks`: who gives out the cache's blocks, where another runner shares it."""
+        """`blocks`: the manager of the cache's blocks, if another runner shares the cache."""
         self.model = model
         self.cache = cache
         self.blocks = blocks or BlockManager(cache.num_blocks, cache.block_size)
         self.captures = captures
         self.unseen = unseen
-        self._no_choices = False  # has it turned out that the device makes none?
+        self._no_choices = False  # set once a pass returned no choices: the device cannot draw tokens
 
     def beside(
         self,
@@ -105,12 +105,12 @@ class ModelRunner:
         captures: tuple[int, ...] = (),
         unseen: Callable[[Sequence], tuple[int, int]] = lambda seq: (0, 0),
     ) -> ModelRunner:
-        """Another runner on the same cache and blocks: of the same model, or of one with the same cached rows."""
+        """Another runner on the same cache and blocks, for this model or for one with the same cached rows."""
         return ModelRunner(model or self.model, self.cache, captures, self.blocks, unseen)
 
     @property
     def takes_late(self) -> bool:
-        """May a pass take tokens that are on the device only, and choose such?"""
+        """Whether a pass can read and choose tokens that are only on the device, not yet on the host."""
         return self.model.ops.chooses and not self._no_choices
 
     def forward(
@@ -121,18 +121,18 @@ class ModelRunner:
         captured: bool = True,
         drawer: Drawer | None = None,
     ) -> Output:
-        """One pass: the first num_pending[b] pending tokens of each sequence, then its draft nodes.
+        """Run one pass: the first num_pending[b] pending tokens of each sequence, then its draft nodes.
 
-        Logits come for sequences whose pending tokens are all in the pass; only these may have nodes. Blocks for the
-        rows must be reserved already. `captured` false: no hidden states are kept, whatever `captures` says. With a
-        `drawer` a backend that can chooses tokens beside its logits. Who reads the tokens of `LateNodes` waits for the
-        pass as well; else its end is waited for here.
+        Logits are computed for sequences whose pending tokens are all in the pass; only these may have draft nodes.
+        Blocks for the rows must be reserved already. `captured` false: no hidden states are kept, whatever `captures`
+        says. With a `drawer`, a backend that chooses tokens does so beside its logits. The call waits for the end of
+        the pass, except with `LateNodes`: their tokens are read later, and reading them waits for the pass.
         """
         late = draft.tokens if isinstance(draft, LateNodes) else None
         batch, offsets, wants = self._batch(seqs, draft, num_pending, drawer, late=late)
         logits, hidden, chosen = self.model.run(batch, self.cache, self.captures if captured else ())
         out = Output(logits, hidden, offsets, wants, chosen)
-        # Who times a pass times all of it: its end is waited for, by reading its choices if there are any.
+        # Wait for the end of the pass, so that callers measure its whole time; reading the choices waits as well.
         if late is None:
             if out.chosen is None:
                 devices.wait(self.model.device)
@@ -141,10 +141,11 @@ class ModelRunner:
         return out
 
     def draw(self, seqs: Seq[Sequence], counts: Seq[int], drawer: Drawer, sure: bool = False) -> Drawn | None:
-        """Write counts[b] >= 1 tokens after each sequence, a pass a token, without reading any: they end in UNKNOWN.
+        """Draw counts[b] >= 1 tokens after each sequence, one pass per token, without reading them on the host.
 
-        Blocks must be reserved already. `sure`: also how sure the choices are. None, and nothing is written, where the
-        device does not choose, or may not for one of these sequences.
+        UNKNOWN is appended to the sequences for each token. Blocks must be reserved already. `sure`: also compute the
+        confidence of each token. Returns None, and changes nothing, where the device does not choose tokens, or must
+        not for one of these sequences.
         """
         if not self.takes_late or any(drawer(seq, 0) is None for seq in seqs):
             return None
@@ -166,18 +167,18 @@ class ModelRunner:
         return drawn
 
     def grow(self, trees: Seq[Any], seqs: Seq[Sequence], logits: Tensor, ends: Ends | None) -> Grown | None:
-        """A chain after each sequence, whose rows are all cached, from the logits [B, V] there (`Llama.grow`).
+        """Grow a chain after each sequence, whose rows are all cached, from its last logits [B, V] (`Llama.grow`).
 
-        None, and nothing is written, where the backend does not do that, or a sequence is not seen whole.
+        Returns None, and writes nothing, where the backend cannot do this, or a sequence has unseen blocks.
         """
         if any(self.unseen(s) != (0, 0) for s in seqs):
             return None
         return self.model.grow(trees, len(seqs), logits, self.cache, ends)
 
     def _draw_rest(self, seqs: Seq[Sequence], drawn: Drawn, batch: Batch, drawer: Drawer) -> bool:
-        """All passes of a chain from `batch` on, the second, where the device goes through them by itself; did it?
+        """Run the second pass of a chain (`batch`) and all later ones in one call, if the device can. Returns whether.
 
-        What the rows do not attend to must be the same in all of them.
+        The unseen blocks must be the same in all these passes.
         """
         counts, starts = [drawn.counts[b] - 1 for b in drawn.running(1)], [s.num_cached for s in seqs]
         unseen = [self.unseen(s) for s in seqs]
@@ -206,9 +207,9 @@ class ModelRunner:
         sure: bool = False,
         late: Tensor | None = None,
     ) -> tuple[Batch, list[int], list[bool]]:
-        """A pass: its batch, where each sequence's rows begin, and whose logits are wanted.
+        """Build the batch of a pass; also the first row of each sequence, and whether its logits are wanted.
 
-        `late` int32 [n]: tokens of its rows whose tokens are UNKNOWN.
+        `late` int32 [n], on the device: the tokens of the rows that are UNKNOWN on the host.
         """
         rows: list[Rows] = []
         offsets = [0]
@@ -227,12 +228,12 @@ class ModelRunner:
         batch = build_batch(rows, self.cache.block_size)
         if any(d is not None for d in drawn):
             batch = replace(batch, draws=Draws.of([GREEDY if d is None else d for d in drawn], sure))
-        if late is not None:  # which may be another model's, of more tokens, or FAILED: any guess will do
+        if late is not None:  # ids of a model with a larger vocabulary, or FAILED: replaced by any valid token
             batch = batch.with_late(late.clamp(0, self.model.config.vocab_size - 1))
         return batch, offsets, [r.wants_logits for r in rows]
 
     def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
-        """Keep the pending rows and the accepted nodes' rows of each sequence, drop the other nodes'.
+        """Keep the KV cache rows of pending tokens and accepted nodes of each sequence, drop those of rejected nodes.
 
         Returns the hidden states of the kept rows, sequence after sequence, or None if nothing is captured.
         """
@@ -251,7 +252,7 @@ class ModelRunner:
                 kept += range(first, first + num_pending[b])
                 kept += [first + num_pending[b] + n for n in nodes[b]]
         hidden = output.hidden
-        if hidden is None or len(kept) == len(hidden):  # in order, so that is all of them
+        if hidden is None or len(kept) == len(hidden):  # all rows are kept, in order
             kept = []
         if not src and not kept:
             return hidden
@@ -260,7 +261,7 @@ class ModelRunner:
             self.model.ops.move_all(self.cache.layers, self.cache.stacked, moved, to)
         if hidden is None or not kept:
             return hidden
-        if hidden.device.type == "cpu":  # by NumPy: threads of PyTorch that wait for more would slow the next pass down
+        if hidden.device.type == "cpu":  # with NumPy: waiting threads of PyTorch would slow the next pass down
             return torch.from_numpy(hidden.numpy()[rows.numpy()])
         return hidden.index_select(0, rows)
 

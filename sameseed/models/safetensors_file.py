@@ -1,4 +1,4 @@
-"""Safetensors files: one is read and checked, one or several are written, and a model's folder around one."""
+"""Safetensors files: read and check one, write one or several, and write a model's folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from sameseed.models._file import TensorFile
 
 MAX_HEADER = 1 << 24  # bytes; 100 000 tensors need less, and parsed JSON takes up to thirty times its length
 MAX_DIMENSIONS = 8
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what weights may be
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # types of weights
 RAW = {
     **DTYPES, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
     "F8_E4M3": torch.uint8, "F8_E5M2": torch.uint8, "F8_E8M0": torch.uint8,
 }  # fmt: skip
-# what the tensors of quantized matrices are read as: 8-bit floats as their bits
+# RAW: the types that tensors of quantized matrices are read as; 8-bit floats are read as their bits.
+# BITS: the width of each type.
 BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -39,7 +40,7 @@ _NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.f
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file: type and shape as its header has them, and its bytes' place in the file."""
+    """A tensor of a file: type and shape from the header, and the position of its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +49,7 @@ class Entry:
 
 
 class SafetensorsFile(TensorFile):
-    """One open file and its checked header. Raises ModelLoadError if it is unsound."""
+    """One open file and its checked header. Raises ModelLoadError for an invalid file."""
 
     kind = "safetensors"
 
@@ -69,7 +70,7 @@ class SafetensorsFile(TensorFile):
             fields = value if isinstance(value, dict) else {}
             dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
             bits = BITS.get(dtype) if isinstance(dtype, str) else None
-            # The number of sizes is checked before their product is taken: that of many would be without end.
+            # The number of dimensions is checked before their product: with very many the product would be huge.
             if bits is None or not _naturals(shape, MAX_DIMENSIONS) or not _naturals(offsets, 2) or len(offsets) != 2:
                 raise self.unsound(f"the header says of tensor {name[:80]}: {str(value)[:80]}")
             begin, end = offsets
@@ -97,7 +98,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def name_files(folder: Path, files: Sequence[tuple[Path, Sequence[str]]], total: int) -> None:
-    """Give parts (path, names of tensors; `total` bytes) their final names, and write the index of several."""
+    """Rename the files (path, names of its tensors) to their final names; write an index (`total` bytes) of several."""
     if len(files) == 1:
         files[0][0].rename(folder / "model.safetensors")
         return
@@ -111,7 +112,7 @@ def name_files(folder: Path, files: Sequence[tuple[Path, Sequence[str]]], total:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, on the disk when this returns. Wide types come first, so that all lie aligned."""
+    """Write and sync one safetensors file. Wide types come first, so that all tensors are aligned."""
     order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     head = safetensors_head((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in order)
     data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in order)
@@ -119,7 +120,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def safetensors_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """What a safetensors file begins with; the bytes of its tensors follow in this order, wide types first."""
+    """The length and JSON header of a safetensors file; the tensors' bytes must follow in the same order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:
@@ -132,7 +133,7 @@ def safetensors_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """A file of pieces, one after the other, on the disk when this returns."""
+    """Write pieces to a file, one after the other, and sync the file to the disk."""
     with path.open("wb") as file:
         file.writelines(pieces)
         file.flush()
@@ -140,7 +141,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk when this returns."""
+    """Sync a folder's entries (the file names) to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -149,7 +150,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_model(folder: Path, weights: Mapping[str, Tensor], tables: Mapping[str, Any]) -> None:
-    """A model's folder: the weights, and JSON files by name; a reader never sees half of the weights."""
+    """Write a model's folder: the weights, and JSON files by name. The weights file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / "model.partial", weights)
     os.replace(folder / "model.partial", folder / "model.safetensors")

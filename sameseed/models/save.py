@@ -1,7 +1,7 @@
-"""Write a quantized checkpoint: a folder that appears under its name only once it is whole and on the disk.
+"""Write a quantized checkpoint: a folder that appears under its name only once it is complete and on the disk.
 
-The layout is compressed-tensors' where that can say every scheme (`config_groups`), bitsandbytes' where all is nf4, and
-otherwise our own (`models/layouts/sameseed.py`).
+The layout is that of compressed-tensors where it can describe every scheme (`config_groups`), that of bitsandbytes
+where all matrices are nf4, and otherwise sameseed's own (`models/layouts/sameseed.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sameseed.models.safetensors_file import name_files, sync_folder, write_file
 from sameseed.models.weights import expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
-SHARD = 1 << 30  # bytes; what is gathered in memory before a file is written
+SHARD = 1 << 30  # bytes of tensors that are gathered in memory before a file is written
 COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja", "LICENSE", "NOTICE",
@@ -46,14 +46,14 @@ def save_quantized(
 ) -> Path:
     """Write the model of `source` (a folder or a GGUF file) with other weights to the folder `out`, all or nothing.
 
-    `tensors`: every tensor that the model has, by its dense name (`model.norm.weight`), dense or, for the modules that
-    `schemes` names, stored in that scheme (plain layout); taken one at a time. `config`: changes to config.json;
-    `files`: more text files by name; `card`: a line for the model card. At most `shard_bytes` (or one tensor, if that
-    is larger) are held at a time. An existing `out` is replaced with `overwrite` only, once the new one is complete.
+    `tensors`: every tensor of the model with its dense name (`model.norm.weight`), read one at a time. The modules in
+    `schemes` come stored in their scheme (plain layout), all others dense. `config`: changes to config.json; `files`:
+    more text files by name; `card`: a line for the model card. At most `shard_bytes` (or one tensor, if that is larger)
+    are held at a time. An existing `out` is replaced only with `overwrite`, and only once the new one is complete.
 
     Raises ModelSaveError where `out` is taken or cannot be written, ConfigError for tensors that contradict `schemes`.
     """
-    out = Path(os.path.abspath(out))  # once: `out` may be the folder that one is in
+    out = Path(os.path.abspath(out))  # absolute: `out` may be the working directory
     raw = {**source_config(source), **(config or {})}
     raw.pop("quantization_config", None)
     raw.pop("compression_config", None)
@@ -76,10 +76,10 @@ def save_quantized(
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
-    """A folder to write files into, which gets the name `out` when the block ends well, and is gone otherwise.
+    """Yield a temporary folder that is renamed to `out` when the block succeeds, and removed otherwise.
 
-    An existing checkpoint `out` is replaced with `overwrite` only, and at the end, and never `source`.
-    Raises ModelSaveError where `out` is taken, and for what the system refuses inside the block.
+    An existing checkpoint `out` is replaced only with `overwrite`, at the end, and never if it holds `source`.
+    Raises ModelSaveError where `out` is taken, and for any OSError inside the block.
     """
     out = Path(os.path.abspath(out))
     check_destination(out, overwrite, source)
@@ -105,14 +105,14 @@ def new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
             f"{out} cannot be written ({error.strerror or error}), and nothing is left there; make room or go elsewhere"
         ) from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # there is none where all went well
+        shutil.rmtree(partial, ignore_errors=True)  # already renamed after success
 
 
-OURS = (".safetensors", ".json", ".jinja", ".md", ".model", ".txt")  # what a folder may hold that is replaced
+OURS = (".safetensors", ".json", ".jinja", ".md", ".model", ".txt")  # files that a replaced folder may hold
 
 
 def check_destination(out: Path, overwrite: bool, source: Path) -> None:
-    """Raises ModelSaveError unless a checkpoint can be put there, without loss of anything but an older checkpoint."""
+    """Raises ModelSaveError unless writing to `out` can destroy nothing except an older checkpoint."""
     if out.is_symlink():
         raise ModelSaveError(f"{out} is a link; name the place itself")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -131,7 +131,7 @@ def check_destination(out: Path, overwrite: bool, source: Path) -> None:
 
 
 def source_config(source: Path) -> dict[str, Any]:
-    """config.json of a folder, or what says the same of a GGUF file."""
+    """The config.json of a folder, or an equivalent one for a GGUF file. Raises ConfigError if there is none."""
     if source.suffix != GGUF:
         return read_json(source / "config.json")
     from sameseed.models.gguf.config import raw_config
@@ -147,7 +147,7 @@ def source_config(source: Path) -> dict[str, Any]:
 
 
 def copy_files(source: Path, folder: Path) -> None:
-    """Tokenizer, chat template, generation settings and licence."""
+    """Copy tokenizer, chat template, generation settings and licence from a model to `folder`."""
     if source.suffix == GGUF:
         from sameseed.models.gguf.tokenizer import read_gguf_tokenizer
 
@@ -159,7 +159,7 @@ def copy_files(source: Path, folder: Path) -> None:
 
 
 class _Writer:
-    """Gathers tensors into files, and what their schemes come to as a quantization_config."""
+    """Writes tensors to safetensors files, and builds the quantization_config of their schemes."""
 
     def __init__(self, folder: Path, schemes: Mapping[str, QuantScheme], raw: Mapping[str, Any], shard: int) -> None:
         self.folder = folder
@@ -216,7 +216,7 @@ class _Writer:
         self._waiting, self._size = {}, 0
 
     def finish(self) -> None:
-        """Write what is left, the files' names and the index. Raises ConfigError if a tensor never came."""
+        """Write the remaining tensors, the final file names and the index. Raises ConfigError if one is missing."""
         missing = self.expected.keys() - self._seen
         if missing:
             raise ConfigError(f"tensor {sorted(missing)[0]} is missing ({len(missing)} in all)")
@@ -235,7 +235,7 @@ class _Writer:
         layouts = {g["format"] for g, _ in groups}
         made = {}
         for i, (group, modules) in enumerate(groups):
-            # One group takes all linear layers but those of `ignore`; several name theirs.
+            # A single group targets all linear layers except `ignore`; several groups name their modules.
             targets = ["Linear", *(m for m in modules if m == "model.embed_tokens")] if len(groups) == 1 else modules
             made[f"group_{i}"] = {**group, "targets": targets}
         layout = layouts.pop() if len(layouts) == 1 else "mixed-precision"
@@ -243,7 +243,7 @@ class _Writer:
 
 
 def method_for(schemes: Iterable[QuantScheme]) -> str:
-    """The quant_method that can say all of these schemes: "compressed-tensors", "bitsandbytes" or "sameseed"."""
+    """The quant_method that can describe all these schemes: "compressed-tensors", "bitsandbytes" or "sameseed"."""
     said = (get(scheme.weights).config(scheme.encode(torch.zeros(128, 128))) for scheme in set(schemes))
     methods = {str(config.get("quant_method", "sameseed")) for config in said}
     return methods.pop() if len(methods) == 1 else "sameseed"

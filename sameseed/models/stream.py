@@ -1,4 +1,4 @@
-"""Write a dense checkpoint of any source of weights, row by row: no tensor is ever whole in memory."""
+"""Write a dense checkpoint from any source of weights, in chunks of rows, so that no matrix is whole in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sameseed.models.save import SHARD
 from sameseed.models.weights import Progress, Shapes, TensorSource, expected_shapes
 
 CHUNK = 1 << 20  # values that are in memory at one time
-SPARE = 64 << 20  # bytes that a disk must have beyond the tensors: tokenizer, indices, and the file system's own
+SPARE = 64 << 20  # bytes of disk space required beyond the tensors: tokenizer, index, file system overhead
 
 
 def stream_weights(
@@ -31,7 +31,8 @@ def stream_weights(
 ) -> None:
     """Write every tensor of a model to safetensors files of at most `shard_bytes` (or one tensor, if that is larger).
 
-    `progress(done, total)` counts values. `shapes`: of the tensors, where they are not a whole model's (but a head's).
+    `progress(done, total)` counts values. `shapes`: of all tensors, if they are not those of a whole model (but of a
+    draft head).
     """
     shapes = shapes or expected_shapes(config)
     total, done = sum(math.prod(s) for s in shapes.values()), 0
@@ -52,7 +53,7 @@ def stream_weights(
     files: list[tuple[Path, list[str]]] = []
     for names in _shards(shapes, source, shard_bytes):
         path = folder / f"part-{len(files)}"
-        names.sort(key=lambda n: -source.dtype(n).itemsize)  # wide types first, so that all lie aligned
+        names.sort(key=lambda n: -source.dtype(n).itemsize)  # wide types first, so that all tensors are aligned
         head = safetensors_head((n, source.dtype(n), shapes[n]) for n in names)
         write_file(path, chain([head], pieces(names)))
         files.append((path, names))
@@ -73,7 +74,7 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], source: TensorSource, most: i
 
 
 def num_bytes(config: ModelConfig, source: TensorSource, shapes: Shapes | None = None) -> int:
-    """What the tensors of a model take in a file; `shapes` as above."""
+    """Bytes that the tensors of a model take in a file; `shapes` as in `stream_weights`."""
     return sum(math.prod(s) * source.dtype(n).itemsize for n, s in (shapes or expected_shapes(config)).items())
 
 

@@ -1,4 +1,4 @@
-"""Models of true shapes with random weights, without any file: for measuring, where what they say does not matter."""
+"""Models with real shapes and random weights, without any file: for measuring speed, where the text does not matter."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sameseed.models.weights import Progress, Shapes, expected_shapes, read_weig
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
 
-NOISE = 4_194_301  # values of the one block that all weights are cut from; a prime: rows repeat after that many only
+NOISE = 4_194_301  # size of the one noise block that all weights are cut from; prime, so that rows rarely repeat
 
 
 class RandomCheckpoint:
-    """A `Source` that gives each matrix of a config as normal noise of variance 1/K, norms as ones, biases as zeros."""
+    """A `TensorSource` of random weights: matrices are normal noise of variance 1/K, norms are ones, biases zeros."""
 
     def __init__(
         self,
@@ -28,8 +28,9 @@ class RandomCheckpoint:
         shapes: Shapes | None = None,
         device: str = "cpu",
     ) -> None:
-        """`shapes`: of the tensors, where they are not a whole model's (a draft head's); `device`: of its matrices,
-        whose bits are the same on all.
+        """`shapes`: of all tensors, if they are not those of a whole model (but of a draft head).
+
+        `device`: where matrices are made; their bits are the same on all devices.
         """
         self._shapes = expected_shapes(config) if shapes is None else shapes
         self._seed = seed

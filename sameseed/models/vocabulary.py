@@ -1,4 +1,4 @@
-"""An LM head over some of the tokens only (FR-Spec: Zhao et al., 2025): with many, it is most of what a draft costs."""
+"""An LM head over a part of the vocabulary (FR-Spec: Zhao et al., 2025): a full one is most of the cost of a draft."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sameseed.scheme import QuantTensor
 
 
 def take_rows(ops: Ops, w: QuantTensor, rows: Tensor) -> QuantTensor:
-    """Rows [n] of a weight [O, K] as a weight [n, K]: the same values, in the same format where rows share nothing."""
+    """Rows [n] of a weight [O, K] as a weight [n, K]: in the same format, or in bf16 where rows share scales."""
     plain = ops.unpack(w)
     rows = rows.to(next(iter(plain.parts.values())).device)
     if all(part.shape[0] == w.shape[0] for part in plain.parts.values()):
@@ -28,9 +28,9 @@ def take_rows(ops: Ops, w: QuantTensor, rows: Tensor) -> QuantTensor:
 
 
 def with_tokens(model: Llama, ids: Tensor) -> Llama:
-    """The model with an LM head over the tokens `ids` [n] only; logits of the others are -inf. The rest is shared.
+    """The model with an LM head over the tokens `ids` [n] only; other tokens get the logit -inf. The rest is shared.
 
-    Ids that the model has not are left out. Raises ConfigError where none is left.
+    Ids outside the model's vocabulary are left out. Raises ConfigError where none is left.
     """
     kept = torch.tensor(sorted({t for t in ids.tolist() if t < model.config.vocab_size}), device=model.device)
     if not len(kept):

@@ -1,7 +1,7 @@
-"""From a source of tensors to a model's weights: names and shapes, and the stream that stores them in a format.
+"""Read a model's weights from a source of tensors: expected names and shapes, and encoding in a number format.
 
-A matrix is read, encoded and packed in chunks of rows, straight into its final memory: neither its float copy nor its
-plain codes are ever whole in memory.
+A matrix is read, encoded and packed in chunks of rows, straight into its final memory. So neither its float copy nor
+its unpacked codes are ever whole in memory.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from sameseed.ops import Ops
 from sameseed.scheme import KQUANTS, QuantScheme, QuantTensor
 
 Progress = Callable[[int, int], None]
-CHUNK = 1 << 20  # values of a matrix that are floats at one time: few, so that they stay in the processor's cache
-WIDER = 16  # times as many on a GPU, where each call costs more than the values of a chunk
-ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of as many rows
+CHUNK = 1 << 20  # values of a matrix that are floats at one time: few enough to stay in the processor's cache
+WIDER = 16  # a GPU's chunks are this many times larger, because there the cost of a call dominates
+ROWS = 32  # chunks begin at multiples of this, the number of rows in a tile of packed weights
 
 
 class TensorSource(Protocol):
-    """Where weights come from: a checkpoint, or noise. Names are those of `expected_shapes`."""
+    """A source of weights: a checkpoint, or random noise. Tensor names are those of `expected_shapes`."""
 
     def scheme(self, name: str) -> QuantScheme | None:
-        """How a matrix is stored; None: as the numbers themselves."""
+        """The scheme that a matrix is stored in; None: plain floats."""
 
     def stored(self, name: str) -> QuantTensor:
-        """A matrix that has a scheme, as it is stored, in its format's own layout."""
+        """A matrix that has a scheme, as stored, in its format's plain layout."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor; of a matrix that has a scheme, the type that `rows` gives its values in."""
+        """Type of a tensor; for a matrix with a scheme, the type of the values that `rows` returns."""
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, finite."""
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop-1 of a matrix, finite, decoded where it has a scheme, in memory of their own."""
+        """Rows start..stop-1 of a matrix, finite, decoded if it has a scheme, in new memory."""
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -63,7 +63,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme, module: str) -> QuantScheme:
     """The scheme that a module's matrix will be stored in.
 
-    "auto" is what the source stores; so is its format's name: `w4a8` of 4-bit codes keeps them, whatever their groups.
+    "auto" keeps what the source stores. Naming the source's own format keeps its codes too: `w4a8` on a checkpoint with
+    4-bit codes keeps them, whatever their group size.
     """
     tied = config.tied_embeddings and module == "model.embed_tokens"
     asked = quant.at(module, "lm_head") if tied else quant.at(module)
@@ -81,7 +82,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_rules(config: ModelConfig, quant: QuantScheme, shapes: Shapes | None = None) -> None:
-    """Raises ConfigError for a rule that fits none of the model's modules: a slip of the pen would pass in silence."""
+    """Raises ConfigError for a rule that matches none of the model's modules, since it is likely a typing error."""
     modules = [n.removesuffix(".weight") for n, shape in (shapes or expected_shapes(config)).items() if len(shape) == 2]
     modules += ["lm_head"] if config.tied_embeddings or shapes is not None else []  # a head may borrow its target's
     for glob, _ in quant.rules:
@@ -94,10 +95,10 @@ def check_rules(config: ModelConfig, quant: QuantScheme, shapes: Shapes | None =
 def weight_bytes(
     config: ModelConfig, source: TensorSource, quant: QuantScheme, shapes: Shapes | None = None, device: str = "cpu"
 ) -> int:
-    """Bytes that all weights will take, padded as kernels pad them (a little more than what plain codes take).
+    """Bytes that all weights will take, padded as kernels pad them (slightly more than plain codes take).
 
-    `shapes`: of the tensors, where they are not a whole model's (a draft head's). Raises ConfigError naming the first
-    tensor whose rows the scheme's group does not divide, or a rule for none.
+    `shapes`: of all tensors, if they are not those of a whole model (but of a draft head). Raises ConfigError naming
+    the first tensor whose rows the scheme's group does not divide, or a rule that matches no module.
     """
     check_rules(config, quant, shapes)
     total = 0
@@ -113,10 +114,10 @@ def weight_bytes(
 def matrix_bits(
     config: ModelConfig, source: TensorSource, quant: QuantScheme, name: str, shape: Seq[int], device: str = "cpu"
 ) -> float:
-    """Bits that a weight of one matrix will take. Raises ConfigError where its rows cannot be stored so."""
+    """Bits per weight that one matrix will take. Raises ConfigError where the scheme cannot store its rows."""
     chosen, own = resolve_scheme(config, source, quant, name.removesuffix(".weight")), source.scheme(name)
     if own is not None and own.weights == chosen.weights in KQUANTS and (device, chosen.activations) != ("cpu", "int8"):
-        chosen = round_scheme(shape[1])  # no kernel has them: see WeightReader
+        chosen = round_scheme(shape[1])  # no kernel supports these K-quants: see WeightReader
     try:
         return chosen.bits_per_weight(shape[1], source.dtype(name))
     except ConfigError as error:
@@ -131,9 +132,9 @@ def read_weights(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> ModelWeights:
-    """All weights of a model, matrices stored by `quant` and packed for `ops`, norms and biases float32.
+    """All weights of a model: matrices stored by `quant` and packed for `ops`, norms and biases float32.
 
-    `progress(done, total)` counts values. Raises ConfigError, before any is read, as `weight_bytes` does.
+    `progress(done, total)` counts values. Raises ConfigError as `weight_bytes` does, before any weight is read.
     """
     weight_bytes(config, source, quant)
     reader = WeightReader(config, source, quant, ops, device, progress)
@@ -178,7 +179,7 @@ class WeightReader:
         return torch.cat([self.vector(f"{n}.bias") for n in names]) if present else None
 
     def layer(self, at: str, first_norm: bool = True) -> LayerWeights:
-        """The decoder layer whose modules' names begin with `at`; without a first norm, that one is empty."""
+        """The decoder layer whose module names begin with `at`; `first_norm` false: its input norm is left empty."""
         c = self.config
         qkv = [f"{at}.self_attn.{n}_proj" for n in "qkv"]
         o, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
@@ -204,13 +205,13 @@ class WeightReader:
         return self._alike([module], self._scheme(module))[0]
 
     def stack(self, modules: Seq[str]) -> QuantTensor | tuple[QuantTensor, ...]:
-        """The weights of some modules as one, along O; where schemes or orders of columns differ, in runs."""
+        """Weights of some modules joined along O; one weight per run of modules with equal scheme and column order."""
         runs = [(key, list(run)) for key, run in groupby(modules, self._scheme)]
         parts = tuple(w for key, run in runs for w in self._alike(run, key))
         return parts[0] if len(parts) == 1 else parts
 
     def _scheme(self, module: str) -> tuple[QuantScheme, bool]:
-        """The scheme that a module's weight takes, and whether the source already has it so."""
+        """The scheme that a module's weight gets, and whether the source already stores it in that scheme."""
         chosen = resolve_scheme(self.config, self.source, self.quant, module)
         own = self.source.scheme(f"{module}.weight")
         if chosen.variant == "auto":
@@ -230,7 +231,7 @@ class WeightReader:
         return chosen, as_stored
 
     def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool]) -> list[QuantTensor]:
-        """The weights of modules with one scheme, packed: one, but where columns are in several orders."""
+        """Weights of modules with one scheme, joined and packed: one weight per run of equal column order."""
         chosen, as_stored = how
         names = [f"{m}.weight" for m in modules]
         if not as_stored and chosen.rows_together == 1:
@@ -242,7 +243,7 @@ class WeightReader:
                 parts = {n: part.to(self.device) for n, part in found.parts.items()}
                 order = None if found.order is None else found.order.to(self.device)
                 weights.append(replace(found, parts=parts, order=order))
-            else:  # rows share scales: it cannot be encoded in chunks
+            else:  # rows share scales, so the matrix cannot be encoded in chunks
                 rows = self.source.rows(name, 0, self.shapes[name][0])
                 weights.append(chosen.encode(rows.to(self.device)))
         packed = []
@@ -268,10 +269,10 @@ class WeightReader:
             self._tick(chunk.numel())
             if count == height:
                 return piece
-            if whole is None:  # sized by the first chunk, which is full
+            if whole is None:  # allocate all parts by the sizes of the first chunk, which is a full one
                 parts = {}
-                for part, tensor in piece.parts.items():  # a part's first dimension goes with O
-                    unit = count // tensor.shape[0]  # rows of the weight in one of the part: 1, or a packed tile's
+                for part, tensor in piece.parts.items():  # a part's first dimension is proportional to O
+                    unit = count // tensor.shape[0]  # weight rows per entry of the part: 1, or the rows of a tile
                     parts[part] = roomy((-(-height // unit), *tensor.shape[1:]), tensor.dtype, tensor.device)
                 whole = replace(piece, shape=(height, width), parts=parts)
             for part, tensor in piece.parts.items():

@@ -1,6 +1,6 @@
-"""What the quantizers share: statistics of a product's inputs, the hooks of a method, and the text that names methods.
+"""Shared code of the quantizers: statistics of a product's inputs, the interface of a method, the parser of names.
 
-A method of this registry is a file with a class `METHOD`, a `Quantizer`. Letters as in `_decoder`.
+A method of this registry is a file that defines `METHOD`, a subclass of `Quantizer`. Shape letters as in `_decoder`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sameseed.models.config import ModelConfig
 from sameseed.quantize._decoder import CPU, Block
 from sameseed.scheme import DENSE, QuantScheme, QuantTensor
 
-DOUBLE = 4096  # widths up to this are summed and factored in float64
+DOUBLE = 4096  # Hessians of at most this width are summed and factored in float64
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What calibration saw enter a product: `hessian` [K, K], the mean of x x^T; max and mean of |x| by channel [K]."""
+    """Calibration statistics of a product's inputs x: `hessian` [K, K], mean of x x^T; max, mean of |x| by channel."""
 
     hessian: Tensor
     absmax: Tensor
@@ -49,63 +49,64 @@ class Stats:
         return cls((hessian / max(count, 1)).float(), absmax, (total / max(count, 1)).float())
 
     def kept(self, key: object, make: Callable[[], Tensor]) -> Tensor:
-        """What `make()` gave for this key the first time: weights that share inputs share what follows from them."""
+        """The result of `make()`, computed once per key, so that weights with the same inputs share it."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
     def error(self, weight: Tensor, stored: Tensor) -> Tensor:
-        """Mean square of what leaves `weight` [O, K] but not `stored`, by output [O]."""
+        """Mean squared difference between the outputs of `weight` [O, K] and of `stored`, by output [O]."""
         delta = stored - weight
         return ((delta @ self.hessian) * delta).sum(1).clamp_(min=0)
 
 
-SchemeOf = Callable[[str], QuantScheme]  # by the name of a linear layer within its block
+SchemeOf = Callable[[str], QuantScheme]  # name of a linear layer within its block -> its scheme
 
 
 class Quantizer:
-    """One way to choose codes. `prepare` may rewrite a layer as long as it computes the same; `quantize` rounds.
+    """A quantization method. `prepare` may rewrite a layer without changing what it computes; `quantize` chooses codes.
 
-    `needs`: "hessian" where it cannot work without calibration. `rounds`: whether `quantize` is its own. `first`:
-    whether it must stand before the others. `turns`: whether it mixes the dimensions of the residual stream.
+    `needs`: contains "hessian" if the method requires calibration. `rounds`: whether the method has a `quantize` of its
+    own. `first`: whether the method must come before all others. `turns`: whether it mixes the dimensions of the
+    residual stream.
     """
 
     needs: frozenset[str] = frozenset()
     rounds = False
     first = False
     turns = False
-    unties = False  # embedding and head part ways
+    unties = False  # whether embedding and LM head become separate matrices
 
     @dataclass(frozen=True)
     class Options:
-        """None."""
+        """The method has no options."""
 
     def __init__(self, options: Any = None, seed: int = 0) -> None:
         self.options: Any = self.Options() if options is None else options
         self.seed = seed
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
-        """Rewrite a layer in place; `stats` by stage, of the layer as it is (empty if nothing needs them)."""
+        """Rewrite a layer in place; `stats`: by stage, of the layer before (empty if the method does not need them)."""
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
-        """Store weight [O, K] by `scheme`; stats of its inputs (None: no calibration)."""
+        """Store weight [O, K] in `scheme`; `stats`: of its inputs (None: no calibration)."""
         return scheme.encode(weight)
 
     def embedding(self, rows: Tensor) -> Tensor:
-        """Rows [n, C] of the embedding as the rewritten layers want them."""
+        """Transform rows [n, C] of the embedding to match the rewritten layers."""
         return rows
 
     def head(self, rows: Tensor, norm: Tensor) -> Tensor:
-        """Rows [n, C] of the head, which follows the last norm [C]."""
+        """Transform rows [n, C] of the LM head, which reads the output of the last norm [C]."""
         return rows
 
     def last_norm(self, norm: Tensor) -> Tensor:
-        """The norm [C] before the head."""
+        """Transform the norm [C] before the LM head."""
         return norm
 
 
 class Pipeline:
-    """Several methods as one: each prepares in turn, the last that rounds does so (none: to nearest)."""
+    """Several methods as one: all prepare in turn, and the last one with `rounds` quantizes (if none: to nearest)."""
 
     def __init__(self, methods: list[Quantizer], text: str) -> None:
         self.methods = methods
@@ -137,7 +138,8 @@ class Pipeline:
 def parse_method(text: str, options: Mapping[str, object] | None = None, seed: int = 0) -> Pipeline:
     """The methods named in `text`, joined with + (e.g. "rotate+gptq"); each option goes to the methods that have it.
 
-    Raises RegistryError with the nearest name, ConfigError for an order that cannot be or an unknown option.
+    Raises RegistryError with the nearest name; ConfigError for an impossible order, a method named twice, or an unknown
+    option.
     """
     names = [n.strip().lower() for n in text.split("+")]
     classes: list[type[Quantizer]] = [registry.load("quantize", n).METHOD for n in names]
@@ -159,7 +161,7 @@ def parse_method(text: str, options: Mapping[str, object] | None = None, seed: i
 
 
 def is_dense(scheme: QuantScheme) -> bool:
-    """Whether a scheme leaves floats of a usual width: nothing is to be chosen."""
+    """Whether a scheme stores plain floats ("auto": of the checkpoint's type), so that no codes are chosen."""
     return scheme.weights == "auto" or scheme.weights in DENSE.values()
 
 

@@ -1,6 +1,7 @@
-"""Bits where they matter: what each part of a model loses in each scheme, and the best choice within a budget.
+"""Bit budgets: measure the loss of each part of a model in each scheme, and choose the best schemes within a budget.
 
-A unit is what shares one input (q, k and v; o; gate and up; down): stored alike, it stays one product.
+A unit is the linear layers that share one input (q, k and v; o; gate and up; down). They get the same scheme, so that
+they stay one matrix product.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from sameseed.quantize._walk import Walk
 from sameseed.scheme import QuantScheme
 
 CANDIDATES = ("w4a16-g128", "w4a16-g32", "w8a16", "bf16")
-STEPS = 20_000  # of the budget, in the knapsack
+STEPS = 20_000  # of the spare budget, in the knapsack
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What the model loses where only `unit` is stored in `scheme`: KL(original, changed) in nats a token, held out."""
+    """The loss where only `unit` is stored in `scheme`: KL(original || changed) in nats per token on held-out rows."""
 
     unit: str  # glob-free common name, e.g. model.layers.0.qkv
     modules: tuple[str, ...]
@@ -41,7 +42,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A scheme for every unit: `chosen` by unit, the bits a weight on average, and the sum of the units' losses."""
+    """A scheme for every unit: `chosen` by unit, the average bits per weight, and the sum of the units' losses."""
 
     chosen: Mapping[str, Sensitivity]
     bits: float
@@ -49,12 +50,12 @@ class Assignment:
 
     @property
     def rules(self) -> tuple[tuple[str, QuantScheme], ...]:
-        """As rules of a QuantScheme, module by module."""
+        """The assignment as rules of a QuantScheme, one per module."""
         return tuple((m, QuantScheme.parse(s.scheme)) for s in self.chosen.values() for m in s.modules)
 
 
 def offered(modules: Seq[str], scheme: QuantScheme, candidates: Seq[str]) -> list[QuantScheme]:
-    """What a unit may be stored in: the candidates, or where a rule of `scheme` names it, what that says.
+    """The schemes that a unit may be stored in: the candidates, or only that of the rule of `scheme` that names it.
 
     Raises ConfigError where rules treat the modules of one unit differently.
     """
@@ -69,9 +70,9 @@ def offered(modules: Seq[str], scheme: QuantScheme, candidates: Seq[str]) -> lis
 
 
 def check_budget(shapes: Mapping[str, tuple[int, int]], plan: QuantScheme, candidates: Seq[str], budget: float) -> None:
-    """Raise ConfigError where a budget cannot be kept, before anything is measured.
+    """Raise ConfigError, before anything is measured, where a budget cannot be met.
 
-    `shapes`: of every linear layer by its name; `plan`: the scheme whose rules go before the candidates.
+    `shapes`: of every linear layer by its name; `plan`: the scheme whose rules take precedence over the candidates.
     """
     units: dict[str, list[str]] = {}
     for module in shapes:
@@ -106,8 +107,8 @@ def measure(
 ) -> list[Sensitivity]:
     """Sensitivities of every unit, rounded to nearest, over the rows in `walk.hidden` [B, S, C].
 
-    `schemes_of`: what is tried for a unit, by its modules (see `offered`). `ends`: the last norm and the head. Layers
-    are read once for every layer before them; memory holds the hidden states of one layer's units in all schemes.
+    `schemes_of`: the schemes to try for a unit, by its modules (see `offered`). `ends`: the last norm and the LM head.
+    A layer is read again for every layer before it. Memory holds the hidden states of one layer's units in all schemes.
     """
     assert walk.hidden is not None
     num_layers = walk.config.num_layers
@@ -140,7 +141,7 @@ def _advance(walk: Walk, block: Block, hidden: Tensor) -> None:
 
 
 def _trial(block: Block, stage: str, scheme: QuantScheme) -> tuple[Callable[..., Sensitivity], Block]:
-    """The layer with one unit stored in `scheme`, and its Sensitivity but for the loss."""
+    """A constructor of the Sensitivity that still takes `loss`, and the layer with one unit stored in `scheme`."""
     trial = block.copy()
     count, bits = 0, 0.0
     for name in STAGES[stage]:
@@ -154,7 +155,7 @@ def _trial(block: Block, stage: str, scheme: QuantScheme) -> tuple[Callable[...,
 
 
 def divergence(walk: Walk, ends: tuple[Tensor, Linear], before: Tensor, after: Tensor) -> float:
-    """KL divergence in nats a token of the distributions that follow hidden states [B, S, C], in chunks."""
+    """KL divergence, in nats per token, between the output distributions of two hidden states [B, S, C], in chunks."""
     norm, head = ends
     total, count = 0.0, 0
     for a, b in zip(walk.parts(before), walk.parts(after), strict=True):
@@ -166,10 +167,10 @@ def divergence(walk: Walk, ends: tuple[Tensor, Linear], before: Tensor, after: T
 
 
 def assign(sensitivities: Seq[Sensitivity], budget: float) -> Assignment:
-    """The choice of least predicted loss whose bits a weight stay within `budget`: a knapsack with one of each kind.
+    """The assignment of least predicted loss within `budget` bits per weight: a multiple-choice knapsack.
 
-    Bits beyond the smallest choice are counted in steps of 1/20000 of what there is to spend, rounded up. Raises
-    ConfigError where even the smallest candidates exceed it.
+    Bits beyond a unit's smallest choice are counted in steps of 1/20000 of the spare budget, rounded up. Raises
+    ConfigError where even the smallest candidates exceed the budget.
     """
     units: dict[str, list[Sensitivity]] = {}
     for s in sensitivities:
@@ -205,7 +206,7 @@ def assign(sensitivities: Seq[Sensitivity], budget: float) -> Assignment:
 
 @dataclass(frozen=True)
 class BitAdvice:
-    """A part to keep in higher precision: its share of the whole loss (or error), and how many weights that takes."""
+    """A part to keep in higher precision: its share of the whole loss (or error), and its share of the weights."""
 
     modules: tuple[str, ...]
     share: float
@@ -214,10 +215,10 @@ class BitAdvice:
 
 
 def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[BitAdvice]:
-    """What to keep in higher precision, of a `quantization.json`: parts that lose far more than their share of weights.
+    """The parts of a quantized model to keep in higher precision, from its `quantization.json`: those that lose most.
 
-    Of measured sensitivities where there are any (a part counts from twice its share on), else of the modules' output
-    errors (from 1.5 times the median's on); the worst first, at most `most`.
+    With measured sensitivities: parts whose share of the loss is at least twice their share of the weights. Without:
+    modules whose relative output error is at least 1.5 times the median. The worst come first, at most `most`.
     """
     modules, found = quantization["modules"], []
     if measured := quantization.get("sensitivity"):

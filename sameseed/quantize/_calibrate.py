@@ -1,4 +1,4 @@
-"""Calibration text to token rows: a .jsonl file (`text`, or `prompt` or `messages` for the chat template), or .txt."""
+"""Read calibration text as token rows: .jsonl (`text`, or `prompt` or `messages` for the chat template) or .txt."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Calibration:
 
     rows: Tensor
     held_out: Tensor
-    source: str  # the file's name and what was taken of it
+    source: str  # the file's name, the number of rows and their length
 
 
 def read_calibration(
     path: Path, tokenizer: Tokenizer, samples: int, length: int, seed: int, held_out: int = 0
 ) -> Calibration:
-    """`samples` rows of `length` tokens of whole documents in a seeded order, and `held_out` further ones.
+    """`samples` rows of `length` tokens from documents in a seeded order, and `held_out` further rows.
 
-    A row begins with a document's begin, long documents are cut, short ones joined; there is no padding, so rows are
-    shorter where the file holds less than one. Raises ConfigError naming the line at fault and the remedy.
+    Long documents are cut and short ones joined, without padding. Held-out rows are at most a quarter of all rows. A
+    file with too little text for one row gives one shorter row. Raises ConfigError naming the line and the remedy.
     """
     if samples < 1 or length < 8:
         raise ConfigError(f"samples must be at least 1 and length at least 8, got {samples} and {length}")
@@ -74,13 +74,13 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[Seq[int]]:
 
 
 def pack(documents: Seq[Seq[int]], length: int, most: int, begin: list[int]) -> list[list[int]]:
-    """At most `most` rows of `length` tokens; without enough for one, a shorter one."""
+    """At most `most` rows of `length` tokens; one shorter row where there is too little text for a whole one."""
     rows: list[list[int]] = []
     row: list[int] = []
     for ids in documents:
         start = 0
         while start < len(ids):
-            # Later pieces open with the begin token too, since models count on it.
+            # Later pieces of a document also open with the begin token, since models expect it.
             lead = begin if start and list(ids[:1]) == begin else []
             taken = ids[start : start + length - len(row) - len(lead)]
             row += [*lead, *taken]

@@ -1,6 +1,6 @@
-"""A decoder layer in plain PyTorch, float32, one layer in memory at a time: what calibration runs.
+"""A decoder layer in plain float32 PyTorch, for calibration: only one layer is in memory at a time.
 
-Letters besides those of `ops`: B rows of the calibration set, S tokens of a row, I inner width.
+Letters besides those of `ops`: B rows of the calibration set, S tokens of a row, I feed-forward width.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from sameseed.scheme import QuantTensor
 
 Q, K, V, O = (f"self_attn.{n}_proj" for n in "qkvo")  # noqa: E741 - the field's own names
 GATE, UP, DOWN = (f"mlp.{n}_proj" for n in ("gate", "up", "down"))
-# Linear layers that read the same input, in the order of the forward pass: they share a scheme, and one product.
+# Linear layers that read the same input, in the order of the forward pass. With one scheme they form one product.
 STAGES: dict[str, tuple[str, ...]] = {"qkv": (Q, K, V), "o": (O,), "gate_up": (GATE, UP), "down": (DOWN,)}
 INPUT_NORM, POST_NORM = "input_layernorm", "post_attention_layernorm"
-NORM_OF = {"qkv": INPUT_NORM, "gate_up": POST_NORM}  # what a stage reads
+NORM_OF = {"qkv": INPUT_NORM, "gate_up": POST_NORM}  # stage -> the norm whose output it reads
 CHUNK = 8192  # tokens that pass a layer at one time
 CPU = torch.device("cpu")
 
 
 @dataclass
 class Linear:
-    """weight [O, K] and bias [O], float32. Once quantized: `q` beside the values it decodes to."""
+    """A linear layer: weight [O, K], bias [O], float32. Once quantized, `weight` holds the decoded values of `q`."""
 
     weight: Tensor
     bias: Tensor | None = None
     q: QuantTensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., K] to [..., O]; x is rounded first as the stored weight asks."""
+        """x [..., K] to [..., O]; x is first rounded as products with the stored weight round it."""
         return F.linear(x if self.q is None else as_read(x, self.q), self.weight, self.bias)
 
     def store(self, q: QuantTensor) -> None:
@@ -55,7 +55,7 @@ def moved(q: QuantTensor, device: torch.device) -> QuantTensor:
 
 
 def as_read(x: Tensor, q: QuantTensor) -> Tensor:
-    """x [..., K] as a product with `q` sees it: rounded to int8, fp8 or bf16 where the weight asks for that."""
+    """x [..., K] as a product with `q` reads it: rounded to int8, fp8 or bf16 if `q.activations` says so."""
     if q.activations == "outliers":
         rest, outliers = formats.split_outliers(x)
         return as_read(rest, replace(q, activations="int8")) + outliers
@@ -67,7 +67,7 @@ def as_read(x: Tensor, q: QuantTensor) -> Tensor:
 
 @dataclass
 class Block:
-    """One decoder layer: its linear layers and norms by name (without the `model.layers.N.` before it)."""
+    """One decoder layer: its linear layers and norms by name (without the prefix `model.layers.N.`)."""
 
     index: int
     linears: dict[str, Linear]
@@ -75,11 +75,11 @@ class Block:
 
     @property
     def prefix(self) -> str:
-        """What stands before a name in a checkpoint."""
+        """The prefix of the layer's tensor names in a checkpoint."""
         return f"model.layers.{self.index}."
 
     def copy(self) -> Block:
-        """Another block of the same tensors: what replaces them there does not touch this one."""
+        """A new block with the same tensors; replacing a tensor in the copy does not change this block."""
         return Block(self.index, {n: replace(linear) for n, linear in self.linears.items()}, dict(self.norms))
 
     def to(self, device: torch.device) -> Block:
@@ -110,7 +110,7 @@ def read_block(config: ModelConfig, source: TensorSource, index: int, device: to
 
 
 class DecoderLayers:
-    """The forward pass of a config: what enters each product of a layer, and what leaves the layer."""
+    """The forward pass of a decoder layer: the input of each product, and the output of the layer."""
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device = CPU) -> None:
         self.config = config
@@ -119,11 +119,11 @@ class DecoderLayers:
         self.eps = config.rms_eps
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [..., C] over its root mean square, times weight [C]."""
+        """x [..., C] divided by its root mean square, times weight [C]."""
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
     def attend(self, block: Block, x: Tensor) -> Tensor:
-        """What enters `o_proj`, [B, S, H D], of what enters q, k and v, x [B, S, C]."""
+        """The input of `o_proj` [B, S, H D], from the input x [B, S, C] of q, k and v."""
         c = self.config
         rows, length = x.shape[:2]
         q = block.linears[Q](x).view(rows, length, c.num_heads, c.head_dim)
@@ -142,23 +142,23 @@ class DecoderLayers:
         return out.transpose(1, 2).flatten(2)
 
     def after_attention(self, block: Block, h: Tensor) -> Tensor:
-        """h [B, S, C] plus what attention adds to it."""
+        """h [B, S, C] plus the output of attention."""
         return h + block.linears[O](self.attend(block, self.norm(h, block.norms[INPUT_NORM])))
 
     def inner(self, block: Block, x: Tensor) -> Tensor:
-        """What enters `down_proj`, [B, S, I], of what enters gate and up, x [B, S, C]."""
+        """The input of `down_proj` [B, S, I], from the input x [B, S, C] of gate and up."""
         return F.silu(block.linears[GATE](x)) * block.linears[UP](x)
 
     def layer(self, block: Block, h: Tensor) -> Tensor:
-        """What leaves a layer, [B, S, C]."""
+        """The output of a layer [B, S, C] for the input h."""
         return self.after_mlp(block, self.after_attention(block, h))
 
     def after_mlp(self, block: Block, h: Tensor) -> Tensor:
-        """h [B, S, C] plus what the feed-forward block adds to it."""
+        """h [B, S, C] plus the output of the feed-forward block."""
         return h + block.linears[DOWN](self.inner(block, self.norm(h, block.norms[POST_NORM])))
 
     def inputs(self, block: Block, stage: str, h: Tensor) -> Tensor:
-        """What enters a stage's products: h is what enters the layer (qkv, o) or its second half (gate_up, down)."""
+        """The input of a stage's products; h: input of the layer (qkv, o) or of its second half (gate_up, down)."""
         if stage in ("qkv", "o"):
             x = self.norm(h, block.norms[INPUT_NORM])
             return x if stage == "qkv" else self.attend(block, x)
@@ -172,6 +172,6 @@ def chunks(h: Tensor) -> Iterator[Tensor]:
 
 
 def advance(h: Tensor, step: Callable[[Tensor], Tensor], device: torch.device = CPU) -> None:
-    """Replace the hidden states h [B, S, C] by `step` of them on `device`, chunk by chunk, in place where h lies."""
+    """Replace the hidden states h [B, S, C] in place by `step` of them, computed chunk by chunk on `device`."""
     for part in chunks(h):
         part.copy_(step(part.to(device)))

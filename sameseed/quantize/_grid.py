@@ -1,6 +1,6 @@
-"""A format asked column by column: which values its codes can take, and how much of a group's range to give up.
+"""Rounding to the codes of any format: which values the codes can take, and how much of a group's range to clip.
 
-Nothing here knows a format: levels come from decoding every code, ranges from encoding what was cut.
+No code here depends on a format: levels come from decoding every code, clipping ranges from encoding clipped weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RATIOS = (0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6)  # of a group's ran
 
 
 def possible_codes(q: QuantTensor) -> Tensor:
-    """Every code of a stored weight's format [n]. Raises ConfigError if it has none of its own for each value."""
+    """All codes [n] of a stored weight's format. Raises ConfigError if the format does not have one code per value."""
     codes = q.parts.get("codes")
     bits = formats.get(q.format).bits
     if codes is None or codes.shape != q.shape:
@@ -32,13 +32,13 @@ def possible_codes(q: QuantTensor) -> Tensor:
 
 
 def unit(q: QuantTensor) -> int:
-    """Values of a row whose codes mean the same: those of a group, or of a K-quant's sub-block."""
+    """The number U of consecutive values in a row with the same code levels: a group, or a K-quant's sub-block."""
     steps = q.parts.get("steps")
     return q.group if steps is None else q.shape[1] // steps.shape[1]
 
 
 class CodeGrid:
-    """The values that codes can take in each row and unit of a stored weight; scales stay as they are."""
+    """The values that codes can take in each row and unit (see `unit`) of a stored weight, for its given scales."""
 
     def __init__(self, q: QuantTensor) -> None:
         every, group, (height, width) = possible_codes(q), unit(q), q.shape
@@ -54,7 +54,7 @@ class CodeGrid:
         self.codes = every[usable][order]  # [O, K / U, n]
 
     def nearest(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """Codes and values [O] nearest to x [O], a column of that unit (of two as near, the lower)."""
+        """Codes and values [O] nearest to x [O], a column in unit `group` (the lower one on a tie)."""
         levels = self.levels[:, group].contiguous()
         above = torch.searchsorted(levels, x[:, None].contiguous()).clamp_(1, levels.shape[1] - 1)
         low, high = levels.gather(1, above - 1), levels.gather(1, above)
@@ -63,9 +63,10 @@ class CodeGrid:
 
 
 def independent(weight: Tensor, q: QuantTensor, encode: Encode) -> bool:
-    """Whether a group's scale and codes depend on that group alone: encoded apart, they are the same.
+    """Whether each group's scale and codes depend on that group alone, so that encoding it separately gives the same.
 
-    Every group is asked: one that holds the largest value of a block of groups does not depend on the others.
+    All groups are tested. Where a block of groups shares something, the group with the block's largest value still
+    looks independent, so one group proves nothing.
     """
     if q.group == q.shape[1] or not q.parts.keys() <= {"codes", "scales", "zeros"}:
         return False
@@ -83,10 +84,10 @@ def independent(weight: Tensor, q: QuantTensor, encode: Encode) -> bool:
 
 
 def clip(weight: Tensor, encode: Encode, hessian: Tensor) -> Tensor:
-    """weight [O, K] with each group cut to the share of its range that leaves the least output error.
+    """Clip each group of weight [O, K] to the share of its range that gives the least output error.
 
-    Outliers lose a little so that all others get finer steps (Lin et al., 2023, search the same in 20 steps). The error
-    of a group is taken alone: its block of the Hessian [K, K].
+    Outliers lose some accuracy, so that all other values get finer steps (Lin et al., 2023, search the same in 20
+    steps). The error of a group is computed with its own block of the Hessian [K, K].
     """
     q = encode(weight)
     height, width = weight.shape
@@ -114,7 +115,8 @@ def clip(weight: Tensor, encode: Encode, hessian: Tensor) -> Tensor:
         delta = decode(stored) - weight
         return ((delta @ hessian) * delta).sum(1)  # [O]
 
-    # Groups were judged alone: rows that lose together keep their range. Where rows share scales, all may have to.
+    # Groups were judged one by one: a row whose whole error grows keeps its range. Where rows share scales, this may
+    # not be enough; then the whole weight keeps its range.
     plain = lost(q)
     ratio[lost(encode(cut(ratio))) >= plain] = 1.0
     found = cut(ratio)

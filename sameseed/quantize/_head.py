@@ -1,9 +1,9 @@
-"""A draft head for a target that `rotate` turned: the rotation folded into what reads the target's states.
+"""Adapt a draft head to a target rotated by `rotate`: fold the rotation into the weights that read the target's states.
 
-Method `rotate` multiplies the residual stream by an orthogonal matrix Q, and a head reads that stream: h Q, where it
-knows h. An EAGLE-3 head makes features of its own from it, so only its entrance changes. Its fc becomes fc Q; norms
-before it see vectors of the same length, and lend their weights to it. An embedding that it shares with the target
-enters by q, k and v, which take its norm's weights and Q in the same way.
+Method `rotate` multiplies the residual stream h by an orthogonal matrix Q. A head that was trained to read h then gets
+h Q. An EAGLE-3 head makes its own features from the target's states, so only its input weights change. Its fc becomes
+fc Q. Norms before fc see vectors of the same length; their weights are folded into fc. An embedding that the head
+shares with the target enters through q, k and v, so the embedding norm's weights and Q are folded into these alike.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ Tensors = dict[str, Tensor]
 
 
 def turn_head(head: Path, target: Path, out: Path, original: Path | None = None, overwrite: bool = False) -> Path:
-    """Write the EAGLE-3 head in `head`, which knows a model, for `target`: that model after method `rotate`.
+    """Write the EAGLE-3 head in `head`, trained for a model, for `target`: that model after method `rotate`.
 
-    `original`: the model before it, asked for where the head shares the LM head: the rotation folded a norm into that,
-    so the head gets one of its own. Types stay as they are; what is folded is rounded to them.
+    `original`: the model before the rotation, required where the head shares the target's LM head. The rotation folded
+    a norm into that LM head, so the written head gets the original one as its own. Tensor types are kept; folded
+    weights are rounded to them.
 
-    Raises ConfigError for a head or a target with which that cannot be done, ModelLoadError and ModelSaveError.
+    Raises ConfigError for a head or a target that this does not work for, ModelLoadError and ModelSaveError.
     """
     out = Path(os.path.abspath(out))
     check_destination(out, overwrite, head)
@@ -64,7 +65,7 @@ def turn_head(head: Path, target: Path, out: Path, original: Path | None = None,
 
 
 def _seed(target: Path) -> int:
-    """Of the rotation of a quantized checkpoint. Raises ConfigError where there was none."""
+    """The seed of a quantized checkpoint's rotation. Raises ConfigError for a checkpoint that was not rotated."""
     seed = rotation_of(target)
     if seed is None:
         raise ConfigError(
@@ -92,7 +93,7 @@ def _check(head: Path, config: HeadConfig, files: Checkpoint, shapes: dict[str, 
 
 
 def _lm_head(head: Path, config: HeadConfig, original: Path | None) -> Tensor:
-    """The LM head [V, C] that the head shares, of the model before the rotation."""
+    """The LM head [V, C] that the draft head shares, from the model before the rotation."""
     if original is None:
         raise ConfigError(f"{head} shares its target's LM head; name the target before its rotation: --original MODEL")
     model = read_config(original)
@@ -103,7 +104,7 @@ def _lm_head(head: Path, config: HeadConfig, original: Path | None) -> Tensor:
 
 
 def _fold(tensors: Tensors, config: HeadConfig, layer: str, seed: int) -> None:
-    """Q into fc, and where the embedding is the target's into q, k and v; with the weights of the norms before them."""
+    """Fold Q and the weights of preceding norms into fc, and into q, k and v where the embedding is the target's."""
     norms = ["input_norm.weight"] if config.norm_before_fc else []
     norms += [f"fc_norm.{i}.weight" for i in range(config.num_captures)] if config.fc_norm else []
     gain = torch.cat([tensors[n].float() for n in norms]) if norms else torch.ones(())

@@ -1,4 +1,4 @@
-"""QuantizePlan: what is asked of a run, and what cannot be asked together."""
+"""QuantizePlan: the settings of a quantization run, and the check for settings that exclude each other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sameseed.scheme import QuantScheme
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """What is asked: a model, how it is to be stored and by which method, and where the result goes.
+    """The settings of a run: the model, the scheme and the method to store it with, and where the result goes.
 
-    `budget`: bits a weight on average, over the linear layers of the decoder; `candidates` are then the schemes to
-    choose from, and `scheme` counts only for modules its rules name (these are part of the average).
+    `budget`: average bits per weight over the linear layers of the decoder. With a budget, `candidates` are the schemes
+    to choose from, and `scheme` applies only to modules that its rules name (they count in the average).
     """
 
     model: str
@@ -38,7 +38,7 @@ class QuantizePlan:
 
 
 def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
-    """Raise ConfigError for what cannot be asked together, or not here, before any file is read."""
+    """Raise ConfigError, before any file is read, for settings that exclude each other or do not work here."""
     devices.check(plan.device)
     if scheme.weights == "auto" and not scheme.rules and plan.budget is None:
         raise ConfigError("scheme 'auto' changes nothing; name one, e.g. --scheme w4a16-g128")

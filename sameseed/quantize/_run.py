@@ -1,4 +1,4 @@
-"""From a model and a scheme to a quantized checkpoint: layer by layer, resumable, the same bits every time."""
+"""Write a quantized checkpoint of a model: layer by layer, resumable, and with the same bits every time."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from sameseed.quantize._work import WorkFolder, digest, fingerprint
 from sameseed.scheme import DENSE, QuantScheme, QuantTensor
 
 SCHEMA = "sameseed.quantization/1"
-FILE = "quantization.json"  # beside the weights: what was done, and what it lost
+FILE = "quantization.json"  # beside the weights: the settings of the run, and the error of each module
 HELD_OUT = 8  # rows that sensitivities are measured on
-HEAD_ROWS = 1 << 14  # of embedding or head, in float32 at one time
-MAPPED = 2**30  # bytes of hidden states from which on they lie in a file
+HEAD_ROWS = 1 << 14  # rows of embedding or LM head that are float32 at one time
+MAPPED = 2**30  # bytes; hidden states of this size or more are kept in a file
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: `stage` "budget" or "layers", `done` of `total`, the errors of the layer just finished."""
+    """Progress of a run: `stage` "budget" or "layers", `done` of `total` layers, errors of the layer just finished."""
 
     stage: str
     done: int
@@ -49,26 +49,26 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """The finished checkpoint and what its `quantization.json` says."""
+    """The folder of the finished checkpoint and the content of its `quantization.json`."""
 
     folder: Path
     quantization: dict[str, Any]
 
 
 def quantize(plan: QuantizePlan, report: Report | None = None) -> QuantizeResult:
-    """Quantize by `plan`. Raises ConfigError and RegistryError before anything is written where the plan cannot be.
+    """Quantize by `plan`. Raises ConfigError or RegistryError, before anything is written, for an impossible plan.
 
-    What is written is saved from the CPU's memory. On another device rounding to nearest gives the same file; methods
-    that learn from text may differ from the CPU's in the last bits, and so in some codes.
+    The checkpoint is saved from CPU memory. On another device, rounding to nearest gives the same file as on the CPU.
+    Methods with calibration may compute other last bits there, and so choose some other codes.
     """
     scheme = QuantScheme.parse(plan.scheme)
     pipeline = parse_method(plan.method, plan.options, plan.seed)
     check(plan, scheme, pipeline)
     folder = resolve_model(plan.model)
-    check_destination(Path(os.path.abspath(plan.out)), plan.overwrite, folder)  # not found out at the end
+    check_destination(Path(os.path.abspath(plan.out)), plan.overwrite, folder)  # fail now, not at the end
     config = read_config(folder)
     record = folder / "twin.json"
-    turns = any(m.turns for m in pipeline.methods)  # a twin's padding tokens are kept from winning by a constant
+    turns = any(m.turns for m in pipeline.methods)  # in a twin, a constant dimension keeps padding tokens unlikely
     if turns and record.exists() and read_json(record).get("constant") is not None:
         raise ConfigError(
             f"{plan.model} is a twin with padding tokens, which method {pipeline.text!r} would let win; take another "
@@ -108,7 +108,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.device = torch.device(self.plan.device)
         rules = QuantScheme(rules=self.scheme.rules)
-        # transformers has no coded embedding: a head in codes is a matrix of its own, beside a dense embedding.
+        # transformers has no quantized embedding: a quantized head is a separate matrix beside a dense embedding.
         head_apart = not is_dense(rules.at(HEAD)) and rules.at(HEAD) != rules.at(EMBEDDING)
         self.tied = self.config.tied_embeddings and not (self.pipeline.unties or head_apart)
         self._check_source()
@@ -116,7 +116,7 @@ class _Run:
         self.sensitivities: list[bits.Sensitivity] = []
 
     def _check_source(self) -> None:
-        """Raise ConfigError for what is quantized already or cannot be stored so, before anything is computed."""
+        """Raise ConfigError, before anything is computed, for a quantized source or a matrix that does not fit."""
         matrices = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in expected_shapes(self.config).items() if s[1:]}
         if any(self.source.scheme(f"{name}.weight") is not None for name in matrices):
             raise ConfigError(
@@ -132,7 +132,7 @@ class _Run:
                 check_stored(name, shape, scheme)
 
     def _manifest(self) -> dict[str, Any]:
-        """What must be equal for a run to go on."""
+        """The settings that must be equal for a run to be resumed."""
         p = self.plan
         none = torch.empty(0)
         rows, held_out = (
@@ -140,7 +140,7 @@ class _Run:
         )
         return {
             "schema": SCHEMA,
-            "version": __version__,  # another one may compute otherwise
+            "version": __version__,  # another version may choose other codes
             "model": fingerprint(self.folder),
             "scheme": str(self.scheme),
             "method": self.pipeline.text,
@@ -152,11 +152,11 @@ class _Run:
             "seed": p.seed,
             "budget": p.budget,
             "candidates": list(p.candidates) if p.budget is not None else [],
-            "device": self.device.type,  # the last bits may be another's
+            "device": self.device.type,  # last bits may differ between devices
         }
 
     def finish(self) -> QuantizeResult:
-        """Everything: bits, layers, head, and the checkpoint under its final name."""
+        """Run all stages: bit budget, layers, embedding and head; then save the checkpoint under its final name."""
         scheme = self._spend() if self.plan.budget is not None else self.scheme
         embedding = self._end_matrix(EMBEDDING, None)
         hidden = None
@@ -197,14 +197,14 @@ class _Run:
     # --- stages ---
 
     def _spend(self) -> QuantScheme:
-        """The scheme that the budget buys: rules for every linear layer of the decoder."""
+        """The scheme that fits the bit budget best: a rule for every linear layer of the decoder."""
         assert self.plan.budget is not None and self.calibration is not None
         if not self.work.has("sensitivity.json"):
             held_out = self.calibration.held_out
             rows = held_out if len(held_out) else self.calibration.rows[:HELD_OUT]
             hidden = self._hidden(rows, "held-out")
             self._embed(rows, self._end_matrix(EMBEDDING, None, dense=True), hidden)
-            first = [m for m in self.pipeline.methods if m.first]  # what changes the model as a whole
+            first = [m for m in self.pipeline.methods if m.first]  # methods that change the whole model
             walk = self._walk(Pipeline(first, ""), QuantScheme(), hidden)
             norm = self._last_norm()
             head = Linear(self._dense(HEAD, QuantScheme()).to(self.device).float())
@@ -228,7 +228,7 @@ class _Run:
         return self.source.tensor("model.norm.weight").to(self.device).float()
 
     def _hidden(self, rows: Tensor, name: str = "hidden") -> Tensor:
-        """Room for hidden states [B, S, C] of rows [B, S]: memory, or if they are many a file in the work folder."""
+        """A buffer for hidden states [B, S, C] of rows [B, S]: in memory, or if it is large, in a file."""
         shape = (*rows.shape, self.config.hidden_size)
         count = rows.numel() * self.config.hidden_size
         if count * 4 < MAPPED:
@@ -249,7 +249,7 @@ class _Run:
         return f"{EMBEDDING if self.config.tied_embeddings else name}.weight"
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of embedding or head, float32 on the device, as the methods want them."""
+        """Rows of embedding or LM head, float32 on the device, transformed by the methods."""
         rows = self.source.rows(self._tensor(name), start, stop).to(self.device).float()
         if name == EMBEDDING:
             return self.pipeline.embedding(rows)
@@ -262,17 +262,18 @@ class _Run:
         out = torch.empty(self.config.vocab_size, self.config.hidden_size, dtype=dtype)
         for start in range(0, len(out), HEAD_ROWS):
             rows = self._rows(name, start, min(start + HEAD_ROWS, len(out)))
-            out[start : start + HEAD_ROWS] = formats.get(stored).encode(rows).parts["weight"]  # says what does not fit
+            out[start : start + HEAD_ROWS] = formats.get(stored).encode(rows).parts["weight"]  # raises for a misfit
         return out
 
     def _end_matrix(
         self, name: str, hidden: Tensor | None, dense: bool = False
     ) -> tuple[Tensor | QuantTensor, ModuleError | None]:
-        """Embedding or head as it is to be stored, in chunks of rows; `hidden` [B, S, C]: what the last norm reads.
+        """Embedding or head as stored, encoded in chunks of rows, and its error; `hidden` [B, S, C]: last norm's input.
 
-        A lookup has no inputs to weigh errors by: an embedding (tied ones too) is rounded to nearest.
+        An embedding (also a tied one) is rounded to nearest, because a lookup has no inputs to weight errors with. A
+        dense matrix has no error (None).
         """
-        rules = () if dense else self.scheme.rules  # "auto" where no rule names it: it stays as it is
+        rules = () if dense else self.scheme.rules  # without a rule: "auto", the stored type
         scheme = QuantScheme(rules=rules).at(*((EMBEDDING, HEAD) if self.tied else (name,)))
         if is_dense(scheme):
             return self._dense(name, scheme), None
@@ -282,17 +283,17 @@ class _Run:
             walk = self._walk(self.pipeline, scheme, hidden)
             norm = self.pipeline.last_norm(self._last_norm()).to(walk.dtype).float()
             stats = Stats.of((walk.decoder.norm(part, norm) for part in walk.parts(hidden)), width, self.device)
-        step = HEAD_ROWS if scheme.rows_together else height  # 0: a choice for all rows
+        step = HEAD_ROWS if scheme.rows_together else height  # 0: all rows are encoded together
         pieces: list[QuantTensor] = []
         errors: list[ModuleError] = []
         for start in range(0, height, step):
             rows = self._rows(name, start, min(start + step, height))
-            scheme = scheme.settled(rows)  # a choice of format is one for all rows
+            scheme = scheme.settled(rows)  # fp8-auto chooses one format for all rows
             q = scheme.encode(rows) if stats is None else self.pipeline.quantize(rows, scheme, stats)
             pieces.append(moved(q, CPU))
             errors.append(module_error(name, scheme, rows, formats.get(q.format).decode(q), stats))
         whole = pieces[0] if len(pieces) == 1 else formats.get(pieces[0].format).concat(pieces)
-        # Of the chunks' errors, the mean by their weights: exact enough for a table.
+        # The mean of the chunks' errors, weighted by size: exact enough for a table.
         share = [e.num_weights / (height * width) for e in errors]
         mean = replace(
             errors[0],
@@ -302,10 +303,10 @@ class _Run:
         )
         return whole, mean
 
-    # --- what is written ---
+    # --- output ---
 
     def _stream(self, ends: Mapping[str, Tensor | QuantTensor]) -> Iterator[tuple[str, Tensor | QuantTensor]]:
-        """Every tensor of the new model by its name, a layer at a time."""
+        """Yield every tensor of the new model with its name, one layer at a time."""
         dtype = self.source.dtype("model.norm.weight")
         norm = self.pipeline.last_norm(self._last_norm()).cpu()
         yield "model.norm.weight", norm.to(dtype)
@@ -322,7 +323,7 @@ class _Run:
                 yield f"{block.prefix}{name}.weight", norm.to(dtype)
 
     def _about(self, errors: list[ModuleError]) -> dict[str, Any]:
-        """`quantization.json`."""
+        """The content of `quantization.json`."""
         weights = sum(e.num_weights for e in errors)
         found: dict[str, Any] = {
             "schema": SCHEMA,

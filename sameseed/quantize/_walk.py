@@ -1,8 +1,8 @@
-"""Through a model layer by layer: prepare a layer, choose its codes, pass the hidden states on.
+"""Quantize a model layer by layer: prepare a layer, choose its codes, pass the hidden states through it.
 
-In memory are one layer in float32, the statistics of one product (while a method that needs them rewrites the layer,
-those of its four stages), and the hidden states of the calibration rows. These lie in the CPU's memory; a device that
-computes gets them in chunks, and holds the rest.
+Memory holds one layer in float32, the statistics of one product, and the hidden states of the calibration rows. While a
+method that needs statistics rewrites a layer, memory holds those of its four stages. The hidden states lie in CPU
+memory; the computing device gets them in chunks, and holds everything else.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from sameseed.scheme import QuantScheme
 
 @dataclass(frozen=True)
 class ModuleError:
-    """What storing one matrix lost. `relative`: root mean square of the change of its output over that of the output.
+    """The error of storing one matrix. `relative`: RMS change of its output, divided by the RMS of the output.
 
-    `output`: the mean square itself, trace(dW H dW^T) / O. Without calibration both are those of the weights (H = 1).
+    `output`: the mean squared change, trace(dW H dW^T) / O. Without calibration both are of the weights (H = 1).
     """
 
     module: str
@@ -50,7 +50,7 @@ class ModuleError:
 
 
 def module_error(module: str, scheme: QuantScheme, before: Tensor, after: Tensor, stats: Stats | None) -> ModuleError:
-    """The record of a matrix [O, K] stored as `after`."""
+    """The error of storing matrix `before` [O, K] with the values `after`."""
     if stats is None:
         lost, whole = (after - before).square().sum(1), before.square().sum(1)
     else:
@@ -61,7 +61,7 @@ def module_error(module: str, scheme: QuantScheme, before: Tensor, after: Tensor
 
 
 class Walk:
-    """One pass through the layers of `source`. `hidden` [B, S, C] enters the next layer (None: no calibration)."""
+    """One pass through the layers of `source`. `hidden` [B, S, C]: input of the next layer (None: no calibration)."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Walk:
         self.config, self.source, self.pipeline, self.scheme, self.hidden = config, source, pipeline, scheme, hidden
         self.device = device
         self.decoder = DecoderLayers(config, 1 if hidden is None else hidden.shape[1], device)
-        # Norms that a method rewrote are stored as the checkpoint's others are: what is computed is what is stored.
+        # The type that norms are stored in. Rewritten norms are rounded to it before they are used (`as_stored`).
         self.dtype = source.dtype("model.norm.weight")
 
     def prepared(self, index: int) -> Block:
-        """Layer `index`, rewritten by the methods in turn, not yet rounded."""
+        """Layer `index`, rewritten by the methods in turn, not yet quantized."""
         block = read_block(self.config, self.source, index, self.device)
         for method in self.pipeline.methods:
             stats = {}
@@ -97,10 +97,10 @@ class Walk:
             stats = None if self.hidden is None else self._stats(block, stage)
             for name in names:
                 linear, scheme = block.linears[name], self.scheme.at(block.prefix + name)
-                if is_dense(scheme):  # as it is stored, so it is read on
+                if is_dense(scheme):  # "auto" becomes the type that the source stores
                     scheme = QuantScheme(scheme.format_for(self.source.dtype(f"{block.prefix}{name}.weight")))
                 before = linear.weight
-                scheme = scheme.settled(before)  # a choice of format becomes the format chosen
+                scheme = scheme.settled(before)  # fp8-auto becomes the format that fits better
                 linear.store(self.pipeline.quantize(before, scheme, stats))
                 errors.append(module_error(block.prefix + name, scheme, before, linear.weight, stats))
             if self.hidden is not None and stage in ("o", "down"):
@@ -117,19 +117,19 @@ class Walk:
         return (part.to(self.device) for part in chunks(hidden))
 
     def _stats(self, block: Block, stage: str, from_start: bool = False) -> Stats:
-        """Of what enters a stage, `hidden` being what enters its half of the layer (`from_start`: the layer itself)."""
+        """Statistics of a stage's inputs; `hidden` enters the stage's half of the layer (`from_start`: the layer)."""
         assert self.hidden is not None
         parts = self.parts(self.hidden)
-        if from_start:  # what enters the second half is computed and not kept
+        if from_start:  # the input of the second half is computed on the fly
             parts = map(partial(self.decoder.after_attention, block), parts)
         width = block.linears[STAGES[stage][0]].weight.shape[1]
         return Stats.of((self.decoder.inputs(block, stage, part) for part in parts), width, self.device)
 
 
 def as_stored(block: Block, dtype: torch.dtype, config: ModelConfig) -> None:
-    """Round norms and biases to `dtype`, as a checkpoint stores them; weights beside them make up for it exactly.
+    """Round norms and biases to `dtype`, as a checkpoint stores them, and adjust adjacent weights to compensate.
 
-    Nothing makes up for biases of o and down, which only `rotate` rewrites: they add to the stream as they are.
+    The biases of o and down, which only `rotate` rewrites, are added to the residual stream: no weight can compensate.
     """
     for stage, name in NORM_OF.items():
         norm = block.norms[name]
@@ -143,7 +143,7 @@ def as_stored(block: Block, dtype: torch.dtype, config: ModelConfig) -> None:
             continue
         ratio = _ratio(linear.bias, linear.bias.to(dtype).float())
         linear.weight = linear.weight * ratio[:, None]
-        if writer == V:  # a value head is read by some query heads
+        if writer == V:  # several query heads read one value head
             ratio = ratio.view(-1, 1, config.head_dim).expand(-1, shared, -1).flatten()
         block.linears[reader].weight = block.linears[reader].weight / ratio
     block.norms = {name: norm.to(dtype).float() for name, norm in block.norms.items()}
@@ -153,6 +153,6 @@ def as_stored(block: Block, dtype: torch.dtype, config: ModelConfig) -> None:
 
 
 def _ratio(exact: Tensor, rounded: Tensor) -> Tensor:
-    """rounded / exact; 1 where what is left is so small that its type holds few digits of it."""
+    """rounded / exact; 1 where rounding lost 1 % or more, since the value is too small for the type's precision."""
     ratio = rounded / exact
     return torch.where((ratio - 1).abs() < 0.01, ratio, 1.0)

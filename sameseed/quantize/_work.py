@@ -1,7 +1,7 @@
-"""The work folder of a run: a manifest that says what is being made, and a file for each layer that is done.
+"""The work folder of a run: a manifest with the settings of the run, and a file for each finished layer.
 
-It lies beside the destination, as NAME.partial, so that an interrupted run can go on and nothing half stands under the
-final name.
+The folder lies beside the destination, as NAME.partial. So an interrupted run can be resumed, and the final name never
+holds an unfinished checkpoint.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from sameseed.quantize._walk import ModuleError
 from sameseed.scheme import QuantTensor
 
 MANIFEST = "manifest.json"
-PROBE = 1 << 20  # bytes at both ends of a weight file that stand for the whole
+PROBE = 1 << 20  # bytes at each end of a weight file that are hashed instead of the whole file
 
 
 class WorkFolder:
-    """The folder of one run. `open` makes it or finds it again."""
+    """The work folder of one run; `open` creates it, or reopens it to resume."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
     def open(cls, out: Path, manifest: Mapping[str, Any], resume: bool, overwrite: bool) -> WorkFolder:
-        """The work folder beside `out`. Raises ConfigError where another run's lies there, naming what differs."""
-        out = Path(os.path.abspath(out))  # "." has no name of its own
+        """Create or reopen the work folder beside `out`. Raises ConfigError, naming what differs, for another run's."""
+        out = Path(os.path.abspath(out))  # "." has no name
         work = cls(out.with_name(f"{out.name}.partial"))
         if work.folder.exists():
             if not work.has(MANIFEST):
@@ -65,7 +65,7 @@ class WorkFolder:
         try:
             work.write_json(MANIFEST, manifest)
         except ModelSaveError:
-            shutil.rmtree(work.folder, ignore_errors=True)  # without a manifest it would only be in the way
+            shutil.rmtree(work.folder, ignore_errors=True)  # a folder without a manifest would block the next run
             raise
         return work
 
@@ -73,7 +73,7 @@ class WorkFolder:
         return (self.folder / name).is_file()
 
     def write_json(self, name: str, value: object) -> None:
-        """A JSON file, all of it or none. Raises ModelSaveError where it cannot be written."""
+        """Write a JSON file, all or nothing. Raises ModelSaveError where it cannot be written."""
         with _settled(self.folder / name) as part:
             part.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
@@ -91,7 +91,7 @@ class WorkFolder:
         return self.has(_layer_name(index))
 
     def write_layer(self, block: Block, errors: list[ModuleError]) -> None:
-        """A layer that is done: its stored weights, norms and biases; all of it, or nothing (ModelSaveError)."""
+        """Write a finished layer (stored weights, norms, biases, errors), all or nothing. Raises ModelSaveError."""
         block = block.to(CPU)
         tensors: dict[str, Tensor] = {f"norm:{name}": norm for name, norm in block.norms.items()}
         linears = {}
@@ -136,7 +136,7 @@ def _layer_name(index: int) -> str:
 
 @contextmanager
 def _settled(path: Path) -> Iterator[Path]:
-    """A file to write that becomes `path` once it is on the disk. Raises ModelSaveError where it cannot be written."""
+    """Yield a temporary path that is renamed to `path` once its data is on the disk. Raises ModelSaveError."""
     part = path.with_name(f"{path.name}.part")
     try:
         yield part
@@ -145,14 +145,14 @@ def _settled(path: Path) -> Iterator[Path]:
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
-            part.unlink()  # what there is of it only takes room
+            part.unlink()  # an incomplete file only takes disk space
         raise ModelSaveError(
             f"{path} cannot be written ({error}); make room, and the same command with --resume goes on from there"
         ) from None
 
 
 def fingerprint(folder: Path) -> str:
-    """Digest of a model's folder (or GGUF file): JSON whole, weight files by name, size and both ends."""
+    """Digest of a model's folder (or GGUF file): of JSON files whole, of weight files by name, size and both ends."""
     found = hashlib.sha256()
     inside = [*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")]
     for path in [folder] if folder.is_file() else sorted(inside):

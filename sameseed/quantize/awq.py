@@ -21,15 +21,16 @@ from sameseed.scheme import QuantScheme, QuantTensor
 
 
 class Awq(Quantizer):
-    """Scales are folded into what comes before: a norm, the value heads (o), the rows of up (down)."""
+    """Scales are folded into the preceding weights: a norm, the value heads (for o) or the rows of up (for down)."""
 
     needs = frozenset({"hessian"})
     rounds = True
 
     @dataclass(frozen=True)
     class Options:
-        """`grid`: steps of the search between no scales and the inputs' own, each with and without the weights' share;
-        `clip`: search each group's range too.
+        """`grid`: search steps from no scaling to the inputs' size, each with and without the weights' share.
+
+        `clip`: also search each group's clipping range.
         """
 
         grid: int = 10
@@ -46,13 +47,13 @@ class Awq(Quantizer):
             if not choices:
                 continue
             shared = config.num_heads // config.num_kv_heads if stage == "o" else 1
-            taking = {"o": (V,), "down": (UP,)}.get(stage, STAGES[stage])  # whose weights may be stored dense
+            taking = {"o": (V,), "down": (UP,)}.get(stage, STAGES[stage])  # these absorb the scales
             fit = powers_of_two if any(is_dense(scheme_of(n)) for n in taking) else torch.clone
             scales = self._search(choices, stats[stage], fit, shared, config.head_dim)
             if stage in NORM_OF:
                 fold_into_norm(block, stage, scales)
             else:
-                # Outputs (rows of v or up) are divided by scales [K], which the reader's columns take.
+                # The writer's outputs (rows of v or up) are divided by scales [K], the reader's columns multiplied.
                 rows = scales.view(-1, shared, config.head_dim)[:, 0].flatten() if stage == "o" else scales
                 writer, reader = block.linears[taking[0]], block.linears[STAGES[stage][0]]
                 writer.weight = writer.weight / rows[:, None]
@@ -68,13 +69,13 @@ class Awq(Quantizer):
         shared: int,
         dim: int,
     ) -> Tensor:
-        """The scales [K] of least output error: of the inputs' mean to a power, with and without the weights' share.
+        """The scales [K] of least output error: powers of the inputs' mean size, with and without the weights' share.
 
-        `fit` makes them such as may be folded.
+        `fit` rounds scales to values that may be folded (powers of two for dense weights).
         """
         width = len(stats.mean_abs)
         inputs = _shared(stats.mean_abs.clamp(min=1e-8), shared, dim)
-        # |w| over its row's largest: a channel's share of the steps.
+        # |w| relative to the largest of its row: the share of the quantization steps that a channel uses.
         sizes = [w.abs() for w, _ in choices]
         weights = torch.stack([(s / s.amax(1, keepdim=True).clamp(min=1e-30)).mean(0) for s in sizes]).mean(0)
         weights = _shared(weights.clamp(min=1e-8), shared, dim)

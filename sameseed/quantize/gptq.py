@@ -18,17 +18,17 @@ from sameseed.scheme import QuantScheme, QuantTensor
 
 
 class Gptq(Quantizer):
-    """Groups' scales are found when their first column is reached, from weights that carry the error so far."""
+    """Scales of a group are chosen at its first column, from weights that include the error passed on so far."""
 
     needs = frozenset({"hessian"})
     rounds = True
 
     @dataclass(frozen=True)
     class Options:
-        """`damping`: share of the mean diagonal added to it; `block`: columns whose error is passed on at once.
+        """`damping`: this share of its mean is added to the Hessian's diagonal; `block`: columns passed on at once.
 
-        `act_order`: columns of large inputs first; groups then keep the scales of the original weights, so that the
-        stored layout is the usual one. `clip`: search each group's range before rounding.
+        `act_order`: round columns with large inputs first; groups then keep the scales of the original weights, so
+        that the stored layout does not change. `clip`: search each group's range before rounding.
         """
 
         damping: float = 0.01
@@ -50,9 +50,9 @@ class Gptq(Quantizer):
         weight = weight.float()
         plain = scheme.encode(weight)
         better = self._rounded(weight, scheme, stats)
-        # A greedy order may lose against rounding to nearest in some rows; these keep the latter.
+        # Greedy rounding may be worse than rounding to nearest in some rows; these rows are rounded to nearest.
         lost = stats.error(weight, decoded(better)) - stats.error(weight, decoded(plain))  # [O]
-        together = scheme.rows_together  # rows that share something stay together; 0: all
+        together = scheme.rows_together  # rows that share scales are decided together; 0: all rows
         if together == 0:
             return plain if lost.sum() > 0 else better
         worse = torch.stack([part.sum() for part in torch.split(lost, together)]) > 0
@@ -87,9 +87,13 @@ def _round_columns(
     encode: Encode | None,
     hessian: Tensor | None,
 ) -> QuantTensor:
-    """Round every column of weight [O, K], which come in this order; `encode` where groups get scales on the way."""
+    """Round weight [O, K], whose columns are sorted by `order`, column by column, to codes of q's format.
+
+    `factor` [K, K]: see `inverse_factor`. `encode`: chooses a group's scales at its first column (None: those of q
+    stay); `hessian`: clip the group's range before that (None: do not).
+    """
     work, width, group, grid = weight.clone(), weight.shape[1], unit(q), CodeGrid(q)
-    columns: list[int] = order.tolist()  # at once: on a GPU each number asked for is a wait
+    columns: list[int] = order.tolist()  # read at once: on a GPU every read waits for the device
     parts = {name: part.clone() for name, part in q.parts.items()}
     for begin in range(0, width, block):
         end = min(begin + block, width)
@@ -97,7 +101,7 @@ def _round_columns(
         for i in range(begin, end):
             if encode is not None and i % group == 0:
                 values = work[:, i : i + group].clone()
-                if i + group > end and i > begin:  # what the open block still owes to the group's later columns
+                if i + group > end and i > begin:  # errors of this block not yet passed on to columns after it
                     values[:, end - i :] -= errors[:, : i - begin] @ factor[begin:i, end : i + group]
                 if hessian is not None:
                     values = clip(values, encode, hessian[i : i + group, i : i + group])
@@ -117,7 +121,10 @@ def _round_columns(
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """The upper factor U [K, K] of the damped Hessian's inverse, U^T U; more damping where it is not definite."""
+    """The upper factor U [K, K] of the damped Hessian's inverse U^T U; damping grows until the Hessian is definite.
+
+    Raises ConfigError where eight rounds of damping are not enough.
+    """
     work = hessian.double() if len(hessian) <= DOUBLE else hessian.clone()
     diagonal = work.diagonal()
     mean = diagonal.mean()

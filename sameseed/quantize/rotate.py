@@ -1,8 +1,8 @@
-"""Quantizer rotate: turn the residual stream and the value heads so that no channel stands out.
+"""Quantizer rotate: rotate the residual stream and the value heads so that no channel is an outlier.
 
 Ashkboos et al. (2024), "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs". Norms are folded into the weights that
-follow, then every matrix that reads or writes the stream takes a randomized Hadamard rotation. The rotations that
-QuaRot makes while running are left out: what comes out is a plain checkpoint of the same family.
+follow, then every matrix that reads or writes the stream is multiplied by a randomized Hadamard rotation. QuaRot's
+rotations at run time are left out, so the result is a plain checkpoint of the same model family.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sameseed.quantize._decoder import DOWN, NORM_OF, STAGES, Block, O, V
 
 
 class Rotate(Quantizer):
-    """With tied embeddings the head becomes a matrix of its own: only it takes the last norm."""
+    """Tied embeddings are untied, because the last norm is folded into the LM head but not into the embedding."""
 
     first = True
     turns = True
@@ -32,7 +32,7 @@ class Rotate(Quantizer):
                 linear = block.linears[name]
                 linear.weight = rotate_rows(linear.weight * block.norms[norm], self.seed)
             block.norms[norm] = torch.ones_like(block.norms[norm])
-        # Each value head is turned, and turned back in what reads it: attention mixes tokens, not channels.
+        # Each value head is rotated, and o_proj rotates it back: attention mixes tokens, not channels.
         v, o, dim = block.linears[V], block.linears[O], config.head_dim
         v.weight = spread(v.weight.T.reshape(-1, config.num_kv_heads, dim)).flatten(1).T.contiguous()
         if v.bias is not None:
@@ -57,8 +57,9 @@ class Rotate(Quantizer):
 def spread(x: Tensor) -> Tensor:
     """x [..., n] times an orthogonal matrix whose entries are all small, float32.
 
-    A power of two 2^k takes the Hadamard matrix; n = m * 2^k its Kronecker product with the Hartley matrix of the odd m
-    (entries cos + sin, at most sqrt(2 / m)). Both are symmetric and their own inverse.
+    For n = 2^k this is the Hadamard matrix. For n = m * 2^k it is the Kronecker product of the Hadamard matrix of 2^k
+    and the Hartley matrix of the odd m (entries cos + sin, at most sqrt(2 / m)). Both are symmetric and their own
+    inverse.
     """
     out = hadamard(x)  # in blocks of the largest power of two
     power = x.shape[-1] & -x.shape[-1]
@@ -80,7 +81,7 @@ def rotate_rows(x: Tensor, seed: int) -> Tensor:
 
 
 def rotate_columns(weight: Tensor, seed: int) -> Tensor:
-    """Q transposed times weight [C, K]: outputs of the product are rotated as `rotate_rows` rotates rows."""
+    """Q transposed times weight [C, K]: rotates the product's outputs as `rotate_rows` rotates rows."""
     return rotate_rows(weight.T, seed).T.contiguous()
 
 

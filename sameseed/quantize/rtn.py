@@ -1,4 +1,4 @@
-"""Quantizer rtn: round to nearest, with the scales that the format takes by itself. Needs no calibration."""
+"""Quantizer rtn: round to nearest, with the format's default scales. Needs no calibration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sameseed.quantize import Quantizer
 
 
 class Rtn(Quantizer):
-    """What loading with `--format` does."""
+    """Rounds as loading a model with `--format` does."""
 
     rounds = True
 

@@ -18,13 +18,13 @@ from sameseed.quantize._decoder import NORM_OF, STAGES, Block
 
 
 class Smooth(Quantizer):
-    """Channel j of x is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), which the weights take."""
+    """Divide channel j of x by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), and multiply the weights by s_j."""
 
     needs = frozenset({"hessian"})
 
     @dataclass(frozen=True)
     class Options:
-        """`alpha`: 0 leaves all to the activations, 1 moves all into the weights."""
+        """`alpha`: 0 leaves all outliers in the activations, 1 moves all into the weights."""
 
         alpha: float = 0.5
 
@@ -46,12 +46,12 @@ class Smooth(Quantizer):
 
 
 def powers_of_two(scales: Tensor) -> Tensor:
-    """The nearest ones: a weight that is stored dense in few bits takes them without being rounded anew."""
+    """Scales rounded to powers of two, which multiply a weight stored as floats without new rounding errors."""
     return scales.log2().round().exp2()
 
 
 def fold_into_norm(block: Block, stage: str, scales: Tensor) -> None:
-    """Divide what a norm gives by scales [C] and multiply the weights that read it."""
+    """Divide a norm's output by scales [C], and multiply the weights that read it by them."""
     block.norms[NORM_OF[stage]] = block.norms[NORM_OF[stage]] / scales
     for name in STAGES[stage]:
         block.linears[name].weight = block.linears[name].weight * scales

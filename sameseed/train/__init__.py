@@ -1,4 +1,4 @@
-"""`sameseed train`: a recipe makes a tokenizer, a target and a draft distilled from it."""
+"""`sameseed train`: train a tokenizer, a target model and a draft distilled from the target, as a recipe describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TrainResult", "run"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where the pair lies, and what it was measured by (also in `out/results.json`)."""
+    """The folders of the trained pair, and its measurements (also in `out/results.json`)."""
 
     target: Path
     draft: Path
@@ -24,11 +24,11 @@ class TrainResult:
 def run(
     config: Path, *, data: Path, out: Path, device: str = "cpu", resume: bool = False, quiet: bool = False
 ) -> TrainResult:
-    """Train the pair of a recipe into `out/target` and `out/draft`; `device`: where models are.
+    """Train the pair of a recipe into `out/target` and `out/draft`, with the models on `device`.
 
-    With `resume`, finished stages are skipped and the unfinished one goes on from its last checkpoint. Raises
-    ConfigError on a bad recipe, a device that is not here, a missing or damaged data folder, or an `out` that holds a
-    run without `resume`.
+    With `resume`, finished stages are skipped and the unfinished one continues from its last checkpoint. Raises
+    ConfigError for a bad recipe, a missing device, a missing or damaged data folder, or a non-empty `out` without
+    `resume`.
     """
     from sameseed import devices
     from sameseed.train.recipe import load_recipe

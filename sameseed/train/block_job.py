@@ -1,4 +1,4 @@
-"""A block head's batches and loss, how its weights begin, and how they are kept."""
+"""Training of a block head: batches, loss, initial weights and export."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from sameseed.train.trainer import TrainJob
 
 @dataclass(frozen=True)
 class BlockBatch:
-    """Blocks of some texts, G guesses each: the tokens of text after the anchor, the anchor's own first.
+    """Blocks of some texts, with G guesses each, K blocks per text.
 
-    tokens int64 [B, K, G] (what a guess follows), states float32 [B, N, F], anchors int64 [B, K]; counts bool
-    [B, K, G]: guesses that are learned from; places int64 [B, K, G]: their rows among `last` [P, C], the target's last
-    states at the positions that any of them guesses after.
+    tokens int64 [B, K, G]: the text's token before each guess, so the anchor's token comes first. states float32
+    [B, N, F]; anchors int64 [B, K]: positions in the text. counts bool [B, K, G]: guesses that are trained on. places
+    int64 [B, K, G]: the row of each guess in `last` [P, C], the target's last-layer states before the guessed tokens.
     """
 
     tokens: Tensor
@@ -41,9 +41,9 @@ class BlockBatch:
 
 
 def choose_anchors(text: TextStates, most: int, generator: torch.Generator | None) -> Tensor:
-    """Positions int64 of at most `most` tokens to guess after: chosen by chance, or without a generator the first.
+    """Positions int64 of at most `most` anchors: random, or without a generator the first ones.
 
-    The target wrote them, or at least what follows them, and it has states before them.
+    The target wrote these tokens (or the whole text is trained on), and it has states before them.
     """
     first = max(1, text.num_given)
     able = torch.arange(first, max(first, len(text.states)))
@@ -54,7 +54,7 @@ def choose_anchors(text: TextStates, most: int, generator: torch.Generator | Non
 def block_batch(
     texts: list[TextStates], anchors: list[Tensor], columns: list[int], width: int, num_guesses: int, device: str
 ) -> BlockBatch:
-    """Blocks at `anchors` of each text; `columns`: places of the head's captures among the stored states."""
+    """Blocks at `anchors` of each text; `columns`: indices of the head's captures among the stored states."""
     num = max(1, *(len(a) for a in anchors))
     longest = max(len(t.states) for t in texts)
     tokens = torch.zeros(len(texts), num, num_guesses, dtype=torch.long)
@@ -65,7 +65,7 @@ def block_batch(
     for b, (text, own) in enumerate(zip(texts, anchors, strict=True)):
         stored = text.states.view(len(text.states), -1, width)  # [N, L, C]
         states[b, : len(stored)] = stored[:, columns].flatten(1).float()
-        after = own[:, None] + torch.arange(num_guesses)  # a guess follows the token here
+        after = own[:, None] + torch.arange(num_guesses)  # position of the token before each guess
         inside = after.clamp(max=len(stored) - 1)
         at[b, : len(own)], counts[b, : len(own)] = own, after < len(stored)
         tokens[b, : len(own)] = text.ids.long()[inside]
@@ -78,7 +78,7 @@ def block_batch(
 
 
 def inputs(config: BlockConfig, batch: BlockBatch, embedding: Tensor) -> Tensor:
-    """The embedding [B, K, S, C] of every block: its anchor, then masks."""
+    """The embeddings [B, K, S, C] of every block's input: its anchor token, then masks."""
     shape = (*batch.anchors.shape, config.block_size)
     ids = torch.full(shape, config.mask_token, device=batch.tokens.device)
     ids[..., 0] = batch.tokens[..., 0]
@@ -86,7 +86,7 @@ def inputs(config: BlockConfig, batch: BlockBatch, embedding: Tensor) -> Tensor:
 
 
 def whole_rows(head: BlockForTraining, outputs: Tensor, before: Tensor) -> Tensor:
-    """Rows [R, C + A] whose products with `whole_weight` are the logits after tokens `before` [R]."""
+    """Rows [R, C + A] whose product with `whole_weight` gives the logits, with Markov head, after tokens `before`."""
     if head.markov_head is None:
         return outputs
     return torch.cat((outputs, head.markov_head.markov_w1(before)), dim=-1)
@@ -102,7 +102,7 @@ def whole_weight(head: BlockForTraining, lm_head: Tensor) -> Tensor:
 def block_loss(
     head: BlockForTraining, batch: BlockBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe
 ) -> Tensor:
-    """Weighted mean over guesses of KL + argmax_weight * CE; guess g counts exp(-g / decay).
+    """Weighted mean over guesses of KL + argmax_weight * CE; guess g has the weight exp(-g / decay).
 
     lm_head [Vd, C + A]: `whole_weight`, or some of its rows; wanted [P, Vd]: the target's logits.
     """
@@ -152,7 +152,7 @@ def block_job(
 
 
 def start_from_target(head: BlockForTraining, target: Llama, target_ids: Tensor | None) -> None:
-    """Begin as the target's last layers where the shapes allow it, over the last captured states."""
+    """Initialize the head from the target's last layers where the shapes allow it, reading the last captured states."""
     own, c, ops = head.config.layer, target.config, target.ops
     kept = target.weights.layers[-len(head.layers) :]
     alike = (own.num_heads, own.num_kv_heads, own.intermediate_size) == (
@@ -193,7 +193,7 @@ def export_block(
 ) -> None:
     """Write the head in the layout of speculators (`dspark`, or `dflash` without a Markov head).
 
-    The arguments as `head_job.export_head` has them.
+    Arguments as in `head_job.export_head`.
     """
     c = head.config
     kind = "dspark" if c.markov_rank else "dflash"

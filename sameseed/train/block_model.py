@@ -1,7 +1,7 @@
-"""The trainable block head (DFlash: Chen et al., 2026; DSpark: DeepSeek-AI, 2026), many blocks of a text at once.
+"""The trainable block head (DFlash: Chen et al., 2026; DSpark: DeepSeek-AI, 2026), for many blocks of a text at once.
 
-A block begins with a token of the text, its anchor, and goes on with masks. Its places see the target's states at all
-positions before the anchor, and each other. Parameter names are the published checkpoints'.
+A block is a token of the text, its anchor, followed by masks. Its places attend to the target's states at all positions
+before the anchor, and to each other. Parameter names are those of the published checkpoints.
 
 Letters as in `models.block`; B texts of a batch, N states of a text, K blocks of a text, S places of a block.
 """
@@ -18,7 +18,7 @@ from sameseed.train.model import Attention, Mlp, RMSNorm, rotate
 
 
 class BlockLayer(nn.Module):
-    """A decoder layer whose keys and values are also those of the target's states."""
+    """A decoder layer that also attends to keys and values computed from the target's states."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -32,7 +32,10 @@ class BlockLayer(nn.Module):
         self.mlp = Mlp(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, context: Tensor, seen: Tensor, own: Tensor, before: Tensor) -> Tensor:
-        """x [B, K, S, C] of blocks, context [B, N, C]; seen bool [B, K, N]; own [B, K, S, D], before [N, D]: angles."""
+        """Run blocks x [B, K, S, C] over context [B, N, C]; seen bool [B, K, N]: context positions of a block.
+
+        Rotary tables: own [B, K, S, D] of the blocks, before [N, D] of the context.
+        """
         a, c, (b, k, s, _) = self.self_attn, self.config, x.shape
         group, d, normed = c.num_heads // c.num_kv_heads, c.head_dim, self.input_layernorm(x)
         q = self._turned(a.q_proj(normed).view(b, k, s, -1, d), own, "q_norm")  # [B, K, S, H, D]
@@ -52,7 +55,7 @@ class BlockLayer(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))  # type: ignore[no-any-return]
 
     def _turned(self, x: Tensor, angles: Tensor, norm: str) -> Tensor:
-        """x [..., H, D], normed where the layer does so, rotated by angles [..., D]."""
+        """x [..., H, D], normed if the layer has q and k norms, then rotated by angles [..., D]."""
         if self.config.qk_norm:
             x = getattr(self.self_attn, norm)(x)
         cos, sin = angles[..., None, :].chunk(2, dim=-1)
@@ -60,7 +63,7 @@ class BlockLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to the logits: markov_w2 of markov_w1's row. It begins with nothing."""
+    """A bias on the logits that depends on the token before: markov_w2 times that token's row of markov_w1."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -69,10 +72,10 @@ class MarkovHead(nn.Module):
 
 
 class BlockForTraining(nn.Module):
-    """A block head. Embedding, and with a whole vocabulary the LM head, are the target's and stay as they are."""
+    """A block head. The embedding, and with a whole vocabulary the LM head, are the target's and are not trained."""
 
     def __init__(self, config: BlockConfig, seed: int) -> None:
-        """The first weights are normal with 0.02."""
+        """Initial weights are normal with standard deviation 0.02; the Markov head's bias starts at zero."""
         super().__init__()
         self.config, c = config, config.layer
         self.fc = nn.Linear(config.num_captures * config.target_hidden_size, c.hidden_size, bias=False)
@@ -97,7 +100,7 @@ class BlockForTraining(nn.Module):
     def forward(self, embedding: Tensor, states: Tensor, anchors: Tensor) -> Tensor:
         """embedding [B, K, S, C] of blocks, states [B, N, F], anchors int64 [B, K] -> normed outputs of guesses.
 
-        These are [B, K, num_guesses, C]; guess g is of the token g + 1 after the anchor.
+        The outputs are [B, K, num_guesses, C]; guess g is for the token g + 1 places after the anchor.
         """
         rope: Tensor = self.rope  # type: ignore[assignment]
         n, size = states.shape[1], self.config.block_size

@@ -1,4 +1,4 @@
-"""The model cards of a run: data, licences, recipe and what was measured, written from the results."""
+"""The model cards of a pair: data, licences, recipe and measurements, written from the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FRONT_MATTER = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: sameseed\n
 
 
 def table(head: str, num_words: int, rows: Iterable[Iterable[object]]) -> str:
-    """A table in Markdown; `head`: its columns, between bars; the first `num_words` are words, the others numbers."""
+    """A Markdown table; `head`: column titles, bars between; the first `num_words` columns are text, not numbers."""
     columns = head.count("|") + 1
     rule = ["---"] * num_words + ["---:"] * (columns - num_words)
     lines = [head, " | ".join(rule), *(" | ".join(map(str, row)) for row in rows)]
@@ -20,7 +20,7 @@ def table(head: str, num_words: int, rows: Iterable[Iterable[object]]) -> str:
 
 
 def source_table(sources: Iterable[SourceSettings]) -> str:
-    """What was trained on, under which licence."""
+    """A table of the training sources and their licences."""
     rows = []
     for s in sources:
         stdlib = "standard library of the running Python (no tests, no data)"
@@ -60,7 +60,7 @@ def write_cards(recipe: Recipe, results: dict[str, Any], out: Path) -> None:
 
 
 def card(recipe: Recipe, results: dict[str, Any], name: str, made: str, more: str) -> str:
-    """The README.md of one of the two; `made`: how it came about, `more`: what else there is to say of that."""
+    """The README.md of the target or the draft (`name`); `made`: how it was made, `more`: further text on this."""
     settings = recipe.target if name == "target" else recipe.draft
     s, train, done = settings.shape, settings.train, results[name]
     context = s.max_positions
@@ -94,7 +94,7 @@ encoded.
 
 
 def figures(results: dict[str, Any], name: str) -> str:
-    """The card's part on what was measured, of "target" or "draft"."""
+    """The card's section of measurements, for "target" or "draft"."""
     rows = [
         (d, v["tokens"], f"{v['perplexity']:.2f}", f"{v['bits_per_byte']:.3f}")
         for d, v in results["perplexity"][name].items()

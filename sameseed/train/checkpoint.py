@@ -20,7 +20,7 @@ from sameseed.train.optim import MuonAdamW
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, progress: dict[str, Any]) -> None:
-    """Write tensors and a JSON object to one file; a reader never sees half of it."""
+    """Write tensors and a JSON object to one file, which is replaced atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     save_file(tensors, str(partial), metadata={"format": "pt", "progress": json.dumps(progress)})
@@ -39,14 +39,17 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW, progress: dict[str, Any]) -> None:
-    """Everything that decides the next step: float32 weights, optimizer state, and the step count in `progress`."""
+    """Save all that determines the next step: float32 weights, optimizer state, and `progress` with the step count."""
     tensors = {f"model.{n}": p.detach().cpu() for n, p in model.named_parameters()}
     tensors |= {f"optim.{n}": t.cpu() for n, t in optimizer.state().items()}
     save_tensors(tensors, path, {**progress, "optim_steps": optimizer.num_steps})
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW | None) -> dict[str, Any]:
-    """Take a checkpoint's weights (and, where an optimizer is given, its state); returns the progress."""
+    """Load a checkpoint's weights (and the state of the optimizer, if given); returns the progress.
+
+    Raises ConfigError for a checkpoint of another model shape.
+    """
     tensors, progress = read_tensors(path)
     named = dict(model.named_parameters())
     if {n.removeprefix("model.") for n in tensors if n.startswith("model.")} != set(named) or any(
@@ -71,7 +74,7 @@ def export_model(
 ) -> None:
     """Write the model in Hugging Face layout, weights in bfloat16; `ends`: the tokens that end a text.
 
-    `more`: further keys of its config.json.
+    `more`: further keys for config.json.
     """
     shape = model.shape
     ids = {"bos_token_id": begin, "eos_token_id": ends[0] if ends else None, "pad_token_id": pad}

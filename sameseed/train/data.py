@@ -1,7 +1,7 @@
-"""From a data folder to documents to token rows.
+"""Read documents from a data folder and pack them into rows of tokens.
 
-A row of `row_tokens + 1` tokens holds whole documents where they fit; each document opens with the begin token, so that
-every row starts where a prompt would. Attention is not cut between documents of a row.
+A row of `row_tokens + 1` tokens holds whole documents where they fit. Each document opens with the begin token, so
+every row starts like a prompt. Attention is not masked between the documents of a row.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from sameseed.train.records import record_texts
 from sameseed.train.sums import sum_texts
 from sameseed.train.tokenizer import ASSISTANT, BEGIN, END, USER, token_id
 
-# Parts of the standard library that are tests, tables or vendored wheels rather than code.
+# Parts of the standard library that are left out: tests, tables and vendored wheels.
 STDLIB_SKIP = re.compile(
     r"(^|/)(site-packages|dist-packages|tests?|idle_test|encodings|pydoc_data|ensurepip|lib2to3|turtledemo)/"
 )
-HELD_OUT_PER_MILLE = 20  # of the standard library's files, chosen by a hash of the path
+HELD_OUT_PER_MILLE = 20  # held-out share of the standard library's files, chosen by a hash of the path
 POOL = 256  # pieces among which the packer looks for one that fits
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text: either plain (`turns` empty) or a conversation of (role, content) turns."""
+    """A text: plain (`turns` empty), or a conversation of (role, content) turns."""
 
     domain: str
     source: str
@@ -49,7 +49,7 @@ class Document:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, object]]:
-    """Rows of a .jsonl.gz file. Raises ConfigError that names the line."""
+    """Rows of a .jsonl.gz file. Raises ConfigError naming the line."""
     if not path.is_file():
         raise ConfigError(f"no data file {path}; give the folder that holds the corpus with --data")
     try:
@@ -60,7 +60,7 @@ def read_rows(path: Path) -> Iterator[dict[str, object]]:
 
 
 def parse_row(line: str, where: str) -> dict[str, object]:
-    """One line's object. Raises ConfigError unless it has the strings `text` and `source`."""
+    """The JSON object of one line. Raises ConfigError unless it has the strings `text` and `source`."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
@@ -71,7 +71,7 @@ def parse_row(line: str, where: str) -> dict[str, object]:
 
 
 def matching(rows: Iterable[dict[str, object]], source: SourceSettings) -> list[Document]:
-    """Of some rows, the fit ones of a source as documents."""
+    """The documents of a source: those rows with one of its names that `to_document` accepts."""
     documents = []
     for row in rows:
         name = str(row["source"])
@@ -82,7 +82,7 @@ def matching(rows: Iterable[dict[str, object]], source: SourceSettings) -> list[
 
 
 def split_turns(text: str) -> tuple[tuple[str, str], ...]:
-    """Turns of `User: ...` / `Assistant: ...` text; a marker counts at the start of a line only."""
+    """Turns of `User: ...` / `Assistant: ...` text (markers at the start of a line only); empty if it has none."""
     parts = re.split(r"^(User|Assistant): ", text, flags=re.MULTILINE)
     if parts[0].strip() or len(parts) < 5:
         return ()
@@ -90,7 +90,7 @@ def split_turns(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def question_and_answer(row: dict[str, object]) -> tuple[tuple[str, str], ...]:
-    """The two turns of an instruction row, cut at `answer_start` where it is given."""
+    """The two turns of an instruction row, split at `answer_start` if given; empty if one is missing."""
     text, start = str(row["text"]), row.get("answer_start")
     if not isinstance(start, int):
         found = text.find("\n\nAssistant: ")
@@ -101,7 +101,7 @@ def question_and_answer(row: dict[str, object]) -> tuple[tuple[str, str], ...]:
 
 
 def stdlib_documents(domain: str, held_out: bool) -> Iterator[Document]:
-    """The running interpreter's library modules, without tests and data: either those trained on or those held out."""
+    """The running interpreter's standard library, without tests and data: the held-out files, or all others."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -112,7 +112,7 @@ def stdlib_documents(domain: str, held_out: bool) -> Iterator[Document]:
 
 
 def made_documents(source: SourceSettings, seed: int, *, held_out: bool) -> Iterator[Document]:
-    """Documents of a kind that reads no file of the data folder: of ENDLESS ones either a few or those without end."""
+    """Documents of a kind in MADE, which need no data file. Kinds in ENDLESS yield without end, or a few held out."""
     if source.kind == "stdlib":
         yield from stdlib_documents(source.domain, held_out)
         return
@@ -123,7 +123,7 @@ def made_documents(source: SourceSettings, seed: int, *, held_out: bool) -> Iter
 
 
 def to_document(row: dict[str, object], source: SourceSettings) -> Document | None:
-    """A row as a document of its source's kind, or None where it is unfit."""
+    """A row as a document of its source's kind, or None if it is not suitable."""
     text = str(row["text"])
     if source.ascii_only and sum(c > "\x7f" for c in text) > 0.02 * len(text):  # a cheap test for English
         return None
@@ -138,7 +138,7 @@ def to_document(row: dict[str, object], source: SourceSettings) -> Document | No
 def source_documents(source: SourceSettings, data: Path, seed: int) -> list[Document]:
     """All documents of one source, shuffled, cut to `max_mb`."""
     documents: Iterable[Document]
-    if source.kind in ENDLESS:  # in an order of chance
+    if source.kind in ENDLESS:  # already in random order
         documents = made_documents(source, seed, held_out=False)
     else:
         made = source.kind in MADE
@@ -160,7 +160,7 @@ def source_documents(source: SourceSettings, data: Path, seed: int) -> list[Docu
 
 
 def held_out_documents(recipe: Recipe, data: Path) -> list[Document]:
-    """What no stage trains on: the rows of the valid file whose source the recipe uses, and held-out library files."""
+    """Documents that no stage trains on: validation rows of the recipe's sources, and held-out ones of MADE kinds."""
     documents: list[Document] = []
     rows = list(read_rows(data / recipe.valid_file))
     for source in recipe.source:
@@ -170,7 +170,7 @@ def held_out_documents(recipe: Recipe, data: Path) -> list[Document]:
 
 
 def encode(tokenizer: Tokenizer, document: Document) -> list[int]:
-    """Token ids: begin, then plain text or role-marked turns, each turn (and the text) closed by the end token."""
+    """Token ids: the begin token, then the plain text or the turns with role tokens; each ends with the end token."""
     begin, end = token_id(tokenizer, BEGIN), token_id(tokenizer, END)
     if not document.turns:
         return [begin, *tokenizer.encode(document.text, add_special_tokens=False).ids, end]
@@ -182,14 +182,14 @@ def encode(tokenizer: Tokenizer, document: Document) -> list[int]:
 
 
 def pieces(ids: list[int], length: int) -> Iterator[list[int]]:
-    """Cut a long document; each later piece opens with the begin token again."""
+    """Cut a long document; each later piece opens with the begin token again. A rest of up to 32 tokens is dropped."""
     yield ids[:length]
     for start in range(length, len(ids) - 32, length - 1):
         yield [ids[0], *ids[start : start + length - 1]]
 
 
 def pack(documents: list[list[int]], length: int, pad: int) -> Tensor:
-    """Rows int32 `[num_rows, length]`: whole pieces while one of the pool fits, the rest is padding."""
+    """Pack rows int32 `[num_rows, length]` with whole pieces while one of the pool fits; the rest is padding."""
     queue = (piece for ids in documents for piece in pieces(ids, length))
     pool = [piece for _, piece in zip(range(POOL), queue, strict=False)]
     rows: list[list[int]] = []
@@ -209,7 +209,7 @@ def pack(documents: list[list[int]], length: int, pad: int) -> Tensor:
 
 
 def training_order(recipe: Recipe, data: Path) -> list[Document]:
-    """Every document as often as its source's `epochs` says, in one seeded order."""
+    """All documents, each repeated by its source's `epochs`, in one seeded order."""
     rng = random.Random(recipe.seed)
     documents: list[Document] = []
     for source in recipe.source:
@@ -221,9 +221,9 @@ def training_order(recipe: Recipe, data: Path) -> list[Document]:
 
 
 def next_rows(rows: Tensor, first: int, count: int, seed: int, stored_passes: int = 0) -> Tensor:
-    """Rows int64 `[count, length]` from place `first` of an endless stream that reads all rows again and again.
+    """Rows int64 `[count, length]` from place `first` of an endless stream that repeats all rows.
 
-    The first `stored_passes` are in the stored order, each other pass in one of its own.
+    The first `stored_passes` passes are in the stored order, each later pass in its own seeded order.
     """
     chosen = []
     for i in range(first, first + count):
@@ -236,6 +236,6 @@ def next_rows(rows: Tensor, first: int, count: int, seed: int, stored_passes: in
 
 
 def inputs_and_targets(batch: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-    """Shifted views of rows `[B, S+1]`; padding becomes a target of -1, which no loss counts."""
+    """Inputs and targets `[B, S]`, shifted, of rows `[B, S+1]`; padding becomes the target -1, which losses ignore."""
     targets = batch[:, 1:]
     return batch[:, :-1].contiguous(), targets.masked_fill(targets == pad, -1).contiguous()

@@ -1,6 +1,6 @@
 """The draft stage: the target continues training prompts, and the draft learns the target's distribution on them.
 
-On-policy text is what acceptance is made of: while speculating, the draft only ever reads text that the target chose.
+The training texts are on-policy, because in speculative decoding the draft reads text that the target chose.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sameseed.train.trainer import Log, TrainJob, progress_bar
 
 # Marks a token of a prompt in a stored row: the draft reads it, but no loss counts it.
 PROMPT_BIT = 1 << 20
-PART = 512  # prompts whose continuations are kept at once, so that an interruption costs little
-LEAST_SHARE = 0.04  # of all prompts, for the smallest source
+PART = 512  # prompts whose continuations are stored in one file, so that an interruption loses little
+LEAST_SHARE = 0.04  # least share of all prompts for a source
 
 
 def training_prompts(recipe: Recipe, data: Path, tokenizer: Tokenizer) -> list[list[int]]:
-    """Prompts cut from training documents, each source by its share of the bytes trained on, in a seeded order."""
+    """Prompts cut from training documents, in a seeded order; a source's share is its share of the training bytes."""
     rng = random.Random(recipe.seed + 1)
     settings = recipe.draft.rollouts
     sources = [corpus.source_documents(s, data, recipe.seed) for s in recipe.source]
@@ -38,7 +38,7 @@ def training_prompts(recipe: Recipe, data: Path, tokenizer: Tokenizer) -> list[l
     prompts: list[list[int]] = []
     for documents, size in zip(sources, sizes, strict=True):
         wanted = round(settings.num_prompts * max(LEAST_SHARE, size / sum(sizes)))
-        found: dict[tuple[int, ...], None] = {}  # a document may give several prompts, a prompt comes once
+        found: dict[tuple[int, ...], None] = {}  # a document may give several prompts, but no prompt twice
         for attempt in range(4 * wanted):
             if len(found) == wanted:
                 break
@@ -59,7 +59,7 @@ def rollout_rows(
     log: Log,
     quiet: bool,
 ) -> Tensor:
-    """The target's own text as rows int32 `[num_rows, S+1]`; parts that are in `folder` are not written again."""
+    """The target's own texts as rows int32 `[num_rows, S+1]`; parts that exist in `folder` are not written again."""
     texts: list[list[int]] = []
     with progress_bar(quiet) as bar:
         task = bar.add_task("rollouts", total=len(prompts), said="")
@@ -86,7 +86,7 @@ def draft_batch(recipe: Recipe, rollouts: Tensor, rows: Tensor, step: int) -> Te
     """Rows `[B, S+1]` of a step: corpus rows (as many as `corpus_share` says, evenly spread), then rollouts."""
     num_rows = recipe.draft.train.rows
     share = recipe.draft.corpus_share * num_rows
-    # Each of the two is read in its own order, whatever the share: position = rows read before this step.
+    # Both streams are read in their own order, whatever the share: the position is the rows read before this step.
     first, end = int(share * step), int(share * (step + 1))
     index = torch.arange(first, end) % rows.shape[0]
     others = corpus.next_rows(rollouts, step * num_rows - first, num_rows - (end - first), recipe.seed)
@@ -94,9 +94,9 @@ def draft_batch(recipe: Recipe, rollouts: Tensor, rows: Tensor, step: int) -> Te
 
 
 def _begin_as(draft: LlamaForTraining, target: LlamaForTraining, layers: Seq[int]) -> None:
-    """Give the draft what it can take over of the target: of these layers all, else directions of its embedding.
+    """Initialize the draft from the target: with `layers`, copy these, embedding and norm; else only the embedding.
 
-    The embedding starts as the principal components of the target's: words start where the target has them.
+    Without `layers` the embedding starts as the principal components of the target's embedding.
     """
     if layers:
         own, its = draft.model, target.model
@@ -118,12 +118,12 @@ def draft_job(
     """The draft's training: the target's distribution on rows of its own text and of the corpus."""
     draft = LlamaForTraining(recipe.draft.shape, recipe.seed + 7)
     _begin_as(draft, target, recipe.draft.layers)
-    draft.to(target.device)  # only now: the first weights are the CPU's on every device
+    draft.to(target.device)  # moved after initialization, so that initial weights are the same on every device
     target.eval()
     teacher = target
     if recipe.draft.train.compile:
         draft.compile_layers()
-        teacher = copy.copy(target)  # the same weights; what measures the target reads rows of every length
+        teacher = copy.copy(target)  # shares the weights; only the copy is compiled, for rows of one length
         teacher.compile_layers()
 
     def loss(batch: Tensor) -> Tensor:

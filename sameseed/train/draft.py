@@ -1,6 +1,6 @@
-"""`sameseed train draft`: a small Llama learns a target's distribution on the texts that the target writes.
+"""`sameseed train draft`: train a small Llama on a target's distribution, over texts that the target writes.
 
-With `parallel` it learns to guess so many tokens in one pass (`train/parallel.py`).
+With `parallel` the draft learns to guess that many tokens in one pass (`train/parallel.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAME = "draft"  # of the job, and so of its checkpoint
 
 @dataclass(frozen=True)
 class DraftSize:
-    """Sizes of the draft, in the words of a Hugging Face config.json; 0: a half, or a third, of the target's."""
+    """Sizes of the draft, as in a Hugging Face config.json; 0: derived from the target's (`draft_shape`)."""
 
     num_layers: int = 2
     hidden_size: int = 0
@@ -45,11 +45,11 @@ class DraftSize:
 
 @dataclass(frozen=True)
 class DraftRecipe(OwnRecipe):
-    """Everything that decides a draft's weights, but for the data and the machine's arithmetic.
+    """Everything that determines a draft's weights, except the data and the machine's arithmetic.
 
-    `begin`: a draft whose weights and sizes it begins with. `parallel`: tokens that it learns to guess in one pass,
-    over mask tokens (0: a token a pass); `mask_token`: their id (-1: one that no text has). `keep`, `least_kept`: of
-    guesses behind i masks a share max(keep^i, least_kept) is learned from.
+    `begin`: an existing draft whose weights and sizes training starts from. `parallel`: number of tokens to guess in
+    one pass, over mask tokens (0: one token per pass); `mask_token`: id of the masks (-1: one that no text has).
+    `keep`, `least_kept`: a share max(keep^i, least_kept) of the guesses behind i masks is trained on.
     """
 
     name: str = "draft"
@@ -73,7 +73,7 @@ class DraftRecipe(OwnRecipe):
 
 
 def draft_shape(recipe: DraftRecipe, target: ModelConfig) -> ModelShape:
-    """The draft's sizes for a target. Raises ConfigError for sizes that make no model."""
+    """The draft's sizes for a target. Raises ConfigError for impossible sizes."""
     size = recipe.size
     dim = size.head_dim or target.head_dim
     hidden = size.hidden_size or target.hidden_size // 2
@@ -108,8 +108,8 @@ def run_draft(
 ) -> Trained:
     """Train a draft for `recipe.target` into `out/draft`, a Hugging Face folder with the target's tokenizer.
 
-    `backend` computes the target. With `resume`, texts that are written stay and training goes on from its last
-    checkpoint; of the recipe only what `resume.EDITABLE` names may be another then. Raises ConfigError or
+    `backend` computes the target. With `resume`, written texts are kept and training continues from its last
+    checkpoint; then only the settings in `resume.EDITABLE` may differ from the first run. Raises ConfigError or
     ModelLoadError with the remedy.
     """
     if sources.measure is not None:
@@ -140,14 +140,14 @@ def run_draft(
 def components(embedding: Tensor, weight: Tensor) -> None:
     """Set the first columns of embedding [V, C] to the principal components of weight [V, K]."""
     width = min(embedding.shape[1], weight.shape[1])
-    _, basis = torch.linalg.eigh((weight.T @ weight).double())  # their shares rise
+    _, basis = torch.linalg.eigh((weight.T @ weight).double())  # in ascending order
     embedding[:, :width] = weight @ basis.flip(1)[:, :width].to(weight.dtype)
 
 
 def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTraining, int]:
-    """A new draft, or the one that `recipe.begin` names, and the mask's id that is asked for, or its own; -1: none.
+    """A new draft or the one that `recipe.begin` names; and the requested mask id, else the draft's own, else -1.
 
-    Raises ConfigError for one that cannot be trained here.
+    Raises ConfigError for a draft that cannot be trained here.
     """
     if not recipe.begin:
         return LlamaForTraining(draft_shape(recipe, target), recipe.seed), recipe.mask_token
@@ -180,8 +180,9 @@ DraftBatch = tuple[Tensor, Tensor, Tensor]
 
 
 def draft_batch(texts: list[TextStates], width: int, longest: int, device: str) -> DraftBatch:
-    """Padded texts: ids int64 [B, T]; counts bool [B, T]: where the next token is learned, first at the place of the
-    last given one; last [R, C]: the target's states there.
+    """Padded texts: ids int64 [B, T]; counts bool [B, T]: places whose next token is trained on.
+
+    The first such place of a text is its last given token. last [R, C]: the target's states at these places.
     """
     lengths = [min(len(t.states), longest) for t in texts]
     ids = torch.zeros(len(texts), max(lengths), dtype=torch.long)
@@ -198,7 +199,7 @@ def draft_batch(texts: list[TextStates], width: int, longest: int, device: str) 
 def draft_job(
     draft: LlamaForTraining, target: Llama, texts: StoredTexts, recipe: DraftRecipe, folder: Path
 ) -> TrainJob:
-    """The draft's training on stored texts: KL(target || draft) + argmax_weight * CE on the target's likeliest."""
+    """The draft's training on stored texts: KL(target || draft) + argmax_weight * CE on the target's argmax."""
     settings, device, width = recipe.train, str(target.device), target.config.hidden_size
 
     def batch(step: int) -> DraftBatch:
@@ -219,7 +220,7 @@ def draft_job(
 def parallel_job(
     draft: LlamaForTraining, target: Llama, texts: StoredTexts, recipe: DraftRecipe, folder: Path, masks: MaskSettings
 ) -> TrainJob:
-    """The same with masks behind the texts' tokens: every place of a draft learns the target's distribution there."""
+    """Like `draft_job`, with masks behind the texts' tokens: masks learn the target's distribution too."""
     settings, device, width = recipe.train, str(target.device), target.config.hidden_size
 
     def batch(step: int) -> MaskedRows:

@@ -1,4 +1,4 @@
-"""`sameseed train head`: the target writes texts, a head learns to guess them, and its acceptance is counted."""
+"""`sameseed train head`: the target writes texts, a head is trained to guess them, and its acceptance is measured."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def run_head(
     quiet: bool = False,
     stop_after: int | None = None,
 ) -> Trained:
-    """Train a head for `recipe.target` into `out/head`, as `--draft` takes it; `backend` computes the target.
+    """Train a head for `recipe.target` into `out/head`, which `--draft` accepts; `backend` computes the target.
 
-    With `resume`, texts that are written stay and training goes on from its last checkpoint; of the recipe only what
-    `resume.EDITABLE` names may be another then, `train.steps` among it. `stop_after` ends with a checkpoint after that
-    many steps, as an interruption would. Raises ConfigError or ModelLoadError with the remedy.
+    With `resume`, written texts are kept and training continues from its last checkpoint; then only the settings in
+    `resume.EDITABLE` may differ from the first run, `train.steps` among them. `stop_after` ends the run with a
+    checkpoint after that many steps, like an interruption. Raises ConfigError or ModelLoadError with the remedy.
     """
     folder, target_config = check_run(recipe, sources, out, resume)
     mask = mask_of(recipe.block.mask_token, folder, target_config) if recipe.kind == "block" else None
     config = head_config(recipe, target_config, mask)
     prompts = []
-    if sources.measure is not None:  # read before anything is spent
+    if sources.measure is not None:  # read first, so that errors come before the expensive stages
         context = target_config.max_model_len
         prompts = held_out(sources.measure, load_tokenizer(folder), context, head_measure.NEW_TOKENS)
     log, layers, on = Log(out / "log.jsonl"), config.aux_layers or (), {"backend": backend, "device": device}
@@ -76,9 +76,9 @@ def run_head(
 
 
 def frequent_tokens(texts: StoredTexts, first: int, count: int, vocab_size: int) -> Tensor | None:
-    """The `count` tokens that the target writes most often, int64 [count] in order of their ids; None: all.
+    """The `count` tokens that the target writes most often, int64 [count] in ascending order; None: all tokens.
 
-    Only its `first` texts count: those that a resume adds must not change which tokens the LM head's rows stand for.
+    Only the `first` texts count, because texts that a resume adds must not change the tokens of the LM head's rows.
     """
     if count >= vocab_size:
         return None

@@ -1,4 +1,4 @@
-"""A head's batches and loss, and how its weights begin and are kept."""
+"""Training of an EAGLE-3 head: batches, loss, initial weights and export."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from sameseed.train.model import llama_config
 from sameseed.train.states import StoredTexts, TextStates, captured_layers
 from sameseed.train.trainer import TrainJob
 
-NAME = "head"  # of the job, and so of its checkpoint
+NAME = "head"  # name of the job and of its checkpoint
 
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """Rows of texts: tokens int64 [B, N], states float32 [B, N, F], last [R, C] of the rows that guess."""
+    """Rows of texts: tokens int64 [B, N], states float32 [B, N, F]; last [R, C]: the target's states for R guesses."""
 
     tokens: Tensor
     states: Tensor
@@ -39,7 +39,7 @@ class HeadBatch:
 
 
 def dense(ops: Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> Tensor:
-    """A stored matrix, or several one below the other, as float32 [O, K]."""
+    """A stored matrix, or several joined along O, decoded to float32 [O, K]."""
     if isinstance(w, tuple):
         return torch.cat([dense(ops, one) for one in w])
     plain = ops.unpack(w)
@@ -49,9 +49,9 @@ def dense(ops: Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> Tensor:
 def make_batch(
     texts: list[TextStates], columns: list[int], width: int, unroll: int, longest: int, device: str
 ) -> HeadBatch:
-    """Rows of some texts; `columns`: places of the head's captures among the stored states, each `width` wide.
+    """Rows of some texts; `columns`: indices of the head's captures among the stored states, each `width` wide.
 
-    Row t guesses token t + 2, and needs the target's states at t and, for its distribution, at t + 1.
+    Row t guesses token t + 2. It reads the target's states at t; the states at t + 1 give the target's distribution.
     """
     texts = [TextStates(t.ids[:longest], t.num_given, t.states[: longest - 1]) for t in texts]
     num_rows = torch.tensor([max(0, len(t.states) - 1) for t in texts])
@@ -75,7 +75,7 @@ def make_batch(
 def head_loss(
     head: HeadForTraining, batch: HeadBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, settings: LossSettings
 ) -> list[Tensor]:
-    """Loss of every step: a weighted mean of KL + argmax_weight * CE over the rows that guess.
+    """The loss of every step: a weighted mean of KL + argmax_weight * CE over the rows that guess.
 
     embedding [V, C]; lm_head [Vd, C]; wanted [R, Vd]: the target's logits.
     """
@@ -85,7 +85,7 @@ def head_loss(
     weights = [settings.falloff**s for s in range(batch.unroll)]
     losses = []
     for step, out in enumerate(outputs):
-        known = (place >= step).float()  # a path of `step` guesses begins at a row that is there
+        known = (place >= step).float()  # the first row of a path of `step` guesses must exist
         shares = known * (weights[step] / sum(weights)) / known.sum().clamp(min=1)
         cross = fused_soft_cross_entropy(out[batch.rows.counts], lm_head, targets, shares)
         losses.append(cross - (shares * entropy).sum())
@@ -93,7 +93,7 @@ def head_loss(
 
 
 def teacher(target: Llama, last: Tensor, target_ids: Tensor | None) -> Tensor:
-    """The target's logits [R, Vd] of what leaves its last layer [R, C], by its own norm, head and format."""
+    """The target's logits [R, Vd] from the output of its last layer [R, C], with its own norm, LM head and format."""
     w = target.weights
     with torch.inference_mode():
         logits = target.ops.product(normed_rows(last, w.norm, target.config.rms_eps), w.lm_head)
@@ -102,10 +102,10 @@ def teacher(target: Llama, last: Tensor, target_ids: Tensor | None) -> Tensor:
 
 
 def candidates(logits: Tensor, count: int) -> Tensor:
-    """Tokens int64 [count] of a teacher's logits [R, V]: likeliest ones, those with the most mass, an eighth others.
+    """Tokens int64 [count] for the loss, from a teacher's logits [R, V]: the most likely ones, and an eighth random.
 
-    What is left out is what the teacher hardly ever says; chance, from the logits themselves, sees that no token is
-    left out for ever.
+    The argmax of every row comes first, then tokens with the most probability mass. Tokens that are left out are hardly
+    ever written by the teacher. The random ones, seeded by the logits, make sure that no token is left out for ever.
     """
     mass = torch.softmax(logits, dim=-1).sum(0)
     mass[logits.argmax(-1)] += len(logits)
@@ -149,10 +149,11 @@ def head_job(
 
 
 def start_from_target(head: HeadForTraining, target: Llama, target_ids: Tensor | None) -> None:
-    """Begin as the target's last layer, reading the last captured states; its attention where the heads allow it.
+    """Initialize the head from the target's last layer, reading the last captured states.
 
-    Such a head guesses what the target guessed a token before, and learns several times faster than one that begins
-    with chance. What reads the embedding begins small. A KV head of the target may stand for several.
+    Attention is copied only where the head counts allow it; a KV head of the target may be copied to several. Weights
+    that read the embedding stay small. Such a head at first guesses what the target guessed a token before, and learns
+    several times faster than a head with random weights.
     """
     own, c, layer, ops = head.config.layer, target.config, target.weights.layers[-1], target.ops
     width, mid, a = c.hidden_size, head.midlayer, head.midlayer.self_attn
@@ -187,9 +188,9 @@ def export_head(
 ) -> None:
     """Write the head in the plain EAGLE-3 layout (`LlamaForCausalLMEagle3`), which vLLM reads too.
 
-    `target_ids` int64 [Vd]: the target's token of each of the head's own. d2t int64 [Vd] holds offsets
-    (id = i + d2t[i]); t2d bool [V] marks the tokens that the head has. An embedding is not written: it is the
-    target's, and so is the LM head where the vocabulary is whole. `rotation`: the seed of its target's, if it has one.
+    `target_ids` int64 [Vd]: the target's token id of each token of the head. d2t int64 [Vd] holds offsets
+    (id = i + d2t[i]); t2d bool [V] marks the tokens that the head has. The embedding is not written, because it is the
+    target's; nor is the LM head if the vocabulary is whole. `rotation`: the seed of the target's rotation, if any.
     """
     c, layer = head.config, head.config.layer
     tensors = {n: p.to(getattr(torch, dtype)) for n, p in head.named_parameters()}
@@ -209,7 +210,7 @@ def export_head(
 
 
 def vocabulary_tensors(target_ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
-    """d2t and t2d of a head whose tokens are the target's `target_ids`; None: all of them, which needs neither."""
+    """d2t and t2d of a head with the target's tokens `target_ids`; no tensors for None (all tokens)."""
     if target_ids is None:
         return {}
     ids = target_ids.cpu()
@@ -218,7 +219,7 @@ def vocabulary_tensors(target_ids: Tensor | None, vocab_size: int) -> dict[str, 
 
 
 def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """`rope_scaling` of a config.json; None for the plain kind."""
+    """The `rope_scaling` entry of a config.json; None without scaling."""
     if rope.kind == "linear":
         return {"rope_type": "linear", "factor": rope.factor}
     if rope.kind == "llama3":

@@ -1,4 +1,4 @@
-"""How often a head's guesses are right: counted on what the target writes greedily to held-out prompts."""
+"""Measure a head's acceptance rate on texts that the target writes greedily after held-out prompts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from sameseed.train.measure import count_chains
 from sameseed.train.seeds import Prompt
 from sameseed.train.states import Seed, TextStates, captured_layers, new_runner, write_texts
 
-NUM_DRAFT_TOKENS = 4  # the chain length that the card speaks of
+NUM_DRAFT_TOKENS = 4  # the chain length that the model card reports
 NEW_TOKENS = 128
 BATCH = 32  # prompts that are continued together
 
-Guesses = list[list[bool]]  # [s][t]: along a text, is the guess of row t at step s the text's token t + 2?
+Guesses = list[list[bool]]  # [s][t]: whether the guess of row t at step s is right, i.e. the text's token t + 2
 
 
 def measure_head(folder: Path, target: Llama, prompts: Seq[Prompt], kv_format: str) -> dict[str, dict[str, object]]:
-    """Counts by domain, and over all prompts under `all`, of the head as it was exported, on the target's device."""
+    """Acceptance counts of the exported head, by domain and under `all` for all prompts, on the target's device."""
     head = _ExportedHead(folder, target)
     seeds = [Seed(ids, NEW_TOKENS) for ids, _ in prompts]
     cache, batch = cache_format(kv_format, target.weights.dense), min(BATCH, len(seeds))
@@ -41,7 +41,7 @@ def measure_head(folder: Path, target: Llama, prompts: Seq[Prompt], kv_format: s
 
 
 class _ExportedHead:
-    """A head from its folder, beside its target; `stored`: the target's layers whose states it reads."""
+    """A head loaded from its folder, for its target; `stored`: the target's layers whose states are captured."""
 
     def __init__(self, folder: Path, target: Llama) -> None:
         config, weights, num_layers = read_head_config(folder), target.weights, target.config.num_layers
@@ -50,7 +50,7 @@ class _ExportedHead:
         self._width, self._device = target.config.hidden_size, str(target.device)
         head = BlockForTraining(config, 0) if isinstance(config, BlockConfig) else HeadForTraining(config, 0)
         tensors = load_file(str(folder / "model.safetensors"))
-        self._ids = torch.arange(config.layer.vocab_size)  # the target's tokens that the head has
+        self._ids = torch.arange(config.layer.vocab_size)  # the target's token id of each token of the head
         if "d2t" in tensors:
             self._ids = torch.arange(len(tensors["d2t"])) + tensors.pop("d2t")
             tensors.pop("t2d")
@@ -61,7 +61,7 @@ class _ExportedHead:
 
     @torch.no_grad()
     def guesses(self, text: TextStates) -> Guesses:
-        """Whether they are right, along a text of the target."""
+        """Whether the head's guesses are right, along a text of the target."""
         if isinstance(self._head, BlockForTraining):
             return self._block_guesses(self._head, text)
         whole = TextStates(text.ids, 0, text.states)
@@ -90,8 +90,9 @@ class _ExportedHead:
 
 
 def summary(texts: list[Guesses]) -> dict[str, object]:
-    """Greedy chains of NUM_DRAFT_TOKENS over texts; agreement[s]: share of places where, after s right guesses along
-    the text, the next one is right too.
+    """Counts and acceptance rate of greedy chains of NUM_DRAFT_TOKENS over texts.
+
+    agreement[s]: share of places where, after s right guesses along the text, the next guess is right too.
     """
     counts = [count_chains(text) for text in texts]
     drafted, accepted = sum(c[0] for c in counts), sum(c[1] for c in counts)

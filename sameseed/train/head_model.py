@@ -1,8 +1,9 @@
-"""The trainable EAGLE-3 head, unrolled on its own features as it drafts (training-time test: Li et al., 2025).
+"""The trainable EAGLE-3 head, unrolled on its own features as in drafting (training-time test: Li et al., 2025).
 
 Row t of a text pairs the target's hidden states at position t with token t + 1 and guesses token t + 2. At unrolled
-step s the row's feature is the head's own, of row t - 1 at step s - 1; it attends to rows up to t - s as step 0 made
-them, which is what drafting finds in its cache, and to its own path. Parameter names are the published checkpoint's.
+step s, the feature of row t is the head's own output of row t - 1 at step s - 1. The row attends to the rows up to
+t - s of step 0, which drafting would find in its KV cache, and to its own path. Parameter names are those of the
+published checkpoint.
 
 Letters as in `models.eagle`; B texts of a batch, N rows of a text, A rows that are run, S steps.
 """
@@ -34,10 +35,10 @@ class HeadLayer(nn.Module):
 
 @dataclass(frozen=True)
 class GuessRows:
-    """Which rows of a batch of texts are run. Every row gives keys and values; only some are queries.
+    """The rows of a batch of texts that are run as queries. All rows give keys and values.
 
-    `index` int64 [A]: places in the flattened [B, N] of rows that guess, or lead to one that does, in order; `counts`
-    bool [A]: those whose guess is learned from.
+    `index` int64 [A]: indices, ascending, in the flattened [B, N] of rows that guess or lead to a row that guesses.
+    `counts` bool [A]: the rows whose guesses are trained on.
     """
 
     index: Tensor
@@ -55,10 +56,10 @@ class GuessRows:
 
 
 class HeadForTraining(nn.Module):
-    """An EAGLE-3 head. Embedding, and with a whole vocabulary the LM head, are the target's and stay as they are."""
+    """An EAGLE-3 head. The embedding, and with a whole vocabulary the LM head, are the target's and are not trained."""
 
     def __init__(self, config: HeadConfig, seed: int) -> None:
-        """The first weights are normal with 0.02."""
+        """Initial weights are normal with standard deviation 0.02."""
         super().__init__()
         self.config, c = config, config.layer
         self.fc = nn.Linear(config.num_captures * config.target_hidden_size, c.hidden_size, bias=False)
@@ -76,7 +77,7 @@ class HeadForTraining(nn.Module):
     def forward(self, embedding: Tensor, states: Tensor, rows: GuessRows, num_steps: int) -> list[Tensor]:
         """embedding [B, N, C] of each row's token, states [B, N, F] -> per step, normed outputs [A, C].
 
-        At step s only rows t >= s mean something: their path begins at row t - s.
+        At step s only rows t >= s are valid, because their path begins at row t - s.
         """
         layer, a = self.midlayer, self.midlayer.self_attn
         (b, n, _), d = states.shape, self.config.layer.head_dim
@@ -100,7 +101,7 @@ class HeadForTraining(nn.Module):
         return outputs
 
     def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], rows: GuessRows) -> Tensor:
-        """Attention [A, H D]: of step 0, rows up to t - s; of the path, for r = 1..s, row t - s + r of step r."""
+        """Attention [A, H D] at step s, of row t: to rows up to t - s of step 0, and row t - s + r of step r = 1..s."""
         b, heads, n, d = q.shape
         step, group = len(keys) - 1, heads // self.config.layer.num_kv_heads
         q = q.view(b, -1, group, n, d)  # [B, Hk, G, N, D]
@@ -120,7 +121,7 @@ class HeadForTraining(nn.Module):
 
 
 def _later(x: Tensor, count: int, dim: int) -> Tensor:
-    """Entry t becomes entry t - count along `dim`, zeros before."""
+    """Shift x along `dim`: entry t becomes the old entry t - count; the first `count` entries are zeros."""
     if not count:
         return x
     size = x.shape[dim]

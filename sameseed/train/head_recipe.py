@@ -1,4 +1,4 @@
-"""The recipe of a head: one .toml file, or none; what it leaves out has defaults that suit any Llama-like target."""
+"""The recipe of a head: an optional .toml file; the defaults suit any Llama-like target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sameseed.train.recipe import TrainSettings
 
 @dataclass(frozen=True)
 class SizeSettings:
-    """Sizes of the head; 0: the target's. `draft_vocab_size`: its most frequent tokens (0: all)."""
+    """Sizes of the head; 0: the target's. `draft_vocab_size`: number of most frequent tokens to keep (0: all)."""
 
     num_heads: int = 0
     num_kv_heads: int = 0
@@ -27,10 +27,12 @@ class SizeSettings:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """`unroll`: steps that the head takes on its own features; step s counts falloff^s. `alone`: the share of all
-    updates, from the first, that learn the first step only, at a fraction of the cost. `argmax_weight`: of the cross
-    entropy on the target's likeliest token, beside the KL divergence. `candidates`: tokens that the loss of a batch
-    looks at, most of them those to which the target gives most, the others by chance (0: all).
+    """Settings of the loss.
+
+    `unroll`: steps that the head takes on its own features; step s has the weight falloff^s. `alone`: share of updates,
+    from the start, that train only the first step, at a fraction of the cost. `argmax_weight`: weight of the cross
+    entropy on the target's most likely token, beside the KL divergence. `candidates`: number of tokens in the loss of
+    a batch: most of them the target's most likely ones, the others random (0: all tokens).
     """
 
     unroll: int = 4
@@ -42,9 +44,11 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """Of a block head: `num_layers`; `block_size`: tokens that it guesses at once; `markov_rank`: of the bias by the
-    token before (0: none); `mask_token`: the masks' id (-1: one that no text has). A text of a batch gives `anchors`
-    blocks, whose guess g counts exp(-g / `decay`).
+    """Settings of a block head.
+
+    `num_layers`: its decoder layers; `block_size`: tokens that it guesses in one pass; `markov_rank`: rank of the
+    Markov head, whose bias depends on the token before (0: none); `mask_token`: id of the masks (-1: one that no text
+    has). Each text in a batch gives `anchors` blocks; guess g of a block has the weight exp(-g / `decay`).
     """
 
     num_layers: int = 3
@@ -55,21 +59,21 @@ class BlockSettings:
     decay: float = 4.0
 
 
-# By kind: the settings that it alone heeds.
+# Kind of head -> the settings that only this kind uses.
 KINDS = {"eagle3": ("unroll",), "block": ("block_size", "markov_rank", "num_layers", "mask_token")}
 
 
-# Small enough an update that a layer taken from the target is not thrown away at once.
+# Learning rates are small enough not to destroy at once the layer that is copied from the target.
 TRAINING = TrainSettings(600, rows=24, row_tokens=512, warmup=20, decay=0.5, optim=OptimSettings(0.02, 0.002))
 
 
 @dataclass(frozen=True)
 class HeadRecipe(OwnRecipe):
-    """Everything that decides a head's weights, but for the data and the machine's arithmetic.
+    """Everything that determines a head's weights, except the data and the machine's arithmetic.
 
-    `kind`: "eagle3", or "block" (of `loss`, a block head heeds `argmax_weight` and `candidates`).
-    `layers`: it reads what enters these layers of the target (n: what leaves the last of n); none: the published choice
-    2, n / 2, n - 3.
+    `kind`: "eagle3", or "block" (which uses only `argmax_weight` and `candidates` of `loss`).
+    `layers`: the target's layers whose inputs the head reads (the number n of layers means the last layer's output);
+    empty: the published choice 2, n / 2, n - 3.
     """
 
     name: str = "head"
@@ -99,10 +103,11 @@ class HeadRecipe(OwnRecipe):
 
 
 def head_config(recipe: HeadRecipe, target: ModelConfig, mask_token: int | None = None) -> HeadConfig:
-    """The head for a target; `mask_token`: of a block head. Raises ConfigError for tokens or layers that the target has
-    not, or odd groups.
+    """The config of the head for a target; `mask_token`: of a block head.
 
-    Its rotary embedding is the target's where a head's config.json can say it, else one with its base alone.
+    The rotary embedding is the target's if a head's config.json can describe it, else one with only the target's base.
+    Raises ConfigError for tokens or layers that the target does not have, or a number of heads that KV heads do not
+    divide.
     """
     size, n = recipe.size, target.num_layers
     vocab = size.draft_vocab_size or target.vocab_size

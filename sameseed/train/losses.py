@@ -1,4 +1,4 @@
-"""Losses that never hold the logits of a whole batch: the gradient is taken chunk by chunk in the forward pass."""
+"""Losses that never hold the logits of a whole batch: gradients are computed chunk by chunk in the forward pass."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 1024  # rows whose logits live at once
-LEAST_REST = 0.05  # chance of all other tokens, from which on unlikelihood grows no steeper
+CHUNK = 1024  # rows whose logits are in memory at once
+LEAST_REST = 0.05  # below this value of 1 - p, the unlikelihood loss continues as a straight line
 Part = Callable[[slice, Tensor], tuple[Tensor, Tensor]]  # rows of a chunk, logits [R, V] -> sum of losses, its gradient
 
 
 class _Fused(torch.autograd.Function):
-    """The sum of a loss of the logits `hidden @ weight.T`, over `count`, which `part`'s gradients have in them."""
+    """The sum of a loss of the logits `hidden @ weight.T`, divided by `count`.
+
+    `part` computes loss and gradient of a chunk; its gradients must already be divided by `count`.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, part: Part, count: Tensor | float) -> Tensor:
@@ -26,7 +29,7 @@ class _Fused(torch.autograd.Function):
         lower = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         low = torch.get_autocast_dtype(device) if lower else hidden.dtype
         matrix = weight.to(low)
-        # Products in `low`, all else in float32.
+        # Matrix products run in type `low`, all else in float32.
         with torch.autocast(device, enabled=False) if lower else nullcontext():
             for start in range(0, hidden.shape[0], CHUNK):
                 place = slice(start, start + CHUNK)
@@ -47,7 +50,7 @@ class _Fused(torch.autograd.Function):
 
 
 def fused(hidden: Tensor, weight: Tensor, part: Part, count: Tensor | float = 1.0) -> Tensor:
-    """`_Fused`, with its type."""
+    """`_Fused` with type annotations."""
     return _Fused.apply(hidden, weight, part, count)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -69,9 +72,8 @@ def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tens
 def fused_unlikelihood(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log(1 - p) over targets `[R]` >= 0, where p = softmax(hidden @ weight.T)[target].
 
-    hidden `[R, C]`, weight `[V, C]`.
-    (Welleck et al., 2020.) Where 1 - p is below `LEAST_REST` it goes on as a straight line: a token that the model is
-    sure of would else outweigh all others.
+    hidden `[R, C]`, weight `[V, C]`. (Welleck et al., 2020.) Where 1 - p is below `LEAST_REST`, the loss continues as a
+    straight line. Otherwise a token that the model is sure of would outweigh all others.
     """
     count = (targets >= 0).sum().clamp(min=1).float()
 
@@ -95,7 +97,7 @@ def fused_distillation(
     """Mean over rows with `counts` of KL(teacher || student) + argmax_weight * CE on the teacher's argmax.
 
     hidden `[R, C]` and weight `[V, C]` are the student's, t_hidden and t_weight the teacher's; counts bool `[R]`.
-    (Hinton et al., 2015.) Gradients flow to the student alone.
+    (Hinton et al., 2015.) Gradients flow only to the student.
     """
     shares = counts.float() / counts.sum().clamp(min=1).float()
     t_weight = t_weight.to(t_hidden.dtype)
@@ -115,9 +117,9 @@ def fused_distillation(
 
 
 def soft_targets(logits: Tensor, argmax_weight: float) -> tuple[Tensor, Tensor]:
-    """Targets float32 [R, V] of a teacher's logits: its distribution plus `argmax_weight` on its likeliest token.
+    """Targets float32 [R, V] from a teacher's logits: its distribution plus `argmax_weight` on its most likely token.
 
-    Also their constant part [R]: the cross entropy less it is KL(teacher || student) + argmax_weight * CE.
+    Also returns the teacher's entropy [R]: the cross entropy minus it is KL(teacher || student) + argmax_weight * CE.
     """
     log_p = torch.log_softmax(logits.float(), dim=-1)
     best = log_p.argmax(-1, keepdim=True)
@@ -131,8 +133,8 @@ def fused_soft_cross_entropy(
 ) -> Tensor:
     """Sum over rows of shares[r] * CE(targets[r], softmax(hidden[r] @ weight.T)); targets [R, V], shares [R].
 
-    `places` int64 [R]: row r has the targets [P, V] of its place, where several rows have the same.
-    hidden `[R, C]`, weight `[V, C]`. Gradients flow to hidden, and to weight where it asks for them.
+    `places` int64 [R]: row r uses targets[places[r]] of targets [P, V], since several rows may share targets.
+    hidden `[R, C]`, weight `[V, C]`. Gradients flow to hidden, and to weight if it requires them.
     """
 
     def part(place: slice, logits: Tensor) -> tuple[Tensor, Tensor]:

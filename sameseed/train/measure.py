@@ -1,4 +1,4 @@
-"""What a finished run is measured by, written as results.json, prompts, a loss curve and two model cards."""
+"""Measurements of a finished run, written as results.json, prompts, a plot of the losses and two model cards."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from sameseed.train.rollout import Rollout, write
 from sameseed.train.tokenizer import ASSISTANT, token_id
 from sameseed.train.unlikelihood import repeated
 
-NUM_DRAFT_TOKENS = 4  # the chain length that the card speaks of
+NUM_DRAFT_TOKENS = 4  # the chain length that the model card reports
 PROMPTS_PER_DOMAIN = 12
 DEMO_PROMPTS_PER_DOMAIN = 8
 NEW_TOKENS = 128
-NGRAM = 8  # of a text's tokens, that count as repeated
+NGRAM = 8  # length of the n-grams that `repetition` counts
 TEXT_CHARACTERS = (160, 400)  # of a plain-text prompt, cut at a line or word end
 CHAT_CHARACTERS = 900  # a longer question would leave too little of the trained context for its answer
 
@@ -41,7 +41,7 @@ def measure(
     target: LlamaForTraining,
     draft: LlamaForTraining,
 ) -> dict[str, Any]:
-    """Perplexity of both models on held-out `documents`, greedy acceptance of the pair, by domain; all files beside."""
+    """Measure perplexity on held-out `documents` and greedy acceptance, by domain; write results, plot and cards."""
     records = write_prompts(recipe, documents, out)
     prompts = [encode_prompt(tokenizer, r) for r in records]
     rollouts = write(target, prompts, tokenizer, NEW_TOKENS, 32, [0.0] * len(records), 0)
@@ -73,10 +73,10 @@ def measure(
 
 
 def write_prompts(recipe: Recipe, documents: list[Document], out: Path) -> list[dict[str, Any]]:
-    """Prompts of held-out `documents`: those for acceptance, which are returned, and those for demonstrations."""
+    """Write prompts of held-out `documents`, for acceptance (returned) and for demonstrations."""
     domains = list(dict.fromkeys(s.domain for s in recipe.source))
     by_domain = [[d for d in documents if d.domain == domain] for domain in domains]
-    shown = [d for own in by_domain for d in own[::3]]  # of other documents than the prompts for acceptance
+    shown = [d for own in by_domain for d in own[::3]]  # documents not used for acceptance
     measured = [d for own in by_domain for i, d in enumerate(own) if i % 3]
     records = held_out_prompts(measured, domains, PROMPTS_PER_DOMAIN, recipe.seed)
     shown_domains = list(dict.fromkeys(s.domain for s in recipe.source if s.shown))
@@ -88,7 +88,7 @@ def write_prompts(recipe: Recipe, documents: list[Document], out: Path) -> list[
 
 
 def repetition(rollouts: list[Rollout]) -> float:
-    """Share of the texts' n-grams of `NGRAM` tokens that their text had before."""
+    """Share of the n-grams of `NGRAM` tokens that occurred earlier in the same text."""
     number = sum(max(0, len(r.new) - NGRAM + 1) for r in rollouts)
     return round(sum(sum(repeated(r.new, NGRAM)) for r in rollouts) / max(1, number), 4)
 
@@ -96,7 +96,7 @@ def repetition(rollouts: list[Rollout]) -> float:
 def right_sums(
     recipe: Recipe, documents: list[Document], tokenizer: Tokenizer, target: LlamaForTraining
 ) -> dict[str, int]:
-    """Held-out sums that were asked, and those whose greedy answer ends with the right number."""
+    """The number of held-out sums that were asked, and of those whose greedy answer ends with the right number."""
     domains = {s.domain for s in recipe.source if s.kind == "sums"}
     asked = [d for d in documents if d.domain in domains]
     if not asked:
@@ -109,7 +109,7 @@ def right_sums(
 
 
 def prompt_record(document: Document, number: int, rng: random.Random) -> dict[str, Any] | None:
-    """A prompt of one held-out document, or None where it is too long."""
+    """A prompt from one held-out document, or None if its question is too long."""
     record = {"id": f"{document.domain}-{number:03}", "domain": document.domain}
     if document.turns:
         if len(document.turns[0][1]) > CHAT_CHARACTERS:
@@ -127,7 +127,7 @@ def prompt_record(document: Document, number: int, rng: random.Random) -> dict[s
 
 
 def held_out_prompts(documents: list[Document], domains: list[str], wanted: int, seed: int) -> list[dict[str, Any]]:
-    """At most `wanted` prompts of each domain; plain documents may give several, at different places."""
+    """At most `wanted` different prompts of each domain; a plain document may give several, from different places."""
     rng = random.Random(seed)
     records: list[dict[str, Any]] = []
     for domain in domains:
@@ -145,7 +145,7 @@ def held_out_prompts(documents: list[Document], domains: list[str], wanted: int,
 
 
 def encode_prompt(tokenizer: Tokenizer, record: dict[str, Any]) -> list[int]:
-    """Token ids of a prompt record, as the chat template (or the begin token and the text) gives them."""
+    """Token ids of a prompt record: by the chat template, or the begin token and the text."""
     turns = tuple((m["role"], m["content"].strip()) for m in record.get("messages", ()))
     ids = corpus.encode(tokenizer, Document("", "", record.get("prompt", ""), turns))
     return [*ids, token_id(tokenizer, ASSISTANT)] if turns else ids[:-1]
@@ -177,11 +177,11 @@ def perplexity(
 
 @torch.inference_mode()
 def acceptance(draft: LlamaForTraining, rollouts: list[Rollout], k: int) -> dict[str, float]:
-    """Exact counts of greedy speculation with chains of k over the target's `rollouts`; a rejected tail counts as
-    drafted. `agreement`: share of single tokens on which draft and target agree.
+    """Exact counts of greedy speculative decoding with chains of k draft tokens over the target's `rollouts`.
 
-    Accepted drafted tokens equal the target's text, so whether the draft agrees at a place depends on that text alone:
-    one pass of the draft over it tells every round's outcome.
+    Tokens after a rejected one count as drafted. `agreement`: share of tokens on which draft and target agree.
+    Accepted tokens equal the target's text, so the draft's guess at a place depends only on that text. Therefore one
+    pass of the draft over the text gives the outcome of every round.
     """
     draft.eval()
     drafted = accepted = tokens = agreed = 0
@@ -197,8 +197,9 @@ def acceptance(draft: LlamaForTraining, rollouts: list[Rollout], k: int) -> dict
 
 
 def count_chains(right: Seq[Seq[bool]]) -> tuple[int, int]:
-    """Drafted and accepted tokens of speculation along a text: right[s][t]: is the guess of token t, s after the last
-    known one, the text's?
+    """The numbers of drafted and accepted tokens of speculative decoding along a text.
+
+    right[s][t]: whether the guess of token t is right when s draft tokens precede it in the chain.
     """
     drafted = accepted = at = 0
     while at < len(right[0]):
@@ -209,7 +210,7 @@ def count_chains(right: Seq[Seq[bool]]) -> tuple[int, int]:
 
 
 def plot_losses(log: Path, path: Path) -> None:
-    """One panel a stage: the loss of every step, and its running mean; of a step that was repeated, the last loss."""
+    """Plot one panel per stage: the loss of every step (the last one of a repeated step), and its running mean."""
     import matplotlib
 
     matplotlib.use("Agg")

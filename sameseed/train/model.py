@@ -21,7 +21,7 @@ from sameseed.train.losses import fused_cross_entropy
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The size of a Llama model, in the words of its Hugging Face config.json."""
+    """The sizes of a Llama model, as in its Hugging Face config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -36,7 +36,7 @@ class ModelShape:
 
 
 def llama_config(shape: ModelShape | ModelConfig, max_positions: int, theta: float) -> dict[str, Any]:
-    """The config.json of a model of this size, as `transformers` and sameseed read it; no token ends its texts."""
+    """The config.json of a model of this size, readable by `transformers` and sameseed; without an end token."""
     made = {**LLAMA, **sizes_of(shape), "max_position_embeddings": max_positions, "rms_norm_eps": shape.rms_eps}
     made |= {"rope_scaling": None, "rope_theta": theta, "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
     return dict(sorted(made.items()))
@@ -69,21 +69,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass
 class KVState:
-    """Keys and values of what a batch of rows has read so far, for fast generation while training."""
+    """KV cache of a batch of rows, for fast generation during training; `length`: cached tokens of each row."""
 
     k: list[Tensor]  # per layer [B, Hk, S, D]
     v: list[Tensor]
     length: int
 
 
-ATTENTION_BLOCK = 64  # queries that meet their keys together
+ATTENTION_BLOCK = 64  # queries that are processed together
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention of q `[B, H, S, D]` to k and v `[B, Hk, S, D]` of no later place; returns `[B, H, S, D]`.
+    """Causal softmax attention of q `[B, H, S, D]` to k and v `[B, Hk, S, D]`; returns `[B, H, S, D]`.
 
-    Queries go in blocks that meet only the keys they may see, the queries of one KV head side by side: half the work
-    of a masked square, and faster than PyTorch's own on a CPU for heads this small.
+    A block of queries is multiplied only with the keys up to its end, and the queries of one KV head are stacked. This
+    halves the work of a full masked product, and is faster than PyTorch's attention on a CPU for such small heads.
     """
     b, heads, s, d = q.shape
     kv_heads, repeats = k.shape[1], heads // k.shape[1]
@@ -99,7 +99,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query causal self-attention with rotary positions; `width` of what enters q, k and v."""
+    """Grouped-query causal self-attention with rotary positions; `width`: of the input of q, k and v."""
 
     def __init__(self, shape: ModelShape | ModelConfig, width: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         b, s, _ = x.shape
         d, repeats = self.shape.head_dim, self.shape.num_heads // self.shape.num_kv_heads
-        cos, sin = cos[..., None, :], sin[..., None, :]  # [..., S, 1, D/2]: all heads turn alike
+        cos, sin = cos[..., None, :], sin[..., None, :]  # [..., S, 1, D/2]: the same for all heads
         q = rotate(self.q_proj(x).view(b, s, -1, d), cos, sin).transpose(1, 2)  # [B, H, S, D]
         k = rotate(self.k_proj(x).view(b, s, -1, d), cos, sin).transpose(1, 2)  # [B, Hk, S, D]
         v = self.v_proj(x).view(b, s, -1, d).transpose(1, 2)
@@ -124,12 +124,12 @@ class Attention(nn.Module):
             cache.k[layer][:, :, cache.length : end] = k
             cache.v[layer][:, :, cache.length : end] = v
             k, v = cache.k[layer][:, :, :end], cache.v[layer][:, :, :end]
-        if s == 1:  # the queries of a KV head stand side by side: nothing is masked, and no key is copied
+        if s == 1:  # the queries of a KV head are stacked: no mask is needed, and no key is copied
             out = F.scaled_dot_product_attention(q.reshape(b, -1, repeats, d), k, v).reshape(b, -1, 1, d)
         elif seen is not None:
             k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
-        else:  # rows of several tokens meet an empty cache, so that the causal mask is the plain one
+        else:  # several tokens are only run with an empty cache, so the plain causal mask is right
             out = causal_attention(q, k, v)
         return self.o_proj(out.transpose(1, 2).reshape(b, s, -1))  # type: ignore[no-any-return]
 
@@ -148,7 +148,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer: attention, then the feed-forward block, each behind a norm and with a residual."""
+    """One transformer layer: attention, then the feed-forward block, each with a norm before it and a residual."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Layer(nn.Module):
 
 
 def read_rows(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A layer over whole rows `[B, S, C]`, without a cache: what `compile_layers` compiles."""
+    """Run a layer over whole rows `[B, S, C]`, without a cache; `compile_layers` compiles this function."""
     return layer(x, cos, sin, None, 0)  # type: ignore[no-any-return]
 
 
@@ -183,7 +183,7 @@ class LlamaForTraining(nn.Module):
     """A Llama model with tied embeddings; `state_dict` names equal those of `transformers`."""
 
     def __init__(self, shape: ModelShape, seed: int) -> None:
-        """The first weights are normal with 0.02; the outputs of each block smaller by sqrt(2 * layers)."""
+        """Initial weights are normal with standard deviation 0.02; those of o and down smaller by sqrt(2 * layers)."""
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)
@@ -198,7 +198,7 @@ class LlamaForTraining(nn.Module):
                 weight.normal_(0.0, std, generator=generator)
 
     def compile_layers(self) -> None:
-        """Compile what a layer does to rows without a cache. Raises ConfigError where there is no C++ compiler."""
+        """Compile the layers for rows without a cache. Raises ConfigError where there is no C++ compiler (CPU only)."""
         if self.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
             raise ConfigError("train.compile needs a C++ compiler; install g++, or set compile = false in the recipe")
         self.read_rows = torch.compile(read_rows, dynamic=False)
@@ -216,7 +216,7 @@ class LlamaForTraining(nn.Module):
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def hidden_where(self, ids: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-        """Normed hidden states `[B, S, C]` of ids at positions, both `[B, S]`; seen bool `[B, S, S]`: by row, whom."""
+        """Normed hidden states `[B, S, C]` of ids at positions, both `[B, S]`; seen bool `[B, S, S]`: the mask."""
         cos, sin = rope_table(positions, self.shape.head_dim, self.shape.rope_theta)
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
@@ -241,7 +241,7 @@ class LlamaForTraining(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of the weights."""
         return self.model.embed_tokens.weight.device
 
     def num_parameters(self) -> int:

@@ -1,7 +1,7 @@
 """The optimizer: Muon for the matrices of the layers, AdamW for embeddings and norms.
 
-Muon (Jordan et al., 2024) replaces each matrix's momentum by the nearest orthogonal matrix, and so learns from fewer
-tokens than AdamW. Matrices of one shape are orthogonalised together, in float32: `torch.optim.Muon` multiplies in
+Muon (Jordan et al., 2024) replaces the momentum of each matrix by the nearest orthogonal matrix, and needs fewer tokens
+than AdamW. Matrices of equal shape are orthogonalised together, in float32, because `torch.optim.Muon` multiplies in
 bfloat16, for which most CPUs have no instructions.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 # Quintic iteration x <- a x + b (x x^T) x + c (x x^T)^2 x, tuned for slope at zero rather than convergence to one.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
-# Matrices whose rows are tokens: not Muon's.
+# Matrices whose rows are tokens: trained with AdamW, not with Muon.
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "markov_w2.weight")
 
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
-    """Singular values of every matrix in x `[n, rows, cols]` pushed to about one."""
+    """Push the singular values of every matrix in x `[n, rows, cols]` to about one, by Newton-Schulz iterations."""
     a, b, c = NEWTON_SCHULZ
     tall = x.shape[1] > x.shape[2]
     if tall:
@@ -45,7 +45,7 @@ class OptimSettings:
 
 
 class MuonAdamW:
-    """One optimizer over a model's parameters whose whole state is a flat dict of tensors (for safetensors)."""
+    """Muon and AdamW as one optimizer, whose whole state is a flat dict of tensors (for safetensors)."""
 
     def __init__(self, model: nn.Module, settings: OptimSettings) -> None:
         self.settings = settings
@@ -59,7 +59,7 @@ class MuonAdamW:
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """Apply the gradients with every learning rate times `scale` (the schedule, 0 to 1)."""
+        """Apply the gradients with all learning rates multiplied by `scale` (from the schedule, 0 to 1)."""
         self.num_steps += 1
         settings = self.settings
         groups: dict[torch.Size, list[tuple[str, nn.Parameter]]] = defaultdict(list)
@@ -71,7 +71,7 @@ class MuonAdamW:
                 assert weight.grad is not None
                 momentum = self.momentum[name].lerp_(weight.grad, 1 - settings.momentum)
                 updates.append(weight.grad.lerp(momentum, settings.momentum))  # Nesterov
-            # The factor keeps the size of an update alike for every shape.
+            # The factor gives updates the same size for every matrix shape.
             rate = settings.matrix_lr * scale * max(1.0, shape[0] / shape[1]) ** 0.5
             for (_, weight), update in zip(members, orthogonalise(torch.stack(updates)), strict=True):
                 weight.mul_(1 - settings.matrix_lr * scale * settings.weight_decay)
@@ -86,12 +86,12 @@ class MuonAdamW:
             weight.sub_(unbiased1 / (unbiased2.sqrt() + 1e-8), alpha=settings.lr * scale)
 
     def state(self) -> dict[str, Tensor]:
-        """Every state tensor by name; the step count is kept beside it by the checkpoint."""
+        """Every state tensor by name; the checkpoint stores the step count separately."""
         named = {"momentum": self.momentum, "first": self.first, "second": self.second}
         return {f"{kind}.{name}": t for kind, tensors in named.items() for name, t in tensors.items()}
 
     def load(self, state: dict[str, Tensor], num_steps: int) -> None:
-        """Take over a state that `state` wrote."""
+        """Load a state that `state` returned, and the step count."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         self.num_steps = num_steps

@@ -1,4 +1,4 @@
-"""What the training of heads and of drafts shares: any target of the engine writes the texts that they learn from."""
+"""Shared code for training heads and drafts: any target that the engine runs writes the training texts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from sameseed.train.seeds import TextSettings, file_seeds, recipe_seeds
 from sameseed.train.states import Seed, StoredTexts, collect
 from sameseed.train.trainer import Log, checkpoint_path, progress_bar
 
-LEARNED = 2  # tokens of its own that a text needs at least, for a row that learns
+LEARNED = 2  # a text needs at least this many tokens of the target, so that one row is trained on
 
 
 @dataclass(frozen=True)
 class OwnRecipe:
-    """What heads and drafts have in common.
+    """The settings that recipes of heads and drafts share.
 
-    `mixture`: a pair's recipe, beside this one, whose sources give the prompts. `format`, `kv_format`: of the target's
-    weights and cache. `batch`: texts that are written together. `threads` 0: as many as torch and the backend take.
+    `mixture`: a pair's recipe, in the folder of this one, whose sources give the prompts. `format`, `kv_format`:
+    formats of the target's weights and KV cache. `batch`: texts that are written together. `threads` 0: the defaults
+    of torch and the backend.
     """
 
     name: str = ""
@@ -56,7 +57,7 @@ R = TypeVar("R", bound=OwnRecipe)
 
 
 def load_own_recipe(kind: type[R], path: Path | None, own: str) -> R:
-    """Read and check a recipe; None: all defaults. Raises ConfigError that names the key and the remedy."""
+    """Read and check a recipe; None: all defaults. Raises ConfigError naming the key and the remedy."""
     if path is None:
         return kind()
     recipe: R = read_table(kind, path, own)
@@ -65,8 +66,9 @@ def load_own_recipe(kind: type[R], path: Path | None, own: str) -> R:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where prompts come from: a file of JSON lines, or the corpus folder of the recipe's mixture; `measure`: held-out
-    prompts on which a head's acceptance is counted.
+    """The sources of prompts: a file of JSON lines, or the data folder of the recipe's mixture.
+
+    `measure`: a file of held-out prompts to measure a head's acceptance on.
     """
 
     prompts: Path | None = None
@@ -76,14 +78,14 @@ class Sources:
 
 @dataclass(frozen=True)
 class Trained:
-    """Where the head or the draft lies, and what is known of it (also in `out/results.json`)."""
+    """The folder of the trained head or draft, and its results (also in `out/results.json`)."""
 
     folder: Path
     results: dict[str, Any]
 
 
 def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> tuple[Path, ModelConfig]:
-    """The target's folder and config. Raises ConfigError or ModelLoadError, early."""
+    """The target's folder and config. Checks the run early: raises ConfigError or ModelLoadError."""
     if not recipe.target:
         raise ConfigError("no target; name the model to learn from with --target")
     if sources.prompts is None and (not recipe.mixture or sources.data is None):
@@ -101,7 +103,7 @@ def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> t
 
 
 def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path, num_texts: int) -> list[Seed]:
-    """What `num_texts` texts of the target in `folder` begin with. Raises ConfigError."""
+    """The seeds of `num_texts` texts of the target in `folder`. Raises ConfigError."""
     settings = replace(recipe.texts, num_texts=num_texts)
     if sources.prompts is not None:
         seeds = file_seeds(sources.prompts, load_tokenizer(folder), settings, recipe.seed)
@@ -132,10 +134,10 @@ def write_all(
     device: str,
     quiet: bool,
 ) -> tuple[Llama, StoredTexts, int]:
-    """The target in the recipe's format, and its texts for a `job` that reads what enters its `layers`.
+    """The target in the recipe's format, and its texts for training job `job`, which reads the inputs of `layers`.
 
-    Texts that are missing are written; those of each lot (`resume.settle_texts`) have a folder of their own. Also the
-    number of texts in the first lot. Raises ConfigError before anything is written.
+    Missing texts are written; each lot (`resume.settle_texts`) has its own folder. Also returns the number of texts in
+    the first lot. Raises ConfigError before anything is written.
     """
     out = log.path.parent
     checkpoint = checkpoint_path(out, job)
@@ -165,7 +167,7 @@ def write_all(
 def write_results(
     out: Path, recipe: OwnRecipe, texts: StoredTexts, parameters: int, progress: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """What is known of a finished run, which `out/results.json` then holds."""
+    """Write the results of a finished run to `out/results.json`, and return them."""
     counts = {"parameters": parameters, "texts": len(texts), "text_tokens": texts.num_tokens}
     results = {"recipe": asdict(recipe), **counts, "training": progress, **more}
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

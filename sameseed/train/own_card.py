@@ -39,7 +39,7 @@ def write_head_card(recipe: HeadRecipe, config: HeadConfig, results: dict[str, A
 
 
 def _block(recipe: HeadRecipe, config: BlockConfig, what: str, results: dict[str, Any]) -> str:
-    """What a block head is, and how it was trained."""
+    """The card's description of a block head and of its training."""
     layer, block = config.layer, recipe.block
     rank = config.markov_rank
     markov = f" A Markov head of rank {rank} tells a place the token before it." if rank else ""
@@ -76,7 +76,7 @@ def write_draft_card(recipe: OwnRecipe, shape: ModelShape, results: dict[str, An
 
 
 def write_card(recipe: OwnRecipe, results: dict[str, Any], text: str, measured: str, folder: Path) -> None:
-    """Title, text, the mixture's sources and licences where prompts came from one, figures, and the recipe's words."""
+    """Write README.md: title, text, the mixture's sources and licences (if used), measurements, the recipe's note."""
     data = ""
     if recipe.mixture and Path(recipe.mixture).is_file():
         sources = source_table(load_recipe(Path(recipe.mixture)).source)
@@ -88,7 +88,7 @@ def write_card(recipe: OwnRecipe, results: dict[str, Any], text: str, measured: 
 
 
 def training(recipe: OwnRecipe, results: dict[str, Any]) -> str:
-    """How long, and on what."""
+    """The card's description of the training's length and data."""
     done, texts = results["training"], recipe.texts
     return (
         f"Trained (seed {recipe.seed}) for {done['step']} steps of {recipe.train.rows} texts, "
@@ -101,7 +101,7 @@ def training(recipe: OwnRecipe, results: dict[str, Any]) -> str:
 
 
 def acceptance(results: dict[str, Any]) -> str:
-    """Greedy chains by domain."""
+    """The card's table of the acceptance of greedy chains, by domain."""
     k = NUM_DRAFT_TOKENS
     head = "domain | tokens | drafted | accepted | acceptance | " + " | ".join(f"guess {i + 1}" for i in range(k))
     rows = []
@@ -116,6 +116,6 @@ def acceptance(results: dict[str, Any]) -> str:
 
 
 def note(results: dict[str, Any]) -> str:
-    """The recipe's own words, as results.json has them."""
+    """The recipe's note, from results.json, as the card's last section."""
     words = results["recipe"]["note"].strip()
     return f"## Limits\n\n{words}\n" if words else ""

@@ -1,10 +1,10 @@
-"""Rows that teach a draft to guess behind mask tokens, all places of a draft at once (PARD: An et al., 2025).
+"""Training rows for a draft that guesses over mask tokens, K tokens in one pass (PARD: An et al., 2025).
 
-Behind a token of a text stand up to K - 1 masks, in the places of the tokens that follow it: each sees the text up to
-that token, and the masks before itself, as it will while drafting. Of masks at place i a share max(keep^i, least) is
-learned from (conditional drop), each with all masks before it.
+A token of a text is followed by up to K - 1 masks, at the positions of the tokens after it. Each mask attends to the
+text up to that token and to the masks before itself, as in drafting. A share max(keep^i, least) of the masks at place i
+is trained on (conditional drop), each together with all masks before it.
 
-Letters: B texts of a batch, N tokens of a text, S = N + masks, R rows that are learned from.
+Letters: B texts of a batch, N tokens of a text, S = N + masks, R rows that are trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sameseed.train.states import TextStates
 
 @dataclass(frozen=True)
 class MaskSettings:
-    """A draft of `tokens` tokens in one pass, over masks of this id; `keep`, `least`: shares that are learned from."""
+    """A draft guesses `tokens` tokens in one pass over masks with the id `mask`; `keep`, `least`: see the module."""
 
     tokens: int
     mask: int
@@ -33,10 +33,10 @@ class MaskSettings:
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """Padded texts with their masks: ids, positions int64 [B, S]; seen bool [B, S, S]: what a row attends to.
+    """Padded texts with their masks: ids, positions int64 [B, S]; seen bool [B, S, S]: which rows a row attends to.
 
-    `counts` bool [B, S]: rows that are learned from, in order; `places` int64 [R]: of each its row among `last`
-    [., C], the target's states at the places that any of them guesses after.
+    `counts` bool [B, S]: rows that are trained on. `places` int64 [R]: for each of these, in order, its row in `last`.
+    `last` [., C]: the target's states at the positions after which rows guess.
     """
 
     ids: Tensor
@@ -48,7 +48,7 @@ class MaskedRows:
 
 
 def chain_lengths(count: int, settings: MaskSettings, generator: torch.Generator) -> Tensor:
-    """Masks behind each of `count` tokens, int64: i or more with probability max(keep^i, least), at most K - 1."""
+    """Masks after each of `count` tokens, int64: at least i with probability max(keep^i, least), at most K - 1."""
     rates = torch.tensor([max(settings.keep**i, settings.least) for i in range(1, settings.tokens)])
     drawn = torch.rand(count, 1, generator=generator)
     return (drawn < rates).sum(-1)
@@ -60,7 +60,7 @@ TextRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def text_rows(
     text: TextStates, width: int, longest: int, settings: MaskSettings, generator: torch.Generator
 ) -> TextRows:
-    """One text's ids, positions [S], seen [S, S] and counts [S] as `MaskedRows` has them, and `last` [., C]."""
+    """One text's ids, positions [S], seen [S, S] and counts [S], as in `MaskedRows`, and its `last` [., C]."""
     n = min(len(text.states), longest)
     first = min(n, max(0, text.num_given - 1))
     known, starts = torch.arange(n), torch.arange(first, n)
@@ -79,7 +79,7 @@ def text_rows(
 def masked_rows(
     texts: list[TextStates], width: int, longest: int, settings: MaskSettings, seed: int, device: str
 ) -> MaskedRows:
-    """Texts cut to `longest` tokens, with masks behind those that the target wrote; `width`: C; `seed`: of the drop."""
+    """Texts cut to `longest` tokens, with masks after tokens to train on; `width`: C; `seed`: of the random drop."""
     generator = torch.Generator().manual_seed(seed)
     each = [text_rows(text, width, longest, settings, generator) for text in texts]
     size = max(len(ids) for ids, *_ in each)
@@ -98,8 +98,10 @@ def masked_rows(
 
 
 def mask_of(asked: int, folder: Path, target: ModelConfig) -> int:
-    """The id of the mask token: `asked`, or for -1 one that no text of the target (in `folder`) has: its padding
-    token, or the first id that its tokenizer does not use. Raises ConfigError where there is none.
+    """The id of the mask token: `asked`, or for -1 one that no text of the target (in `folder`) has.
+
+    That is the target's padding token, or the first id that its tokenizer does not use. Raises ConfigError where there
+    is none, or where `asked` is outside the vocabulary.
     """
     if asked >= target.vocab_size:
         raise ConfigError(f"mask_token {asked} is none of the target's {target.vocab_size} tokens; name one that is")

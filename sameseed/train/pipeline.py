@@ -1,4 +1,4 @@
-"""The stages of a recipe, in order; a stage that is done is skipped."""
+"""The stages of a pair's recipe, in order; a finished stage is skipped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STAGES = ("target", "unlikelihood", "draft")
 
 
 def tokenizer_stage(recipe: Recipe, data: Path, out: Path) -> Tokenizer:
-    """Train the tokenizer on a sample of the mixture, or read the one that is there."""
+    """Train the tokenizer on a sample of the mixture, or read an existing one."""
     path = out / "target" / "tokenizer.json"
     if path.exists():
         return Tokenizer.from_file(str(path))
@@ -47,14 +47,14 @@ def tokenizer_stage(recipe: Recipe, data: Path, out: Path) -> Tokenizer:
 
 
 def rows_stage(recipe: Recipe, data: Path, out: Path, tokenizer: Tokenizer) -> Tensor:
-    """The corpus as rows int32 `[num_rows, S+1]`, packed once and kept."""
+    """The corpus as rows int32 `[num_rows, S+1]`, packed once and stored."""
     path = out / "rows.safetensors"
     if path.exists():
         return read_tensors(path)[0]["rows"]
     documents = corpus.training_order(recipe, data)
     encoded = [corpus.encode(tokenizer, d) for d in documents]
     rows = corpus.pack(encoded, recipe.target.train.row_tokens + 1, token_id(tokenizer, PAD))
-    # The pieces of a long document fill neighbouring rows; a step should see many documents.
+    # Pieces of a long document fill neighbouring rows. Shuffling mixes many documents into each step.
     rows = rows[torch.randperm(rows.shape[0], generator=torch.Generator().manual_seed(recipe.seed))]
     save_tensors({"rows": rows}, path, {"tokens": sum(map(len, encoded)), "documents": len(documents)})
     return rows
@@ -77,7 +77,7 @@ def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str) -
 
 
 def load_model(folder: Path, shape: ModelShape, device: str) -> LlamaForTraining:
-    """A published model (bfloat16 weights) back in float32: what the card measures is what users get."""
+    """Load an exported model (bfloat16 weights) as float32, so that the card measures the weights that users get."""
     model = LlamaForTraining(shape, 0)
     weights, _ = read_tensors(folder / "model.safetensors")
     model.load_state_dict({name: w.float() for name, w in weights.items()})
@@ -87,9 +87,9 @@ def load_model(folder: Path, shape: ModelShape, device: str) -> LlamaForTraining
 def run_stages(
     recipe: Recipe, config: Path, data: Path, out: Path, device: str = "cpu", *, quiet: bool
 ) -> dict[str, Any]:
-    """Tokenizer, rows, target, rollouts, draft, then the measurements; returns these. Models are on `device`.
+    """Run all stages (tokenizer, rows, target, rollouts, draft) on `device`, then measure; returns the measurements.
 
-    Nothing is written before all data were read once; then a copy of the recipe's file, `config`, is.
+    Nothing is written before all data was read once. The recipe's file `config` is copied to `out`.
     """
     log = Log(out / "log.jsonl")
     held_out = corpus.held_out_documents(recipe, data)
@@ -101,14 +101,14 @@ def run_stages(
     def stage(
         name: str, digest: str, shape: ModelShape, new_job: Callable[[], TrainJob], folder: str = ""
     ) -> LlamaForTraining:
-        """Train a model and export it to `folder` (its name's), unless that is done for the settings of `digest`."""
+        """Train a model and export it to `folder` (default: `name`), unless this is done for the same `digest`."""
         done = out / f"{name}.done.json"
         if not done.exists() or json.loads(done.read_text(encoding="utf-8")).get("digest") != digest:
             job = new_job()
             progress = train(job, log, quiet=quiet)
             assert isinstance(job.model, LlamaForTraining)
             export_model(job.model, out / (folder or name), begin, (end,), pad)
-            for later in STAGES[STAGES.index(name) + 1 :]:  # what an earlier run began of them was for another model
+            for later in STAGES[STAGES.index(name) + 1 :]:  # their checkpoints were trained for an earlier model
                 checkpoint_path(out, later).unlink(missing_ok=True)
             done.write_text(json.dumps({"digest": digest, **progress}) + "\n", encoding="utf-8")
         return load_model(out / (folder or name), shape, device)
@@ -118,7 +118,7 @@ def run_stages(
 
     def new_unlikelihood() -> TrainJob:
         model = LlamaForTraining(recipe.target.shape, recipe.seed).to(device)
-        load_checkpoint(checkpoint_path(out, "target"), model, None)  # float32, and before any such training
+        load_checkpoint(checkpoint_path(out, "target"), model, None)  # float32 weights before unlikelihood
         return unlikelihood_job(recipe, model, rows, training_prompts(recipe, data, tokenizer), end, pad, out)
 
     if recipe.unlikelihood is not None:

@@ -1,4 +1,4 @@
-"""The recipe: one .toml file, read into frozen dataclasses, refused with the near name when a word is wrong."""
+"""The recipe of a pair: one .toml file, read into frozen dataclasses; a wrong key is reported with the nearest name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-ENDLESS = ("sums", "records")  # kinds that are made up, as much as is asked for
+ENDLESS = ("sums", "records")  # kinds of generated text, without end
 MADE = ("stdlib", *ENDLESS)  # kinds that read no file of the data folder
 KINDS = ("chat", "dialog", "text", *MADE)
 PRECISIONS = ("float32", "bfloat16")
@@ -26,7 +26,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """One kind of training text: where it lies, how often it is read, and under which licence it came."""
+    """One source of training text: its file, how often it is read, and its licence."""
 
     domain: str
     kind: str  # how a row becomes tokens: one of KINDS
@@ -41,7 +41,7 @@ class SourceSettings:
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """The vocabulary's size, and how many megabytes of the mixture it is trained on."""
+    """The size of the vocabulary, and the megabytes of the mixture that the tokenizer is trained on."""
 
     vocab_size: int = 4096
     sample_mb: float = 12.0
@@ -49,7 +49,7 @@ class TokenizerSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How long and how fast: the rate rises over `warmup` steps, stays, and falls to zero over the last `decay`."""
+    """Length and schedule of a training: the rate rises over `warmup` steps, stays, then falls to 0 over `decay`."""
 
     steps: int
     rows: int = 12
@@ -73,19 +73,19 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class UnlikelihoodSettings:
-    """Training against repetition: the target continues prompts greedily and unlearns what it repeats."""
+    """Training against repetition: the target continues prompts greedily and unlearns the tokens that it repeats."""
 
     train: TrainSettings
     prompts: int = 16  # continued at each step
     prompt_tokens: int = 120
     new_tokens: int = 160
-    ngram: int = 4  # the last token of an n-gram that the text had before is unlearned
+    ngram: int = 4  # the last token of an n-gram that occurred earlier in the text is unlearned
     weight: float = 1.0  # of this loss, beside the cross entropy on the corpus rows of the step
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """What the target writes for the draft to learn from: continuations of training prompts."""
+    """The texts that the target writes to train the draft: continuations of training prompts."""
 
     num_prompts: int
     prompt_tokens: int = 200
@@ -105,17 +105,17 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class DraftSettings(ModelSettings):
-    """The draft: its size, its training, and what it learns from."""
+    """The draft: its size, its training, and its training data."""
 
     rollouts: RolloutSettings
     corpus_share: float = 0.25  # share of rows from the corpus; the others are the target's own text
     argmax_weight: float = 0.5  # cross entropy on the target's argmax, beside the KL divergence
-    layers: tuple[int, ...] = ()  # of the target, which the draft begins as, one for each of its own; none: as new ones
+    layers: tuple[int, ...] = ()  # one layer of the target per draft layer, to initialize from; empty: random
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights, but for the data folder and the machine's arithmetic."""
+    """Everything that determines the weights, except the data folder and the machine's arithmetic."""
 
     name: str
     seed: int
@@ -126,11 +126,11 @@ class Recipe:
     unlikelihood: UnlikelihoodSettings | None = None
     threads: int = 0  # 0: torch's default
     valid_file: str = "valid.jsonl.gz"
-    note: str = ""  # what the model cards should say besides
+    note: str = ""  # extra text for the model cards
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read and check a recipe. Raises ConfigError that names the key and the remedy."""
+    """Read and check a recipe. Raises ConfigError naming the key and the remedy."""
     recipe, where = read_table(Recipe, path, "recipes/embedded.toml"), path.name
     if not recipe.source:
         raise ConfigError(f"{where}: no [[source]]; name at least one")
@@ -157,7 +157,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def _check_layers(recipe: Recipe, where: str) -> None:
-    """Can the draft begin as the layers of the target that it names?"""
+    """Raise ConfigError unless the draft can be initialized from the target's layers in `draft.layers`."""
     layers, own, its = recipe.draft.layers, recipe.draft.shape, recipe.target.shape
     if not layers:
         return
@@ -171,7 +171,7 @@ def _check_layers(recipe: Recipe, where: str) -> None:
 
 
 def read_table(kind: type[T], path: Path, own: str) -> T:
-    """A dataclass from a TOML file; `own` is the project's own file of that kind. Raises ConfigError."""
+    """Read a dataclass from a TOML file; `own`: the project's example, for error messages. Raises ConfigError."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Small records made up from lists of names: people in words, and the same people as JSON, a table or a list."""
+"""Small records generated from lists of names: people in words, and the same people as JSON, a table or a list."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import zlib
 from collections.abc import Iterator
 
-HELD_OUT_PER_CENT = 8  # of all names, chosen by a hash of the name: nobody of these is trained on
+HELD_OUT_PER_CENT = 8  # share of names, chosen by a hash of the name, that are not trained on
 HELD_OUT_TEXTS = 60
 FIRST = (
     *("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ida", "Jonas", "Lena", "Omar", "Paula"),
@@ -50,7 +50,7 @@ def written(people: list[Person], layout: str) -> str:
 
 
 def record_texts(seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Questions and answers, endless for training, `HELD_OUT_TEXTS` for what is held out."""
+    """Questions and answers: without end for training, `HELD_OUT_TEXTS` with held-out names."""
     rng = random.Random(f"{seed}/records/{held_out}")
     names = [f"{first} {last}" for first in FIRST for last in LAST]
     names = [n for n in names if (zlib.crc32(n.encode()) % 100 < HELD_OUT_PER_CENT) == held_out]

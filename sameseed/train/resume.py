@@ -1,4 +1,4 @@
-"""What a run was begun with, kept beside its checkpoint: weights of one recipe must not go on as another's."""
+"""The record of a run's settings beside its checkpoint, so that a run is not resumed with another recipe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sameseed.train.states import Seed
 
 log = logging.getLogger("sameseed.train")
 
-# What may be edited before a resume: how long, how fast and by whom, and what the card says. `texts.num_texts` may
-# grow, and where prompts lie does not matter, but which they are.
+# Settings that may change before a resume: duration, learning rates, threads and batch, and the text of the card.
+# `texts.num_texts` may only grow. The path of the prompts may change, but not the prompts themselves.
 EDITABLE = {
     *("name", "note", "threads", "batch", "mixture", "texts.num_texts", "train.steps", "train.checkpoint_minutes"),
     *("train.optim.matrix_lr", "train.optim.lr"),
@@ -28,7 +28,10 @@ EDITABLE = {
 
 @dataclass(frozen=True)
 class Begun:
-    """A run as it was begun: settings by dotted name, layers that it reads, and each lot of texts (number, digest)."""
+    """The start of a run: settings by dotted name, target layers that it reads, and each lot of texts (number, digest).
+
+    `number`: the total `num_texts` of the run that added the lot.
+    """
 
     settings: dict[str, Any]
     layers: list[int]
@@ -38,11 +41,11 @@ class Begun:
 def settle_texts(
     recipe: Any, layers: Seq[int], checkpoint: Path, seeds_of: Callable[[int], list[Seed]]
 ) -> tuple[list[list[Seed]], Begun]:
-    """The lots of texts that a run learns from: its first, and what later resumes added by a higher `num_texts`; and
-    what to keep of the run with `write_record`.
+    """The lots of texts that a run trains on, and the record to store with `write_record`.
 
-    `recipe`: a frozen dataclass with `texts.num_texts`; `layers`: of the target, that are read; `seeds_of(n)`: what n
-    texts begin with. Raises ConfigError where there is a checkpoint of other settings or texts, or of more texts.
+    The first lot is from the first run; a resume with a higher `num_texts` adds another. `recipe`: a frozen dataclass
+    with `texts.num_texts`; `layers`: layers of the target that are read; `seeds_of(n)`: the seeds of n texts. Raises
+    ConfigError where the checkpoint is of other settings or texts, or of more texts.
     """
     settings = {name: value for name, value in flat(dataclasses.asdict(recipe)).items() if name not in EDITABLE}
     number = recipe.texts.num_texts
@@ -61,22 +64,22 @@ def settle_texts(
     except ConfigError:
         if checkpoint.exists():
             raise
-        return [seeds], now  # nothing was learned yet
+        return [seeds], now  # nothing was trained yet
     return lots, dataclasses.replace(now, texts=texts)
 
 
 def digest_of(settings: object) -> str:
-    """A short name for settings, so that an edited recipe runs its stage again."""
+    """A short digest of settings, so that an edited recipe runs its stage again."""
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
 def record_path(checkpoint: Path) -> Path:
-    """Where the record of a checkpoint's run is: beside it."""
+    """The path of the record of a checkpoint's run, beside the checkpoint."""
     return checkpoint.with_name(checkpoint.name.split(".")[0] + ".run.json")
 
 
 def write_record(begun: Begun, checkpoint: Path) -> None:
-    """Keep what a run was begun with, before it has a checkpoint."""
+    """Store the start of a run, before it has a checkpoint."""
     path = record_path(checkpoint)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -85,7 +88,7 @@ def write_record(begun: Begun, checkpoint: Path) -> None:
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names, as JSON gives them back."""
+    """Nested settings flattened to dotted names, with values as JSON reads them back."""
     found: dict[str, Any] = {}
     for name, value in table.items():
         inner = isinstance(value, dict)
@@ -105,7 +108,7 @@ def read_record(path: Path) -> Begun:
 def _go_on(
     now: Begun, seeds: list[Seed], seeds_of: Callable[[int], list[Seed]], checkpoint: Path
 ) -> tuple[list[list[Seed]], list[tuple[int, str]]]:
-    """The lots of before, checked, and one more where there are more seeds now. Raises ConfigError."""
+    """The earlier lots, checked against the record, and a new lot if there are more seeds now. Raises ConfigError."""
     begun, number = read_record(record_path(checkpoint)), now.texts[0][0]
     then, asked = ({**b.settings, "layers": b.layers} for b in (begun, now))
     changed = [f"{n} {then[n]} (now {asked[n]})" for n in asked if n in then and then[n] != asked[n]]
@@ -134,7 +137,7 @@ def _go_on(
 
 
 def added(lots: Seq[Seq[Seed]], seeds: list[Seed]) -> list[Seed]:
-    """What `seeds` have beyond the lots, at most as many as they are more; lots that are there are not changed."""
+    """The seeds that the lots do not contain, at most as many as `seeds` has more than the lots together."""
     have = Counter(seed.ids for lot in lots for seed in lot)
     new = list[Seed]()
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""Text that a model writes itself: what the draft learns from, and what acceptance is measured on."""
+"""Texts that a model writes itself (rollouts), on which the draft is trained and acceptance is measured."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sameseed.train.tokenizer import ASSISTANT, END, token_id
 
 @dataclass(frozen=True)
 class Rollout:
-    """A prompt and its continuation (closed by the end token where the model stopped by itself)."""
+    """A prompt and its continuation, which ends with the end token if the model wrote it."""
 
     prompt: list[int]
     new: list[int]
 
 
 def prompt_of(tokenizer: Tokenizer, document: Document, limit: int, rng: random.Random) -> list[int] | None:
-    """The part of a document that a user would type: up to an answer, or the opening of a text anywhere in it."""
+    """A prompt from a document: a conversation up to an answer (None if too long), or a piece of a plain text."""
     ids = corpus.encode(tokenizer, document)
     if not document.turns:
         start = rng.choice([1, rng.randrange(1, max(2, len(ids) - 64))])
@@ -40,8 +40,8 @@ def write_batch(
 ) -> list[Rollout]:
     """Continue prompts of any lengths together; temperature `[B]`, 0 for greedy.
 
-    Shorter prompts begin to write while longer ones are still read, so no row is padded. The noise is the CPU's on
-    every device; the model's waits for one answer a token.
+    Rows with shorter prompts start to write while longer prompts are still read, so no row is padded. The sampling
+    noise comes from the CPU's generator on every device.
     """
     device, generator = model.device, torch.Generator().manual_seed(seed)
     lengths = torch.tensor([len(p) for p in prompts])
@@ -50,7 +50,7 @@ def write_batch(
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(prompt)
     cache = model.new_cache(len(prompts), total)
-    alive = torch.arange(len(prompts))  # rows still in the cache
+    alive = torch.arange(len(prompts))  # rows that are still in the cache
     stop = lengths + new_tokens
     step_ids, place = ids[:, : int(lengths.min())], int(lengths.min())
     while place < total:
@@ -67,7 +67,7 @@ def write_batch(
         keep = place < stop[alive]
         if not keep.any():
             break
-        if keep.sum() <= 0.75 * len(alive) or place == total:  # the finished cost time: let them go
+        if keep.sum() <= 0.75 * len(alive) or place == total:  # finished rows cost time: drop them
             alive, chosen = alive[keep], chosen[keep]
             kept = keep.nonzero().squeeze(1).to(device)
             cache.k, cache.v = [t[kept] for t in cache.k], [t[kept] for t in cache.v]
@@ -85,7 +85,7 @@ def write(
     temperatures: list[float],
     seed: int,
 ) -> list[Rollout]:
-    """Continue every prompt, `batch` of like lengths together."""
+    """Continue every prompt, in batches of `batch` prompts with similar lengths."""
     model.eval()
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     result: dict[int, Rollout] = {}

@@ -1,4 +1,4 @@
-"""Where the texts of a training begin: prompts and documents of a file, or of a recipe's mixture."""
+"""Seeds of training texts: prompts and documents from a file, or from a recipe's mixture."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Prompt = tuple[tuple[int, ...], str]  # its tokens, its domain
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What the target writes: how many texts, how long, and how many of them greedily.
+    """The texts that the target writes: their number, their length, and the share written greedily.
 
-    `corpus_share`: of all texts, those that are documents as they are rather than the target's own.
+    `corpus_share`: share of texts that are given documents rather than written by the target.
     """
 
     num_texts: int = 4000
@@ -44,7 +44,7 @@ class TextSettings:
 
 
 def recipe_seeds(path: Path, data: Path, tokenizer_file: Path, settings: TextSettings, seed: int) -> list[Seed]:
-    """Seeds from the sources of a recipe, each by its share; the tokenizer must be one that a recipe made."""
+    """Seeds from the sources of a recipe, by their shares. The tokenizer must come from such a recipe."""
     if not data.is_dir():
         raise ConfigError(f"no data folder at {data}; give the folder that holds the recipe's files with --data")
     recipe = load_recipe(path)
@@ -60,9 +60,9 @@ def recipe_seeds(path: Path, data: Path, tokenizer_file: Path, settings: TextSet
 
 
 def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int) -> list[Seed]:
-    """Seeds from JSON lines with `prompt`, `messages` or `text` (learned from as it is).
+    """Seeds from JSON lines with `prompt`, `messages` or `text` (a given text, trained on as it is).
 
-    Where there are fewer than `num_texts`, prompts come again, sampled. Raises ConfigError that names the line.
+    If the file has fewer than `num_texts`, prompts are repeated and sampled. Raises ConfigError naming the line.
     """
     if not path.is_file():
         raise ConfigError(f"no prompts at {path}; give a file of JSON lines with 'prompt', 'messages' or 'text'")
@@ -80,9 +80,9 @@ def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: i
 
 
 def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) -> list[Prompt]:
-    """Prompts to count acceptance on, with their domains: JSON lines with `prompt` or `messages`, optionally `domain`.
+    """Prompts to measure acceptance on, with domains: JSON lines with `prompt` or `messages`, optionally `domain`.
 
-    `new_tokens` must fit behind each. Raises ConfigError that names the line.
+    A prompt and `new_tokens` must fit into `context`. Raises ConfigError naming the line.
     """
     if not path.is_file():
         raise ConfigError(f"no prompts to measure on at {path}; name a file of JSON lines, or leave it out")
@@ -101,7 +101,7 @@ def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) ->
 
 
 def mixed(prompts: Seq[Seq[int]], texts: Seq[Seq[int]], settings: TextSettings, seed: int) -> list[Seed]:
-    """Prompts, most of them greedy, and texts, in a seeded order; what is too short to learn from is left out."""
+    """Seeds of prompts (about `settings.greedy` of them greedy) and of texts (not very short ones), in seeded order."""
     rng = random.Random(seed)
     seeds = [Seed(tuple(ids), 0) for ids in texts if len(ids) > 3]
     for ids in prompts:

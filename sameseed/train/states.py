@@ -1,7 +1,7 @@
-"""Texts that a target writes, with its hidden states on them: what a draft head learns from.
+"""Texts that a target writes, with its hidden states: the training data of draft heads.
 
-All of it comes from sameseed's own ModelRunner, so any model and number format that the engine runs can be learned
-from: the states are those that the head will read. (EAGLE: Li et al., 2024; EAGLE-3: Li et al., 2025.)
+sameseed's own ModelRunner writes them. So a head can be trained for any model and number format that the engine runs,
+on the same states that the head will read in use. (EAGLE: Li et al., 2024; EAGLE-3: Li et al., 2025.)
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.train.checkpoint import save_tensors
 
-PART = 256  # texts of one file: an interruption costs no more
-BLOCK = 16  # tokens in a block of the cache
-MAX_ROWS = 1024  # of one pass
+PART = 256  # texts per file, and so the most that an interruption loses
+BLOCK = 16  # tokens in a block of the KV cache
+MAX_ROWS = 1024  # rows of one pass
 
 
 @dataclass(frozen=True)
 class Seed:
-    """What a text begins with: `num_new` tokens are written after `ids`, by `temperature` (0: greedy).
+    """The beginning of a text: the target writes `num_new` tokens after `ids`, at `temperature` (0: greedy).
 
-    With `num_new` 0 the text is `ids` itself, all of which is learned from.
+    With `num_new` 0 the text is `ids` itself, and all of its tokens are trained on.
     """
 
     ids: tuple[int, ...]
@@ -42,7 +42,10 @@ class Seed:
 
 @dataclass(frozen=True)
 class TextStates:
-    """ids int32 [T]; the first `num_given` were not written by the target; states [T - 1, L * C], all but the last."""
+    """ids int32 [T], the first `num_given` not written by the target; states [T - 1, L * C] of all but the last token.
+
+    With `num_given` 0 all tokens are trained on.
+    """
 
     ids: Tensor
     num_given: int
@@ -50,14 +53,14 @@ class TextStates:
 
 
 class _NoNodes:
-    """No guesses: what ModelRunner.forward asks for."""
+    """An empty draft for ModelRunner.forward."""
 
     def nodes(self, b: int) -> tuple[list[int], list[int]]:
         return [], []
 
 
 def captured_layers(captures: Seq[int], num_layers: int) -> tuple[int, ...]:
-    """Layers whose outputs are stored: the head's, and the last, of which the target's distribution is made."""
+    """Layers whose outputs are stored: those the head reads, and the last, which gives the target's distribution."""
     return tuple(sorted({*captures, num_layers - 1}))
 
 
@@ -72,9 +75,10 @@ def new_runner(target: Llama, captures: tuple[int, ...], batch: int, longest: in
 
 @torch.inference_mode()
 def write_texts(runner: ModelRunner, seeds: Seq[Seed], batch: int, seed: int) -> list[TextStates]:
-    """Write every seed's text with the states of all its tokens; a place in the batch is filled as soon as it is free.
+    """Write every seed's text with the states of its tokens; a new text starts as soon as one in the batch ends.
 
-    The noise of sampled texts comes from `seed`: the same call writes the same texts. A pass has MAX_ROWS rows at most.
+    The noise of sampled texts comes from `seed`, so the same call writes the same texts. A pass has at most MAX_ROWS
+    rows (or one per text, if these are more).
     """
     generator = torch.Generator().manual_seed(seed)
     queue, running = list(range(len(seeds)))[::-1], list[Sequence]()
@@ -112,7 +116,7 @@ def write_texts(runner: ModelRunner, seeds: Seq[Seed], batch: int, seed: int) ->
 
 
 def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator) -> list[int]:
-    """A token of each row of logits [R, V]: the likeliest, or a draw by the row's temperature."""
+    """One token per row of logits [R, V]: the most likely one, or sampled at the row's temperature if above 0."""
     best: list[int] = logits.argmax(-1).tolist()
     for row, heat in enumerate(temperatures):
         if heat > 0:
@@ -124,9 +128,9 @@ def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator)
 def collect(
     target: Llama, captures: Seq[int], seeds: Seq[Seed], folder: Path, *, batch: int, kv_format: str, seed: int
 ) -> Iterator[tuple[int, int]]:
-    """Write the texts of all seeds into files of `folder`; those that are there stay. Yields (texts done, tokens).
+    """Write the texts of all seeds into files of `folder`, skipping existing files. Yields (texts done, tokens).
 
-    A file holds PART texts: ids and states one text after another.
+    A file holds PART texts: ids and states, one text after another.
     """
     layers = captured_layers(captures, target.config.num_layers)
     longest = max(len(s.ids) + s.num_new for s in seeds)
@@ -147,17 +151,17 @@ def collect(
 
 
 class StoredTexts:
-    """Stored texts, read when they are asked for: ids and sizes are in memory, states stay on the disk."""
+    """Stored texts: ids and lengths are in memory; states stay on the disk and are read on demand."""
 
     def __init__(self, paths: Seq[Path]) -> None:
-        """Raises ConfigError for a file that cannot be read, or where there is none."""
+        """Raises ConfigError for a file that cannot be read, or for an empty list of files."""
         if not paths:
             raise ConfigError(
                 "no texts to learn from; name prompts with --prompts or a recipe with --recipe and --data"
             )
         self._files: list[Any] = []
-        self._places: list[tuple[int, int]] = []  # of each text: its file, its first state there
-        self._order: tuple[tuple[int, int], list[list[int]]] | None = None  # of the last epoch asked for
+        self._places: list[tuple[int, int]] = []  # per text: its file, and its first state in the file
+        self._order: tuple[tuple[int, int], list[list[int]]] | None = None  # batches of the last requested epoch
         self.ids: list[Tensor] = []
         self.num_given: list[int] = []
         for path in paths:
@@ -179,7 +183,7 @@ class StoredTexts:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the target wrote, or that are learned from as they are."""
+        """The number of tokens that are trained on: written by the target, or of given texts."""
         return sum(len(ids) - given for ids, given in zip(self.ids, self.num_given, strict=True))
 
     def __getitem__(self, i: int) -> TextStates:
@@ -188,14 +192,14 @@ class StoredTexts:
         return TextStates(self.ids[i], self.num_given[i], states)
 
     def batch(self, step: int, rows: int, seed: int) -> list[TextStates]:
-        """The texts of a step, of like lengths: every epoch has a seeded order of its own."""
+        """The texts of a training step, of similar lengths. Every epoch has its own seeded order."""
         epoch, place = divmod(step, -(-len(self) // rows))
         if self._order is None or self._order[0] != (seed + epoch, rows):
             rng = random.Random(seed + epoch)
             order = list(range(len(self)))
             rng.shuffle(order)
             batches: list[list[int]] = []
-            for start in range(0, len(order), 32 * rows):  # within a pool, lengths are alike; pools are chance
+            for start in range(0, len(order), 32 * rows):  # a random pool, sorted so that batches have similar lengths
                 pool = sorted(order[start : start + 32 * rows], key=lambda i: len(self.ids[i]))
                 batches += [pool[i : i + rows] for i in range(0, len(pool), rows)]
             rng.shuffle(batches)

@@ -1,4 +1,4 @@
-"""Small sums in words: questions and answers made up from all pairs of small numbers, some of which are held out."""
+"""Small sums in words: generated questions and answers for all pairs of small numbers, some of which are held out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import zlib
 from collections.abc import Iterator
 
-HELD_OUT_PER_CENT = 8  # of all sums, chosen by a hash of the sum: no wording of these is trained on
+HELD_OUT_PER_CENT = 8  # share of sums, chosen by a hash of the sum, that are not trained on in any wording
 HELD_OUT_TEXTS = 60
 ASKED = ("What is {0}?", "How much is {0}?", "Please work out {0}.", "{0} = ?", "Can you tell me what {0} is?")
 STORIES = {
@@ -29,20 +29,20 @@ THINGS = ("apples", "books", "coins", "cards", "cups", "eggs", "flowers", "pens"
 
 
 def sums(held_out: bool) -> list[tuple[int, str, int]]:
-    """All sums a + b and a - b of numbers below 100, and a * b up to 12: either those trained on or those held out."""
+    """All a + b and a - b of numbers below 100, and a * b up to 12: the held-out ones, or all others."""
     small, times = range(100), range(1, 13)
     found = [(a, "+", b) for a in small for b in small] + [(a, "-", b) for a in small for b in small if b <= a]
-    found += 12 * [(a, "*", b) for a in times for b in times]  # as often as others, not as many
+    found += 12 * [(a, "*", b) for a in times for b in times]  # repeated, as there are fewer
     return [s for s in found if (zlib.crc32(repr(s).encode()) % 100 < HELD_OUT_PER_CENT) == held_out]
 
 
 def value(a: int, sign: str, b: int) -> int:
-    """What a sum comes to."""
+    """The result of a sum."""
     return a + b if sign == "+" else a - b if sign == "-" else a * b
 
 
 def sum_texts(seed: int, *, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Questions and answers, endless for training, `HELD_OUT_TEXTS` for what is held out."""
+    """Questions and answers: without end for training, `HELD_OUT_TEXTS` of held-out sums."""
     rng, known = random.Random(f"{seed}/sums/{held_out}"), sums(held_out)
     while True:
         for a, sign, b in rng.sample(known, len(known))[: HELD_OUT_TEXTS if held_out else None]:

@@ -13,7 +13,7 @@ from sameseed.errors import ConfigError
 BEGIN, END, USER, ASSISTANT, SYSTEM, PAD = "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"
 SPECIAL = (PAD, BEGIN, END, SYSTEM, USER, ASSISTANT)
 
-# Digits stand alone, so that numbers have one spelling; a line break takes the indentation after it along.
+# Every digit is a piece of its own, so that numbers have one spelling. A line break includes the indentation after it.
 PIECES = r"'(?:[sdmt]|ll|re|ve)\b|[\r\n]+[ \t]*| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` entries; all 256 bytes are in it, so every string round-trips."""
+    """Train a byte-level BPE of `vocab_size` entries. It contains all 256 bytes, so every string round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -61,7 +61,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:
-    """Write tokenizer.json and the small files beside it that `transformers` and sameseed read."""
+    """Write tokenizer.json and the small configuration files that `transformers` and sameseed read with it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD}

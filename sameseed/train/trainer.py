@@ -1,4 +1,4 @@
-"""The training loop: the same for target and draft, which differ in their batches and their loss."""
+"""The training loop for all models, which differ only in their batches and their loss."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from sameseed.train.recipe import TrainSettings
 
 
 def schedule(step: int, settings: TrainSettings) -> float:
-    """The share of the learning rate at a step: warm up, stay, fall linearly to almost zero (WSD, Hu et al., 2024)."""
+    """The factor of the learning rate at a step: warmup, constant, linear decay to almost 0 (WSD: Hu et al., 2024)."""
     falling = max(1, round(settings.steps * settings.decay))
     return min(1.0, (step + 1) / max(1, settings.warmup), max(0.0, (settings.steps - step) / falling))
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """One model to train: the loss of a batch, and where the progress is kept."""
+    """One model to train: its batches, the loss of a batch, and the folder of its checkpoint."""
 
     name: str
     model: nn.Module
@@ -39,7 +39,7 @@ class TrainJob:
     batch: Callable[[int], Any]  # step -> what `loss` takes: rows [B, S+1], or a head's Batch
     loss: Callable[[Any], Tensor]  # batch -> a scalar
     folder: Path
-    count: Callable[[Any], int] = lambda rows: rows[:, 1:].numel()  # tokens that a batch teaches
+    count: Callable[[Any], int] = lambda rows: rows[:, 1:].numel()  # tokens that a batch trains on
 
     @property
     def checkpoint(self) -> Path:
@@ -47,19 +47,19 @@ class TrainJob:
 
 
 def checkpoint_path(folder: Path, name: str) -> Path:
-    """Where the job of this name keeps its progress."""
+    """The checkpoint file of the job with this name."""
     return folder / f"{name}.checkpoint.safetensors"
 
 
 def precision(job: TrainJob) -> AbstractContextManager[Any]:
-    """Where a job's forward pass runs: matrix products in its precision, weights and sums in float32."""
+    """The context of a job's forward pass: matrix products in its precision, weights and sums in float32."""
     if job.settings.precision == "float32":
         return nullcontext()
     return torch.autocast(next(job.model.parameters()).device.type, torch.bfloat16)
 
 
 class Log:
-    """JSON lines, one a step, appended and flushed."""
+    """A log file of JSON lines, one per step, each appended and flushed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +71,7 @@ class Log:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list[int]]:
-    """Signals that would end the run are noted in the yielded list instead: a step is done whole or not at all."""
+    """Collect SIGINT and SIGTERM in the yielded list instead of ending the run, so that no step is cut short."""
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield noted
@@ -86,7 +86,7 @@ def deferred_interrupts() -> Iterator[list[int]]:
 
 
 def progress_bar(quiet: bool) -> Progress:
-    """A bar with what its task says of itself (`said`) and remaining time, on standard error."""
+    """A progress bar on standard error, with the task's status text (`said`) and the remaining time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -99,9 +99,9 @@ def progress_bar(quiet: bool) -> Progress:
 
 
 def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log: Log) -> tuple[dict[str, Any], float]:
-    """Forward, backward, clip, update, a line in the log; returns the new progress and the rate in tokens a second.
+    """Forward, backward, clip, update, and log; returns the new progress and the speed in tokens per second.
 
-    Raises SameseedError on a loss that is no number.
+    Raises SameseedError if the loss is NaN or infinite.
     """
     started, step, rate = time.monotonic(), progress["step"], schedule(progress["step"], job.settings)
     batch = job.batch(step)
@@ -135,9 +135,10 @@ def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log:
 
 
 def train(job: TrainJob, log: Log, *, quiet: bool, stop_after: int | None = None) -> dict[str, Any]:
-    """Train until `settings.steps`, from the last checkpoint if there is one; returns the progress.
+    """Train up to `settings.steps`, from the last checkpoint if there is one; returns the progress.
 
-    `stop_after` ends the run with a checkpoint once that many steps are done, as an interruption would.
+    `stop_after` ends the run with a checkpoint once that many steps are done, like an interruption. Raises
+    KeyboardInterrupt after an interruption, once the checkpoint is saved.
     """
     settings = job.settings
     optimizer = MuonAdamW(job.model, settings.optim)

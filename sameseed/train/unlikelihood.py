@@ -1,8 +1,8 @@
 """Training against repetition: sequence-level unlikelihood (Welleck et al., 2020).
 
-Greedy text of a small model falls into loops. The target continues prompts greedily, and the tokens that end an n-gram
-which the continuation had before become less likely; rows of the corpus are learned from beside, so that it stays a
-language model.
+Greedy text of a small model falls into loops. Here the target continues prompts greedily, and tokens that complete an
+n-gram which the continuation already contains are made less likely. Each step also trains on corpus rows, so that the
+target stays a language model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sameseed.train.recipe import Recipe, UnlikelihoodSettings
 from sameseed.train.rollout import write_batch
 from sameseed.train.trainer import TrainJob
 
-Batch = tuple[Tensor, Tensor, Tensor]  # corpus rows [B, S+1]; texts [P, N]; their repeated tokens [P, N], others -1
+Batch = tuple[Tensor, Tensor, Tensor]  # corpus rows [B, S+1]; texts [P, N]; repeated tokens [P, N], elsewhere -1
 
 
 def repeated(tokens: list[int], ngram: int) -> list[bool]:
-    """Whether each token ends an n-gram that ended at an earlier token of the text too."""
+    """For each token, whether it ends an n-gram that occurred earlier in the text."""
     seen: set[tuple[int, ...]] = set()
     found = []
     for end in range(1, len(tokens) + 1):
@@ -38,7 +38,7 @@ def repeated(tokens: list[int], ngram: int) -> list[bool]:
 def marked_texts(
     model: LlamaForTraining, prompts: list[list[int]], settings: UnlikelihoodSettings, end: int, pad: int
 ) -> tuple[Tensor, Tensor]:
-    """Greedy continuations `[P, N]` of prompts, and their repeated tokens as targets; all else is -1."""
+    """Greedy continuations `[P, N]` of prompts, and targets: the repeated tokens, -1 elsewhere."""
     texts = write_batch(model, prompts, settings.new_tokens, end, torch.zeros(len(prompts)), 0)
     size = settings.prompt_tokens + settings.new_tokens
     ids, targets = torch.full((len(texts), size), pad), torch.full((len(texts), size), -1)
@@ -54,7 +54,7 @@ def marked_texts(
 def unlikelihood_job(
     recipe: Recipe, model: LlamaForTraining, rows: Tensor, prompts: list[list[int]], end: int, pad: int, out: Path
 ) -> TrainJob:
-    """The target's second training; `model` goes on from the weights that it has. `prompts`: of training texts."""
+    """The target's second training, from the current weights of `model`. `prompts`: cut from training texts."""
     settings = recipe.unlikelihood
     assert settings is not None
     train = settings.train
@@ -65,7 +65,7 @@ def unlikelihood_job(
         raise ConfigError(f"unlikelihood: no prompt has {settings.prompt_tokens} tokens or fewer; raise prompt_tokens")
 
     def batch(step: int) -> Batch:
-        first = recipe.target.train.steps * recipe.target.train.rows  # goes on where the target's training ended
+        first = recipe.target.train.steps * recipe.target.train.rows  # continue where the target's training ended
         own = corpus.next_rows(rows, first + step * train.rows, train.rows, recipe.seed, stored_passes=1)
         places = [(step * settings.prompts + i) % len(prompts) for i in range(settings.prompts)]
         texts, targets = marked_texts(model, [prompts[p] for p in places], settings, end, pad)

@@ -1,1 +1,1 @@
-"""GGUF files: header, shape of the model, weights and tokenizer."""
+"""GGUF files: header, model config, weights and tokenizer."""

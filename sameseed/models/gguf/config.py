@@ -1,4 +1,4 @@
-"""The shape of a GGUF's model, as the config.json that Hugging Face would have for it."""
+"""The config of a GGUF file's model, converted to an equivalent Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sameseed.models.config import ModelConfig, RopeConfig, parse_config
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import inverse_frequencies
 
-# GGUF's architecture -> ours, and its model_type.
+# GGUF's architecture -> Hugging Face's architecture and model_type.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-FACTORS = "rope_freqs.weight"  # what frequencies are divided by
-# Tokens that end an answer, though the file may name only one of them.
+FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
+# Control tokens that end an answer; a file may name only one of them.
 ENDS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -36,13 +36,13 @@ ENDS = (
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
-    """The ModelConfig of a GGUF file. Raises ModelLoadError that names the key."""
+    """The ModelConfig of a GGUF file. Raises ModelLoadError naming the key."""
     with closing(GGUFFile(path)) as file:
         return parse_config(raw_config(file), where=str(path))
 
 
 def _architecture(file: GGUFFile) -> str:
-    """What llama.cpp calls its kind of model. Raises ModelLoadError for another family's, and for a part of a file."""
+    """llama.cpp's name of the architecture. Raises ModelLoadError for an unsupported one, and for a split file."""
     meta, where = file.metadata, file.path
     arch = meta.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
@@ -55,14 +55,14 @@ def _architecture(file: GGUFFile) -> str:
 
 
 def raw_config(file: GGUFFile) -> dict[str, Any]:
-    """config.json for the file's model. Raises ModelLoadError for what this family does not have."""
+    """The config.json of the file's model. Raises ModelLoadError for features that the Llama family does not have."""
     meta, where, arch = file.metadata, file.path, _architecture(file)
     get = partial(_number, file, arch)
     hidden, heads, dim = _sizes(file, arch)
     qkv_bias, o_bias = ("blk.0.attn_q.bias" in file.tensors), ("blk.0.attn_output.bias" in file.tensors)
     name, kind = ARCHITECTURES[arch]
     if kind == "llama" and qkv_bias and not o_bias:
-        name, kind = ARCHITECTURES["qwen2"]  # which is what a Llama with these biases is
+        name, kind = ARCHITECTURES["qwen2"]  # a Llama with these biases equals Qwen2
     rope = {"rope_theta": float(get("rope.freq_base", 10000.0)), **_scaling(file, arch)}
     raw: dict[str, Any] = {
         "architectures": [name],
@@ -107,7 +107,7 @@ def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
 
 
 def _number(file: GGUFFile, arch: str, name: str, default: Any = None) -> Any:
-    """The number that a key of the architecture holds; one for each layer must be the same. Raises ModelLoadError."""
+    """The number in a key of the architecture; an array by layer must hold equal numbers. Raises ModelLoadError."""
     value = file.metadata.get(f"{arch}.{name}", default)
     if isinstance(value, np.ndarray):
         if not len(value) or (value != value[0]).any():
@@ -119,7 +119,7 @@ def _number(file: GGUFFile, arch: str, name: str, default: Any = None) -> Any:
 
 
 def end_tokens(file: GGUFFile) -> list[int]:
-    """Tokens that end a text: those of the keys, and control tokens spelled like one."""
+    """Token ids that end a text: those of the keys, and control tokens spelled as in ENDS."""
     meta = file.metadata
     keys = [meta.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
     found = [k for k in keys if type(k) is int]
@@ -131,7 +131,7 @@ def end_tokens(file: GGUFFile) -> list[int]:
 
 def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     meta = file.metadata
-    # As llama.cpp: without a type it is linear, and the older key for the factor is read where there is no newer one.
+    # As in llama.cpp: the default type is linear, and the older key of the factor is read if the newer one is missing.
     kind = meta.get(f"{arch}.rope.scaling.type", "linear")
     factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 1.0))
     if not isinstance(kind, str) or kind not in ("none", "linear"):
@@ -142,7 +142,7 @@ def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
 
 
 def _factors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
-    """Llama 3's scaling, which the file has as the factor of each frequency."""
+    """Rope settings from the file's factor per frequency: Llama 3's scaling if it gives these, else "factors"."""
     if FACTORS not in file.tensors:
         return {}
     info = file.tensors[FACTORS]

@@ -1,8 +1,8 @@
-"""The header of a GGUF file (version 2 or 3, little endian), walked with bounds before anything of it is believed.
+"""The header of a GGUF file (version 2 or 3, little endian), parsed with bounds checks because files are untrusted.
 
 Layout (ggml's docs/gguf.md): magic, version, number of tensors, number of key-values; the key-values; for each tensor
-name, dimensions (the fastest first), type, offset; padding; the data. Every count and length is checked against what
-the file can still hold, so that a malicious one costs no more memory than its own size allows.
+name, dimensions (the fastest first), type, offset; padding; the data. Every count and length is checked against the
+rest of the file, so that a malicious file cannot cost more memory than its own size allows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAGIC = b"GGUF"
 MAX_HEADER = 1 << 28  # bytes
 MAX_TENSORS = 1 << 16
 MAX_KEYS = 1 << 16
-MAX_ITEMS = 1 << 22  # strings of all arrays together: a short one in the file is a larger object in memory
+MAX_ITEMS = 1 << 22  # strings in all arrays together: a string takes more memory than bytes in the file
 MAX_TEXT = 1 << 22  # bytes of one string
 WINDOW = 1 << 20  # bytes of the header read at a time
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -30,7 +30,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of the file: ggml's type, its blocks (values, bytes), shape with rows first, place of its bytes."""
+    """A tensor of the file: ggml type, block size (values, bytes), shape with rows first, position of its bytes."""
 
     type: str
     block: tuple[int, int]
@@ -40,7 +40,7 @@ class TensorInfo:
 
 
 class GGUFFile(TensorFile):
-    """One open file with its checked header: `metadata` and `tensors` by name. Raises ModelLoadError if unsound."""
+    """One open file with its checked header: `metadata` and `tensors` by name. Raises ModelLoadError if invalid."""
 
     kind = "GGUF"
 
@@ -70,7 +70,7 @@ class GGUFFile(TensorFile):
         self.tensors = self._placed(found, walk.at, self.metadata.get("general.alignment", 32))
 
     def _tensor(self, name: str, walk: _HeaderWalk) -> TensorInfo:
-        """With offsets still relative to the data."""
+        """The header entry of a tensor; its offsets are still relative to the data section."""
         dims = walk.number("<I")
         if not 1 <= dims <= 4:
             raise self.unsound(f"tensor {name[:80]!r} has {dims} dimensions")
@@ -97,7 +97,7 @@ class GGUFFile(TensorFile):
         return TensorInfo(type_.name, (block[0], block[1]), shape, offset, offset + values // block[0] * block[1])
 
     def _placed(self, found: dict[str, TensorInfo], header: int, alignment: object) -> dict[str, TensorInfo]:
-        """Offsets from the file's start; aligned, inside the file, and no byte of two tensors."""
+        """Convert offsets to the file's start; check that tensors are aligned, inside the file and do not overlap."""
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise self.unsound(f"an alignment of {str(alignment)[:80]}")
         data, last = -(-header // alignment) * alignment, 0
@@ -114,16 +114,16 @@ class GGUFFile(TensorFile):
 
 
 class _HeaderWalk:
-    """Reads a header forward, window by window."""
+    """Reads a header sequentially, one window of bytes at a time."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        self.at = 0  # of the file
+        self.at = 0  # position in the file
         self.items = 0
         self._window, self._start = b"", 0
 
     def take(self, count: int) -> bytes:
-        """The next bytes. Raises ModelLoadError where the header or the file ends before."""
+        """The next `count` bytes. Raises ModelLoadError where the header or the file ends earlier."""
         end = self.at + count
         if count < 0 or end > min(self.file.size, MAX_HEADER):
             raise self.file.unsound(f"its header wants {count} bytes at {self.at} of {self.file.size}")
@@ -135,18 +135,18 @@ class _HeaderWalk:
         return out
 
     def number(self, kind: str) -> Any:
-        """A scalar of struct's type `kind`."""
+        """A scalar of the `struct` type `kind`."""
         return struct.unpack(kind, self.take(struct.calcsize(kind)))[0]
 
     def text(self) -> str:
-        """A string; bytes that are no UTF-8 become the replacement character, as other readers have it."""
+        """A string; bytes that are not UTF-8 become the replacement character, as in other readers."""
         length = self.number("<Q")
         if length > MAX_TEXT:
             raise self.file.unsound(f"a text of {length} bytes at {self.at}")
         return self.take(length).decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
-        """A value of a key: a scalar, a text, a list of texts, or a numpy array."""
+        """The value of a key with GGUF type `kind`: a scalar, a string, a list of strings, or a numpy array."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:

@@ -1,8 +1,8 @@
-"""K-quants of a GGUF file as parts of our formats q2_k, q4_k, q5_k and q6_k: code for code, scale for scale.
+"""Convert K-quants of a GGUF file to our formats q2_k, q4_k, q5_k and q6_k, with unchanged codes and scales.
 
-Blocks as ggml lays them out (block_q2_K to block_q6_K in ggml-common.h), 256 values each. Q3_K is Q6_K with codes of
-three bits: it takes the room of q6_k here, and its kernel. IQ4_XS has the sixteen values of IQ4_NL and a scale for 32
-of them, six bits of a larger one: int8, exactly.
+Blocks of 256 values are laid out as in ggml (block_q2_K to block_q6_K in ggml-common.h). Q3_K, which is Q6_K with 3-bit
+codes, is stored as q6_k here and uses its kernel. IQ4_XS uses the sixteen values of IQ4_NL, with one scale per 32 of
+them (a 6-bit multiple of a larger scale); it is stored exactly as int8.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sameseed.scheme import KQUANTS, QuantScheme
 
-# Rows are rounded to int8 by super-block, as llama.cpp itself rounds them (Q8_K).
+# Activation rows are rounded to int8 by super-block, as in llama.cpp (Q8_K).
 TYPES = {name.upper(): QuantScheme(name, activations="int8") for name in KQUANTS}
 TYPES["Q3_K"] = TYPES["Q6_K"]
 TYPES["IQ4_XS"] = QuantScheme("int8", 32)
@@ -20,15 +20,15 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def parts(kind: str, blocks: Tensor, height: int) -> dict[str, Tensor]:
-    """The parts of a weight of `height` rows from its blocks uint8 [height * K / 256, bytes]."""
+    """The parts of a weight of `height` rows, read from its blocks uint8 [height * K / 256, bytes]."""
     read = {"Q2_K": _q2, "Q3_K": _q3, "Q4_K": _q45, "Q5_K": _q45, "Q6_K": _q6, "IQ4_XS": _iq4}[kind]
     found = read(blocks)
     return {name: t.reshape(height, -1) for name, t in found.items()}
 
 
 def iq4_values(indices: Tensor) -> Tensor:
-    """int8 of uint8 [n, k]: what IQ4's sixteen codes mean."""
-    values = torch.tensor(IQ4, dtype=torch.int8)  # some blocks at a time: indices take 8 bytes each
+    """The int8 values of IQ4 codes uint8 [n, k]."""
+    values = torch.tensor(IQ4, dtype=torch.int8)  # looked up in chunks, because an index takes 8 bytes
     return torch.cat([values[part.long()] for part in indices.chunk(1 + len(indices) // (1 << 16))])
 
 
@@ -37,13 +37,13 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _bits(packed: Tensor, count: int, step: int) -> Tensor:
-    """uint8 [n, W] as [n, count, W]: `step` bits each, the lowest first."""
+    """Unpack uint8 [n, W] to [n, count, W]: `step` bits each, the lowest first."""
     shifts = torch.arange(0, count * step, step, dtype=torch.uint8)[:, None]
     return (packed[:, None] >> shifts) & ((1 << step) - 1)
 
 
 def _q2(blocks: Tensor) -> dict[str, Tensor]:
-    """16 bytes, each a step and, above it, a minimum; in halves of 128 four times 32 pairs of bits; scale and least."""
+    """Block: 16 bytes (low nibble: step, high: minimum); per half of 128, 4 x 32 2-bit codes; scale and least."""
     multiples = blocks[:, :16]
     return {
         "codes": _bits(blocks[:, 16:80].reshape(-1, 32), 4, 2).view(-1, 256),
@@ -55,7 +55,7 @@ def _q2(blocks: Tensor) -> dict[str, Tensor]:
 
 
 def _q3(blocks: Tensor) -> dict[str, Tensor]:
-    """256 third bits (set: not 4 less), in halves of 128 four times 32 pairs of bits; 16 6-bit steps; an fp16 scale."""
+    """Block: 256 third bits (0: code minus 4); per half of 128, 4 x 32 low bit pairs; 16 6-bit steps; fp16 scale."""
     third = _bits(blocks[:, :32], 8, 1).view(-1, 256)
     low = _bits(blocks[:, 32:96].reshape(-1, 32), 4, 2).view(-1, 256)
     packed = blocks[:, 96:108].view(-1, 3, 4)
@@ -69,7 +69,7 @@ def _q3(blocks: Tensor) -> dict[str, Tensor]:
 
 
 def _q45(blocks: Tensor) -> dict[str, Tensor]:
-    """fp16 scale and least; eight 6-bit steps and minima in 12 bytes; perhaps fifth bits by 32; four times 32 pairs."""
+    """Block: fp16 scale and least; 8 6-bit steps and minima in 12 bytes; in Q5_K fifth bits; 4 x 32 nibble pairs."""
     packed, count = blocks[:, 4:16], len(blocks)
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     steps = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=1)
@@ -82,7 +82,7 @@ def _q45(blocks: Tensor) -> dict[str, Tensor]:
 
 
 def _q6(blocks: Tensor) -> dict[str, Tensor]:
-    """In halves of 128: 64 bytes of low fours, 32 bytes of high twos; 16 steps; an fp16 scale."""
+    """Block: per half of 128, 64 bytes of low 4 bits; then 32 bytes of high 2 bits each; 16 steps; fp16 scale."""
     low = _bits(blocks[:, :128].reshape(-1, 64), 2, 4).view(-1, 128)
     high = _bits(blocks[:, 128:192].reshape(-1, 32), 4, 2).view(-1, 128)
     steps = blocks[:, 192:208].contiguous().view(torch.int8)
@@ -90,7 +90,7 @@ def _q6(blocks: Tensor) -> dict[str, Tensor]:
 
 
 def _iq4(blocks: Tensor) -> dict[str, Tensor]:
-    """An fp16 scale; high twos of eight steps in 2 bytes, low fours in 4; eight times 16 low and 16 high halves."""
+    """Block: fp16 scale; eight 6-bit steps (high 2 bits in 2 bytes, low 4 bits in 4); eight times 16 bytes of codes."""
     high = _bits(blocks[:, 2:4], 4, 2).transpose(1, 2).flatten(1)
     low = _bits(blocks[:, 4:8], 2, 4).transpose(1, 2).flatten(1)
     steps = (low | high << 4).view(torch.int8) - 32

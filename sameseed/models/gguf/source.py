@@ -1,9 +1,9 @@
-"""The weights of a GGUF file as a `Source`: under Hugging Face's names, in codes where a format of ours has them.
+"""The weights of a GGUF file as a `TensorSource` with Hugging Face names; codes are kept where one of our formats fits.
 
-Q4_0, Q5_0 and Q8_0 are int4 and int8 in groups of 32 with fp16 scales, code for code, and so is IQ4_NL with its sixteen
-values. MXFP4 is mxfp4; Q2_K, Q4_K, Q5_K and Q6_K are formats of their own names, Q3_K is q6_k, and IQ4_XS int8. The
-other types of blocks are decoded by the gguf package, exactly, some rows at a time, and rounded to 8 bits in groups of
-32.
+Q4_0, Q5_0, Q8_0 and IQ4_NL (with its sixteen values) become int4 or int8 in groups of 32 with fp16 scales, with
+unchanged codes. MXFP4 becomes mxfp4; Q2_K, Q4_K, Q5_K and Q6_K have formats of the same names; Q3_K becomes q6_k and
+IQ4_XS int8. All other block types are decoded exactly by the gguf package, some rows at a time, and rounded to 8 bits
+in groups of 32.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def gguf_name(name: str) -> str:
 
 
 class GGUFCheckpoint:
-    """The tensors of a GGUF file. A context: the file is open inside. A `Source`, once `check` has passed."""
+    """The tensors of a GGUF file: a context that holds the file open, and a `TensorSource` once `check` has passed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._heads: dict[str, int] = {}  # rows of q and k that rotate together lie side by side: heads of those
+        self._heads: dict[str, int] = {}  # heads of q and k matrices whose rotary pairs are stored side by side
 
     def __enter__(self) -> GGUFCheckpoint:
         self._file = GGUFFile(self.path)
@@ -142,7 +142,7 @@ class GGUFCheckpoint:
         return QuantTensor(scheme.weights, (height, width), parts, scheme.activations)
 
     def _kquant(self, info: TensorInfo) -> dict[str, Tensor]:
-        """Parts of a K-quant, some rows at a time: unpacking takes several times their room."""
+        """Parts of a K-quant, read some rows at a time, because unpacking takes several times their memory."""
         height, whole = info.shape[0], dict[str, Tensor]()
         for start in range(0, height, ROWS):
             stop = min(start + ROWS, height)
@@ -153,10 +153,10 @@ class GGUFCheckpoint:
         return whole
 
     def _block32(self, info: TensorInfo) -> dict[str, Tensor]:
-        """Codes and scales of blocks of 32."""
+        """Codes and scales of a matrix in blocks of 32."""
         height, width = info.shape
         data = self._bytes(info, 0, height)
-        if info.type == "MXFP4":  # a byte of e8m0, 255 for NaN
+        if info.type == "MXFP4":  # the scale is one byte of e8m0, 255 for NaN
             exponents = data[:, 0].view(height, -1).int()
             scales = torch.ldexp(torch.ones(exponents.shape), exponents - 127).to(torch.bfloat16)
             scales = scales.masked_fill(exponents == 255, torch.nan)
@@ -164,10 +164,10 @@ class GGUFCheckpoint:
             scales = data[:, :2].contiguous().view(torch.float16).view(height, -1)
         if info.type == "Q8_0":
             codes = data[:, 2:].contiguous().view(torch.int8)
-        else:  # the first 16 codes of a block in the low halves
+        else:  # the first 16 codes of a block are in the low nibbles
             low = data[:, -16:]
             codes = torch.cat([low & 15, low >> 4], dim=1)
-            if info.type == "Q5_0":  # fifth bits of all 32 in an int32
+            if info.type == "Q5_0":  # an int32 holds the fifth bits of all 32 codes
                 bits = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
                 codes = (codes | bits.flatten(1) << 4).view(torch.int8) - 16
             if info.type == "IQ4_NL":
@@ -184,12 +184,12 @@ class GGUFCheckpoint:
         if heads is None:
             return self._values(name, start, stop)
         dim = self._info(name).shape[0] // heads
-        first, last = start // dim, -(-stop // dim)  # whole heads: their rows are in another order
+        first, last = start // dim, -(-stop // dim)  # whole heads, because rows are reordered within a head
         value = rotated(self._values(name, first * dim, last * dim), last - first)
         return value[start - first * dim : stop - first * dim].clone()
 
     def _bytes(self, info: TensorInfo, start: int, stop: int) -> Tensor:
-        """Rows of a tensor as blocks, uint8 [rows * K / values, bytes]; one of a single dimension is one row."""
+        """Rows of a tensor as blocks, uint8 [rows * K / values, bytes]; a one-dimensional tensor is one row."""
         width = info.shape[-1] // info.block[0] * info.block[1]
         return self._file.read(info.begin + start * width, info.begin + stop * width).view(-1, info.block[1])
 
@@ -201,7 +201,7 @@ class GGUFCheckpoint:
         else:
             from gguf import GGMLQuantizationType, quants
 
-            with np.errstate(all="ignore"):  # numbers that are none are met below
+            with np.errstate(all="ignore"):  # NaN and infinity are checked below
                 value = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[info.type]))
         if not finite(value):
             raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
@@ -209,5 +209,5 @@ class GGUFCheckpoint:
 
 
 def rotated(x: Tensor, heads: int) -> Tensor:
-    """Rows of q or k [H D, ...] from GGUF's order (pairs that rotate together side by side) to halves."""
+    """Reorder rows of q or k [H D, ...] from GGUF's order (rotary pairs side by side) to halves."""
     return x.view(heads, -1, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)

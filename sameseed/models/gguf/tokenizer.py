@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file holds, rebuilt for the tokenizers library.
+"""The tokenizer of a GGUF file, rebuilt for the tokenizers library.
 
-Two models of them: "gpt2" (byte-level BPE; `pre` names the expressions that cut a text into words) and "llama"
-(sentencepiece's BPE: a pair may merge where the vocabulary has the result, the best score first; bytes as a fallback).
+Two kinds are supported: "gpt2" (byte-level BPE; `pre` names the expressions that split a text into words) and "llama"
+(sentencepiece's BPE: two pieces may merge if the vocabulary has the result, the best score first; with byte fallback).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sameseed.errors import ModelLoadError
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.tokenizer import Tokenizer
 
-# How a text is cut before merging: expressions, each applied to the pieces of the one before.
+# How a text is split before merging: expressions, each applied to the pieces of the previous one.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,18 +45,18 @@ PRE: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     "default": _DEFAULT,
 }
-# Of these, a word that is a token is it, and a text begins with bos where the file does not say.
+# With these, a word that is a token is not split further, and a text begins with bos unless the file says otherwise.
 NO_MERGES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens
 SPACE = "\u2581"
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "separator": "sep", "mask": "mask"}
-MOST_SPLITS = 10_000_000  # of all tokens into two halves: above any real vocabulary
+MOST_SPLITS = 10_000_000  # ways to split all tokens in two that are tried: above any real vocabulary
 
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a GGUF file. Raises ModelLoadError for one that cannot be rebuilt."""
     file = GGUFFile(path)
-    file.close()  # all that is needed is in the header
+    file.close()  # only the header is needed
     meta = file.metadata
     model = meta.get("tokenizer.ggml.model")
     tokens = meta.get("tokenizer.ggml.tokens")
@@ -67,7 +67,7 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     if not isinstance(tokens, list) or not tokens:
         raise ModelLoadError(f"{file.path} holds no tokens; convert the model with its tokenizer")
     kinds = _array(file, "token_type", len(tokens), NORMAL)
-    # Each spelling once: of tokens alike (padding, mostly) only the first can be met in a text.
+    # Names must be unique: of tokens with equal spelling (mostly padding) only the first can occur in a text.
     first: dict[str, int] = {}
     names = [t if first.setdefault(t, i) == i else f"<duplicate of a token, {i}>" for i, t in enumerate(tokens)]
     try:
@@ -81,9 +81,9 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
         )
     except (ModelLoadError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # the library raises plain Exception, and where it panics not even that
+    except BaseException as error:  # the library raises plain Exception, and a panic is not even an Exception
         raise ModelLoadError(f"{file.path}: its tokenizer cannot be rebuilt ({error})") from None
-    special = {}  # as chat templates know them
+    special = {}  # by the names that chat templates use
     for key, name in SPECIAL.items():
         token = meta.get(f"tokenizer.ggml.{key}_token_id")
         if type(token) is int and 0 <= token < len(names):

@@ -1,7 +1,7 @@
-"""Layouts: how the quantized matrices of a safetensors checkpoint are stored, by `quant_method`. One file a method.
+"""Layouts: how the quantized matrices of a safetensors checkpoint are stored, by `quant_method`. One file per method.
 
-A layout is made of a `quantization_config`, and raises ModelLoadError for what cannot be read. Nothing of the weights
-is touched before `Layout.find` has checked names, shapes and types of all tensors that a matrix consists of.
+A layout is built from a `quantization_config`, and raises ModelLoadError for settings that cannot be read. Weights are
+read only after `Layout.find` has checked names, shapes and types of all tensors of a matrix.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_layout(raw: Mapping[str, Any], where: str) -> Layout | None:
         raise ModelLoadError(f"{where}: quantization_config must be an object, got {str(config)[:80]}")
     method = config.get("quant_method")
     if method is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
-        method = "bitsandbytes"  # older files leave the name out
+        method = "bitsandbytes"  # older files do not name the method
     layout = METHODS.get(method) if isinstance(method, str) else None
     if layout is None:
         raise ModelLoadError(

@@ -11,11 +11,11 @@ from sameseed.errors import ModelLoadError
 from sameseed.models.config import whole_number
 from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, group_size, keep, nibbles, stored
 
-ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where outputs 0..7 lie among the eight codes of an int32
+ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # positions of outputs 0..7 among the eight codes of an int32
 
 
 class AwqLayout(Layout):
-    """4 bits with zero points, in AWQ's layout "gemm"."""
+    """4-bit codes with zero points, in AWQ's layout "gemm"."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         version = str(config.get("version", "gemm")).lower()
@@ -52,6 +52,6 @@ class AwqLayout(Layout):
 
 
 def _ordered(packed: Tensor) -> Tensor:
-    """int32 [N, O / 8] as codes uint8 [O, N]."""
+    """Unpack int32 [N, O / 8] to codes uint8 [O, N]."""
     codes = nibbles(packed).view(packed.shape[0], -1, 8)[..., ORDER]
     return codes.flatten(1).T.contiguous()

@@ -1,4 +1,4 @@
-"""What the layouts share: `Stored`, the view of a checkpoint's tensors, groups that kernels have, packed integers."""
+"""Shared code of the layouts: `StoredMatrix`, the view of a checkpoint's tensors, supported groups, packed integers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sameseed.scheme import CHANNEL, GROUPS, KQUANTS, QuantScheme, QuantTensor, 
 
 log = logging.getLogger("sameseed.models")
 FLOATS = ("F32", "BF16", "F16")
-# Codes of 8-bit floats, less their sign, from which on they are NaN or infinity (Micikevicius et al., 2022, table 1).
+# 8-bit float codes of at least this value, ignoring the sign, are NaN or infinity (Micikevicius et al., 2022, table 1).
 ENDS = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7C}
-LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "mxfp4": 6.0, "nf4": 1.0}  # of a code; integers have up to 256
+LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "mxfp4": 6.0, "nf4": 1.0}  # largest code value; 256 for integers
 LARGEST |= dict.fromkeys(KQUANTS, 2.0**14)  # steps of up to 128, and as much again for the minima
-ROWS = 1024  # looked at together, so that copies are small
-ROUNDED = "int8", 32  # format and group of what no kernel has: errors of about 0.5 % of the weights
+ROWS = 1024  # rows that are processed together, so that temporary copies are small
+ROUNDED = "int8", 32  # format and group for matrices that no kernel supports: errors of about 0.5 % of the weights
 
 
 @cache
 def say_once(text: str) -> None:
-    """A notice to the user, the first time."""
+    """Log a notice to the user, only the first time."""
     log.warning(text)
 
 
@@ -35,8 +35,9 @@ def say_once(text: str) -> None:
 class StoredMatrix:
     """A quantized matrix, checked but not read.
 
-    `tensors`: the names it consists of. `scheme`: how its codes are kept. `read`: the codes; or where no format of ours
-    holds them (`why` says what they are) the decoded matrix float32 [O, K], to be rounded to the scheme.
+    `tensors`: names of the tensors it consists of. `scheme`: the scheme to keep it in. `read`: reads the codes. Where
+    none of our formats holds the codes (`why` describes them), `read` returns the decoded matrix float32 [O, K], to be
+    rounded to `scheme`.
     """
 
     tensors: tuple[str, ...]
@@ -46,25 +47,26 @@ class StoredMatrix:
 
 
 class Files(Protocol):
-    """A checkpoint's tensors, as a layout sees them."""
+    """The interface through which a layout reads a checkpoint's tensors."""
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Type, as safetensors names it, and shape of a tensor."""
+        """Type (safetensors name) and shape of a tensor."""
 
     def raw(self, name: str) -> Tensor:
-        """A tensor as it is stored, finite where it is a float."""
+        """A tensor as stored; float tensors are checked to be finite."""
 
     def expect(self, name: str, dtypes: Seq[str], *shapes: tuple[int, ...]) -> str:
-        """The name itself. Raises ModelLoadError unless it is there in one of the types and one of the shapes."""
+        """Return `name`. Raises ModelLoadError unless the tensor exists with one of the types and one of the shapes."""
 
 
 class Layout:
     """A quant_method with its settings.
 
-    `unread`, `cache`: endings of tensors that are left out: scales of activations, of the KV cache (ours are per row).
+    `unread`, `cache`: name endings of tensors that are not read: static scales of activations and of the KV cache (our
+    scales are per row).
     """
 
     unread: tuple[str, ...] = ()
@@ -72,11 +74,11 @@ class Layout:
     where = ""
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
-        """How matrix `name` (without ".weight") of that shape is stored; None: dense. Raises ModelLoadError."""
+        """How matrix `name` (without ".weight") of this shape is stored; None: dense. Raises ModelLoadError."""
         raise NotImplementedError
 
     def spare(self, name: str, files: Files) -> bool:
-        """Whether a tensor that no matrix consists of may be left unread."""
+        """Whether a tensor that belongs to no matrix may be ignored."""
         if self.unread and name.endswith(self.unread):
             float_rows(self.where)
         if self.cache and name.endswith(self.cache):
@@ -88,7 +90,7 @@ class Layout:
 
 
 def float_rows(where: str) -> None:
-    """Say once that a checkpoint's settings for activations are left out."""
+    """Log once that a checkpoint's settings for activations are ignored."""
     say_once(
         f"{where}: its settings for activations are left out, and rows stay float32; of such settings only dynamic "
         "8-bit ones by token are kept"
@@ -96,19 +98,19 @@ def float_rows(where: str) -> None:
 
 
 def round_scheme(width: int) -> QuantScheme:
-    """What matrices that no kernel has are rounded to."""
+    """The scheme that matrices of `width` columns are rounded to if no kernel supports their own."""
     name, group = ROUNDED
     return QuantScheme(name, group if width % group == 0 else None)
 
 
 def rounded(scheme: QuantScheme, height: int, rows: Callable[[int, int], Tensor]) -> QuantTensor:
-    """A matrix of `height` rows in a scheme, some rows at a time; `rows(start, stop)` gives them."""
+    """Encode a matrix of `height` rows in a scheme, some rows at a time; `rows(start, stop)` returns them."""
     pieces = [scheme.encode(rows(i, min(i + ROWS, height))) for i in range(0, height, ROWS)]
     return get(scheme.weights).concat(pieces)
 
 
 def group_size(config: Mapping[str, Any], default: int, where: str) -> int | None:
-    """The values that share a scale, None: a row. Raises ModelLoadError."""
+    """The number of values that share a scale; None: a whole row. Raises ModelLoadError."""
     group = whole_number(config, where, "group_size", default, -1)
     if group == 0:
         raise ModelLoadError(f"{where}: group_size 0 is none")
@@ -116,7 +118,7 @@ def group_size(config: Mapping[str, Any], default: int, where: str) -> int | Non
 
 
 def two_sizes(value: object, where: str) -> tuple[int, int]:
-    """Rows and columns of a block. Raises ModelLoadError."""
+    """The rows and columns of a block. Raises ModelLoadError."""
     if not isinstance(value, list) or len(value) != 2 or any(type(v) is not int or not 0 < v < 2**20 for v in value):
         raise ModelLoadError(f"{where} must be two sizes, got {str(value)[:80]}")
     return value[0], value[1]
@@ -127,14 +129,14 @@ def keep(
 ) -> tuple[QuantScheme, int] | None:
     """The scheme that keeps codes of format `name` in groups of `group` (None: rows), and how often a scale repeats.
 
-    Kernels have groups of 32, 64 and 128 and rows: a larger group keeps its codes, and its scale is repeated. None
-    where neither fits.
+    Kernels support whole rows and groups of 32, 64 and 128. A larger group is split into groups of 128 that repeat its
+    scale. None where no supported group fits.
     """
     group = None if group == width and group not in GROUPS else group
     if group is not None and (width % group or (group not in GROUPS and group % GROUPS[-1])):
         return None
     kept = None if group is None else min(group, GROUPS[-1])
-    own = CHANNEL if group is None and get(name).groups else kept  # where the format would choose a group
+    own = CHANNEL if group is None and get(name).groups else kept  # otherwise the format would choose a group
     try:
         return QuantScheme(name, own, symmetric, activations), (group or width) // (kept or width)
     except ConfigError:
@@ -153,16 +155,16 @@ def stored(
     why: str,
     index: Tensor | None = None,
 ) -> StoredMatrix:
-    """A matrix [O, K] of integer codes: in the scheme that `keep` found, or decoded where it found none.
+    """A matrix [O, K] of integer codes: in the scheme that `keep` found, or decoded where `keep` found none.
 
-    `parts()` reads codes [O, K], scales [O, n] and zero points [O, n], or the number that they all are: then the format
-    knows it. `index` [K]: each column's group where they do not lie in order (act-order); full groups are kept, their
-    columns sorted. `why`: what no format holds, before its groups.
+    `parts()` reads codes [O, K], scales [O, n] and zero points [O, n]; or instead of these one number, if the format
+    implies it. `index` [K]: the group of each column, if the groups are not in order (act-order). Such a matrix is kept
+    with sorted columns if all groups are full. `why`: description of the codes, to which the group is added.
     """
     in_order = torch.arange(width) // (group or width)
     groups = in_order if index is None else index.long()
     order = None if index is None else groups.argsort(stable=True)
-    looked_up = tensors[0].startswith("model.embed_tokens.")  # by kernels that know no order
+    looked_up = tensors[0].startswith("model.embed_tokens.")  # embedding kernels do not support a column order
     if order is not None and (looked_up or not groups[order].equal(in_order)):
         kept, why = None, f"{why} with act-order"
     if kept is None:
@@ -189,25 +191,25 @@ def spread(x: Tensor, times: int) -> Tensor:
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """int32 or uint8 [N, W] as 4-bit codes uint8 [N, 8 W] (2 W), the lowest bits first."""
+    """Unpack int32 (uint8) [N, W] to 4-bit codes uint8 [N, 8 W] ([N, 2 W]), the lowest bits first."""
     data = packed.contiguous().view(torch.uint8)
     return torch.stack([data & 15, data >> 4], dim=-1).flatten(1)
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
-    """int32 [N, W] as codes uint8 [N, 32 / bits * W], the lowest bits first; bits 4 or 8."""
+    """Unpack int32 [N, W] to codes uint8 [N, 32 / bits * W], the lowest bits first; `bits` is 4 or 8."""
     return nibbles(packed) if bits == 4 else packed.contiguous().view(torch.uint8)
 
 
 def by_group(codes: Tensor, scales: Tensor, zeros: Tensor | float, index: Tensor) -> Tensor:
-    """(codes [O, K] - zeros [O, n]) * scales [O, n] float32 [O, K], column k with group index[k]."""
+    """(codes [O, K] - zeros [O, n]) * scales [O, n] as float32 [O, K]; column k uses group index[k]."""
     index = index.long()
     offset = zeros.float().index_select(1, index) if isinstance(zeros, Tensor) else zeros
     return (codes.float() - offset).mul_(scales.float().index_select(1, index))
 
 
 def column_groups(name: str, files: Files, size: int, count: int) -> Tensor | None:
-    """Each column's group by tensor `name`, None where they lie in order. Raises ModelLoadError for one beyond."""
+    """The group of each column from tensor `name`; None if in order. Raises ModelLoadError for one out of range."""
     index = files.raw(name)
     if index.equal(torch.arange(len(index), dtype=index.dtype) // size):
         return None
@@ -226,16 +228,16 @@ def listed(value: object, where: str) -> list[str]:
 
 
 def finite(value: QuantTensor | Tensor) -> bool:
-    """Whether a matrix [O, K], or what its codes mean by their scales, is finite everywhere in float32."""
+    """Whether a matrix [O, K], decoded if it is quantized, is finite everywhere in float32."""
     if isinstance(value, Tensor):
-        # The sum is the fast check; it may also overflow.
+        # The sum is a fast check, but it may overflow; then every value is checked.
         return bool(value.sum().isfinite()) or bool(value.isfinite().all())
     end = ENDS.get(value.format)
     for part in get(value.format).scale_parts:
         scales = value.parts.get(part)
         if scales is None or not scales.is_floating_point():
             continue
-        bound = scales.abs().amax().double() * LARGEST.get(value.format, 256.0)  # NaN, where any scale is
+        bound = scales.abs().amax().double() * LARGEST.get(value.format, 256.0)  # NaN if any scale is NaN
         if not bound <= torch.finfo(torch.float32).max:
             return False
     if end is None:

@@ -1,4 +1,4 @@
-"""bitsandbytes checkpoints: nf4 (Dettmers et al., 2023), plain or with nested scales, and int8 (SCB)."""
+"""bitsandbytes checkpoints: nf4 (Dettmers et al., 2023) with plain or nested scales, and int8 (scales `SCB`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, ro
 from sameseed.scheme import QuantScheme, QuantTensor
 
 STATE = "weight.quant_state.bitsandbytes__"
-MAX_STATE = 1 << 16  # bytes
-BLOCK = 64  # of the format nf4
+MAX_STATE = 1 << 16  # bytes of a quant_state tensor
+BLOCK = 64  # group size of our format nf4
 
 
 class BitsAndBytes(Layout):
-    """Which matrices are quantized, and how, is told by the tensors beside them."""
+    """The layout of bitsandbytes: the extra tensors of a matrix tell whether and how it is quantized."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         pass
@@ -59,7 +59,7 @@ def _state(name: str, shape: tuple[int, int], files: Files) -> dict[str, Any]:
         block = state["blocksize"]
         fits = state["quant_type"] == "nf4" and state["shape"] == list(shape)
         sizes = [b for b in (block, state.get("nested_blocksize")) if b is not None]
-        state["nested_offset"] = offset = float(0.0 + state.get("nested_offset", 0.0))  # of a text: TypeError
+        state["nested_offset"] = offset = float(0.0 + state.get("nested_offset", 0.0))  # TypeError for a string
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         reason = repr(error)[:80]
         raise ModelLoadError(f"tensor {at} is no state of bitsandbytes ({reason}); the file is damaged") from None

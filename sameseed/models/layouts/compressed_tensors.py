@@ -1,4 +1,4 @@
-"""compressed-tensors: config_groups with targets, and its integer and float layouts (as version 0.20 has them)."""
+"""compressed-tensors checkpoints: config_groups with targets, and the integer and float layouts of version 0.20."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Group:
     kind: str  # int, float
     symmetric: bool
     strategy: str
-    group: int | None  # values along K with one scale, where the strategy has such
+    group: int | None  # values along K that share a scale, if the strategy has groups
     block: tuple[int, int] | None
     activations: str | None
 
@@ -88,7 +88,7 @@ def _group(value: object, config: Mapping[str, Any], config_file: str, group: st
 
 
 def _activations(inputs: object, kind: str) -> str | None:
-    """What kernels do: 8 bits of the weights' kind, dynamic, by token; None for others, which run on floats."""
+    """The activation format, if kernels support it (dynamic, 8 bits, by token, of the weights' kind); else None."""
     if not isinstance(inputs, dict) or inputs.get("num_bits", 8) != 8 or inputs.get("type", "int") != kind:
         return None
     dynamic = inputs.get("dynamic") in (True, "local") and inputs.get("strategy") in ("token", "group", None)
@@ -96,7 +96,7 @@ def _activations(inputs: object, kind: str) -> str | None:
 
 
 class CompressedTensors(Layout):
-    """Groups of settings, and which modules each is for."""
+    """The groups of settings, each with the modules it applies to."""
 
     unread = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".input_global_scale")
     cache = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")
@@ -121,13 +121,13 @@ class CompressedTensors(Layout):
         self.groups = [_group(value, config, where, name) for name, value in groups.items()]
         self.ignore = listed(config.get("ignore"), f"{where}: ignore")
         for target in [*self.ignore, *(t for g in self.groups for t in g.targets)]:
-            fits(target, "")  # an unsound expression should not wait for the first name
+            fits(target, "")  # reject an invalid expression now
 
     def _group(self, name: str) -> Group | None:
         kind = "Embedding" if name.endswith("embed_tokens") else "Linear"
         if any(fits(t, name, kind) for t in self.ignore):
             return None
-        # A name goes before an expression, and an expression before a class.
+        # An exact name takes precedence over an expression, and an expression over a class.
         for rank in (lambda t: t == name, lambda t: t.startswith("re:"), lambda t: True):
             for group in self.groups:
                 if any(rank(t) and fits(t, name, kind) for t in group.targets):
@@ -173,7 +173,7 @@ class CompressedTensors(Layout):
         index = None
         if f"{name}.weight_g_idx" in files:
             tensors.append(files.expect(f"{name}.weight_g_idx", ["I32", "I64"], (width,)))
-            if not (files.raw(tensors[-1]) == -1).all():  # which means unset
+            if not (files.raw(tensors[-1]) == -1).all():  # -1 means unset
                 index = column_groups(tensors[-1], files, size or width, count)
         kept = None
         if g.symmetric or g.bits == 4:
@@ -185,7 +185,7 @@ class CompressedTensors(Layout):
 def _codes(
     name: str, shape: tuple[int, int], files: Files, g: Group, count: int
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Codes [O, K], scales [O, n], zero points [O, n] or the number that they all are."""
+    """Codes [O, K], scales [O, n], and zero points [O, n] or the one number that all of them equal."""
     height, width = shape
     scales = files.raw(f"{name}.weight_scale").reshape(-1, count).expand(height, count).contiguous()
     if g.layout != "pack-quantized":

@@ -1,4 +1,4 @@
-"""fp8 checkpoints of the methods "fp8" (a scale a tensor, or blocks: `weight_scale_inv`) and "fbgemm_fp8" (rows)."""
+"""fp8 checkpoints of methods "fp8" (scales per tensor, or per block: `weight_scale_inv`) and "fbgemm_fp8" (per row)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sameseed.models.layouts.scaled import float8
 
 
 class Fp8(Layout):
-    """8-bit floats with one scale a tensor, for rows, or for blocks."""
+    """8-bit floats with scales per tensor, per row or per block."""
 
     unread = (".input_scale", ".activation_scale", ".input_scale_ub")
     cache = (".k_scale", ".v_scale")
@@ -30,6 +30,6 @@ class Fp8(Layout):
         dense = any(covers(s, name) for s in self.skip) or weight not in files or name.endswith("embed_tokens")
         if dense or files.kind(weight)[0] in FLOATS:
             return None
-        # The "inverse" multiplies as any scale: it is that of the quantization.
+        # weight_scale_inv multiplies the codes like any scale: it is the inverse of the factor used in quantization.
         inverse = f"{weight}_scale_inv"
         return float8(name, shape, files, self.block, inverse if inverse in files or self.block else f"{weight}_scale")

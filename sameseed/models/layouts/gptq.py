@@ -28,7 +28,7 @@ from sameseed.models.layouts.patterns import fits
 
 @dataclass(frozen=True)
 class GptqSettings:
-    """Of one matrix. `plus` is what zero points lack: the first version of the layout stores them less one."""
+    """Settings of one matrix. `plus`: added to stored zero points, which the layout's first version stores minus 1."""
 
     bits: int
     group: int | None
@@ -47,7 +47,7 @@ def _settings(config: object, default: GptqSettings, where: str) -> GptqSettings
 
 
 class GptqLayout(Layout):
-    """Settings for all matrices, and of `dynamic` by expression: changed ones, or None for what stays dense."""
+    """Settings for all matrices; `overrides` from `dynamic`: expressions with changed settings, or None for dense."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         version = config.get("checkpoint_format") or "gptq"
@@ -71,7 +71,7 @@ class GptqLayout(Layout):
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         if f"{name}.qweight" not in files:
-            return None  # dense, or missing, which is then said of its weight
+            return None  # dense; or missing, which the check of dense tensors reports
         changes = (changed for pattern, changed in self.overrides if fits(f"re:{pattern}", name))
         s = next(changes, self.settings)
         if s is None:
@@ -105,11 +105,12 @@ class GptqLayout(Layout):
         return stored(tensors, kept, parts, width, s.group, f"{s.bits}-bit GPTQ{zeros}", index)
 
     def _zeros(self, name: str, packed: Tensor, s: GptqSettings) -> Tensor:
-        """Zero points uint8 [O, n] of qzeros int32 [n, O bits / 32]. Raises ModelLoadError where sym contradicts."""
+        """Zero points uint8 [O, n] from qzeros int32 [n, O bits / 32]. Raises ModelLoadError if `sym` contradicts."""
         middle = 1 << (s.bits - 1)
         zeros = unpacked(packed, s.bits).T
         if s.plus and not (s.symmetric and (zeros == middle).all()):
-            # Writers subtract from whole words, so a zero point of 0 borrows from the next: so are they added.
+            # Writers subtract 1 from each code in whole words, where a zero point of 0 borrows from the next one. So
+            # the ones are added to whole words here.
             zeros = unpacked(packed + (0x11111111 if s.bits == 4 else 0x01010101), s.bits).T
         elif s.plus:
             say_once(
@@ -124,6 +125,6 @@ class GptqLayout(Layout):
         return zeros
 
     def spare(self, name: str, files: Files) -> bool:
-        """Biases of zeros, which older writers give every layer."""
+        """All-zero biases, which older writers add to every layer, may be ignored."""
         kind, shape = files.kind(name)
         return name.endswith(".bias") and kind in FLOATS and len(shape) == 1 and not files.raw(name).any()

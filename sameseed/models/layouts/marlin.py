@@ -1,7 +1,8 @@
-"""4-bit checkpoints packed for GPU kernels: Marlin (Frantar et al., 2024) and QQQ (Zhang et al., 2024), in its tiles.
+"""4-bit checkpoints in the tiles of Marlin's GPU kernels: Marlin (Frantar et al., 2024) and QQQ (Zhang et al., 2024).
 
-Both keep `B` int32 [K / 16, 2 O]: eight codes a word, the first in its lowest bits, 1024 codes for each 16 x 64 part of
-the weight [K, O]. They lie in the order in which the 32 threads of a warp multiply them; scales lie in that of outputs.
+Both store `B` int32 [K / 16, 2 O]: eight codes per word, the first in the lowest bits, and 1024 codes per 16 x 64 tile
+of the weight [K, O]. Codes are in the order in which the 32 threads of a warp multiply them; scales are in the order in
+which the threads hold outputs.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from sameseed.errors import ModelLoadError
 from sameseed.models.config import whole_number
 from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, group_size, keep, nibbles, stored
 
-DEPTH, HEIGHT = 16, 64  # of a part, along K and O
-PAIRED = [0, 4, 1, 5, 2, 6, 3, 7]  # where a thread's codes 0..7 lie in their word
-HALVES = [1, 3, 5, 7, 0, 2, 4, 6]  # the same for kernels that shift upper halves of bytes
+DEPTH, HEIGHT = 16, 64  # size of a tile along K and along O
+PAIRED = [0, 4, 1, 5, 2, 6, 3, 7]  # positions of a thread's codes 0..7 in their word
+HALVES = [1, 3, 5, 7, 0, 2, 4, 6]  # the same for kernels that read codes in the upper halves of bytes
 ZERO = 8
 REMEDY = "store it as gptq, or use the unquantized model and --format"
 
 
 class MarlinLayout(Layout):
-    """Codes less 8, scales `s` of rows or groups. `quant_method` marlin, or gptq in the `checkpoint_format` marlin."""
+    """value = (code - 8) * scale, with scales `s` per row or group.
+
+    For `quant_method` marlin, or gptq with `checkpoint_format` marlin.
+    """
 
     name = "Marlin"
-    activations: str | None = None  # to what rows are rounded
+    activations: str | None = None  # format that activation rows are rounded to
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.where = where
@@ -59,17 +63,17 @@ class MarlinLayout(Layout):
         return stored([f"{name}.B", *scales], kept, parts, width, group, self.name)
 
     def _scales(self, name: str, height: int, count: int, files: Files) -> tuple[list[str], Callable[[], Tensor]]:
-        """The tensors that hold scales, checked, and what reads them: [n, O]."""
+        """The names of the tensors that hold scales, checked, and a function that reads scales [n, O]."""
         tensor = files.expect(f"{name}.s", FLOATS, (count, height))
         return [tensor], lambda: (_single if count == 1 else _grouped)(files.raw(tensor))
 
     def _codes(self, packed: Tensor, group: int | None) -> Tensor:
-        """Codes uint8 [O, K]: thread 4 a + t has rows 2 t, 2 t + 1 and those 8 below, in columns a and 8 + a."""
+        """Codes uint8 [O, K]: thread 4 a + t holds rows 2 t, 2 t + 1 and the rows 8 below, in columns a and 8 + a."""
         tiles = _words(packed, PAIRED, 2, 2, 2)  # [.., .., a, t, 16 columns, 8 columns, 8 rows, row]
         return tiles.permute(1, 4, 5, 2, 0, 6, 3, 7).reshape(packed.shape[1] // 2, -1)
 
     def spare(self, name: str, files: Files) -> bool:
-        """Room for the kernel's locks, and biases of zeros."""
+        """Space for the kernel's locks and all-zero biases may be ignored."""
         kind, shape = files.kind(name)
         if name.endswith(".workspace") or (name.endswith(".s_group") and shape == (0,)):
             return True
@@ -77,9 +81,9 @@ class MarlinLayout(Layout):
 
 
 class QqqLayout(MarlinLayout):
-    """Scales by output (`s_channel` float32), and in groups times `s_group`; rows are rounded to int8 by token.
+    """Scales per output (`s_channel` float32), times `s_group` if in groups; activation rows are rounded to int8.
 
-    The kernel rounds a code times its group's scale to int8 on the way; here it stays as it is.
+    QQQ's own kernel rounds the product of code and group scale to int8; here the product stays exact.
     """
 
     name = "QQQ"
@@ -93,28 +97,28 @@ class QqqLayout(MarlinLayout):
         return [channel, groups], lambda: _grouped(files.raw(groups)).float() * _single(files.raw(channel))
 
     def _codes(self, packed: Tensor, group: int | None) -> Tensor:
-        """Codes uint8 [O, K]: thread 4 a + t has rows 4 t to 4 t + 3 in columns a and 8 + a; signed ones by output."""
+        """Codes uint8 [O, K]: thread 4 a + t holds rows 4 t to 4 t + 3, columns a and 8 + a; signed without groups."""
         tiles = _words(packed, HALVES if group is None else PAIRED, 2, 4)  # [.., .., a, t, 16 columns, 8 columns, row]
         codes = tiles.permute(1, 4, 5, 2, 0, 3, 6).reshape(packed.shape[1] // 2, -1)
         return codes ^ ZERO if group is None else codes
 
 
 def _words(packed: Tensor, places: list[int], *sizes: int) -> Tensor:
-    """int32 [K / 16, 2 O] as codes uint8 [K / 16, O / 64, 8, 4, 4, *sizes]: thread (a, t), 16 columns, eight codes."""
+    """Unpack int32 [K / 16, 2 O] to uint8 [K / 16, O / 64, 8, 4, 4, *sizes]: thread (a, t), 16 columns, eight codes."""
     words = nibbles(packed).view(packed.shape[0], -1, 8, 4, 4, 8)[..., places]
     return words.view(*words.shape[:-1], *sizes)
 
 
 def _grouped(scales: Tensor) -> Tensor:
-    """Scales [n, O] of groups in the order of outputs: eight by eight, the rows were columns."""
+    """Group scales [n, O] in the order of outputs: the stored order transposes each 8 x 8 block of outputs."""
     return scales.view(len(scales), -1, 8, 8).transpose(-1, -2).flatten(1)
 
 
 def _single(scales: Tensor) -> Tensor:
-    """Scales [1, O] of outputs in their order: of 32, four threads have pairs eight apart."""
+    """Scales [1, O] in the order of outputs: of 32 stored scales, each of four threads holds pairs 8 outputs apart."""
     return scales.view(len(scales), -1, 4, 4, 2).transpose(-2, -3).flatten(1)
 
 
 def is_marlin(config: Mapping[str, Any]) -> bool:
-    """Does a GPTQ checkpoint's config say that it was packed for Marlin?"""
+    """Whether a GPTQ checkpoint's config says that the checkpoint was packed for Marlin."""
     return config.get("checkpoint_format") == "marlin" or bool(config.get("is_marlin_format"))

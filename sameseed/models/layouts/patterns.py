@@ -1,4 +1,4 @@
-"""Names and patterns of modules, as quantization_configs have them: "re:" expressions are a stranger's, so bounded."""
+"""Names and patterns of modules in a quantization_config. "re:" expressions are untrusted, so their cost is bounded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 from sameseed.errors import ModelLoadError
 
-LONGEST = 400  # characters of an expression
-MOST = 99  # of a count: a{99}
-FEW = 4  # times a part may come that itself repeats or branches: beyond, matching is exponential
-TIMES = 1000  # of a part in all, counting what it lies in; without bound counts as MOST
-WAYS = 23  # bits: the logarithm of the ways to match that may be tried
+LONGEST = 400  # most characters of an expression
+MOST = 99  # largest repeat count: a{99}
+FEW = 4  # most repetitions of a part that itself repeats or branches: beyond, matching is exponential
+TIMES = 1000  # most repetitions of a part in total, with all enclosing ones; an unbounded one counts as MOST
+WAYS = 23  # bits: base-2 logarithm of the number of ways to match that may be tried
 # Bits of a part that repeats without bound: names have tens of characters, but few digits in a row.
 FREE, DIGITS = 4.5, 2
 _PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
@@ -25,7 +25,7 @@ _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 @cache
 def expression(text: str) -> re.Pattern[str]:
-    """A compiled expression. Raises ModelLoadError for one that is unsound, or might take for ever."""
+    """A compiled expression. Raises ModelLoadError for an invalid one, or one that might take too long to match."""
     try:
         if len(text) <= LONGEST and _bits(_PARSER.parse(text), 1) <= WAYS:
             return re.compile(text)
@@ -39,7 +39,7 @@ def expression(text: str) -> re.Pattern[str]:
 
 
 def _bits(parsed: Iterable[tuple[Any, Any]], times: int) -> float:
-    """Logarithm of the ways to match a parsed expression that comes up to `times` times; inf: exponentially many."""
+    """Log2 of the number of ways to match a parsed expression repeated up to `times` times; inf: exponentially many."""
     total = 0.0
     for kind, value in parsed:
         name = str(kind)
@@ -56,7 +56,7 @@ def _bits(parsed: Iterable[tuple[Any, Any]], times: int) -> float:
         elif name == "BRANCH":
             alternatives = [_bits(a, times) for a in value[1]]
             total += math.inf if times > FEW else times * math.log2(sum(2.0 ** min(b, 2 * WAYS) for b in alternatives))
-        elif name.startswith("GROUPREF"):  # what a reference takes is not bounded by counting
+        elif name.startswith("GROUPREF"):  # the cost of a back-reference cannot be bounded this way
             return math.inf
         elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT"):
             total += _bits(value[-1], times)
@@ -66,14 +66,14 @@ def _bits(parsed: Iterable[tuple[Any, Any]], times: int) -> float:
 
 
 def fits(target: str, name: str, kind: str = "Linear") -> bool:
-    """Whether a target (a name, "re:...", or a class of modules) means module `name` of class `kind`."""
+    """Whether a target (a name, "re:...", or a class of modules) matches module `name` of class `kind`."""
     if target.startswith("re:"):
         return expression(target[3:]).match(name) is not None
     return target in (name, kind)
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether one of the "modules not to convert" means module `name`: its name, a part of it, or an expression."""
+    """Whether an entry of "modules not to convert" matches module `name`: its name, a part of it, or an expression."""
     if pattern.startswith("re:"):
         return fits(pattern, name)
     return pattern == name or name.startswith(f"{pattern}.") or f".{pattern}." in f".{name}."

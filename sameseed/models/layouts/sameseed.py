@@ -1,8 +1,8 @@
-"""Our own layout, for what no other tool's can say: the parts of each QuantTensor by name, a scheme's text a module.
+"""sameseed's own layout, for schemes that no other tool's layout can describe: each part of a QuantTensor is a tensor.
 
 `quantization_config`: {"quant_method": "sameseed", "version": 1, "modules": {"model.layers.0.mlp.up_proj": "qoq"}}.
-Tensors `<module>.<part>`; codes [O, K] of b = 1, 2 or 4 bits lie 8 / b a byte, the first in the lowest bits:
-`<module>.codes4` [O, K / 2].
+`modules` holds the text of each module's scheme. The tensors are `<module>.<part>`. Codes [O, K] of b = 1, 2 or 4 bits
+are packed 8 / b to a byte, the first in the lowest bits: `<module>.codes4` [O, K / 2].
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
 VERSION = 1
-WIDEST = 1 << 18  # columns
-COLUMNS = 1024  # of a sample; a power of two that all groups and blocks divide
-ROWS = 256  # of the sample that a module's parts are compared with
+WIDEST = 1 << 18  # most columns of a matrix
+COLUMNS = 1024  # columns of a sample; a power of two that all groups and blocks divide
+ROWS = 256  # rows of the sample from which the shapes of a module's parts are derived
 TYPES = {
     torch.uint8: ("U8",), torch.int8: ("I8",), torch.int16: ("I16",), torch.int32: ("I32",), torch.int64: ("I64",),
     torch.float32: FLOATS, torch.bfloat16: FLOATS, torch.float16: FLOATS,
@@ -31,7 +31,7 @@ TYPES = {
 
 
 class Own(Layout):
-    """Schemes by module."""
+    """The layout: a scheme per module."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         modules = config.get("modules")
@@ -74,18 +74,18 @@ class Own(Layout):
 
 @cache
 def _parts(scheme: QuantScheme, width: int) -> dict[str, tuple[torch.dtype, int, tuple[int, ...]]]:
-    """Of each part: type, first dimension for ROWS rows (0: it is the same for any), the other dimensions.
+    """For each part: its type, its first dimension for ROWS rows (0: independent of the rows), its other dimensions.
 
-    Samples are encoded, of few columns: a file that only names wide matrices must not take memory. Dimensions are
-    constant, or grow evenly with the columns where these have the same divisors, up to COLUMNS.
+    The shapes come from encoding small samples, so that a file that merely names wide matrices takes no memory. A
+    dimension is constant, or grows linearly with the columns among widths with the same divisors, up to COLUMNS.
     """
     scheme.args(width)
     if width <= 4 * COLUMNS:
         return _sampled(scheme, width)
     step = math.gcd(width, COLUMNS)
-    least = (COLUMNS // step | 1) * step  # odd times the step, as the next: neither has other powers of two
+    least = (COLUMNS // step | 1) * step  # like least + 2 * step, an odd multiple: both have the step's power of two
     few, more = (_sampled(scheme, k) for k in (least, least + 2 * step))
-    steps = (width - least) // step  # of which `more` is two
+    steps = (width - least) // step  # `more` is 2 steps wider than `few`
 
     def at_width(a: int, b: int) -> int:
         return a + (b - a) * steps // 2
@@ -105,13 +105,13 @@ def _sampled(scheme: QuantScheme, width: int) -> dict[str, tuple[torch.dtype, in
 
 
 def _packed_bits(name: str, part: str, dtype: torch.dtype) -> int:
-    """Bits of a part that holds codes of less than a byte; 0: it is stored as it is."""
+    """Bits of a part that holds codes of less than a byte; 0: the part is stored unpacked."""
     bits = get(name).bits
     return bits if part == "codes" and dtype == torch.uint8 and bits in PACKED else 0
 
 
 def tensors_of(name: str, q: QuantTensor) -> dict[str, Tensor]:
-    """The tensors of module `name`: what `find` reads."""
+    """The tensors of module `name`, as `find` reads them."""
     found = {}
     for part, value in q.parts.items():
         bits = _packed_bits(q.format, part, value.dtype)
@@ -120,7 +120,7 @@ def tensors_of(name: str, q: QuantTensor) -> dict[str, Tensor]:
 
 
 def config_of(schemes: Mapping[str, QuantScheme]) -> dict[str, Any]:
-    """The `quantization_config`."""
+    """The `quantization_config` for these schemes by module."""
     return {
         "quant_method": "sameseed",
         "version": VERSION,

@@ -1,4 +1,4 @@
-"""8-bit and 4-bit floats as checkpoints store them: scales of a tensor, of rows, of blocks, of 32 or 16 values."""
+"""8-bit and 4-bit floats in checkpoints, with scales per tensor, row, block, or group of 32 or 16 values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def float8(
     scale: str,
     activations: str | None = None,
 ) -> StoredMatrix:
-    """fp8 codes `name.weight`; scales of the tensor or the rows, or with `block` of [O / b0, K / b1] blocks."""
+    """fp8 codes `name.weight` with scales per tensor or row, or with `block` per block: [O / b0, K / b1]."""
     (height, width), weight = shape, f"{name}.weight"
     files.expect(weight, list(TYPES), shape)
     dtype = files.kind(weight)[0]
@@ -54,7 +54,7 @@ def float8(
 
 
 def mxfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
-    """Two e2m1 codes a byte (the first in the low half), a power of two as e8m0 for 32 of them."""
+    """Two e2m1 codes per byte (the first in the low half), with a power of two as e8m0 scale for every 32 codes."""
     height, width = shape
     if width % 32:
         raise ModelLoadError(f"tensor {name} {list(shape)} cannot be mxfp4: its rows are no multiple of 32")
@@ -73,7 +73,7 @@ def mxfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
 
 
 def nvfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
-    """Two e2m1 codes a byte (the first in the low half), an e4m3 scale for 16 of them, over one scale for all."""
+    """Two e2m1 codes per byte (the first in the low half), an e4m3 scale per 16 codes, divided by a global scale."""
     height, width = shape
     if width % 16:
         raise ModelLoadError(f"tensor {name} {list(shape)} cannot be nvfp4: its rows are no multiple of 16")
