@@ -1,7 +1,8 @@
 """The `sameseed` command. Each subcommand is a module of this package with a dataclass of its flags and `run`.
 
-Nothing heavy is imported before a subcommand runs: help must answer at once. An error that a user can mend is one line
-on stderr and exit code 2; Ctrl-C is exit code 130; a reader that went away (`| head`) is no error.
+Heavy modules are imported only when a subcommand runs, so that help answers at once. An error that the user can fix is
+one line on stderr and exit code 2. Ctrl-C gives exit code 130. A closed output pipe (`| head`) gives exit code 141 and
+no message.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 
-NEEDED = ("tyro", "rich")  # by the command line alone
+NEEDED = ("tyro", "rich")  # packages that only the command line needs
 
 
 def main(argv: Seq[str] | None = None) -> int:
@@ -71,7 +72,7 @@ def main(argv: Seq[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """What `sameseed --help` says."""
+    """The text of `sameseed --help`."""
     width = shutil.get_terminal_size((200, 24)).columns
     lines = [textwrap.fill(f"  {n:<17}{text}", width, subsequent_indent=" " * 19) for n, text in COMMANDS.items()]
     return "\n".join(
@@ -94,7 +95,7 @@ def _run(name: str, argv: list[str]) -> int:
     from sameseed.errors import SameseedError
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+        sys.stdout.reconfigure(errors="replace")  # do not fail on a character that the terminal cannot show
     try:
         own = f"sameseed.cli.{name.replace('-', '_')}"
         module = importlib.import_module("sameseed.demo" if name == "demo" else own)
@@ -117,13 +118,13 @@ def _run(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         _settle()
         if sys.stdout.isatty():
-            print()  # what was written, or typed, stays on its own line
+            print()  # keep what was written or typed on its own line
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _drop_output()
         return EXIT_BROKEN_PIPE
-    except OSError as error:  # a full disk, mostly
+    except OSError as error:  # usually a full disk
         _drop_output()
         where = f" {error.filename}" if error.filename else ""
         print(f"error: {error.strerror or error}{where}", file=sys.stderr)
@@ -131,7 +132,7 @@ def _run(name: str, argv: list[str]) -> int:
 
 
 def _settle() -> None:
-    """Leave the terminal as it was found: plain colours, a visible cursor."""
+    """Restore the terminal: default colours, a visible cursor."""
     try:
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[0m\x1b[?25h")
@@ -141,5 +142,5 @@ def _settle() -> None:
 
 
 def _drop_output() -> None:
-    """Nothing can be written any more; the flush at the interpreter's exit must not complain again."""
+    """Send stdout to /dev/null once it cannot be written, so that the flush at the interpreter's exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`sameseed bench`: a prompt file x settings; speculative and plain decoding take turns; one record a measurement."""
+"""`sameseed bench`: prompts x settings, speculative and plain decoding in turns; one record per measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sameseed.study.workload import Arm, Workload
 
 LEFT_OUT = ("overlap", "temperature", "n", "logprobs")
-AXES = {  # lists of bench, and the flag of other commands that each stands for, which it takes too
+AXES = {  # list flags of bench, and the same flag of other commands, which bench takes too
     "drafts": "draft",
     "ks": "num_draft_tokens",
     "formats": "format",
@@ -37,21 +37,21 @@ def _axis(flag: str, hint: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class BenchArgs:
-    """Measure ways to guess against plain decoding: medians of repetitions in which they take turns.
+    """Measure drafters against plain decoding: medians of repetitions in which they take turns.
 
-    Lists make a grid: drafts x draft formats x confidences x ks x overlaps x temperatures x batch sizes x formats. All
-    of it is checked before any is measured. `sameseed bench serve` measures a server instead: see its --help.
+    Lists make a grid: drafts x draft formats x confidences x ks x overlaps x temperatures x batch sizes x formats. The
+    whole grid is checked before anything is measured. `sameseed bench serve` measures a server: see its --help.
     """
 
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: the embedded
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: embedded
     num_prompts: Annotated[int | None, option("N")] = None  # take N of them, spread over the file; unset: all
-    drafts: Annotated[tuple[str, ...], _axis("--draft")] = ("ngram", "auto")  # ways to guess; auto: the embedded draft
+    drafts: Annotated[tuple[str, ...], _axis("--draft")] = ("ngram", "auto")  # drafters or models; auto: embedded draft
     draft_formats: Annotated[tuple[str, ...], _axis("--draft-format")] = ("auto",)  # number formats of draft models
-    confidences: Annotated[tuple[float, ...], _axis("--confidence", "")] = ()  # end drafts below; unset: never
+    confidences: Annotated[tuple[float, ...], _axis("--confidence", "")] = ()  # end drafts below this; unset: never
     ks: Annotated[tuple[int, ...], _axis("--k")] = (3, 5, 7)  # draft lengths
     temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
     batch_sizes: tuple[int, ...] = (1,)  # prompts that run together
-    overlaps: tuple[int, ...] = (0,)  # cores for drafts that can guess on while the target checks; 0: none
+    overlaps: tuple[int, ...] = (0,)  # cores for drafting ahead while the target verifies; 0: none
     formats: Annotated[tuple[str, ...], _axis("--format")] = ("auto",)  # number formats of the target's weights
     repeat: int = 5  # runs of each setting
     out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
@@ -87,7 +87,7 @@ def run(argv: Seq[str], prog: str) -> int:
     grid = _possible(args, parsed.engine)
     run_id, found = record.now(), list[dict[str, Any]]()
     for number_format, specs in grid.items():
-        ahead = 0 if found else len(grid)  # how long all takes is said once
+        ahead = 0 if found else len(grid)  # the total time is estimated once
         found += _measure(parsed, number_format, specs, params, prompts, out, run_id, ahead)
     written = [] if out is None else [f"records appended to {out}"]
     if args.plot is not None:
@@ -107,7 +107,10 @@ def _measure(
     run_id: str,
     ahead: int,
 ) -> list[dict[str, Any]]:
-    """All workloads of one loaded target; their records. `ahead`: targets to come, this one included; 0: not said."""
+    """Measure all workloads of one loaded target; returns their records.
+
+    `ahead`: targets still to measure, this one included, for an estimate of the time; 0: no estimate.
+    """
     from sameseed.study import record
     from sameseed.study.workload import DEFAULT_PROMPTS, arms, prompts_name
 
@@ -127,9 +130,9 @@ def _measure(
 
 
 def _possible(args: BenchArgs, engine: EngineChoice) -> dict[str, list[SpecConfig]]:
-    """The ways to guess that can be, by the target's format; the others are named on stderr with the reason.
+    """The drafts that can run, by the target's format; the others are named on stderr with the reason.
 
-    Nothing is loaded. Raises ConfigError or RegistryError for a slip of the pen, and where nothing is left.
+    Nothing is loaded. Raises ConfigError or RegistryError for a misspelt name, and the first reason if none can run.
     """
     from sameseed.cli.console import stderr_console
     from sameseed.engine.build import check_parts
@@ -163,7 +166,7 @@ def _possible(args: BenchArgs, engine: EngineChoice) -> dict[str, list[SpecConfi
 def run_with_progress(
     bench: Bench, workload: Workload, repeat: int, quiet: bool, alike: int = 0
 ) -> dict[Arm, list[Run]]:
-    """Warm up and measure one workload under a progress bar. `alike`: workloads to come, whose time is told."""
+    """Warm up and measure one workload under a progress bar. `alike`: workloads to estimate the time of; 0: none."""
     from sameseed.cli.console import progress
     from sameseed.study import report
 
@@ -178,7 +181,7 @@ def run_with_progress(
 
 
 def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
-    """Append records to a file, and print them: a table for people, lines for machines."""
+    """Append records to a file, and print them, as a table or as JSON lines."""
     from sameseed.cli.console import keep, show_table, stdout_console
     from sameseed.study import report
 
@@ -221,7 +224,7 @@ def open_bench(
 
 
 def _check_axes(args: BenchArgs) -> None:
-    """Refuse a grid without cells. Raises ConfigError."""
+    """Raise ConfigError for a grid without cells, or a number below 1."""
     if args.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
     for name in ("drafts", "draft_formats", "ks", "temperatures", "batch_sizes", "overlaps", "formats"):
@@ -232,9 +235,9 @@ def _check_axes(args: BenchArgs) -> None:
 
 
 def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
-    """Each draft in each format and with each confidence that concern it, and each of --overlaps that it can do.
+    """Each draft with each format and confidence that affect it, and with each of --overlaps that it supports.
 
-    Raises ConfigError, as LLM.
+    Raises ConfigError, as LLM does.
     """
     from sameseed.engine.levels import drafter_class, heeds_confidence, levels, with_heads
     from sameseed.engine.settings import make_config
@@ -247,14 +250,14 @@ def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
         if any(drafter_class(level).owns for level in levels(with_heads(spec))):
             spec = make_config(draft, confidence=confidence, draft_format=number_format, **shared).spec
         chosen += [spec] if spec not in chosen else []
-    if any(heeds_confidence(spec) for spec in chosen):  # the others are measured without
+    if any(heeds_confidence(spec) for spec in chosen):  # the others are measured without it
         heeding = [s if heeds_confidence(s) else dataclasses.replace(s, confidence=None) for s in chosen]
         chosen = [s for i, s in enumerate(heeding) if s not in heeding[:i]]
     return _with_overlaps(args, chosen)
 
 
 def _with_overlaps(args: BenchArgs, chosen: list[SpecConfig]) -> list[SpecConfig]:
-    """Each of --overlaps that a draft can do; all checked. Raises ConfigError."""
+    """Each draft with each of --overlaps that it supports, all checked. Raises ConfigError."""
     from sameseed.engine.levels import can_overlap, check_options, check_overlap, check_policies
 
     able = [can_overlap(spec) for spec in chosen]

@@ -1,4 +1,4 @@
-"""`sameseed bench serve`: load on a server that speaks OpenAI's API; what clients get, against concurrency or rate."""
+"""`sameseed bench serve`: a load test of a server with OpenAI's API: what clients get, by concurrency or rate."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ if TYPE_CHECKING:
     from sameseed.study.load.wire import Endpoint
 
 
-# Flags that are settings of the load by the same name.
+# Flags that are fields of LoadSettings by the same name.
 SETTINGS = ("prompts", "seed", "num_requests", "max_seconds", "warm_up", "repeat", "timeout", "max_retries", "strict")
 
 
 @dataclass(frozen=True)
 class BenchServeArgs:
-    """Measure what clients of a server get: any that speaks OpenAI's API (sameseed, vLLM, llama-server).
+    """Measure what clients get from a server with OpenAI's API (sameseed, vLLM, llama-server).
 
-    Clients that wait for their answers (--concurrency), or requests that arrive at a rate (--rates); prompts of given
-    lengths. With --compare-speculation, or a --baseline-url, two arms take turns over the same prompts and seeds, and
-    their texts are compared.
+    The load: clients that wait for their answers (--concurrency), or requests that arrive at a rate (--rates), with
+    prompts of given lengths. With --compare-speculation or --baseline-url, two arms take turns over the same prompts
+    and seeds, and their texts are compared.
     """
 
     url: str = "http://127.0.0.1:8000"  # the server
-    model: Annotated[str | None, option("NAME")] = None  # unset: the first that the server names
+    model: Annotated[str | None, option("NAME")] = None  # the model's name; unset: the first that the server lists
     chat: Annotated[bool, option()] = False  # /v1/chat/completions instead of /v1/completions
     concurrency: tuple[str, ...] = ("1", "2", "4", "8", "16", "32")  # clients at once; also as 1,2,4
-    rates: Annotated[tuple[str, ...], option("X")] = ()  # requests a second instead of clients
-    burstiness: float = 1.0  # of arrivals: 1 is a Poisson process, below is burstier, above more even
+    rates: Annotated[tuple[str, ...], option("X")] = ()  # requests per second, instead of clients at once
+    burstiness: float = 1.0  # of arrivals: 1 is a Poisson process, below 1 burstier, above more even
     lengths: tuple[str, ...] = ("2000-200", "5000-500", "10000-1000")  # tokens of prompt and answer
-    scale: float = 1.0  # of all --lengths
+    scale: float = 1.0  # factor of all --lengths
     prompts: str = "text"  # built-in text, random (tokens), a .jsonl or .txt file, or a set (gsm8k:DIR)
-    max_tokens: int = 128  # of an answer, where the prompts are a file's
-    num_requests: Annotated[int | None, option("N")] = None  # of a repetition; unset: 4 a client, 8 at least
-    max_seconds: Annotated[float | None, option("S")] = None  # of one run of an arm: then no more is sent
+    max_tokens: int = 128  # longest answer, if the prompts come from a file
+    num_requests: Annotated[int | None, option("N")] = None  # requests per repetition; unset: 4 per client, at least 8
+    max_seconds: Annotated[float | None, option("S")] = None  # for one run of an arm; then no more is sent
     warm_up: int = 2  # requests of each arm before it is measured
     repeat: int = 3  # runs of each arm, in turns
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # sample from the likeliest tokens that make up this probability
     seed: int = 1  # of prompts, arrivals and sampling
     compare_speculation: Annotated[bool, option()] = False  # two arms: "speculation" off, and as asked for
-    speculation: Annotated[str | None, option("JSON")] = None  # what to ask for; unset: what the server does by itself
-    baseline_url: Annotated[str | None, option("URL")] = None  # a second server: what --url is compared with
+    speculation: Annotated[str | None, option("JSON")] = None  # what to ask for; unset: the server's default
+    baseline_url: Annotated[str | None, option("URL")] = None  # a second server to compare --url with
     extra_body: Annotated[str | None, option("JSON")] = None  # fields for every request
     ignore_eos: Annotated[bool, option()] = False  # write every answer to its full length, past its natural end
     strict: Annotated[bool, option()] = False  # OpenAI's fields only: no cache_salt, no token ids
     ttft_slo: Annotated[float | None, option("S")] = None  # goodput: seconds to the first token, at most
     tpot_slo: Annotated[float | None, option("S")] = None  # goodput: seconds for each other token, at most
     timeout: float = 600.0  # seconds for one request, retries included
-    max_retries: int = 5  # after 429 and 503, each after Retry-After
+    max_retries: int = 5  # retries after 429 and 503, each after Retry-After
     api_key_file: Annotated[Path | None, option("FILE")] = None  # the key, on its first line
-    api_key_variable: str = "SAMESEED_API_KEY"  # where the key is otherwise
+    api_key_variable: str = "SAMESEED_API_KEY"  # environment variable with the key, if there is no file
     out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
-    plot: Annotated[Path | None, option("FILE")] = None  # a picture against concurrency, as .png and .svg
+    plot: Annotated[Path | None, option("FILE")] = None  # draw plots against concurrency, as .png and .svg
     json: Annotated[bool, option()] = False  # records to stdout as JSON lines instead of tables
 
 
@@ -89,7 +89,7 @@ def run(argv: Seq[str], prog: str) -> int:
 async def _measure(
     args: BenchServeArgs, arms: Seq[Endpoint], settings: LoadSettings, out: Path | None
 ) -> list[dict[str, Any]]:
-    """All cells; a table after each shape. Returns the records."""
+    """Measure all cells, and show a table after each shape. Returns the records."""
     from sameseed.cli.console import keep, progress, show_table, stderr_console, stdout_console
     from sameseed.study import record
     from sameseed.study.load import report, wire
@@ -110,7 +110,7 @@ async def _measure(
                 for level in settings.levels:
                     runs = await bench.measure(shape, level, partial(update, advance=1))
                     done = make_records(bench, shape, level, runs, run_id)
-                    keep(done, out, args.json)  # at once: what is measured stays, whatever comes
+                    keep(done, out, args.json)  # at once, so that a later failure loses nothing
                     found += done
             made += found
             if not args.json:
@@ -123,7 +123,7 @@ async def _measure(
 
 
 def _settings(args: BenchServeArgs) -> LoadSettings:
-    """What is sent. Raises ConfigError."""
+    """The settings of the load. Raises ConfigError."""
     from sameseed.study.load.bench import LoadSettings
     from sameseed.study.load.drive import LoadLevel
     from sameseed.study.load.figures import Bounds
@@ -147,7 +147,7 @@ def _settings(args: BenchServeArgs) -> LoadSettings:
 
 
 def _arms(args: BenchServeArgs) -> list[Endpoint]:
-    """What is compared; the first is the base. Raises ConfigError."""
+    """The endpoints to compare; the first is the baseline. Raises ConfigError."""
     from sameseed.study.load.wire import Endpoint, base_url
 
     if args.compare_speculation and args.baseline_url is not None:
@@ -185,7 +185,7 @@ def _list(kind: type[Any], values: Seq[str], flag: str) -> list[Any]:
 
 
 def read_key(file: Path | None, variable: str = "") -> str | None:
-    """The API key: the file's first line, or the first of the variable's (none without one). Raises ConfigError."""
+    """The API key: the file's first line, else the first key in the variable, else None. Raises ConfigError."""
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").split()

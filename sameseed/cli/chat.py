@@ -1,4 +1,4 @@
-"""`sameseed chat`: a conversation on the terminal, or turn by turn from a pipe (one line a turn)."""
+"""`sameseed chat`: a conversation on the terminal, or from a pipe (one line per turn)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops
 
 @dataclass(frozen=True)
 class ChatArgs:
-    """Talk with a model. On a terminal it asks and answers; from a pipe each line is a turn."""
+    """Chat with a model. On a terminal it prompts for each turn; from a pipe each line is a turn."""
 
     system: Annotated[str | None, option("TEXT")] = None  # a system message before the conversation
     show_draft: Annotated[bool, option()] = False  # mark the accepted draft tokens in the answers
-    json: Annotated[bool, option()] = False  # one JSON line an answer instead of text
+    json: Annotated[bool, option()] = False  # one JSON line per answer instead of text
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Turn after turn, to the end of the input; one that fails or is stopped on a terminal changes nothing."""
+    """Run turns to the end of the input. On a terminal, a turn that fails or is stopped does not change the history."""
     parsed = parse(ChatArgs, argv, prog, engine=True, sampling=True, defaults={"max_tokens": 256}, left_out=["n"])
     from sameseed.cli.console import load_llm, stderr_console
 
@@ -63,7 +63,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def turns(interactive: bool) -> Iterator[str]:
-    """The lines that hold something."""
+    """Yields the non-empty input lines. Raises RequestError for input that is not UTF-8."""
     if interactive:
         import readline  # noqa: F401 - gives input() its line editing
 
@@ -82,7 +82,7 @@ def turns(interactive: bool) -> Iterator[str]:
 
 
 def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, args: ChatArgs, interactive: bool) -> str:
-    """The answer, which is shown as it is written."""
+    """Generate an answer and show it meanwhile; returns its text."""
     from sameseed.cli.console import TextWriter, stderr_console, summary
     from sameseed.cli.generate import as_json
 

@@ -1,4 +1,4 @@
-"""`sameseed completion`: what makes a shell complete commands, flags and files."""
+"""`sameseed completion`: a script that makes a shell complete commands, flags and files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sameseed.cli import COMMANDS
 from sameseed.cli.options import parse
 
-# Flags come from a command's own help, asked once a shell, so that those of new drafters are among them.
+# The script takes flags from a command's own help, once per shell, so it also knows the flags of new drafters.
 SCRIPT = """[ -n "${ZSH_VERSION-}" ] && autoload -U +X compinit bashcompinit && compinit && bashcompinit
 typeset -A _sameseed_flags
 _sameseed() {
@@ -32,13 +32,13 @@ complete -o default -F _sameseed sameseed"""
 
 @dataclass(frozen=True)
 class CompletionArgs:
-    """Print what makes bash or zsh complete commands, flags and files: put `source <(sameseed completion)` into
-    ~/.bashrc or ~/.zshrc.
+    """Print a script that makes bash or zsh complete commands, flags and files: put `source <(sameseed completion)`
+    into ~/.bashrc or ~/.zshrc.
     """
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Print it."""
+    """Print the script."""
     parse(CompletionArgs, argv, prog)
     print(SCRIPT % " ".join(COMMANDS))
     return 0

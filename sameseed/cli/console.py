@@ -1,4 +1,4 @@
-"""What the commands share on a terminal: loading with a progress bar, streaming text in colour, the summary line."""
+"""Terminal output that the commands share: progress bars, text streamed in colour, tables and summary lines."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from sameseed.tokenizer import Tokenizer
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-# Where there is no colour, accepted draft tokens stand between these.
+# Without colour, accepted draft tokens stand between these marks.
 PLAIN_MARKS = ("\u2039", "\u203a")
 WIDE = 10_000  # characters: more than any table needs
 
 
 def stderr_console() -> Console:
-    """For everything that is not the command's result."""
+    """A console for everything that is not the command's result."""
     return Console(stderr=True, highlight=False)
 
 
 def stdout_console() -> Console:
-    """For a command's result: as wide as the terminal; elsewhere, as what is printed needs."""
+    """A console for a command's result: as wide as the terminal, or in a pipe as wide as the output needs."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=WIDE)
 
@@ -54,9 +54,9 @@ def keep(records: Iterable[dict[str, Any]], out: Path | None, as_json: bool) -> 
 
 
 def show_table(table: Table) -> None:
-    """Print a table whole: where a terminal is too narrow for it, heads and cells fold, between words if they can.
+    """Print a table without cutting it: on a narrow terminal, heads and cells wrap, between words if they can.
 
-    Where the words alone do not fit between its lines, it has none.
+    If single words do not fit between the table's lines, the lines are left out.
     """
     from rich.measure import Measurement
 
@@ -73,7 +73,7 @@ def show_table(table: Table) -> None:
         spare = console.width - len(words) - sum(words)
     if 0 <= spare < sum(lines) - sum(words):
         for _ in range(spare):
-            i = max(range(len(words)), key=lambda i: lines[i] / words[i])  # which folds most
+            i = max(range(len(words)), key=lambda i: lines[i] / words[i])  # the column that wraps most
             words[i] += 1
         for column, width in zip(table.columns, words, strict=True):
             column.width = width
@@ -81,7 +81,7 @@ def show_table(table: Table) -> None:
 
 
 def warn_if_busy() -> None:
-    """Say on stderr that other work runs here, which a measurement would take for the machine's own slowness."""
+    """Warn on stderr if other work runs on this machine, because it would distort a measurement."""
     from sameseed.ops import available_cores
 
     load, cores = os.getloadavg()[0], available_cores()
@@ -94,7 +94,7 @@ def warn_if_busy() -> None:
 
 
 def colourful(stream: IO[str]) -> bool:
-    """May colour codes go there? NO_COLOR and FORCE_COLOR decide before the terminal does."""
+    """Whether to write colour codes to a stream. NO_COLOR and FORCE_COLOR take precedence over the terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
@@ -102,8 +102,8 @@ def colourful(stream: IO[str]) -> bool:
 
 @contextmanager
 def progress(title: str, quiet: bool = False) -> Iterator[Progress]:
-    """A progress bar on stderr that leaves nothing behind; silent where stderr is no terminal."""
-    console = Console(file=sys.stderr)  # that of now: a library may be silenced while the bar runs
+    """A progress bar on stderr that disappears at its end; silent if stderr is not a terminal."""
+    console = Console(file=sys.stderr)  # the present stderr: it may be redirected while the bar runs
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -122,14 +122,14 @@ def progress(title: str, quiet: bool = False) -> Iterator[Progress]:
 
 @contextmanager
 def stages(title: str, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar that shows the stage at hand: its name, how much of it is done, and of how much."""
+    """A progress bar for work in stages. Yields a function of a stage's name, the part of it done, and its total."""
     with progress(title, quiet) as bar:
         yield lambda stage, done, total: bar.update(bar.tasks[0].id, description=stage, completed=done, total=total)
 
 
 @contextmanager
 def weights_progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that counts weights: those done, and all. Where it begins anew, a draft is read."""
+    """A progress bar for weights. Yields a function of weights done and in all; if they start anew, a draft is read."""
     with progress(title, quiet) as bar:
         task, before = bar.tasks[0], 0
 
@@ -148,17 +148,17 @@ def load_llm(choice: EngineChoice, quiet: bool = False) -> LLM:
     logging.basicConfig(format="note: %(message)s", stream=sys.stderr)
     from sameseed.engine.llm import LLM
 
-    draft = choice.settings.get("draft") or SpecConfig()  # "none" was chosen: a profile's has no say
+    draft = choice.settings.get("draft") or SpecConfig()  # "none" was chosen: it overrides a profile's draft
     title = f"loading {choice.model if 'target' not in choice.settings else draft.model or draft.method}"
     with weights_progress(title, quiet) as report:
         return LLM(choice.model, progress=report, **{**choice.settings, "draft": draft})
 
 
 class TextWriter:
-    """Writes a completion's text as it grows; with `show_draft`, accepted draft tokens stand out.
+    """Writes a completion's text as it grows; with `show_draft`, accepted draft tokens are highlighted.
 
-    The engine's text is what counts: it may lag behind the tokens (a character not yet whole, a beginning stop string).
-    Tokens are decoded here once more, only to know which characters came from an accepted token.
+    The engine's text is authoritative. It may lag behind the tokens (an incomplete character, the start of a stop
+    string). Tokens are decoded here again only to find the characters that came from accepted tokens.
     """
 
     def __init__(self, stream: TextIO, tokenizer: Tokenizer, show_draft: bool = False) -> None:
@@ -168,8 +168,8 @@ class TextWriter:
         self._colour = colourful(stream)
         self._terminal = stream.isatty()
         self._decoder = tokenizer.stream()
-        self._flags: deque[bool] = deque()  # one a decoded character: came it from accepted tokens alone?
-        self._whole = True  # were all tokens of the character in the making accepted?
+        self._flags: deque[bool] = deque()  # per decoded character: did it come from accepted tokens alone?
+        self._whole = True  # were all tokens of the incomplete character accepted?
         self._open = False  # is accepted text being written?
 
     def write(self, delta: Delta) -> None:
@@ -183,7 +183,7 @@ class TextWriter:
         self.text += delta.text
         for c in delta.text:
             self._stream.write(self._switch(self._show and bool(self._flags) and self._flags.popleft()))
-            harmless = not self._terminal or c in "\n\t" or c.isprintable() or ord(c) > 0x9F  # cannot steer it
+            harmless = not self._terminal or c in "\n\t" or c.isprintable() or ord(c) > 0x9F  # no control code
             self._stream.write(c if harmless else "\ufffd")
         if delta.completion is not None:
             self._stream.write(self._switch(False))
@@ -197,13 +197,13 @@ class TextWriter:
         return begin if accepted else end
 
     def end(self) -> None:
-        """Close what is open (after an interruption too)."""
+        """End a highlighted part, also after an interruption."""
         self._stream.write(self._switch(False))
         self._stream.flush()
 
 
 def legend(text_stream: IO[str], own_stream: IO[str]) -> str:
-    """What the marks of `--show-draft` in one stream mean, said on another."""
+    """A legend of the marks of `--show-draft` in `text_stream`, to be written to `own_stream`."""
     mark = "green" if colourful(text_stream) else "...".join(PLAIN_MARKS)
     if mark == "green" and colourful(own_stream):
         mark = f"{GREEN}{mark}{RESET}"
@@ -211,7 +211,7 @@ def legend(text_stream: IO[str], own_stream: IO[str]) -> str:
 
 
 def level_line(name: str, metrics: SpecMetrics) -> str:
-    """One line on a drafter below, whose guesses are counted apart."""
+    """One line about a drafter below another one, whose guesses are counted separately."""
     if not metrics.num_drafts:
         return f"{name}: no guess"
     return (
@@ -221,7 +221,7 @@ def level_line(name: str, metrics: SpecMetrics) -> str:
 
 
 def summary(metrics: Metrics) -> str:
-    """One line on what a completion took."""
+    """One line about a completion: its tokens, times and acceptance."""
     spec, split = metrics.spec, metrics.time_split
     parts = [
         f"{metrics.num_output_tokens} tokens in {metrics.total_time:.2f} s"

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 class DoctorArgs:
     """Say why speculation does not pay, and which flags to set, for sameseed, vLLM, SGLang or llama-server.
 
-    It only reads: send the server its usual load meanwhile. What a round needs to pay is told from --cost, or from
-    --plain-tokens-per-s; without both it is a bound, where the server says how long the models take.
+    It only reads metrics: keep the server under its usual load meanwhile. The tokens that a round needs to pay follow
+    from --cost, or from --plain-tokens-per-s; without both they are a bound, if the server reports the models' times.
     """
 
-    source: Annotated[str, Positional]  # a server's address, or a file: its /metrics, a bench record, llama's answer
-    seconds: float = 10.0  # between the first look at a server and the last
+    source: Annotated[str, Positional]  # a server's URL, or a file: its /metrics, a bench record, llama's answer
+    seconds: float = 10.0  # seconds from the first reading of a server's metrics to the last
     plain_tokens_per_s: Annotated[float | None, option("X")] = None  # of plain decoding, all clients together, if known
-    cost: Annotated[Path | None, option("FILE")] = None  # of `sameseed profile --json`, or of `sameseed tune`
+    cost: Annotated[Path | None, option("FILE")] = None  # file of `sameseed profile --json`, or of `sameseed tune`
     api_key_file: Annotated[Path | None, option("FILE")] = None  # the server's key, on its first line
     json: Annotated[bool, option()] = False  # one JSON object instead of text
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Parse, look, say; exit code 0 whatever is found."""
+    """Parse, read, diagnose, print; exit code 0 whatever is found."""
     args = parse(DoctorArgs, argv, prog).args
     if not 0 < args.seconds <= 3600:
         raise ConfigError(f"--seconds must lie above 0, at most 3600, got {args.seconds:g}")
@@ -75,7 +75,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def _figures(found: Diagnosis) -> Table:
-    """What was measured."""
+    """What was measured, as a table."""
     from rich.table import Table
 
     table = Table("", found.engine, title_justify="left")

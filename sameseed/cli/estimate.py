@@ -26,35 +26,35 @@ Many = Annotated[tuple[str, ...], UseAppendAction, arg(metavar="TEXT", help_beha
 
 @dataclass(frozen=True)
 class EstimateArgs:
-    """Estimate memory, speed and what drafts would bring, in seconds, from config.json alone: nothing is downloaded.
+    """Estimate memory, speed and the gain from drafts, within seconds, from config.json alone: nothing is downloaded.
 
     Every figure has an 80 % interval and a grade: paper (bytes and operations over the machine's limits), profiled
-    (--cost) or anchored (--run). Acceptance is assumed unless --acceptance says it: 0.5 to 0.8 a token of a model, 0.1
-    to 0.6 of a search.
+    (--cost) or anchored (--run). Unless --acceptance gives them, acceptance rates are assumed: 0.5 to 0.8 per token
+    that a model guesses, 0.1 to 0.6 per token that is found in the text.
     """
 
     model: Annotated[str | None, Positional, option("MODEL")] = None  # a folder, a GGUF file or a hub id
     shape: Annotated[str | None, option("NAME")] = None  # or a known shape, see `sameseed profile --list`
-    draft: Many = ()  # a way to guess, as generate's --draft; a shape's name is a model
+    draft: Many = ()  # as generate's --draft; a shape's name stands for a model
     format: Many = ()  # number format of the weights; unset: the checkpoint's, w8a8 and w4a8
     kv_format: str = "auto"  # number format of the KV cache; auto follows the weights
     draft_format: str = "auto"  # number format of the draft's weights
-    acceptance: Many = ()  # chance that a draft token is right, 0.7 or 0.6,0.8, or a JSON file of rates by place
+    acceptance: Many = ()  # acceptance rate of a draft token, 0.7 or 0.6,0.8, or a JSON file of rates by position
     cost: Annotated[Path | None, option("FILE")] = None  # costs of `sameseed profile --json`, of any machine
-    engine: str = "sameseed"  # whose costs --cost holds, e.g. vllm; its file's schema is in docs/guides/plan.md
-    machine_read: Annotated[float | None, option("GB/S")] = None  # memory bandwidth of a machine that is not here
-    machine_ops: Annotated[float | None, option("TOPS")] = None  # and its 1e12 operations a second
-    memory: Annotated[str | None, option("SIZE")] = None  # e.g. 24GB; unset: what is free here
+    engine: str = "sameseed"  # the engine of --cost, e.g. vllm; its file's schema is in docs/guides/plan.md
+    machine_read: Annotated[float | None, option("GB/S")] = None  # memory bandwidth of another machine
+    machine_ops: Annotated[float | None, option("TOPS")] = None  # its speed, in 1e12 operations per second
+    memory: Annotated[str | None, option("SIZE")] = None  # of the machine, e.g. 24GB; unset: what is free here
     context: Annotated[int | None, option("N")] = None  # tokens of a text; unset: 1024
-    prompt_tokens: int = 512  # of the prompt whose time to first token is told
-    batch: str = "1,8"  # sequences at once, with commas between
+    prompt_tokens: int = 512  # length of the prompt, for the time to first token
+    batch: str = "1,8"  # sequences at once, comma-separated
     threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: as many as the backend finds useful
-    run: Annotated[bool, option()] = False  # load the model here and try a few rounds of each way: the grade "anchored"
+    run: Annotated[bool, option()] = False  # load the model here and run a few rounds of each draft: grade "anchored"
     json: Annotated[bool, option()] = False  # one JSON object instead of tables
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Look, compute, print."""
+    """Parse, compute, print."""
     args = parse(EstimateArgs, argv, prog).args
     if (args.model is None) == (args.shape is None):
         raise ConfigError("give either a model or a shape by name, e.g. --shape llama-3.2-1b")
@@ -77,7 +77,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
-    """What was asked, and the machine in words."""
+    """The estimates, and the machine in words. Raises ConfigError for flags that contradict each other."""
     from sameseed.cli.profile import numbers
     from sameseed.plan.estimate import Question, estimate, estimate_engine, read_bytes
     from sameseed.plan.times import EngineCosts, read_costs
@@ -116,7 +116,7 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
 
 
 def _limits(args: EstimateArgs) -> tuple[Limits, str]:
-    """As given, or measured here in about a second."""
+    """The machine's limits, as given, or measured here in about a second; and the machine in words."""
     from sameseed import ops
     from sameseed.devices import cpu_name, native_threads
     from sameseed.plan.estimate import given_limits

@@ -1,4 +1,4 @@
-"""`sameseed eval`: what a model gets right; with --compare, what number formats cost and what they buy."""
+"""`sameseed eval`: a model's quality; with --compare, how number formats differ in quality, speed and memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sameseed.study.quality.suite import PerplexityText
     from sameseed.study.quality.tasks import TaskSettings
 
-SPECULATION = ("draft_options", "draft_format", "confidence", "policy", "overlap")  # of a draft, beside its length
-OF_VARIANTS = ("draft", "num_draft_tokens", "format", "kv_format", *SPECULATION)  # not of every engine of a comparison
+SPECULATION = ("draft_options", "draft_format", "confidence", "policy", "overlap")  # of a draft, besides its length
+OF_VARIANTS = ("draft", "num_draft_tokens", "format", "kv_format", *SPECULATION)  # not shared by a comparison's engines
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EvalArgs:
     """
 
     name: Annotated[str | None, Positional, option("[MODEL]")] = None  # the model, as --model
-    tasks: str = "perplexity"  # with commas between
+    tasks: str = "perplexity"  # comma-separated
     data: Annotated[Path | None, option("DIR")] = None  # folder of the data sets; unset: from the hub
     text: Annotated[Path | None, option("FILE")] = None  # perplexity of another text (.txt, or .jsonl with "text")
     window: int = 2048  # tokens that one pass sees; clipped to the model's context
@@ -47,9 +47,9 @@ class EvalArgs:
     seed: int = 0  # of sampled answers and of the intervals
     draft: str = "auto"  # as generate's --draft; with --compare, auto is the embedded draft where it fits, else ngram
     compare: Annotated[tuple[str, ...], option("MODEL[@FORMAT[@KV]]")] = ()  # variants, the first is the baseline
-    prompts: Annotated[Path | None, option("FILE")] = None  # --compare: what is written; unset: the embedded prompts
+    prompts: Annotated[Path | None, option("FILE")] = None  # --compare: prompts to continue; unset: the embedded ones
     num_prompts: int = 12  # --compare: prompts to take, spread over the file
-    repeat: int = 3  # --compare: runs of each
+    repeat: int = 3  # --compare: runs of each variant
     no_advice: Annotated[bool, option()] = False  # --compare: do not measure which parts should keep more bits
     # --compare: draw FILE-quality and FILE-cost, as .png and .svg
     plot: Annotated[Path | None, option("FILE.png")] = None
@@ -59,7 +59,7 @@ class EvalArgs:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Check, measure, show and write."""
-    # --draft means another thing for variants.
+    # --draft has another meaning with --compare, so it is not among the engine's flags.
     parsed = parse(EvalArgs, argv, prog, engine=True, defaults=FIXED, left_out=("draft",))
     args, engine = parsed.args, parsed.engine
     if args.name is not None:
@@ -108,7 +108,7 @@ def _evaluate(
 
 
 def _comparing(args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText) -> Comparing:
-    """What is measured of several variants. Raises ConfigError."""
+    """The settings of a comparison of variants. Raises ConfigError."""
     from sameseed.study.quality import compare
     from sameseed.study.quality.variant import Variant
     from sameseed.study.workload import DEFAULT_PROMPTS
@@ -136,7 +136,7 @@ def _comparing(args: EvalArgs, engine: EngineChoice, settings: TaskSettings, tex
 
 
 def check_plot(plot: Path | None) -> None:
-    """Raise ConfigError, before anything is measured, if the pages could not be drawn."""
+    """Raise ConfigError, before anything is measured, if the plots' files cannot be written."""
     if plot is None:
         return
     from sameseed.study import record
@@ -156,7 +156,7 @@ def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool
 
     with stages("evaluating", as_json) as tick:
         found = records.of_comparison(compare.report(variants, asked, tick))
-    _write(found, out, as_json)  # first: nothing that goes wrong from here on loses them
+    _write(found, out, as_json)  # first, so that no later error loses them
     told = [(r["config"]["label"], r["comparison"]) for r in found]
     console, errors = stdout_console(), stderr_console()
     if not as_json:

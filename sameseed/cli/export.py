@@ -19,11 +19,11 @@ from sameseed.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExportArgs:
-    """Print the command line that says the same in another engine; what has no counterpart there is said in words."""
+    """Print the equivalent command line of another engine; notes tell what has no counterpart there."""
 
-    engine: Annotated[Literal["vllm", "sglang", "llama.cpp"], Positional]  # for whom
+    engine: Annotated[Literal["vllm", "sglang", "llama.cpp"], Positional]  # the engine to translate for
     profile: Annotated[Path, Positional]  # the file that `sameseed tune` wrote
-    out: Annotated[Path | None, option("DIR")] = None  # write the files there; unset: they are named only
+    out: Annotated[Path | None, option("DIR")] = None  # write the files there; unset: only name them
     json: Annotated[bool, option()] = False  # one JSON object instead of text
 
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class GenerateArgs:
     """Continue a prompt; the text streams to stdout, a summary goes to stderr."""
 
-    prompt: Annotated[str | None, Positional, option("[PROMPT]")] = None  # else --file, else standard input
+    prompt: Annotated[str | None, Positional, option("[PROMPT]")] = None  # the prompt; else --file, else standard input
     file: Annotated[Path | None, option("FILE")] = None  # read the prompt from a file
     chat: Annotated[bool, option()] = False  # put the prompt as a user's message into the model's chat template
-    system: Annotated[str | None, option("TEXT")] = None  # a system message before it (with --chat)
+    system: Annotated[str | None, option("TEXT")] = None  # a system message before the prompt (with --chat)
     show_draft: Annotated[bool, option()] = False  # mark the accepted draft tokens in the text
-    json: Annotated[bool, option()] = False  # one JSON line a completion instead of text
+    json: Annotated[bool, option()] = False  # one JSON line per completion instead of text
 
 
 def run(argv: Seq[str], prog: str) -> int:
@@ -49,7 +49,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def read_prompt(args: GenerateArgs) -> str:
-    """The prompt from where the arguments say, without the newline that ends a file. Raises RequestError."""
+    """The prompt: the argument, a file or standard input, the last two without a final newline. Raises RequestError."""
     if args.prompt is not None and args.file is not None:
         raise RequestError("a prompt and --file were given; leave one out")
     if args.system is not None and not args.chat:
@@ -79,7 +79,7 @@ def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_
     done: list[Completion] = []
     try:
         for delta in llm.stream(prompt, params):
-            # Only the first unfinished completion can stream; the others wait until it is through.
+            # Only the first unfinished completion can stream; the others wait until it has ended.
             held[delta.index].append(delta)
             while len(done) < params.n and held[len(done)]:
                 index = len(done)
@@ -111,7 +111,7 @@ def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_
 
 
 def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> int:
-    """One line a completion; an interruption leaves a line with what was written until then."""
+    """Print one line per completion. After an interruption, also print each unfinished one with its text so far."""
     from sameseed.spec.drafter import level_metrics
 
     parts = [""] * params.n
@@ -124,7 +124,7 @@ def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> in
             tokens[delta.index] += delta.token_ids
             if delta.completion is not None:
                 finished.add(delta.index)
-                # Counters of the drafters below (of the engine, until now), and warnings: where there are any.
+                # Add counters of the drafters below (over the engine's life so far) and warnings, if there are any.
                 levels = {name: metrics.as_dict() for name, metrics in level_metrics(llm.engine.drafter)}
                 remarks = {"levels": levels, "warnings": list(llm.engine.alarm.texts)}
                 found = {name: value for name, value in remarks.items() if value}

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from sameseed.spec.drafter import Drafter
 
-TEXT = 4096  # tokens that a model to start with should hold
+TEXT = 4096  # tokens of context that must fit for a model to be suggested
 KV_FORMS = {
     "KEYS/VALUES": "formats apart, e.g. int8/bf16; no kernel: the reference, slow",
     "NEAR+FAR": "piecewise, e.g. bf16+int4, in the memory of NEAR; no kernel: the reference, slow",
 }
-WIDTH = 4096  # values in a row of the weights whose size is told
+WIDTH = 4096  # values in a row of weights, for the bits per weight
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def registries() -> dict[str, dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {"backends": {}, "formats": {}, "presets": {}, "drafters": {}}
     for name, module in registry.loaded("ops").items():
-        known = getattr(module, "has_kernel", lambda *_: False)  # K-quants have kernels for rows in int8 alone
+        known = getattr(module, "has_kernel", lambda *_: False)  # K-quants have kernels for int8 activations only
         integer = {n for n in registry.loaded("formats") if known(n, "int8")}
         found["backends"][name] = {
             "runs_here": module.unavailable() is None,
@@ -146,7 +146,7 @@ def registries() -> dict[str, dict[str, Any]]:
 
 
 def _needs(drafter: type[Drafter]) -> str:
-    """What a drafter works with: a model of its own, drafters below it (whose guesses are counted apart)."""
+    """What a drafter needs: a model of its own, drafters below it (whose guesses are counted separately)."""
     own = {"": "", "model": "a draft model", "head": "a draft head", "target": "the target's weights"}[drafter.owns]
     least, most = drafter.num_below
     below = "" if most == 0 else "a drafter below" if most == 1 else "two drafters or more below"
@@ -158,7 +158,7 @@ def _first_line(text: str | None) -> str:
 
 
 def _model(name: str) -> dict[str, Any]:
-    """Shape and size of an embedded model, and the path of its card; a missing one says so."""
+    """Shape and size of an embedded model, and the path of its card; for a missing model the reason."""
     from sameseed.errors import ModelLoadError
     from sameseed.models.eagle_config import read_head_config
     from sameseed.models.head_config import expected_tensors, is_head
@@ -171,7 +171,7 @@ def _model(name: str) -> dict[str, Any]:
     except ModelLoadError as error:
         return {"missing": str(error)}
     parameters = config.num_parameters
-    if head is not None:  # embedding and, where it has all tokens, LM head are the target's
+    if head is not None:  # the embedding is the target's; so is an LM head for all tokens
         whole = head.draft_vocab_size == config.vocab_size
         borrowed = ("embed_tokens.weight", "d2t", *(["lm_head.weight"] if whole else []))
         parameters = sum(math.prod(shape) for n, shape in expected_tensors(head).items() if n not in borrowed)
@@ -212,7 +212,7 @@ def _facts(name: str, folder: Path) -> list[str]:
 
 
 def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Seq[str], Seq[Seq[object]]]]:
-    """Title, heads (none: two columns without) and rows of each."""
+    """Title, column heads (none: two columns without heads) and rows of each table."""
     yield "machine", (), [(k, "none" if v is None else v) for k, v in found["machine"].items()]
     rows: list[Seq[object]] = []
     for name, b in found["backends"].items():

@@ -1,7 +1,7 @@
-"""Flags from dataclasses: every field of EngineConfig, SpecConfig, CacheConfig and SamplingParams is a flag by itself.
+"""Flags from dataclasses: every field of EngineConfig, SpecConfig, CacheConfig and SamplingParams becomes a flag.
 
-A field's type and default come from the dataclass, and only the words of the help stand here; values are checked where
-they always are, by the dataclass. No torch in here: help must answer at once.
+A flag's type and default come from the dataclass; only its help text is written here. Values are checked by the
+dataclass, as everywhere. This module does not import torch, so that help answers at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def annotated(kind: Any, *notes: Any) -> Any:
 
 
 def option(metavar: str | None = None) -> Any:
-    """How a field that may stay unset shows in the help: its metavar, and no "(default: None)"."""
+    """Help settings of a field that may stay unset: its metavar, and no "(default: None)"."""
     return arg(metavar=metavar, help_behavior_hint="")
 
 
@@ -99,7 +99,7 @@ SAMPLING_HELP = {
     "seed": "the same seed writes the same text; unset: a fresh one, which is reported",
     "logprobs": "log-probabilities of each token and of this many of the likeliest ones (with --json)",
 }
-FIXED = {"policy": "fixed", "num_draft_tokens": 4}  # defaults of commands that measure or check drafts of a length
+FIXED = {"policy": "fixed", "num_draft_tokens": 4}  # defaults of commands that measure or check fixed draft lengths
 _ALIASES = {"num_draft_tokens": ["--k"]}
 
 
@@ -108,7 +108,7 @@ def _flags(title: str, doc: str, members: Seq[Member]) -> type[Any]:
     made = []
     for name, kind, default, text in members:
         plain = kind.replace(" | None", "") if isinstance(kind, str) else kind
-        # Where nothing is set there is no default to show; the help's words say what then happens.
+        # A flag that may stay unset has no default to show; its help text says what happens then.
         hint = "(repeatable)" if isinstance(default, tuple) else "" if default in (None, False, "{}") else None
         note = arg(
             help=text, aliases=_ALIASES.get(name, ()), metavar=_METAVARS.get(str(plain)), help_behavior_hint=hint
@@ -174,7 +174,7 @@ def sampling_flags(defaults: Mapping[str, Any], left_out: Seq[str]) -> type[Any]
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """What the engine's flags say: `model`, and the keyword arguments of `make_config` (or LLM)."""
+    """The values of the engine's flags: `model`, and the keyword arguments of `make_config` (or LLM)."""
 
     model: str
     settings: dict[str, Any]
@@ -182,7 +182,7 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class Parsed(Generic[T]):
-    """A parsed command line: the command's own arguments, the engine, and how to sample."""
+    """A parsed command line: the command's own arguments, the engine's, and the sampling parameters."""
 
     args: T
     engine: EngineChoice
@@ -199,13 +199,13 @@ def parse(
     defaults: Mapping[str, Any] | None = None,
     left_out: Seq[str] = (),
 ) -> Parsed[T]:
-    """Read `argv` into `command`, a dataclass, with the engine's and the sampling flags beside it where wanted.
+    """Parse `argv` into `command`, a dataclass. `engine`, `sampling`: add the engine's flags, and those of sampling.
 
-    `defaults` replaces defaults by flag name, `left_out` names flags that this command has not. Bad usage prints what
-    was wrong and exits with 2 (tyro); a bad value raises RequestError, ConfigError or RegistryError.
+    `defaults` replaces defaults by flag name; `left_out` names flags that this command does not have. Bad usage prints
+    what was wrong and exits with 2 (tyro); a bad value raises RequestError, ConfigError or RegistryError.
     """
     given = {**(defaults or {}), **(profile_defaults(argv) if engine else {})}
-    single = tyro.conf.FlagCreatePairsOff  # of the engine's flags, those that are on have both forms: --x and --no-x
+    single = tyro.conf.FlagCreatePairsOff  # only the engine's flags have both forms, --x and --no-x
     own = {f.name: given[f.name] for f in fields(command) if f.name in given}  # type: ignore[arg-type]  # a dataclass
     first = ("command", annotated(command, arg(name=""), single))
     parts: list[Any] = [(*first, field(default=command(**own))) if own else first]
@@ -228,7 +228,7 @@ def parse(
 
 
 def _gathered(argv: Seq[str], command: type) -> list[str]:
-    """The same words, but the values of a flag that takes several and is given twice stand behind the first one."""
+    """`argv`, with all values of a flag that takes several values gathered after its first occurrence."""
     hints = {"--" + name.replace("_", "-"): h for name, h in get_type_hints(command, include_extras=True).items()}
     values: dict[str, list[str]] = {}
     for flag, hint in hints.items():
@@ -254,20 +254,20 @@ def _gathered(argv: Seq[str], command: type) -> list[str]:
 
 
 class _Wrapped(str):
-    """A description that keeps its lines: tyro splits it, to join those of a paragraph into one too wide to read."""
+    """A description that keeps its line breaks: tyro would split it, and join each paragraph into one wide line."""
 
     def split(self, *args: Any, **kwargs: Any) -> list[str]:
         return [str(self)]
 
 
 def _wrapped(text: str) -> str:
-    """Paragraphs as wide as the terminal, at most 80: as wide as the flags below them are in a pipe."""
+    """Wrap paragraphs to the terminal's width, at most 80 columns, the width of the flags below them in a pipe."""
     width = min(80, shutil.get_terminal_size().columns)
     return _Wrapped("\n\n".join(textwrap.fill(part, width) for part in re.split(r"\n\s*\n", text)))
 
 
 def profile_defaults(argv: Seq[str]) -> dict[str, Any]:
-    """Defaults of the engine's flags from --profile, where it is given. Raises ConfigError for a file that is none."""
+    """Defaults of the engine's flags from --profile, if given. Raises ConfigError for a file that is not a profile."""
     paths = [b for a, b in pairwise(argv) if a == "--profile"]
     paths += [word.partition("=")[2] for word in argv if word.startswith("--profile=")]
     if not paths:
@@ -310,11 +310,11 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 EMBEDDED_DRAFT, EMBEDDED_HEAD = "embedded-draft", "embedded-head"
-EMBEDDED = ("embedded", "embedded-target", EMBEDDED_DRAFT, EMBEDDED_HEAD)  # as the loader's, which would import torch
+EMBEDDED = ("embedded", "embedded-target", EMBEDDED_DRAFT, EMBEDDED_HEAD)  # as in the loader, which would import torch
 
 
 def draft_choice(draft: str, model: str) -> SpecConfig | None:
-    """What `make_config` takes for --draft. Raises RegistryError that suggests the nearest name."""
+    """The value of --draft as `make_config` takes it; None: no draft. Raises RegistryError with the nearest name."""
     embedded = model in ("embedded", "embedded-target")
     if draft == "auto":
         draft = EMBEDDED_DRAFT if embedded else "none"
@@ -322,7 +322,10 @@ def draft_choice(draft: str, model: str) -> SpecConfig | None:
 
 
 def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
-    """All levels of a draft: names that exist, and the embedded draft for the embedded target's."""
+    """Check the models of all levels of a draft, and fill in the embedded draft or head for an embedded target.
+
+    Raises RegistryError for a name that does not exist.
+    """
     name = spec.model
     if name is not None and name not in EMBEDDED and os.sep not in name and not os.path.exists(name):
         near = difflib.get_close_matches(name, [*registry.names("drafters"), *EMBEDDED, "none", "auto"], n=1)
@@ -337,7 +340,7 @@ def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
 
 
 def stdin_text(what: str) -> str:
-    """All of standard input. Raises RequestError if it is a terminal, or no UTF-8."""
+    """All of standard input. Raises RequestError if it is a terminal, or not UTF-8. `what`: its name in the error."""
     if sys.stdin is None or sys.stdin.isatty():
         raise RequestError(f"no {what}; give it as an argument, with --file, or on standard input")
     try:

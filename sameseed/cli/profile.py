@@ -1,4 +1,4 @@
-"""`sameseed profile`: what one pass over M rows costs in each number format, beside what this machine could do."""
+"""`sameseed profile`: the cost of one pass over M rows in each number format, beside this machine's limits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from sameseed.study.costs import Profile
 
 RECORDS = Path("benchmarks/results/profile.jsonl")
-SAME = ("kv_format", "prefill_tokens", "threads", "backend", "device", "repeats", "seconds", "draft")  # as flags say
+SAME = ("kv_format", "prefill_tokens", "threads", "backend", "device", "repeats", "seconds", "draft")  # passed on as is
 
 
 @dataclass(frozen=True)
 class ProfileArgs:
-    """Measure c(M), the time of one pass over M new tokens against one, in several number formats that take turns.
+    """Measure c(M), the time of a pass over M new tokens relative to one token, in number formats that take turns.
 
     Also prefill and batch decoding, memory, and the shares of the machine's limits that were reached. Ctrl-C ends the
     measurement and keeps what was measured.
@@ -38,12 +38,12 @@ class ProfileArgs:
     prefill_tokens: int = 512  # length of the prompt that is read in one pass; 0: none
     batch_sizes: str = "4,16"  # sequences that decode together; empty: none
     threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: as many as the backend finds useful
-    backend: str = "auto"  # who computes: cpu, reference, ...; auto takes the fastest that runs here
+    backend: str = "auto"  # kernels: cpu, reference, ...; auto takes the fastest that runs here
     device: str = "cpu"  # cpu, cuda, cuda:1, ...
     repeats: int = 30  # the most runs of each pass; at least 3 are made
-    seconds: float = 60.0  # time to spend on passes, in which the repeats must fit
-    draft: Annotated[str | None, option("NAME")] = None  # a draft model's shape or folder, measured in turn
-    draft_formats: str = "auto"  # number formats of its weights
+    seconds: float = 60.0  # time budget for all passes, repeats included
+    draft: Annotated[str | None, option("NAME")] = None  # a draft model's shape or folder, measured too
+    draft_formats: str = "auto"  # number formats of the draft's weights
     json: Annotated[Path | None, option("FILE")] = None  # write the profile there; - is standard output, without tables
     plot: Annotated[Path | None, option("FILE.png")] = None  # draw the curves, as PNG and as SVG beside it
     record: Annotated[bool, option()] = False  # append the profile to benchmarks/results/profile.jsonl
@@ -77,12 +77,12 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a list with commas."""
+    """The words of a comma-separated list."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """The whole numbers of a list with commas. Raises ConfigError."""
+    """The whole numbers of a comma-separated list, the value of --`flag`. Raises ConfigError."""
     try:
         return tuple(int(word) for word in words(text))
     except ValueError:
@@ -90,7 +90,7 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
 
 
 def _check_outputs(args: ProfileArgs) -> None:
-    """Raise ConfigError if a file could not be written; an hour of measuring should not end in that."""
+    """Raise ConfigError if a file cannot be written, before an hour is spent on measuring."""
     from sameseed.study import record
 
     paths = [(RECORDS, "--record in another folder")] if args.record else []
@@ -116,7 +116,7 @@ def _measure(args: ProfileArgs, grid: dict[str, Any]) -> Profile:
         task = bar.tasks[0].id
 
         def report(stage: str, done: float, total: float) -> None:
-            # Whole numbers of a thousand: values of weights and seconds share one bar.
+            # In thousandths of the total, because weights and seconds share one bar.
             bar.update(task, description=f"{title}: {stage}", completed=int(1000 * done / total), total=1000)
 
         return profile(args.shape, model=args.model, report=report, **grid)
@@ -135,7 +135,7 @@ def _write(args: ProfileArgs, found: Profile) -> None:
     if str(args.json) == "-":
         print(json.dumps(data))
     elif args.json is not None:
-        part = args.json.with_name(f"{args.json.name}.part")  # never half a file under the right name
+        part = args.json.with_name(f"{args.json.name}.part")  # renamed once complete
         part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         os.replace(part, args.json)
         written.append(args.json)

@@ -31,19 +31,19 @@ class QuantizeArgs:
 
     model: Annotated[str, Positional] = "embedded"  # embedded, a folder, or a hub id
     out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
-    scheme: str = "w4a16-g128"  # a format, and rules: w4a16-g128,lm_head=w8a16,model.layers.0.*=bf16
+    scheme: str = "w4a16-g128"  # a format, then rules: w4a16-g128,lm_head=w8a16,model.layers.0.*=bf16
     method: str = "rtn"  # rtn, gptq, awq, smooth, rotate, or some joined with +, e.g. rotate+gptq
     options: Annotated[str, option("JSON")] = "{}"  # options of the methods, e.g. '{"act_order": true}'
     calibration: Annotated[Path | None, option("FILE")] = None  # .jsonl (text, prompt or messages) or .txt; rtn: none
     samples: int = 128  # rows of calibration text
     length: int = 512  # tokens of a row
     seed: int = 0  # of the rows' order and of rotations
-    budget: Annotated[float | None, option("BITS")] = None  # bits a weight on average, spent by measured sensitivity
+    budget: Annotated[float | None, option("BITS")] = None  # average bits per weight, spent by measured sensitivity
     candidates: str = "w4a16-g128,w4a16-g32,w8a16,bf16"  # the schemes that a budget chooses from
     device: str = "cpu"  # where it is computed: cpu, cuda, cuda:1, ...
-    # the model is an EAGLE-3 head: write it for this checkpoint of method rotate
+    # the model is an EAGLE-3 head: adapt it to this checkpoint of method rotate
     head_for: Annotated[Path | None, option("DIR")] = None
-    original: Annotated[str | None, option("MODEL")] = None  # --head-for: the target before, if its LM head is shared
+    original: Annotated[str | None, option("MODEL")] = None  # --head-for: the original target, if its LM head is shared
     overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
     resume: Annotated[bool, option()] = False  # go on with an interrupted run
     # then measure the model and the checkpoint side by side, as eval --compare
@@ -56,7 +56,7 @@ class QuantizeArgs:
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Check, quantize, write, say what it cost."""
+    """Check, quantize, write, report the errors."""
     args = parse(QuantizeArgs, argv, prog).args
     if args.out is None:
         raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16-g128 -o runs/w4a16")
@@ -70,7 +70,7 @@ def run(argv: Seq[str], prog: str) -> int:
     plan = QuantizePlan(**given)
     if not args.report and (args.text or args.data or args.plot):
         raise ConfigError("--text, --data and --plot are for --report")
-    asked = _report_settings(args) if args.report else None  # what is missing should not be found out at the end
+    asked = _report_settings(args) if args.report else None  # first: find out now what is missing
     result = quantized(plan, quiet=args.json)
     if args.json:
         print(json.dumps({"folder": str(result.folder), **result.quantization}))
@@ -103,7 +103,7 @@ def _turn_head(args: QuantizeArgs, target: Path, out: Path) -> int:
 
 
 def _report_settings(args: QuantizeArgs) -> Comparing:
-    """What --report measures, with all that can be checked before the model is quantized."""
+    """The settings of --report, checked as far as possible before the model is quantized."""
     from sameseed.cli.eval import check_plot
     from sameseed.study import record
     from sameseed.study.quality import compare, suite
@@ -120,7 +120,7 @@ def _report_settings(args: QuantizeArgs) -> Comparing:
 
 
 def quantized(plan: QuantizePlan, quiet: bool = False) -> QuantizeResult:
-    """Run a plan with a progress bar; an interruption says how to go on."""
+    """Run a plan with a progress bar; an interruption prints how to resume."""
     from sameseed.cli.console import progress
     from sameseed.quantize import _run as quantizing
 

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServeArgs(ServerFlags):
-    """Serve a model over HTTP with OpenAI's API. On this machine only, unless there is an API key."""
+    """Serve a model over HTTP with OpenAI's API. Only this machine can reach it, unless there is an API key."""
 
-    served_model_name: Annotated[tuple[str, ...], option("NAME")] = ()  # what clients call it; the first is in answers
-    api_key_file: Annotated[Path | None, option("FILE")] = None  # keys, one a line (or SAMESEED_API_KEY, with commas)
-    allowed_host: Annotated[tuple[str, ...], option("NAME")] = ()  # other names that this machine is called by
-    log_level: Literal["debug", "info", "warning", "error"] = "info"  # of the JSON lines on stderr
-    per_request_spec_decode_metrics: Literal["summary", "detailed"] = "summary"  # detailed: every round of a request
-    engine: Literal["sameseed", "vllm"] = "sameseed"  # vllm: start vLLM with the same flags, and stand in front of it
-    vllm_python: Annotated[str | None, option("PYTHON")] = None  # whose vLLM; unset: that of this environment
+    served_model_name: Annotated[tuple[str, ...], option("NAME")] = ()  # the model's names; answers show the first
+    api_key_file: Annotated[Path | None, option("FILE")] = None  # keys, one per line (or SAMESEED_API_KEY, with commas)
+    allowed_host: Annotated[tuple[str, ...], option("NAME")] = ()  # more host names of this machine
+    log_level: Literal["debug", "info", "warning", "error"] = "info"  # least level of the JSON log lines on stderr
+    per_request_spec_decode_metrics: Literal["summary", "detailed"] = "summary"  # detailed: list every round
+    engine: Literal["sameseed", "vllm"] = "sameseed"  # vllm: start vLLM with the same flags, as its proxy
+    vllm_python: Annotated[str | None, option("PYTHON")] = None  # python that has vLLM; unset: this one
     vllm_args: Annotated[str, option("FLAGS")] = ""  # vLLM's own flags, e.g. --vllm-args='--enforce-eager'
     tensor_parallel_size: int = 1  # vllm: GPUs that share each layer
-    pipeline_parallel_size: Annotated[int | None, option("N")] = None  # vllm: groups of layers; unset: one a node
-    replicas: int = 1  # vllm: several of it on this machine; a request goes where its beginning was computed before
-    nodes: int = 1  # vllm: nodes of a Ray cluster, which must run
-    batch_invariant: bool = False  # vllm: what else runs changes no text; slower, and only on GPUs
+    pipeline_parallel_size: Annotated[int | None, option("N")] = None  # vllm: groups of layers; unset: one per node
+    replicas: int = 1  # vllm: how many on this machine; a request goes where its prefix was computed before
+    nodes: int = 1  # vllm: nodes of a Ray cluster, which must be running
+    batch_invariant: bool = False  # vllm: texts do not depend on the batch; slower, only on GPUs
 
 
 def run(argv: Seq[str], prog: str) -> int:
@@ -47,7 +47,7 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.server.config import Keys, ServerConfig
     from sameseed.server.run import serve
 
-    folder = Path(engine.model).expanduser()  # its path is nothing for clients
+    folder = Path(engine.model).expanduser()  # clients must not see its path
     name, *aliases = args.served_model_name or ((folder.resolve().name if folder.exists() else engine.model),)
     config = ServerConfig(
         **{f.name: getattr(args, f.name) for f in fields(ServerFlags)},
@@ -70,7 +70,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: ServerConfig) -> int:
-    """The same flags in vLLM's words. Raises ConfigError, ModelLoadError for what vLLM cannot do."""
+    """Serve with vLLM, with the same flags translated. Raises ConfigError, ModelLoadError for what vLLM cannot do."""
     from sameseed.export import vllm
     from sameseed.export.vllm_installed import look
     from sameseed.export.vllm_replicas import environments

@@ -1,4 +1,4 @@
-"""`sameseed study`: a published system's study by one command: its grid measured here, theirs beside ours."""
+"""`sameseed study`: repeats the study of a published system: measures its grid here, and shows both results."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyArgs:
-    """Measure a published study's grid here, cell by cell; records, plots and one page with their figures beside ours.
+    """Measure a published study's grid here, cell by cell; write records, plots and a page of their figures and ours.
 
-    `study list` names them. What is measured already is skipped: a study that was interrupted goes on. Delete its
-    records to measure anew. Exit code 1 if one of these cells failed, or its texts
-    differed from plain decoding's.
+    `study list` lists the studies. Measured cells are skipped, so an interrupted study goes on. Delete its records to
+    measure again. Exit code 1 if a cell failed, or its texts differed from plain decoding's.
     """
 
-    name: Annotated[str, Positional]  # of the study, or list
+    name: Annotated[str, Positional]  # name of the study, or list
     size: str = "small"  # small: the embedded family, minutes; true: twins at true shapes, hours (26 GB of disk)
     out: Annotated[Path | None, option("DIR")] = None  # records, plots, page; unset: studies/NAME
-    # these cells alone, e.g. 'lengths'; as --dry-run names them
+    # only these cells, by the names of --dry-run, e.g. 'lengths'
     only: Annotated[tuple[str, ...], option("PATTERN")] = ()
-    dry_run: Annotated[bool, option()] = False  # print the grid, and what cannot run and why
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: the packaged
+    dry_run: Annotated[bool, option()] = False  # print the grid, and which cells cannot run and why
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: packaged
     num_prompts: Annotated[int, option("N")] = 12  # take N of them, spread over the file
-    max_tokens: int = 64  # of a text
+    max_tokens: int = 64  # longest text
     repeat: int = 3  # runs of each setting, in turns
-    threads: Annotated[int | None, option("N")] = None  # of the CPU; unset: all cores
+    threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: all cores
     data: Annotated[Path | None, option("DIR")] = None  # evaluation sets, for cells that ask for one (HumanEval)
 
 

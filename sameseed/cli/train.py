@@ -16,7 +16,7 @@ from tyro.conf import Positional
 from sameseed.cli.options import option, parse
 from sameseed.errors import ConfigError
 
-# The recipe of the embedded pair lies beside the package in a checkout.
+# In a checkout, the recipe of the embedded pair is in a folder beside the package.
 DEFAULT_RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "embedded.toml"
 
 
@@ -38,56 +38,56 @@ class TrainArgs:
 
 @dataclass(frozen=True)
 class OwnArgs:
-    """What both take. Flags that are not given are as the recipe says, or its defaults."""
+    """Flags of `train head` and `train draft`. A flag that is not given is as in the recipe, or its default."""
 
     recipe: Annotated[Path | None, Positional, option("[RECIPE.toml]")] = None
     target: Annotated[str | None, option("MODEL")] = None  # the model to learn from: a folder, a hub id, embedded
     prompts: Annotated[Path | None, option("FILE")] = None  # JSON lines with prompt, messages or text
-    data: Annotated[Path | None, option("DIR")] = None  # the corpus of the recipe's mixture, where no prompts are given
+    data: Annotated[Path | None, option("DIR")] = None  # the corpus of the recipe's mixture, if no prompts are given
     measure: Annotated[Path | None, option("FILE")] = None  # held-out prompts on which acceptance is counted
     out: Annotated[Path | None, option("DIR")] = None  # texts, checkpoints and the model (required)
     format: Annotated[str | None, option("FORMAT")] = None  # number format of the target's weights, e.g. w4a8
-    kv_format: Annotated[str | None, option("FORMAT")] = None  # of its KV cache
+    kv_format: Annotated[str | None, option("FORMAT")] = None  # number format of the target's KV cache
     device: str = "cpu"  # cpu, cuda, cuda:1, ...
-    backend: str = "auto"  # who computes the target
+    backend: str = "auto"  # backend (kernels) that runs the target
     threads: Annotated[int | None, option("N")] = None  # CPU threads
-    seed: Annotated[int | None, option("N")] = None  # of the texts, the first weights and the order
+    seed: Annotated[int | None, option("N")] = None  # of texts, initial weights and data order
     num_texts: Annotated[int | None, option("N")] = None  # texts that the target writes
-    new_tokens: Annotated[int | None, option("N")] = None  # the longest text after its prompt
+    new_tokens: Annotated[int | None, option("N")] = None  # most tokens of a text after its prompt
     steps: Annotated[int | None, option("N")] = None  # updates of the weights
-    rows: Annotated[int | None, option("N")] = None  # texts of one update
-    resume: Annotated[bool, option()] = False  # keep texts that are written and go on from the last checkpoint
+    rows: Annotated[int | None, option("N")] = None  # texts per update
+    resume: Annotated[bool, option()] = False  # keep finished texts and go on from the last checkpoint
     json: Annotated[bool, option()] = False  # one JSON line with the result instead of progress
 
 
 @dataclass(frozen=True)
 class HeadArgs(OwnArgs):
-    """Train a head for a target, on the texts and hidden states that it makes itself: EAGLE-3, or a block head (DFlash,
+    """Train a draft head for a target, on the target's own texts and hidden states: EAGLE-3, or a block head (DFlash,
     DSpark). Use: --draft OUT/head
     """
 
-    layers: Annotated[tuple[int, ...] | None, option("N N N")] = None  # it reads what enters these layers of the target
-    draft_vocab_size: Annotated[int | None, option("N")] = None  # of the target's tokens, the most frequent so many
-    kind: Annotated[str | None, option("eagle3|block")] = None  # block: it guesses all tokens of a draft in one pass
-    block_size: Annotated[int | None, option("N")] = None  # of a block head: tokens that it guesses at once
-    markov_rank: Annotated[int | None, option("N")] = None  # of a block head: of the bias by the token before; 0: none
-    num_layers: Annotated[int | None, option("N")] = None  # of a block head
-    mask_token: Annotated[int | None, option("ID")] = None  # of a block head; unset: one that no text has
-    unroll: Annotated[int | None, option("N")] = None  # steps on its own features: how deep it learns to draft
+    layers: Annotated[tuple[int, ...] | None, option("N N N")] = None  # it reads the inputs of these target layers
+    draft_vocab_size: Annotated[int | None, option("N")] = None  # tokens it can guess: the target's most frequent
+    kind: Annotated[str | None, option("eagle3|block")] = None  # block: guesses all tokens of a draft in one pass
+    block_size: Annotated[int | None, option("N")] = None  # of a block head: tokens guessed at once
+    markov_rank: Annotated[int | None, option("N")] = None  # of a block head: rank of the last token's bias; 0: none
+    num_layers: Annotated[int | None, option("N")] = None  # of a block head: its layers
+    mask_token: Annotated[int | None, option("ID")] = None  # of a block head: mask id; unset: one that no text has
+    unroll: Annotated[int | None, option("N")] = None  # steps on its own features: the draft depth it learns
 
 
 @dataclass(frozen=True)
 class DraftArgs(OwnArgs):
-    """Train a small Llama draft for a target, on the texts that it writes itself. Use: --draft OUT/draft"""
+    """Train a small Llama draft for a target, on the target's own texts. Use: --draft OUT/draft"""
 
-    begin: Annotated[str | None, option("MODEL")] = None  # a draft that it begins with, in place of new weights
-    parallel: Annotated[int | None, option("K")] = None  # it learns to guess K tokens in one pass, over mask tokens
+    begin: Annotated[str | None, option("MODEL")] = None  # a draft to start from, in place of new weights
+    parallel: Annotated[int | None, option("K")] = None  # learn to guess K tokens in one pass, over mask tokens
     mask_token: Annotated[int | None, option("ID")] = None  # the mask's id; unset: one that no text has
-    num_layers: Annotated[int | None, option("N")] = None  # sizes as config.json has them
-    hidden_size: Annotated[int | None, option("N")] = None  # numbers of a token's state
-    num_heads: Annotated[int | None, option("N")] = None  # of queries
-    num_kv_heads: Annotated[int | None, option("N")] = None  # of keys and values
-    head_dim: Annotated[int | None, option("N")] = None  # numbers of one head
+    num_layers: Annotated[int | None, option("N")] = None  # number of layers; sizes as in config.json
+    hidden_size: Annotated[int | None, option("N")] = None  # width of a token's hidden state
+    num_heads: Annotated[int | None, option("N")] = None  # query heads
+    num_kv_heads: Annotated[int | None, option("N")] = None  # key and value heads
+    head_dim: Annotated[int | None, option("N")] = None  # width of one head
     intermediate_size: Annotated[int | None, option("N")] = None  # inner width of a layer's feed-forward
 
 
@@ -95,7 +95,7 @@ OWN: dict[str, type[OwnArgs]] = {"head": HeadArgs, "draft": DraftArgs}
 
 
 def with_flags(recipe: Any, args: OwnArgs) -> Any:
-    """The recipe, and its tables, changed by the flags that are given."""
+    """The recipe, with the given flags put in, also into its tables."""
     parts = [f.name for f in dataclasses.fields(recipe) if dataclasses.is_dataclass(getattr(recipe, f.name))]
     for name, value in vars(args).items():
         if value is not None and name != "recipe" and hasattr(recipe, name):
@@ -108,7 +108,7 @@ def with_flags(recipe: Any, args: OwnArgs) -> Any:
 
 
 def refuse_unused(flags: Seq[str], args: OwnArgs, need: str) -> None:
-    """Raise ConfigError if one of the flags is given, which only `need` heeds."""
+    """Raise ConfigError if one of these flags is given: they have an effect only with `need`."""
     given = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name, None) is not None]
     if given:
         raise ConfigError(f"{', '.join(given)}: only with {need}; add that, or leave it out")
@@ -116,7 +116,7 @@ def refuse_unused(flags: Seq[str], args: OwnArgs, need: str) -> None:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """An interruption says how to go on."""
+    """Context in which an interruption prints how to resume."""
     try:
         yield
     except KeyboardInterrupt:

@@ -27,46 +27,46 @@ if TYPE_CHECKING:
 
 
 OUT = arg(metavar="FILE", aliases=["-o"])
-SHOWN = 8  # settings that lost for one reason, the best ones
+SHOWN = 8  # most settings that are listed for one reason to lose, the best ones
 
 
 @dataclass(frozen=True)
 class TuneArgs:
-    """Choose how to draft, in which formats and how far: predicted, then checked in turns with plain decoding.
+    """Choose drafter, formats and draft length: by prediction, then by measurement in turns with plain decoding.
 
-    Answers end where they end by themselves. What was chosen is written as TOML for `serve --profile`, LLM(profile=)
-    and the other commands, with what was promised, what was measured, and what lost.
+    Answers end at their natural end. The choice is written as TOML for `serve --profile`, LLM(profile=) and the other
+    commands, with the predicted and the measured figures, and the settings that lost.
     """
 
     model: Annotated[str, Positional]  # the target: 'embedded', a folder, or a hub id
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: the embedded
-    num_prompts: int = 32  # at most so many of them, spread over the file
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: embedded
+    num_prompts: int = 32  # at most N of them, spread over the file
     max_tokens: int = 96  # longest answer
     temperature: float = 0.0  # as your users sample
     seed: int = 1
-    # as --draft; unset: those without a model, and embedded ones
+    # as --draft; unset: drafters without a model, and embedded ones
     drafts: Annotated[tuple[str, ...], option("TEXT")] = ()
     formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
-    kv_formats: tuple[str, ...] = ("auto",)  # of the cache
-    draft_formats: tuple[str, ...] = ("auto",)  # of the drafts' weights
-    batch: str = "1,4"  # sequences at once that are tried, with commas between
-    threads: str = ""  # CPU threads that are tried, e.g. 1,2; unset: as many as the backend finds useful
+    kv_formats: tuple[str, ...] = ("auto",)  # number formats of the KV cache
+    draft_formats: tuple[str, ...] = ("auto",)  # number formats of the drafts' weights
+    batch: str = "1,4"  # batch sizes (sequences at once) to try, comma-separated
+    threads: str = ""  # CPU threads to try, e.g. 1,2; unset: as many as the backend finds useful
     objective: str = "balanced"  # latency (the smallest batch), throughput (the largest), balanced, ttft, or memory
-    slo: str = ""  # bounds that nine of ten requests keep: 'ttft<2s', 'itl<50ms', or both with a comma
-    quality: Annotated[float | None, option("RATIO")] = None  # most perplexity over the checkpoint's, e.g. 1.02
-    quality_text: Annotated[Path | None, option("FILE")] = None  # text for it; unset: the held-out prompts of sameseed
-    quality_tokens: int = 2048  # of that text that are read
+    slo: str = ""  # bounds that nine of ten requests must keep: 'ttft<2s', 'itl<50ms', or both with a comma
+    quality: Annotated[float | None, option("RATIO")] = None  # highest perplexity over the checkpoint's, e.g. 1.02
+    quality_text: Annotated[Path | None, option("FILE")] = None  # text for --quality; unset: our held-out prompts
+    quality_tokens: int = 2048  # tokens of that text to read
     seconds: float = 120.0  # time to spend, loading included
-    # run every setting, on half of the prompts each for choice and check: how good was the choice?
+    # run every setting: half of the prompts to choose, half to check how good the choice was
     exhaustive: Annotated[bool, option()] = False
     device: str = "cpu"  # cpu, cuda, cuda:1, ...
-    engine: Literal["sameseed", "vllm"] = "sameseed"  # vllm: measure the one that runs at --url with one of --drafts
-    url: str | None = None  # vllm: its address
-    cost: Annotated[Path, option("FILE")] = Path("vllm-costs.json")  # vllm: what its runs showed; read, and added to
+    engine: Literal["sameseed", "vllm"] = "sameseed"  # vllm: measure the vLLM at --url; --drafts names its draft
+    url: str | None = None  # vllm: the server's URL
+    cost: Annotated[Path, option("FILE")] = Path("vllm-costs.json")  # vllm: measured costs; read and added to
     api_key_file: Annotated[Path | None, option("FILE")] = None  # vllm: its key, on the first line
     out: Annotated[Path, OUT] = Path("tuned.toml")  # the profile
     records: Annotated[Path | None, option("FILE")] = None  # with --exhaustive: append the record of regrets here
-    check: Annotated[Path | None, option("FILE")] = None  # measure a profile's choice again instead, and say its drift
+    check: Annotated[Path | None, option("FILE")] = None  # instead measure a profile's choice again, and show its drift
     plot: Annotated[Path | None, option("FILE.png")] = None  # predicted against measured, speed against quality, as PNG
     json: Annotated[bool, option()] = False  # one JSON object instead of tables
 
@@ -220,7 +220,7 @@ def _show(found: TuneOutcome, made: Tuned, args: TuneArgs, before: Tuned | None)
 
 
 def _lost(made: Tuned) -> Table:
-    """What lost, and why: all that could not be tried, and the best of those that ran or that a prediction refused."""
+    """Table of what lost, and why: all that could not be tried, and the best of those that ran or were ruled out."""
     from rich.table import Table
 
     table = Table("setting", "why", "speed", title="what lost", title_justify="left", title_style="bold")
@@ -240,7 +240,7 @@ def _lost(made: Tuned) -> Table:
 
 
 def _regret(regret: Regret) -> Table:
-    """How far the choice and usual ones lie behind the best of all, on prompts that were held out."""
+    """Table of how far the choice, and usual choices, are behind the best of all on held-out prompts."""
     from rich.table import Table
 
     title = f"behind the best on held-out prompts, {regret.best} (80 % intervals)"
@@ -256,7 +256,7 @@ def _regret(regret: Regret) -> Table:
 
 
 def _table(found: TuneOutcome) -> Table:
-    """Who ran, the best first: predicted and measured speed-up at each batch size."""
+    """Table of the settings that ran, the best first: predicted and measured speed-up at each batch size."""
     from rich.table import Table
 
     batches = found.asked.batches

@@ -37,7 +37,7 @@ def run_vllm(asked: ServerTuneRequest, model: str, cost: Path, out: Path, as_jso
 
 
 def _show(looks: Seq[Look], rows: list[LengthRow], todo: str | None, out: Path) -> None:
-    """What was seen, which length pays, and what to run next."""
+    """Show what was measured, which length pays, and what to run next."""
     from sameseed.cli.console import show_table, stdout_console
     from sameseed.plan.tune_server import best_of
 
@@ -53,7 +53,7 @@ def _show(looks: Seq[Look], rows: list[LengthRow], todo: str | None, out: Path) 
 
 
 def _table(rows: list[LengthRow], best: dict[int, LengthRow]) -> Table:
-    """Each length at each batch size."""
+    """A table of each length at each batch size."""
     from rich.table import Table
 
     table = Table("at once", "draft tokens", "tokens a round", "ms a round", "times plain decoding", "")

@@ -21,14 +21,14 @@ OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
 
 @dataclass(frozen=True)
 class TwinArgs:
-    """Write a Llama checkpoint of a real model's shape that computes a small model's function: speed at real size with
-    real acceptance, for this engine and for others. Its text is the small model's.
+    """Write a Llama checkpoint of a real model's shape that computes a small model's function. It has the speed of the
+    real size, and real acceptance, in this engine and others. Its text is the small model's.
     """
 
     shape: Annotated[str | None, option("NAME")] = None  # a known shape (see profile --list), or a model's folder
     of: str = "embedded-target"  # the small model or EAGLE-3 head: embedded-target, embedded-draft, a folder, a hub id
-    target: str = "embedded-target"  # of a head: the small model that it drafts for
-    draft_vocab: Annotated[int | None, option("N")] = None  # of a head: tokens that it may guess; unset: 32000
+    target: str = "embedded-target"  # for a head: the small model that it drafts for
+    draft_vocab: Annotated[int | None, option("N")] = None  # for a head: tokens that it may guess; unset: 32000
     out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
     seed: int = 0  # of the random weights
     device: str = "cpu"  # where matrices are put together: cpu, cuda, cuda:1, ...
@@ -37,7 +37,7 @@ class TwinArgs:
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Check, write, say what it is."""
+    """Check, write, and print what was written."""
     args = parse(TwinArgs, argv, prog).args
     example = "e.g. sameseed twin --shape llama-3.2-1b --of embedded-target -o twins/1b"
     if args.shape is None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT = ("n", "logprobs")
 NO_SERVER = "how the server reads the fields of a request (its packages are not installed)"
-EXIT = {"failed": 1, "not shown": 3}  # of a verdict, if not 0
+EXIT = {"failed": 1, "not shown": 3}  # exit codes by verdict, if not 0
 GREEN, RED, YELLOW = "green", "bold red", "yellow"
 COLOURS = {  # of a check, or of a whole certificate
     "passed": GREEN,
@@ -39,20 +39,20 @@ COLOURS = {  # of a check, or of a whole certificate
 
 @dataclass(frozen=True)
 class VerifyArgs:
-    """Certify that texts with speculation are those without: tokens, log-probabilities, the law of sampling, the cache.
+    """Certify that speculation changes no text: tokens, log-probabilities, the distribution of samples, the cache.
 
-    The engine's flags are generate's; the sampling flags are those of sampled texts, beside which greedy ones are
-    always checked. Exit code 0: all that ran passed; 1: something failed; 2: bad usage; 3: too little was seen to say.
+    The engine's flags are generate's. The sampling flags are for sampled texts; greedy texts are always checked too.
+    Exit code 0: all checks that ran passed; 1: one failed; 2: bad usage; 3: too little data to decide.
     """
 
     effort: str = "quick"  # quick, normal, full, or a number: the share of the full sizes (full is 1)
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: the embedded
-    num_prompts: Annotated[int | None, option("N")] = None  # take so many, spread over the file; unset: all
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: embedded
+    num_prompts: Annotated[int | None, option("N")] = None  # take N of them, spread over the file; unset: all
     batch: int = 8  # sequences that run together
-    every: Annotated[bool, option()] = False  # one certificate for each way to guess, in 8 formats, batches of 1 to 16
+    every: Annotated[bool, option()] = False  # one certificate for each drafter, in 8 formats, batches of 1 to 16
     only: Annotated[tuple[str, ...], option("ID")] = ()  # run these checks alone, e.g. L3 L6; unset: all
-    mutants: Annotated[bool, option()] = False  # also put wrong versions in place; each must be rejected by a check
-    mutant_seed: Annotated[int | None, option("N")] = None  # of the tenth that is drawn anew; unset: another each run
+    mutants: Annotated[bool, option()] = False  # also test wrong versions of the code: a check must reject each
+    mutant_seed: Annotated[int | None, option("N")] = None  # of the randomly drawn tenth; unset: another each run
     html: Annotated[Path | None, option("FILE")] = None  # write the certificate as one page
     out: Annotated[Path | None, option("FILE")] = None  # append the record (one JSON line) to a file
     json: Annotated[bool, option()] = False  # the record to stdout instead of tables
@@ -88,7 +88,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def known_checks() -> tuple[Check, ...]:
-    """The laws' checks, and the server's before those that judge what the others left, where it is installed."""
+    """All checks. The server's, if its packages are installed, goes before the last three, which judge what is left."""
     from sameseed.laws.checks import CHECKS
 
     try:
@@ -99,7 +99,7 @@ def known_checks() -> tuple[Check, ...]:
 
 
 def server_mistakes() -> tuple[tuple[Mutant, ...], dict[str, tuple[str, ...]]]:
-    """Wrong versions of the server's code, and where more can be drawn, if it is installed."""
+    """Mutants of the server's code, and where more can be drawn; empty if the server's packages are missing."""
     try:
         from sameseed.server.mistakes import SERVER_AREA, SERVER_MISTAKES
     except ImportError:
@@ -108,7 +108,7 @@ def server_mistakes() -> tuple[tuple[Mutant, ...], dict[str, tuple[str, ...]]]:
 
 
 def _mutants(certificate: Certificate, tokenizer: Tokenizer, args: VerifyArgs, tick: Tick) -> dict[str, Any]:
-    """The score of the written mutants, and as `drawn` that of a tenth more, which a generator draws anew."""
+    """The score of the hand-written mutants and, as `drawn`, of randomly drawn ones, a tenth of all mutants."""
     from sameseed.cli.console import stderr_console
     from sameseed.laws import held_out, mutants
     from sameseed.laws.drawn import AREAS, Places
@@ -125,7 +125,7 @@ def _mutants(certificate: Certificate, tokenizer: Tokenizer, args: VerifyArgs, t
 
 
 def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs, checks: Seq[Check]) -> int:
-    """One certificate: made, written, shown."""
+    """Make, write and show one certificate; returns the exit code."""
     from sameseed.cli.console import stages, stderr_console
     from sameseed.laws.checks import CHECKS, UNSEEN
     from sameseed.study import certificate as suite, record
@@ -158,7 +158,7 @@ def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: Verif
 
 
 def _show(certificate: Certificate, found: dict[str, Any]) -> None:
-    """A table of the checks, what is wrong in detail, the verdict last."""
+    """Print a table of the checks, failures in detail, and the verdict last."""
     from rich.table import Table
     from rich.text import Text
 
@@ -192,7 +192,7 @@ def _show(certificate: Certificate, found: dict[str, Any]) -> None:
 
 
 def _show_wrong(certificate: Certificate, console: Console) -> None:
-    """What failed, or was warned of, in detail; mutants that no check rejected."""
+    """Print failures and warnings in detail, and mutants that no check rejected."""
     from rich.text import Text
 
     from sameseed.laws.held_out import COUNTS
@@ -217,11 +217,11 @@ def _show_wrong(certificate: Certificate, console: Console) -> None:
                 console.print(Text(f"  {trial['outcome']}: {trial['name']}", style=YELLOW))
 
 
-# --- every way to guess, in many formats ---
+# --- every drafter, in many formats ---
 
 
 def drafts_of(engine: EngineChoice) -> dict[str, SpecConfig]:
-    """Every way to guess for a model: the embedded pair's, or those without a model, and the one that --draft names."""
+    """All drafts for a model: those of the embedded pair, or those without a model and the one that --draft names."""
     from sameseed.study import certificate_every as every
 
     own: SpecConfig | None = engine.settings["draft"]
@@ -242,7 +242,7 @@ def _every(engine: EngineChoice, asked: Asked, config: EngineConfig, params: Sam
     from sameseed.study import certificate_every as every, record
     from sameseed.study.certificate_page import render_every
 
-    resolve(config.backend, config.device)  # what is not here is said once, not by every certificate
+    resolve(config.backend, config.device)  # a missing backend is reported once, not per certificate
     outcomes: list[Outcome] = []
     with stages("certificates", args.json) as tick:
         for outcome in every.run(every.cells(drafts_of(engine)), asked, config, params, tick):

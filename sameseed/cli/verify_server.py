@@ -1,4 +1,4 @@
-"""`sameseed verify-server`: does a server that speaks OpenAI's API keep texts as they are, whoever else it serves?"""
+"""`sameseed verify-server`: does a server with OpenAI's API return the same texts, whatever else it serves?"""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ COLOURS = {"holds": "green", "broken": "bold red", "not shown": "yellow"}
 
 @dataclass(frozen=True)
 class VerifyServerArgs:
-    """Ask a server with OpenAI's API (sameseed, vLLM, SGLang, llama-server, OpenVINO) whether its texts stay the same.
+    """Check if a server with OpenAI's API (sameseed, vLLM, SGLang, llama-server, OpenVINO) keeps its texts the same.
 
-    Greedy texts again, under load, streamed, from the prefix cache, later, with speculation off and on; seeds,
-    log-probabilities, near ties. Exit code 0: all promises hold; 1: one is broken; 3: not shown; 2: bad usage.
+    Greedy texts are repeated under load, streamed, from the prefix cache, later, and with speculation off and on. Also
+    seeds, log-probabilities, near ties. Exit code 0: all promises hold; 1: one is broken; 3: not shown; 2: bad usage.
     """
 
     url: Annotated[str, Positional]  # the server's address
-    name: Annotated[str | None, option("NAME")] = None  # the model's, on the server; unset: the first that it names
+    name: Annotated[str | None, option("NAME")] = None  # the model's name on the server; unset: the first listed
     chat: Annotated[bool, option()] = False  # /v1/chat/completions instead of /v1/completions
-    model: Annotated[str | None, option("FOLDER")] = None  # the weights: texts are also held against a textbook decoder
-    format: str = "auto"  # of these weights, as the server stores them
-    kv_format: str = "auto"  # of the server's cache (auto: bf16)
+    model: Annotated[str | None, option("FOLDER")] = None  # its weights: also compare with a textbook decoder
+    format: str = "auto"  # number format of these weights, as the server stores them
+    kv_format: str = "auto"  # number format of the server's KV cache (auto: bf16)
     # near ties: this share of the largest logit; unset: by format
     tolerance: Annotated[float | None, option("X")] = None
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: built-in
-    num_prompts: Annotated[int | None, option("N")] = None  # at most; unset: what --requests allow
-    max_tokens: int = 48  # of an answer
-    requests: int = 200  # at most
-    seconds: float = 300.0  # at most; a request under way is waited for
-    concurrency: int = 4  # requests at once, where the server is to be loaded
+    num_prompts: Annotated[int | None, option("N")] = None  # most prompts; unset: what --requests allow
+    max_tokens: int = 48  # longest answer
+    requests: int = 200  # most requests
+    seconds: float = 300.0  # most seconds; a running request is waited for
+    concurrency: int = 4  # requests at once, for checks under load
     timeout: float = 120.0  # seconds for one request
     seed: int = 1  # of sampled texts and of the load's order
-    only: Annotated[tuple[str, ...], option("ID")] = ()  # these promises alone, e.g. load stream; unset: all
+    only: Annotated[tuple[str, ...], option("ID")] = ()  # check only these promises, e.g. load stream; unset: all
     again: Annotated[Path | None, option("FILE")] = None  # compare with the last report in this file
     api_key_file: Annotated[Path | None, option("FILE")] = None  # the key, on its first line
-    api_key_variable: str = "SAMESEED_API_KEY"  # where the key is otherwise
+    api_key_variable: str = "SAMESEED_API_KEY"  # environment variable with the key, if there is no file
     html: Annotated[Path | None, option("FILE")] = None  # write the report as one page
     out: Annotated[Path | None, option("FILE")] = None  # append the report (one JSON line) to a file
     json: Annotated[bool, option()] = False  # the report to stdout instead of a table
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Check the arguments, ask, show, write; the exit code says the verdict."""
+    """Check the arguments, query the server, show, write; the exit code gives the verdict."""
     args = parse(VerifyServerArgs, argv, prog).args
     from sameseed.study import record
     from sameseed.study.promises.verify import EXIT_CODES, ServerSettings
@@ -101,7 +101,7 @@ async def _ask(
 
 
 def _endpoint(args: VerifyServerArgs) -> Endpoint:
-    """The server; an address may end in the API's version. Raises ConfigError."""
+    """The server's endpoint; its URL may end in the API's version, e.g. /v1. Raises ConfigError."""
     from sameseed.study.load.wire import Endpoint, base_url
 
     url, _, version = args.url.rstrip("/").rpartition("/")
@@ -128,7 +128,7 @@ def _earlier(path: Path) -> dict[str, Any]:
 
 
 def _show(found: Mapping[str, Any]) -> None:
-    """A table of the promises, what changed in detail, the verdict last."""
+    """Print a table of the promises, changed texts in detail, and the verdict last."""
     from rich.table import Table
     from rich.text import Text
 

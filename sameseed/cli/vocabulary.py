@@ -1,4 +1,4 @@
-"""`sameseed vocabulary`: the tokens that a text has most often, for drafts that guess only these."""
+"""`sameseed vocabulary`: the most frequent tokens of a text, for drafts that guess only these."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ OUT_ALIAS = arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")
 
 @dataclass(frozen=True)
 class VocabularyArgs:
-    """Count tokens in a text like those to be written, and list the most frequent: for the option `vocabulary` of
-    drafters, e.g. --draft-options '{"vocabulary": "ids.json"}'.
+    """Count the tokens of a typical text and list the most frequent ones, for the option `vocabulary` of drafters, e.g.
+    --draft-options '{"vocabulary": "ids.json"}'.
     """
 
-    text: Annotated[Path | None, Positional, option("[TEXT]")] = None  # a UTF-8 text, much of it (required)
+    text: Annotated[Path | None, Positional, option("[TEXT]")] = None  # a large UTF-8 text (required)
     model: str = "embedded"  # whose tokenizer: a folder, a hub id or "embedded"
     size: int = 8192  # tokens in the list
     out: Annotated[Path | None, OUT_ALIAS] = None  # where the list goes; unset: to stdout
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Count, write, say what share of the text the list covers."""
+    """Count, write, and print which share of the text the list covers."""
     args = parse(VocabularyArgs, argv, prog).args
     if args.text is None:
         raise RequestError("a text is missing; e.g. sameseed vocabulary chats.txt --size 8192 -o ids.json")

@@ -1,1 +1,1 @@
-"""Other engines: what they are told, so that they do what sameseed was asked for."""
+"""Translates sameseed's settings into the settings of other engines."""

@@ -1,6 +1,6 @@
-"""sameseed's settings as vLLM's command line (read against vLLM 0.33). What vLLM cannot do is refused, with a remedy.
+"""sameseed's settings as vLLM's command line (checked against vLLM 0.33). What vLLM cannot do is refused with a remedy.
 
-No torch and no vLLM in here: the process that asks for this loads neither.
+This module imports neither torch nor vLLM, because the process that uses it loads neither.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from sameseed.export.vllm_draft import (
 from sameseed.models.config import read_json
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# fp8: one scale a layer, which every kernel of vLLM reads; the others keep one a token and head, as sameseed does.
+# fp8 has one scale per layer, which all vLLM kernels support; the others have one per token and head, as in sameseed.
 KV_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 KV_FORMATS |= {"int8": "int8_per_token_head", "int4": "int4_per_token_head"}
 KV_FORMATS |= {name: name for name in ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")}
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
-# What sameseed decides: who may come in, where it listens, what runs.
+# vLLM's flags that sameseed itself sets: access, address, model and draft.
 RESERVED = (
     *("host", "port", "uds", "api-key", "ssl-keyfile", "ssl-certfile", "grpc-port", "allowed-origins", "root-path"),
     *("model", "served-model-name", "speculative-config", "sc", "spec-method", "spec-model", "spec-tokens"),
     *("trust-remote-code", "middleware", "headless"),
-    # A file of flags; how many may come in; what is told.
+    # A file of flags; the number of sequences; the metrics.
     *("config", "max-num-seqs", "per-request-spec-decode-metrics"),
 )
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A vLLM that is installed. `cpu`: a build for CPUs; `flags` that it may know; `modules` that are beside it."""
+    """An installed vLLM. `cpu`: a build for CPUs; `flags` that it may know; `modules`: libraries installed with it."""
 
     version: str
     cpu: bool = False
-    flags: frozenset[str] = frozenset()  # none: not known
+    flags: frozenset[str] = frozenset()  # empty: not known
     modules: frozenset[str] = frozenset()
 
     @property
@@ -74,9 +74,9 @@ def arguments(
 ) -> list[str]:
     """vLLM's arguments, the model first, for settings as `make_config` takes them.
 
-    `served_names`: what clients call the model; the first stands in answers. `detail`: of each request's speculation,
-    "summary" or "detailed". `more`: vLLM's own flags, as on a command line.
-    Raises ConfigError for what vLLM cannot do, ModelLoadError for a model that is not there.
+    `served_names`: the model's names for clients; answers show the first. `detail`: metrics of each request's
+    speculation, "summary" or "detailed". `more`: vLLM's own flags, as on a command line.
+    Raises ConfigError for what vLLM cannot do, ModelLoadError for a model that does not exist.
     """
     folder = model_path(model)
     made = [folder, "--served-model-name", *served_names, *_format(folder, settings), *_limits(settings)]
@@ -91,7 +91,7 @@ def arguments(
 def environment(
     settings: Mapping[str, Any], spread: Spread | None = None, batch_invariant: bool = False
 ) -> dict[str, str]:
-    """Variables that say what flags cannot. On CPUs each worker gets cores of its own; GPUs do not look at that."""
+    """Environment variables for what has no flag. On CPUs each worker gets cores of its own; GPU builds ignore that."""
     made = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
     threads = settings.get("threads")
     if threads is not None:
@@ -104,11 +104,11 @@ def environment(
 def check(
     installed: Installed, words: Seq[str], spec: Mapping[str, Any] | None, spread: Spread, batch_invariant: bool = False
 ) -> None:
-    """Refuse, before it is started, what this vLLM lacks for these arguments. Raises ConfigError with the remedy."""
+    """Raise ConfigError with a remedy, before vLLM is started, if this vLLM lacks what these arguments need."""
     spec = spec or {}
     method, version = spec.get("method"), installed.version
     caches = [after for word, after in pairwise([*words, ""]) if word == "--kv-cache-dtype"]
-    cache = caches[-1] if caches else None  # the last one, as parsers do
+    cache = caches[-1] if caches else None  # the last one counts, as in parsers
     if installed.number < OLDEST:
         raise ConfigError(f"vLLM {version} is too old, {_text(OLDEST)} is the oldest; update it: pip install -U vllm")
     if method == "suffix" and "arctic_inference" not in installed.modules:
@@ -137,7 +137,7 @@ def check(
                 f"vLLM {version} has no {word}, {_text(SINCE[word])} is the first; update it, or leave it out"
             )
     if installed.cpu:
-        # What vLLM's build for CPUs has not
+        # What vLLM's build for CPUs lacks
         if batch_invariant:
             raise ConfigError("--batch-invariant is of vLLM's GPU kernels, and this build is for CPUs; leave it out")
         if cache is not None and cache.endswith("_per_token_head"):
@@ -149,7 +149,7 @@ def check(
 
 
 def _check_flags(installed: Installed, words: Seq[str]) -> None:
-    """Refuse flags that this vLLM has not. It takes the beginning of a flag for it, and --flag.part, --no-flag."""
+    """Raise ConfigError for flags that this vLLM lacks. It also takes prefixes of flags, --flag.part and --no-flag."""
     for word in words if installed.flags else ():
         name = "--" + word.partition("=")[0].partition(".")[0].lstrip("-").replace("_", "-")
         plain = name.replace("--no-", "--", 1)
@@ -160,7 +160,7 @@ def _check_flags(installed: Installed, words: Seq[str]) -> None:
 
 
 def notes(installed: Installed, spec: Mapping[str, Any] | None, batch_invariant: bool = False) -> list[str]:
-    """What an operator should know of these settings, in words."""
+    """Warnings to the operator about these settings."""
     made, method = [], (spec or {}).get("method")
     if method == "suffix" or (method == "ngram" and installed.number < SINCE[NGRAM_AHEAD]):
         made.append(
@@ -183,16 +183,16 @@ def notes(installed: Installed, spec: Mapping[str, Any] | None, batch_invariant:
 
 
 def greedy_only(installed: Installed, spec: Mapping[str, Any] | None) -> bool:
-    """Whether sampled requests must be refused: on CPUs vLLM loses their temperature where there is a draft.
+    """Whether sampled requests must be refused: on CPUs vLLM loses their temperature if there is a draft.
 
-    It divides by memory that nothing was written to (vllm-project/vllm#55005, seen in 0.32.0); greedy requests in the
-    same pass come out wrong too.
+    vLLM divides by uninitialized memory (vllm-project/vllm#55005, seen in 0.32.0). Greedy requests in the same pass
+    come out wrong too.
     """
     return installed.cpu and spec is not None
 
 
 def shares_past(spec: Mapping[str, Any] | None) -> bool:
-    """Whether texts of one client may be drafted for another."""
+    """Whether one client's texts may be used as drafts for another."""
     return (spec or {}).get("method") == "suffix" and (spec or {}).get("suffix_decoding_max_cached_requests") != 0
 
 
@@ -201,7 +201,7 @@ def _text(version: Version) -> str:
 
 
 def stored_scheme(config: Mapping[str, Any]) -> str | None:
-    """The scheme that a checkpoint's config.json says its weights are in, in sameseed's words; None: not quantized."""
+    """The scheme of the weights according to a checkpoint's config.json, by sameseed's name; None: not quantized."""
     found = config.get("quantization_config")
     if not found:
         return None
@@ -218,7 +218,10 @@ def stored_scheme(config: Mapping[str, Any]) -> str | None:
 
 
 def _format(folder: str, settings: Mapping[str, Any]) -> list[str]:
-    """Flags for the formats of weights and cache; vLLM does not choose codes while it reads. Raises ConfigError."""
+    """Flags for the formats of weights and KV cache. vLLM does not quantize weights while it loads them.
+
+    Raises ConfigError.
+    """
     asked, kv = settings.get("format", "auto"), settings.get("kv_format", "auto")
     made: list[str] = []
     config = Path(folder) / "config.json"
@@ -239,7 +242,10 @@ def _format(folder: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _limits(settings: Mapping[str, Any]) -> list[str]:
-    """Flags for limits; those that stand at sameseed's default are left to vLLM's, but for sequences at once."""
+    """Flags for limits. A limit at sameseed's default is left to vLLM's default, except max_num_seqs.
+
+    Raises ConfigError for a backend.
+    """
     if settings.get("backend", "auto") != "auto":
         raise ConfigError("--backend chooses sameseed's kernels; vLLM has its own: leave it at auto")
     own, cache = EngineConfig(), CacheConfig()
@@ -258,9 +264,9 @@ def _limits(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _own_flags(more: str) -> list[str]:
-    """vLLM's own flags as they were given. Raises ConfigError for those that are sameseed's to decide.
+    """vLLM's own flags as they were given. Raises ConfigError for those that sameseed sets.
 
-    vLLM's parser takes the beginning of a flag for the flag, "_" for "-", and sets parts of a value by --flag.part.
+    vLLM's parser takes a prefix of a flag for the flag, "_" for "-", and sets parts of a value by --flag.part.
     """
     made = shlex.split(more)
     for word in made:

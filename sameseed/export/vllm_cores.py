@@ -1,4 +1,4 @@
-"""Cores for vLLM's workers on a CPU: by itself it gives each a NUMA node, and refuses more workers than nodes."""
+"""CPU cores for vLLM's workers. By itself vLLM gives each worker a NUMA node, and refuses more workers than nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SYSTEM = Path("/sys/devices/system")
 
 
 def cores_of_workers(workers: int, allowed: set[int] | None = None, system: Path = SYSTEM) -> str | None:
-    """What VLLM_CPU_OMP_THREADS_BIND should say, e.g. "0-3|4-7"; None where vLLM binds them well by itself.
+    """The value of VLLM_CPU_OMP_THREADS_BIND, e.g. "0,1|2,3"; None if vLLM binds the workers well by itself.
 
     `allowed`: CPUs that may be used, by default those of this process. With fewer CPUs than workers, some share one.
     """
@@ -20,14 +20,14 @@ def cores_of_workers(workers: int, allowed: set[int] | None = None, system: Path
 
 
 def cores_of_replicas(replicas: int, workers: int, allowed: set[int] | None = None, system: Path = SYSTEM) -> list[str]:
-    """The same for each of several vLLMs on one machine; by itself each would take the same cores."""
+    """The same for each of several vLLMs on one machine, which would all take the same cores by themselves."""
     allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
     shares = _shares(replicas * workers, allowed, system)
     return ["|".join(shares[workers * i : workers * (i + 1)]) for i in range(replicas)]
 
 
 def _shares(num: int, allowed: set[int], system: Path) -> list[str]:
-    """So many parts of the CPUs, those of a NUMA node together, e.g. "0,1"."""
+    """`num` parts of the CPUs, e.g. "0,1"; CPUs of one NUMA node stay together."""
     nodes = _nodes(allowed, system)
 
     def order(cpu: int) -> tuple[int, int]:
@@ -40,19 +40,19 @@ def _shares(num: int, allowed: set[int], system: Path) -> list[str]:
 
 
 def _nodes(allowed: set[int], system: Path) -> dict[int, int]:
-    """The NUMA node of each CPU that may be used, where that is told."""
+    """The NUMA node of each CPU that may be used, if the system reports it."""
     found = system.glob("node/node[0-9]*/cpu[0-9]*")
     return {cpu: int(path.parent.name[4:]) for path in found if (cpu := int(path.name[3:])) in allowed}
 
 
 def _one_a_core(allowed: set[int], system: Path) -> dict[tuple[str, str], int]:
-    """One CPU of each physical core: two hyper-threads gain nothing where both compute."""
+    """One CPU of each physical core: a second hyper-thread gains nothing if both compute."""
     found = {}
     for cpu in sorted(allowed):
         topology = system / f"cpu/cpu{cpu}/topology"
         try:
             core = (topology / "physical_package_id").read_text(), (topology / "core_id").read_text()
-        except OSError:  # not told: a core of its own
+        except OSError:  # not reported: a core of its own
             core = ("", str(cpu))
         found[core] = cpu
     return found

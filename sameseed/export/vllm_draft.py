@@ -1,6 +1,7 @@
-"""vLLM's --speculative-config: a draft in vLLM's words, its own methods and keys, and since which version it has them.
+"""vLLM's --speculative-config: translates drafts, and knows vLLM's own methods and keys, and since when it has them.
 
-Read against vLLM 0.20 to 0.33. What changes the law of the text (its lossy and synthetic ways to accept) has no way in.
+Checked against vLLM 0.20 to 0.33. What changes the distribution of texts (vLLM's lossy and synthetic acceptance) is not
+available.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from sameseed.models.config import ASSETS, EMBEDDED, is_parallel, read_json
 from sameseed.models.head_config import is_head
 
 Version = tuple[int, int]
-OLDEST: Version = (0, 29)  # --per-request-spec-decode-metrics, and the server's place in vLLM's package
+OLDEST: Version = (0, 29)  # has --per-request-spec-decode-metrics, and the server's present module
 OVER_STAGES = "a draft with weights over several groups of layers"
 ON_ONE = "a draft model with a draft_tensor_parallel_size of 1"
 NGRAM_AHEAD = "ngram with asynchronous scheduling"
-# Since when vLLM has what it did not have at first; (0, 20) is the oldest that was looked at.
+# Since which version vLLM has a feature; (0, 20) is the oldest version that was checked.
 SINCE: Mapping[str, Version] = {
     **dict.fromkeys(("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash"), (0, 20)),
     **dict.fromkeys(("draft_tensor_parallel_size", "parallel_drafting", "int8_per_token_head"), (0, 20)),
@@ -34,13 +35,13 @@ SINCE: Mapping[str, Version] = {
     ON_ONE: (0, 31),
     NGRAM_AHEAD: (0, 32),
 }
-# Options that vLLM has too, with the drafters' own defaults (loading a drafter would load torch).
+# Options that vLLM has too, with the drafters' own defaults, copied: loading a drafter would load torch.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ngram": {"min_ngram": 2, "max_ngram": 4},
     "suffix": {"max_match": 24, "length_factor": 2.0, "min_probability": 0.1, "past": "tenant"},
 }
 OWN = ("mtp", "dspark", "dflash", "ngram_gpu")  # methods that sameseed has no drafter for
-WITHIN = ("mtp", "dspark")  # of these, the target's checkpoint may hold the weights
+WITHIN = ("mtp", "dspark")  # methods whose weights the target's checkpoint may hold
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
 _DRAFTERS = {
     "ngram": "ngram",
@@ -50,7 +51,7 @@ _DRAFTERS = {
     "eagle": "eagle",
     "block": "dflash",
 }
-# Part of an architecture's name, or of a hub id -> method; the first that is found.
+# Method by part of an architecture's name, or of a hub id; the first that is found counts.
 _MARKS = {
     "eagle3": "eagle3",
     "peagle": "eagle3",
@@ -64,10 +65,10 @@ _MARKS = {
 
 @dataclass(frozen=True)
 class Spread:
-    """Over what vLLM spreads a model: GPUs that share each layer, groups of layers, nodes of a Ray cluster."""
+    """How vLLM distributes a model: GPUs that share each layer, groups of layers, nodes of a Ray cluster."""
 
     tensor_parallel_size: int = 1
-    pipeline_parallel_size: int | None = None  # None: one group of layers a node
+    pipeline_parallel_size: int | None = None  # None: one group of layers per node
     nodes: int = 1
 
     def __post_init__(self) -> None:
@@ -85,7 +86,7 @@ class Spread:
         return self.tensor_parallel_size * self.stages
 
     def arguments(self) -> list[str]:
-        """Where there are more nodes than one, Ray places the parts; a cluster of them must run."""
+        """vLLM's flags. With more than one node, Ray places the workers; a Ray cluster must be running."""
         made = []
         if self.tensor_parallel_size > 1:
             made += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
@@ -95,7 +96,7 @@ class Spread:
 
 
 def model_path(name: str) -> str:
-    """A folder that vLLM finds, or a hub id as it is. Raises ModelLoadError for a file that vLLM does not read."""
+    """A folder that vLLM finds, or a hub id as it is. Raises ModelLoadError for a file, or for no such model."""
     if name in EMBEDDED:
         return str(ASSETS / EMBEDDED[name])
     path = Path(name).expanduser()
@@ -107,7 +108,7 @@ def model_path(name: str) -> str:
 
 
 def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str, Any] | None:
-    """vLLM's --speculative-config for the draft and its settings; None where nothing is drafted. Raises ConfigError."""
+    """vLLM's --speculative-config for the draft and its settings; None if nothing is drafted. Raises ConfigError."""
     spec = settings.get("draft") or SpecConfig()
     given = {
         name: settings[name]
@@ -142,7 +143,7 @@ def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str,
 
 
 def _named(spec: SpecConfig) -> tuple[str | None, str | None]:
-    """The method, None where the model says it, and the model of a draft. Raises ConfigError for what vLLM has not."""
+    """Method and model of a draft; method None: see the checkpoint. Raises ConfigError for what vLLM lacks."""
     name, colon, model = (spec.model or "").partition(":")
     if spec.method == "draft_model" and name in OWN and not Path(spec.model or "").exists():
         if name == "ngram_gpu" and colon:
@@ -161,7 +162,7 @@ def _named(spec: SpecConfig) -> tuple[str | None, str | None]:
 
 
 def _method_of(path: str) -> str:
-    """What a draft's checkpoint is: by its config.json, or, on the hub, by its name (as vLLM does)."""
+    """The method for a draft's checkpoint: by its config.json, or, on the hub, by its name (as in vLLM)."""
     folder = Path(path)
     if not folder.is_dir():
         marks = {mark: method for mark, method in _MARKS.items() if mark in ("eagle3", "dflash", "dspark")}
@@ -177,7 +178,10 @@ def _marked(text: str, marks: Mapping[str, str]) -> str | None:
 
 
 def _options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A drafter's own options in vLLM's words. Past texts: none, for vLLM's store of them is one for all tenants."""
+    """A drafter's own options as vLLM's keys. Past texts are off by default: vLLM has one store for all tenants.
+
+    Raises ConfigError.
+    """
     drafter = "ngram" if method == "ngram_gpu" else method
     known = OPTIONS.get(drafter, {})
     if unknown := [name for name in options if name not in known and name not in KEYS]:
@@ -211,7 +215,7 @@ def _own_keys(method: str, spec: SpecConfig, spread: Spread) -> dict[str, Any]:
 
 
 def _is_table(value: Any, spec: SpecConfig, spread: Spread) -> bool:
-    """[first, last, tokens] of each range of batch sizes, from 1 on, without overlap."""
+    """Whether `value` lists [first, last, tokens] of ranges of batch sizes, from 1 on, without overlap."""
     last = 0
     for row in value if isinstance(value, list) and value else [None]:
         if not (isinstance(row, list) and len(row) == 3 and all(type(v) is int for v in row)):
@@ -223,7 +227,7 @@ def _is_table(value: Any, spec: SpecConfig, spread: Spread) -> bool:
 
 
 Check = Callable[[Any, SpecConfig, Spread], bool]
-# Keys of vLLM: for which methods, whether it is good, what it must be.
+# vLLM's own keys: the methods that take it, a check of the value, and what the value must be.
 KEYS: Mapping[str, tuple[tuple[str, ...], Check, str]] = {
     "draft_tensor_parallel_size": (
         WITH_WEIGHTS,

@@ -1,4 +1,4 @@
-"""Which vLLM is there, asked of the interpreter that has it; nothing of vLLM is loaded."""
+"""Finds out which vLLM is installed, by asking the interpreter that has it. vLLM itself is not loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GET = "install it: pip install '.[vllm]', or name the python of an environment 
 
 
 def interpreter(python: str | None) -> str:
-    """The interpreter that has vLLM: `python`, or this one. Raises ConfigError where it is none, or has no vLLM."""
+    """The interpreter that has vLLM: `python`, or this one. Raises ConfigError if it is no program, or has no vLLM."""
     if python is None and importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"--engine vllm needs vLLM; {_GET}")
     program = sys.executable if python is None else shutil.which(python)
@@ -28,7 +28,7 @@ def interpreter(python: str | None) -> str:
 
 
 def look(python: str | None) -> Installed:
-    """What the vLLM of an interpreter is. Raises ConfigError where there is none."""
+    """The vLLM that an interpreter has. Raises ConfigError if it has none."""
     program = interpreter(python)
     command = [program, str(LOOK), "arctic_inference", "ray"]
     try:

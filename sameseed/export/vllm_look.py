@@ -1,7 +1,7 @@
-"""What vLLM an interpreter has, as a line of JSON; run by that interpreter. Needs nothing of sameseed, loads no vLLM.
+"""Prints which vLLM an interpreter has, as a line of JSON. Run by that interpreter; imports neither sameseed nor vLLM.
 
-`python vllm_look.py MODULE...`: its version, whether it is a build for CPUs, every flag that its sources name, and
-which of these modules are there.
+`python vllm_look.py MODULE...` prints its version, whether it is a build for CPUs, every flag that its sources name,
+and which of these modules are installed.
 """
 
 import importlib.util
@@ -13,8 +13,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Look, and print what was found; null where there is no vLLM."""
-    del sys.path[0]  # this file's folder, whose vllm.py is another
+    """Print what was found; null if there is no vLLM."""
+    del sys.path[0]  # this file's folder, whose vllm.py is not vLLM
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         print("null")
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def flags(folder: Path) -> list[str]:
-    """Words that may be flags: those written out, and the fields of classes that flags are made from."""
+    """Words that may be flags: literal flags in the sources, and fields of the classes that flags are made from."""
     found: set[str] = set()
     for file in [folder / "engine" / "arg_utils.py", *(folder / "entrypoints").rglob("cli_args.py")]:
         text = file.read_text(encoding="utf-8") if file.is_file() else ""

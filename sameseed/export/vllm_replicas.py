@@ -1,4 +1,4 @@
-"""Several vLLMs on one machine: what each is told so that none takes another's cores or GPUs."""
+"""Environment variables of several vLLMs on one machine, so that none takes another's cores or GPUs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sameseed.export.vllm import BIND, Installed, environment
 from sameseed.export.vllm_cores import cores_of_replicas
 from sameseed.export.vllm_draft import Spread
 
-GPUS = "CUDA_VISIBLE_DEVICES"  # AMD's look at it too
+GPUS = "CUDA_VISIBLE_DEVICES"  # vLLM's builds for AMD GPUs read it too
 
 
 def environments(
     settings: Mapping[str, Any], spread: Spread, installed: Installed, replicas: int = 1, batch_invariant: bool = False
 ) -> list[dict[str, str]]:
-    """Variables of each replica. GPUs are dealt out in order: those of CUDA_VISIBLE_DEVICES, else from 0 on.
+    """Environment variables of each replica. GPUs are assigned in order: CUDA_VISIBLE_DEVICES, else from 0 on.
 
-    Raises ConfigError where there cannot be so many.
+    Raises ConfigError if so many replicas are not possible.
     """
     if replicas < 1:
         raise ConfigError(f"--replicas must be at least 1, got {replicas}")

@@ -1,1 +1,1 @@
-"""The server: OpenAI's API over one engine, which runs in a process of its own. This side loads no weights."""
+"""The HTTP server with OpenAI's API. The engine runs in a separate process; the server process loads no weights."""

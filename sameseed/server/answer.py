@@ -1,4 +1,4 @@
-"""Answers: the ASGI responses of routes that write text. Whole or as events; they end early when the client leaves."""
+"""ASGI responses of the routes that generate text: one body or a stream. They end early if the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sameseed.server.replies import Reply
 from sameseed.server.stream import Stream
 
 log = logging.getLogger("sameseed.server")
-INLINE = 256  # tokens with log-probabilities that are written out on the event loop; more keep a thread busy
-GRACE = 5.0  # seconds that a client has to read why it was cut off
-LEFT = 499  # what is counted where the client left
+INLINE = 256  # most tokens with log-probabilities that are serialized on the event loop; more: in a thread
+GRACE = 5.0  # seconds for a client to read an error before its connection is cut
+LEFT = 499  # status that is counted if the client disconnected
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -30,17 +30,17 @@ _SSE = [
 
 
 class Answering(Response):
-    """Base: works on one answer until it ends, time is up or its client leaves; always gives back its ticket."""
+    """Base: sends one answer until it ends, times out or its client disconnects. Always releases its ticket."""
 
     def __init__(self, ticket: Ticket, timeout: float) -> None:
-        """`timeout`: seconds since the request arrived."""
+        """`timeout`: seconds for the request, from its arrival."""
         super().__init__()
         self._ticket, self._timeout = ticket, timeout
         self._stopped: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
-        self._status = 0  # of what has begun to be sent
+        self._status = 0  # of the response that has begun; 0: none has
 
     def leave(self, error: ApiError) -> None:
-        """End it with this error."""
+        """End the answer with this error."""
         if not self._stopped.done():
             self._stopped.set_result(error)
 
@@ -83,7 +83,7 @@ class Answering(Response):
             await asyncio.gather(work, watcher, return_exceptions=True)
 
     async def _tell(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Tell the client, if it reads and there is a way to: half of a body has none. Does it know?"""
+        """Send the error to the client. False if the client does not read, or if half of a plain body was sent."""
         if not self._status:
             telling: Awaitable[None] = error_response(error)(scope, receive, send)
         elif (last := self._last(error)) is not None:
@@ -97,24 +97,24 @@ class Answering(Response):
         return True
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer. Raises ApiError for what the client is told instead, or at last."""
+        """Send the answer. Raises ApiError for an error to send instead, or at the end of a stream."""
         raise NotImplementedError
 
     def _last(self, error: ApiError) -> bytes | None:
-        """What ends a body that has begun: None where nothing can."""
+        """Bytes that end a body that has begun with this error; None if the body cannot hold an error."""
         raise NotImplementedError
 
     def _free(self) -> None:
-        """The work is over, or given up: nobody need write for it any more."""
+        """Called when the work has ended or was cancelled: the engine need not generate for it any more."""
         raise NotImplementedError
 
     def _ended(self, status: int, took: float) -> dict[str, Any]:
-        """Count an answer that took so many seconds; what the log says of it besides."""
+        """Count an answer that took `took` seconds; returns more fields for its log line."""
         return {}
 
 
 class Answer(Answering):
-    """Writes one stream of the engine."""
+    """Sends the output of one stream of the engine."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Answer(Answering):
         usage: bool,
         timeout: float,
     ) -> None:
-        """`events`: as a stream; `usage`: with counts at its end."""
+        """`events`: send a stream of events, not one body; `usage`: end the stream with token counts."""
         super().__init__(ticket, timeout)
         self._reply, self._stream, self._metrics = reply, stream, metrics
         self._events, self._usage = events, usage
@@ -149,7 +149,7 @@ class Answer(Answering):
             reply.take(piece)
             if not self._events:
                 continue
-            if not self._status:  # until here an error still has a status of its own
+            if not self._status:  # before this, an error can still have its own status
                 self._status = 200
                 await send({"type": "http.response.start", "status": 200, "headers": _SSE})
                 await write(reply.begin())
@@ -185,5 +185,5 @@ class Answer(Answering):
 
 
 def too_late(timeout: float) -> ApiError:
-    """408."""
+    """The error 408: the request took too long."""
     return ApiError(408, f"the request took longer than {timeout:g} s", code="timeout")

@@ -1,4 +1,4 @@
-"""The application: routes, and what wraps them. `create_app` makes one; `server/run.py` serves it."""
+"""The FastAPI application: its routes and middleware. `create_app` builds it; `server/run.py` serves it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Service]:
-    """The application and its service. Its lifespan starts and ends the engine's process."""
+    """The ASGI application and its service. The application's lifespan starts and ends the engine's process."""
     service = Service(client, config)
     app = FastAPI(
         title="sameseed",
@@ -39,7 +39,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
         redoc_url=None,
         redirect_slashes=False,
         openapi_url="/openapi.json",
-        responses=errors(400, 401, 403, 500),  # of the guard, on every route
+        responses=errors(400, 401, 403, 500),  # the guard's errors, on every route
     )
 
     @app.exception_handler(RequestValidationError)
@@ -55,7 +55,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
 
 
 def _add_writing(app: FastAPI, service: Service) -> None:
-    """Routes that continue texts, and those of tokens."""
+    """Add the routes that generate text, and those that convert between text and tokens."""
     answer = "id:string object:string created:integer model:string choices:array usage:object metrics:object"
     completions = described("Continue a text", answer, protocol.CompletionFields, streams=True)
     app.post("/v1/completions", **completions)(service.completions)
@@ -78,7 +78,7 @@ def _add_writing(app: FastAPI, service: Service) -> None:
 
 
 def guarded(app: ASGIApp, config: ServerConfig, count: Count) -> ASGIApp:
-    """The guard around an application; and leave for pages of other sites, where the operator gives it."""
+    """Wrap an application in the guard, and in CORS middleware if the operator allows other web origins."""
     made: ASGIApp = Guard(app, config, count)
     if config.cors:
         shown = ["x-request-id", "retry-after"]
@@ -88,7 +88,7 @@ def guarded(app: ASGIApp, config: ServerConfig, count: Count) -> ASGIApp:
 
 
 def add_state(app: FastAPI, client: EngineClient | Replicas, gate: Gate) -> None:
-    """The routes that say whether the engine runs; and how errors are told."""
+    """Add the routes /health and /ready, and the handlers that turn exceptions into error responses."""
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -118,7 +118,7 @@ def add_state(app: FastAPI, client: EngineClient | Replicas, gate: Gate) -> None
 
 
 def _add_reading(app: FastAPI, service: Service) -> None:
-    """The routes that tell of the server and its model."""
+    """Add the routes that describe the server and its model, and the web pages."""
     (body, headers), created = playground(), int(time.time())
 
     def model(name: str) -> dict[str, Any]:

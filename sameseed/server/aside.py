@@ -1,8 +1,8 @@
-"""The process for work that may hang: it renders chat templates, or compiles grammars, and may be ended at any time.
+"""The helper process for work that may hang: renders chat templates, or compiles grammars. It may be killed any time.
 
-`python -m sameseed.server.aside FD`, one job after the other. Templates are rendered here, with a clock that ends the
-process; every grammar is compiled in a fork of its own, with limits of time and memory, for they come from strangers,
-and what they need (xgrammar and the vocabulary) takes seconds to load.
+`python -m sameseed.server.aside FD` does one job after the other. Templates are rendered in this process, under a timer
+that ends it. Each grammar is compiled in a fork with limits of time and memory, because grammars come from clients. A
+fork needs no loading; xgrammar and the vocabulary take seconds to load.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sameseed.server.frames import Done, FromHelper, Rejected, Setup, Stalled, T
 from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS, opened
 
 log = logging.getLogger("sameseed")
-WALL = 5.0  # seconds by the clock for each second of work: others compute too
-LEAVING = 5.0  # seconds for a fork to end that has closed its pipe: it does so at once, when its turn comes
+WALL = 5.0  # wall-clock seconds for each second of CPU time: other processes compute too
+LEAVING = 5.0  # seconds for a fork to end after it has closed its pipe; it ends as soon as it is scheduled
 FORK = multiprocessing.get_context("fork")  # only bytes go through its pipes, never objects
 TOO_MUCH = "it takes too much time or memory to compile; simplify it"
 
 
 class Aside:
-    """One helper at the end of a socket. The first frame says which model it is for."""
+    """Does a helper's jobs, which come as frames from a socket. The first frame says which model they are for."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -70,9 +70,9 @@ class Aside:
             return Rejected(str(error))
 
     def _compile(self, kind: str, source: str) -> FromHelper:
-        """Compile in a fork, so that neither a crash nor a kill costs what is loaded.
+        """Compile in a fork, so that neither a crash nor a kill loses the loaded library and vocabulary.
 
-        Raises RequestError for a grammar that cannot be, or takes too much.
+        Raises RequestError for a grammar that is invalid, or takes too much time or memory.
         """
         try:
             reading, writing = FORK.Pipe(duplex=False)
@@ -80,10 +80,10 @@ class Aside:
                 with writing:
                     fork = FORK.Process(target=self._as_child, args=(writing, kind, source))
                     fork.start()
-                said: bytes | None = b""  # nothing where the fork ends before, None where it takes too long
+                said: bytes | None = b""  # empty if the fork ends early, None if it takes too long
                 with contextlib.suppress(EOFError, OSError):
                     said = reading.recv_bytes(frames.MAX_FRAME) if reading.poll(WALL * COMPILE_SECONDS) else None
-        except OSError as error:  # no memory, process or descriptor is to be had, now
+        except OSError as error:  # no memory, process or descriptor is available now
             return Stalled(str(error.strerror))
         fork.join(LEAVING if said is not None else 0.0)
         if fork.exitcode is None:
@@ -92,7 +92,7 @@ class Aside:
         answer = said.decode() if said and fork.exitcode == 0 else ""
         if answer.startswith("+"):
             return Done(answer[1:])
-        if fork.exitcode == -signal.SIGKILL:  # by the clock, or by the system; its own limits end it otherwise
+        if fork.exitcode == -signal.SIGKILL:  # killed for its wall-clock time, or by the system, not by its own limits
             return Stalled("compiling was stopped")
         raise RequestError(answer[1:] or f"structured output: {TOO_MUCH}")
 
@@ -120,7 +120,7 @@ def _limit(kind: int, size: int) -> None:
 
 
 def main() -> None:
-    """Take over the inherited socket. Signals are the server's business: this process ends when its socket closes."""
+    """Run a helper on the inherited socket. Signals are ignored: the process ends when its socket closes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)

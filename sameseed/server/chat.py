@@ -1,4 +1,4 @@
-"""Answers of /v1/chat/completions: a message, and the tools that it calls."""
+"""Answers of /v1/chat/completions: a message and its tool calls."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from sameseed.server.tools import Call, Found, More, Parser
 
 
 class Said:
-    """One choice as a message: its text, and the tools that it calls."""
+    """One choice as a message: its text and its tool calls."""
 
     def __init__(self, parser: Parser | None, name: str, one_call: bool) -> None:
-        """`parser` finds calls, where there may be such; `name` is the beginning of their ids."""
+        """`parser` finds tool calls, if any are possible. `name`: prefix of call ids; `one_call`: keep only one."""
         self._parser, self._name, self._one_call = parser, name, one_call
         self.content: list[str] = []
         self.calls: list[Call] = []
-        self.fresh: list[str] = []  # text of the last piece that is no call
-        self.fresh_calls: dict[int, dict[str, Any]] = {}  # and what it adds to calls, by number
-        self._dropping = False  # what comes belongs to a call that is not wanted
+        self.fresh: list[str] = []  # text of the last piece, without calls
+        self.fresh_calls: dict[int, dict[str, Any]] = {}  # what the last piece adds to calls, by call number
+        self._dropping = False  # is the current call one to drop?
 
     def feed(self, text: str, ended: bool) -> None:
-        """Add a piece's text; `ended`: it is the last."""
+        """Add the text of a piece; `ended`: it is the last piece."""
         found: list[Found] = [text] if text else []
         if self._parser is not None:
             found = self._parser.feed(text) + (self._parser.end() if ended else [])
@@ -42,12 +42,12 @@ class Said:
                 fresh["function"]["arguments"] += item.arguments
 
     def call(self, number: int, call: Call) -> dict[str, Any]:
-        """A tool call as OpenAI writes it."""
+        """A tool call in OpenAI's format."""
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": f"{self._name}_{number}", "type": "function", "function": function}
 
     def message(self) -> dict[str, Any]:
-        """All of it, as OpenAI writes it."""
+        """The whole message in OpenAI's format."""
         text = "".join(self.content)
         made: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self.calls:
@@ -57,7 +57,7 @@ class Said:
 
 
 class ChatReply(Reply):
-    """/v1/chat/completions."""
+    """An answer of /v1/chat/completions."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
@@ -71,9 +71,9 @@ class ChatReply(Reply):
         shows_thoughts: bool = True,
         **more: Any,
     ) -> None:
-        """`parser` makes what finds tool calls, one a choice; `one_call`: no more than one is wanted.
+        """`parser` makes a parser of tool calls for each choice; `one_call`: keep only the first call.
 
-        `named`: the request says which tool is called, so that to have called is no reason to end.
+        `named`: the request names the tool to call, so finish_reason stays "stop" and does not become "tool_calls".
         """
         super().__init__(*args, **more)
         self.with_logprobs = logprobs
@@ -126,7 +126,7 @@ class ChatReply(Reply):
         yield self.chunk({"logprobs": None, **entry} | (shown_tokens(piece) if self.show_tokens else {}))
 
     def _thoughts(self, parts: Seq[str]) -> dict[str, Any]:
-        """By vLLM's name, and by the one that DeepSeek gave them."""
+        """The reasoning under two names: vLLM's `reasoning`, and DeepSeek's `reasoning_content`."""
         if self.thoughts is None or not self._shows_thoughts:
             return {}
         text = "".join(parts) or None

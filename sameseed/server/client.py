@@ -1,7 +1,7 @@
-"""EngineClient: the server's end of the engine's process. Starts it, listens, and starts it anew when it has died.
+"""EngineClient: starts the engine's process, exchanges frames with it, and restarts it when it has died.
 
-Every stream ends: with its completion, or, when the engine dies, with an error at once. Nobody waits for a process that
-is gone, and one that no longer beats is ended.
+Every stream ends, with its completion or, if the engine dies, at once with an error. So no reader waits for a dead
+process. A process that sends no more heartbeats is killed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
 from sameseed.server.text import TextCodec
 
 log = logging.getLogger("sameseed.server")
-PATIENCE = 6.0  # seconds for a helper's job that should take one: others compute too
-MAX_RENDERING = 2048  # conversations that may wait for the template: more than come through the gate by default
+PATIENCE = 6.0  # seconds for a helper's job of about one second of CPU time: other processes compute too
+MAX_RENDERING = 2048  # conversations that may wait to be rendered: more than the gate admits by default
 MAX_COMPILING = 16  # grammars that may wait for the compiler
-CLOSING = 6.0  # seconds for the process to leave by itself
+CLOSING = 6.0  # seconds for the process to end by itself
 
 
 class EngineClient(Supervised):
-    """Runs one engine in a process of its own."""
+    """Runs one engine in a separate process."""
 
     what = "the engine's process"
 
@@ -55,14 +55,17 @@ class EngineClient(Supervised):
         first_delay: float = FIRST_DELAY,
         spawn: Callable[[], tuple[int, socket.socket]] = lambda: process.spawn("worker"),
     ) -> None:
-        """`settings` as `make_config` takes them; `spawn` starts the process; for the rest see `Supervised`."""
+        """`settings` as `make_config` takes them; `spawn` starts the process; for restarts see `Supervised`.
+
+        The process is killed after `beat_timeout` seconds without a frame, or `step_timeout` seconds in one step.
+        """
         super().__init__(max_restarts, on_failure, first_delay)
         self._spawn = spawn
         self.model = model
         self.text: TextCodec | None = None
-        self.facts: dict[str, Any] = {}  # what a loaded engine says of itself
+        self.facts: dict[str, Any] = {}  # of the loaded engine: the fields of EngineReady
         self.stats: dict[str, Any] = {}
-        self.past_stats: list[dict[str, Any]] = []  # what engines had counted when they died
+        self.past_stats: list[dict[str, Any]] = []  # last counters of engines that have died
         others = {k: v for k, v in settings.items() if k != "draft"}
         self._load = frames.Load(model, settings.get("draft"), others)
         self._beat_timeout, self._step_timeout = beat_timeout, step_timeout
@@ -73,12 +76,12 @@ class EngineClient(Supervised):
         self._sent: set[str] = set()  # keys of the grammars that the engine has
         self._transport: asyncio.WriteTransport | None = None
         self._fingerprint = ""
-        self._over = False  # is nothing taken any more?
+        self._over = False  # are all new requests refused?
         self._heard = 0.0
 
     @property
     def fingerprint(self) -> str:
-        """A name for what decides texts: this version, the model, its settings. Where it changes, texts may."""
+        """OpenAI's system_fingerprint: a hash of version, model and settings. If it changes, texts may change."""
         if not self._fingerprint:
             facts = {k: v for k, v in self.facts.items() if k != "tokenizer"}
             told = json.dumps([sameseed.__version__, self._load.model, self._load.settings, facts], default=str)
@@ -86,15 +89,16 @@ class EngineClient(Supervised):
         return self._fingerprint
 
     def submit(self, request: Add, packed: bytes, grammar: Compiled | None = None) -> Stream:
-        """Hand a request to the engine; `packed`: the same as bytes; `grammar`: what its text must match.
+        """Send a request to the engine; returns the stream of its output.
 
-        Raises ApiError 503 where there is no engine, or after `end_all`.
+        `packed`: the request's frame as bytes; `grammar`: what its text must match. Raises ApiError 503 if there is no
+        engine, or after `end_all`.
         """
         if self._over:
             raise unavailable(ENDED)
         self.check_ready()
         stream = Stream(request, self.forget)
-        if grammar is not None and grammar.key not in self._sent:  # once an engine
+        if grammar is not None and grammar.key not in self._sent:  # sent once to each engine process
             self._sent.add(grammar.key)
             self._write(grammar.frame)
         self._write(packed)
@@ -109,12 +113,12 @@ class EngineClient(Supervised):
             self._send(frames.Forget(key))
 
     def forget(self, request_id: str) -> None:
-        """Let the engine drop a request, wherever it is."""
+        """Tell the engine to abort a request, unless its stream has ended."""
         if self._streams.pop(request_id, None) is not None:
             self._send(frames.Abort(request_id))
 
     def end_all(self, error: ApiError) -> None:
-        """End every stream with this error, and what is being prepared: nothing comes after it."""
+        """End every stream with this error, cancel requests in preparation, and refuse all later ones."""
         self._over = True
         self._templates.refuse()
         self._compiler.refuse()
@@ -140,11 +144,11 @@ class EngineClient(Supervised):
             self.text.close()
 
     async def render(self, asked: frames.Render, size: int) -> str:
-        """A conversation as the model's template writes it; `size`: bytes that it came in. Raises ApiError 400, 503."""
+        """Render a conversation with the chat template. `size`: bytes of the request. Raises ApiError 400, 503."""
         try:
             return await self._templates.ask(asked, "messages", size)
         except HelperDiedError as error:
-            if not error.spent:  # the machine's doing, perhaps
+            if not error.spent:  # its CPU time was not used up: the machine may be at fault
                 raise unavailable("the messages could not be prepared in time; try again later") from None
             raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
 
@@ -197,7 +201,7 @@ class EngineClient(Supervised):
         self._heard = time.monotonic()
         if isinstance(frame, frames.Deltas):
             for request_id, piece in frame.items:
-                if (stream := self._streams.get(request_id)) is None:  # nobody reads that any more
+                if (stream := self._streams.get(request_id)) is None:  # its reader has left
                     continue
                 stream.push(piece)
                 if piece.completion is not None and piece.completion["finish_reason"] == "error":
@@ -229,7 +233,7 @@ class EngineClient(Supervised):
             before = time.monotonic()
             await asyncio.sleep(1.0)
             now = time.monotonic()
-            if now - before > 2.0:  # it is this process that stood still
+            if now - before > 2.0:  # this process itself was suspended
                 self._heard = now
             elif now - self._heard > self._beat_timeout:
                 log.error("the engine's process has not been heard of for %.0f s; it is ended", now - self._heard)
@@ -238,7 +242,7 @@ class EngineClient(Supervised):
 
 
 class _Link(asyncio.Protocol):
-    """Takes frames off the socket as they come; `closed` is done when no more will."""
+    """Receives frames from the socket. `closed` is done when no more frames will come."""
 
     def __init__(self, receive: Callable[[frames.FromEngine], None]) -> None:
         self._receive = receive
@@ -249,7 +253,7 @@ class _Link(asyncio.Protocol):
         try:
             for frame in self._unpacker.feed(data):
                 self._receive(frame)
-        except Exception:  # not what frames look like: whoever sends that has to go
+        except Exception:  # malformed frames: stop listening, which ends the process
             if not self.closed.done():
                 log.exception("the engine's frames cannot be read")
                 self.closed.set_result(None)

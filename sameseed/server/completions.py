@@ -1,4 +1,4 @@
-"""Answers of /v1/completions: a text that goes on, with its prompt before it where that was asked for."""
+"""Answers of /v1/completions: the continuation of a prompt, after the prompt itself if `echo` is given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sameseed.server.replies import Reply, ReplyChoice, shown_tokens
 
 
 class CompletionReply(Reply):
-    """/v1/completions. `echoes`: texts and tokens of the prompts, if repeated; `hidden`: no token was asked for."""
+    """An answer of /v1/completions. `echoes`: text and tokens of prompts to repeat; `hidden`: max_tokens was 0."""
 
     kind = chunk_kind = "text_completion"
 
@@ -51,7 +51,7 @@ class CompletionReply(Reply):
         yield self.chunk(entry)
 
     def _logprobs(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
-        """Log-probabilities of tokens not sent before, those of an echoed prompt first."""
+        """Log-probabilities of the tokens that were not sent yet, those of an echoed prompt first."""
         made: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         entries = [] if self.hidden else choice.logprobs[choice.num_sent :]
         echo = self._echo(index)[1]

@@ -1,4 +1,4 @@
-"""Settings of the server: where it listens, who may speak to it, how much it takes in."""
+"""Settings of the server: its address, API keys and limits."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _SHORTEST_KEY = 8
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """Settings of the server that are flags of `sameseed serve` as they are; what stands behind one is its help."""
+    """Server settings that are also flags of `sameseed serve`. The comment at a field is the flag's help text."""
 
-    host: str = "127.0.0.1"  # address to listen on; one that others can reach needs a key
+    host: str = "127.0.0.1"  # address to listen on; needs a key if other machines can reach it
     port: int = 8000  # port to listen on; 0 takes a free one
-    # pages that may call from a browser; '*': any
+    # web origins that may call from a browser; '*': any
     cors: Annotated[tuple[str, ...], arg(metavar="ORIGIN", help_behavior_hint="")] = ()
-    reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss"] | None = None  # how the model marks its thoughts
-    # the most that a request may ask for, a round
+    reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss"] | None = None  # how the model marks its reasoning
+    # most draft tokens per round that a request may ask for
     max_draft_tokens: Annotated[int, arg(metavar="N")] = MAX_DRAFT_TOKENS
-    max_queue: int = 256  # sequences that may wait; beyond that requests are refused with 429
+    max_queue: int = 256  # sequences that may wait; further requests are refused with 429
     request_timeout: float = 600.0  # seconds for one request
     drain_timeout: float = 30.0  # seconds that running requests get after SIGTERM
-    load_timeout: float = 1800.0  # vllm: seconds until it is ready; one that takes longer counts as dead
-    metrics_prefix: Literal["vllm:", "sameseed:"] = "vllm:"  # of the names in /metrics
+    load_timeout: float = 1800.0  # vllm: seconds to get ready; after that it counts as dead
+    metrics_prefix: Literal["vllm:", "sameseed:"] = "vllm:"  # prefix of the names in /metrics
 
 
 @dataclass(frozen=True)
 class ServerConfig(ServerFlags):
-    """All settings of the server. `keys` are digests: the keys themselves are forgotten."""
+    """All settings of the server. `keys` holds only digests, not the keys themselves."""
 
-    model_name: str = "embedded"  # what clients call it
-    aliases: tuple[str, ...] = ()  # other names of it
+    model_name: str = "embedded"  # the model's name for clients
+    aliases: tuple[str, ...] = ()  # other names of the model
     keys: Keys = field(default_factory=lambda: Keys(()))
     allowed_hosts: tuple[str, ...] = ()
     detailed: bool = False  # does each answer list every round's drafted and accepted tokens?
@@ -76,7 +76,7 @@ class ServerConfig(ServerFlags):
 
     @property
     def loopback(self) -> bool:
-        """Can only this machine reach it?"""
+        """Whether only this machine can reach the server."""
         if self.host == "localhost":
             return True
         try:
@@ -89,7 +89,7 @@ class Keys:
     """API keys, as SHA-256 digests. Every key is compared, each in constant time."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
-        """Raises ConfigError for a key that is too short to be one."""
+        """Raises ConfigError for a key that is too short, or not printable ASCII."""
         if any(len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() for key in keys):
             raise ConfigError(f"an API key must have at least {_SHORTEST_KEY} printable ASCII characters")
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in dict.fromkeys(keys))
@@ -105,7 +105,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path | None) -> Keys:
-        """Keys of a file (one a line, # for remarks) and of the environment (commas between). Raises ConfigError."""
+        """Keys of a file (one per line; # comments) and of SAMESEED_API_KEY (comma-separated). Raises ConfigError."""
         keys = [k.strip() for k in os.environ.get(KEY_VARIABLE, "").split(",")]
         if path is not None:
             try:

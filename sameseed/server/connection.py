@@ -1,4 +1,4 @@
-"""Connections: HTTP/1.1 as uvicorn speaks it, with bounds on how many there are and how long they may say nothing."""
+"""uvicorn's HTTP/1.1 connections, with limits on their number and on how long they may stay silent."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sameseed.server.errors import unavailable
 
-WAIT = 80.0  # seconds for the head of a request; longer than uvicorn keeps an idle connection
-RESERVED = 64  # file descriptors for all but clients: libraries, pipes, the engine that replaces a dead one
+WAIT = 80.0  # seconds for a request's head to arrive; longer than uvicorn keeps an idle connection
+RESERVED = 64  # file descriptors not for clients but for libraries, pipes and restarted engines
 _SOFT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MAX_CONNECTIONS = max(8, (2**20 if _SOFT == resource.RLIM_INFINITY else _SOFT) - RESERVED)
-CUT = "sameseed.cut"  # in a request's scope: ends its connection
+CUT = "sameseed.cut"  # key in a request's scope: a function that aborts its connection
 
 
 async def cut(scope: Scope) -> None:
-    """End a connection with an answer half sent: an orderly close would wait for a client that reads nothing."""
+    """Abort a connection whose answer is half sent. An orderly close would wait for a client that reads nothing."""
     if CUT in scope:
         scope[CUT]()
-        await asyncio.sleep(0)  # it is told before its request ends
+        await asyncio.sleep(0)  # the protocol hears of the abort before the request ends
 
 
 class Patient(H11Protocol):
-    """HTTP/1.1 whose clients have `WAIT` seconds for the head of each request; uvicorn would wait for ever."""
+    """HTTP/1.1 with `WAIT` seconds for the head of each request; uvicorn itself would wait forever."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -59,7 +59,7 @@ class Patient(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _mind(self) -> None:
-        """The clock runs while no request is being answered. A request that is can end its connection: see `cut`."""
+        """Run the timer only while no request is being answered. Let a request abort its connection: see `cut`."""
         if self.scope is not None:
             scope: Scope = self.scope  # type: ignore[assignment]
             scope.setdefault(CUT, self.transport.abort)

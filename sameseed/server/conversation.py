@@ -1,4 +1,4 @@
-"""Conversations as clients send them: messages of text, calls of tools and their answers, tools on offer."""
+"""Conversations in request bodies: text messages, tool calls and their results, and offered tools."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sameseed.server import limits
 
 
 class Fields(BaseModel):
-    """Strict: a number in quotes is no number. Unknown fields stay visible, for the debug log."""
+    """Base of request models. Strict: a quoted number is not a number. Unknown fields are kept, for the debug log."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class TextPart(Fields):
-    """A part of a message. Text only: pictures, sounds and files are refused."""
+    """A part of a message. Text only: images, audio and files are refused."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -36,14 +36,14 @@ class Function(NamedFunction):
 
 
 class ToolCall(Fields):
-    """A call that an earlier answer held."""
+    """A tool call in an earlier answer."""
 
     id: Annotated[str, Field(max_length=128)]
     type: Literal["function"]
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """As OpenAI writes it; `limits.opened` makes of it what a chat template takes."""
+        """The call in OpenAI's format; `limits.opened` converts it to the form that a chat template takes."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
@@ -52,14 +52,14 @@ Content = str | list[TextPart]
 
 
 class Turn(Fields):
-    """What every message may hold: of an earlier answer its thoughts, by either name."""
+    """Fields of every message: the reasoning of an earlier answer, under either name."""
 
     reasoning_content: str | None = None
     reasoning: str | None = None
 
     @property
     def thoughts(self) -> dict[str, str]:
-        """As a chat template takes them."""
+        """The reasoning in the form that a chat template takes."""
         found = self.reasoning_content or self.reasoning
         return {"reasoning_content": found} if found else {}
 
@@ -72,7 +72,7 @@ class Message(Turn):
     tool_call_id: Annotated[str, Field(max_length=128)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As a chat template takes it; "developer" is OpenAI's newer word for "system"."""
+        """The message in the form that a chat template takes; "developer" is OpenAI's newer name for "system"."""
         made = {"role": "system" if self.role == "developer" else self.role, "content": _plain(self.content)}
         made |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
         return made | self.thoughts
@@ -86,15 +86,15 @@ class CallMessage(Turn):
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=limits.MAX_TOOLS)]
 
     def plain(self) -> dict[str, Any]:
-        """As a chat template takes it."""
+        """The message in the form that a chat template takes, except for its calls: see `ToolCall.plain`."""
         calls = [c.plain() for c in self.tool_calls]
         return {"role": self.role, "content": _plain(self.content or ""), "tool_calls": calls} | self.thoughts
 
 
 def plain(messages: Seq[CallMessage | Message]) -> list[dict[str, Any]]:
-    """Messages as OpenAI writes them, but plain; `limits.opened` makes of them what a chat template takes.
+    """Messages as plain data in OpenAI's format; `limits.opened` converts them to the form that a chat template takes.
 
-    Raises ApiError 400 for arguments of calls that hold too much.
+    Raises ApiError 400 if the arguments of calls hold too many values.
     """
     called = [c.function.arguments for m in messages if isinstance(m, CallMessage) for c in m.tool_calls]
     limits.check_values("".join(called).encode("utf-8", "replace"), "the arguments of tool calls hold")
@@ -113,12 +113,12 @@ Messages = Annotated[list[AnyMessage], Field(min_length=1, max_length=limits.MAX
 
 
 class OfferedFunction(Fields):
-    """A function that may be called; `parameters` is a JSON schema, shown to the model as it is."""
+    """A function that may be called; `parameters` is a JSON schema, shown to the model unchanged."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # arguments must match the schema even where a call is the model's own choice
+    strict: bool | None = None  # arguments must match the schema even if calls are optional
 
 
 class Tool(Fields):

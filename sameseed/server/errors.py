@@ -1,4 +1,4 @@
-"""Errors of the API in OpenAI's shape. One formatter for every route: no address, path or trace ever leaves."""
+"""API errors in OpenAI's format, the same for every route. They never show memory addresses, paths or stack traces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEAKS = re.compile(r"0x[0-9a-fA-F]{4,}|(?<![\w/.])(?:~|\.{1,2})?/(?!v1/)(?:[\w.
 
 
 class ApiError(Exception):
-    """What a request is answered with instead: a status, OpenAI's fields, seconds after which to try again."""
+    """An error response: its HTTP status, OpenAI's fields, and `retry_after` (seconds after which to try again)."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Headers that go with the status."""
+        """HTTP headers of the response."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -64,17 +64,17 @@ def clean(message: str) -> str:
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: a value that cannot be."""
+    """The error 400: an invalid value."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str, retry_after: int = 5) -> ApiError:
-    """503: not now."""
+    """The error 503: not available now, but perhaps after `retry_after` seconds."""
     return ApiError(503, message, code="unavailable", retry_after=retry_after)
 
 
 def internal() -> ApiError:
-    """500: a fault of ours; the log has it, the body has not."""
+    """The error 500: a fault of the server. Details are in the log, not in the body."""
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
 
 

@@ -1,6 +1,6 @@
-"""Frames between the server and its own processes: four bytes of length, then MessagePack of one struct of this file.
+"""Frames between the server and its child processes: four bytes of length, then one struct of this file as MessagePack.
 
-Nothing that could run: numbers, text, lists. A frame that does not fit its struct is refused.
+Frames hold numbers, text and lists, never code. A frame that does not fit its struct is refused.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from sameseed.config import SpecConfig
 from sameseed.request import Delta, SamplingParams, Speculation, TokenLogprob
 
 MAX_FRAME = 64 * 2**20  # bytes; a longer one means that the other side has failed
-MAX_SCORES = 1024  # tokens of a prompt whose log-probabilities go in one frame
-LEAST_LOGPROB = -9999.0  # what JSON has for minus infinity, as other servers write it
-PASS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a pass: vLLM's buckets
+MAX_SCORES = 1024  # most prompt tokens whose log-probabilities go in one frame
+LEAST_LOGPROB = -9999.0  # stands for minus infinity in JSON, as in other servers
+PASS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens per pass: vLLM's buckets
 _LENGTH = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
 
 
 class FrameError(Exception):
-    """The other side sent what no frame can be."""
+    """A malformed frame, or one that is too long."""
 
 
 class Frame(msgspec.Struct, tag=True):
-    """Base of all frames; the struct's name goes with it."""
+    """Base of all frames. The struct's name is sent as a tag."""
 
 
 class Load(Frame):
-    """To the engine, first: the model, and what `make_config` takes."""
+    """To the engine, as the first frame: the model, and the arguments of `make_config`."""
 
     model: str
     draft: SpecConfig | str | None
@@ -40,7 +40,7 @@ class Load(Frame):
 
 
 class Add(Frame):
-    """To the engine: write each prompt `params.n` times."""
+    """To the engine: add a request, to continue each prompt `params.n` times."""
 
     id: str
     prompts: list[list[int]]
@@ -50,19 +50,19 @@ class Add(Frame):
     score_prompt: bool = False
     choice: list[str] | None = None  # the text must be one of these
     priority: int = 0  # lower goes first
-    grammar: str | None = None  # the text must match the grammar of this key
-    detailed: bool = False  # every draft in the metrics
-    owner: str = ""  # who asked, for fairness
+    grammar: str | None = None  # key of the grammar that the text must match
+    detailed: bool = False  # list every round's draft in the metrics
+    owner: str = ""  # tenant that asked, for fair scheduling
 
 
 class Abort(Frame):
-    """To the engine: drop a request."""
+    """To the engine: abort a request."""
 
     id: str
 
 
 class Prepare(Frame):
-    """To the engine: grammars will come."""
+    """To the engine: grammars will follow, so load the library for them."""
 
 
 class LoadGrammar(Frame):
@@ -79,7 +79,7 @@ class Forget(Frame):
 
 
 class EngineReady(Frame):
-    """From the engine: it is loaded, with this tokenizer and these limits."""
+    """From the engine: the model is loaded, with this tokenizer and these limits."""
 
     tokenizer: dict[str, str]
     vocab_size: int
@@ -93,9 +93,9 @@ class EngineReady(Frame):
 
 
 class Piece(msgspec.Struct, array_like=True):
-    """A delta of one sequence: log-probabilities are [token, logprob, [[token, logprob]]].
+    """New output of one sequence. Log-probabilities are [token, logprob, [[token, logprob]]], the last the likeliest.
 
-    `levels`: the name of the drafter's level that guessed each token, None for those that no level did.
+    `levels`: for each token, the name of the drafter level that guessed it; None if no level did.
     `text_offset`: where in the text each token begins.
     """
 
@@ -107,18 +107,18 @@ class Piece(msgspec.Struct, array_like=True):
     prompt_logprobs: list[Any]
     completion: dict[str, Any] | None
     text_offset: list[int] = []
-    reasoning: str = ""  # thoughts, where the server splits them off the text
+    reasoning: str = ""  # set by the server, if it splits the reasoning off the text
 
 
 class Deltas(Frame):
-    """From the engine: what one step wrote, by request id; its counters, where a request ended."""
+    """From the engine: the output of one step by request id, and the engine's counters if a request ended."""
 
     items: list[tuple[str, Piece]]
     stats: dict[str, Any] | None
 
 
 class Scores(Frame):
-    """From the engine: log-probabilities of a prompt, which belong to the sequence's next piece."""
+    """From the engine: log-probabilities of a prompt. They belong to the sequence's next piece."""
 
     id: str
     index: int
@@ -126,27 +126,27 @@ class Scores(Frame):
 
 
 class Beat(Frame):
-    """From the engine: it is alive; how long its step has taken so far, and its counters."""
+    """From the engine: a heartbeat, with the seconds that the current step has taken so far, and the counters."""
 
     step_seconds: float
     stats: dict[str, Any]
 
 
 class Refused(Frame):
-    """From the engine: it does not take this request. `message` None: by a fault of its own."""
+    """From the engine: the request is refused. `message` None: because of an internal error."""
 
     id: str
     message: str | None
 
 
 class Failed(Frame):
-    """From the engine: it cannot be loaded."""
+    """From the engine: the model cannot be loaded."""
 
     message: str
 
 
 class Setup(Frame):
-    """To a helper, first: the model's tokenizer. `grammars`: it compiles those (else it renders templates)."""
+    """To a helper, as the first frame: the model's tokenizer. `grammars`: compile grammars (else render templates)."""
 
     grammars: bool
     tokenizer: dict[str, str]
@@ -155,34 +155,34 @@ class Setup(Frame):
 
 
 class Render(Frame):
-    """To a helper: write a conversation by the model's chat template."""
+    """To a helper: render a conversation with the model's chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    options: dict[str, Any] = {}  # what else the template knows
+    options: dict[str, Any] = {}  # further arguments of the template
 
 
 class Compile(Frame):
-    """To a helper: compile a grammar; `kind` as `grammar.matching` has it."""
+    """To a helper: compile a grammar. `kind`: see `grammar.matching`."""
 
     kind: str
     source: str
 
 
 class Done(Frame):
-    """From a helper: what came of its job."""
+    """From a helper: the result of a job."""
 
     text: str
 
 
 class Rejected(Frame):
-    """From a helper: the request is at fault."""
+    """From a helper: a job failed, because of the request."""
 
     message: str
 
 
 class Stalled(Frame):
-    """From a helper: the machine may be at fault."""
+    """From a helper: a job failed, perhaps because of the machine and not of the request."""
 
     message: str
 
@@ -194,7 +194,7 @@ FromHelper = Done | Rejected | Stalled
 
 
 def pack(frame: Frame) -> bytes:
-    """A frame as bytes. Raises FrameError for one beyond all bounds."""
+    """A frame as bytes. Raises FrameError for a frame that is too long."""
     body = _encode(frame)
     if len(body) > MAX_FRAME:
         raise FrameError(f"a frame of {len(body)} bytes")
@@ -202,7 +202,7 @@ def pack(frame: Frame) -> bytes:
 
 
 class Unpacker(Generic[T]):
-    """Frames of these kinds from a stream of bytes that arrives in pieces."""
+    """Decodes frames of these kinds from a stream of bytes that arrives in chunks."""
 
     def __init__(self, kinds: Any) -> None:
         self._decode = msgspec.msgpack.Decoder(kinds).decode
@@ -228,7 +228,7 @@ class Unpacker(Generic[T]):
 
 
 def scores(delta: Delta) -> list[Scores]:
-    """Frames of a long prompt's log-probabilities, for which a piece has no room: no frame grows with the prompt."""
+    """Frames for the log-probabilities of a long prompt, so that no frame grows with the prompt; else none."""
     found = delta.prompt_logprobs
     if len(found) <= MAX_SCORES:
         return []
@@ -237,7 +237,7 @@ def scores(delta: Delta) -> list[Scores]:
 
 
 def piece(delta: Delta) -> Piece:
-    """A delta as its reader gets it, without log-probabilities that go in frames of their own."""
+    """A delta as a Piece, without log-probabilities that go in frames of their own (see `scores`)."""
     completion: dict[str, Any] | None = None
     if (c := delta.completion) is not None:
         completion = {"finish_reason": c.finish_reason.value, "ruled_out": c.ruled_out, "seed": c.seed}

@@ -1,4 +1,4 @@
-"""Gate: how much may be inside at once. Asked before a prompt is tokenized; a refusal says when to come back."""
+"""Gate: admission control, before a prompt is tokenized. A refusal says when to retry."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from contextlib import ExitStack
 
 from sameseed.server.errors import ApiError, bad_request, unavailable
 
-MAX_TEXT = 64 * 2**20  # bytes of all bodies inside
-KEPT = 8  # one in 8 places of the queue, and of the bytes, is for tenants who have nothing inside
-Ticket = ExitStack  # a request's place inside: closed, once or more often, it gives that back
+MAX_TEXT = 64 * 2**20  # bytes of the bodies of all admitted requests
+KEPT = 8  # one eighth of the queue, and of the bytes, is reserved for tenants without an admitted request
+Ticket = ExitStack  # an admitted request's place; close() gives it back, and may be called more than once
 
 
 class Gate:
-    """Counts sequences and the size of the bodies that ask for them; once `closed`, it lets nobody in any more."""
+    """Counts the sequences of admitted requests and the bytes of their bodies. Admits nothing once `closed` is set."""
 
     def __init__(self, max_queue: int, num_tenants: int = 1) -> None:
-        """`max_queue`: sequences that may wait beyond those that run. With several tenants, none may fill all of it."""
+        """`max_queue`: sequences that may wait besides running ones. With several tenants, none may fill all of it."""
         self.max_queue = max_queue
-        self.max_running = 1  # until an engine says better
+        self.max_running = 1  # until an engine has told its own
         self.num_inside = 0
         self.size_inside = 0
         self.num_refused = 0
         self._several = num_tenants > 1
-        self._requests: Counter[str] = Counter()  # of each tenant, inside
-        self.closed: str | None = None  # why nobody is let in any more
-        self.empty = asyncio.Event()  # have all left?
+        self._requests: Counter[str] = Counter()  # admitted requests of each tenant
+        self.closed: str | None = None  # if set: why no request is admitted any more
+        self.empty = asyncio.Event()  # set while no request is admitted
         self.empty.set()
 
     def enter(self, tenant: str, num_seqs: int, size: int) -> Ticket:
-        """Admit a request of `num_seqs` sequences (0: only tokens are asked for) and a body of `size` bytes.
+        """Admit a request of `num_seqs` sequences (0: only tokenization) and a body of `size` bytes.
 
-        Raises ApiError: 503 closed, 429 full, 400 never to fit.
+        Raises ApiError: 503 if the gate is closed, 429 if it is full, 400 if the request can never fit.
         """
         if self.closed is not None:
             raise unavailable(self.closed)
         room = self.max_running + self.max_queue
         if num_seqs > room:
             raise bad_request(f"{num_seqs} sequences in one request, and this server holds {room}; ask for fewer", "n")
-        kept = self._several and tenant in self._requests  # for others, who have nothing inside yet
+        kept = self._several and tenant in self._requests  # reserved for other tenants
         space = MAX_TEXT - (MAX_TEXT // KEPT if kept else 0)
         room -= -(-self.max_queue // KEPT) if kept else 0
         crowded = self.size_inside > 0 and self.size_inside + size > space
@@ -58,7 +58,7 @@ class Gate:
         return ticket
 
     def count(self, tenant: str, num_requests: int, num_seqs: int, size: int) -> None:
-        """What came in (or, negative, left)."""
+        """Add an admitted request to the counts, or, with negative numbers, remove one that has left."""
         self.num_inside += num_seqs
         self.size_inside += size
         self._requests[tenant] += num_requests

@@ -1,4 +1,4 @@
-"""Grammars: compiled aside, kept by the bytes they take. A refusal is remembered too: asking again costs nothing."""
+"""Grammars: compiled in a helper process, cached up to a number of bytes. Refusals are cached too."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_REFUSALS = 256
 
 
 class Compiled(NamedTuple):
-    """A compiled grammar by name, as the frame that the engine takes."""
+    """A compiled grammar: its key, and the frame that loads it into the engine."""
 
     key: str
     frame: bytes
 
 
 class Grammars:
-    """Least recently used are forgotten first; `on_forget` is told their keys, `on_need` that some will come."""
+    """An LRU cache of grammars. `on_forget` gets the key of a dropped one; `on_need` is called before compiling one."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class Grammars:
         self._helper, self._on_forget, self._on_need, self._max_bytes = helper, on_forget, on_need, max_bytes
         self._known: OrderedDict[str, bytes] = OrderedDict()
         self._refused: OrderedDict[str, str] = OrderedDict()
-        self._coming: dict[str, asyncio.Task[bytes]] = {}  # one for all who ask meanwhile
+        self._coming: dict[str, asyncio.Task[bytes]] = {}  # by key: one task for all requests that wait for it
         self.num_bytes = 0
 
     async def compiled(self, source: GrammarSource) -> Compiled:
-        """The grammar of a source.
+        """The compiled grammar of a source.
 
-        Raises ApiError: 400 for one that cannot be, or takes too much; 503 when crowded, or where compiling was
-        stopped from outside.
+        Raises ApiError: 400 for a grammar that is invalid, or takes too much to compile; 503 if too many wait, or if
+        compiling was stopped from outside.
         """
         key = source.key
         if (message := self._refused.get(key)) is not None:
@@ -56,7 +56,7 @@ class Grammars:
                 task = self._coming[key] = asyncio.get_running_loop().create_task(self._compile(source, key))
                 task.add_done_callback(lambda done: self._coming.pop(key))
             try:
-                data = await asyncio.shield(task)  # it goes on also if who began it leaves
+                data = await asyncio.shield(task)  # goes on even if the request that began it is cancelled
             except ApiError as error:
                 raise (bad_request(error.message, source.field) if error.status == 400 else error) from None
         else:
@@ -69,7 +69,7 @@ class Grammars:
     async def _compile(self, source: GrammarSource, key: str) -> bytes:
         try:
             text = await self._helper.ask(frames.Compile(source.kind, source.text), source.field, len(source.text))
-        except HelperDiedError:  # the machine's doing, perhaps: asked again, it may well come
+        except HelperDiedError:  # perhaps because of the machine: a retry may succeed
             raise unavailable("the grammar could not be compiled in time; try again later, or simplify it") from None
         except ApiError as error:
             if error.status == 400:

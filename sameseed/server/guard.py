@@ -1,8 +1,8 @@
-"""Guard: what every request passes before any route is looked up. Keys, hosts, sizes; ids, counts; errors in one shape.
+"""Guard: ASGI middleware that checks every request before routing: its API key, its host and its size.
 
-It decides on the path that the router sees (the connection's, percent signs decoded), never on a URL made of headers.
-Without a key it lets by GET /health and /ready, and GET /: the playground's page, the same bytes for everybody, which
-asks for its data with a key.
+It also assigns request ids, counts answers, and gives all errors one format. It decides by the path that the router
+sees (of the connection, percent-decoded), never by a URL made from headers. Without a key it admits only GET (or HEAD)
+of /health, /ready and /. The last is the playground: the same bytes for everyone, which fetches its data with a key.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass
 class Visit:
-    """What is known of a request before it is read; in `scope["sameseed"]`."""
+    """Facts about a request, known before its body is read. Stored in `scope["sameseed"]`."""
 
     id: str
     tenant: str = ""
     size: int = 0  # bytes of the body that have been read
-    client_id: str | None = None  # what the client calls it: repeated and logged, never used
+    client_id: str | None = None  # the client's own id: repeated and logged, never used
     arrived: float = field(default_factory=time.monotonic)
     method: str = ""
-    outcome: int | None = None  # a status other than that of the response: 499, or an error in a stream
+    outcome: int | None = None  # if it is not the response's status: 499, or an error in a stream
 
 
 Count = Callable[[Visit, str, int], None]
 
 
 def visit_of(request: Request) -> Visit:
-    """What the guard knows of a request."""
+    """The Visit that the guard has stored for a request."""
     visit: Visit = request.scope["sameseed"]
     return visit
 
@@ -54,7 +54,7 @@ class Guard:
     """ASGI middleware around the whole application."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, count: Count) -> None:
-        """`count` is told the visit, the route and the status of each answer (499: the client left)."""
+        """`count` gets the visit, the route and the status of each answer (499: the client disconnected)."""
         self._app, self._config, self._count = app, config, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,10 +64,10 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        headers = dict(reversed(scope["headers"]))  # of several the first counts
+        headers = dict(reversed(scope["headers"]))  # of repeated headers the first counts
         name = headers.get(b"x-request-id", b"")
         fit = 0 < len(name) <= MAX_CLIENT_ID and all(0x21 <= b < 0x7F for b in name)
-        bare = scope["method"] == "HEAD"  # what GET would be answered with, without its body
+        bare = scope["method"] == "HEAD"  # answered as GET, without the body
         scope = {**scope, "method": "GET" if bare else scope["method"]}
         visit = scope["sameseed"] = Visit(secrets.token_hex(12), client_id=name.decode("ascii") if fit else None)
         visit.method = "HEAD" if bare else scope["method"]
@@ -91,7 +91,7 @@ class Guard:
         except ApiError as error:
             if not started:
                 await error_response(error)(scope, receive, answer)
-        except asyncio.CancelledError:  # the server ends, and waits for nobody any more
+        except asyncio.CancelledError:  # the server ends, and no longer waits for requests
             if started:
                 raise
             await error_response(unavailable("the server is shutting down"))(scope, receive, answer)
@@ -100,14 +100,14 @@ class Guard:
             if not started:
                 await error_response(internal())(scope, receive, answer)
         finally:
-            path = getattr(scope.get("route"), "path", None)  # the pattern: paths that clients make up are one
+            path = getattr(scope.get("route"), "path", None)  # its pattern: all unknown paths count as one
             self._count(visit, path if isinstance(path, str) else "other", visit.outcome or status)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], visit: Visit) -> None:
-        """Raise ApiError for a request that is not to be looked at any further."""
+        """Check a request's headers, host, key and size; set the visit's tenant. Raises ApiError 400, 401, 403, 413."""
         if len(scope["headers"]) > MAX_HEADERS:
             raise ApiError(400, f"more than {MAX_HEADERS} headers")
-        # A page that a browser loaded from elsewhere must not reach a server on its machine by a name of its own.
+        # DNS rebinding: a web page from elsewhere must not reach a server on the user's machine by its own host name.
         name = headers.get(b"host", b"localhost").decode("latin-1").lower()
         if name.rpartition(":")[2].isdigit():
             name = name.rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""Helper: the server's end of a process for work that may hang. Started when first asked, ended when late."""
+"""Helper: runs a process for work that may hang. It starts with the first job, and is killed if a job is late."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sameseed.server.errors import bad_request, unavailable
 from sameseed.server.frames import Frame, FromHelper, Rejected, Setup, Stalled, Unpacker
 
 log = logging.getLogger("sameseed.server")
-STARTING = 120.0  # seconds to load what it needs
-AT_ONCE = 0.2  # seconds within which no job ends a process
-LARGE = 2**16  # characters of a frame that is written in a thread
+STARTING = 120.0  # seconds for the process to load what it needs
+AT_ONCE = 0.2  # seconds: a process that fails sooner after a job was sent had died before
+LARGE = 2**16  # characters: a larger frame is packed in a thread
 ENDED = "the server is shutting down, and this request was not finished"
 
 
 class HelperDiedError(Exception):
-    """A job came to nothing: its process died, or took too long. `spent`: it used up the work that it may take."""
+    """A job failed: its process died, or took too long. `spent`: the job used up its CPU time."""
 
     def __init__(self, spent: bool) -> None:
         super().__init__("it took too much work" if spent else "its process died or stood still")
@@ -29,7 +29,7 @@ class HelperDiedError(Exception):
 
 
 class Helper:
-    """One process, one job at a time. A job that takes longer than `patience` seconds costs the process."""
+    """One process, one job at a time. If a job takes longer than `patience` seconds, the process is killed."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Helper:
         self._closed = False
 
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
-        """What becomes of a job.
+        """Do a job; returns its result.
 
-        Raises HelperDiedError; ApiError 400 where it is refused, 503 where too many wait.
-        `name`: the field that an error is about; `size`: characters of the frame, about.
+        `name`: the field that an error names; `size`: approximate characters of the frame.
+        Raises HelperDiedError; ApiError 400 if the job is refused, 503 if too many jobs wait or the server shuts down.
         """
         if self._closed:
             raise unavailable(ENDED)
@@ -64,7 +64,7 @@ class Helper:
         try:
             await asyncio.wait({job})
         finally:
-            job.cancel()  # where nobody waits any more
+            job.cancel()  # if the caller was cancelled
             self._jobs.discard(job)
             self._num_waiting -= 1
         if job.cancelled():
@@ -78,7 +78,7 @@ class Helper:
         return answer.text
 
     def refuse(self) -> None:
-        """Nothing is done any more: whoever waits gets a 503, and so does who comes."""
+        """Do no more jobs: all that wait, and all later ones, end with ApiError 503."""
         self._closed = True
         for job in self._jobs:
             job.cancel()
@@ -94,7 +94,7 @@ class Helper:
             except HelperDiedError:
                 if time.monotonic() - sent > AT_ONCE:
                     raise
-            await self._start()  # it had died while nobody asked
+            await self._start()  # the process had died while idle
             return await self._exchange(data, self._patience)
 
     async def close(self) -> None:
@@ -106,7 +106,7 @@ class Helper:
         try:
             self._pid, ours = self._spawn()
             self._streams = await asyncio.open_unix_connection(sock=ours)
-        except OSError as error:  # no process, memory or descriptor is to be had, now
+        except OSError as error:  # no process, memory or descriptor is available now
             log.error("the process beside the server cannot be started: %s", error.strerror)
             await self._end()
             raise unavailable("requests cannot be prepared now; try again later") from None
@@ -120,12 +120,15 @@ class Helper:
             raise bad_request(answer.message)
 
     async def _exchange(self, data: bytes, patience: float) -> FromHelper:
-        """Send and receive. Whatever goes wrong, or whoever stops waiting: the process would answer too late."""
+        """Send a frame and receive the answer. After an error or cancellation the process is ended: its answer is late.
+
+        Raises HelperDiedError.
+        """
         try:
             return await asyncio.wait_for(self._talk(data), patience)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, frames.FrameError) as error:
             code = await self._end()
-            spent = code == -signal.SIGPROF  # a timer of its own
+            spent = code == -signal.SIGPROF  # by its own timer
             if not spent:
                 log.error("a process beside the server ended with code %s (%s)", code, type(error).__name__)
             raise HelperDiedError(spent) from None
@@ -144,7 +147,7 @@ class Helper:
         return unpacker.feed(head + body)[0]
 
     async def _end(self) -> int | None:
-        """End the process; its exit code, None where there is none."""
+        """End the process; returns its exit code, None if there is no process."""
         pid, streams = self._pid, self._streams
         self._pid = self._streams = None
         if streams is not None:

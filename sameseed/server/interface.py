@@ -1,8 +1,8 @@
-"""The interface's document (OpenAPI) and page: what bodies may hold, made from the models that read them.
+"""The OpenAPI document and its page /docs. Request schemas are made from the pydantic models that read the bodies.
 
-And the page for people: its bytes are the same for every server and everybody; data it asks for with a key. It runs
-nothing but its own one script and reaches nothing but this server: the browser is told so (Content Security Policy, by
-the hashes of what is in the page), so that a text of a model, whatever it holds, stays text.
+Also the playground, a web page. Its bytes are the same for every server and user; it fetches data with an API key. Its
+Content Security Policy allows only the page's own script, by hash, and connections to this server only. So text from a
+model is always shown as text, whatever it contains.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PAGE = Path(__file__).with_name("playground.html")
 SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
 
 
-# Other names for what `response_format` and `structured_outputs` say; of all of these a request may have one.
+# These fields do the same as `response_format` and `structured_outputs`; a request may have only one of them all.
 ONE_OF_THEM = ("guided_choice", "guided_json", "guided_regex", "guided_grammar")
 
 
 def fitted(document: dict[str, Any], names: tuple[str, ...], text: TextCodec | None, locked: bool) -> dict[str, Any]:
-    """The document for the model that is served: its name, its vocabulary, its context, whether it knows tools.
+    """The OpenAPI document, fitted to the served model: its names, vocabulary size, context length, and tool support.
 
-    `locked`: the server wants a key.
+    `locked`: requests need an API key.
     """
     made = {**document, "components": {}, "paths": _fit(document["paths"], names, text)}
     if locked:
@@ -44,12 +44,12 @@ def fitted(document: dict[str, Any], names: tuple[str, ...], text: TextCodec | N
 
 def _fit(value: Any, names: tuple[str, ...], text: TextCodec | None) -> Any:
     toolless = text is not None and parser_for(text.tokenizer.chat_template) is None
-    if isinstance(value, list):  # of the forms of messages a model without tools has one less
+    if isinstance(value, list):  # a model without tools takes no messages with tool calls
         forms = (v for v in value if not (toolless and isinstance(v, dict) and v.get("title") == "CallMessage"))
         return [_fit(form, names, text) for form in forms]
     if not isinstance(value, dict):
         return value
-    made = {k: _fit(v, names, text) for k, v in value.items() if k != "422"}  # FastAPI's own, never used here
+    made = {k: _fit(v, names, text) for k, v in value.items() if k != "422"}  # FastAPI's own error, never sent here
     if isinstance(made.get("properties"), dict):
         made["properties"] = _fit_properties(made["properties"], names, text, toolless)
     if made.pop(TOKEN, False) and text is not None:
@@ -71,7 +71,7 @@ def _fit_properties(
             made["role"] = {**made["role"], "enum": [r for r in made["role"]["enum"] if r != "tool"]}
     if text is None:
         return made
-    if "logit_bias" in made:  # keys are token ids; said for those of fewer digits than the vocabulary's size has
+    if "logit_bias" in made:  # keys are token ids; the pattern allows ids with fewer digits than the largest id
         digits = max(1, len(str(text.vocab_size - 1)) - 1)
         keys = {"propertyNames": {"pattern": f"^[0-9]{{1,{digits}}}$"}}
         made["logit_bias"] = _extended(made["logit_bias"], "object", keys)
@@ -86,7 +86,7 @@ def _extended(schema: dict[str, Any], kind: str, more: dict[str, Any]) -> dict[s
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Descriptions of errors for the interface's document."""
+    """OpenAPI descriptions of the error responses with these statuses."""
     text, maybe = {"type": "string"}, {"type": ["string", "null"]}
     fields = {"message": text, "type": text, "param": maybe, "code": maybe}
     inner = {"error": {"type": "object", "properties": fields}}
@@ -95,16 +95,16 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def gives(names: str) -> dict[int | str, dict[str, Any]]:
-    """Description of an answer for the interface's document: a body with these members, each `name:type`."""
+    """OpenAPI description of a 200 response: a body with these members, each `name:type`, separated by spaces."""
     properties = {name: {"type": kind.split("|")} for name, _, kind in (n.partition(":") for n in names.split())}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     return {200: {"description": "the answer", "content": {"application/json": {"schema": schema}}}}
 
 
 def described(summary: str, answer: str, *kinds: type[BaseModel], streams: bool = False) -> dict[str, Any]:
-    """What the interface's document says of a route whose body, one of these kinds, is read by ourselves.
+    """FastAPI's arguments for a route whose body, one of these kinds, is parsed here and not by FastAPI.
 
-    `answer`: members of what it gives, as `gives` has them.
+    `answer`: members of the response, in the form that `gives` takes.
     """
     documents = [kind.model_json_schema() for kind in kinds]
     schemas = [_inlined(document, document.pop("$defs", {})) for document in documents]
@@ -127,7 +127,7 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 def page(document: dict[str, Any]) -> str:
-    """The interface as a page without any outside resource."""
+    """The page /docs: a table of the routes, without external resources."""
     rows = [
         f"<tr><td><code>{method.upper()}</code></td><td><code>{html.escape(path)}</code></td>"
         f"<td>{html.escape(operation.get('summary', ''))}</td></tr>"
@@ -144,7 +144,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def playground() -> tuple[bytes, dict[str, str]]:
-    """The page as it lies in the package, the only file that the server gives out; and the headers that go with it."""
+    """The playground page, the only file that the server sends, and its HTTP headers."""
     body = PAGE.read_bytes()
     return body, {
         "content-security-policy": policy(body),
@@ -157,9 +157,9 @@ def playground() -> tuple[bytes, dict[str, str]]:
 
 
 def policy(page: bytes) -> str:
-    """What a browser may do with the page: its inline scripts and styles as they are, calls to its own server.
+    """The page's Content Security Policy: its inline scripts and styles, by hash, and requests to its own server.
 
-    No handler or style in an attribute, no frame around it, and no text becomes markup ("trusted types").
+    Not allowed: handlers or styles in attributes, frames around the page, and text that becomes markup (trusted types).
     """
     return (
         f"default-src 'none'; script-src {_hashes(page, b'script')}; style-src {_hashes(page, b'style')}; "

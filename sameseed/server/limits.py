@@ -1,4 +1,4 @@
-"""Limits, and the JSON reader that keeps them: what is too large is refused before anything is made of it."""
+"""Limits on requests, and the JSON reader that enforces them: a body that is too large is refused before parsing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sameseed.server.errors import ApiError, bad_request
 MAX_BODY = 8 * 2**20  # bytes
 MAX_HEADERS = 64 * 2**10  # bytes, request line included
 MAX_NESTING = 64
-MAX_VALUES = 2**20  # values in a body: each takes many times the memory of its bytes
+MAX_VALUES = 2**20  # JSON values in a body: each takes many times the memory of its bytes
 MAX_CONTAINERS = 2**16  # lists and objects among them
 MAX_N = 16
 MAX_PROMPTS = 64
@@ -33,17 +33,17 @@ MAX_TOOL_SCHEMAS = 256 * 2**10  # characters of the schemas of all tools that ar
 MAX_REGEX = 4096  # characters
 MAX_SCHEMA_NODES, MAX_SCHEMA_DEPTH, MAX_ENUM, MAX_PATTERNS = 2000, 32, 1000, 64
 MAX_COMPILED = 8 * 2**20  # bytes of a compiled grammar
-COMPILE_SECONDS, TEMPLATE_SECONDS = 1.0, 1.0  # of work
-COMPILE_MEMORY = 512 * 2**20  # bytes beyond what the process has
+COMPILE_SECONDS, TEMPLATE_SECONDS = 1.0, 1.0  # of CPU time
+COMPILE_MEMORY = 512 * 2**20  # bytes beyond what the process already has
 BODY_TIMEOUT = 30.0  # seconds for a body to arrive
 
 log = logging.getLogger("sameseed.server")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_STRING = re.compile(rb'"[^"]*"')  # without escapes; with them the expression would take quadratic time
+_STRING = re.compile(rb'"[^"]*"')  # strings without escapes; with escapes the expression would take quadratic time
 
 
 def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
-    """The JSON object of a request's body, or of a text in it by its `name`.
+    """Parse the JSON object of a request's body, or of a text in the body. `name`: what errors call it.
 
     Raises ApiError 400 for anything else, 413 for a body beyond the limit.
     """
@@ -73,10 +73,11 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
 
 
 def check_values(raw: bytes, what: str) -> None:
-    """Raise ApiError 400 for JSON of which parsing would make too much."""
+    """Raise ApiError 400, before parsing, for JSON with too many lists, objects or values."""
     if not _too_many(raw):
         return
-    # Those within texts are harmless: count again without texts. Two backslashes first: the second escapes nothing.
+    # Brackets and commas within strings are harmless: count again without strings. Remove pairs of backslashes first,
+    # because the second backslash of a pair escapes nothing.
     if _too_many(_STRING.sub(b"", raw.replace(b"\\\\", b"").replace(b'\\"', b""))):
         raise bad_request(f"{what} more than {MAX_CONTAINERS} lists and objects, or {MAX_VALUES} values")
 
@@ -86,7 +87,7 @@ def _too_many(raw: bytes) -> bool:
 
 
 def check_nesting(value: Any, name: str = "the body") -> None:
-    """Raise ApiError 400 for lists and objects within each other deeper than the limit."""
+    """Raise ApiError 400 for lists and objects that nest deeper than the limit."""
     level = [value]
     for _ in range(MAX_NESTING):
         level = [
@@ -101,12 +102,15 @@ def check_nesting(value: Any, name: str = "the body") -> None:
 
 
 def too_large() -> ApiError:
-    """413."""
+    """The error 413: the body is too large."""
     return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
 
 
 def _number(text: str) -> float | int:
-    """To JSON 5.0 and 5 are one number; what Python calls NaN and Infinity is none."""
+    """Parse a number with a fraction or exponent: 5.0 becomes the int 5, which JSON does not tell apart.
+
+    Raises ApiError 400 for NaN and infinity.
+    """
     value = float(text)
     if not math.isfinite(value):
         raise bad_request(f"numbers must be finite, got {text[:64]}", code="invalid_json")
@@ -118,7 +122,10 @@ def _too_deep(name: str) -> ApiError:
 
 
 def opened(messages: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with the arguments of earlier calls as objects, for a template; a model may have written anything."""
+    """Messages as chat templates take them: arguments of earlier tool calls become objects.
+
+    Arguments that are not a JSON object stay text: a model may have written anything.
+    """
 
     def call(made: dict[str, Any]) -> dict[str, Any]:
         function = made["function"]

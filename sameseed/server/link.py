@@ -1,6 +1,6 @@
-"""Link: the only way out of this process, to the unix socket of a vLLM that it started itself.
+"""Link: the server's only outgoing connection, to the unix socket of a vLLM that the server itself started.
 
-There is no host and no port in here: what a request says cannot choose where it goes.
+It has no host and no port, so the content of a request cannot choose where the request goes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import aiohttp
 from sameseed.server.errors import ApiError, unavailable
 
 STOPPED = "the engine stopped while this request ran; send it again"
-IDLE = 2.0  # seconds that an unused connection is kept; vLLM closes one after 5, and a request must not meet that
-CONNECTING = 5.0  # seconds for a connection
-MAX_PAGE = 16 * 2**20  # bytes of an answer that is read whole
+IDLE = 2.0  # seconds that an idle connection is kept; vLLM closes it after 5, which must not hit a request
+CONNECTING = 5.0  # seconds to connect
+MAX_PAGE = 16 * 2**20  # most bytes of an answer that is read whole
 
 
 class NotReachedError(ApiError):
-    """503: there was no connection, so that nothing of the request was seen."""
+    """The error 503: no connection could be made, so vLLM has seen nothing of the request."""
 
     def __init__(self) -> None:
         super().__init__(503, "the engine is not there; try again later", code="unavailable", retry_after=5)
 
 
 class Response:
-    """The beginning of an answer, and the rest as it comes."""
+    """An answer: its status and content type, and its body as it arrives."""
 
     def __init__(self, made: aiohttp.ClientResponse) -> None:
         self.status = made.status
@@ -35,14 +35,14 @@ class Response:
         self._content = made.content
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """The body; what has arrived at once is one chunk."""
+        """The body in chunks, as they arrive."""
         return self._content.iter_any()
 
 
 class Link:
-    """HTTP over one unix socket, with the key that only both ends know; made where an event loop runs.
+    """HTTP over one unix socket, with a key that only the two ends know. Create it while an event loop runs.
 
-    `doubted`: a connection broke, and nothing has said since that vLLM is well.
+    `doubted`: a connection broke, and no health check has succeeded since.
     """
 
     def __init__(self, path: str, key: str) -> None:
@@ -56,17 +56,17 @@ class Link:
             trust_env=False,
         )
         self.doubted = False
-        self.said: int | None = None  # the status of its last answer about its health
+        self.said: int | None = None  # the status of the last answer to /health
         self._open: set[aiohttp.ClientResponse] = set()
 
     async def close(self) -> None:
-        """Every stream that is still open ends, with ApiError 503."""
-        for response in self._open:  # who waits for more of it would wait for ever if only the connection went
+        """Close all connections. Streams that are still open end with ApiError 503."""
+        for response in self._open:  # without this its reader would wait forever
             response.close()
         await self._client.close()
 
     async def healthy(self, patience: float) -> bool | None:
-        """Does it answer that it is well? None: no answer within `patience` seconds."""
+        """Whether vLLM answers /health with 200. None: no answer within `patience` seconds."""
         try:
             self.said = (await self._get("/health", patience))[0]
         except (aiohttp.ClientError, asyncio.TimeoutError):
@@ -76,7 +76,7 @@ class Link:
         return well
 
     async def get(self, path: str, patience: float = 30.0) -> bytes:
-        """A page, within so many seconds. Raises ApiError 503 where none comes."""
+        """GET a page within `patience` seconds; returns its body. Raises ApiError 503 if vLLM does not give it."""
         try:
             status, page = await self._get(path, patience)
         except (aiohttp.ClientError, asyncio.TimeoutError):
@@ -92,9 +92,9 @@ class Link:
 
     @asynccontextmanager
     async def post(self, path: str, body: bytes) -> AsyncIterator[Response]:
-        """Send a body; the answer is read by whoever asked. Leaving early tells vLLM that its reader is gone.
+        """POST a body; yields the answer, which the caller reads. Leaving early closes the connection, so vLLM stops.
 
-        Raises NotReachedError where vLLM cannot be asked, ApiError 503 if it goes away meanwhile.
+        Raises NotReachedError if vLLM cannot be reached, ApiError 503 if the connection breaks later.
         """
         headers = {"content-type": "application/json"}
         try:
@@ -111,7 +111,7 @@ class Link:
 
 
 async def read_some(response: Response) -> bytes:
-    """The body of an answer, as far as the limit."""
+    """The body of an answer, read until it exceeds MAX_PAGE."""
     parts, size = [], 0
     async for part in response.chunks():
         parts.append(part)

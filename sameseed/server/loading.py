@@ -1,4 +1,4 @@
-"""Loader: what texts must look like, made ready in the engine's process by a thread of its own."""
+"""Loader: a thread of the engine's process that prepares the grammars and choices of requests."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ MakeGrammar = Callable[[], Grammar]
 
 
 class Loader:
-    """Takes frames that concern grammars, in order, and hands requests on with what their texts must look like.
+    """Takes the frames that concern grammars, in order, and passes requests on together with their grammar.
 
-    With each goes a function that makes the grammar of one text, or raises what is wrong with it: so every request is
-    handed on, whatever happens here.
+    The grammar is passed as a function that makes it for one sequence, or raises its error. So every request is passed
+    on, whatever fails here.
     """
 
     def __init__(self, deliver: Callable[[Add, MakeGrammar], None], vocabulary: Callable[[], Vocabulary]) -> None:
         self._deliver, self._vocabulary = deliver, vocabulary
         self._grammars: dict[str, Any] = {}  # by key; the server says which to keep
-        self._waiting: set[str] = set()  # requests that were not handed on yet
+        self._waiting: set[str] = set()  # requests that were not passed on yet
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def takes(self, frame: ToEngine) -> bool:
-        """Take a frame that is ours. The end of a request that waits here is ours too."""
+        """Take a frame that concerns grammars, or aborts a request that waits here. Returns whether it was taken."""
         if isinstance(frame, Abort):
             with self._lock:
                 waited = frame.id in self._waiting
@@ -61,20 +61,20 @@ class Loader:
                 if isinstance(frame, Add):
                     try:
                         make = self._maker(frame.choice, frame.grammar)
-                    except Exception as error:  # raised where the request is added, which refuses it
+                    except Exception as error:  # raised when the request is added, which refuses it
                         make = partial(_raise, error)
                     with self._lock:
                         wanted = frame.id in self._waiting
                         self._waiting.discard(frame.id)
-                        if wanted:  # under the lock: an abort comes after it, or is heeded here
+                        if wanted:  # under the lock: an abort comes later, or is seen here
                             self._deliver(frame, make)
                 elif isinstance(frame, Forget):
                     self._grammars.pop(frame.key, None)
                 elif isinstance(frame, LoadGrammar):
                     self._grammars[frame.key] = self._matching.language(frame.data)
-                else:  # the compiler's process gets ready meanwhile
+                else:  # load the library while the helper compiles
                     _ = self._matching
-            except RequestError as error:  # the library is not there: the request is told so
+            except RequestError as error:  # the library is missing; the request is refused for it
                 log.warning("%s", error)
             except Exception:
                 log.exception("a compiled grammar could not be loaded")

@@ -1,4 +1,4 @@
-"""Logs as JSON lines on stderr, with request ids; no prompts unless asked. A full disk silences them, nothing more."""
+"""Logs as JSON lines on stderr, with request ids; no prompts unless asked. If the disk is full, only lines are lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "co
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a record: time, level, logger, message, and what `extra` brought."""
+    """One JSON object per record: time, level, logger, message, and the fields of `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -34,14 +34,14 @@ class _Handler(logging.StreamHandler[Any]):
 
 
 def set_up(level: str = "info") -> None:
-    """Every logger of this process writes JSON lines from now on."""
+    """Make every logger of this process write JSON lines."""
     handler = _Handler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("sameseed").setLevel(level.upper())
-    # A client that has left is written to for as long as its answer takes to end; asyncio warns of each attempt.
+    # After a client has disconnected, writing goes on until its answer ends; asyncio warns of each attempt.
     logging.getLogger("asyncio").addFilter(lambda record: record.msg != "socket.send() raised exception.")
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)

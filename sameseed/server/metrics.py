@@ -1,4 +1,4 @@
-"""/metrics: vLLM's names, with its prefix or ours. The engine's own counters live on when its process is replaced."""
+"""/metrics: vLLM's names, with its prefix or ours. The engine's counters continue when its process is restarted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _COUNTED_BY = (
 
 
 class ServerMetrics:
-    """What is counted here, and the engine's counters when they are asked for."""
+    """The metrics that the server counts itself, and a collector of the engine's counters."""
 
     def __init__(self, client: EngineClient, gate: Gate, model_name: str, prefix: str) -> None:
         self.registry = CollectorRegistry()
@@ -82,13 +82,13 @@ class ServerMetrics:
         self.registry.register(_EngineCounters(client, gate, model_name, prefix))
 
     def answered(self, visit: Visit, route: str, status: int) -> None:
-        """A request was answered, or its client left (499)."""
+        """Count a request that was answered, or whose client disconnected (499)."""
         self._requests.labels(self._model_name, route, str(status)).inc()
         self._http.labels(route, visit.method, f"{status // 100}xx").inc()
         self._seconds.labels(route, visit.method).observe(time.monotonic() - visit.arrived)
 
     def ended(self, reply: Reply) -> None:
-        """A request is over, complete or not: what it took in tokens, and why its sequences ended."""
+        """Count a request that has ended, complete or not: its tokens, and why its sequences ended."""
         self.generation_tokens.inc(reply.num_output_tokens)
         self.prompt_tokens.inc(reply.num_prompt_tokens)
         self._cached.inc(reply.num_cached_tokens)
@@ -103,7 +103,7 @@ class ServerMetrics:
             self.lengths[name].observe(size)
 
     def timed(self, metrics: Mapping[str, Any]) -> None:
-        """Where the time of a sequence went, as the engine measured it."""
+        """Count where the time of a sequence went, as the engine measured it."""
         queue, first, total = (metrics.get(k) for k in ("queue_time_s", "time_to_first_token_s", "total_time_s"))
         if queue is not None and first is not None and total is not None:
             self.queue.observe(queue)
@@ -113,7 +113,7 @@ class ServerMetrics:
 
 
 def _of_http(registry: CollectorRegistry) -> tuple[Counter, Histogram]:
-    """Requests and their times by route, under the names without prefix that dashboards of FastAPI read."""
+    """Requests and their times by route, under the names without prefix that FastAPI dashboards read."""
     labels, text = ("handler", "method"), "requests, by route and kind of status"
     count = Counter("http_requests", text, (*labels, "status"), registry=registry)
     text = "from arrival to the end, by route"
@@ -136,7 +136,7 @@ class _EngineCounters(Collector):
             ("engine_up", "1 while an engine is loaded", float(self._client.state == "ready")),
         ):
             yield self._one(GaugeMetricFamily, name, text, value)
-        # It never sleeps, and waits for nothing but room.
+        # The engine never sleeps, and sequences wait only for capacity.
         states = {state: float(state == "awake") for state in ("awake", "weights_offloaded", "discard_all")}
         yield self._by_label("engine_sleep_state", "1: it is so", "sleep_state", states)
         reasons = {"capacity": now.get("waiting", 0), "deferred": 0}
@@ -163,14 +163,14 @@ class _EngineCounters(Collector):
         values: Mapping[str, float],
         kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
     ) -> Metric:
-        """One metric, a value for each value of `label`."""
+        """One metric, with a sample for each value of `label`."""
         family = kind(self._prefix + name, text, labels=["model_name", label])
         for of, value in values.items():
             family.add_metric([*self._labels, of], value)
         return family
 
     def _passes(self, everything: list[dict[str, Any]]) -> Metric:
-        """Passes of the engine by the tokens that they computed; by the bound above."""
+        """Histogram of the engine's passes by the tokens that they computed; buckets by their upper bounds."""
         found = [s["passes"] for s in everything if "passes" in s]
         counts = [sum(p["counts"][i] for p in found) for i in range(len(frames.PASS_BOUNDS) + 1)]
         bounds = [*map(str, map(float, frames.PASS_BOUNDS)), "+Inf"]

@@ -1,4 +1,4 @@
-"""Mistakes of how the server reads the fields of a request and answers, as mutants of the shipped source."""
+"""Mutants of the shipped server code: mistakes in how it reads the fields of a request, and in how it answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEMPERATURE = "1.0 if fields.temperature is None else fields.temperature"
 _ALLOWED = "None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)"
 _STOPPED = '"stop" if piece.completion["finish_reason"] == "stop" else "length"'
 
-# Where a seeded generator makes mistakes of its own (laws/drawn.py).
+# Modules in which a seeded generator draws further mutants (laws/drawn.py).
 SERVER_AREA = {
     "server's parameters": tuple(
         f"server.{name}" for name in ("parameters", "text", "replies", "completions", "frames", "stream")

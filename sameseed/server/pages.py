@@ -1,4 +1,4 @@
-"""Metrics of several replicas as one page: each value gets a label, and what is of one name stands together."""
+"""Joins the /metrics pages of several replicas: each sample gets a label, and samples of one metric stand together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _SAMPLE = re.compile(rb"^([A-Za-z_:][\w:]*)(?:\{([^\n]*)\})?(?= )", re.MULTILINE
 
 
 def joined(pages: Iterable[tuple[int, bytes]]) -> bytes:
-    """Pages in Prometheus's text format, by number, as one: `replica="NUMBER"` is the first label of each value."""
-    heads: dict[bytes, list[bytes]] = {}  # by the metric's name, in the order of the first page
+    """Join numbered pages in Prometheus's text format: `replica="NUMBER"` becomes the first label of each sample."""
+    heads: dict[bytes, list[bytes]] = {}  # HELP and TYPE by metric, in the order of the first page
     samples: dict[bytes, list[bytes]] = {}
     for number, page in pages:
         name, label = b"", b'replica="%d"' % number

@@ -1,4 +1,4 @@
-"""From the fields of a request to the engine's parameters, with OpenAI's defaults."""
+"""Turns the fields of a request into the engine's parameters, with OpenAI's defaults."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def sampling(
 ) -> SamplingParams:
     """The engine's parameters, with OpenAI's defaults. Raises ApiError 400.
 
-    `bound`: a grammar says what the text may be, which ends where that ends.
+    `room`: tokens left in the context. `bound`: a grammar restricts the text, and the text ends where the grammar does.
     """
     bound = bound or fields.choice is not None
     check_length(max_tokens, text)
-    max_tokens = min(max_tokens, room)  # then the text ends where the context does, with finish_reason "length"
+    max_tokens = min(max_tokens, room)  # at the context's end the text ends with finish_reason "length"
     for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
         if any(t >= text.vocab_size for t in getattr(fields, name) or ()):
             raise bad_request(f"{name}: token ids must lie in 0..{text.vocab_size - 1}, the model's vocabulary", name)
@@ -52,7 +52,7 @@ def sampling(
 
 
 def check_length(max_tokens: int, text: TextCodec) -> None:
-    """Raise ApiError 400 for an answer that no context could hold."""
+    """Raise ApiError 400 for an answer that is longer than the model's context."""
     if max_tokens > text.max_model_len:
         raise bad_request(
             f"This model's maximum context length is {text.max_model_len} tokens, and {max_tokens} are asked for; ask "
@@ -63,9 +63,10 @@ def check_length(max_tokens: int, text: TextCodec) -> None:
 
 
 def speculation(fields: Common, most: int) -> Speculation | None:
-    """The request's own settings of speculation, `most` tokens where its policy chooses lengths itself.
+    """The request's own speculation settings; None if it has none.
 
-    Raises ApiError 400 for drafts of more than `most` tokens.
+    If its policy chooses lengths itself, drafts have up to `most` tokens unless the request says otherwise. Raises
+    ApiError 400 for drafts of more than `most` tokens.
     """
     asked = fields.speculation
     if isinstance(asked, SpeculationFields) and (asked.num_draft_tokens or 0) > most:
@@ -77,5 +78,5 @@ def speculation(fields: Common, most: int) -> Speculation | None:
 
 
 def tenant(visit: Visit, salt: str | None) -> str:
-    """Whose texts these are: what was learned of one tenant's never serves another's."""
+    """The tenant of a request, for the caches: what is kept of one tenant's texts never serves another's."""
     return visit.tenant if salt is None else f"{visit.tenant}:{hashlib.sha256(salt.encode()).hexdigest()[:16]}"

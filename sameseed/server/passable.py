@@ -1,4 +1,4 @@
-"""What of a request may be passed on to vLLM: text, in bounds, and nothing that reaches into vLLM or out of it."""
+"""Checks that a body may be passed on to vLLM: text within limits, and no access to vLLM's internals or other hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from sameseed.server import limits, reading
 from sameseed.server.errors import ApiError, bad_request
 
-# What runs a client's program, loads a client's tensors, or reaches into vLLM's inside.
+# Fields that run a client's program, load a client's tensors, or reach vLLM's internals.
 _ALIKE: tuple[str, ...] = ("prompt_embeds", "chat_template", "logits_processors", "use_beam_search")
 _ALIKE += ("previous_response_id", "background")
 REFUSED = {name: reading.REFUSED[name] for name in _ALIKE} | {
@@ -18,7 +18,7 @@ REFUSED = {name: reading.REFUSED[name] for name in _ALIKE} | {
     "media_io_kwargs": "text only",
     "speculation": "vLLM drafts for all requests alike; leave 'speculation' out",
 }
-_WHOLE = ("prompt", "input", "tokens")  # the text itself: as long as a body and the model's context are
+_WHOLE = ("prompt", "input", "tokens")  # the text itself: limited only by the body and the model's context
 _LISTS = {"stop": limits.MAX_STOP, "logit_bias": limits.MAX_LOGIT_BIAS, "messages": limits.MAX_MESSAGES}
 _LISTS |= {"chat_template_kwargs": limits.MAX_OPTIONS, "documents": limits.MAX_DOCUMENTS}
 _LISTS |= {"tools": limits.MAX_TOOLS, "stop_token_ids": limits.MAX_STOP_TOKENS, "bad_words": limits.MAX_STOP_TOKENS}
@@ -28,29 +28,29 @@ _TEXTS = ("stop", "bad_words")
 _PARTS = ("text", "thinking", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 _ITEMS: tuple[str, ...] = ("message", "reasoning", "function_call", "function_call_output")
 _ITEMS += ("custom_tool_call", "custom_tool_call_output")
-_TYPES = (*_PARTS, *_ITEMS, "function", "custom")  # the last two: of a message's calls
+_TYPES = (*_PARTS, *_ITEMS, "function", "custom")  # the last two are types of a message's calls
 _HOLDERS = ("content", "output", "summary")  # hold text, or a list of parts
-_TOOLS = ("function", "custom", "namespace")  # those that the client runs
-# vLLM takes these for media even in a part that calls itself text.
+_TOOLS = ("function", "custom", "namespace")  # types of tools that the client runs
+# vLLM takes these keys for media even in a part whose type is text.
 _MEDIA = {"image", "image_url", "image_pil", "image_embeds", "input_image", "prompt_embeds", "uuid"}
 _MEDIA |= {"audio", "audio_url", "audio_embeds", "input_audio", "video", "video_url", "video_embeds"}
 _MEDIA |= {"file", "file_url", "file_data", "file_id", "input_file"}
 
 
 def check_greedy(body: Mapping[str, Any]) -> None:
-    """Raise ApiError 400 for a sampled request, where this vLLM would write a wrong text (and beside it others)."""
+    """Raise ApiError 400 for a sampled request: this vLLM would write a wrong text, for it and others in its batch."""
     if body.get("temperature") != 0:
         says = "vLLM samples wrongly with drafts on CPUs (vllm-project/vllm#55005): send temperature 0; or ask for a "
         raise bad_request(says + "server without a draft", param="temperature", code="unsupported_parameter")
 
 
 def check(body: Mapping[str, Any]) -> None:
-    """Raise ApiError 400 for what is not passed on: too much, or what no client may ask of vLLM."""
+    """Raise ApiError 400 for a body that exceeds a limit, or asks for what no client may ask of vLLM."""
     for name, why in REFUSED.items():
         if body.get(name) not in (None, False, [], {}, ""):
             raise bad_request(f"{name!r} is not supported: {why}", param=name, code="unsupported_parameter")
     for name, most in _NUMBERS.items():
-        value = body.get(name)  # text is no number, though vLLM would make one of it
+        value = body.get(name)  # a number in quotes is refused, though vLLM would take it
         if value is not None and not (isinstance(value, int | float) and (name == "n") <= value <= most):
             raise bad_request(f"{name} must lie in 0..{most}", param=name, code="invalid_value")
         if name == "n" and (isinstance(value, bool) or not isinstance(value, int | None)):
@@ -66,7 +66,7 @@ def check(body: Mapping[str, Any]) -> None:
     options = body.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise _bad("chat_template_kwargs", "must be an object")
-    for name, value in options.items():  # no template, and nothing with parts
+    for name, value in options.items():  # no template, and no lists or objects
         if name == "chat_template" or not isinstance(value, bool | int | str | None) or len(str(value)) > 64:
             raise _bad("chat_template_kwargs", f"{name[:64]!r} must be true, false, a number or a word")
     prompt = body.get("prompt")
@@ -82,13 +82,13 @@ def check(body: Mapping[str, Any]) -> None:
 
 
 def num_prompts(prompt: Any) -> int:
-    """Prompts in a request."""
+    """The number of prompts in a request's `prompt`."""
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     return len(prompt) if several else 1
 
 
 def _check_text(messages: Any, name: str) -> None:
-    """An image's address would make vLLM open a connection that a client chose. Raises ApiError 400."""
+    """Raise ApiError 400 for anything but text: an image's URL would make vLLM connect to where a client chose."""
     left = [messages]
     while left:
         found = left.pop()
@@ -97,7 +97,7 @@ def _check_text(messages: Any, name: str) -> None:
         if not isinstance(found, dict):
             continue
         kind = found.get("type")
-        media = any(found[key] is not None for key in _MEDIA & found.keys())  # an answer sent back has empty ones
+        media = any(found[key] is not None for key in _MEDIA & found.keys())  # null in answers sent back
         if media or (kind is not None and kind not in _TYPES):
             raise _bad(name, "text only")
         for holder in _HOLDERS:

@@ -1,4 +1,4 @@
-"""Processes of ours: started by a fixed command at the end of a socket pair, ended for sure; only here."""
+"""Starts and ends the server's child processes, in this file only: by a fixed command, at one end of a socket pair."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import time
 from pathlib import Path
 from typing import Literal
 
-SECRETS = ("SAMESEED_API_KEY",)  # of the server's environment, not of theirs
-# What a program beside the server may know of its environment: what Python needs to start, and how texts are encoded.
-# Templates and grammars of others run there: a token of some hub, say, is nothing to them.
+SECRETS = ("SAMESEED_API_KEY",)  # variables of the server that child processes do not get
+# Environment variables for helper processes: what Python needs to start, and how texts are encoded. Helpers run
+# templates and grammars of third parties, which must not see e.g. a hub token.
 PLAIN = ("PATH", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TMPDIR", "TZ", "LANG")
 PLAIN_PREFIXES = ("LC_", "LD_", "OMP_", "OPENBLAS_", "MKL_", "COVERAGE_", "COV_CORE_")
 
 
 def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, socket.socket]:
-    """Start one of the two programs beside the server; returns its id and our end of the socket.
+    """Start a worker or a helper; returns its process id and our end of the socket.
 
-    It gets what is named here and no more. (multiprocessing's spawn hands on the whole environment.)
+    A helper gets only the variables named above, a worker all but SECRETS. (multiprocessing's spawn passes on all.)
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -42,7 +42,7 @@ def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, so
 
 
 async def end(pid: int, patience: float) -> int:
-    """Wait for a process that should end by itself, and end it if it does not; returns its exit code."""
+    """Wait `patience` seconds for a process to end by itself, then kill it; returns its exit code."""
     until = time.monotonic() + patience
     try:
         while True:
@@ -53,7 +53,7 @@ async def end(pid: int, patience: float) -> int:
                 os.kill(pid, signal.SIGKILL)
                 until = float("inf")
             await asyncio.sleep(0.01)
-    except asyncio.CancelledError:  # the server ends meanwhile, and leaves nothing behind
+    except asyncio.CancelledError:  # the server itself ends, and leaves no process behind
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise

@@ -1,7 +1,7 @@
-"""V1: the server reads a request's fields as it says, and answers with the engine's text. A check of the certificate.
+"""Check V1 of the certificate: the server reads request fields as documented, and answers with the engine's text.
 
 Bodies go through the whole application, in this process and without a network: routes, fields, frames, the engine,
-replies. What the fields ask for is written here anew.
+replies. The meaning of the fields is written here a second time, independently of the server's code.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sameseed.server.text import TextCodec
 from sameseed.server.worker import Worker
 from sameseed.spec.sampling import derive_seed
 
-MOST_STEPS = 2_000  # of the engine for a request: one that does not get on is given up
-LENGTH, LONGEST = 12, 32  # tokens of an answer, where the request says so, and of a prompt
-DEFAULTS: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}  # of a request to continue a text
-DRAWN = 6  # fields that a drawn body has, at most
-# What no request may ask for, each alone.
+MOST_STEPS = 2_000  # engine steps for a request, after which it is given up
+LENGTH, LONGEST = 12, 32  # tokens of an answer, if the request sets a length, and of a prompt
+DEFAULTS: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}  # of /v1/completions
+DRAWN = 6  # most fields of a randomly drawn body
+# Fields that must be refused, each alone.
 REFUSED: tuple[dict[str, Any], ...] = (
     {"temperature": 2.1},
     {"temperature": -0.1},
@@ -56,7 +56,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """A body for `path`, and what it must come to: prompt tokens, parameters, draft tokens in a round at most."""
+    """A body for `path`, and what the engine must get: prompt tokens, parameters, most draft tokens per round."""
 
     path: str
     body: dict[str, Any]
@@ -66,7 +66,7 @@ class Case:
 
 
 class Inside(EngineClient):
-    """An engine in this process: what is submitted is written at once. `adds` keeps what arrived."""
+    """A client whose engine runs in this process: a submitted request runs at once. `adds` keeps the frames."""
 
     def __init__(self, subject: Subject) -> None:
         super().__init__("inside", {})
@@ -82,7 +82,7 @@ class Inside(EngineClient):
         self.state = "ready"
 
     def submit(self, request: frames.Add, packed: bytes, grammar: Compiled | None = None) -> Stream:
-        """Through the frames of both ends to the engine, and every piece back."""
+        """Run a request to its end. It reaches the engine as a frame, and every piece comes back as a frame."""
         (add,) = frames.Unpacker[frames.Add](frames.Add).feed(packed)
         self.adds.append(add)
         stream, back = Stream(request, lambda request_id: None), frames.Unpacker[frames.Deltas](frames.Deltas)
@@ -99,7 +99,7 @@ class Inside(EngineClient):
                 for _, piece in frame.items:
                     stream.push(piece)
         self.engine.abort(request.id)
-        if stream.num_open:  # the engine took it not, or not to its end: its reader must not wait
+        if stream.num_open:  # the engine refused or did not finish the request: its reader must not wait
             stream.push(bad_request("the engine does not take the request, or does not end it"))
         return stream
 
@@ -120,9 +120,8 @@ class Inside(EngineClient):
     requests=2_000,
 )
 def requests(subject: Subject, effort: Effort) -> Found:
-    """What a request to the server asks for, field by field and drawn together, reaches the engine as it was meant.
-    The answer, whole or streamed, is the text that plain decoding writes with these parameters; what no request may
-    ask for is refused.
+    """Request fields, each alone and in random combinations, reach the engine with their documented meaning. The
+    answer, whole or streamed, is the text that plain decoding writes with these parameters. Invalid fields are refused.
     """
     cases = made_cases(subject, random.Random(subject.seed), max(0, effort.of(2_000, 12)))
     zeros = {"misread": 0, "differing_answers": 0, "taken_though_bad": 0}
@@ -157,7 +156,7 @@ async def _ask_all(subject: Subject, found: Found, cases: Seq[Case]) -> None:
             before, bad = len(inside.adds), {"prompt": list(cases[0].prompt), "seed": subject.seed} | fields
             status, _ = await call(app, "/v1/completions", bad)
             right, taken = 404 if "model" in fields else 400, len(inside.adds) > before
-            refused = status == right and not taken  # an engine without room for a long answer says 400 too
+            refused = status == right and not taken  # the engine gives 400 too, if a long answer does not fit
             found.sizes["refused"] += refused
             if not refused:
                 found.statistic["taken_though_bad"] += 1
@@ -168,7 +167,7 @@ async def _ask_all(subject: Subject, found: Found, cases: Seq[Case]) -> None:
 
 
 def _beyond(subject: Subject) -> list[dict[str, Any]]:
-    """Tokens that the model has not, and more of them than it can take."""
+    """Bodies with tokens outside the vocabulary, more tokens than the context holds, or another model's name."""
     size, few = subject.target.config.vocab_size, range(1, 4)
     lists = [{name: [size]} for name in ("banned_token_ids", "allowed_token_ids", "stop_token_ids", "prompt")]
     more = {"max_tokens": subject.max_len + 1}, {"prompt": [t % 3 + 1 for t in range(subject.max_len)]}
@@ -182,7 +181,7 @@ def _beyond(subject: Subject) -> list[dict[str, Any]]:
 
 
 def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
-    """Every field alone, then `count` bodies of several, then conversations where the model has a template."""
+    """Every field alone, then `count` bodies with several fields, then conversations if the model has a template."""
     alone = fields_of(subject, rng)
     nothing = dict.fromkeys(("temperature", "top_p", "stop", "n", "max_tokens", "seed_of_nobody"))
     chosen: list[tuple[tuple[dict[str, Any], dict[str, Any]], ...]] = [
@@ -193,26 +192,26 @@ def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
     for i, parts in enumerate(chosen):
         own = subject.prompts[i % len(subject.prompts)]
         prompt = (own * LONGEST)[-LONGEST:]
-        if i % 4 == 1:  # the first token of all and the last are tokens like any other
+        if i % 4 == 1:  # with the first and the last token of the vocabulary
             prompt = (*prompt[:-2], 0, subject.target.config.vocab_size - 1)
         seed = subject.seed * 1_000 + i
         body: dict[str, Any] = {"seed": seed, "prompt": list(prompt)}
         params: dict[str, Any] = {**DEFAULTS, "seed": seed}
         for fields, means in parts:
             body, params = body | fields, params | means
-        if "cache_salt" in body:  # of the first prompt, whose rows are there
+        if "cache_salt" in body:  # with the first prompt, whose KV rows are cached
             body |= {"prompt": list(cases[0].prompt), "cache_salt": f"salt {i}"}
             prompt = cases[0].prompt
-        elif i % 4 == 3:  # as text, where its tokens are the tokenizer's
+        elif i % 4 == 3:  # as text, if its tokens fit
             text = subject.loaded.tokenizer.decode(list(prompt))
             ids = tuple(subject.loaded.tokenizer.encode(text))
             if ids and max(ids) < subject.vocab_size and len(ids) <= LONGEST:
                 body["prompt"], prompt = text, ids
-        if not _left(params, subject.target.config.eos_token_ids):  # fields that rule each other's tokens out
+        if not _left(params, subject.target.config.eos_token_ids):  # fields that exclude all tokens together
             del body["allowed_token_ids"], params["allowed_token_ids"]
         if params["max_tokens"] > LONGEST and not _ends_at_once(params, subject.target.config.eos_token_ids):
-            body["max_tokens"] = params["max_tokens"] = LENGTH  # more than the cache of a check holds
-        if (keep := body.get("truncate_prompt_tokens")) is not None:  # -1: what the answer leaves
+            body["max_tokens"] = params["max_tokens"] = LENGTH  # more than a check's KV cache holds
+        if (keep := body.get("truncate_prompt_tokens")) is not None:  # -1: what fits beside the answer
             prompt = prompt[-(keep if keep > 0 else max(1, subject.max_len - params["max_tokens"])) :]
         params["max_tokens"] = min(params["max_tokens"], subject.max_len - len(prompt))
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
@@ -222,20 +221,20 @@ def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
 
 
 def _left(params: Mapping[str, Any], eos: Seq[int]) -> bool:
-    """Is there a token that such a text may begin with?"""
+    """Whether a text with these parameters has a token to begin with."""
     allowed = params.get("allowed_token_ids")
     ends = {*eos, *params.get("stop_token_ids", ())} if params.get("min_tokens") else set[int]()
     return allowed is None or bool({*allowed} - {*params.get("banned_token_ids", ())} - ends)
 
 
 def _ends_at_once(params: Mapping[str, Any], eos: Seq[int]) -> bool:
-    """May such a text hold nothing but an end token, which ends it? Then it is short, whatever length is asked for."""
+    """Whether only end tokens are allowed, and end the text. Then it is short, whatever max_tokens is."""
     only = set(eos).issuperset(params.get("allowed_token_ids") or [-1])
     return only and not params.get("ignore_eos") and not params.get("min_tokens")
 
 
 def fields_of(subject: Subject, rng: random.Random) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Fields as clients send them, each with what it means for the parameters."""
+    """Fields as clients send them, each with the sampling parameters that it must lead to."""
     size, big, longest = subject.vocab_size, 2**63, subject.max_len
     end = min(subject.target.config.eos_token_ids)
     some, few = sorted(rng.sample(range(1, size), size // 4)), sorted(rng.sample(range(1, size), size // 3))
@@ -291,7 +290,7 @@ def fields_of(subject: Subject, rng: random.Random) -> list[tuple[dict[str, Any]
 
 
 def _conversations(subject: Subject, cases: Seq[Case]) -> list[Case]:
-    """Some of the same fields about a conversation; `max_completion_tokens` goes before `max_tokens`."""
+    """Chat requests with some of the same fields; `max_completion_tokens` takes precedence over `max_tokens`."""
     tokenizer, made = subject.loaded.tokenizer, list[Case]()
     if tokenizer.chat_template is None:
         return []
@@ -310,7 +309,7 @@ def _conversations(subject: Subject, cases: Seq[Case]) -> list[Case]:
 
 
 def _plain(subject: Subject, cases: Seq[Case]) -> list[list[Completion]]:
-    """What plain decoding writes for each case."""
+    """The completions of plain decoding for each case."""
     jobs = [
         Request(f"v{i}-{n}", c.prompt, c.params, derive_seed(c.params.seed or 0, n))
         for i, c in enumerate(cases)
@@ -321,7 +320,7 @@ def _plain(subject: Subject, cases: Seq[Case]) -> list[list[Completion]]:
 
 
 def _judge_add(found: Found, where: str, case: Case, add: frames.Add) -> None:
-    """Is what arrived at the engine what was asked for?"""
+    """Compare what arrived at the engine with what the case asks for."""
     salt, priority = case.body.get("cache_salt"), case.body.get("priority") or 0
     drafts = None if add.speculation is None else add.speculation.of(64)
     for name, wanted, got in (
@@ -337,7 +336,7 @@ def _judge_add(found: Found, where: str, case: Case, add: frames.Add) -> None:
 
 
 def _judge_answer(found: Found, where: str, case: Case, truth: Seq[Completion], answer: Mapping[str, Any]) -> None:
-    """Does the answer say what the engine wrote? Log-probabilities as the numbers that JSON holds."""
+    """Compare the answer with plain decoding's text, tokens and counts, and log-probabilities as JSON numbers."""
     chat = "messages" in case.body
     choices, size = answer["choices"], sum(len(c.token_ids) for c in truth)
     got: list[Any] = [answer["usage"]["completion_tokens"], answer["usage"]["prompt_tokens"], len(choices)]
@@ -367,7 +366,7 @@ def _judge_answer(found: Found, where: str, case: Case, truth: Seq[Completion], 
 
 
 def whole(data: bytes) -> dict[str, Any]:
-    """The events of a stream as one answer."""
+    """Join the events of a stream into one answer."""
     answer: dict[str, Any] = {"choices": []}
     for line in data.decode().split("\n\n"):
         if not line.startswith("data: {"):
@@ -388,12 +387,12 @@ def whole(data: bytes) -> dict[str, Any]:
 
 
 async def call(app: Any, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-    """Status and body of what the application answers to a JSON body, in this process."""
+    """POST a JSON body to the application, in this process; returns status and body of the answer."""
     data, sent, parts, status = json.dumps(body).encode(), False, [], 0
 
     async def receive() -> dict[str, Any]:
         nonlocal sent
-        if sent:  # nothing more comes, and the client stays
+        if sent:  # no more data comes, and the client stays connected
             await asyncio.Event().wait()
         sent = True
         return {"type": "http.request", "body": data, "more_body": False}

@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields and our own, each with its range, for all routes."""
+"""The request bodies of all routes as pydantic models: OpenAI's fields and sameseed's own, each with its range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sameseed.server import limits, structured
 from sameseed.server.conversation import Fields, Messages, NamedTool, Tool, plain
 from sameseed.server.errors import bad_request
 
-TOKEN = "x-token"  # marks token ids in a schema: how many there are is known once a model is loaded
+TOKEN = "x-token"  # marks token ids in a JSON schema; their maximum is known once a model is loaded
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={TOKEN: True})]
 StopText = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
@@ -20,20 +20,20 @@ Tokens = list[TokenId]
 
 
 class SpeculationFields(Fields):
-    """This request's own policy, and the most draft tokens a round. Never changes the text."""
+    """A request's own policy and maximum of draft tokens per round. They never change the text."""
 
     policy: Literal["off", "fixed", "history", "disco", "goodput"] | None = None
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
 
 
 class StreamOptions(Fields):
-    """`include_usage`: a last chunk with usage and metrics."""
+    """`include_usage`: end the stream with a chunk of usage and metrics."""
 
     include_usage: bool | None = None
 
 
 class Common(Fields):
-    """Fields that every route that writes text has."""
+    """Fields of every route that generates text."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
@@ -54,14 +54,14 @@ class Common(Fields):
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_N)] | None = None
-    seed: int | None = None  # any, modulo 2**63
+    seed: int | None = None  # any integer, taken modulo 2**63
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None  # -1: what leaves room to answer
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as fit
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     speculation: SpeculationFields | Literal["off", "fixed", "history", "disco", "goodput"] | None = None
@@ -74,18 +74,18 @@ class Common(Fields):
 
     @property
     def choice(self) -> list[str] | None:
-        """Texts of which the answer must be one."""
+        """The texts that the answer is chosen from; None: the answer is not restricted to given texts."""
         return self.guided_choice or (self.structured_outputs.choice if self.structured_outputs else None)
 
     def keep(self, max_tokens: int | None, max_model_len: int) -> int | None:
-        """Tokens of the prompt that are kept, its last; None: all. Raises ApiError 400."""
+        """How many tokens at the end of the prompt are kept; None: all. Raises ApiError 400 for 0."""
         if self.truncate_prompt_tokens == 0:
             raise bad_request("truncate_prompt_tokens must be at least 1, or -1", "truncate_prompt_tokens")
         left = max(1, max_model_len - max(1, max_tokens or 0))
         return left if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
     def source(self) -> structured.GrammarSource | None:
-        """What the answer must look like. Raises ApiError 400 where that cannot be, or is said twice."""
+        """The grammar that the answer must match, or None. Raises ApiError 400 if it is invalid, or given twice."""
         found = self._formats()
         found += structured.of_guides("guided_", self.guided_json, self.guided_regex, self.guided_grammar, None)
         if (s := self.structured_outputs) is not None:
@@ -100,7 +100,7 @@ class Common(Fields):
 
 
 class Templated(Fields):
-    """What a conversation says of the model's chat template."""
+    """Fields for the model's chat template."""
 
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=limits.MAX_OPTIONS)] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_DOCUMENTS)] | None = None
@@ -110,7 +110,7 @@ class Templated(Fields):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the template is given beside messages and tools. Raises ApiError 400."""
+        """The template's arguments except messages and tools. Raises ApiError 400 for names that may not be set."""
         named = {name: getattr(self, name) for name in ("documents", "add_generation_prompt", "reasoning_effort")}
         given = {name: value for name, value in named.items() if value is not None and value != []}
         if taken := sorted((self.chat_template_kwargs or {}).keys() & {"messages", "tools", "chat_template", *given}):
@@ -129,7 +129,7 @@ class CompletionFields(Common):
     )
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = (
-        None  # goes before it, as in conversations
+        None  # takes precedence over max_tokens, as in chat
     )
     add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
@@ -143,7 +143,7 @@ class CompletionFields(Common):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry a prompt."""
+        """A list of all prompts, each a text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -162,17 +162,17 @@ class ChatFields(Common, Templated):
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None  # false: thoughts are left out
-    separate_reasoning: bool | None = None  # false: thoughts stay in the text, as they were written
+    include_reasoning: bool | None = None  # false: leave the reasoning out of the answer
+    separate_reasoning: bool | None = None  # false: leave the reasoning in the text, as generated
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools as a chat template takes them."""
+        """The tools in the form that a chat template takes; none if tool_choice is "none"."""
         wanted = self.tools if self.tools and self.tool_choice != "none" else []
         return [t.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for t in wanted]
 
     def compelled(self, parser: str | None) -> structured.GrammarSource | None:
-        """What the tools make of the answer; `parser`: how the model writes calls. Raises ApiError 400."""
+        """The grammar that the tools require, or None. `parser`: the model's format of calls. Raises ApiError 400."""
         return structured.of_tools(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False, parser)
 
 
@@ -183,7 +183,7 @@ class Reasoning(Fields):
 
 
 class ResponseFields(Common):
-    """POST /v1/responses, stateless: the whole conversation comes as `input`."""
+    """POST /v1/responses, stateless: `input` holds the whole conversation."""
 
     input: str | Messages
     n: Literal[1] | None = None
@@ -207,7 +207,7 @@ class ResponseFields(Common):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the template is given beside messages. Raises ApiError 400."""
+        """The template's arguments except messages. Raises ApiError 400 for names that may not be set."""
         effort = self.reasoning.effort if self.reasoning else None
         return Templated(chat_template_kwargs=self.chat_template_kwargs, reasoning_effort=effort).options
 

@@ -1,4 +1,4 @@
-"""The application in front of vLLM: the same guard, gate, life cycle and errors as in front of sameseed's engine."""
+"""The application in front of vLLM: the same guard, gate, life cycle and errors as for sameseed's own engine."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _PREFIX = re.compile(rb"^(# (?:HELP|TYPE) )?vllm:", re.MULTILINE)
 
 
 def own_metrics(replicas: Replicas, gate: Gate) -> tuple[CollectorRegistry, Counter]:
-    """What is counted in front of vLLM, under names of our own: its page comes as it is. And the counter of answers.
+    """The proxy's own metrics, named apart from vLLM's, whose page is passed on; and the counter of answers.
 
-    Of several replicas, each has values of its own, by label.
+    If there are several replicas, each has values of its own, by label.
     """
     registry, several = CollectorRegistry(), len(replicas.all) > 1
     what = "requests, by route and status (499: the client left)"
@@ -59,7 +59,7 @@ def own_metrics(replicas: Replicas, gate: Gate) -> tuple[CollectorRegistry, Coun
 
 
 def create_proxy(client: Replicas, config: ServerConfig) -> tuple[ASGIApp, Gate]:
-    """The application and its gate. Its lifespan starts and ends vLLM."""
+    """The ASGI application and its gate. The application's lifespan starts and ends vLLM."""
     gate = Gate(config.max_queue, len(config.keys))
     gate.max_running = client.facts["max_num_seqs"] * len(client.all)
     registry, requests = own_metrics(client, gate)
@@ -72,7 +72,7 @@ def create_proxy(client: Replicas, config: ServerConfig) -> tuple[ASGIApp, Gate]
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        # Written here: vLLM's names the folder that it serves from.
+        # Not vLLM's own answer, which names the model's folder.
         limit = client.facts.get("max_model_len")
         made = {
             "object": "model",
@@ -99,7 +99,7 @@ def create_proxy(client: Replicas, config: ServerConfig) -> tuple[ASGIApp, Gate]
 
 
 def _passing(client: Replicas, config: ServerConfig, gate: Gate, intake: Intake, path: str) -> Any:
-    """The route that passes bodies on to vLLM's route of the same path."""
+    """A route that checks bodies and passes them on to vLLM's route of the same path."""
 
     async def route(request: Request) -> Relay:
         visit = visit_of(request)
@@ -124,13 +124,13 @@ def _passing(client: Replicas, config: ServerConfig, gate: Gate, intake: Intake,
 
 
 def salt(body: dict[str, Any], tenant: str) -> None:
-    """Whose prefixes these are: tenants never share what is cached."""
+    """Set `cache_salt` from the tenant and the request's own salt, so that tenants never share cached prefixes."""
     own = body.get("cache_salt")
     if tenant or own is not None:
         body["cache_salt"] = hashlib.sha256(json.dumps([tenant, own]).encode()).hexdigest()
 
 
 def _call(path: str, body: Mapping[str, Any], num_seqs: int, several: bool) -> RoutedCall:
-    """A body as it is sent. Its beginnings matter where there are several to choose from."""
+    """The call with the body as JSON. Digests of its beginnings are only needed to choose among several replicas."""
     raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     return RoutedCall(path, raw, beginnings(path, body) if several else (), num_seqs)

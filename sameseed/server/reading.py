@@ -1,9 +1,9 @@
-"""Reading what clients send: bodies within bounds of size and time, then their values, checked here, once.
+"""Reads request bodies within limits of size and time, and validates their values, for all routes in this one place.
 
-A refusal names the field and never repeats the value.
+An error names the field and never repeats its value.
 
-A field that nobody knows is accepted, as OpenAI does, and named in the debug log; one that would change the text and is
-not offered is refused by its name.
+Unknown fields are accepted, as by OpenAI, and named in the debug log. Known fields that would change the text, but are
+not supported, are refused by name.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from sameseed.server.errors import ApiError, bad_request, unavailable
 from sameseed.server.guard import Visit, visit_of
 
 log = logging.getLogger("sameseed.server")
-INLINE = 2**16  # bytes of a body that are parsed on the spot
+INLINE = 2**16  # bytes: a larger body is parsed in a thread
 MAX_INSIDE = 128 * 2**20  # bytes of all bodies that are being read, parsed or checked
 
-# Asked for by name, these would change what is written; silence would be a lie. Not on routes that have such a field.
+# Unsupported fields that would change the text, and why they are refused rather than silently ignored. They are not
+# refused on routes that have such a field.
 REFUSED = {
     "suffix": "text after the insertion is not offered; leave 'suffix' out",
     "best_of": "use 'n'; choices are not ranked",
@@ -80,8 +81,8 @@ REFUSED = {
     "json_schema": "use 'response_format'",
 }
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", {"type": "text"})
-_NEVER_NEUTRAL = ("enable_thinking", "thinking", "add_generation_prompt")  # false asks for something too
-# And for some of these there is one more value that changes nothing.
+_NEVER_NEUTRAL = ("enable_thinking", "thinking", "add_generation_prompt")  # false is a request too
+# One more value that changes nothing, for some of the refused fields.
 _ALSO_NEUTRAL: dict[str, Any] = {"typical_p": 1, "length_penalty": 1, "repeat_penalty": 1, "top_n_sigma": -1}
 _ALSO_NEUTRAL |= dict.fromkeys(("xtc_probability", "mirostat", "dynatemp_range", "dry_multiplier", "top_logprobs"), 0)
 _ALSO_NEUTRAL |= dict.fromkeys(("top_a", "no_repeat_ngram_size", "n_probs", "min_new_tokens"), 0)
@@ -92,19 +93,19 @@ F = TypeVar("F", bound=Fields)
 
 
 class Intake:
-    """One a server. Bodies are read before the gate can know what they ask for, so they have a bound of their own."""
+    """Reads bodies, up to a total size: the gate counts a body only after it has been read. One object per server."""
 
     def __init__(self) -> None:
         self.size_inside = 0
 
     @asynccontextmanager
     async def held(self, request: Request) -> AsyncIterator[dict[str, Any]]:
-        """The JSON object of a request's body, whose bytes (the visit's `size`) count until this is left.
+        """Yields the JSON object of a request's body. Its bytes (the visit's `size`) count until the context is left.
 
         Raises ApiError: 400, 408, 413, 415, 503.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # anything else a page of another site could send unasked
+        if kind != "application/json":  # a page of another site can send other types without CORS
             raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
         visit, parts = visit_of(request), list[bytes]()
         try:
@@ -133,7 +134,7 @@ class Intake:
 
 
 async def _unpacked(request: Request) -> AsyncIterator[bytes]:
-    """The body's bytes, of gzip what was packed. Raises ApiError 400, 413, 415."""
+    """The body's bytes, decompressed if they are gzip. Raises ApiError 400, 413, 415."""
     packing = request.headers.get("content-encoding", "identity").strip().lower()
     if packing not in ("identity", "gzip"):
         raise ApiError(415, "send the body as it is, or with 'Content-Encoding: gzip'")
@@ -159,7 +160,7 @@ _NAMES = frozenset(n for k in _kinds(Fields) for f, info in k.model_fields.items
 
 
 def read(kind: type[F], body: dict[str, Any]) -> F:
-    """The fields of a request. Raises ApiError 400 that names the first bad one."""
+    """Validate a body as fields of this kind. Raises ApiError 400 that names one bad field."""
     for name in sorted(body.keys() & REFUSED.keys() - kind.model_fields.keys()):
         also = body.get("n") or 1 if name == "best_of" else _ALSO_NEUTRAL.get(name)
         neutral = (None, also) if name in _NEVER_NEUTRAL else (*_NEUTRAL, also)
@@ -168,11 +169,11 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
     try:
         fields = kind.model_validate(body)
     except ValidationError as error:
-        # Where a value got furthest before it was refused, among the forms that a field may have; never the value.
+        # If a field may have several forms, report the fault of the form that got furthest; never the value.
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         fault = max(faults, key=lambda f: (not f["type"].endswith("_type"), len(f["loc"])))
         place = ""
-        for part in fault["loc"]:  # names of the forms stand between those of the fields
+        for part in fault["loc"]:  # skip names of forms, which stand between the fields' names
             if isinstance(part, int):
                 place += f"[{part}]"
             elif part in _NAMES:

@@ -1,4 +1,4 @@
-"""Thoughts in what a model writes: text between two marks, told apart from the answer as it arrives."""
+"""Splits a model's reasoning ("thoughts"), the text between two marks, from its answer while the text arrives."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Marks(NamedTuple):
-    """How a family writes its thoughts. `always`: a text begins as thoughts also where no mark opens them."""
+    """The marks of a model family's reasoning. `always`: a text begins with reasoning even without an opening mark."""
 
     open: str
     close: str
     always: bool = False
 
 
-# By vLLM's names.
+# Keys are vLLM's names of these parsers.
 PARSERS = {
     "deepseek_r1": Marks("<think>", "</think>", always=True),
     "qwen3": Marks("<think>", "</think>"),
@@ -22,20 +22,20 @@ PARSERS = {
 
 
 class Thoughts:
-    """Splits one text. What may become a mark is held back until that is decided; space behind a mark is no text."""
+    """Splits one text. What may become a mark is held back until that is certain; space after a mark is dropped."""
 
     def __init__(self, marks: Marks, prompt_end: str | None) -> None:
-        """`prompt_end`: the last of the prompt, where a template opens or closes thoughts; None: they cannot come."""
+        """`prompt_end`: the end of the prompt, where a template may open or close the reasoning; None: no reasoning."""
         end = marks.close if prompt_end is None else prompt_end.rstrip()
         self._open, self._close = marks.open, marks.close
         self._inside = end.endswith(marks.open) or (marks.always and not end.endswith(marks.close))
-        self._started = self._bare = False  # is the first mark decided; is nothing but space behind the last one
+        self._started = self._bare = False  # was the opening mark looked for? only space since the last mark?
         self._buffer = ""
         self._size = 0
-        self.end: int | None = None if self._inside else 0  # where in the whole text they end, once that is known
+        self.end: int | None = None if self._inside else 0  # where the reasoning ends in the whole text, once known
 
     def feed(self, text: str, ended: bool) -> tuple[str, str]:
-        """What became certain of the thoughts, and of the answer; `ended`: no text follows."""
+        """Add text; returns what is now certain of the reasoning, and of the answer. `ended`: no text follows."""
         self._buffer, self._size = self._buffer + text, self._size + len(text)
         if not self._started:
             begun = self._buffer.lstrip()

@@ -1,6 +1,6 @@
-"""Relay: one request on its way through vLLM, whole or as events, until it ends, time is up, or its client leaves.
+"""Relay: passes one request on to vLLM and its answer back, until it ends, times out or its client disconnects.
 
-Events are passed on whole, whatever chunks they come in; errors, among them too, without what lies inside the server.
+Events are passed on whole, however they arrive in chunks. Errors, also in events, lose host addresses and paths.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sameseed.server.routing import RoutedCall
 log = logging.getLogger("sameseed.server")
 MAX_EVENT = 64 * 2**20  # bytes: the log-probabilities of a long prompt are one event
 _END = re.compile(rb"\n\r?\n")
-_LAST = 2  # bytes of what was held before that may belong to the end of an event
-_ERROR = b'"error"'  # in every event that tells of one; in a text it has backslashes
-# Addresses of machines: with a scheme, as numbers, or with a port.
+_LAST = 2  # bytes of the held text that may already belong to an event's end
+_ERROR = b'"error"'  # in every event that reports one; within a JSON string it has backslashes
+# Host addresses: URLs, IP addresses, and localhost.
 _PLACES = re.compile(
     r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>)\]}]+|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?"
     r"|\[[0-9a-fA-F]*:[0-9a-fA-F]*:[0-9a-fA-F:.]*\](?::\d+)?|\blocalhost(?::\d+)?"
@@ -33,7 +33,7 @@ _PLACES = re.compile(
 
 
 class Relay(Answering):
-    """Passes a body on and the answer back."""
+    """Passes a body on to vLLM, and the answer back."""
 
     def __init__(self, replicas: Replicas, call: RoutedCall, ticket: Ticket, timeout: float) -> None:
         super().__init__(ticket, timeout)
@@ -41,7 +41,7 @@ class Relay(Answering):
         self._events: Events | None = None
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The answer, as it comes. vLLM stops when the connection is closed."""
+        """Send the answer as it arrives. vLLM stops generating when the connection is closed."""
         async with self._replicas.post(self, self._call) as response:
             if response.status != 200:
                 raise told(response.status, await read_some(response))
@@ -59,21 +59,21 @@ class Relay(Answering):
             if events is not None and events.failed:
                 self._status = 500
 
-    def _last(self, error: ApiError) -> bytes | None:  # events were sent whole, so that this one stands by itself
+    def _last(self, error: ApiError) -> bytes | None:  # events were sent whole, so another may follow
         return None if self._events is None else event(error.body()) + DONE
 
     def _free(self) -> None:
-        """Nothing is held but the connection, which ends with the work."""
+        """Nothing to do: the connection to vLLM ends with the work."""
 
 
 def told(status: int, raw: bytes) -> ApiError:
-    """An error of vLLM's as one of ours: in OpenAI's shape, without paths and addresses."""
+    """Turn an error of vLLM into an ApiError: in OpenAI's format, without paths and addresses."""
     fault: Any = None
     try:
         fault = json.loads(raw)["error"]
     except (ValueError, KeyError, TypeError):
         log.warning("an answer of status %s that is no error in OpenAI's shape", status)
-    if status in (401, 403) or status >= 500:  # between us and vLLM; nothing that a client could mend
+    if status in (401, 403) or status >= 500:  # between the server and vLLM; a client cannot fix it
         return unavailable("the engine is not ready for this request; try again later") if status == 503 else internal()
     fault = fault if isinstance(fault, dict) else {}
     message, param = fault.get("message"), fault.get("param")
@@ -83,14 +83,14 @@ def told(status: int, raw: bytes) -> ApiError:
 
 
 class Events:
-    """Takes chunks, gives whole events. `failed`: one of them told of an error."""
+    """Joins chunks to whole events, and cleans errors in them. `failed`: an event reported an error."""
 
     def __init__(self) -> None:
         self.failed = False
         self._held = bytearray()
 
     def feed(self, chunk: bytes) -> bytes:
-        """The events that are complete now. Raises ApiError 500 for one that does not end."""
+        """The events that are complete now. Raises ApiError 500 for one longer than MAX_EVENT."""
         start = max(0, len(self._held) - _LAST)
         self._held += chunk
         end = 0
@@ -105,7 +105,7 @@ class Events:
         return self._cleaned(whole)
 
     def end(self) -> bytes:
-        """What is left when the stream came to its end: an event without the empty line behind it."""
+        """The rest at the end of the stream: an event without the empty line after it."""
         rest, self._held = bytes(self._held), bytearray()
         return self._cleaned(rest)
 
@@ -118,7 +118,7 @@ class Events:
         try:
             data = json.loads(line[len(b"data:") :])
         except ValueError:
-            data = {"error": None, "type": "error"}  # who knows what it says
+            data = {"error": None, "type": "error"}  # unreadable: reported without its text
         fault = _without_inside(data)
         if fault is None:
             return line
@@ -127,12 +127,12 @@ class Events:
 
 
 def without_places(message: Any) -> str:
-    """A message without addresses of machines; `ApiError` takes paths and the like out."""
+    """A message without host addresses; `ApiError` itself takes out paths and memory addresses."""
     return _PLACES.sub("...", str(message)[: 2**14])
 
 
 def _without_inside(data: Any) -> dict[str, Any] | None:
-    """An event's data where it tells of an error, cleaned; None where it tells of none."""
+    """The cleaned data of an event that reports an error; None if it reports none."""
     if not isinstance(data, dict):
         return None
     error, response = data.get("error"), data.get("response")
@@ -144,7 +144,7 @@ def _without_inside(data: Any) -> dict[str, Any] | None:
         said = internal().message if message is None else clean(without_places(message))
         number = {"sequence_number": data["sequence_number"]} if isinstance(data.get("sequence_number"), int) else {}
         return {"type": "error", "code": _word(data, "code"), "message": said, "param": _word(data, "param"), **number}
-    if isinstance(response, dict) and isinstance(response.get("error"), dict):  # the whole of a response that failed
+    if isinstance(response, dict) and isinstance(response.get("error"), dict):  # a failed response as a whole
         error = response["error"]
         said = clean(without_places(error.get("message", "")))
         return {**data, "response": {**response, "error": {"code": _word(error, "code"), "message": said}}}

@@ -1,7 +1,7 @@
-"""Replicas: one or more vLLMs behind one door. Each is supervised by itself; a request goes to one of them.
+"""Replicas: one or more vLLM processes behind one server. Each is supervised separately; a request goes to one of them.
 
-One whose connection broke gets nothing more until it says that it is well. One that dies is taken out and its requests
-are told; the others do not notice. A rolling restart replaces one after another, each when its last request has left.
+A replica whose connection broke is avoided until a health check succeeds. If a replica dies, its requests end with an
+error, and the others go on. A rolling restart replaces one replica after another, each after its last request ended.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sameseed.server.supervised import not_ready
 from sameseed.server.vllm import VllmClient
 
 log = logging.getLogger("sameseed.server")
-POLL = 0.05  # seconds between looks at what is waited for
-PAGE = 5.0  # seconds for a replica's page: one that hangs must not keep the others' back
+POLL = 0.05  # seconds between checks while waiting
+PAGE = 5.0  # seconds for a replica's page: a replica that hangs must not delay the others' pages
 OnFailure = Callable[[str], None]
 Make = Callable[[int, OnFailure], VllmClient]
 
 
 class Replica:
-    """A place for a vLLM. `load`: sequences that it works on; `served`: requests so far; `leaving`: it is replaced."""
+    """One replica. `load`: sequences in progress; `served`: requests so far; `leaving`: it is being replaced."""
 
     def __init__(self, number: int, client: VllmClient) -> None:
         self.number, self.client = number, client
@@ -42,24 +42,24 @@ class Replica:
 
     @property
     def doubted(self) -> bool:
-        """A connection to it broke lately: it may be dying."""
+        """Whether a connection to it broke and no health check has succeeded since: it may be dying."""
         return self.client.link is not None and self.client.link.doubted
 
     @property
     def num_restarts(self) -> int:
-        """Processes that replaced a dead one."""
+        """The number of processes that replaced a dead one."""
         return self._past_restarts + self.client.num_restarts
 
     @property
     def known(self) -> Known:
-        """Beginnings that its process has seen: a new one knows nothing."""
+        """Text beginnings that its process has seen; a new process has seen none."""
         if self._known_by != self.client.pid:
             self._known, self._known_by = Known(), self.client.pid
         return self._known
 
     @contextlib.contextmanager
     def works_on(self, request: Answering, call: RoutedCall) -> Iterator[None]:
-        """Meanwhile the request is told when the process goes, and counts."""
+        """Context of a request in progress: it counts as load, and ends with an error if the process dies."""
         client = self.client
         client.open.add(request)
         self.load += call.num_seqs
@@ -72,7 +72,7 @@ class Replica:
             self.load -= call.num_seqs
 
     async def replace(self, client: VllmClient) -> None:
-        """End the process, then start this client's. Raises ApiError 503 where that one does not get ready."""
+        """End the process, then start this client's. Raises ApiError 503 if the new one does not get ready."""
         await asyncio.shield(self.client.close())
         self._past_restarts = self.num_restarts
         self.client = client
@@ -81,10 +81,10 @@ class Replica:
 
 
 class Replicas:
-    """Starts them, chooses for each request, replaces them. `state` as of `Supervised`: the best of theirs."""
+    """Starts the replicas, chooses one for each request, replaces them. `state`: their best, see `Supervised`."""
 
     def __init__(self, make: Make, num: int = 1, on_failure: OnFailure = lambda message: None) -> None:
-        """`make` makes the client of a place, by its number. `on_failure` is told why the last one is given up."""
+        """`make` makes a replica's client, by number. `on_failure` is called with the reason once all have failed."""
         self._make, self._on_failure = make, on_failure
         self.all = [Replica(i, make(i, self._given_up)) for i in range(num)]
         self._renewing: asyncio.Task[None] | None = None
@@ -100,37 +100,37 @@ class Replicas:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What /health says: the best state, and each."""
+        """The fields of /health: the best state and, if there are several replicas, each state."""
         return {"engine": self.state, **({"replicas": self.states} if len(self.all) > 1 else {})}
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the one that has told most: those that are loaded know their model's context and vLLM's version."""
+        """Facts of the replica that knows most: a loaded one also knows its model's context and vLLM's version."""
         return max((replica.client.facts for replica in self.all), key=len)
 
     @contextlib.asynccontextmanager
     async def living(self, app: Any) -> AsyncIterator[None]:
-        """The lifespan of an application: the processes live as long."""
+        """The application's lifespan: starts the processes, and ends them at its end."""
         for replica in self.all:
             replica.client.start()
         yield
         await self.close()
 
     async def close(self) -> None:
-        """End all; open requests end with an error."""
+        """End all replicas; open requests end with an error."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
         await asyncio.gather(*(replica.client.close() for replica in self.all))
 
     async def wait_ready(self) -> None:
-        """Until one of them serves. Raises ApiError 503 if none ever will."""
+        """Wait until one replica is ready. Raises ApiError 503 if none ever will be."""
         while self.state in ("loading", "down"):
             await asyncio.sleep(POLL)
         self.check_ready()
 
     def check_ready(self) -> None:
-        """Raise ApiError 503 where none serves."""
+        """Raise ApiError 503 if no replica is ready."""
         if self.state != "ready":
             raise not_ready(self.state)
 
@@ -141,10 +141,11 @@ class Replicas:
 
     @contextlib.asynccontextmanager
     async def post(self, request: Answering, call: RoutedCall) -> AsyncIterator[Response]:
-        """Send a request to one of them; its answer, which is read by whoever asked. Leaving early ends the request.
+        """Send a request to one replica; yields the answer, which the caller reads. Leaving early ends the request.
 
-        One that cannot be reached has seen nothing of it, so another is asked. A request that was sent is never sent
-        again: perhaps it was what the replica died of. Raises ApiError 503 where there is none, or it went away.
+        A replica that cannot be reached has seen nothing of the request, so another is tried. A request that was sent
+        is never sent again: it may be what killed the replica. Raises ApiError 503 if there is no replica, or if the
+        connection breaks.
         """
         passed: set[int] = set()
         while True:
@@ -158,7 +159,7 @@ class Replicas:
                 passed.add(replica.number)
 
     def _choose(self, call: RoutedCall, passed: set[int]) -> Replica:
-        """Raises ApiError 503 where there is none but those passed over."""
+        """The replica that takes the request. Raises ApiError 503 if none is ready beside those in `passed`."""
         self.check_ready()
         ready = [r for r in self.all if r.ready and r.number not in passed]
         if not ready:
@@ -169,7 +170,7 @@ class Replicas:
         return ready[best(found, ready[0].client.facts["max_num_seqs"])]
 
     async def pages(self, path: str) -> list[tuple[int, bytes]]:
-        """A page of each that gives it now, by number."""
+        """The page of each ready replica that answers in time, with its number."""
         ready = [replica for replica in self.all if replica.ready]
         asked = (replica.client.check().get(path, PAGE) for replica in ready)
         told = await asyncio.gather(*asked, return_exceptions=True)
@@ -183,7 +184,7 @@ class Replicas:
         self._renewing = asyncio.get_running_loop().create_task(self._renew())
 
     async def _renew(self) -> None:
-        """Those that do not serve come first: nobody waits for them, and then the others may be spared."""
+        """Replace all replicas, first those that are not ready: no request runs there, and then they serve again."""
         log.info("rolling restart", extra={"replicas": len(self.all)})
         for replica in sorted(self.all, key=lambda r: r.ready):
             while replica.ready and not any(r.ready for r in self.all if r is not replica):

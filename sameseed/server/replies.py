@@ -1,4 +1,4 @@
-"""What clients get: the body of an answer, or the events of its stream. What the three ways to ask have in common."""
+"""Answers to clients: a body, or the events of a stream. The base class of the answers of the three text routes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sameseed.server.text import TextCodec
 STAGES = ("draft", "target", "verify", "schedule")
 DONE = b"data: [DONE]\n\n"
 _written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # where clients that split text like Python end a line
+_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # line ends to clients that split text as Python does
 
 
 def _encode(value: Any) -> str:
-    """JSON in one line, whoever splits lines."""
+    """JSON in one line, also for clients that split at Unicode's line separators."""
     text = _written(value)
     return text if text.isascii() else text.translate(_ENDS)
 
@@ -36,7 +36,7 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 
 @dataclass
 class ReplyChoice:
-    """One sequence as far as it is known."""
+    """What is known so far of one output sequence."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -48,12 +48,12 @@ class ReplyChoice:
     finish_reason: str | None = None
     completion: dict[str, Any] | None = None
     num_sent: int = 0  # tokens whose log-probabilities a stream has sent
-    offset: int = 0  # characters that those tokens spell
+    offset: int = 0  # characters of those tokens' text
     echoed: bool = False  # were log-probabilities of an echoed prompt sent?
 
 
 class Reply:
-    """Base: collects pieces, counts usage. One object an answer, streaming or not."""
+    """Base: collects pieces and counts usage. One object per answer, streamed or not."""
 
     kind, chunk_kind = "", ""
 
@@ -72,13 +72,13 @@ class Reply:
     ) -> None:
         """`num_spec_tokens`: the longest draft that the engine may make; `tokens`: show token ids too.
 
-        `ids_as_tokens`: a token's name is its id; `thoughts` makes what splits them off, one a choice.
+        `ids_as_tokens`: a token's name is its id; `thoughts` makes a reasoning splitter for each choice.
         """
         self.id, self.model, self.text, self.show_tokens = id, model, text, tokens
         self.created, self.fingerprint = int(time.time()), fingerprint
         self.choices = [ReplyChoice() for _ in range(num_choices)]
-        self.prompts: list[list[int]] = [[]]  # their token ids
-        self.max_tokens = 0  # that each choice may have
+        self.prompts: list[list[int]] = [[]]  # token ids of each prompt
+        self.max_tokens = 0  # most tokens of each choice
         self.num_spec_tokens = num_spec_tokens
         self._ids_as_tokens = ids_as_tokens
         self.thoughts = None if thoughts is None else [thoughts() for _ in self.choices]
@@ -89,14 +89,14 @@ class Reply:
         return sum(map(len, self.prompts))
 
     def name(self, token: int, as_bytes: bool = True) -> str:
-        """A token's text; one that is part of a character as its bytes, or as the sign for what is no text."""
+        """A token's text. If it is only part of a character: its bytes, or without `as_bytes` the replacement sign."""
         if self._ids_as_tokens:
             return f"token_id:{token}"
         pieces = self.text.pieces
         return pieces.text(token) if as_bytes else pieces.raw(token).decode("utf-8", "replace")
 
     def take(self, piece: Piece) -> ReplyChoice:
-        """Add a piece to its choice, and split the thoughts off its text."""
+        """Add a piece to its choice, and split the reasoning off its text."""
         choice = self.choices[piece.index]
         if self.thoughts is not None:
             thoughts = self.thoughts[piece.index]
@@ -120,12 +120,12 @@ class Reply:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompts that were found in the prefix cache; of n choices the first one's count."""
+        """Tokens of the prompts that were found in the prefix cache; for each prompt, as its first choice counted."""
         firsts = self.choices[:: len(self.choices) // len(self.prompts)]
         return sum(c.completion["metrics"].get("num_cached_tokens", 0) for c in firsts if c.completion is not None)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts in OpenAI's words."""
+        """Token counts in OpenAI's format."""
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
         cached = {"cached_tokens": self.num_cached_tokens}
         counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
@@ -133,12 +133,12 @@ class Reply:
         return made | ({} if self.thoughts is None else {"completion_tokens_details": self.reasoning_details()})
 
     def reasoning_details(self) -> dict[str, int]:
-        """Tokens of thoughts, their marks included."""
+        """The number of reasoning tokens, marks included."""
         both = zip(self.choices, self.thoughts or (), strict=False)
         return {"reasoning_tokens": sum(t.end is None or at < t.end for c, t in both for at in c.text_offset)}
 
     def metrics(self) -> dict[str, Any]:
-        """What speculation did, as vLLM says it, and what else we know."""
+        """Speculation metrics in vLLM's format, and sameseed's own metrics."""
         completions = [c.completion for c in self.choices if c.completion is not None]
         return speculation_metrics(completions, self.num_spec_tokens)
 
@@ -148,7 +148,7 @@ class Reply:
         return made | {"system_fingerprint": self.fingerprint}
 
     @cached_property
-    def _head(self) -> str:  # of every chunk, written once and not for every token
+    def _head(self) -> str:  # the head of every chunk, encoded only once
         return f'data: {_encode(self.envelope(self.chunk_kind))[:-1]},"choices":['
 
     def chunk(self, entry: dict[str, Any]) -> bytes:
@@ -169,7 +169,7 @@ class Reply:
         return iter(())
 
     def events(self, piece: Piece) -> Iterator[bytes]:
-        """Events of a piece, which `take` has added."""
+        """Events of a piece that `take` has already added."""
         raise NotImplementedError
 
     def end(self, include_usage: bool) -> Iterator[bytes]:
@@ -180,24 +180,24 @@ class Reply:
         yield DONE
 
     def fail(self, error: ApiError) -> Iterator[bytes]:
-        """Events that end a stream that cannot go on."""
+        """Events that end a stream with an error."""
         yield event(error.body())
         yield DONE
 
 
 def shown_tokens(part: ReplyChoice | Piece) -> dict[str, Any]:
-    """Tokens, where in the text each begins, and which of them were guessed and by whom."""
+    """Token ids, where in the text each begins, whether it was a draft token, and which drafter level guessed it."""
     accepted = [int(level is not None) for level in part.levels]
     fields = {"token_ids": part.token_ids, "accepted": accepted}
     return {**fields, "levels": part.levels, "text_offset": part.text_offset}
 
 
 def speculation_metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, Any]:
-    """`speculative_decoding` as vLLM writes it (null where nothing was drafted); `sameseed`: why, and where time went.
+    """`speculative_decoding` in vLLM's format (null without drafts); `sameseed`: why drafts were missing, and times.
 
-    With one completion whose drafts are listed, they are listed here too. Sums over completions; `time_split_s` are the
-    sequences' shares of the engine's time, the other times its clock's from their arrival to the first token of any,
-    and to the end of all, in seconds.
+    Counts are sums over completions. Rounds are listed if there is one completion, and its rounds are recorded. Times
+    are in seconds: `time_split_s` sums the sequences' shares of the engine's time; the others are wall-clock times from
+    arrival, to the first token of any sequence and to the end of all.
     """
     found = [c["metrics"] for c in completions]
     undrafted = sum((Counter(m["undrafted"]) for m in found), Counter[str]())

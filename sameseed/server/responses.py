@@ -1,4 +1,4 @@
-"""/v1/responses, stateless: the same text in OpenAI's newer envelope, and the named events of its stream."""
+"""Answers of /v1/responses, stateless: OpenAI's newer format of an answer, and the named events of its stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sameseed.server.replies import Reply, event
 
 
 class ResponseReply(Reply):
-    """One response with one message of one text."""
+    """One response with one message."""
 
     kind = "response"
 
@@ -20,7 +20,7 @@ class ResponseReply(Reply):
         super().__init__(*args, **more)
         self._asked = asked
         self._number = 0
-        self._thinks = self._written = False  # what a stream has begun
+        self._thinks = self._written = False  # has the stream begun the reasoning, the message?
         self._item = "msg_" + self.id.removeprefix("resp_")
 
     def body(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class ResponseReply(Reply):
             yield self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=[])
 
     def _opened(self) -> Iterator[bytes]:
-        """Thoughts are complete, and the message begins, once."""
+        """Events that end the reasoning and begin the message; none after the first call."""
         if self._written:
             return
         self._written = True

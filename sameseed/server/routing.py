@@ -1,6 +1,7 @@
-"""Routing: which of several replicas takes a request. Where its beginning was computed lately, and not into a crowd.
+"""Routing: chooses the replica for a request: one that computed the same prefix lately, unless it is too busy.
 
-A replica's prefix cache is not asked: what was sent to it is remembered, as digests of beginnings of the text.
+The replicas' prefix caches are not queried. The router remembers what it sent to each replica, as digests of text
+beginnings (prefixes).
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-FIRST, GROWTH, LONGEST = 64, 1.25, 2**20  # bytes of the shortest and longest beginning that is looked at; the steps
-MAX_KNOWN = 2**14  # beginnings that are remembered of a replica: those of a few hundred long texts
-SLACK = 2  # requests that a replica may have beyond twice those of the least busy one
-_BEGINS = {  # what stands at the beginning of the text that a model reads
+FIRST, GROWTH, LONGEST = 64, 1.25, 2**20  # bytes of the shortest and longest prefix; GROWTH: ratio of lengths
+MAX_KNOWN = 2**14  # prefixes that are remembered per replica: those of a few hundred long texts
+SLACK = 2  # sequences that a replica may have beyond twice those of the least busy one
+_BEGINS = {  # fields that the beginning of the model's prompt is made of
     "/v1/completions": ("prompt",),
     "/v1/chat/completions": ("tools", "messages"),
     "/v1/responses": ("instructions", "tools", "input"),
@@ -35,7 +36,7 @@ CUTS = _cuts()
 
 @dataclass(frozen=True)
 class RoutedCall:
-    """One request for vLLM. `beginnings`: digests, the shortest first; `num_seqs`: texts that it asks for."""
+    """One request for vLLM. `beginnings`: digests of prefixes, the shortest first; `num_seqs`: sequences asked for."""
 
     path: str
     body: bytes
@@ -44,9 +45,9 @@ class RoutedCall:
 
 
 def beginnings(path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Digests of the first 64 bytes of a request's text, of 80, 100, and so on, as long as it is.
+    """Digests of prefixes of a request's text: the first 64 bytes, 80, 100, and so on, up to its length.
 
-    Tenants share none: `cache_salt` is part of each.
+    Tenants share no digest: `cache_salt` is part of each.
     """
     names = _BEGINS.get(path)
     if names is None:
@@ -66,7 +67,7 @@ def beginnings(path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
 
 
 class Known:
-    """Beginnings that were sent to a replica; the one unused for longest is forgotten first."""
+    """Digests of prefixes that were sent to a replica. The least recently used one is forgotten first."""
 
     def __init__(self, most: int = MAX_KNOWN) -> None:
         self._most = most
@@ -76,11 +77,11 @@ class Known:
         return len(self._kept)
 
     def length(self, found: Seq[bytes]) -> int:
-        """The longest of these that is known: its place, counted from 1; 0 for none."""
+        """The position, counted from 1, of the longest known one of these prefixes; 0 if none is known."""
         return next((i for i in range(len(found), 0, -1) if found[i - 1] in self._kept), 0)
 
     def add(self, found: Seq[bytes]) -> None:
-        """They are known from now on."""
+        """Remember these prefixes."""
         for digest in found:
             self._kept[digest] = None
             self._kept.move_to_end(digest)
@@ -89,7 +90,7 @@ class Known:
 
 
 class Standing(NamedTuple):
-    """A replica that could take a request: sequences it works on, how much it knows of the text, requests so far."""
+    """A replica that could take a request: sequences in progress, length of its known prefix, requests so far."""
 
     load: int
     known: int
@@ -97,10 +98,10 @@ class Standing(NamedTuple):
 
 
 def best(candidates: Seq[Standing], room: int) -> int:
-    """The place of the one that takes the request. `room`: sequences that each runs at once.
+    """The index of the candidate that takes the request. `room`: sequences that each replica runs at once.
 
-    The longest known beginning wins, then the fewest sequences, then the fewest requests so far. Passed over is who is
-    much busier than the least busy one, and who is full while that one is not.
+    The longest known prefix wins, then the fewest sequences, then the fewest requests so far. A replica comes last if
+    it is much busier than the least busy one, or full while that one is not.
     """
     least = min(candidate.load for candidate in candidates)
 

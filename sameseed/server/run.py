@@ -1,4 +1,4 @@
-"""run: serve until told to stop. One port, one engine; SIGTERM drains, a second one ends at once."""
+"""Runs the server on one port until told to stop. SIGTERM or Ctrl-C drains it; a second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from sameseed.server.replicas import Replicas
 
 log = logging.getLogger("sameseed.server")
-KEEP_ALIVE = 75  # seconds that an idle connection stays: pooled clients must not find it closed under them
+KEEP_ALIVE = 75  # seconds that an idle connection stays open, long enough for clients that pool connections
 BACKLOG = 2048  # connections that may wait to be accepted
-AT_ONCE = 32  # of them are accepted before any is looked at; they take descriptors from those that are reserved
-LAST_WORDS = 2.0  # seconds for the error events of a drain that took too long
+AT_ONCE = 32  # connections accepted in one go, before any is counted; they use the reserved file descriptors
+LAST_WORDS = 2.0  # seconds to send error events after a drain has timed out
 EXIT_ENGINE = 1
 OnFailure = Callable[[str], None]
 
 
 class Served(NamedTuple):
-    """What a server is made of. `renew`: what SIGHUP asks for, where there is that."""
+    """The parts of a server. `renew`: starts a rolling restart on SIGHUP; None without several replicas."""
 
     client: EngineClient | Replicas
     app: ASGIApp
@@ -48,12 +48,12 @@ class Served(NamedTuple):
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours: uvicorn would stop listening at once, and new requests would find no answer."""
+    """uvicorn's server without its signal handlers, which would stop listening at once and drop new requests."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(BACKLOG)  # asyncio has made it as short as what it accepts at once
+            listener.listen(BACKLOG)  # asyncio has set it to AT_ONCE
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -63,8 +63,8 @@ class _Server(uvicorn.Server):
 def serve(model: str, settings: Mapping[str, Any], config: ServerConfig, log_level: str = "info") -> int:
     """Serve `model` with an engine of these settings (as `make_config` takes them); returns the exit code.
 
-    0 after a stop that was asked for, 1 when the engine is given up. Raises ConfigError where the address is taken, or
-    the settings or the model cannot be.
+    0 after a requested stop, 1 after the engine has failed for good. Raises ConfigError if the address is taken, or if
+    the engine was never ready, e.g. because of bad settings or a bad model.
     """
     logs.set_up(log_level)
 
@@ -86,9 +86,9 @@ def serve_vllm(
     notes: Seq[str] = (),
     log_level: str = "info",
 ) -> int:
-    """Serve by vLLM with these arguments, as `serve` does; `python` is the one that has vLLM. See `VllmClient`.
+    """Serve with vLLM as the engine, otherwise as `serve`. For `arguments`, `facts` and `python` see `VllmClient`.
 
-    `environments`: variables of each replica. `notes`: what the operator should know, for the log.
+    `environments`: environment variables of each replica. `notes`: warnings to the operator, for the log.
     """
     logs.set_up(log_level)
     for note in notes:
@@ -115,10 +115,10 @@ def serve_vllm(
 
 
 class Runner:
-    """A server and its end: asked for, or forced by an engine that cannot be had."""
+    """Runs a server until a stop is requested or the engine has failed for good."""
 
     def __init__(self, make: Callable[[OnFailure], Served], config: ServerConfig) -> None:
-        """`make` is called with what to tell when there is no engine and none to come."""
+        """`make` builds the server's parts; its argument is the callback for an engine that has failed for good."""
         self._config = config
         self._failure: str | None = None
         self._served = False
@@ -144,7 +144,7 @@ class Runner:
         )
 
     async def run(self) -> int:
-        """Until the end."""
+        """Serve until the end; returns the exit code. Raises ConfigError if the engine failed before it was ready."""
         listener, loop = bind(self._config.host, self._config.port), asyncio.get_running_loop()
         heeded = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop}
         heeded |= {} if self._renew is None else {signal.SIGHUP: self._hang_up}
@@ -190,14 +190,14 @@ class Runner:
             self._server.should_exit = True
 
     def _hang_up(self) -> None:
-        """A rolling restart; where it was sent because the terminal is gone, the end."""
+        """Handle SIGHUP: start a rolling restart, or stop if the signal came because the terminal was closed."""
         if self._drain is None and self._in_terminal and not os.isatty(0):
             self._stop()
         elif self._drain is None and self._renew is not None:
             self._renew()
 
     async def _leave(self) -> None:
-        """Nobody new; those inside may finish, for a while; the rest are told."""
+        """Drain: refuse new requests, wait up to `drain_timeout` for running ones, then end these with an error."""
         gate, timeout = self._gate, self._config.drain_timeout
         gate.closed = "the server is shutting down; send the request elsewhere"
         log.info("draining", extra={"sequences": gate.num_inside, "timeout": timeout})
@@ -211,7 +211,7 @@ class Runner:
 
 
 def greeting(url: str, model: str, drafter: str, locked: bool) -> str:
-    """What a person in a terminal reads once requests may come; `locked`: a key is asked for."""
+    """The message for a terminal once the server is ready. `locked`: requests need an API key."""
     key = '-H "Authorization: Bearer $SAMESEED_API_KEY" ' if locked else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     curl = f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d {shlex.quote(body)}"
@@ -220,14 +220,14 @@ def greeting(url: str, model: str, drafter: str, locked: bool) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError where the address is taken or not ours."""
+    """A listening socket. Raises ConfigError if the address is taken, or is not this machine's."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(BACKLOG)  # who comes before the server is up waits
+        listener.listen(BACKLOG)  # clients that connect before the server is up wait
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"cannot listen on {host} port {port} ({why}); choose another --port") from None

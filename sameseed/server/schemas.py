@@ -1,4 +1,4 @@
-"""JSON schemas as requests bring them: bounded, and nothing in them that the grammar would silently leave out."""
+"""Checks JSON schemas from requests: limits their size, and refuses what the grammar compiler would silently ignore."""
 
 from __future__ import annotations
 
@@ -11,38 +11,42 @@ from sameseed.server.errors import ApiError, bad_request
 TYPES = {"object", "array", "string", "integer", "number", "boolean", "null"}
 ANNOTATIONS = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
 ANNOTATIONS |= {"$comment", "$schema", "$id", "$defs", "definitions", "discriminator"}
-# What each keyword is about; beside one of these a schema must say its type, or the grammar would not heed it.
+# Keywords by the type that they apply to. Beside those of strings and numbers a schema must state its type, or the
+# grammar compiler would ignore them.
 _OF_STRINGS = {"minLength", "maxLength", "pattern", "format"}
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _OF_ARRAYS = {"items", "prefixItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems"}
 _OF_OBJECTS = {"properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"}
 _OF_OBJECTS |= {"unevaluatedProperties"}
-_WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # each says all there is to say
+_WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # other keywords cannot be enforced beside one
 KNOWN = {"type"} | ANNOTATIONS | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
-# How pydantic writes the bounds of a union of numbers: of no standard, beside anyOf.
+# Non-standard keywords that pydantic writes beside anyOf, for the bounds of a union of numbers.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-_ANY = {"binary", "password", "path", "file-path", "directory-path"}  # of these every string is one
-_LONG = 1024  # characters: a format's text is never so long
-FORMATS |= {"uri-template"}  # those of JSON pointers would let control characters in
+_ANY = {"binary", "password", "path", "file-path", "directory-path"}  # formats that every string has
+_LONG = 1024  # characters: no text of a format is that long
+FORMATS |= {"uri-template"}  # not those of JSON pointers: they would allow control characters
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
-_UNSAFE_ESCAPES = frozenset('"\\nrtfv0xuc')  # may spell what a JSON string has to escape
+_UNSAFE_ESCAPES = frozenset('"\\nrtfv0xuc')  # escapes that may match what a JSON string must escape
 
 
 def check(schema: Any, name: str) -> str:
-    """The schema as text for the compiler. Raises ApiError 400 that names the keyword; `name`: the field it came in."""
+    """Check a schema; returns it as text for the compiler. Raises ApiError 400 that names the keyword.
+
+    `name`: the request field that holds the schema.
+    """
     if isinstance(schema, str):
         _check_length(len(schema), name)
         try:
             schema = limits.parse_object(schema.encode("utf-8", "replace"), name)
-        except ApiError as error:  # of the field, not of the body
+        except ApiError as error:  # name the field, not the body
             raise ApiError(error.status, error.message, param=name, code=error.code) from None
     if not isinstance(schema, dict):
         raise bad_request(f"{name}: a schema is a JSON object", name)
     parts: list[str] = []
     size = 0
     try:
-        for part in _ENCODER.iterencode(schema):  # never much longer than it may be
+        for part in _ENCODER.iterencode(schema):  # in parts: stops soon after the limit
             parts.append(part)
             size += len(part)
             _check_length(size, name)
@@ -62,10 +66,10 @@ class _SchemaWalk:
     def __init__(self, root: dict[str, Any], name: str) -> None:
         self._root, self._name = root, name
         self._num_nodes = self._num_values = self._num_patterns = 0
-        self.changed = False  # is the schema simpler than it came?
+        self.changed = False  # was the schema rewritten?
 
     def schema(self, node: Any, place: str, depth: int) -> None:
-        """Check a schema and those within it."""
+        """Check a schema and the schemas within it. `place`: its path, for errors."""
         self._num_nodes += 1
         if self._num_nodes > limits.MAX_SCHEMA_NODES or depth > limits.MAX_SCHEMA_DEPTH:
             size = f"{limits.MAX_SCHEMA_NODES} schemas within each other, {limits.MAX_SCHEMA_DEPTH} levels deep"
@@ -98,7 +102,7 @@ class _SchemaWalk:
         value = node[key]
         place = f"{place}.{key}"
         if key == "$ref":
-            # It must lead to a schema within the same document; nothing is fetched.
+            # A reference must lead to a schema in the same document; nothing is fetched.
             if not isinstance(value, str) or not (value == "#" or value.startswith("#/")) or set(value) & set("~%"):
                 raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
             if self._found(value) is None:
@@ -120,16 +124,17 @@ class _SchemaWalk:
                 self._tell_apart(node)
 
     def _found(self, reference: str) -> Any:
-        """What a reference leads to; None where that is no schema."""
+        """The schema that a reference leads to; None if that is not a schema."""
         found: Any = self._root
         for part in reference[2:].split("/") if len(reference) > 1 else ():
             found = found.get(part) if isinstance(found, dict) else None
         return found if isinstance(found, dict) else None
 
     def _tell_apart(self, node: dict[str, Any]) -> None:
-        """Make "one of" "any of" where a property tells which: the library does not look for it behind references.
+        """Turn oneOf into anyOf if a discriminator tells the forms apart; the library does not look behind references.
 
-        It must then be written. Pydantic does not demand that where it has a default, but refuses texts without it.
+        The discriminator's property becomes required. Pydantic does not require it if it has a default, but refuses
+        texts without it.
         """
         told = node.get("discriminator")
         name = told.get("propertyName") if isinstance(told, dict) else None
@@ -165,7 +170,7 @@ class _SchemaWalk:
         known = node["format"] if isinstance(node.get("format"), str) else ""
         idle = {"format"} if known in _ANY else set()
         if known in FORMATS and node.get("minLength", 1) == 1 and node.get("maxLength", _LONG) in range(_LONG, 2**31):
-            idle = {"minLength", "maxLength"}  # pydantic has these for addresses
+            idle = {"minLength", "maxLength"}  # pydantic writes these for URLs
         for key in idle & node.keys():
             del node[key]
             self.changed = True
@@ -200,7 +205,7 @@ class _SchemaWalk:
     def _each(self, group: Any, place: str, depth: int) -> None:
         if not isinstance(group, dict):
             raise self._fault(place, "must be an object of schemas")
-        for key, part in list(group.items()):  # a reference may lead here too, and change it
+        for key, part in list(group.items()):  # a copy: a reference may lead here and change it
             self.schema(part, f"{place}.{key[:64]}", depth + 1)
 
     def _fault(self, place: str, message: str) -> ApiError:
@@ -208,7 +213,7 @@ class _SchemaWalk:
 
 
 def check_text(text: Any, name: str, what: str, most: int) -> str:
-    """A regular expression or a grammar (`what`) of at most `most` characters. Raises ApiError 400."""
+    """Check a regular expression or a grammar (`what`) of at most `most` characters. Raises ApiError 400."""
     if not isinstance(text, str) or len(text) > most:
         raise bad_request(f"{name}: a {what} is a text of at most {most} characters", name)
     depth = 0
@@ -220,7 +225,7 @@ def check_text(text: Any, name: str, what: str, most: int) -> str:
 
 
 def _texts(form: Any, name: Any) -> set[str]:
-    """What an object of this schema may have as that property, where these are few texts."""
+    """The texts that property `name` may have in an object of this schema; empty if they are not listed."""
     properties = form.get("properties") if isinstance(form, dict) and form.get("type") == "object" else None
     part = properties.get(name) if isinstance(properties, dict) and isinstance(name, str) else None
     values = part.get("enum", [part.get("const")]) if isinstance(part, dict) else None
@@ -242,7 +247,10 @@ def _typed(values: Any, types: Any) -> bool:
 
 
 def _may_spell_escapes(pattern: str) -> bool:
-    """Does a pattern hold, but in what a class leaves out, what a JSON string has to escape? The grammar would not."""
+    """Whether a pattern may match what a JSON string must escape, which the grammar would write unescaped.
+
+    Negated character classes do not count.
+    """
     inside = negated = False
     at = 0
     while at < len(pattern):

@@ -1,4 +1,4 @@
-"""Service: from the fields of a request to a stream of the engine's pieces. What the routes have in common."""
+"""Service: turns the fields of a request into a stream of the engine's output. All routes share it."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from sameseed.server.text import TextCodec
 from sameseed.server.tools import PARSERS, Parser, parser_for
 
 COMPLETION_TOKENS = 16  # OpenAI's default
-LAST_TOKENS = 16  # of a prompt, among them a mark that opens or closes thoughts
+LAST_TOKENS = 16  # last tokens of a prompt, which may hold a mark that opens or closes the reasoning
 TOKENIZE = (TokenizeFields, TokenizeChatFields)
 T = TypeVar("T")
 
 
 class Prepared(NamedTuple):
-    """What the engine is asked, and the reply that it fills. `score`: log-probabilities of the prompt are wanted."""
+    """A request ready for the engine, and the reply to fill. `score`: log-probabilities of the prompt are wanted."""
 
     reply: Reply
     ids: list[list[int]]
@@ -60,17 +60,17 @@ class Prepared(NamedTuple):
 
 
 class Service:
-    """The engine, its gate and what is counted; one a server."""
+    """The engine's client, the gate (admission control) and the metrics. One object per server."""
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client, self.config = client, config
         self.gate = Gate(config.max_queue, len(config.keys))
         self._intake = Intake()
-        self._threads = ThreadPoolExecutor(2, "bodies")  # more would only take turns
+        self._threads = ThreadPoolExecutor(2, "bodies")  # more would only take turns on the interpreter lock
         self.metrics = ServerMetrics(client, self.gate, config.model_name, config.metrics_prefix)
 
     async def fields(self, request: Request, *kinds: type[F]) -> F:
-        """The checked fields of a request's body, of the first kind or, where it holds a conversation, the last.
+        """The validated fields of a request's body: of the first kind, or of the last if the body has "messages".
 
         Raises ApiError.
         """
@@ -79,13 +79,13 @@ class Service:
             return await self.aside(request, lambda: read(kind, body))
 
     async def aside(self, request: Request, work: Callable[[], T]) -> T:
-        """Work that grows with the request's body: in a thread where that is large."""
+        """Run work whose cost grows with the request's body, in a thread if the body is large."""
         if visit_of(request).size <= INLINE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def loaded(self, model: str | None) -> TextCodec:
-        """The tokenizer. Raises ApiError: 404 for a model that is not served here, 503 while there is no engine."""
+        """The model's tokenizer. Raises ApiError: 404 for a model that is not served here, 503 without an engine."""
         if model is not None and model not in self.config.names:
             raise ApiError(
                 404,
@@ -100,7 +100,7 @@ class Service:
         return text
 
     async def completions(self, request: Request) -> Answer:
-        """/v1/completions."""
+        """Answer POST /v1/completions."""
         fields = await self.fields(request, CompletionFields)
         text, prompts = self.loaded(fields.model), fields.prompts
         num_seqs, with_logprobs = len(prompts) * (fields.n or 1), fields.logprobs is not None
@@ -123,7 +123,7 @@ class Service:
         return await self._answer(request, text, fields, num_seqs, prepare)
 
     async def chat(self, request: Request) -> Answer:
-        """/v1/chat/completions."""
+        """Answer POST /v1/chat/completions."""
         fields = await self.fields(request, ChatFields)
         text = self.loaded(fields.model)
         with_logprobs = bool(fields.logprobs or fields.top_logprobs)
@@ -158,7 +158,7 @@ class Service:
         return await self._answer(request, text, fields, fields.n or 1, prepare)
 
     async def responses(self, request: Request) -> Answer:
-        """/v1/responses."""
+        """Answer POST /v1/responses."""
         fields = await self.fields(request, ResponseFields)
         text = self.loaded(fields.model)
 
@@ -178,7 +178,7 @@ class Service:
         return await self._answer(request, text, fields, 1, prepare)
 
     async def tokenize(self, request: Request) -> JSONResponse:
-        """/tokenize."""
+        """Answer POST /tokenize."""
         fields: TokenizeFields | TokenizeChatFields = await self.fields(request, *TOKENIZE)
         text, visit = self.loaded(fields.model), visit_of(request)
         with self.gate.enter(visit.tenant, 0, visit.size):
@@ -197,14 +197,14 @@ class Service:
             return await self.aside(request, written)
 
     async def detokenize(self, request: Request) -> JSONResponse:
-        """/detokenize."""
+        """Answer POST /detokenize."""
         fields = await self.fields(request, DetokenizeFields)
         visit = visit_of(request)
         with self.gate.enter(visit.tenant, 0, visit.size):
             return JSONResponse({"prompt": (await self.loaded(fields.model).spelt([fields.tokens]))[0]})
 
     async def tokenizer_info(self) -> JSONResponse:
-        """/tokenizer_info."""
+        """Answer GET /tokenizer_info."""
         tokenizer = self.loaded(None).tokenizer
         named = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
         return JSONResponse({**named, "chat_template": tokenizer.chat_template})
@@ -220,7 +220,7 @@ class Service:
         num_seqs: int,
         prepare: Callable[[str], Awaitable[Prepared]],
     ) -> Answer:
-        """Through the gate first; then tokens, then the engine."""
+        """Admit the request at the gate, then tokenize it, then submit it to the engine."""
         visit, timeout = visit_of(request), self.config.request_timeout
 
         async def packed() -> tuple[Prepared, Add, bytes]:
@@ -264,7 +264,7 @@ class Service:
         }
 
     def _thoughts(self, text: TextCodec, ids: list[int], bound: bool) -> Callable[[], reasoning.Thoughts] | None:
-        """What makes a splitter for each choice; `bound`: the whole text has a form, and no thoughts before it."""
+        """Factory of reasoning splitters, one per choice. `bound`: a format covers the whole text, so no reasoning."""
         if self.config.reasoning_parser is None:
             return None
         end = None if bound else text.tokenizer.decode(ids[-LAST_TOKENS:], skip_special_tokens=False)
@@ -272,7 +272,7 @@ class Service:
 
 
 def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec) -> Callable[[], Parser] | None:
-    """What makes a parser of tool calls for each choice. Raises ApiError 400 where the model knows no tools."""
+    """Factory of tool-call parsers, one per choice; None without tools. Raises ApiError 400 if the model has none."""
     if not tools:
         return None
     name = parser_for(text.tokenizer.chat_template)

@@ -1,4 +1,4 @@
-"""Stream: what the reader of a request sees: pieces as they are decided, and an end in any case."""
+"""Stream: the output of one request for its reader: pieces as they are generated, and always an end."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NO_TOKEN = (
 
 
 class Stream:
-    """The pieces of one request, in the order in which they were decided."""
+    """The pieces of one request, in the order in which they were generated."""
 
     def __init__(self, request: Add, forget: Callable[[str], None]) -> None:
-        """`forget` lets the engine drop a request by its id."""
+        """`forget` makes the engine abort a request, given its id."""
         self.id = request.id
         self._forget = forget
         self.num_open = len(request.prompts) * request.params.n  # sequences that the engine has not completed
@@ -28,18 +28,18 @@ class Stream:
         self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
 
     def hold(self, index: int, scores: list[Any]) -> None:
-        """Log-probabilities of a prompt that belong to the sequence's next piece."""
+        """Keep log-probabilities of a prompt for the sequence's next piece."""
         self._scores.setdefault(index, []).extend(scores)
 
     def push(self, item: Piece | ApiError | None) -> None:
-        """A piece, or the error that ends the stream, or None: its reader has left."""
+        """Add a piece, or the error that ends the stream, or None if the reader has left."""
         if isinstance(item, Piece):
             item.prompt_logprobs[:0] = self._scores.pop(item.index, ())
             self.num_open -= item.completion is not None
         self._queue.put_nowait(item)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """All pieces, to the last completion. Raises ApiError; ends early if `leave` is called meanwhile."""
+        """Yields all pieces up to the last completion. Raises ApiError; ends early if `leave` is called meanwhile."""
         while self._num_unread:
             item = await self._queue.get()
             if item is None:
@@ -53,6 +53,6 @@ class Stream:
             yield item
 
     def leave(self, error: ApiError | None = None) -> None:
-        """Nobody reads any more (or: the reader is to get this error): the engine stops within a step."""
+        """End the stream, because the reader has left or must get this error. The engine stops within a step."""
         self._forget(self.id)
         self.push(error)

@@ -1,4 +1,4 @@
-"""What a text has to look like, as requests say it: `response_format`, `structured_outputs`, `guided_*`, `tools`."""
+"""Structured output: turns `response_format`, `structured_outputs`, `guided_*` and `tools` into grammars to compile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Choices = Annotated[
     Field(min_length=1, max_length=limits.MAX_CHOICES),
 ]
 Schema = dict[str, Any] | str
-# How a call begins and ends, and what stands between calls, by parser.
+# How a tool call begins and ends, and the separator between calls, by parser.
 _FORMS = {
     "qwen": (OPEN + '\n{"name": NAME, "arguments": ', "}\n" + CLOSE, "\n"),
     "llama3": ('{"name": NAME, "parameters": ', "}", "; "),
@@ -29,14 +29,14 @@ _NAMED = {"type": {"enum": ["object", "array", "string", "integer", "number", "b
 _PLAIN = {"type": "object", "properties": _NAMED, "required": ["type"], "additionalProperties": False}
 
 
-# What the interface's document says of such languages: some of their texts, which are taken for sure.
+# What the OpenAPI document says of schemas, patterns and grammars: a few examples that are certainly accepted.
 SOME_SCHEMAS: dict[str, Any] = {"anyOf": [_PLAIN, {"type": "null"}]}
 SOME_PATTERNS: dict[str, Any] = {"anyOf": [{"enum": ["[a-z]+", "(a|b)*", None]}]}
 SOME_GRAMMARS: dict[str, Any] = {"anyOf": [{"enum": ['root ::= "a" | "b"', 'start: "a" | "b"', None]}]}
 
 
 class GrammarSource(NamedTuple):
-    """A grammar to be compiled: `kind` as `grammar.matching` has it, the text, and the field that it came in."""
+    """A grammar to be compiled: its `kind` (see `grammar.matching`), its text, and the request field that holds it."""
 
     kind: str
     text: str
@@ -44,12 +44,12 @@ class GrammarSource(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A name for its meaning."""
+        """A hash of kind and text."""
         return hashlib.sha256(f"{self.kind}\0{self.text}".encode("utf-8", "replace")).hexdigest()
 
 
 class JsonSchema(Fields):
-    """A schema by name. It is always enforced: `strict` changes nothing."""
+    """A named schema. It is always enforced: `strict` has no effect."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
@@ -64,14 +64,14 @@ class PlainFormat(Fields):
 
 
 class SchemaFormat(Fields):
-    """JSON by a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
 class FlatSchemaFormat(JsonSchema):
-    """JSON by a schema, as /v1/responses has it."""
+    """JSON that matches a schema, in the form of /v1/responses."""
 
     type: Literal["json_schema"]
 
@@ -86,7 +86,7 @@ class TextOptions(Fields):
 
 
 def _one_of_them(schema: dict[str, Any]) -> None:
-    """Make of a schema with properties one that says: exactly one of these, and not null."""
+    """Rewrite an object schema in place: exactly one of its properties must be given, and not null."""
     forms = []
     for name, form in schema.pop("properties").items():
         kinds = [{**f, "enum": [v for v in f["enum"] if v is not None]} if "enum" in f else f for f in form["anyOf"]]
@@ -97,7 +97,7 @@ def _one_of_them(schema: dict[str, Any]) -> None:
 
 
 class StructuredOutputs(Fields):
-    """vLLM's form: exactly one of these."""
+    """vLLM's field of this name: exactly one of these must be given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_one_of_them)
 
@@ -115,7 +115,7 @@ class StructuredOutputs(Fields):
 
 
 def of_format(chosen: PlainFormat | SchemaFormat | FlatSchemaFormat | None, name: str) -> list[GrammarSource]:
-    """What OpenAI's formats ask for. Raises ApiError 400."""
+    """The grammars that OpenAI's format fields ask for. Raises ApiError 400."""
     if chosen is None or chosen.type == "text":
         return []
     given = chosen.json_schema if isinstance(chosen, SchemaFormat) else chosen
@@ -127,7 +127,7 @@ def of_format(chosen: PlainFormat | SchemaFormat | FlatSchemaFormat | None, name
 def of_guides(
     name: str, json_schema: Schema | None, regex: str | None, grammar: str | None, json_object: bool | None
 ) -> list[GrammarSource]:
-    """What vLLM's fields ask for. Raises ApiError 400; `name`: what their names begin with."""
+    """The grammars that vLLM's fields ask for. `name`: the prefix of the fields' names. Raises ApiError 400."""
     found: list[GrammarSource] = []
     if json_schema is not None:
         found.append(GrammarSource("json", schemas.check(json_schema, f"{name}json"), f"{name}json"))
@@ -146,10 +146,10 @@ def of_guides(
 def of_tools(
     tools: Seq[Tool], choice: str | NamedTool | None, several: bool, parser: str | None
 ) -> GrammarSource | None:
-    """The grammar of an answer that must call, or whose calls must match; None where the model is free.
+    """The grammar of an answer that must call a tool, or whose calls must match their schemas; None if neither.
 
-    `several`: more than one call may come; `parser`: the form of calls. Raises ApiError 400 for a name that was not
-    offered, for nothing to call, for a schema that cannot be enforced.
+    `several`: more than one call is allowed; `parser`: the model's format of calls. Raises ApiError 400 for a tool that
+    was not offered, if there is no tool to call, or for a schema that cannot be enforced.
     """
     if isinstance(choice, NamedTool):
         named = [tool for tool in tools if tool.function.name == choice.function.name]

@@ -1,4 +1,4 @@
-"""Text and tokens on the server's side: encoding and templates in threads of their own, never on the event loop."""
+"""Text and tokens in the server. Long texts are encoded in threads, and templates run elsewhere, off the event loop."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Writer = Callable[[Render, int], Awaitable[str]]
-INLINE = 1000  # characters that are encoded at once: a thread would take longer to start
-SLACK = 4  # a normalizer may shorten a text, but not by so much
+INLINE = 1000  # characters that are encoded on the event loop: handing them to a thread would take longer
+SLACK = 4  # a factor: a normalizer may shorten a text, but not by this much
 
 
 class TextCodec:
-    """A loaded model's tokenizer, with its limits."""
+    """A loaded model's tokenizer, with the model's limits."""
 
     def __init__(
         self, files: Mapping[str, str], vocab_size: int, max_model_len: int, render: Writer | None = None
     ) -> None:
-        """`render` writes a conversation by the model's template, in a process that may be ended (else in a thread)."""
+        """`render` renders a conversation with the chat template, in a helper process. None: render in a thread."""
         self._render = render or self._render_here
         self.tokenizer = Tokenizer.from_files(files)
         self.vocab_size = vocab_size
@@ -43,10 +43,10 @@ class TextCodec:
     async def prompts(
         self, prompts: Seq[str | Seq[int]], add_special_tokens: bool = True, keep: int | None = None
     ) -> list[list[int]]:
-        """Token ids of prompts, checked; several have together at most as many as a body may hold. Raises ApiError 400.
+        """Token ids of prompts, checked. Raises ApiError 400, also for over MAX_VALUES tokens in several prompts.
 
-        `keep`: the last so many of each. What they are together decides where that is done: many short ones are as long
-        as a long one.
+        `keep`: keep only the last `keep` tokens of each. The total length of the prompts decides whether a thread
+        encodes them.
         """
         return await self.away(sum(map(len, prompts)), lambda: self._encoded(prompts, add_special_tokens, keep))
 
@@ -57,7 +57,7 @@ class TextCodec:
             if isinstance(prompt, str):
                 self._check_size(len(prompt))
                 ids = self.tokenizer.encode(prompt, special)
-                # The text may spell out the begin token, which is put before it too.
+                # If the text itself begins with the begin (BOS) token, the tokenizer adds a second one: drop that.
                 made.append(self._checked(ids[1:] if special and ids[:2] == [self._begin] * 2 else ids, keep))
             else:
                 made.append(self._checked(list(prompt), keep))
@@ -69,16 +69,16 @@ class TextCodec:
         return made
 
     async def chat(self, asked: Render, size: int = 0, special: bool = False, keep: int | None = None) -> list[int]:
-        """Token ids of a conversation, checked; of these the last `keep`. Raises ApiError 400.
+        """Token ids of a conversation, checked; if `keep` is given, the last `keep`. Raises ApiError 400.
 
-        `size`: bytes that it came in; `special`: the tokenizer adds its own tokens to the template's.
+        `size`: bytes of the request; `special`: the tokenizer adds its own special tokens to the template's.
         """
         self._check_size(sum(len(m["content"]) for m in asked.messages))
         ids = await self.encode_chat(asked, size, special)
         return await self.away(len(ids), lambda: self._checked(ids, keep))
 
     async def encode_chat(self, asked: Render, size: int = 0, special: bool = False) -> list[int]:
-        """Token ids of a conversation of any length. Templates are programs: they run elsewhere."""
+        """Token ids of a conversation of any length. Templates are programs, so `render` runs them elsewhere."""
         if self.tokenizer.chat_template is None:
             raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
         if "documents" in asked.options and "documents" not in self.tokenizer.chat_template:
@@ -96,7 +96,7 @@ class TextCodec:
         return await self.away(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def spelt(self, prompts: Seq[str | Seq[int]]) -> list[str]:
-        """Prompts as texts. Raises ApiError 400 for ids that the model has not."""
+        """Prompts as texts. Raises ApiError 400 for token ids outside the vocabulary."""
 
         def spell(prompt: str | Seq[int]) -> str:
             if isinstance(prompt, str):
@@ -112,7 +112,7 @@ class TextCodec:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def away(self, size: int, work: Callable[[], T]) -> T:
-        """Work on `size` characters or tokens: in a thread where they are many."""
+        """Do work on `size` characters or tokens, in a thread if there are many. Raises ApiError 400."""
         try:
             if size <= INLINE:
                 return work()
@@ -147,7 +147,7 @@ class TextCodec:
 
 
 class Pieces:
-    """What a single token spells, as bytes: for log-probabilities, where a token may be part of a character."""
+    """The bytes of single tokens, for log-probabilities: a token may be only part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -158,18 +158,18 @@ class Pieces:
         self._known: dict[int, bytes] = {t["id"]: t["content"].encode("utf-8", "replace") for t in added}
 
     def written(self, token_id: int) -> bytes:
-        """What the token adds to a text, as bytes: nothing if it is special, or beyond the vocabulary."""
+        """The bytes that the token adds to a text; empty for a special token, or outside the vocabulary."""
         return b"" if token_id in self._special else self.raw(token_id)
 
     def raw(self, token_id: int) -> bytes:
-        """The token's bytes; none beyond the vocabulary."""
+        """The token's bytes; empty outside the vocabulary."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._spell(self._tokenizer.token(token_id) or "")
         return found
 
     def text(self, token_id: int) -> str:
-        """The token's text; one that is part of a character as OpenAI writes it."""
+        """The token's text; if it is only part of a character, its bytes in OpenAI's notation."""
         raw = self.raw(token_id)
         try:
             return raw.decode("utf-8")
@@ -188,7 +188,7 @@ class Pieces:
 
 
 def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seq[int]) -> Vocabulary:
-    """What each token of a model writes, for grammars."""
+    """The bytes of each token of a model, for grammars."""
     from sameseed.grammar import Vocabulary
 
     pieces = Pieces(tokenizer)
@@ -196,7 +196,7 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seq[int]) -
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins of byte-level vocabularies (Radford et al., 2019)."""
+    """The printable characters that stand for bytes in byte-level vocabularies (Radford et al., 2019)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}

@@ -1,9 +1,9 @@
-"""Tool calls in what a model writes: found as the text arrives, the same whether it is streamed or not.
+"""Parsers of tool calls in generated text. They work as the text arrives; the result is the same streamed or not.
 
-Two ways of writing them: Qwen's (and Hermes') `<tool_call>{"name", "arguments"}</tool_call>` within a text, and
-Llama 3's, where the whole text is `{"name", "parameters"}`, several with `;` between. Once a call has named a tool that
-was offered and its arguments open, they are given out as they are written, letter by letter; what opens no call stays
-text. Nothing that a model writes is run or evaluated.
+There are two formats. Qwen's (and Hermes') is `<tool_call>{"name", "arguments"}</tool_call>` within a text. In Llama
+3's, the whole text is `{"name", "parameters"}`, several separated by `;`. Once a call has named an offered tool and its
+arguments begin, they are passed on as they arrive. What is not a call stays text. Nothing that a model writes is
+executed or evaluated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEAD = r'\s*\{\s*"name"\s*:\s*"([A-Za-z0-9_-]{1,64})"\s*,\s*"%s"\s*:\s*(?=\{)'
 
 @dataclass(frozen=True)
 class Call:
-    """A call begins: a function's name, and what is known of its arguments, JSON text."""
+    """The beginning of a call: a function's name, and what is known of its arguments (JSON text)."""
 
     name: str
     arguments: str = ""
@@ -45,7 +45,7 @@ class _Braces:
         self._quoted = self._escaped = False
 
     def close(self, text: str, depth: int) -> int:
-        """Characters up to and with the bracket that brings us back to `depth`; -1 where all of it lies within."""
+        """Number of characters up to and including the bracket that returns to `depth`; -1 if it has not come yet."""
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -63,7 +63,7 @@ class _Braces:
 
 
 class _Calls:
-    """Base: reads step by step what became certain. `key` of the arguments; `depth`: brackets open around them."""
+    """Base: a parser as a state machine. `key`: the arguments' name; `depth`: brackets that are open around them."""
 
     key, depth = "", 0
 
@@ -76,7 +76,7 @@ class _Calls:
         self._step = self._first
 
     def feed(self, text: str) -> list[Found]:
-        """What became certain with this text."""
+        """Add text; returns what is now certain: text and calls."""
         self._buffer += text
         found: list[Found] = []
         while self._step(found):
@@ -84,15 +84,15 @@ class _Calls:
         return found
 
     def _first(self, found: list[Found]) -> bool:
-        """The step that a text begins with: does its work on the buffer; true where another may follow at once."""
+        """The first state. A state works on the buffer, and returns whether the next state can go on at once."""
         raise NotImplementedError
 
     def _closing(self, found: list[Found]) -> bool:
-        """Behind the arguments."""
+        """The state after the arguments."""
         raise NotImplementedError
 
     def _begins(self, found: list[Found]) -> bool:
-        """Does the buffer begin with a call of an offered tool, up to its arguments? They are read then."""
+        """Whether the buffer begins with a call of an offered tool, up to its arguments. If so, these are read next."""
         head = self._head.match(self._buffer)
         if head is None or head[1] not in self._names:
             return False
@@ -113,9 +113,9 @@ class _Calls:
 
 
 class QwenCalls(_Calls):
-    """Calls between marks, text around them. A tail that may become a mark is held back until that is decided.
+    """Calls between marks, with text around them. A tail that may become a mark is held back until that is certain.
 
-    Space beside calls is no text.
+    Whitespace next to calls is dropped.
     """
 
     key, depth = "arguments", 0
@@ -123,7 +123,7 @@ class QwenCalls(_Calls):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._searched = 0  # characters of the buffer that hold no whole mark
-        self._bare = True  # nothing but space since the last call, or since the beginning
+        self._bare = True  # only whitespace since the last call, or since the beginning
 
     def end(self) -> list[Found]:
         """What is left when no text follows."""
@@ -132,12 +132,12 @@ class QwenCalls(_Calls):
             return [] if self._called and self._bare else _text(rest)
         if self._step != self._opening:
             return []
-        call = _call(rest, "arguments", self._names)  # the mark at the end may be missing, the call be whole
+        call = _call(rest, "arguments", self._names)  # the closing mark may be missing after a whole call
         return [call] if call is not None else _text(OPEN + rest)
 
     def _first(self, found: list[Found]) -> bool:
         at = size = self._find(OPEN)
-        if at < 0:  # the longest end of the text that may become a mark stays
+        if at < 0:  # hold back the longest end of the text that may become a mark
             ends = range(max(0, len(self._buffer) - len(OPEN) + 1), len(self._buffer))
             size = next((end for end in ends if OPEN.startswith(self._buffer[end:])), len(self._buffer))
         text = self._buffer[:size]
@@ -153,7 +153,7 @@ class QwenCalls(_Calls):
         return True
 
     def _opening(self, found: list[Found]) -> bool:
-        """Behind a mark: a call, once its name and the beginning of its arguments are there."""
+        """The state after an opening mark. A call begins once its name and the start of its arguments are there."""
         if self._begins(found):
             self._searched = 0
             return True
@@ -183,9 +183,12 @@ class QwenCalls(_Calls):
 
 
 class LlamaCalls(_Calls):
-    """A text that begins as an object is held back until it is a call, or to its end. Space beside calls is no text."""
+    """Calls that are the whole text. A text that begins as an object is held back until it is a call, or to its end.
 
-    key, depth = "parameters", 1  # the call's own bracket is open around them
+    Whitespace next to calls is dropped.
+    """
+
+    key, depth = "parameters", 1  # the call's own bracket is open around the arguments
 
     def end(self) -> list[Found]:
         """What is left when no text follows."""
@@ -218,7 +221,7 @@ class LlamaCalls(_Calls):
         return size >= 0
 
     def _between(self, found: list[Found]) -> bool:
-        """Behind a call: another one, or text after all."""
+        """The state after a call: another call, or text after all."""
         rest = self._buffer.lstrip()
         if not rest:
             return False
@@ -232,7 +235,7 @@ PARSERS: dict[str, type[Parser]] = {"qwen": QwenCalls, "llama3": LlamaCalls}
 
 
 def parser_for(template: str | None) -> str | None:
-    """The name of the parser for a chat template; None where it knows no tools, or writes them in another way."""
+    """The name of the parser for a chat template; None if it has no tools, or another format of calls."""
     if template is None or "tools" not in template:
         return None
     if OPEN in template:
@@ -245,7 +248,7 @@ def _text(text: str) -> list[Found]:
 
 
 def _objects(text: str) -> list[str]:
-    """The JSON objects of a text that is nothing but objects with `;` between; else none."""
+    """The JSON objects of a text that consists only of objects separated by `;`; else an empty list."""
     decoder, found, at = json.JSONDecoder(), [], len(text) - len(text.lstrip())
     while True:
         try:
@@ -260,7 +263,7 @@ def _objects(text: str) -> list[str]:
 
 
 def _call(body: str, key: str, names: Collection[str]) -> Call | None:
-    """The call that an object is, if it names a tool that was offered."""
+    """The call in a JSON object, if it names an offered tool; else None."""
     try:
         value: Any = json.loads(body)
         if not isinstance(value, dict):
@@ -269,7 +272,7 @@ def _call(body: str, key: str, names: Collection[str]) -> Call | None:
         if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
             return None
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text.encode()  # half of a surrogate pair, escaped, is JSON and no text
+        text.encode()  # raises for half of an escaped surrogate pair, which is JSON but not text
     except (ValueError, RecursionError):
         return None
     return Call(name, text)

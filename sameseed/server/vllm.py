@@ -1,6 +1,7 @@
-"""VllmClient: vLLM in a process of its own, in place of sameseed's engine. Starts it, watches it, starts it anew.
+"""VllmClient: vLLM in a separate process, in place of sameseed's engine. Starts, watches and restarts the process.
 
-It listens on a unix socket in a folder that only this user may enter, with a key made for it; nobody else gets either.
+vLLM listens on a unix socket in a folder that only this user may enter, and requires a random key. Neither is given to
+anyone else.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
 
 log = logging.getLogger("sameseed.server")
 START = Path(__file__).with_name("vllm_start.py")
-POLL = 0.1  # seconds between looks at the process
-LOADING, READY = 0.5, 2.0  # seconds between questions whether it is well
-PATIENCE = 10.0  # seconds for the answer
-CLOSING = 15.0  # seconds for vLLM to leave by itself
+POLL = 0.1  # seconds between checks of the process
+LOADING, READY = 0.5, 2.0  # seconds between health checks
+PATIENCE = 10.0  # seconds for the answer to a health check
+CLOSING = 15.0  # seconds for vLLM to end by itself
 
 
 class VllmClient(Supervised):
@@ -53,11 +54,10 @@ class VllmClient(Supervised):
         first_delay: float = FIRST_DELAY,
         name: str = "vLLM",
     ) -> None:
-        """`arguments` as `export.vllm.arguments` makes them. `facts`: max_num_seqs, method. `python`: whose vLLM.
+        """`arguments` as `export.vllm.arguments` makes them. `facts`: max_num_seqs, method. `python`: what runs vLLM.
 
-        `beat_timeout`: seconds without an answer after which it is ended; `load_timeout`: seconds until it is ready.
-        `name`: what the log calls it.
-        Raises ConfigError where there is no vLLM.
+        vLLM is killed after `beat_timeout` seconds without a healthy answer, or if it is not ready in `load_timeout`
+        seconds. `name`: its name in the log. Raises ConfigError if there is no vLLM.
         """
         program = interpreter(python)
         super().__init__(max_restarts, on_failure, first_delay)
@@ -68,10 +68,10 @@ class VllmClient(Supervised):
         self._arguments = list(arguments)
         self._environment = dict(environment or {})
         self._beat_timeout, self._load_timeout = beat_timeout, load_timeout
-        self.open: set[Answering] = set()  # requests that are to be told when vLLM goes
+        self.open: set[Answering] = set()  # requests to end with an error when vLLM ends
 
     def check(self) -> Link:
-        """The way to vLLM. Raises ApiError 503 where there is none."""
+        """The connection to vLLM. Raises ApiError 503 if vLLM is not ready."""
         self.check_ready()
         assert self.link is not None
         return self.link
@@ -104,7 +104,7 @@ class VllmClient(Supervised):
             self._stopped()
             self.end_all(unavailable("the engine stopped while this request ran; send it again"))
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it left behind
+                os.killpg(pid, signal.SIGKILL)  # its child processes
             with contextlib.suppress(ChildProcessError):  # it has been waited for, unless something went wrong
                 await end(pid, 0.0)
             os.close(leash)
@@ -114,7 +114,7 @@ class VllmClient(Supervised):
         return code
 
     async def _mind(self, pid: int, link: Link) -> int:
-        """Until the process has ended, by itself or because it is no longer well."""
+        """Watch the process until its end, and kill it if it is late or not well; returns its exit code."""
         heard = asked = started = time.monotonic()
         question: asyncio.Task[bool | None] | None = None
         stop_at: float | None = None
@@ -155,7 +155,7 @@ class VllmClient(Supervised):
             await asyncio.sleep(POLL)
 
     def _spawn(self, path: str, key: str) -> tuple[int, int]:
-        """Start vLLM in a process group of its own; returns its id and our end of its leash."""
+        """Start vLLM in a process group of its own. Returns its id, and our end of a pipe; vLLM ends if that closes."""
         theirs, ours = os.pipe()
         os.set_inheritable(theirs, True)
         environment = {k: v for k, v in os.environ.items() if k not in SECRETS}

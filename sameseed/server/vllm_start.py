@@ -1,7 +1,7 @@
-"""The start of vLLM's process, run by the interpreter that has vLLM. Needs nothing of sameseed.
+"""Entry point of vLLM's process, run by the interpreter that has vLLM. Imports nothing of sameseed.
 
-`python vllm_start.py FD ARGUMENT...`: serves as `vllm serve ARGUMENT...` would, and ends with its whole process group
-when nobody holds the other end of pipe FD any more.
+`python vllm_start.py FD ARGUMENT...` serves as `vllm serve ARGUMENT...` would. It kills its whole process group when
+the other end of pipe FD is closed.
 """
 
 import os
@@ -11,8 +11,8 @@ import threading
 
 
 def main() -> None:
-    """Take the leash, then hand over to vLLM."""
-    del sys.path[0]  # this file's folder, whose modules are not for vLLM
+    """Watch the pipe in a thread, then hand over to vLLM."""
+    del sys.path[0]  # this file's folder: vLLM must not import its modules
     leash = int(sys.argv[1])
     threading.Thread(target=_heed, args=(leash,), daemon=True).start()
     from importlib import metadata

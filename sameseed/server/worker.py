@@ -1,8 +1,8 @@
-"""The engine's process: loads the models, runs the loop, talks to the server over one socket that it inherits.
+"""The engine's process: loads the models, runs the engine's loop, and talks to the server over one inherited socket.
 
-`python -m sameseed.server.worker FD`. A reader's thread fills the inbox; the main thread empties it before every step,
-so that a request is added, or aborted, within one step. A second thread sends a heartbeat, while weights load too. When
-the other end of the socket closes, the process ends.
+`python -m sameseed.server.worker FD`. A reader thread fills the inbox. The main thread empties the inbox before every
+step, so a request is added or aborted within one step. Another thread sends heartbeats, also while weights load. The
+process ends when the server's end of the socket closes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sameseed")
 BEAT = 0.25  # seconds between heartbeats
-LAST_STEP = 5.0  # seconds that a step may still take when nobody listens any more
-MAX_FAILURES = 3  # steps that raise in a row, before the process gives up
+LAST_STEP = 5.0  # seconds that the current step may still take after the socket has closed
+MAX_FAILURES = 3  # failed steps in a row after which the process gives up
 EXIT_SETTINGS, EXIT_FAILED = 2, 3
-Action = tuple[ToEngine, MakeGrammar | None]  # a frame, and the grammar that its text must match
+Action = tuple[ToEngine, MakeGrammar | None]  # a frame, and what makes the grammar that its text must match
 
 
 class Worker:
-    """One engine at the end of a socket."""
+    """Runs one engine on frames from a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -45,13 +45,13 @@ class Worker:
         self._inbox: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: the socket is closed
         self._closed = False
         self._step_start: float | None = None
-        self._passes = [0] * (len(frames.PASS_BOUNDS) + 1)  # counts of passes by their tokens: a histogram
+        self._passes = [0] * (len(frames.PASS_BOUNDS) + 1)  # histogram of passes by number of tokens
         self._pass_tokens = 0
         self.engine: Engine | None = None
         self._loader = Loader(lambda *action: self._inbox.put(action), self._vocabulary)
 
     def run(self) -> int:
-        """Load what the first frame asks for, serve until the socket closes; returns the exit code."""
+        """Load the model named by the first frame, then serve until the socket closes; returns the exit code."""
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         first = self._take()
@@ -110,7 +110,7 @@ class Worker:
                     for scores in frames.scores(delta):
                         self.send(scores)
                 if deltas:
-                    ended = any(d.completion is not None for d in deltas)  # then counters are current
+                    ended = any(d.completion is not None for d in deltas)  # then counters go along, to be current
                     items = [(delta.request_id, frames.piece(delta)) for delta in deltas]
                     self.send(frames.Deltas(items, self._stats() if ended else None))
                 self._step_start = None
@@ -154,7 +154,7 @@ class Worker:
         }
 
     def send(self, frame: Frame) -> None:
-        """Write a frame whole; a closed socket ends the process soon, by the reader."""
+        """Send a whole frame. If the socket is closed, the reader thread ends the process soon."""
         data = frames.pack(frame)
         try:
             with self._sending:
@@ -163,7 +163,7 @@ class Worker:
             self._close()
 
     def _take(self, wait: bool = True) -> list[Action]:
-        """What has come in; waits for something if asked to. Empty where the socket is closed."""
+        """All actions in the inbox. With `wait`, wait for the first one. Empty if the socket is closed."""
         taken = [self._inbox.get()] if wait and not self._closed else []
         while not self._inbox.empty():
             taken.append(self._inbox.get())
@@ -189,10 +189,10 @@ class Worker:
                         self._inbox.put((frame, None))
         except (OSError, frames.FrameError) as error:
             log.error("the server's frames cannot be read: %s", error)
-        except Exception:  # no thread is to be had, say: without a reader there is nothing to wait for
+        except Exception:  # e.g. no thread can be started; without a reader the process must end
             log.exception("the server's frames cannot be taken")
         self._close()
-        time.sleep(LAST_STEP)  # a daemon thread: the process mostly ends before this does
+        time.sleep(LAST_STEP)  # in a daemon thread: usually the process ends meanwhile
         os._exit(EXIT_FAILED)
 
     def _beat(self) -> None:
@@ -201,14 +201,14 @@ class Worker:
             age = 0.0 if start is None else time.monotonic() - start
             try:
                 stats = self._stats()
-            except RuntimeError:  # a dictionary grew while it was copied: the next beat has it
+            except RuntimeError:  # a dictionary grew while it was copied; the next heartbeat has the counters
                 stats = {}
             self.send(frames.Beat(age, stats))
             time.sleep(BEAT)
 
 
 def main() -> None:
-    """Take over the inherited socket. Signals are the server's business: this process ends when its socket closes."""
+    """Run a worker on the inherited socket. Signals are ignored: the process ends when its socket closes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logs.set_up("warning")
@@ -219,7 +219,7 @@ def main() -> None:
         log.exception("the engine's process failed")
     finally:
         logging.shutdown()
-        os._exit(code)  # at once: nothing is left to do, and the other threads have no end of their own
+        os._exit(code)  # at once: the other threads never end by themselves
 
 
 if __name__ == "__main__":
