@@ -47,36 +47,36 @@ def option(metavar: str | None = None) -> Any:
 # Flags that stand for no single field of a dataclass.
 CHOICE_HELP = {
     "model": "the target: 'embedded', a folder, or a hub id like org/name",
-    "draft": "how to guess: none, a drafter's name (see `sameseed info`), or a draft model (embedded-draft, "
-    "embedded-head, folder, hub id); 'suffix + MODEL' tries a cache first, 'ngram > MODEL' is a cascade; auto takes "
-    "embedded-draft where the target is embedded, else none",
+    "draft": "how to draft: none, a drafter's name (see `sameseed info`), or a draft model (embedded-draft, "
+    "embedded-head, folder, hub id); 'suffix + MODEL' tries a lookup first, 'ngram > MODEL' is a cascade; auto: "
+    "embedded-draft for the embedded target, else none",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
 }
 ENGINE_HELP = {
-    "policy": "goodput: as many tokens as pay by measured times, none included; fixed: always --k tokens; history: "
-    "more after drafts that were right; disco: while the draft "
-    "is likely to be right, as learned; auto: goodput, or fixed where --confidence ends drafts",
-    "overlap": "cores on which the draft model guesses on while the target checks on the others; 0: it waits "
-    "(pays only where cores would idle)",
-    "num_draft_tokens": "the most tokens that a round may guess, 0..64; unset: 12 with goodput or disco, else 4",
-    "confidence": "end a draft once the drafter's probability of its last token is below this, 0..1",
-    "draft_format": "number format of the draft model's weights, as --format; auto: the target's; self_quant: nested, "
-    "see the guide",
+    "policy": "draft length; goodput: as many tokens as pay by measured times, perhaps none; fixed: always --k; "
+    "history: longer after fully accepted drafts; disco: until the draft is likely to be wrong, as learned; auto: "
+    "goodput, or fixed if --confidence is given",
+    "overlap": "cores on which the draft model drafts ahead while the target checks on the others; 0: off "
+    "(pays only if cores would idle)",
+    "num_draft_tokens": "most draft tokens per round, 0..64; unset: 12 with goodput or disco, else 4",
+    "confidence": "end a draft after a token whose draft probability is below this, 0..1",
+    "draft_format": "number format of the draft model's weights, as --format; auto: the target's, but w8a8 on a CPU if "
+    "the target has 16 bits; self_quant: nested, see the guide",
     "format": "number format of the target's weights: auto (the checkpoint's), bf16, w8a8, w4a8, w4a16-g64, ... "
     "(see `sameseed info`)",
     "kv_format": "number format of the KV cache, or of keys and of values (int8/bf16); auto follows the weights",
-    "backend": "who computes: cpu, reference, ...; auto takes the fastest that runs here",
+    "backend": "kernels to use: cpu, reference, ...; auto: the fastest that runs here",
     "device": "cpu, cuda, cuda:1, ...",
     "threads": "CPU threads; unset: as many as the backend finds useful",
-    "gpu_memory_utilization": "share of a GPU's memory that weights, cache and passes may take together, 0..1",
+    "gpu_memory_utilization": "share of a GPU's memory for weights, KV cache and passes together, 0..1",
     "max_model_len": "longest text in tokens, prompt included; unset: the model's own context",
     "block_size": "tokens in one block of the KV cache",
     "num_blocks": "blocks of the KV cache; unset: as many as the longest requests need",
-    "prefix_cache": "texts that begin alike (of one tenant) share what is cached of it: it is computed once",
+    "prefix_cache": "texts of a tenant that begin alike share the KV cache of their beginning",
     "max_num_rows": "most tokens that one pass computes",
     "max_num_seqs": "most sequences that run at once",
-    "profile": "file of `sameseed tune`: what it chose is the default of the other flags",
-    "force_profile": "use it on another machine, or for other weights, too",
+    "profile": "file of `sameseed tune`; its choice is the default of the other flags",
+    "force_profile": "use it even on another machine or for other weights",
 }
 SAMPLING_HELP = {
     "max_tokens": "longest answer in tokens",
@@ -86,14 +86,14 @@ SAMPLING_HELP = {
     "top_p": "sample from the likeliest tokens that make up this probability",
     "min_p": "drop tokens below this share of the likeliest one's probability",
     "repetition_penalty": "above 1 discourages tokens of the text so far",
-    "presence_penalty": "taken from the logit of every token written before, -2..2",
-    "frequency_penalty": "taken from the logit once per earlier occurrence, -2..2",
+    "presence_penalty": "subtracted from the logit of every token written before, -2..2",
+    "frequency_penalty": "subtracted from a token's logit once per earlier occurrence, -2..2",
     "logit_bias": "TOKEN=BIAS, added to a token's logit",
-    "allowed_token_ids": "a token id that may be written; with one or more, no other may",
+    "allowed_token_ids": "a token id that may be written; if given, no other token may",
     "banned_token_ids": "a token id that is never written",
-    "stop": "text that ends the answer (left out of it)",
+    "stop": "text that ends the answer; not part of it",
     "stop_token_ids": "a token id that ends the answer",
-    "ignore_eos": "write on past the model's end token",
+    "ignore_eos": "continue past the model's end token",
     "n": "completions of one prompt",
     "skip_special_tokens": "leave special tokens out of the text",
     "seed": "the same seed writes the same text; unset: a fresh one, which is reported",
