@@ -23,19 +23,19 @@ DRAFT_NOISE = 0.04  # the tiny draft is the tiny target with this share of other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: where two processes share the tests, none waits for such a file at the end."""
+    """Run long files first, so that no test process waits at the end for the long file of another one."""
     items.sort(key=lambda item: [*LONG_FILES, item.path.name].index(item.path.name))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    """One: tiny models gain nothing from more, and on a busy machine PyTorch's wait for each other."""
+    """Use one thread: tiny models gain nothing, and on a busy machine PyTorch's threads wait for each other."""
     ops.set_num_threads(int(os.environ.get("SAMESEED_TEST_THREADS", "1")))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is measured and learned is kept for this run alone."""
+    """Keep what is measured and learned in a folder of this test run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(store.VARIABLE, str(tmp_path_factory.mktemp("cache")))
         yield
@@ -43,7 +43,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_drafter_fails(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> Iterator[None]:
-    """A drafter that fails costs speed and a line in the log, so that only the log can tell a test of it."""
+    """Fail a test whose log says that a drafter failed. Such a failure costs only speed, so texts do not show it."""
     yield
     said = [r.getMessage() for r in caplog.get_records("call") if r.levelname == "ERROR"]
     failed = [text for text in said if "drafter failed" in text or "choosing a token" in text]
@@ -76,7 +76,7 @@ def reference_pair(pair_folders: tuple[Path, Path]) -> Pair:
 
 @pytest.fixture(scope="session")
 def embedded_pair() -> Pair:
-    """The pair that comes with the package."""
+    """The pair of models that comes with the package."""
     target, draft = resolve_model("embedded"), resolve_model("embedded-draft")
     for folder in (target, draft):
         if not (folder / "model.safetensors").exists():

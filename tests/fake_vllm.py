@@ -1,8 +1,8 @@
-"""Stands in for vLLM's process: `fake_vllm.py START FD ARGUMENT... --uds PATH`. A prompt says what it does.
+"""Stands in for vLLM's process: `fake_vllm.py START FD ARGUMENT... --uds PATH`. The prompt selects its behaviour.
 
-As `fake_vllm.py .../vllm_look.py MODULE...` it says which vLLM it is: FAKE_VLLM_INSTALLED, or a recent one.
+As `fake_vllm.py .../vllm_look.py MODULE...` it reports which vLLM is installed: FAKE_VLLM_INSTALLED, or a recent one.
 
-It appends what it saw, a line of JSON each, to the file that FAKE_VLLM_SEEN names.
+It appends what it receives, as one line of JSON each, to the file that FAKE_VLLM_SEEN names.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def event(data: Any) -> bytes:
 
 
 async def health(request: Request) -> Response:
-    """That it is well; when it is first asked, the moment is noted beside what it saw."""
+    """Return 200, or 503 while SEEN.sick exists; the first call notes its time in SEEN.asked (SEEN: FAKE_VLLM_SEEN)."""
     if not hasattr(request.app.state, "asked"):
         request.app.state.asked = True
         with open(os.environ["FAKE_VLLM_SEEN"] + ".asked", "a") as file:
-            file.write(f"{time.monotonic()}\n")  # the same clock in every process
+            file.write(f"{time.monotonic()}\n")  # a monotonic time is the same in every process
     return Response(status_code=503 if os.path.exists(os.environ["FAKE_VLLM_SEEN"] + ".sick") else 200)
 
 

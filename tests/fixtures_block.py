@@ -1,4 +1,4 @@
-"""Block heads for the tests: the papers' formulas in plain PyTorch, and a tiny head that knows what follows a token."""
+"""Block heads for the tests: the papers' formulas in plain PyTorch, and a tiny head fitted to a target's logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUTS = ("z-lab", "DeepSpec", "dflash", "dspark")
 
 
 def raw_config(layout: str, vocab_size: int, layers: list[int], **changes: Any) -> dict[str, Any]:
-    """config.json of a block head of two layers; `layers`: those of the target whose outputs it reads."""
+    """config.json of a block head with two layers; `layers`: the target layers whose outputs it reads."""
     layer = {**LAYER, "num_hidden_layers": 2, "vocab_size": vocab_size, "model_type": "qwen3"}
     layer |= {k: v for k, v in changes.items() if k in layer}
     rest = {"block_size": 5, **{k: v for k, v in changes.items() if k not in layer}}
@@ -42,7 +42,7 @@ def parsed(raw: dict[str, Any]) -> BlockConfig:
 
 
 def random_block(config: BlockConfig, seed: int = 0, scale: float = 1.0) -> dict[str, Tensor]:
-    """Tensors of a random block head, d2t spread over the vocabulary where the head's is smaller."""
+    """Tensors of a random block head; d2t is spread over the vocabulary if the head's vocabulary is smaller."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, shape in expected_tensors(config).items():
@@ -58,7 +58,7 @@ def random_block(config: BlockConfig, seed: int = 0, scale: float = 1.0) -> dict
 
 
 def plain_block(config: BlockConfig, w: dict[str, Tensor], states: Tensor, last: int, target: Llama) -> Tensor:
-    """Logits [guesses, Vd] of one block after states [n, F], as one dense pass; without a Markov head."""
+    """Logits [guesses, Vd] of one block after states [n, F], computed in one dense pass, without a Markov head."""
     c, eps, n = config.layer, config.layer.rms_eps, len(states)
     embedding = w.get("embed_tokens.weight", target.ops.unpack(target.weights.embedding).parts["weight"].float())
     context = _norm(states @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
@@ -78,7 +78,7 @@ def plain_block(config: BlockConfig, w: dict[str, Tensor], states: Tensor, last:
             q, k = (_norm(y, w[f"{at}.self_attn.{p}_norm.weight"], eps) for y, p in ((q, "q"), (k, "k")))
         q, k = _rotate(q, places[n:], c.rope.theta), _rotate(k, places, c.rope.theta)
         k, v = (y.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for y in (k, v))
-        weights = (torch.einsum("thd,shd->hts", q, k) * c.head_dim**-0.5).softmax(-1)  # all see all
+        weights = (torch.einsum("thd,shd->hts", q, k) * c.head_dim**-0.5).softmax(-1)  # every position attends to all
         x = x + linear("self_attn.o_proj", torch.einsum("hts,shd->thd", weights, v).flatten(1))
         inner = _norm(x, w[f"{at}.post_attention_layernorm.weight"], eps)
         gate = torch.nn.functional.silu(linear("mlp.gate_proj", inner))
@@ -88,7 +88,7 @@ def plain_block(config: BlockConfig, w: dict[str, Tensor], states: Tensor, last:
 
 
 def fit_block(folder: Path, target: Llama, seed: int = 0) -> Path:
-    """Write a block head whose Markov head knows what the target mostly says after a token; the rest is quiet."""
+    """Write a block head whose Markov head is fitted to the target's mean logits after each token, the rest small."""
     size, rank = target.config.vocab_size, 48
     raw = raw_config("dspark", size, [0, 1], markov_rank=rank, block_size=7)
     w = random_block(parsed(raw), seed, scale=0.05)

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of the playground; what needs one is left out, with the reason, where there is none."""
+"""A headless Chromium for tests of the playground. Without Chromium, these tests are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Browser:
         return found
 
     def until(self, condition: Callable[[], Any]) -> Any:
-        """Wait until it holds; what it holds."""
+        """Wait until the condition is true; returns its value."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         return WebDriverWait(self.driver, WAIT, 0.02).until(lambda _: condition())
 
     def press(self, *keys: str) -> None:
-        """Keys, wherever the focus is."""
+        """Send keys to the element that has the focus."""
         from selenium.webdriver import ActionChains
 
         ActionChains(self.driver, duration=0).send_keys(*keys).perform()
@@ -46,23 +46,23 @@ class Browser:
         return str(self.run("return document.activeElement.id"))
 
     def resize(self, width: int, height: int) -> None:
-        """Make the page so large, in its own pixels."""
+        """Set the size of the page in CSS pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def media(self, **features: str) -> None:
-        """What the system prefers: `prefers_color_scheme="dark"`; nothing named: as it is."""
+        """Emulate media features, such as `prefers_color_scheme="dark"`; without arguments, emulate none."""
         pairs = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": pairs})
 
     def complaints(self) -> list[str]:
-        """Errors in the browser's console since it was last asked."""
+        """Errors in the browser's console since the last call."""
         return [e["message"] for e in self.driver.get_log("browser") if e["level"] == "SEVERE"]
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser; skips the test where there is no Chromium, no driver of its kind or no selenium."""
+    """A browser; skips the test if Chromium, its chromedriver or selenium is missing."""
     pytest.importorskip("selenium", reason="selenium is not installed (it is in the extra 'dev')")
     binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver_binary = shutil.which("chromedriver")
@@ -75,7 +75,7 @@ def chromium() -> Iterator[Browser]:
     for flag in FLAGS:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    # Both are named, so selenium has nothing to look for, or to load from elsewhere.
+    # Both paths are given, so selenium neither searches for a driver nor downloads one.
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_binary))
     try:
         yield Browser(driver)

@@ -1,4 +1,4 @@
-"""A backend that chooses tokens, on the CPU: what a GPU's kernels do (`Ops.choose`), by the specification."""
+"""Token choice on the CPU by the specification, in place of a GPU's kernels (`Ops.choose`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sameseed.spec.sampling import FAILED, survivors
 
 
 def choose(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Tensor:
-    """Tokens int32 [R], or [2, R] with confidences, of logits float32 [R, V]."""
+    """Choose tokens int32 [R], or [2, R] with confidences, from logits float32 [R, V]."""
     ids = np.arange(logits.shape[1]) if token_ids is None else token_ids.numpy()
     cut, shares = dict(zip(*draws.cut.tolist())), dict(draws.shares)
     found: list[tuple[int, float]] = []
@@ -33,7 +33,7 @@ def choose(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Ten
             temperature=float(draws.divisors[r]), top_k=cut.get(r, -1) + 1, top_p=shares.get(r, 1.0)
         )
         places, scores = survivors(row, params)
-        with patch.object(sampling, "noise_key", lambda key, _: key):  # it is known
+        with patch.object(sampling, "noise_key", lambda key, _: key):  # draws.keys already holds noise keys
             key = int(draws.keys[r]) % 2**64
             scores = scores + sampling.gumbel_noise(key, 0, ids[places].astype(np.int64))
         likeliest = np.sort(np.exp(scores - scores.max()))[-8:]
@@ -44,5 +44,5 @@ def choose(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Ten
 
 
 def let_choose(monkeypatch: pytest.MonkeyPatch, ops: Ops) -> None:
-    """Let these ops choose tokens."""
+    """Let these ops choose tokens with `choose`."""
     monkeypatch.setattr(ops, "_choose", choose)

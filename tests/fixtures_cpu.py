@@ -1,4 +1,4 @@
-"""The instruction sets of the native backend that this CPU has."""
+"""The native backend's instruction sets on this CPU, and checks of its attention with each of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sameseed import _native
 
 @contextmanager
 def instructions(name: str) -> Iterator[None]:
-    """Compute with one instruction set; afterwards with the one from before."""
+    """Compute with one instruction set in this context; the previous one is restored afterwards."""
     before = _native.isa()
     _native.set_isa(name)
     try:
@@ -45,7 +45,10 @@ Near = Callable[[Tensor, Pass, float, "int | None"], bool]
 
 
 def hold_rows(isa: str, p: Pass, window: int | None, near: Near) -> None:
-    """Attention is `near` the formula; a row's bits are its own: alone, with two threads, on the portable set."""
+    """Check that attention is `near` the formula and row-invariant.
+
+    A row's bits must be the same if it is alone, with two threads, and on the portable set.
+    """
     scale = p.q.shape[2] ** -0.5
     with instructions(isa):
         got = cpu.attention(p.q, p.layer, p.batch, scale, window)
@@ -63,7 +66,10 @@ def hold_rows(isa: str, p: Pass, window: int | None, near: Near) -> None:
 
 
 def hold_long(isa: str, name: str, near: Near) -> None:
-    """The same of one row after 8,191 cached tokens, which three threads share."""
+    """Check one row after 8,191 cached tokens.
+
+    Attention must be `near` the formula. Three threads, and the portable set, must give the same bits.
+    """
     p = make_pass([Part(8191, 1)], name, heads=3, kv_heads=1, dim=16, block_size=16)
     with instructions(isa):
         walked = cpu.attention(p.q, p.layer, p.batch, 0.4)
@@ -75,9 +81,11 @@ def hold_long(isa: str, name: str, near: Near) -> None:
 
 
 def hold_order(isa: str, name: str, window: int | None, near: Near) -> None:
-    """The same of long sequences: one thread and two walk all heads of a block in turn, sixteen go by heads.
+    """Check long sequences, whose keys are read in different orders.
 
-    The prompt's rows need two tiles a head, so that its tiles are walked whole; its rows alone are walked in parts.
+    One or two threads read a block of keys for all heads, then the next block; sixteen threads take each head's keys
+    separately. The 40 prompt rows need two tiles per head, so each of these tiles is computed as a whole. A prompt row
+    alone is computed in parts.
     """
     parts = [Part(2300, 1), Part(1500, 1, [-1, 0, 1]), Part(1030, 2, [-1, -1, 0, 0, 3, 1]), Part(1100, 40), Part(3, 1)]
     p = make_pass(parts, name, heads=4, kv_heads=2, dim=32, block_size=16)
@@ -90,7 +98,7 @@ def hold_order(isa: str, name: str, window: int | None, near: Near) -> None:
 
 
 def spoiled(name: str, slot: int, parents: list[int], broken: float, parts: slice) -> tuple[Pass, Tensor, int]:
-    """A pass in whose cache one place holds a value that is no number; what attention said before, its first row."""
+    """A pass with `broken` in one row's part of the cache, attention before that, and the index of the row."""
     p = make_pass([Part(3, 1 if parents else 12, parents)], name, heads=8, block_size=16)
     first = min(slot - 3, len(p.batch.slots) - 1)
     clean = cpu.attention(p.q, p.layer, p.batch, 0.3)

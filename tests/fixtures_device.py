@@ -1,7 +1,7 @@
-"""A pretended device: tensors whose numbers lie in the CPU's memory, and which behave as if they were elsewhere.
+"""A pretended device: tensors that keep their numbers in CPU memory but behave as if they were on another device.
 
-What meets a tensor of the CPU, asks for its address, or wants NumPy to read it, fails as it would on a GPU. So code can
-be run whole, with real numbers, to find what it forgets to move.
+Combining such a tensor with a CPU tensor, asking for its address, or reading it with NumPy fails as on a GPU. So code
+can run whole, with real numbers, to find tensors that it forgets to move.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-DEVICE = torch.device("meta")  # the one name of a device that PyTorch takes without its driver
+DEVICE = torch.device("meta")  # the only device type that PyTorch accepts without a driver
 _COPIES = ("aten::_to_copy", "aten::copy_")
-_LEAVES = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")  # they give numbers of Python
+_LEAVES = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")  # these return Python numbers
 
 
 class Elsewhere(torch.Tensor):
@@ -31,7 +31,7 @@ class Elsewhere(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Elsewhere:
         shape, strides, offset = inner.shape, inner.stride(), inner.storage_offset()
-        with torch.inference_mode(False):  # tensors made under it cannot be written to from a wrapper
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written to through a wrapper
             made = torch.Tensor._make_wrapper_subclass(
                 cls, shape, strides=strides, storage_offset=offset, dtype=inner.dtype, device=DEVICE
             )
@@ -55,7 +55,7 @@ class Elsewhere(torch.Tensor):
         return _call(func, args, kwargs or {})
 
 
-waits: Counter[tuple[str, str]] | None = None  # where code waited for the device, and for what; see `counted_waits`
+waits: Counter[tuple[str, str]] | None = None  # how often (kind of wait, function) waited; see `counted_waits`
 
 
 def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -83,7 +83,7 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _wait_of(name: str, tensors: list[torch.Tensor], here: list[torch.Tensor], goes: bool, args: Any) -> str | None:
-    """Why the host waits for the device in this call, as CUDA's does; None: it does not."""
+    """The kind of wait, if a CUDA device would make the host wait in this call; else None."""
     if name in _LEAVES and here:
         return "number"
     if name == "aten::copy_":
@@ -96,7 +96,7 @@ def _wait_of(name: str, tensors: list[torch.Tensor], here: list[torch.Tensor], g
 
 
 def _asker() -> str:
-    """The innermost function of the package that is being called."""
+    """The innermost function of the package on the call stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -108,9 +108,9 @@ def _asker() -> str:
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[tuple[str, str]]]:
-    """Counts, within it, how often code makes the host wait for the device: what for, and in which function.
+    """Count how often code in this context makes the host wait for the device, by kind of wait and by function.
 
-    A copy to the device counts: from memory that is not pinned PyTorch waits for it too.
+    A copy to the device counts, because PyTorch waits for it if the memory is not pinned.
     """
     global waits
     waits = Counter()
@@ -121,7 +121,7 @@ def counted_waits() -> Iterator[Counter[tuple[str, str]]]:
 
 
 def _placed(index: Any) -> Any:
-    """An index whose lists of numbers are on the device: PyTorch would make them there, without numbers."""
+    """The index with its lists of numbers moved to the device; PyTorch would create them there without numbers."""
     if isinstance(index, tuple):
         return tuple(_placed(i) for i in index)
     return torch.tensor(index, dtype=None if index else torch.int64, device=DEVICE) if type(index) is list else index
@@ -141,7 +141,7 @@ def _flat(x: Any) -> Iterator[Any]:
 
 
 class _Pretend(TorchDispatchMode):
-    """Takes what is made `on` the device, or moved to it."""
+    """Runs every call through `_call`, so that tensors created on the device or moved to it are `Elsewhere`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})
@@ -149,13 +149,13 @@ class _Pretend(TorchDispatchMode):
 
 @contextmanager
 def pretended_device() -> Iterator[str]:
-    """Within it, the device of that name holds numbers."""
+    """In this context, tensors on the device of the yielded name hold numbers."""
     real = torch.tensor
-    with torch.device("cpu"):  # PyTorch remembers its constructors at the first use: they are to be the real ones
+    with torch.device("cpu"):  # PyTorch caches its constructors at the first use, which must be the real ones
         torch.empty(0)
 
     def tensor(data: Any, *, device: Any = None, **more: Any) -> torch.Tensor:
-        """PyTorch's own makes it on the device behind the mode's back; on the default one where none is said."""
+        """PyTorch's own function would bypass the mode. Without `device`, the tensor is made on the default device."""
         made = real(data, device="cpu", **more)
         return made.to(torch.empty(0).device if device is None else device)
 
@@ -168,7 +168,7 @@ def pretended_device() -> Iterator[str]:
 
 
 def interpreted_there(monkeypatch: Any) -> None:
-    """Let Triton's interpreter compute there: kernels get the numbers, what launches them does not."""
+    """Let Triton's interpreter compute on the pretended device: kernels get the CPU tensors, their callers do not."""
     from sameseed.ops.triton import guard
 
     run = guard.Launch.run

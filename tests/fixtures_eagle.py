@@ -1,4 +1,4 @@
-"""EAGLE heads for the tests: the papers' formulas in plain PyTorch, and tiny heads that these train in a second."""
+"""EAGLE heads for the tests: the papers' formulas in plain PyTorch, and tiny heads that are fitted in a second."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def raw_config(kind: str, vocab_size: int, aux: list[int] | None = None, **chang
 
 
 def random_head(config: HeadConfig, seed: int = 0, layer: str = "midlayer", scale: float = 1.0) -> dict[str, Tensor]:
-    """Tensors of a random head, d2t spread over the vocabulary where the head's is smaller."""
+    """Tensors of a random head; d2t is spread over the vocabulary if the head's vocabulary is smaller."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, shape in expected_tensors(config, layer).items():
@@ -76,7 +76,7 @@ def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def combine(config: HeadConfig, w: dict[str, Tensor], hidden: Tensor, target: Llama) -> Tensor:
-    """The features of the target's captured hidden states [T, F]."""
+    """Features [T, C] of the target's captured hidden states [T, F]."""
     eps = config.layer.rms_eps
     if config.kind == "eagle":
         return _norm(hidden, target.weights.norm, target.config.rms_eps)
@@ -98,7 +98,7 @@ def plain_head(
     target: Llama,
     layer: str = "midlayer",
 ) -> tuple[Tensor, Tensor]:
-    """Logits [T, Vd] and features [T, C] of rows; `sees` bool [T, T]: which rows each one attends to."""
+    """Logits [T, Vd] and features [T, C] of rows; `sees` bool [T, T]: which rows each row attends to."""
     c, third = config.layer, config.kind == "eagle3"
     target_embedding = target.ops.unpack(target.weights.embedding).parts["weight"].float()
     target_head = target.ops.unpack(target.weights.lm_head).parts["weight"].float()
@@ -138,7 +138,7 @@ def plain_head(
 def target_states(
     target: Llama, texts: list[list[int]], captures: tuple[int, ...], kv: str = "fp32"
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each text, captured hidden states [T, F] and logits [T, V] of all its positions."""
+    """Captured hidden states [T, F] and logits [T, V] of all positions, for each text."""
     c = target.config
     found = []
     for text in texts:
@@ -152,7 +152,7 @@ def target_states(
 
 
 def fit_head(folder: Path, target: Llama, seed: int = 0) -> Path:
-    """Write an EAGLE-1 head for any target: its fc a least-squares fit of the next feature, its layer nearly silent."""
+    """Write an EAGLE-1 head for any target: fc is a least-squares fit of the next feature, other weights are small."""
     raw = raw_config("eagle", target.config.vocab_size)
     config = parse_head_config(raw)
     w = random_head(config, seed, "layers.0", scale=0.05)
@@ -173,7 +173,7 @@ def fit_head(folder: Path, target: Llama, seed: int = 0) -> Path:
 
 
 def silence(folder: Path, scale: float) -> None:
-    """Make a model of which heads can know nearly all: only its first layer adds something to `scale` embeddings."""
+    """Change a model so that a head can predict it: only layer 0 adds to the embeddings, whose RMS becomes `scale`."""
     tensors = load_file(folder / "model.safetensors")
     rows = tensors["model.embed_tokens.weight"]
     tensors["model.embed_tokens.weight"] = scale * rows / rows.pow(2).mean(1, keepdim=True).sqrt()
@@ -186,9 +186,10 @@ def silence(folder: Path, scale: float) -> None:
 
 
 def knowing_head(folder: Path, target: Path, kind: str, noise: float = 0.0, **changes: Any) -> Path:
-    """A head that is the first layer of a silenced model: all that it does not know is the text's first token.
+    """Write a head made of the first layer of a silenced model; it lacks only the first token of the text.
 
-    EAGLE-3 has no place for the embedding itself: the model's should be small beside what its layer adds.
+    An EAGLE-3 head does not pass the embedding itself on, so the model's `scale` should be small compared to what its
+    layer adds.
     """
     model = load_file(target / "model.safetensors")
     own = json.loads((target / "config.json").read_text())
@@ -217,7 +218,7 @@ def knowing_head(folder: Path, target: Path, kind: str, noise: float = 0.0, **ch
 
 
 def write_head(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    """A head as a folder."""
+    """Write a head as a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     save_file({n: t.contiguous() for n, t in tensors.items()}, str(folder / "model.safetensors"))

@@ -1,4 +1,4 @@
-"""The format of docs/extend.md, as a module and as an installed package; weights of any format in files."""
+"""The format of docs/extend.md, as a module and as an installed package; checkpoints of one weight in any format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENTRY = "[sameseed.formats]\nternary = guide_formats.ternary\n"
 
 
 def write_package(folder: Path) -> None:
-    """A package `guide_formats` as pip installs it, to be found where `folder` is on the path."""
+    """Write a package `guide_formats` as pip would install it; it is found if `folder` is on the path."""
     (folder / "guide_formats").mkdir()
     (folder / "guide_formats" / "__init__.py").touch()
     (folder / "guide_formats" / "ternary.py").write_text(CODE)
@@ -42,14 +42,14 @@ def write_package(folder: Path) -> None:
 
 
 def forget() -> None:
-    """What the registry found so far."""
+    """Clear the registry's caches."""
     for cached in (registry.names, registry.load, registry.loaded, registry._installed):
         cached.cache_clear()
 
 
 @contextmanager
 def installed(folder: Path) -> Iterator[None]:
-    """The package in `folder`, for as long as the context lasts."""
+    """Install the package in `folder` for this context."""
     write_package(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
@@ -60,20 +60,20 @@ def installed(folder: Path) -> Iterator[None]:
 
 
 def as_stored(q: QuantTensor, chosen: QuantScheme) -> tuple[dict[str, Tensor], Mapping[str, object]]:
-    """Tensors of a weight "x", and the quantization_config that goes with them."""
+    """Tensors of a weight "x" as a checkpoint stores them, and their quantization_config."""
     if method_for([chosen]) == "sameseed":
         return own.tensors_of("x", q), own.config_of({"x": chosen})
     return scheme.get(q.format).checkpoint("x", q), scheme.get(q.format).config(q)
 
 
 def write_weight(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
-    """A checkpoint of one weight, "x"."""
+    """Write a checkpoint of one weight, "x"."""
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": {**config, "ignore": []}}))
 
 
 def read_weight(folder: Path, shape: tuple[int, int]) -> QuantTensor:
-    """The weight again, as a model's loader reads it."""
+    """Read the weight as a model's loader reads it."""
     with Checkpoint(folder) as files:
         files.check(parse_config(RAW), {"x.weight": shape})
         return files.stored("x.weight")

@@ -1,7 +1,7 @@
-"""Checks for schemathesis, which reads this file by the variable SCHEMATHESIS_HOOKS.
+"""Checks for schemathesis, which finds this file through the variable SCHEMATHESIS_HOOKS.
 
-What the document calls valid is accepted, but for three things that its schemas do not say: a prompt of more tokens
-than the context holds, several grammars at once, and limits on tokens that, together, leave none to choose.
+A request that the OpenAPI document calls valid must be accepted, with three exceptions that its schemas do not state: a
+prompt longer than the context, several grammars at once, and token limits that together leave no token to choose.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ACCEPTED = {*range(200, 300), 401, 404, 429, 503}
 
 @schemathesis.check
 def valid_requests_are_accepted(context: Any, response: Any, case: Any) -> None:
-    """In place of `positive_data_acceptance`."""
+    """Replaces `positive_data_acceptance`: valid requests are accepted, except for the reasons in NOT_IN_SCHEMAS."""
     generated = case.meta.generation.mode.is_positive if case.meta is not None else False
     if generated and response.status_code not in ACCEPTED:
         assert response.status_code == 400 and any(t in response.text for t in NOT_IN_SCHEMAS), response.text[:500]
@@ -31,7 +31,7 @@ def valid_requests_are_accepted(context: Any, response: Any, case: Any) -> None:
 
 @schemathesis.check
 def errors_are_openai_s_and_hold_no_inside(context: Any, response: Any, case: Any) -> None:
-    """Every error has the one shape, on every route; 422 is nobody's."""
+    """Every error has OpenAI's shape on every route and shows no internals; status 422 never occurs."""
     assert response.status_code != 422
     if response.status_code >= 400 and case.method != "HEAD":
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}, response.text[:500]

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written by the gguf package, or byte by byte where a test wants them unsound."""
+"""GGUF files of tiny models, written by the gguf package, or byte by byte where a test needs an invalid file."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sameseed.models.gguf.kquants import TYPES
 from sameseed.models.gguf.source import gguf_name
 from sameseed.scheme import get
 
-Kinds = Callable[[str], str]  # GGUF's name of a matrix -> type
+Kinds = Callable[[str], str]  # GGUF name of a matrix -> its type
 
 
 def for_rope(weight: Tensor, heads: int) -> Tensor:
-    """Rows of q or k [H D, ...] as converters write them: halves that rotate together lie side by side."""
+    """Rows of q or k [H D, ...] in a converter's order: the two rows that RoPE rotates together lie side by side."""
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def kquant_bytes(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
-    """Rows [O, K / 256 * bytes] of a weight in Q4_K, Q5_K or Q6_K, which the package cannot write; ours to nearest."""
+    """Bytes [O, K / 256 * bytes] of a weight in Q4_K, Q5_K or Q6_K, encoded by our format: the gguf package cannot."""
     q = get(kind.lower()).encode(weight)
     n = q.shape[0] * q.shape[1] // 256
     half = {p: q.parts[p].half().reshape(n, 1).numpy().view(np.uint8) for p in get(q.format).scale_parts}
@@ -50,7 +50,7 @@ def kquant_bytes(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
 
 
 def as_type(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
-    """The bytes of a weight in a type that the package, or `kquant_bytes`, can write."""
+    """The bytes of a weight in a type that the gguf package or `kquant_bytes` can write."""
     if kind in TYPES:
         return kquant_bytes(weight, kind)
     if kind == "BF16":
@@ -68,9 +68,9 @@ def write_gguf(
     blobs: dict[str, tuple[np.ndarray[Any, Any], str]] | None = None,
     tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
-    """A model of `raw` (config.json) as a GGUF file.
+    """Write a model with config.json `raw` as a GGUF file.
 
-    `kinds`: types of matrices; `keys`: more of the architecture; `blobs`: bytes for some matrices, with their type.
+    `kinds`: types of matrices; `keys`: more keys of the architecture; `blobs`: bytes of some matrices, with their type.
     """
     writer = gguf.GGUFWriter(path, arch)
     heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
@@ -157,7 +157,7 @@ CORPUS = [*TEXTS, *(f"the quick brown fox {i} jumps over the lazy dog's back, an
 
 
 def trained(pattern: str | list[Any], size: int = 600) -> HFTokenizer:
-    """A byte-level BPE trained on CORPUS, its words cut by the expression of a well-known model."""
+    """A byte-level BPE trained on CORPUS; `pattern`: the expression by which a well-known model splits words."""
     tokenizer = HFTokenizer(models.BPE())
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated")] if isinstance(pattern, str) else pattern
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -171,7 +171,7 @@ def trained(pattern: str | list[Any], size: int = 600) -> HFTokenizer:
 
 
 def bpe_keys(source: HFTokenizer, pre: str, special: dict[str, int], **more: Any) -> Any:
-    """What a converter writes of a byte-level BPE; `special` are control tokens behind the vocabulary."""
+    """A function that writes a byte-level BPE as a converter does; `special`: added tokens, with their types."""
     model = json.loads(source.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
@@ -188,7 +188,7 @@ def bpe_keys(source: HFTokenizer, pre: str, special: dict[str, int], **more: Any
     return keys
 
 
-# As the models' own tokenizer.json files have them.
+# As in the models' own tokenizer.json files.
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )

@@ -1,7 +1,8 @@
 """A graph without a GPU: it records the launches and operations of a pass, and replays them on the same tensors.
 
-Between replays nothing is kept: what a pass makes without a value (`torch.empty`) is NaN, or a number that is wrong.
-Whatever asks for a number of a tensor while it records is refused, as a GPU refuses it.
+No value survives between replays: memory that a pass allocates without a value (`torch.empty`) is filled with NaN, or
+with a wrong number if it holds integers. Reading a number from a tensor while recording raises RuntimeError, since a
+GPU refuses it too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WRONG = 77
 
 
 class FakeGraph(TorchDispatchMode):
-    """Records within `with`."""
+    """Records the operations that are called in its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,14 +51,14 @@ def spoil(x: torch.Tensor) -> None:
 
 
 def again(out: Any, new: Any) -> None:
-    """What an operation made, made anew; a view stays what it is."""
+    """Copy the `new` result of an operation into the recorded result `out`; a view already shares its memory."""
     for a, b in zip(out, new, strict=True) if isinstance(out, tuple | list) else [(out, new)]:
         if a.data_ptr() != b.data_ptr():
             a.copy_(b)
 
 
 def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
-    """Let passes on the CPU be recorded and replayed; all graphs that are."""
+    """Let passes on the CPU be recorded and replayed; returns the list of recorded graphs, which grows."""
     made: list[FakeGraph] = []
     run = guard.Launch.run
 

@@ -1,7 +1,7 @@
-"""Formats of the cache in a few lines of PyTorch: the oracle for codes and scales that kernels store and read.
+"""KV cache formats in a few lines of PyTorch: the oracle for the codes and scales that kernels store and read.
 
-A row and head with a = max |x| has scale a / L and codes x * (L / a) to nearest even, with L the largest code. NaN or
-infinity: scale NaN, codes 0. a < 2^-100: scale and codes 0. Formats that no kernel knows stand in for themselves.
+A row and head with a = max |x| has the scale a / L and the codes x * (L / a) to nearest even, with L the largest code.
+NaN or infinity: scale NaN, codes 0. a < 2^-100: scale and codes 0. Other formats are their own oracle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KV_FORMATS = sorted(STORED)
 
 @dataclass(frozen=True)
 class KvOracle:
-    """How one format stores rows of the cache."""
+    """How one format stores rows of the KV cache."""
 
     name: str
 
@@ -41,7 +41,7 @@ class KvOracle:
         return self.name in LARGEST
 
     def width(self, dim: int) -> int:
-        """Elements that a row of `dim` values takes."""
+        """The number of elements that a row of `dim` values takes."""
         return dim
 
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""A tiny model in the layouts of other tools, written bit by bit from their documentation, beside what it means."""
+"""A tiny model in the layouts of other tools, written bit by bit from their documentation, and the values they mean."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAW: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 Tensors = dict[str, Tensor]
-# A layout's writer: weight [O, K], module, random numbers -> tensors as stored, the matrix they mean (float32).
+# Writes a layout: weight [O, K], module, random numbers -> stored tensors, and the matrix that they mean (float32).
 Writer = Callable[[Tensor, str, torch.Generator], tuple[Tensors, Tensor]]
 
 
@@ -34,7 +34,7 @@ def is_linear(name: str) -> bool:
 def write_layout(
     folder: Path, writer: Writer, config: dict[str, Any] | None, which: Callable[[str], bool] = is_linear
 ) -> Tensors:
-    """A checkpoint whose matrices `which` picks are stored by `writer`; returns the dense tensors it means."""
+    """Write a checkpoint where `writer` stores the matrices that `which` picks; returns the dense tensors it means."""
     dense = random_tensors(parse_config(RAW), dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(5)
     stored: Tensors = {}
@@ -51,14 +51,14 @@ def write_layout(
 
 
 def write_dense(folder: Path, dense: Tensors) -> Path:
-    """The same model as plain floats of 32 bits."""
+    """Write the same model in float32."""
     write_config(folder, RAW)
     save_file({n: t.float().contiguous() for n, t in dense.items()}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes [N, W] as int32 [N, W bits / 32], the first in the lowest bits: by arithmetic on whole numbers."""
+    """Codes [N, W] as int32 [N, W bits / 32], the first in the lowest bits, by integer arithmetic."""
     per = 32 // bits
     words = (codes.reshape(codes.shape[0], -1, per).long() * torch.tensor([2 ** (bits * i) for i in range(per)])).sum(
         -1
@@ -94,7 +94,7 @@ def meaning(codes: Tensor, scales: Tensor, zeros: Tensor | float, group: Tensor 
 
 
 def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, act_order: bool = False, version: int = 1) -> Writer:
-    """qweight [K bits / 32, O], qzeros [n, O bits / 32] (less one in version 1), scales [n, O], g_idx [K]."""
+    """qweight [K bits / 32, O], qzeros [n, O bits / 32] (minus 1 in version 1), scales [n, O], g_idx [K]."""
 
     def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         width = weight.shape[1]
@@ -110,14 +110,14 @@ def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, act_order: boo
             f"{name}.g_idx": index.int(),
             f"{name}.bias": torch.zeros(weight.shape[0], dtype=torch.float16),
         }
-        # qweight packs along K: columns of the transposed, packed.
+        # qweight is packed along K: the columns of [O, K] are packed, then the result is transposed.
         return stored, meaning(codes, scales, zeros, index)
 
     return write
 
 
 def awq(group: int = 128) -> Writer:
-    """qweight [K, O / 8], qzeros [n, O / 8], scales [n, O]; of eight outputs 0 2 4 6 1 3 5 7 from the lowest bits."""
+    """qweight [K, O / 8], qzeros [n, O / 8], scales [n, O]; a word holds outputs 0 2 4 6 1 3 5 7, lowest bits first."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def interleaved(codes: Tensor) -> Tensor:
@@ -139,9 +139,9 @@ def awq(group: int = 128) -> Writer:
 def tiled(codes: Tensor, rows: Callable[[int], list[int]], order: list[int]) -> Tensor:
     """Codes [O, K] as Marlin's B int32 [K / 16, 2 O], written one code after the other.
 
-    Tensor cores take a 16 x 16 tile as two of 8 columns. Lane i of 32 holds column i / 4 of each, in `rows(i % 4)`. A
-    lane stores its eight codes of a tile as one word, in `order` from the lowest bits; words of four tiles beside each
-    other follow, then the next lane.
+    Tensor cores read a 16 x 16 tile as two halves of 8 columns. Lane i of 32 holds column i / 4 of each half, in the
+    rows `rows(i % 4)`. A lane stores its eight codes of a tile in one word, in `order` from the lowest bits. The lane's
+    words for four adjacent tiles follow each other, then those of the next lane.
     """
     codes, out = codes.T, []
     for k in range(0, codes.shape[0], 16):
@@ -158,7 +158,7 @@ def tiled(codes: Tensor, rows: Callable[[int], list[int]], order: list[int]) -> 
 
 
 def shuffled(scales: Tensor, grouped: bool) -> Tensor:
-    """Scales [n, O] as Marlin has them: of groups columns of an 8 x 8 square, else pairs of four lanes."""
+    """Scales [n, O] in Marlin's order: by columns of an 8 x 8 square if `grouped`, else in pairs for four lanes."""
     if grouped:
         place = [i + 8 * j for i in range(8) for j in range(8)]
     else:
@@ -167,7 +167,7 @@ def shuffled(scales: Tensor, grouped: bool) -> Tensor:
 
 
 def marlin(group: int = 128) -> Writer:
-    """B, s [n, O] and locks, as AutoGPTQ packs them."""
+    """B, s [n, O] and workspace (locks), as AutoGPTQ packs them."""
 
     def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         width = weight.shape[1]
@@ -185,7 +185,7 @@ def marlin(group: int = 128) -> Writer:
 
 
 def qqq(group: int = 128) -> Writer:
-    """B, s_channel float32 [1, O] (a sixteenth without groups, whose codes are signed), s_group float16 [n, O]."""
+    """B, s_channel float32 [1, O], s_group float16 [n, O]; without groups, signed codes and s_channel = scale / 16."""
 
     def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         width = weight.shape[1]
@@ -211,7 +211,7 @@ def qqq(group: int = 128) -> Writer:
 
 
 def ct_integers(bits: int, group: int | None, symmetric: bool = True, layout: str = "pack-quantized") -> Writer:
-    """compressed-tensors' pack-quantized and int-quantized; group None: channels."""
+    """compressed-tensors' pack-quantized and int-quantized layouts; group None: one scale per output channel."""
 
     def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         size = group or weight.shape[1]
@@ -232,7 +232,7 @@ def ct_integers(bits: int, group: int | None, symmetric: bool = True, layout: st
 
 
 def fp8(scales: str, suffix: str = "weight_scale", dtype: torch.dtype = torch.float8_e4m3fn) -> Writer:
-    """e4m3 codes with the scales of a "tensor", of "rows", or of "block"s of 128x128."""
+    """e4m3 codes with scales per "tensor", per row ("rows") or per "block" of 128x128."""
 
     def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         height, width = weight.shape
@@ -256,7 +256,7 @@ def fp8(scales: str, suffix: str = "weight_scale", dtype: torch.dtype = torch.fl
     return write
 
 
-# The sixteen values of nf4 as bitsandbytes stores them, and a stand-in for its map of 8-bit scales.
+# The sixteen values of nf4 as bitsandbytes stores them.
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
@@ -264,7 +264,11 @@ NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 
 
 def bnb_nf4(nested: bool = False, block: int = 64) -> Writer:
-    """Two codes a byte, the first above; absmax of blocks, or its 8-bit codes with scales of 256 and an offset."""
+    """Two codes per byte, the first in the upper half; absmax per block.
+
+    With `nested`, absmax is stored as 8-bit codes with a scale per 256 blocks and one offset; a linear map stands in
+    for the code values of bitsandbytes.
+    """
 
     def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         table = torch.tensor(NF4)
@@ -302,7 +306,7 @@ def bnb_nf4(nested: bool = False, block: int = 64) -> Writer:
 
 
 def bnb_int8(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
-    """int8 codes and the absmax of rows (SCB)."""
+    """int8 codes and the absmax of each row (SCB)."""
     absmax = weight.abs().amax(1)
     codes = (weight / absmax[:, None] * 127).round().to(torch.int8)
     stored = {
@@ -314,7 +318,7 @@ def bnb_int8(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Ten
 
 
 def mxfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
-    """e2m1 codes, two a byte (the first below), and e8m0 scales of 32."""
+    """e2m1 codes, two per byte (the first in the low half), and e8m0 scales of blocks of 32."""
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     x = weight.view(weight.shape[0], -1, 32)
     exponent = torch.floor(torch.log2(x.abs().amax(-1))) - 2
@@ -330,7 +334,7 @@ def mxfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensor
 
 
 def nvfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
-    """e2m1 codes, two a byte (the first below), e4m3 scales of 16, all over one float32."""
+    """e2m1 codes, two per byte (the first in the low half), and e4m3 scales of blocks of 16, over one float32 scale."""
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     x = weight.view(weight.shape[0], -1, 16)
     largest = 448.0 * 6.0 / weight.abs().amax().view(1)
@@ -349,7 +353,7 @@ def nvfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensor
 def ct_config(
     bits: int, kind: str, strategy: str, layout: str, group: int | None = None, symmetric: bool = True, **more: Any
 ) -> dict[str, Any]:
-    """A compressed-tensors quantization_config of one group."""
+    """A compressed-tensors quantization_config with one config group."""
     weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": False}
     if group is not None:
         weights["group_size"] = group

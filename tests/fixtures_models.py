@@ -27,7 +27,7 @@ from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.spec.draft import Draft
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-VOCAB = 97  # odd, so that no kernel meets a full tile only
+VOCAB = 97  # odd, so that kernels also meet tiles that are not full
 
 
 def need(path: Path) -> Path:
@@ -73,8 +73,8 @@ LLAMA3_ROPE = {
 class Variant:
     """One kind of model: its architecture, settings over BASE, length of the test prompt.
 
-    `without` takes from our config (and weights) what the variant is about; its logits must then be wrong, else the
-    test would not notice the lack.
+    `without` removes the feature that the variant tests from our config or weights. The logits must then be wrong;
+    otherwise the test would not notice that the feature is missing.
     """
 
     architecture: str
@@ -84,7 +84,7 @@ class Variant:
 
     @property
     def raw(self) -> dict[str, Any]:
-        """config.json in the newer spelling (rope_parameters)."""
+        """config.json in its newer form (rope_parameters)."""
         rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
         kind = self.architecture.removesuffix("ForCausalLM").lower()
         return {"architectures": [self.architecture], "model_type": kind, **BASE, **rope, **self.settings}
@@ -158,7 +158,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def random_tensors(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Weights that leave nothing idle: sharp attention, norms away from 1, biases away from 0, logits of size 2."""
+    """Weights that make every part matter: sharp attention, norms away from 1, biases away from 0, logits of size 2."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -178,7 +178,7 @@ def write_config(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def write_checkpoint(folder: Path, variant: Variant, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Config and one safetensors file of a variant with random weights."""
+    """Write config.json and one safetensors file of a variant with random weights."""
     raw = {**variant.raw, "dtype": str(dtype).removeprefix("torch.")}
     write_config(folder, raw)
     save_file(random_tensors(parse_config(raw), seed, dtype), folder / "model.safetensors", {"format": "pt"})
@@ -186,7 +186,7 @@ def write_checkpoint(folder: Path, variant: Variant, seed: int = 0, dtype: torch
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor], num_shards: int = 3) -> None:
-    """The same tensors as several files and an index."""
+    """Write the tensors as several files and an index."""
     names = sorted(tensors)
     weight_map = {}
     for i in range(num_shards):
@@ -215,7 +215,7 @@ def oracle(folder: Path) -> Any:
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
     )
-    # It fills what is missing with fresh values and ignores what is too much: then it would be no oracle.
+    # transformers fills missing tensors with random values and ignores extra ones: then it would be no oracle.
     faults = {kind: found for kind, found in info.items() if found}
     assert not faults, f"transformers reads the checkpoint otherwise: {faults}"
     return model.eval()
@@ -251,7 +251,7 @@ def all_logits(model: Llama, token_ids: Seq[int], kv_format: str = "fp32") -> Te
 
 
 def feed(runner: ModelRunner, seq: Sequence, count: int) -> Tensor:
-    """Run `count` pending tokens and keep their rows; logits [1, V] if none is left pending, else [0, V]."""
+    """Run `count` pending tokens and keep their rows; logits [1, V] if no token is left pending, else [0, V]."""
     assert runner.blocks.reserve(seq, seq.num_cached + count)
     out = runner.forward([seq], Draft.empty(1), [count])
     runner.commit([seq], [count], [[]], out)
@@ -259,7 +259,7 @@ def feed(runner: ModelRunner, seq: Sequence, count: int) -> Tensor:
 
 
 class Stored:
-    """A source in memory; matrices whose modules `schemes` names are stored in codes."""
+    """A weight source in memory; the matrices of the modules in `schemes` are stored in codes."""
 
     def __init__(self, tensors: dict[str, Tensor], schemes: dict[str, str] | None = None) -> None:
         self.tensors = tensors
@@ -288,7 +288,7 @@ class Stored:
 
 @cache
 def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> Llama:
-    """A random model, without files: what a test takes that needs any model."""
+    """A random model, without files, for tests that need any model."""
     config = parse_config(VARIANTS[name].raw)
     chosen = ops.resolve(backend)
     source = Stored(random_tensors(config))
@@ -298,7 +298,7 @@ def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> L
 def llama_shape(
     hidden: int, heads: tuple[int, int, int], vocab: int = 400, inner: int = 96, layers: int = 5, tied: bool = False
 ) -> ModelConfig:
-    """Sizes of a Llama; `heads`: query heads, KV heads, and the width of one."""
+    """Config of a Llama; `heads`: query heads, KV heads, head dimension."""
     raw = {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": inner}
     raw |= {"num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     return parse_config({**raw, "head_dim": heads[2], "vocab_size": vocab, "tie_word_embeddings": tied})

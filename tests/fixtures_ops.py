@@ -18,14 +18,14 @@ from sameseed.scheme import KVLayer
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    """Normal noise on the default device, the same on each."""
+    """Normal noise on the default device, with the same values on every device."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     return made.to(torch.get_default_device())
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let backends use `count` threads; one again afterwards, as the tests' fixture sets it."""
+    """Let backends use `count` threads, afterwards one, as the test session's fixture does."""
     ops.set_num_threads(count)
     try:
         yield
@@ -35,7 +35,7 @@ def threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Part:
-    """One sequence of a random pass: rows cached before, pending rows, parents of its draft nodes."""
+    """One sequence of a random pass: number of cached rows, number of pending rows, parents of its draft nodes."""
 
     cached: int
     pending: int
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Pass:
-    """A batch, a cache whose rows are all written (and poisoned where they belong to nobody), queries [T, H, D]."""
+    """A batch, a cache with all rows of its sequences (other rows are poisoned), and queries [T, H, D]."""
 
     parts: Seq[Part]
     batch: Batch
@@ -61,7 +61,7 @@ class Pass:
 
 
 def empty_layer(name: str, num_blocks: int, block_size: int, kv_heads: int, dim: int) -> KVLayer:
-    """A cache of NaN: whoever reads a row that was never written, or belongs to nobody, gives itself away."""
+    """A cache of NaN (or 77): reading a row that was never written, or belongs to no sequence, shows in the result."""
     fmt, shape = kv_oracle(name), (num_blocks, block_size, kv_heads, dim)
 
     def poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -80,7 +80,7 @@ def flat(layer: KVLayer) -> list[Tensor]:
 
 
 def slot_lists(parts: Seq[Part], batch: Batch, block_size: int) -> list[list[int]]:
-    """Slot of each storage index of each sequence."""
+    """The slot of each storage index, for each sequence."""
     tables = batch.block_tables.tolist()
     return [
         [tables[b][i // block_size] * block_size + i % block_size for i in range(p.stored)] for b, p in enumerate(parts)
@@ -96,7 +96,7 @@ def make_pass(
     block_size: int = 5,
     seed: int = 0,
 ) -> Pass:
-    """A pass over sequences whose blocks lie scattered in the cache."""
+    """A pass over sequences whose blocks are scattered in the cache."""
     needed = [-(-p.stored // block_size) for p in parts]
     free = list(range(sum(needed) + 3))
     random.Random(seed).shuffle(free)
@@ -118,7 +118,7 @@ def make_pass(
 
 
 def visible(part: Part, row: int) -> tuple[list[int], int]:
-    """Storage indices that a row of the part attends to, in order of position, and its own position."""
+    """Storage indices that a row of the part attends to, in order of position, and the row's own position."""
     if row < part.pending:
         position = part.cached + row
         return list(range(position + 1)), position
@@ -129,7 +129,7 @@ def visible(part: Part, row: int) -> tuple[list[int], int]:
 
 
 def exact_attention(p: Pass, scale: float, window: int | None = None) -> Tensor:
-    """The same by one masked softmax over all stored rows, in float64: [T, H, D]."""
+    """Attention of a pass by one masked softmax over all stored rows, in float64: [T, H, D]."""
     fmt = kv_oracle(p.layer.format)
     tensors = flat(p.layer)
     out = []
@@ -158,7 +158,7 @@ def exact_attention(p: Pass, scale: float, window: int | None = None) -> Tensor:
 
 
 def alone(p: Pass, b: int, row: int, block_size: int) -> Pass:
-    """Row `row` of sequence b as the only row of a pass, its keys in plain order in another cache."""
+    """Row `row` of sequence b as the only row of a pass, with its keys in plain order in another cache."""
     part = p.parts[b]
     keys, position = visible(part, row)
     single = Part(position, 1)
@@ -175,7 +175,7 @@ def alone(p: Pass, b: int, row: int, block_size: int) -> Pass:
 
 @st.composite
 def passes(draw: st.DrawFn, names: Seq[str], dims: Seq[int], even: Seq[str] = ()) -> tuple[Pass, int | None]:
-    """A random pass (chains, trees, chunks, odd head dims) and a window. `even`: formats of even dims alone."""
+    """A random pass (chains, trees, chunks, odd head dims) and a window. `even`: formats for even head dims only."""
     parts = []
     for _ in range(draw(st.integers(1, 3))):
         pending = draw(st.integers(1, 20))

@@ -1,4 +1,4 @@
-"""A made-up server with OpenAI's API for tests of its promises: a token a letter, and one fault of many."""
+"""A made-up server with OpenAI's API for tests of the promise checks: one letter is a token, one fault can be set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 LETTERS = "abcdefghijkl"
-BLOCK = 16  # letters of a prompt that a prefix cache finds together
+BLOCK = 16  # letters per block of the prefix cache
 
 
 def logprobs_after(text: str) -> dict[str, float]:
@@ -26,7 +26,7 @@ def logprobs_after(text: str) -> dict[str, float]:
 
 
 class Chunks(httpx.AsyncByteStream):
-    """A stream during which others run."""
+    """A stream that lets other tasks run before each part."""
 
     def __init__(self, server: PromiseServer, parts: list[bytes]) -> None:
         self.server, self.parts = server, parts
@@ -42,13 +42,13 @@ class Chunks(httpx.AsyncByteStream):
 
 @dataclass
 class PromiseServer:
-    """`fault`: what it does wrong; `lacks`: what it has not (seeds, logprobs, extras, completions, ...)."""
+    """`fault`: what the server does wrong; `lacks`: features that it does not have (seeds, logprobs, extras, ...)."""
 
     fault: str = ""
     lacks: tuple[str, ...] = ()
     dies_after: int = 10**9
     changes_after: int = 10**9
-    lengths: tuple[int, ...] = ()  # of answers to prompts, in turns; none: all that was allowed
+    lengths: tuple[int, ...] = ()  # lengths of answers, by length of the prompt; empty: as many tokens as allowed
     closed: bool = False
     inside: int = 0
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -126,7 +126,7 @@ class PromiseServer:
         return best[1] if self.fault == "not the likeliest" and at == 3 else best[0]
 
     def _wrong(self, body: dict[str, Any], hit: int) -> bool:
-        """Is this an answer with another text?"""
+        """Whether this answer gets a wrong text."""
         if body["temperature"] > 0:
             return False
         return {
@@ -176,7 +176,7 @@ class PromiseServer:
         return [*lines, b"data: [DONE]\n\n"]
 
     def _scores(self, body: dict[str, Any], prompt: str, tokens: list[tuple[str, dict[str, float]]]) -> Any:
-        """Log-probabilities in the form of the route."""
+        """Log-probabilities in the format of the route."""
         if not body.get("logprobs"):
             return None
         if body.get("echo"):

@@ -17,7 +17,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def problem(number: int) -> dict[str, Any]:
-    """A problem as HumanEval writes them: add a number to another."""
+    """A problem in HumanEval's format: add a number to another."""
     return {
         "task_id": f"Test/{number}",
         "prompt": f'import math\n\n\ndef plus_{number}(x):\n    """Add {number} to x.\n    """\n',
@@ -40,7 +40,7 @@ def exam(number: int, category: str) -> dict[str, Any]:
 
 
 def write_data(folder: Path) -> Path:
-    """A small set of every kind, some packed."""
+    """Write a small set of every kind, some compressed."""
     write_rows(folder / "humaneval.jsonl.gz", [problem(n) for n in range(6)])
     sums = [{"question": f"the sum of {n}?", "answer": f"It is {n} + 1.\n#### {n + 1:,}"} for n in range(998, 1012)]
     write_rows(folder / "gsm8k-test.jsonl", sums)
@@ -48,7 +48,7 @@ def write_data(folder: Path) -> Path:
     write_rows(folder / "mmlu_pro-test.jsonl.gz", [exam(n, subjects[n % 2]) for n in range(8)])
     shots = [exam(n, subjects[n % 2]) for n in range(100, 110)]
     for row in shots:
-        row["options"] += ["N/A"] * 6  # as the set's own examples have it
+        row["options"] += ["N/A"] * 6  # the few-shot examples of MMLU-Pro have such options
         row["cot_content"] = f"A: Let's think step by step. It is so. The answer is ({row['answer']})."
     write_rows(folder / "mmlu_pro-shots.jsonl", shots)
     lines = [" \n", " = the whole = \n", " \n", " the sum of all parts is a whole ; the loop ends . \n", " \n"] * 12

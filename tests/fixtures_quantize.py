@@ -1,4 +1,4 @@
-"""What the tests of quantizers share: tiny sources in memory, hidden states, inputs with structure."""
+"""Shared code of the quantizer tests: tiny sources in memory, hidden states, inputs with structure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stats_of(x: Tensor) -> Stats:
 
 
 def correlated(rows: int, width: int, seed: int = 0) -> Tensor:
-    """Inputs [rows, width] of unequal channels that depend on each other, as real ones are and do."""
+    """Inputs [rows, width] whose channels differ in size and depend on each other, like real inputs."""
     mix = randn(width, width // 2, seed=seed)
     size = torch.exp(randn(width, seed=seed + 1))
     return (
@@ -45,14 +45,14 @@ def tokens(config: ModelConfig, rows: int = 4, length: int = 16, seed: int = 5) 
 def walk_of(
     config: ModelConfig, source: Stored, method: str, scheme: str, ids: Tensor, options: dict[str, object] | None = None
 ) -> Walk:
-    """A walk at the first layer, the hidden states those of `ids` [B, S]."""
+    """A walk at the first layer, with the hidden states of `ids` [B, S]."""
     pipeline = parse_method(method, options or {}, seed=3)
     rows = pipeline.embedding(source.tensor("model.embed_tokens.weight").float())
     return Walk(config, source, pipeline, QuantScheme.parse(scheme), rows[ids])
 
 
 def logits_of(walk: Walk, source: Stored, ids: Tensor, blocks: list[Block]) -> Tensor:
-    """Logits [B, S, V] of blocks that a walk made, with the ends that its methods ask for."""
+    """Logits [B, S, V] of blocks from a walk, with the embedding, last norm and head that its methods ask for."""
     tied = walk.config.tied_embeddings
     embedding = source.tensor("model.embed_tokens.weight").float()
     head = embedding if tied else source.tensor("lm_head.weight").float()
@@ -64,7 +64,7 @@ def logits_of(walk: Walk, source: Stored, ids: Tensor, blocks: list[Block]) -> T
 
 
 def write_text(path: Path, documents: int = 12) -> Path:
-    """A calibration file of made-up text."""
+    """Write a calibration file of made-up text."""
     words = [
         "the",
         "sum",

@@ -1,4 +1,4 @@
-"""A real server for tests: `sameseed serve` as users start it, on a free port, with its log at hand."""
+"""A real server for tests: `sameseed serve` as users start it, on a free port, with its log."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sameseed.request import Metrics, SpecMetrics, TimeSplit
 
 START = 120.0  # seconds at most, on a busy machine
 NOTHING = Metrics(0, 0, SpecMetrics(), TimeSplit(), 0.0, 0.0, 0.0).as_dict()
-DONE: dict[str, Any] = {"finish_reason": "stop", "seed": 1, "metrics": NOTHING}  # how a sequence's last piece ends
+DONE: dict[str, Any] = {"finish_reason": "stop", "seed": 1, "metrics": NOTHING}  # fields of a sequence's last piece
 
 
 class Server:
-    """One running server. `log` holds its lines, parsed."""
+    """One running server. `log` holds its log lines, parsed."""
 
     def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
         self.log: list[dict[str, Any]] = []
@@ -52,7 +52,7 @@ class Server:
         self._lines.put(None)
 
     def wait_log(self, message: str) -> dict[str, Any]:
-        """The next line with this message."""
+        """Wait for the next log line with this message."""
         until = time.monotonic() + START
         while True:
             entry = self._lines.get(timeout=max(0.1, until - time.monotonic()))
@@ -65,11 +65,11 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """The process of the engine: one of the server's children."""
+        """The PID of the engine's process, a child of the server."""
         return program_of(self.process.pid, "worker")
 
     def stop(self) -> int:
-        """End it, if it has not ended; returns the exit code."""
+        """Terminate the server if it still runs; returns the exit code."""
         self.process.terminate()
         try:
             return self.process.wait(60)
@@ -80,7 +80,7 @@ class Server:
 
 @contextmanager
 def serving(*flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server that is ready. At the end it must leave well, and nothing behind."""
+    """A server that is ready. At the end it must exit with code 0 and leave no child process behind."""
     made = Server(*flags, env=env)
     try:
         made.wait_log("ready")
@@ -91,12 +91,12 @@ def serving(*flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
 
 
 def visiting(app: Any) -> httpx.AsyncClient:
-    """A client of an application in this process."""
+    """A client of an ASGI application in this process."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the event loop go on until it holds."""
+    """Let the event loop run until the condition is true."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < 60.0, "waited in vain"
@@ -104,9 +104,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def pretender(*command: str, first: bytes = b"") -> Callable[[], tuple[int, socket.socket]]:
-    """What starts this program as if it were one of the server's; "FD" in it becomes its end of the socket.
+    """A function that starts `command` in place of a program of the server; "FD" in it becomes its end of the socket.
 
-    `first`: what it has said already.
+    `first`: bytes that seem to come from the program at once.
     """
 
     def spawn() -> tuple[int, socket.socket]:
@@ -123,7 +123,7 @@ def pretender(*command: str, first: bytes = b"") -> Callable[[], tuple[int, sock
 
 
 def children(pid: int) -> list[int]:
-    """Processes that this one has started and that are alive."""
+    """PIDs of the child processes that are alive."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -136,7 +136,7 @@ def children(pid: int) -> list[int]:
 
 
 def program_of(server: int, program: str) -> int:
-    """The process of a server that runs this program of its own."""
+    """The PID of the server's child process that runs the module sameseed.server.`program`."""
     name = f"sameseed.server.{program}".encode()
     return next(pid for pid in children(server) if name in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
 
@@ -162,25 +162,25 @@ def sockets(pid: int) -> list[tuple[int, int, str]]:
 
 
 def num_files(pid: int) -> int:
-    """Descriptors that a process has open."""
+    """The number of file descriptors that a process has open."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def program(path: Path, text: str) -> Path:
-    """A program for the shell."""
+    """Write an executable shell script."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
 
 
 def gauge(client: httpx.Client, name: str) -> float:
-    """A value of /metrics, summed over its labels."""
+    """A metric of /metrics, summed over its labels."""
     page = client.get("/metrics").text
     return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(f"vllm:{name}{{"))
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
-    """Wait until it holds; returns how long that took."""
+    """Wait until the condition is true; returns the seconds that it took."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < seconds, "waited in vain"

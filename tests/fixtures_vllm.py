@@ -1,6 +1,6 @@
-"""A server in front of a stand-in for vLLM; and which vLLM tests may use.
+"""A server in front of a stand-in for vLLM; and the Python interpreters with a real vLLM.
 
-That is SAMESEED_VLLM_PYTHON, one or more pythons with ":" between, or this one.
+SAMESEED_VLLM_PYTHON names them, separated by ":". Without it, the running interpreter counts if it has vLLM.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FAKE = Path(__file__).with_name("fake_vllm.py")
 
 
 def real_pythons() -> list[str]:
-    """Pythons that have vLLM."""
+    """Python interpreters that have vLLM."""
     named = [python for python in os.environ.get("SAMESEED_VLLM_PYTHON", "").split(os.pathsep) if python]
     return named or ([sys.executable] if importlib.util.find_spec("vllm") else [])
 
 
 class Fronted(Server):
-    """A server in front of the stand-in; `seen` is what that one saw."""
+    """A server in front of the stand-in; `seen`: what the stand-in received."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.file = folder / "seen"

@@ -1,4 +1,4 @@
-"""What the tests of the laws share: a tiny pair of models, engines made of loaded models, a drafter of random trees."""
+"""Shared code of the law tests: a tiny pair of models, engines made of loaded models, a drafter of random trees."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sameseed.spec.sampling import derive_seed
 from sameseed.tokenizer import Tokenizer
 
 EOS = 0  # "<|end|>"
-TOKENIZER_SIZE, MODEL_VOCAB = 300, 304  # the models are padded by four ids that no text has
+TOKENIZER_SIZE, MODEL_VOCAB = 300, 304  # the models are padded by four token ids that no text contains
 MAX_LEN = 256
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -46,7 +46,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with its draft and its draft heads, loaded, and their tokenizer; `low`: the target in a lower format."""
+    """A loaded target with its draft model, draft heads and tokenizer; `low`: the target in a lower format."""
 
     target: Llama
     draft: Llama
@@ -72,9 +72,9 @@ def write_tokenizer(folder: Path, size: int = TOKENIZER_SIZE) -> None:
 
 
 def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any) -> None:
-    """A random Llama as a Hugging Face folder. `noise` mixes in a second set of weights: a draft that often agrees.
+    """Write a random Llama as a Hugging Face folder. `noise` mixes in other weights: a draft that often agrees.
 
-    The head is scaled so that the logits have a few clear favourites: sampled text is neither noise nor constant.
+    The LM head is scaled so that a few logits stand out: sampled text is neither noise nor constant.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -106,13 +106,13 @@ def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any)
     write_tokenizer(folder)
 
 
-# Where the laws are tested: where there is a GPU, there too.
+# The laws are tested on the CPU and, if there is one, on a GPU.
 NO_GPU = "there is no CUDA GPU here: the laws are tested on the CPU alone"
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "auto", device: str = "cpu") -> Pair:
-    """The pair in a format, its models on a device."""
+    """The pair in a number format, with its models on a device."""
     chosen, quant = ops.resolve(backend, device), QuantScheme.parse(weights)
     low = load_model(target, chosen, QuantScheme.parse("int8"), device=device)
     big, small = (load_model(folder, chosen, quant, device=device) for folder in (target, draft))
@@ -122,11 +122,11 @@ def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "
     block = load_head(block_folder, big, chosen, device=device) if block_folder.exists() else None
     assert not isinstance(head, BlockHead)
     assert not isinstance(block, EagleHead)
-    small.config = replace(small.config, mask_token=MODEL_VOCAB - 1)  # so that it can guess in parallel too
+    small.config = replace(small.config, mask_token=MODEL_VOCAB - 1)  # so that the draft can also guess in parallel
     return Pair(big, small, Tokenizer.from_folder(target), low, head, block)
 
 
-# What drafters that work with others get, unless a test says otherwise.
+# The levels below drafters that work with others, unless a test says otherwise.
 BELOW = {
     "cascade": (SpecConfig("ngram", num_draft_tokens=3),),
     "first": (SpecConfig("suffix", num_draft_tokens=8), SpecConfig("draft_model", num_draft_tokens=8)),
@@ -134,13 +134,13 @@ BELOW = {
 
 
 def below_of(method: str) -> tuple[SpecConfig, ...]:
-    """Levels below a drafter: those of the table, else n-grams, as many as it wants."""
+    """Levels below a drafter: those in BELOW, else as many n-gram drafters as it needs at least."""
     least = 0 if method == "none" else registry.load("drafters", method).DRAFTER.num_below[0]
     return BELOW.get(method, (SpecConfig("ngram", num_draft_tokens=3),) * least)
 
 
 def models_of(spec: SpecConfig, pair: Pair, target: Llama) -> list[Llama | EagleHead | BlockHead]:
-    """The models that the drafters of a SpecConfig own, all levels together. A head is always the target's."""
+    """The models that the drafters of a SpecConfig own, for all levels. A head always belongs to the target."""
     drafter = None if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER
     if drafter is not None and drafter.owns == "head":
         own_head = pair.block if drafter.text == "BLOCK" else pair.head
@@ -170,7 +170,7 @@ def make_engine(
     policy: str = "fixed",
     target: ModelRunner | None = None,
 ) -> Engine:
-    """An Engine of loaded models, where these are; the cache holds `tokens`. `drafter` replaces that of `method`."""
+    """An Engine of loaded models, on their device; its cache holds `tokens`. `drafter` replaces that of `method`."""
     device = str(pair.target.device)
     under = below_of(method) if below is None else below
     spec = SpecConfig(
@@ -189,7 +189,7 @@ def make_engine(
 def run(
     engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams], alone: bool = False
 ) -> list[Completion]:
-    """Completions in order of prompt and index; all at once, or one prompt after the other. Checks law 3 at the end."""
+    """Run all prompts together, or one by one if `alone`; completions by prompt and index. Checks law 3 at the end."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     requests = [
         Request(f"r{i}", tuple(prompt), p, derive_seed(p.seed or 0, n), n)
@@ -202,7 +202,7 @@ def run(
 
 
 def finished(engine: Engine) -> dict[tuple[str, int], Completion]:
-    """Completions by request and index of all that an engine still has to do."""
+    """Run an engine until it has no work; completions by request and index."""
     done: dict[tuple[str, int], Completion] = {}
     while engine.has_work:
         done |= {(d.request_id, d.index): d.completion for d in engine.step() if d.completion is not None}
@@ -210,12 +210,12 @@ def finished(engine: Engine) -> dict[tuple[str, int], Completion]:
 
 
 def texts(completions: Seq[Completion]) -> list[tuple[int, ...]]:
-    """The token ids: what law 1 compares."""
+    """The token ids, which law 1 compares."""
     return [c.token_ids for c in completions]
 
 
 def assert_nothing_left(engine: Engine) -> None:
-    """Law 3: every block of target and draft is free, each once, and nobody is remembered."""
+    """Law 3: every block of target and draft is free exactly once, and no request is remembered."""
     assert trial.leaks(engine) == []
 
 

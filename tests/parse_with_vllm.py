@@ -1,7 +1,8 @@
-"""Run by a python that has vLLM: reads command lines as JSON from standard input; says what vLLM makes of them.
+"""Run by a Python that has vLLM: reads command lines as JSON from standard input and prints how vLLM parses them.
 
-Each is [words, whole]: `whole`: all of vLLM's configuration is made of it; else the target's and the draft's alone, for
-what this build (for CPUs) does not run. One line of JSON each: {"made": {...}} or {"error": "..."}.
+Each command line is [words, whole]. If `whole`, vLLM's whole configuration is built; else only that of the target and
+the draft, because this build of vLLM (for CPUs) does not run the rest. Prints the parser's flags first, then one line
+of JSON per command line: {"made": {...}} or {"error": "..."}.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A block manager at work on a memory that is watched: what each row holds, and what it ought to hold."""
+"""A block manager under test, with a model of its memory: what each row holds, and what it should hold."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import random
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.request import SamplingParams, Sequence
 
-Row = tuple[str, tuple[int, ...]]  # what a row depends on: whose text it is of, and all its tokens up to this one
+Row = tuple[str, tuple[int, ...]]  # what a row depends on: its tenant, and all tokens up to this one
 SALTS = ("", "a", "b")
 WRONG_GUESS: Row = ("nobody", ())
 MAX_SEQS, MAX_TOKENS = 5, 20
-# What may happen, and between which numbers its arguments lie.
+# Actions, and the ranges of their arguments.
 ACTIONS: dict[str, dict[str, tuple[int, int]]] = {
     "add": {"salt": (0, 2), "length": (1, 14), "other": (0, 15)},
     "start": {"which": (0, 4)},
@@ -33,7 +33,7 @@ def tokens_of(bits: int, length: int) -> list[int]:
 
 
 class Watched:
-    """Sequences of few tokens and few tenants start, compute, guess, take back, leave and fail, in a small cache."""
+    """Sequences of a few tokens and tenants start, compute, guess, take back, leave and fail in a small cache."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.blocks = BlockManager(num_blocks, block_size)
@@ -43,7 +43,7 @@ class Watched:
         self.num_added = self.num_saved = 0
 
     def act(self, name: str, **numbers: int) -> None:
-        """Do it, if it can be done, and look at everything."""
+        """Do one action if it is possible, then check all rows and blocks."""
         which = numbers.pop("which", None)
         if which is None:
             getattr(self, name)(**numbers)
@@ -53,14 +53,14 @@ class Watched:
         self.check_blocks()
 
     def add(self, salt: int, length: int, other: int) -> None:
-        """A text of zeros, one token of it another perhaps: most texts begin alike, and look alike further on."""
+        """Add a text of zeros with perhaps one 1, so that most texts share a prefix and look alike after it."""
         if len(self.seqs) < MAX_SEQS:
             tokens = [int(i == other) for i in range(length)]
             self.seqs.append(Sequence(self.num_added, tokens, SamplingParams(), 0, SALTS[salt]))
             self.num_added += 1
 
     def start(self, seq: Sequence) -> None:
-        """As the scheduler does: it starts where it fits, then it computes all, which is certain."""
+        """Do what the scheduler does: start the sequence if it fits, then compute all its rows as certain ones."""
         if not seq.blocks and self.blocks.fits(seq, len(seq)):
             self.adopt(seq)
             assert self.blocks.reserve(seq, len(seq)), "it was said to fit"
@@ -94,14 +94,14 @@ class Watched:
         seq.num_cached = end
         if certain:
             self.blocks.enter(seq, end)
-            self.failed -= {self.row(seq, i) for i in range(end)}  # these are its own rows
+            self.failed -= {self.row(seq, i) for i in range(end)}  # these rows were computed again
 
     def grow(self, seq: Sequence, length: int, bits: int) -> None:
         if len(seq) + length <= MAX_TOKENS:
             seq.token_ids += tokens_of(bits, length)
 
     def take_back(self, seq: Sequence, keep: int, length: int, bits: int) -> None:
-        """As a shadow does whose guesses were wrong: other tokens come there."""
+        """Replace the tokens after `keep`, as in a drafter's copy of a sequence after wrong guesses."""
         if keep < len(seq) and keep + length <= MAX_TOKENS:
             del seq.token_ids[keep:]
             self.blocks.retract(seq, keep)
@@ -130,7 +130,7 @@ class Watched:
         self.release(seq, 1)
 
     def row(self, seq: Sequence, i: int) -> Row:
-        """What row i of a sequence ought to hold."""
+        """What row i of a sequence should hold."""
         return seq.tenant, tuple(seq.token_ids[: i + 1])
 
     def slot(self, seq: Sequence, i: int) -> int:
@@ -138,7 +138,7 @@ class Watched:
         return seq.blocks[i // size] * size + i % size
 
     def check_rows(self) -> None:
-        """Another's tokens or guesses in a block, or a block that was given away, would show here."""
+        """Check that each cached row holds its own data: no others' tokens, no guesses, no data of a reused block."""
         for seq in self.seqs:
             for i in range(seq.num_cached):
                 assert self.memory[self.slot(seq, i)] == self.row(seq, i)
@@ -166,7 +166,7 @@ class Watched:
 
 
 def shake(rounds: int, seed: int = 0, steps: int = 60) -> int:
-    """So many caches with random work; returns the rows that were shared."""
+    """Run random work on `rounds` caches; returns the number of rows that were shared."""
     rng, saved = random.Random(seed), 0
     for _ in range(rounds):
         watched = Watched(rng.randint(4, 20), rng.randint(1, 3))

@@ -1,6 +1,6 @@
-"""Run by a python that has vLLM: the workers of another node, as `vllm serve --headless ARGUMENT...` starts them.
+"""Run by a Python that has vLLM: starts the workers of another node, as `vllm serve --headless ARGUMENT...` does.
 
-vLLM's build for CPUs goes by another name than its command looks for, so that the command does not start there.
+The command itself does not start with vLLM's build for CPUs, because it looks for a package of another name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every drafter of the registry must keep to. A new file there is tested by this one without a change here."""
+"""The contract of every drafter in the registry. A new drafter file is tested here without a change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.parametrize("name", [*NAMES, *TREES])
 
 
 def engine_for(pair: Pair, name: str, **settings: Any) -> Engine:
-    """An engine with a drafter by its name, or by a name and "with siblings"."""
+    """An engine with a drafter, given as its name or as its name "with siblings"."""
     return make_engine(pair, name.split(" ")[0], options=options_of(name), **settings)
 
 
@@ -46,7 +46,7 @@ def some_sequences() -> list[Sequence]:
 
 
 def rounds(engine: Engine, seqs: list[Sequence], num_draft: list[int], count: int = 8) -> Iterator[Draft]:
-    """Run the sequences as the engine does, giving out each draft."""
+    """Run rounds of the sequences as the engine does; yields each draft."""
     for seq, k in zip(seqs, num_draft):
         assert engine.runner.blocks.reserve(seq, len(seq) + (count + 1) * (k + 1))
     for _ in range(count):
@@ -69,7 +69,7 @@ def test_class_and_options(name: str) -> None:
 
 
 def test_who_may_branch_says_so_before_it_is_built(engine: Engine, name: str) -> None:
-    """And a draft is a chain where trees are not spoken of."""
+    """A drafter that may return trees says so before it is built; all others return chains."""
     method, drafter = name.split(" ")[0], engine.drafter
     assert may_branch(SpecConfig(method, options=options_of(name), below=below_of(method))) == drafter.branches
     assert drafter.branches or name not in TREES
@@ -134,7 +134,7 @@ def test_a_draft_that_can_be_cut_is_what_a_shorter_one_would_be(engine: Engine, 
 
 
 def test_a_guess_does_not_depend_on_company(engine: Engine, pair: Pair, name: str) -> None:
-    """Not a law (a draft may be anything), but what makes acceptance in a batch what it is alone."""
+    """Not a law, since a draft may be anything, but it makes the acceptance rate in a batch the same as alone."""
     seqs = some_sequences()
     together = engine.drafter.propose(seqs, [5] * 6)
     for b, seq in enumerate(some_sequences()):
@@ -143,7 +143,7 @@ def test_a_guess_does_not_depend_on_company(engine: Engine, pair: Pair, name: st
 
 
 def test_sequences_come_and_go(engine: Engine, name: str) -> None:
-    """Preempted, left out for rounds, released: the drafter keeps up, and forgets when told."""
+    """Sequences are preempted, left out for rounds and released: the drafter keeps up, and forgets what is released."""
     seqs = some_sequences()
     for _ in rounds(engine, seqs, [4] * 6, count=2):
         pass
@@ -152,7 +152,7 @@ def test_sequences_come_and_go(engine: Engine, name: str) -> None:
         pass
     for _ in rounds(engine, seqs[::-1], [4] * 6, count=2):
         pass
-    engine.drafter.release(Sequence(999, [1], SamplingParams(), 0))  # one that it never saw
+    engine.drafter.release(Sequence(999, [1], SamplingParams(), 0))  # a sequence that the drafter never saw
     for seq in seqs:
         engine.drafter.release(seq)
         engine.drafter.release(seq)
@@ -161,7 +161,7 @@ def test_sequences_come_and_go(engine: Engine, name: str) -> None:
 
 
 def test_going_ahead(engine: Engine, pair: Pair, name: str) -> None:
-    """What is guessed while the target checks touches nothing of the target's, and changes no later guess."""
+    """Guessing during the target's pass leaves the target's cache alone and does not change later drafts."""
     seqs, others = some_sequences(), some_sequences()
     still = engine_for(pair, name, k=6)
     num_draft, held = [0, 1, 2, 6, 3, 6], 0

@@ -1,4 +1,4 @@
-"""A drafter of one's own is one file, an installed package or an object: the guide's examples as printed."""
+"""One's own drafter is a file, an installed package or an object: the guide's examples as printed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CODES = {
 PARAMS = SamplingParams(max_tokens=24)
 PROMPT = "1 1 1 1 1 1 1 1"
 
-# In a process of its own: each way to write the drafter, by LLM and on the command line.
+# Runs in its own process: each way to give the drafter, by LLM and on the command line.
 SCRIPT = """
 import sys
 
@@ -53,7 +53,7 @@ def plain() -> str:
 
 
 def as_files(folder: Path) -> None:
-    """The package with two files more."""
+    """A copy of the package, by links, with the example drafters as additional files."""
     package = folder / "sameseed"
     (package / "drafters").mkdir(parents=True)
     for part in (*PACKAGE.iterdir(), *(PACKAGE / "drafters").iterdir()):
@@ -61,13 +61,13 @@ def as_files(folder: Path) -> None:
             (package / part.relative_to(PACKAGE)).symlink_to(part)
     native = importlib.util.find_spec("sameseed._native")
     if native is not None and native.origin and not (package / Path(native.origin).name).exists():
-        (package / Path(native.origin).name).symlink_to(native.origin)  # elsewhere in an editable install
+        (package / Path(native.origin).name).symlink_to(native.origin)  # in another folder for an editable install
     for name, code in CODES.items():
         (package / "drafters" / f"{name}.py").write_text(code)
 
 
 def as_package(folder: Path, name: str = "guesses", entries: tuple[str, ...] = ("repeat", "writer")) -> None:
-    """An installed package whose entry points name them."""
+    """Write an installed package whose entry points name the example drafters."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").touch()
     for entry, code in CODES.items():
@@ -116,7 +116,7 @@ def test_an_object_is_a_drafter(tmp_path: Path, plain: str) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder where packages are looked for; none is remembered before or after."""
+    """A folder in which packages are found. The registry's caches are cleared before and after the test."""
 
     def forget() -> None:
         for known in (registry.names, registry.load, registry.loaded, registry._installed):
@@ -156,7 +156,7 @@ def test_an_entry_that_cannot_be_loaded(site: Path, caplog: pytest.LogCaptureFix
 
 
 def test_engine_and_commands_name_no_drafter() -> None:
-    """No constant there is a drafter's name, and none is imported: what a drafter needs, it declares."""
+    """No constant there is a drafter's name and no drafter is imported: drafters declare what they need."""
     named = set()
     for file in (f for folder in ("engine", "cli") for f in (PACKAGE / folder).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

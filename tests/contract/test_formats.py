@@ -1,4 +1,4 @@
-"""What every number format must keep, one body for all: also the format that docs/extend.md prints."""
+"""The contract of every number format, in one body for all, including the format that docs/extend.md prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sameseed.scheme import QuantScheme, QuantTensor
 FORMATS = {n: scheme.get(n) for n in registry.names("formats")} | {"ternary": fixtures_formats.FORMAT}
 NAMES = [n for n, f in FORMATS.items() if f.weights]
 KV_NAMES = [n for n, f in FORMATS.items() if f.kv_dtype is not None]
-PACKED_ROWS = ("int4", "int4_sparse")  # of the cache: a value's levels depend on the others of its row
+PACKED_ROWS = ("int4", "int4_sparse")  # KV cache formats where a value's levels depend on the other values of its row
 every_kv_format = pytest.mark.parametrize("name", KV_NAMES)
 K = 256  # a multiple of any group size
 
@@ -35,7 +35,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def variants(name: str) -> list[str]:
-    """A format as schemes may ask for it: its own choice, variants, groups, zero points."""
+    """A format as schemes may name it: plain, with its variants, with groups, with zero points."""
     options = FORMATS[name].options
     own = ["", *(f"-{v}" for v in sorted(options - scheme.OPTIONS))]
     groups = ["", "-g32", "-g64", "-g128"] if "group" in options else [""]
@@ -47,7 +47,7 @@ every_format = pytest.mark.parametrize("name", [v for n in NAMES for v in varian
 
 
 class Variant:
-    """The format of a variant, with `encode` as the variant asks."""
+    """The format of a scheme; `encode` uses the scheme's settings."""
 
     def __init__(self, name: str) -> None:
         self.scheme = QuantScheme.parse(name)
@@ -61,11 +61,11 @@ class Variant:
 
     @property
     def loss(self) -> float:
-        """Root mean square error, relative to the weights, that codes of so few bits may leave."""
+        """Largest allowed root mean square error, relative to the weights, for codes of so few bits."""
         return max(0.2, 2.4 / 2**self.format.bits)
 
     def decode(self, q: QuantTensor) -> Tensor:
-        return scheme.get(q.format).decode(q)  # of a format that chooses, it may be another
+        return scheme.get(q.format).decode(q)  # a format with `-auto` may have chosen another one
 
     @property
     def rows_alone(self) -> bool:
@@ -81,12 +81,12 @@ def same(a: QuantTensor, b: QuantTensor) -> bool:
 
 
 def staircase(decoded: Tensor, x: Tensor, slack: float) -> None:
-    """Values x [S] and what they became: each became the nearest of all values that any of them became."""
+    """Check values x [S] against their decoded values: each must have become the nearest one of all decoded values."""
     levels = decoded.unique()
     nearest = (x[:, None] - levels[None, :]).abs().amin(1)
     assert len(levels) > 2
     assert ((decoded - x).abs() <= nearest + slack).all()
-    # The levels lie so close that the nearest one is at most half a step away.
+    # The levels are so dense that the nearest one is at most half a step away.
     half_step = (levels[1:] - levels[:-1]).max().item() / 2
     inside = (x >= levels[0]) & (x <= levels[-1])
     assert ((decoded - x).abs()[inside] <= half_step + slack).all()
@@ -98,22 +98,22 @@ def staircase(decoded: Tensor, x: Tensor, slack: float) -> None:
 @every_format
 @pytest.mark.parametrize("size", [1.0, 1e-3, 300.0])
 def test_weights_are_rounded_to_nearest(name, size):
-    """One number sweeps its range while its neighbours, and so most formats' scales, stay the same."""
+    """One number sweeps its range. The other numbers, and so the scales of most formats, stay the same."""
     fmt = Variant(name)
     weight = randn(1, K).clamp(-0.99, 0.99).repeat(1001, 1)
-    weight[:, ::8], weight[:, 4::8] = 1.0, -1.0  # the largest of each group, however groups lie
+    weight[:, ::8], weight[:, 4::8] = 1.0, -1.0  # the largest of each group, for any group size
     sweep = torch.linspace(-1, 1, 1001)
     weight[:, 3] = sweep
     q = fmt.encode(weight * size)
     decoded = fmt.decode(q)
     if any(len(q.parts[p].float().unique(dim=0)) > 1 for p in q.parts.keys() & {"scales", "zeros"}):
-        # Its scale follows the whole group: each value is the nearest of those that its group shows.
+        # The scale depends on the whole group: each value must be the nearest one that occurs in its group.
         nearest = (decoded[:, :32] - sweep[:, None] * size).abs().amin(1)
         assert ((decoded[:, 3] - sweep * size).abs() <= nearest + 1e-6 * size).all()
         return
-    level = size / 119 if name.startswith("qoq") else 0.0  # rounded to int8 first: what is nearest may differ by one
+    level = size / 119 if name.startswith("qoq") else 0.0  # rounded to int8 first, so the level may be off by one
     staircase(decoded[:, 3], sweep * size, 1.01 * level + 1e-6 * size)
-    assert decoded[:, 5].unique().numel() == 1  # the sweep left its neighbours alone
+    assert decoded[:, 5].unique().numel() == 1  # the sweep does not change the other values
 
 
 @every_format
@@ -125,7 +125,7 @@ def test_stored_values_stay_under_a_second_encoding(name):
     twice = fmt.decode(second)
     if all(second.parts[p].equal(first.parts[p]) for p in first.parts.keys() - {"codes", "weight"}):
         torch.testing.assert_close(twice, once, rtol=1e-6, atol=1e-7)
-    else:  # its scale is not that of the largest stored value (absmax / 7.5, a rounded zero point, a mean)
+    else:  # the scale is not that of the largest stored value (absmax / 7.5, a rounded zero point, a mean)
         assert (twice - once).norm() <= (once - weight).norm()
 
 
@@ -165,7 +165,7 @@ def test_zeros_stay_zeros(name):
 
 @every_format
 def test_tiny_weights_do_not_become_large(name):
-    """Subnormal numbers: the scale may underflow, the value may not jump."""
+    """For subnormal numbers the scale may underflow, but the decoded value must not become large."""
     fmt = Variant(name)
     for size in (1e-38, 1e-40, 1e-44):
         weight = randn(3, K) * size
@@ -187,7 +187,7 @@ def test_rows_decode_alone(name, index):
 
 @every_format
 def test_rows_are_encoded_alone(name):
-    """A row's codes and scales do not depend on its neighbours: stacking q, k and v changes no value."""
+    """A row's codes and scales do not depend on other rows: stacking q, k and v changes no value."""
     fmt = Variant(name)
     parts = [randn(n, K, seed=n) * size for n, size in ((5, 1.0), (1, 100.0), (12, 0.01))]
     stacked = fmt.concat([fmt.encode(w) for w in parts])
@@ -202,11 +202,11 @@ def test_checkpoint_and_back(name, tmp_path):
     fixtures_formats.write_weight(tmp_path, *fixtures_formats.as_stored(q, fmt.scheme.settled(fmt.decode(q))))
     read = fixtures_formats.read_weight(tmp_path, q.shape)
     assert fmt.decode(read).equal(fmt.decode(q)) and read.format == q.format
-    assert same(read, q) or "dq" in name  # double scales of bitsandbytes are read as single ones
+    assert same(read, q) or "dq" in name  # double-quantized scales of bitsandbytes are read as plain ones
 
 
 def damages(t: Tensor) -> list[Tensor]:
-    """A tensor of other sizes, dimensions and types."""
+    """The tensor with wrong sizes, dimensions and types."""
     flat = t.flatten()
     shapes = [flat, flat[:0], flat[:1], t[None], torch.cat([t, t]), t[..., :0], t.new_zeros(()), torch.cat([t, t], -1)]
     return [*shapes, t.double(), t.to(torch.int64), t.to(torch.bool)]
@@ -214,7 +214,7 @@ def damages(t: Tensor) -> list[Tensor]:
 
 @every_format
 def test_damaged_tensors_are_refused_or_read(name, tmp_path):
-    """What a file says of itself may be false: a ModelLoadError, or a weight that can be decoded, and nothing else."""
+    """A damaged file raises ModelLoadError or gives a weight that can be decoded; nothing else may happen."""
     fmt = Variant(name)
     q = fmt.encode(randn(16, K))
     tensors, config = fixtures_formats.as_stored(q, fmt.scheme.settled(fmt.decode(q)))
@@ -235,7 +235,7 @@ def test_damaged_tensors_are_refused_or_read(name, tmp_path):
 
 @every_format
 def test_config_is_json(name):
-    """What vLLM reads: a method by name, or nothing where no other engine reads such weights."""
+    """The config that vLLM reads: a method by name, or empty if no other engine reads such weights."""
     config = Variant(name).config(Variant(name).encode(randn(2, K)))
     assert json.loads(json.dumps(config)) == config
     assert config == {} or config["quant_method"] in ("compressed-tensors", "bitsandbytes")
@@ -244,7 +244,7 @@ def test_config_is_json(name):
 @every_format
 @pytest.mark.parametrize("width", [K, 24, 1])
 def test_bits_per_weight(name, width):
-    """What is told before a model is loaded is what it takes; codes below a byte lie in bytes until a backend packs."""
+    """The predicted size is the real size. Codes below 8 bits take a byte each until a backend packs them."""
     fmt = Variant(name)
     if fmt.scheme.group is not None and width % fmt.scheme.group:
         with pytest.raises(ConfigError, match="do not divide"):
@@ -252,13 +252,13 @@ def test_bits_per_weight(name, width):
         return
     q = fmt.encode(randn(3, width))
     rest = (q.nbytes - q.parts["codes" if "codes" in q.parts else "weight"].nbytes) * 8 / (3 * width)
-    once = sum(t.nbytes for t in q.parts.values() if len(t) != 3) * 8 / (3 * width)  # of a matrix, or 256 scales of it
+    once = sum(t.nbytes for t in q.parts.values() if len(t) != 3) * 8 / (3 * width)  # per matrix or 256 scales
     assert fmt.scheme.bits_per_weight(width) == pytest.approx(rest + fmt.bits, abs=once)
 
 
 @every_format
 def test_rows_of_one_group(name):
-    """A width that no group divides: one scale a row, where the scheme leaves the choice."""
+    """A width that is no multiple of a group size: one scale per row if the scheme leaves the choice."""
     fmt = Variant(name)
     if fmt.scheme.group is not None:
         with pytest.raises(ConfigError, match=r"groups of \d+ do not divide .* 40 values"):
@@ -272,7 +272,7 @@ def test_rows_of_one_group(name):
 
 @every_format
 def test_extremes_of_weights_stay_numbers(name):
-    """Huge beside tiny, the largest floats, zeros of either sign: values stay finite and near the range."""
+    """Huge beside tiny values, the largest floats, zeros of either sign: results stay finite and near the range."""
     weight = torch.zeros(4, K)
     weight[0, ::2], weight[0, 1] = 1e-30, -1e30
     weight[1, 5] = 3e38
@@ -284,9 +284,9 @@ def test_extremes_of_weights_stay_numbers(name):
     decoded = fmt.decode(fmt.encode(weight))
     assert decoded.isfinite().all()
     size, wanted = decoded.abs().amax(1), weight.abs().amax(1)
-    if not fmt.rows_alone:  # the small rows drown in the steps of the large ones
+    if not fmt.rows_alone:  # shared scales round the small rows to zero
         size, wanted = size.amax(), wanted.amax()
-    least = min(0.9, 1 - 2.0 ** (2 - fmt.bits))  # the largest code of few bits is far below the largest weight
+    least = min(0.9, 1 - 2.0 ** (2 - fmt.bits))  # few bits: the largest code is far below the largest weight
     assert (size <= 1.07 * wanted).all() and (size >= least * wanted - 1e-37).all()
 
 
@@ -319,7 +319,7 @@ def test_packing_and_back(name, backend, shape):
     assert packed.shape == q.shape and packed.format == q.format
     back = chosen.unpack(packed)
     assert fmt.decode(back).equal(fmt.decode(q))
-    assert same(back, q) or "dq" in name  # kernels take double scales as single ones
+    assert same(back, q) or "dq" in name  # kernels use double-quantized scales as plain ones
 
 
 # --- int8 and fp8 activations ---
@@ -374,11 +374,11 @@ INVARIANT = [b for b in backends() if ops.resolve(b).row_invariant]
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("backend", backends())
 def test_products_of_integers_are_exact(name, backend):
-    """Against whole numbers: scales that are powers of two leave nothing to round."""
+    """Products are compared with integers: scales that are powers of two leave nothing to round."""
     q = QuantScheme.parse(name).encode(randn(9, K))
     q = replace(q, parts={**q.parts, "scales": torch.full_like(q.parts["scales"], 2.0**-7)})
     x = torch.randint(-127, 128, (5, K), generator=torch.Generator().manual_seed(3)).float()
-    x.view(5, -1, q.group)[:, :, 0] = 127.0  # absmax 127: the scale is 1, the codes are x
+    x.view(5, -1, q.group)[:, :, 0] = 127.0  # absmax 127, so the scale is 1 and the codes are x
     wanted = x.double() @ scheme.get(q.format).decode(q).double().T
     chosen = ops.resolve(backend)
     assert chosen.product(plain_rows(x), chosen.pack(q)).double().equal(wanted)
@@ -387,7 +387,7 @@ def test_products_of_integers_are_exact(name, backend):
 @pytest.mark.parametrize("name", ["fp8-a8", "fp8-a8-b128", "fp8_e5m2-a8"])
 @pytest.mark.parametrize("backend", backends())
 def test_products_of_fp8_rows_are_those_of_rounded_rows(name, backend):
-    """And the fused ops round what they make of x: no other bits than those of the ops one by one."""
+    """The fused ops also round the rows that they compute from x: their bits are those of the separate ops."""
     chosen = ops.resolve(backend)
     q = QuantScheme.parse(name).encode(randn(33, K))
     floats, rounding = chosen.pack(replace(q, activations=None)), chosen.pack(q)
@@ -420,7 +420,7 @@ def test_products_resemble_those_of_floats(name, backend):
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("backend", INVARIANT)
 def test_rows_do_not_know_their_company(name, backend):
-    """Law 1 at its root: a row's bits, alone and among loud, silent or broken neighbours."""
+    """The basis of law 1: a row has the same bits alone and among large, zero or broken rows."""
     chosen = ops.resolve(backend)
     w = chosen.pack(QuantScheme.parse(name).encode(randn(37, K, seed=1)))
     x, bias = randn(9, K), randn(37, seed=2)
@@ -468,7 +468,7 @@ def test_cache_rows_are_rounded_to_nearest(name, size):
 @every_kv_format
 @pytest.mark.parametrize("dim", [2, 8, 12, 64, 96, 128, 320])
 def test_cache_rows_and_back(name, dim):
-    """Any even head dimension; a row's error is at most half a step for each value, all together."""
+    """Any even head dimension. The error of a row, as a vector, is at most half a step per value."""
     fmt = scheme.get(name)
     x = randn(50, 3, dim) * torch.tensor([1e-3, 1.0, 300.0])[:, None]
     x[:, :, 0] *= 20  # an outlier channel
@@ -478,16 +478,16 @@ def test_cache_rows_and_back(name, dim):
     decoded = fmt.decode_kv(codes, scales)
     assert decoded.dtype == torch.float32 and decoded.shape == x.shape
     error, length = (decoded - x).norm(dim=-1), x.norm(dim=-1)
-    relative = {"fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3}.get(name, 2.0**-8)  # half a step of a float
+    relative = {"fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3}.get(name, 2.0**-8)  # half a step of the float format
     steps = torch.zeros(()) if scales is None or name.startswith("fp8") else scales
     assert (error <= dim**0.5 * steps / 2 + relative * length).all()
-    if name not in PACKED_ROWS:  # where a rotation, or another outlier, gives other levels
+    if name not in PACKED_ROWS:  # in packed rows, a rotation or other outliers change the levels
         torch.testing.assert_close(fmt.decode_kv(*fmt.encode_kv(decoded)), decoded, rtol=1e-6, atol=1e-9)
 
 
 @every_kv_format
 def test_a_cache_row_knows_no_other(name):
-    """Law 1 rests on it: a rejected draft in the same pass, or another head, must leave no trace in a row's codes."""
+    """Law 1 needs this: a row's codes must not depend on rejected draft tokens of the pass, or on other heads."""
     fmt = scheme.get(name)
     x = randn(9, 3, 20) * torch.tensor([1e-4, 1.0, 1e3])[None, :, None] * torch.linspace(0.1, 50, 9)[:, None, None]
     codes, scales = fmt.encode_kv(x)
@@ -522,7 +522,7 @@ def test_zero_cache_rows(name):
 
 @every_kv_format
 def test_cache_rows_that_are_no_numbers_stay_so(name):
-    """NaN and infinity must show in the row itself, and nowhere else."""
+    """NaN and infinity must show in their own row, and in no other row."""
     fmt = scheme.get(name)
     x = randn(4, 2, 16)
     x[1, 0, 3], x[2, 1, 0] = torch.nan, torch.inf

@@ -1,4 +1,4 @@
-"""What every backend must keep: the values of float64 formulas, and rows whose bits know nothing of their company."""
+"""The contract of every backend: the values of float64 formulas, and rows whose bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sameseed.ops import plain_rows
 
 pytestmark = pytest.mark.bits
 
-# Law 4, written down: largest difference from the float64 formula, over the size of the values that are summed.
+# Law 4 in numbers: the largest difference from the float64 formula, relative to the size of the summed values.
 TOLERANCE = 2e-6
 
 KV_FORMATS = [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None]
@@ -30,10 +30,10 @@ every_kv_format = pytest.mark.parametrize("kv_format", KV_FORMATS)
 MIXED = [
     Part(0, 1),
     Part(70, 1, [-1, 0, 1, 2]),  # decode with a chain, past one block of 64 keys
-    Part(63, 2, [-1, -1, 0, 0, 3, 1]),  # a tree on the border of that block
+    Part(63, 2, [-1, -1, 0, 0, 3, 1]),  # a tree across the end of that block
     Part(0, 9),
     Part(11, 3),
-    Part(130, 1, [*range(-1, 63)]),  # the longest draft
+    Part(130, 1, [*range(-1, 63)]),  # the longest possible draft
 ]
 
 
@@ -106,7 +106,7 @@ def test_silu_of_extremes(backend):
 @every_backend
 @pytest.mark.parametrize(("T", "H", "D"), [(1, 1, 2), (7, 3, 20), (40, 8, 64)])
 def test_rope_turns_pairs(T, H, D, backend):
-    """As a product of complex numbers: (x1 + i x2) e^(i p f)."""
+    """Checked as a product of complex numbers: (x1 + i x2) e^(i p f)."""
     x, table = randn(T, H, D), rope_table(RopeConfig(), D, 500)
     positions = torch.randint(0, 500, (T,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     rows = table[positions.long()].double()[:, None]
@@ -123,7 +123,7 @@ def test_rope_turns_pairs(T, H, D, backend):
 def test_attention(window, kv_format, backend):
     p, chosen = make_pass(MIXED, kv_format), ops.resolve(backend)
     got = chosen.attention(p.q, p.layer, p.batch, 12**-0.5, window)
-    lost = max(0.0, chosen.kv_rounding(kv_format) - chosen.kv_rounding("fp32"))  # of rounded softmax weights
+    lost = max(0.0, chosen.kv_rounding(kv_format) - chosen.kv_rounding("fp32"))  # error of rounded softmax weights
     values = scheme.kv_format(kv_format).decode_kv(p.layer.v, p.layer.v_scale) if lost else torch.zeros(1)
     largest = float(values.nan_to_num(0.0).abs().max())
     close(got, exact_attention(p, 12**-0.5, window), 10.0 + lost * largest / TOLERANCE)
@@ -140,7 +140,7 @@ def test_attention_shapes(heads, kv_heads, dim, block_size, backend):
 
 @every_backend
 def test_attention_with_large_scores(backend):
-    """Softmax of scores around +-1e4 neither overflows nor mixes."""
+    """Softmax of scores around +-1e4 does not overflow and keeps rows apart."""
     p = make_pass([Part(90, 1, [-1, 0])])
     got = ops.resolve(backend).attention(100 * p.q, p.layer, p.batch, 3.0, None)
     assert got.isfinite().all()
@@ -162,7 +162,7 @@ def test_stored_rows_are_the_format_s_codes(kv_format, backend):
     for tensor, old, new in zip(flat(layer), before, wanted, strict=False):
         assert new is not None and tensor[slots.long()].equal(new)
         others = [i for i in range(20) if i not in (19, 0, 7)]
-        assert tensor[others].view(torch.uint8).equal(old[others].view(torch.uint8))  # NaN is not equal to itself
+        assert tensor[others].view(torch.uint8).equal(old[others].view(torch.uint8))  # as bytes, since NaN != NaN
 
 
 @every_backend
@@ -185,7 +185,7 @@ def test_moved_rows_are_read_before_they_are_overwritten(moves, kv_format, backe
 
 @every_backend
 def test_slices_of_wider_rows(backend):
-    """q, k and v come as parts of one projection's rows."""
+    """q, k and v are slices of one projection's rows."""
     chosen = ops.resolve(backend)
     wide = randn(6, 8, 12)
     q, k, v = wide[:, :4], wide[:, 4:6], wide[:, 6:]
@@ -208,7 +208,7 @@ def test_slices_of_wider_rows(backend):
     assert chosen.silu_mul(rows).equal(chosen.silu_mul(rows.contiguous()))
 
 
-# --- bits: a row alone, in company, elsewhere, with other threads ---
+# --- bits: a row alone, in a batch, in another cache, with other threads ---
 
 
 @every_invariant_backend
@@ -251,7 +251,7 @@ def test_rows_of_small_ops_do_not_know_their_company(width, backend):
 @every_kv_format
 @pytest.mark.parametrize("window", [None, 5, 64])
 def test_attention_rows_do_not_know_their_company(window, kv_format, backend):
-    """Alone, in another cache, at another block size, on a plain path instead of a tree: the same bits."""
+    """The bits are the same alone, in another cache, with another block size, and in a chain instead of a tree."""
     chosen = ops.resolve(backend)
     p = make_pass(MIXED, kv_format)
     whole = chosen.attention(p.q, p.layer, p.batch, 0.3, window)

@@ -1,4 +1,4 @@
-"""What every quantizer must keep, one body for all methods and formats: a new file of either is tested at once."""
+"""The contract of every quantizer, in one body for all methods and formats: new files of either are tested at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ K = 256
 
 
 def weight_schemes() -> list[str]:
-    """Every format that stores weights in codes, and the groups and zero points it may be asked for."""
+    """Every format that stores weights in codes, with the groups and zero points that it supports."""
     found = []
     for name in registry.names("formats"):
         fmt = formats.get(name)
@@ -101,13 +101,13 @@ def test_an_identity_hessian_gives_rtn(scheme: str) -> None:
     stats = Stats(torch.eye(K), torch.ones(K), torch.ones(K))
     plain = decoded(QuantScheme.parse(scheme).encode(weight))
     found = quantized("gptq", scheme, weight, stats, clip=False)
-    # Where both are as near, either is rounding to nearest.
+    # Where both errors are equal, either result is rounding to nearest.
     near = (plain - weight).abs() - (found - weight).abs()
     slack = 1e-5 * weight.abs().max()
     assert near.min() >= -slack
     if scheme.startswith(
         "qoq"
-    ):  # its encode rounds twice (to int8, then to 4 bits); gptq rounds to the nearest at once
+    ):  # qoq's encode rounds twice (to int8, then to 4 bits); gptq rounds to the nearest value at once
         assert (found != plain).float().mean() < 0.05
     else:
         assert near.max() <= slack
@@ -131,7 +131,7 @@ def test_a_rotation_follows_its_seed() -> None:
     assert not torch.allclose(first, second)
 
 
-# --- what a method does to a layer leaves the function alone ---
+# --- what a method changes in a layer does not change the layer's function ---
 
 
 @pytest.mark.parametrize("name", VARIANTS)

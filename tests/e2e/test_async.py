@@ -1,4 +1,4 @@
-"""AsyncLLM: concurrent requests, streaming, cancellation, and an end for every stream."""
+"""AsyncLLM: concurrent requests, streaming, cancellation; every stream ends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, **more: An
 
 
 async def until_idle(llm: AsyncLLM) -> None:
-    """Wait (not long) until the engine has nothing to do."""
+    """Wait up to 5 seconds until the engine has nothing to do."""
     for _ in range(500):
         if not llm.engine.has_work and not llm._inbox:
             return
@@ -61,7 +61,7 @@ async def until_idle(llm: AsyncLLM) -> None:
 
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[AsyncLLM], threading.Event]:
-    """Called: an engine stops after a few steps until the event is set, whatever the machine does meanwhile."""
+    """A function that makes an engine stop after a few steps until the returned event is set."""
 
     def held(llm: AsyncLLM) -> threading.Event:
         go, step, number = threading.Event(), llm.engine.step, itertools.count()
@@ -91,7 +91,7 @@ async def test_eight_at_once_write_what_each_writes_alone(llm: AsyncLLM, pair_fo
 
 
 async def test_characters_come_whole(llm: AsyncLLM) -> None:
-    """Tokens are bytes; forced to spell characters of four bytes, the stream never gives half of one."""
+    """Tokens are bytes here. Even when forced to write four-byte characters, the stream never gives part of one."""
     ids = llm.tokenizer.encode("🙂你好é")
     only = SamplingParams(max_tokens=60, seed=1, temperature=1.0, allowed_token_ids=tuple(ids), ignore_eos=True)
     pieces = [d.text async for d in llm.generate("é", only)]
@@ -163,7 +163,7 @@ async def test_abort_from_outside_ends_the_stream(llm: AsyncLLM, hold: Hold) -> 
 
 
 async def test_a_taken_id_is_refused(llm: AsyncLLM) -> None:
-    """Also when both ask at the same moment; afterwards the id is free again."""
+    """Also when several requests with one id arrive at the same moment. Afterwards the id is free again."""
     results = await asyncio.gather(
         *(collect(llm, p, ASKED, request_id="same") for p in PROMPTS[:3]), return_exceptions=True
     )

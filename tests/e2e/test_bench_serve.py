@@ -1,4 +1,4 @@
-"""`sameseed bench serve` against a real server: what it says adds up, and what is wrong is said."""
+"""`sameseed bench serve` against a real server: its figures add up, and bad input gets a clear message."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_speculation_off_and_on(
         assert off["acceptance"] is None and on["acceptance"]["num_accepted_tokens"] > 0
         assert on["same_texts"] == [6, 6] and on["speedup"] > 0
     assert records[0]["retries"] == 0
-    assert sum(r["retries"] for r in records[2:]) > 0  # six clients, and room for three: the rest came again
+    assert sum(r["retries"] for r in records[2:]) > 0  # six clients, room for three: the others retried
 
 
 def test_what_is_wrong_is_said(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

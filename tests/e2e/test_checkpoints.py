@@ -1,4 +1,4 @@
-"""A user's quantized file runs: written, read in a fresh process, the same text."""
+"""A user's quantized file: written, then read in a fresh process, it gives the same text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def embedded() -> Path:
 
 
 def quantized(embedded: Path, out: Path, text: str) -> Path:
-    """All linear layers of the decoder by rounding to nearest."""
+    """Write a checkpoint with all linear layers of the decoder rounded to nearest."""
     scheme = QuantScheme.parse(text)
     tensors = read_tensors(embedded)
     schemes = {n.removesuffix(".weight"): scheme for n in tensors if n.endswith("_proj.weight")}
@@ -49,7 +49,7 @@ def quantized(embedded: Path, out: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("text", ["w4a16-g32", "w8a8", "nf4", "w4a8-qoq", "w8a8n"])
 def test_a_saved_checkpoint_writes_the_text_of_the_model_quantized_in_memory(text, embedded, tmp_path):
-    """compressed-tensors, bitsandbytes and our own layout, in a fresh process."""
+    """compressed-tensors, bitsandbytes and our own layout, read in a fresh process."""
     out = quantized(embedded, tmp_path / "out", text)
     memory = LLM("embedded", format=f"{text},model.embed_tokens=bf16")
     want = memory.generate([PROMPT], SamplingParams(max_tokens=TOKENS))[0].text
@@ -59,7 +59,7 @@ def test_a_saved_checkpoint_writes_the_text_of_the_model_quantized_in_memory(tex
 
 
 def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):
-    """`sameseed generate --model model.gguf`: the embedded model with its tokenizer, in bfloat16, says the same."""
+    """`sameseed generate --model model.gguf`: the embedded model as bfloat16 GGUF with its tokenizer, the same text."""
     raw = read_json(embedded / "config.json")
     raw["rope_parameters"] = {"rope_theta": raw["rope_theta"]}
     tokenizer = json.loads((embedded / "tokenizer.json").read_text())
@@ -68,7 +68,7 @@ def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):
 
     def keys(writer) -> None:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")  # cuts these words as the model's own expression does
+        writer.add_tokenizer_pre("gpt-2")  # splits these words like the model's own expression
         writer.add_token_list(vocabulary)
         writer.add_token_types([3 if t in special else 1 for t in vocabulary])
         writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
@@ -83,7 +83,7 @@ def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):
         assert main(["generate", PROMPT, "--model", model, "--max-tokens", str(TOKENS)]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and len(said[0]) > 20
-    # Quantized, and with the embedded draft: the law of speculation holds for it like for any.
+    # Quantized, with the embedded draft: speculative decoding must not change its tokens either.
     small = write_gguf(tmp_path / "small.gguf", raw, read_tensors(embedded), lambda n: "Q4_0", tokenizer=keys)
     params = SamplingParams(max_tokens=TOKENS)
     plain = LLM(str(small)).generate([PROMPT], params)[0]

@@ -1,4 +1,4 @@
-"""The `sameseed` command as a user meets it: what it prints where, its exit codes, and how it takes bad input."""
+"""The `sameseed` command as a user sees it: what it prints where, its exit codes, and its messages for bad input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sameseed.study import record
 Cli = Callable[..., tuple[int, str, str]]
 LONG = 4000  # tokens: seconds of work, so that an interruption comes in the middle
 
-FIXED = ("--policy", "fixed")  # a policy that asks the clock may draft nothing
+FIXED = ("--policy", "fixed")  # a policy that measures time may draft nothing
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def cli(
     pair_folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Cli:
     """Runs a command in this process on the tiny pair; returns exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)  # `bench` writes into benchmarks/results where there is one
+    monkeypatch.chdir(tmp_path)  # `bench` writes to benchmarks/results if it exists
 
     def run(*argv: str, model: Path | None = pair_folders[0]) -> tuple[int, str, str]:
         chosen = ["--model", str(model)] if model is not None else []
@@ -49,14 +49,14 @@ def cli(
 
 @pytest.fixture(scope="module")
 def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with room for a long text; it never writes its end token (the tests ban it)."""
+    """A model with room for a long text. The tests ban its end token."""
     folder = tmp_path_factory.mktemp("slow")
     write_model(folder, max_position_embeddings=2 * LONG)
     return folder
 
 
 def start(*argv: str, **kwargs: object) -> subprocess.Popen[bytes]:
-    """The command as a process of its own, with Ctrl-C enabled whatever runs the tests."""
+    """Start the command in a process of its own, with Ctrl-C enabled even if the tests run without it."""
     return subprocess.Popen(
         [sys.executable, "-m", "sameseed", *argv],
         stdout=subprocess.PIPE,
@@ -178,7 +178,7 @@ def test_info_json_names_the_registries(cli: Cli) -> None:
 
 def test_info_for_people_fits_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal; a pipe gets its tables whole
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal; in a pipe, tables are printed in full
     _, out, _ = cli("info", model=None)
     out = re.sub(r"\x1b\[[0-9;]*m", "", out)
     first, _, _ = out.partition("\nmachine")
@@ -271,7 +271,7 @@ def test_bench_checks_its_whole_grid_first(cli: Cli, tmp_path: Path, monkeypatch
 
 
 def test_bench_table_shows_every_way(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # no benchmarks/results here: nothing is written unasked
+    monkeypatch.chdir(tmp_path)  # no benchmarks/results here: nothing is written unless asked
     (tmp_path / "p.txt").write_text("the sum\n")
     flags = ["--prompts", "p.txt", "--drafts", "ngram", "--ks", "2", "5", "--temperatures", "0", "--repeat", "1"]
     code, out, _ = cli("bench", *flags, "--max-tokens", "6")
@@ -468,7 +468,7 @@ def read_until(terminal: int, wanted: bytes, seen: bytes = b"") -> bytes:
 
 
 def in_terminal(argv: Seq[str]) -> tuple[subprocess.Popen[bytes], int]:
-    """The command with a terminal of its own; returns it and our end of the terminal."""
+    """Start the command in a terminal of its own; returns the process and our end of the terminal."""
     import fcntl
     import pty
     import termios
@@ -498,7 +498,7 @@ def test_ctrl_c_in_a_terminal_leaves_it_as_it_was(slow_model: Path) -> None:
 
     process, terminal = in_terminal(long_run(slow_model))
     before = termios.tcgetattr(terminal)
-    read_until(terminal, b"\x1b[?25h")  # the progress bar of loading is through
+    read_until(terminal, b"\x1b[?25h")  # the progress bar of loading is done
     os.read(terminal, 1)
     os.write(terminal, b"\x03")
     seen = read_until(terminal, b"interrupted")

@@ -1,4 +1,4 @@
-"""`sameseed eval` as a user meets it: what it prints where, its records, and how it takes bad input."""
+"""`sameseed eval` as a user sees it: what it prints where, its records, and its messages for bad input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Cli = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that measure memory take seconds each; they have a test of their own."""
+    """Do not start the processes that measure memory: each takes seconds, and they have a test of their own."""
     monkeypatch.setattr(compare, "footprint", lambda variant, settings: Footprint(3000, 1000))
 
 

@@ -1,4 +1,4 @@
-"""Each example runs as it stands, and stays short enough to read at a glance."""
+"""Each example runs as it is, and stays short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words of other libraries: every row of the page's tables is run, and every word of the code is in a row."""
+"""Names from other libraries: every row of the page's tables is run, and every name in the code has a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A format from an installed package serves as one of the project's own: it loads, is stored and is read again."""
+"""A format from an installed package works like one of the project's own: it loads, is stored and is read again."""
 
 from __future__ import annotations
 

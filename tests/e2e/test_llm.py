@@ -83,7 +83,7 @@ def test_stream_joins_to_the_text(drafted: LLM, plain: LLM) -> None:
 
 
 def test_two_streams_of_one_llm(drafted: LLM) -> None:
-    """Each gets its own text, whichever of them drives the engine."""
+    """Each stream gets its own text, whichever of them drives the engine."""
     wanted = [drafted.generate(p, ASKED)[0].text for p in PROMPTS[:2]]
     streams = [drafted.stream(p, ASKED) for p in PROMPTS[:2]]
     texts = ["", ""]

@@ -1,4 +1,4 @@
-"""The playground as a person sees it, in a headless browser: chat, race, stop, key, keyboard, phone, dark."""
+"""The playground as a user sees it, in a headless browser: chat, race, stop, key, keyboard, phone, dark mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY = "a-key-for-the-test"
 ENTER, ESCAPE, TAB, SHIFT, LEFT, NULL = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue012", "\ue000"
 PROMPT = "John buys 4 pounds of beef. He uses all but 1 pound in soup. How many pounds are in the soup?"
 
-# What the page sends from now on.
+# Records what the page sends from now on.
 WATCH = """
 const fetched = fetch;
 window.bodies = [];
@@ -33,7 +33,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def server(browser: Browser) -> Iterator[Server]:
-    """The embedded pair, with n-grams looked up first, behind a key."""
+    """The embedded pair, drafting with n-grams first, behind a key."""
     if not (resolve_model("embedded") / "model.safetensors").exists():
         pytest.skip("the embedded weights are not in this checkout; `sameseed train` makes them")
     with serving("--draft", "ngram + embedded-draft", "--policy", "fixed", env={"SAMESEED_API_KEY": KEY}) as made:
@@ -42,7 +42,7 @@ def server(browser: Browser) -> Iterator[Server]:
 
 @pytest.fixture
 def page(browser: Browser, server: Server) -> Iterator[Browser]:
-    """The page with its key, wide and light, greedy and short; at the end nothing was complained of."""
+    """The page with its key: wide, light, greedy, short answers. At the end the console must hold no errors."""
     browser.resize(1280, 860)
     browser.media(prefers_color_scheme="light")
     browser.driver.get(server.url)
@@ -63,7 +63,7 @@ def settings(page: Browser, **values: object) -> None:
 
 
 def asked(page: Browser, text: str) -> Any:
-    """Send a message with the keyboard; the answer's element when it is complete."""
+    """Send a message with the keyboard; returns the answer's element when the answer is complete."""
     before = page.all(".answer")[-1:]
     page["text"].send_keys(text, ENTER)
     page.until(lambda: page.all(".answer")[-1:] != before and page["send"].is_displayed())
@@ -71,7 +71,7 @@ def asked(page: Browser, text: str) -> Any:
 
 
 def api(server: Server, **fields: Any) -> dict[str, Any]:
-    """The same question without a browser."""
+    """Ask the same question without a browser."""
     body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "seed": 7, "max_tokens": 48, **fields}
     headers = {"authorization": f"Bearer {KEY}"}
     made: dict[str, Any] = httpx.post(
@@ -211,7 +211,7 @@ def test_the_race_ends_in_the_same_text(page: Browser) -> None:
 
 
 def test_a_race_that_differs_says_so(page: Browser) -> None:
-    """It never should; so the second text is changed on its way."""
+    """The texts of a race should never differ, so the second one is changed on its way to the page."""
     page.run(
         "const f = fetch; let n = 0; window.fetch = async (p, o) => { const r = await f(p, o); if (++n < 3) return r;"
         ' const t = (await r.text()).replace(/"content":"([^"\\\\]+)"/, \'"content":"X$1"\'); return new Response(t); }'
@@ -225,7 +225,7 @@ def test_a_race_that_differs_says_so(page: Browser) -> None:
 
 @pytest.mark.parametrize("by", ["escape", "button"])
 def test_stop_cancels_in_the_engine(page: Browser, server: Server, by: str) -> None:
-    for seed in range(8):  # a text may have ended before a slow browser stops it
+    for seed in range(8):  # with some seeds, the text ends before a slow browser stops it
         settings(page, temperature=2, seed=seed, **{"max-tokens": 1800})
         at = len(server.log)
         page["text"].send_keys("Tell me everything.", ENTER)
@@ -262,7 +262,7 @@ def test_what_a_model_writes_stays_text(page: Browser) -> None:
 
 
 def streams(page: Browser, *texts: str, error: str | None = None) -> None:
-    """From now on every answer is this: a token a text, and at last the error."""
+    """Replace every answer from now on: one token per text, and `error` at the end."""
     events: list[dict[str, Any]] = []
     at = 0
     for text in texts:
@@ -392,7 +392,7 @@ def test_errors_say_what_to_do(page: Browser) -> None:
     settings(page, **{"max-tokens": 48})
     page.run("document.getElementById('text').value = 'many words '.repeat(4000)")
     assert "begin a new conversation" in asked(page, "x").text
-    page.complaints()  # the browser's own line on status 400
+    page.complaints()  # the browser logs status 400 itself
     replies = {
         "window.fetch = async () => { throw new TypeError('x'); }": "whether it still runs",
         'window.fetch = async () => new Response(\'{"error":{"message":"the queue is full; try again later"}}\','
@@ -453,7 +453,7 @@ def test_phone(page: Browser) -> None:
 
 
 def contrast(a: list[float], b: list[float]) -> float:
-    """As WCAG defines it, of two colours."""
+    """The contrast ratio of two colours as WCAG defines it."""
 
     def luminance(colour: list[float]) -> float:
         parts = [c / 255 for c in colour]

@@ -77,7 +77,7 @@ def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a job in the background has none
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs have no handler
     )
     first = tmp_path / "out.partial" / "layer-00000.safetensors"
     while not first.exists() and process.poll() is None:

@@ -35,7 +35,7 @@ pytestmark = [
 
 
 NODE = Path(__file__).parents[1] / "vllm_node.py"
-START = 1800.0  # seconds: vLLM imports much, in three processes
+START = 1800.0  # seconds: vLLM imports a lot, in three processes
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def real(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[tuple[Se
 
 
 def engine_of(pid: int) -> int:
-    """The process of vLLM's engine, a child of the one that a server started."""
+    """The PID of vLLM's engine, a grandchild of the server: a child of the process that the server started."""
     below = [below for child in children(pid) for below in children(child)]
     found = [pid for pid in below if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(found) == 1, found
@@ -101,10 +101,10 @@ OPTIONS: dict[str, dict[str, Any]] = {"ngram": {}, "suffix": {}, "embedded-draft
 def test_a_draft_is_worth_there_what_it_is_worth_here(
     draft: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Tokens of a round with a draft: vLLM's, and those of our drafter along the very texts that vLLM wrote.
+    """Tokens per round with a draft: vLLM's rate, and the rate of our drafter on the texts that vLLM wrote.
 
-    Drafts with weights must agree. Of equal n-grams vLLM copies the first, ours the last; suffix trees differ in their
-    limits: their figures are told.
+    Drafts with weights must agree. Other figures are only recorded: of equal n-grams vLLM copies the first one and we
+    copy the last one, and suffix trees have different limits.
     """
     if draft == "suffix" and subprocess.run([real_pythons()[0], "-c", "import arctic_inference"]).returncode:
         pytest.skip("vLLM's suffix decoding needs the package arctic-inference, which is not there")
@@ -127,7 +127,7 @@ def test_a_draft_is_worth_there_what_it_is_worth_here(
         assert theirs / ours == pytest.approx(1.0, abs=0.02)
 
 
-ROLLED = 500  # requests at least while every replica is replaced
+ROLLED = 500  # fewest requests while all replicas are replaced
 
 
 def test_a_rolling_restart_of_real_replicas_loses_nothing(record_property: Callable[[str, object], None]) -> None:
@@ -137,7 +137,7 @@ def test_a_rolling_restart_of_real_replicas_loses_nothing(record_property: Calla
         rolled: list[int] = []
 
         def asking(client: int) -> list[str]:
-            """One client, request after request, until both are new and enough were asked; what went wrong."""
+            """One client: sends requests until both replicas are new and enough were sent; returns what failed."""
             failed = []
             with made.client() as own:
                 for number in itertools.count():
@@ -204,7 +204,7 @@ def test_kill_of_a_real_replica_tells_its_streams_and_no_others(record_property:
 
 
 def test_two_nodes_without_ray() -> None:
-    """Each a process with a core of its own, on loopback: one behind the door, the other's workers beside it."""
+    """Two processes with one core each, on loopback: one behind our server, the other with its workers beside it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     model = model_path("embedded")

@@ -1,4 +1,4 @@
-"""The server as clients see it: one text however it is asked for, and every field of the API means what it says."""
+"""The server as clients see it: one text, however it is requested, and every field of the API works as documented."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sameseed import LLM, SamplingParams
 PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "🙂") for end in ("of", "is a, b")]
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24, "ignore_eos": True}
 JSON_TYPE = {"content-type": "application/json"}
-BLOCKS = 24  # of 16 tokens: two of the longest texts fit, four sequences may run
+BLOCKS = 24  # blocks of 16 tokens: two of the longest texts fit, four sequences may run
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def llm(pair_folders: tuple[Path, Path]) -> LLM:
-    """What the texts are compared with: the target alone, in this process."""
+    """The target alone, in this process: the texts to compare with."""
     return LLM(str(pair_folders[0]))
 
 
@@ -89,7 +89,7 @@ def test_one_text_streamed_or_not_with_drafts_or_without(http: httpx.Client, llm
 
 
 def test_one_text_under_load(server: Server, http: httpx.Client, llm: LLM) -> None:
-    """Four run, the cache holds two at their longest: texts wait, are preempted, and come out as alone."""
+    """Four sequences run, but the cache fits two of the longest: some wait or are preempted, no text changes."""
     fields = {**SAMPLED, "max_tokens": 120}
     alone = [own(llm, p, **fields) for p in PROMPTS]
     before = gauge(http, "num_preemptions_total")
@@ -111,7 +111,7 @@ def test_choices_prompts_and_usage(http: httpx.Client, llm: LLM) -> None:
         "prompt_tokens": num_prompt,
         "completion_tokens": 6 * 24,
         "total_tokens": num_prompt + 6 * 24,
-        "prompt_tokens_details": {"cached_tokens": 0},  # a prompt is shorter than a block
+        "prompt_tokens_details": {"cached_tokens": 0},  # each prompt is shorter than a block
     }
     pieces = streamed(http, PROMPTS[:2], n=3, stream_options={"include_usage": True}, **SAMPLED)
     texts = [""] * 6
@@ -144,7 +144,7 @@ def test_metrics_of_a_request(http: httpx.Client) -> None:
 
 
 def test_a_prefix_is_computed_once_for_each_tenant(http: httpx.Client, llm: LLM) -> None:
-    """Who begins alike is told how much was there, and how much of it is counted; a salt keeps apart."""
+    """Usage and metrics report how many prompt tokens were found in the prefix cache; a salt keeps requests apart."""
     prompt = " ".join(PROMPTS * 2)
     ids = llm.tokenizer.encode(prompt)
     asked = {"max_tokens": 4, "ignore_eos": True, "seed": 2}
@@ -153,7 +153,7 @@ def test_a_prefix_is_computed_once_for_each_tenant(http: httpx.Client, llm: LLM)
         made = complete(http, prompt, **asked, **fields)
         return made["choices"][0]["text"], made["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    complete(http, "x", max_tokens=1)  # with an answer come the counters of all that was before
+    complete(http, "x", max_tokens=1)  # an answer brings the counters of all earlier requests
     before = {name: gauge(http, f"prefix_cache_{name}_total") for name in ("queries", "hits")}
     whole = (len(ids) - 1) // 16 * 16
     assert whole > 32
@@ -179,8 +179,8 @@ def test_times_of_a_request_are_counted(http: httpx.Client) -> None:
     assert gauge(http, f"{names[2]}_sum") > 0
 
 
-# What the panels of vLLM's dashboards select (examples/observability of vLLM 0.33); it counts answers of the server
-# under names without prefix.
+# What the panels of vLLM's dashboards select (examples/observability of vLLM 0.33). vLLM counts answers of its HTTP
+# server under names without a prefix.
 OF_VLLM = """
     vllm:request_success_total{finished_reason} vllm:prompt_tokens_total vllm:generation_tokens_total
     vllm:prompt_tokens_cached_total vllm:e2e_request_latency_seconds_bucket{le}
@@ -200,7 +200,7 @@ DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "guides" / "grafana.j
 
 
 def test_dashboards_find_what_they_select(http: httpx.Client) -> None:
-    """Each series that a panel asks for is there, with the labels that it filters and sums by."""
+    """Every series that a panel selects exists, with the labels that the panel filters and sums by."""
     complete(http, "the sum of", **SAMPLED)
     found: dict[str, set[str]] = {}
     for line in http.get("/metrics").text.splitlines():
@@ -450,7 +450,7 @@ def test_the_document_fits_the_model(http: httpx.Client) -> None:
 
 
 def test_a_full_queue_says_so_at_once(server: Server, http: httpx.Client) -> None:
-    """44 places: bodies of 16 sequences fill them, and the rest hear when to come back."""
+    """There are 44 places. Requests for 16 sequences fill them; the others get 429 with a time to come back."""
 
     def ask(i: int) -> httpx.Response:
         return http.post("/v1/completions", json={"prompt": f"the {i}", "n": 16, "max_tokens": 60, "ignore_eos": True})
@@ -465,7 +465,7 @@ def test_a_full_queue_says_so_at_once(server: Server, http: httpx.Client) -> Non
 
 
 def leave(server: Server, body: dict[str, Any], read: int) -> None:
-    """Ask, read so many bytes, hang up."""
+    """Send a request, read `read` bytes of the answer, hang up."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     data = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -522,7 +522,7 @@ def test_the_official_client(server: Server, llm: LLM) -> None:
 
 
 def test_one_port_and_no_connection_outwards(server: Server, http: httpx.Client) -> None:
-    """By the kernel's own list: one listening socket; all others were accepted on it; the engine has none at all."""
+    """By /proc: the server has one listening socket and only connections accepted on it; the engine has no socket."""
     port = int(server.url.rpartition(":")[2])
     http.get("/version")
     mine = sockets(server.process.pid)

@@ -1,4 +1,4 @@
-"""The server's life: a dead engine is replaced, bad clients harm nobody, SIGTERM drains, bad settings are one line."""
+"""The server's life: a dead engine is replaced, bad clients harm nobody, SIGTERM drains, bad settings give one line."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def complete(http: httpx.Client, prompt: str = "the sum of") -> str:
 
 
 class Reader(threading.Thread):
-    """Reads one stream to its end; knows when the end came."""
+    """Reads one stream to its end and notes when it ended."""
 
     def __init__(self, http: httpx.Client, begun: Callable[[], None] = lambda: None, **fields: Any) -> None:
-        """`begun` is called, in this thread, when the stream has begun: what follows finds it far from its end."""
+        """`begun` is called in this thread when the stream has begun, so that its end is still far away."""
         super().__init__(daemon=True)
         self._http, self._fields, self._begun = http, fields, begun
         self.lines: list[str] = []
@@ -106,7 +106,7 @@ def test_keys(server: Server, http: httpx.Client) -> None:
 
 
 def test_one_keys_flood_keeps_no_other_key_waiting(server: Server, http: httpx.Client) -> None:
-    """Four run at once; of one key 28 are there first, and the one of another ends while some of these still wait."""
+    """Four sequences run at once. One key's 28 come first; another key's one must end while some of these wait."""
     ended: list[int] = []
 
     def flood(number: int) -> None:
@@ -125,7 +125,7 @@ def test_one_keys_flood_keeps_no_other_key_waiting(server: Server, http: httpx.C
 
 
 def test_bad_clients_harm_nobody(server: Server, http: httpx.Client) -> None:
-    """Malformed, cut off, slow and idle ones between good ones, whose texts stay what they are."""
+    """Malformed, cut-off, slow and idle clients among good ones, whose texts must not change."""
     alone = {p: complete(http, p) for p in ("the sum of", "def add(", "a list")}
     host, _, port = server.url.removeprefix("http://").partition(":")
     rng = random.Random(1)
@@ -168,7 +168,7 @@ def test_bad_clients_harm_nobody(server: Server, http: httpx.Client) -> None:
 
 
 def test_a_poisoned_request_ends_alone(server: Server, http: httpx.Client) -> None:
-    """Every token banned: nothing can be chosen, which shows in the engine only. Its neighbour does not notice."""
+    """With every token banned, none can be chosen, and only the engine notices. Its neighbour must not be affected."""
     alone = complete(http)
     neighbour = Reader(http, **FIELDS)
     poison = {"prompt": "x", "banned_token_ids": list(range(304)), "max_tokens": 4}
@@ -226,7 +226,7 @@ def test_a_stopped_engine_that_goes_on_is_no_dead_one(server: Server, http: http
 
 
 def test_sigterm_drains(pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Running streams end well or with a word, new requests are refused at once, nothing is left behind."""
+    """Running streams end well or with an error message, new requests are refused at once, no process is left."""
     with started(pair_folders[0], tmp_path, "--max-queue", "1000") as server, visitor(server) as http:
         alone = complete(http)
         quick = Reader(http, **FIELDS)
@@ -263,7 +263,7 @@ def test_bad_settings_are_one_line(
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line() -> None:
-    """What the engine's process finds out is said by the server, which ends."""
+    """The server reports what the engine's process finds out, and exits."""
     command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--max-model-len", "100000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""schemathesis over the interface's document: what it calls valid is taken, the rest refused, and never a 5xx."""
+"""schemathesis with the OpenAPI document: valid requests are accepted, the others refused, and no status is 5xx."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fixtures_server import Server, serving
 
 pytest.importorskip("schemathesis")
 KEY = "key-of-the-fuzz"
-CHECKS = ["--checks", "all", "--exclude-checks", "positive_data_acceptance"]  # ours takes its place: fixtures_fuzz.py
+CHECKS = ["--checks", "all", "--exclude-checks", "positive_data_acceptance"]  # replaced in fixtures_fuzz.py
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A server with few file descriptors, a full disk for its log and clients that only wait: it goes on."""
+"""A server with few file descriptors, a full disk for its log and clients that only wait: it keeps working."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIELDS: dict[str, Any] = {"prompt": "the sum of", "max_tokens": 20, "temperature
 
 
 class Poor:
-    """A server that has next to nothing. Its log goes to a device that is always full."""
+    """A server with few file descriptors, whose log goes to a device that is always full."""
 
     def __init__(self, *flags: str) -> None:
         command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--threads", "1", *flags]
@@ -39,7 +39,7 @@ class Poor:
         wait_until(self._is_ready, START)
 
     def _listens(self) -> bool:
-        """Nobody can read the log, so the system says at which port."""
+        """Nobody can read the log, so the port comes from /proc."""
         assert self.process.poll() is None, "the server ended"
         self.port = next((port for port, _, state in sockets(self.process.pid) if state == "0A"), 0)
         return self.port > 0
@@ -73,7 +73,7 @@ def text_of(http: httpx.Client) -> str:
 
 
 def was_refused(connection: socket.socket) -> bool:
-    """Was it told at once that there are too many?"""
+    """Whether the server closed the connection at once because there are too many."""
     connection.settimeout(0.05)
     try:
         said = connection.recv(4096)
@@ -86,8 +86,11 @@ def was_refused(connection: socket.socket) -> bool:
 
 
 def test_connections_without_number(server: Poor) -> None:
-    """200 that say nothing take what descriptors there are for clients, and no more. Who is inside does not notice, a
-    dead engine is replaced all the while, and when they leave there is room again."""
+    """200 silent connections use up the file descriptors that are meant for clients, and no more.
+
+    Accepted clients are not affected, a dead engine is still replaced, and once the connections close there is room
+    again.
+    """
     with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
         alone, before = text_of(http), num_files(server.process.pid)
         idle = [stack.enter_context(server.connect()) for _ in range(200)]

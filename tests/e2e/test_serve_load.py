@@ -1,4 +1,4 @@
-"""Thousands of requests, a fifth of them abandoned, a tenth malformed, some read slowly: nothing is left behind."""
+"""Thousands of requests, a fifth of them abandoned, a tenth malformed, some read slowly: no request leaves a trace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
 
 
 async def visit(http: httpx.AsyncClient, i: int, counts: Counter[Any]) -> tuple[int, str] | None:
-    """One request of a kind; returns its text where there is one."""
+    """Send one request of a random kind; returns its number and its text, if it has one."""
     rng = random.Random(i)
     kind, body = rng.choice(KINDS), {"prompt": PROMPTS[i % 8], **fields(i)}
     if i % 5 == 0:
@@ -68,7 +68,7 @@ async def visit(http: httpx.AsyncClient, i: int, counts: Counter[Any]) -> tuple[
 
 
 async def visit_all(url: str, numbers: range, counts: Counter[Any]) -> dict[int, str]:
-    """Texts by request, with a fixed number of visitors at once."""
+    """Send the requests with a fixed number of clients at once; texts by request."""
     todo, texts = iter(numbers), {}
     limits = httpx.Limits(max_connections=CONCURRENCY)
 
@@ -84,7 +84,7 @@ async def visit_all(url: str, numbers: range, counts: Counter[Any]) -> dict[int,
 
 
 def resident(pid: int) -> int:
-    """Kilobytes of memory of a process."""
+    """Resident memory of a process in kilobytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 

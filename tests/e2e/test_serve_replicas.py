@@ -1,4 +1,4 @@
-"""`sameseed serve --engine vllm --replicas 2` as clients see it, with processes that stand in for vLLM."""
+"""`sameseed serve --engine vllm --replicas 2` as clients see it, with stand-ins for vLLM."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def fronted(tmp_path: Path) -> Iterator[Fronted]:
 
 
 def pids(fronted: Fronted) -> list[int]:
-    """Of the processes that stood in for vLLM, in the order in which they were started."""
+    """PIDs of the stand-ins, in the order in which they were started."""
     return [entry["pid"] for entry in fronted.seen if "arguments" in entry]
 
 
 def taken_by(fronted: Fronted, beginning: str) -> list[int]:
-    """The processes that got requests with such a prompt."""
+    """PIDs of the stand-ins that got requests whose prompt has this beginning."""
     found = [entry for entry in fronted.seen if "body" in entry]
     return [entry["pid"] for entry in found if str(entry["body"]["prompt"]).startswith(beginning)]
 
@@ -70,7 +70,7 @@ def test_equal_beginnings_go_to_one_and_not_into_a_crowd(fronted: Fronted) -> No
             assert page.count("# TYPE vllm:some_total") == 1
             for one_held in held:
                 one_held.result()[1].close()
-        wait_until(lambda: sum("left" in entry for entry in fronted.seen) == 3)  # cancelled there, each
+        wait_until(lambda: sum("left" in entry for entry in fronted.seen) == 3)  # each was cancelled there
         wait_until(lambda: "sameseed:num_requests_inside 0.0" in http.get("/metrics").text)
     starts = [entry for entry in fronted.seen if "arguments" in entry]
     assert {entry["gpus"] for entry in starts} == {"0", "1"}
@@ -78,7 +78,7 @@ def test_equal_beginnings_go_to_one_and_not_into_a_crowd(fronted: Fronted) -> No
 
 
 def hold(fronted: Fronted, prompt: str) -> tuple[httpx.Client, httpx.Response]:
-    """A stream that has begun and does not end by itself."""
+    """Begin a stream that does not end by itself."""
     http = fronted.client()
     body = {"prompt": prompt, "stream": True, "max_tokens": 100_000}
     response = http.send(http.build_request("POST", "/v1/completions", json=body), stream=True)
@@ -108,7 +108,7 @@ def test_a_killed_one_takes_nobody_with_it(fronted: Fronted) -> None:
         assert len(told) == 4
         for pieces in told.values():
             assert pieces[-1]["error"]["type"] == "service_unavailable_error"
-        for _ in range(10):  # and it gets nothing more
+        for _ in range(10):  # the dead replica gets no more requests
             assert http.post("/v1/completions", json={"prompt": "next"}).status_code == 200
         others = dict(future.result() for future in running)
         for i, pieces in others.items():
@@ -138,11 +138,11 @@ def test_a_rolling_restart_loses_nothing(fronted: Fronted) -> None:
         made = [future.result() for future in first]
         more = 60
         while len(pids(fronted)) < 4 or http.get("/health").json()["replicas"] != ["ready", "ready"]:
-            made.append(asked(more))  # until both are new
+            made.append(asked(more))  # until both replicas are new
             more += 1
             assert more < 100_000
         both = set(pids(fronted)[2:])
-        while not both <= set(taken_by(fronted, "")) and more < 1000:  # who has had fewer requests comes first
+        while not both <= set(taken_by(fronted, "")) and more < 1000:  # the replica with fewer requests is chosen first
             made.append(asked(more))
             more += 1
     whole = "".join(f"{n} " for n in range(60))
@@ -155,7 +155,7 @@ def test_a_rolling_restart_loses_nothing(fronted: Fronted) -> None:
 
 def test_without_any_it_says_when_to_come_back(fronted: Fronted) -> None:
     with fronted.client() as http:
-        sick = Path(f"{fronted.file}.sick")  # they live, say that they are not well, and so do those after them
+        sick = Path(f"{fronted.file}.sick")  # all replicas, also the replaced ones, report that they are not healthy
         sick.write_text("")
         wait_until(lambda: http.get("/ready").status_code == 503)
         refused = http.post("/v1/completions", json={"prompt": "x"})

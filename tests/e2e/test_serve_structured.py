@@ -1,4 +1,4 @@
-"""Structured output and tools over HTTP, by the official client; and what tries to stop the server by them."""
+"""Structured output and tools over HTTP, by the official client, and requests that try to stop the server with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fixtures_server import Server, children, events, program_of, serving
 from openai import OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
-# A small form of Qwen's, with traps: some conversations hang it, or make it write or keep too much.
+# A short template like Qwen's, with traps: some conversations make it hang, write too much or use too much memory.
 TEMPLATE = (
     "{% if tools %}<tool_call> {% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
     "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -102,7 +102,7 @@ def test_models_of_pydantic(openai: OpenAI) -> None:
 
 
 def test_languages(http: httpx.Client) -> None:
-    """Each form writes what it says, in several ways, the same with drafts and without, streamed or not."""
+    """Each form of constraint holds and allows several texts; drafts and streaming do not change the texts."""
     array = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3}
     forms: list[tuple[dict[str, Any], Any]] = [
         ({"guided_regex": r"a{1,3}(b|für)"}, re.compile(r"a{1,3}(b|für)").fullmatch),
@@ -145,7 +145,7 @@ def test_json_objects(http: httpx.Client) -> None:
     ],
 )
 def test_tools_that_must_be_called(openai: OpenAI, choice: Any, more: dict[str, Any], names: set[str]) -> None:
-    """Calls, of the right names and arguments; a stream, put together by the client, gives the same ones."""
+    """Calls have the right names and arguments. A stream, put together by the client, gives the same calls."""
     called: list[str] = []
     for seed in range(5):
         asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": choice, "seed": seed}
@@ -197,7 +197,7 @@ BOMBS: list[dict[str, Any]] = [
 
 
 def asked_again(http: httpx.Client, bomb: dict[str, Any]) -> httpx.Response:
-    """The answer to one, which a client asks for again where the machine was too busy to tell what it is."""
+    """The answer to one bomb; asks again, as a client would, if the machine was too busy to judge the bomb."""
     for _ in range(5):
         response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, **bomb})
         if response.status_code != 503:
@@ -208,7 +208,7 @@ def asked_again(http: httpx.Client, bomb: dict[str, Any]) -> httpx.Response:
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
 def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb: dict[str, Any]) -> None:
-    """Whatever becomes of the compiler: an answer within bounded time, and nobody else notices."""
+    """Whatever happens to the compiler, the answer comes in bounded time, and no other request is affected."""
     assert texts(http, guided_regex="[ab]{2}", n=1), "with this the compiler's process is there"
     engine, aside = server.engine_pid, program_of(server.process.pid, "aside")
     response = asked_again(http, bomb)
@@ -221,7 +221,7 @@ def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb:
 
 
 def test_most_bombs_are_refused(http: httpx.Client) -> None:
-    """And remembered: asking again costs nothing."""
+    """And remembered, so that asking again costs nothing."""
     statuses = [asked_again(http, bomb).status_code for bomb in BOMBS]
     assert statuses.count(400) >= 7, statuses
 

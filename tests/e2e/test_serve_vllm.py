@@ -1,6 +1,7 @@
-"""`sameseed serve --engine vllm` as clients see it: with a process that stands in for vLLM.
+"""`sameseed serve --engine vllm` as clients see it, with a process that stands in for vLLM.
 
-`test_real_vllm.py` asks vLLM itself."""
+`test_real_vllm.py` does the same with vLLM itself.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_bodies_streams_errors_and_pages_pass(fronted: Fronted) -> None:
         assert "vllm:some_total 3.0" in page and "sameseed:engine_up 1.0" in page
         assert httpx.post(fronted.url + "/v1/completions", json={"prompt": "abc"}).status_code == 401
     first, *bodies = fronted.seen
-    assert first["key"] is None and first["group"]  # our keys are not vLLM's to know
+    assert first["key"] is None and first["group"]  # vLLM must not learn our keys
     assert "ngram" in first["arguments"][first["arguments"].index("--speculative-config") + 1]
     assert not any("secret" in a or KEY in a for a in first["arguments"])
     assert {b["authorization"] for b in bodies} != {f"Bearer {KEY}"} and len({b["authorization"] for b in bodies}) == 1
@@ -83,7 +84,7 @@ def test_a_death_is_told_at_once_and_mended(fronted: Fronted) -> None:
         wait_until(lambda: "sameseed:engine_restarts 2.0" in http.get("/metrics").text)
         wait_until(lambda: http.get("/ready").status_code == 200)
         assert http.post("/v1/completions", json={"prompt": "ok"}).json() == {"choices": [{"text": "OK"}]}
-        sick = Path(f"{fronted.file}.sick")  # it lives, and says that it is not well
+        sick = Path(f"{fronted.file}.sick")  # alive, but not healthy
         sick.write_text("")
         wait_until(lambda: "sameseed:engine_restarts 3.0" in http.get("/metrics").text)
         sick.unlink()
@@ -136,7 +137,7 @@ FLAGS = ["--served-model-name", "--max-num-seqs", "--enforce-eager"]
 def test_what_is_wrong_is_said_before_vllm_starts(
     flags: list[str], installed: dict[str, Any] | None, says: str, tmp_path: Path
 ) -> None:
-    """`installed`: what the interpreter says of its vLLM; None: it has none."""
+    """`installed`: what the interpreter reports about its vLLM; None: it has none."""
     python = program(tmp_path / "python", "echo null" if installed is None else f'exec {sys.executable} {FAKE} "$@"')
     env = {**os.environ, "FAKE_VLLM_INSTALLED": json.dumps(installed), "FAKE_VLLM_SEEN": str(tmp_path / "seen")}
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -149,7 +150,7 @@ def test_what_is_wrong_is_said_before_vllm_starts(
 
 
 def test_a_replica_that_is_not_vllm_ends_the_server(tmp_path: Path) -> None:
-    """It runs, and answers what it is asked with 404: it is never well."""
+    """A process that answers every request with 404 is never healthy."""
     other = tmp_path / "other.py"
     other.write_text(
         "import sys, uvicorn\n"

@@ -1,4 +1,4 @@
-"""Commands and Python of every page: written as they can be run, and those that end by themselves run at toy size."""
+"""Commands and Python of every page: all can be parsed, and those that end by themselves run at toy size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sameseed.models.config import ASSETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# What a page leaves to the reader, and what stands in for it here.
+# Placeholders in the pages, and what replaces them here.
 STANDS_FOR = {
     r"(path/to|runs|twins)/[\w/-]*head\b.*|org/head": "embedded-head",
     r"(path/to|twins)/[\w-]*draft": "embedded-draft",
@@ -28,7 +28,7 @@ STANDS_FOR = {
     r"llama-3\.[12]-[18]b|smollm2-135m": "embedded",
     r".*\.gguf|folder-with-one-gguf|org/name[\w/@-]*|path/to/[\w/-]+|twins/[\w-]+|runs/[\w-]+|DIR|M|MODEL": "embedded",
 }
-TOY = {  # commands that end by themselves, and what makes them small
+TOY = {  # commands that end by themselves, with flags that make them small
     "generate": ["--max-tokens", "4"],
     "info": [],
     "estimate": ["--machine-read", "40", "--machine-ops", "1", "--memory", "64GB"],
@@ -59,14 +59,14 @@ NOT_HERE = (
     "--tasks",
     "--head-for",
     "bench serve",
-    "8192",  # tokens of context: more than the embedded target has
-    "profile --model",  # a checkpoint is not listed as a shape is
+    "8192",  # a context longer than the embedded target's
+    "profile --model",  # not listed like a shape
 )
-WHOLE = re.compile(r"study (?!list|.*--dry-run)|bench .*OUT/draft")  # hours, or what another command made
+WHOLE = re.compile(r"study (?!list|.*--dry-run)|bench .*OUT/draft")  # takes hours, or needs output of another command
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every command of ours in a block of code, with its page: name and words."""
+    """Every sameseed command in the pages' code blocks: page and words."""
     found = []
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
@@ -79,12 +79,12 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 def stood_for(word: str) -> str:
-    """A word with what stands in for it here."""
+    """The word, or what replaces it here."""
     return next((ours for theirs, ours in STANDS_FOR.items() if re.fullmatch(theirs, word)), word)
 
 
 class UnderstoodError(Exception):
-    """The flags were read; the work is not begun."""
+    """Raised when the flags were parsed and the work would begin."""
 
 
 @pytest.mark.parametrize(("page", "words"), commands(), ids=lambda v: v if isinstance(v, str) else " ".join(v)[:60])
@@ -99,7 +99,7 @@ def test_a_command_is_understood(page: str, words: list[str], monkeypatch: pytes
         raise UnderstoodError
 
     monkeypatch.setattr(module, "parse", stop)
-    if "--profile" in words:  # it would be read with the flags
+    if "--profile" in words:  # the file would be read while parsing
         place = words.index("--profile")
         words = words[:place] + words[place + 2 :]
     with pytest.raises(UnderstoodError):
@@ -107,14 +107,14 @@ def test_a_command_is_understood(page: str, words: list[str], monkeypatch: pytes
 
 
 def runnable() -> list[list[str]]:
-    """Commands to run here, made small."""
+    """The commands that run here, made small."""
     found: dict[str, list[str]] = {}
     for _, words in commands():
         line = " ".join(words)
         if words[0] in TOY and not any(part in line for part in NOT_HERE) and not WHOLE.match(line):
             small = [words[0], *map(stood_for, words[1:]), *TOY[words[0]]]
             if words[0] == "quantize":
-                small[1] = "small"  # the embedded target takes a minute
+                small[1] = "small"  # the embedded target would take a minute
             found.setdefault(" ".join(small), small)
     return list(found.values())
 
@@ -148,7 +148,7 @@ def test_python_of_a_page_is_python_and_its_names_are_ours(page: Path) -> None:
 
 
 def test_the_replay_of_the_plan_page_runs() -> None:
-    """README's and the quickstart's Python have a test of their own; the rest needs a server or writes gigabytes."""
+    """README's and the quickstart's Python have a test of their own. The rest needs a server or writes gigabytes."""
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "plan.md").read_text(), re.DOTALL)
     replay = next(c for c in code if "Replayer" in c)
     done = subprocess.run([sys.executable, "-c", replay], capture_output=True, text=True)
@@ -157,7 +157,7 @@ def test_the_replay_of_the_plan_page_runs() -> None:
 
 
 def test_the_clients_of_the_server_s_page_run() -> None:
-    """Its Python as printed, against the server that its first command starts; only the port is another."""
+    """The page's Python as printed, against the server that the page's first command starts; only the port differs."""
     page = (ROOT / "docs/guides/serve.md").read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     assert "response_format=Answer" in code

@@ -1,4 +1,4 @@
-"""`sameseed study` at toy size: every study measures, goes on where it was, draws and writes its page."""
+"""`sameseed study` at toy size: every study measures, resumes, draws its plots and writes its page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sameseed.studies._study import Study, Tell
 from sameseed.study import record
 
 TOY = ("--num-prompts", "2", "--max-tokens", "6", "--repeat", "1")
-CELLS = {  # enough of each to draw everything
+CELLS = {  # enough cells of each study to draw every plot
     "assisted": ("lengths sampled", "mixes of w4a8", "perplexity in"),
     "concurrency": ("k=4", "head"),
     "formats": ("w8a8", "w4a8-qoq"),
@@ -108,7 +108,7 @@ def test_settings_decide_what_is_there(tmp_path: Path) -> None:
         StudySetup("small", tmp_path, **more).digest(cell)
         for more in ({}, {"repeat": 2}, {"max_tokens": 9}, {"num_prompts": 3}, {"threads": 1})
     }
-    assert len(keys) in (4, 5)  # one thread is all that a machine with one core has
+    assert len(keys) in (4, 5)  # a machine with one core cannot use another number of threads
 
 
 def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +128,7 @@ def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_quality_by_format(tmp_path: Path) -> None:
-    """Perplexity and HumanEval beside theirs, also without a speed; and plots name the small draft as it is."""
+    """Perplexity and HumanEval beside published values, also if no speed was measured; plots name the small draft."""
     pytest.importorskip("matplotlib")
     write_data(tmp_path)
     flags = ["study", "assisted", *TOY, "--data", str(tmp_path), "--out", str(tmp_path)]

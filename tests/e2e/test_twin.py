@@ -1,4 +1,4 @@
-"""Twins of the embedded pair, by the command: the same text, and the same acceptance, in another shape."""
+"""Twins of the embedded pair, made by the command: the same text and acceptance in another shape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS = ["Tom has 3 boxes with 12 pencils each. How many pencils are there?", 
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Target and draft of the embedded pair in the shape above."""
+    """Twins of the embedded target and draft in the shape above."""
     root = tmp_path_factory.mktemp("twins")
     (root / "shape").mkdir()
     (root / "shape" / "config.json").write_text(json.dumps(SHAPE))
@@ -33,7 +33,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def written(model: str, draft: str, **how: object) -> list[tuple[tuple[int, ...], int, int]]:
-    """Tokens, accepted and drafted ones of every prompt."""
+    """For each prompt: its tokens, the number of accepted tokens and of draft tokens."""
     spec = {"draft": draft, "policy": "fixed", "num_draft_tokens": 3, "draft_format": "bf16"}  # 8 bits would differ
     llm = LLM(model, **spec, format="bf16", kv_format="fp32", max_model_len=256)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=24, seed=3, ignore_eos=True, **how)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`sameseed verify-server` against our own server with the embedded model; and what is no such server."""
+"""`sameseed verify-server` against our own server with the embedded model, and against what is no such server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command line that we write for vLLM, read by vLLM's own classes in its own environment (`make test-vllm`)."""
+"""Every command line that we write for vLLM, parsed by vLLM's own classes in its own environment (`make test-vllm`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LLAMA |= {"num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embedd
 QWEN = {**LLAMA, "model_type": "qwen3", "num_hidden_layers": 1, "head_dim": 16, "draft_vocab_size": 512}
 QWEN |= {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 2]}, "block_size": 4, "target_hidden_size": 64}
 GLM = {**LLAMA, "model_type": "glm4_moe", "num_nextn_predict_layers": 1, "architectures": ["Glm4MoeForCausalLM"]}
-CONFIGS = {  # a config.json each, without weights: all that a configuration is made from
+CONFIGS = {  # config.json files without weights: enough to build a configuration
     "target": {**LLAMA, "architectures": ["LlamaForCausalLM"]},
     "glm": GLM,
     "eagle3-of-qwen": {**QWEN, "architectures": ["Eagle3Qwen3ForCausalLM"]},
@@ -44,7 +44,7 @@ ONE = Spread()
 
 @dataclass(frozen=True)
 class Case:
-    """Settings, and what vLLM must make of them. `whole`: this build accepts it all; else the draft alone is made."""
+    """Settings, and what vLLM must make of them. `whole`: this build accepts all; else only the draft is built."""
 
     settings: Mapping[str, Any]
     made: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def cases(folder: Path) -> dict[str, Case]:
 
 @pytest.fixture(scope="module", params=real_pythons() or [None], ids=lambda p: str(p))
 def read(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one vLLM says of every case: its installation, its parser's flags, a line for each case."""
+    """What one vLLM reports: its installation, the flags of its parser, and its result for each case."""
     if request.param is None:
         pytest.skip("no vLLM here: `make test-vllm` sets one up, SAMESEED_VLLM_PYTHON names a python that has one")
     folder = tmp_path_factory.mktemp("configs")
@@ -129,7 +129,7 @@ def read(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_vllm_reads_what_we_write(name: str, read: dict[str, Any]) -> None:
     case, told, installed = read["cases"][name], read["told"][name], read["installed"]
     words = vllm.arguments(case.model, case.settings, case.spread, ("m",))
-    if name == "suffix" and "arctic_inference" not in installed.modules:  # refused by both
+    if name == "suffix" and "arctic_inference" not in installed.modules:  # refused by us and by vLLM
         with pytest.raises(ConfigError, match="arctic-inference"):
             vllm.check(installed, words, vllm.speculative_config(case.settings, case.spread), case.spread)
         assert "Arctic Inference is required" in told["error"]
@@ -149,14 +149,14 @@ def test_vllm_reads_what_we_write(name: str, read: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_every_flag_of_its_parser_is_known(read: dict[str, Any]) -> None:
-    """A flag is refused before vLLM starts only where no parser of it has one."""
+    """We refuse a flag before vLLM starts only if no parser of vLLM has the flag."""
     known = read["installed"].flags
     assert {flag for flag in read["flags"] if flag.startswith("--") and not flag.startswith("--no-")} <= known
 
 
 @pytest.mark.slow
 def test_nodes_are_refused_where_vllm_starts_no_workers_by_ray(read: dict[str, Any]) -> None:
-    """The build for CPUs takes the flags, and ends when its model is loaded: it has no resource to ask Ray for."""
+    """The build for CPUs accepts the flags but ends when its model is loaded: it names no resource for Ray."""
     installed, spread = read["installed"], Spread(2, nodes=2)
     if read["ray"]:
         vllm.check(installed, vllm.arguments("embedded", {}, spread, ("m",)), None, spread)

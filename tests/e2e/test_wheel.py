@@ -1,4 +1,4 @@
-"""The wheel, as a user meets it: installed elsewhere, into an environment of its own, without a compiler."""
+"""The wheel as a user gets it: installed into an environment of its own, without a compiler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., str]
 
 
 def matching_wheel() -> Path:
-    """The wheel in dist/ for the Python that runs; the one of the stable ABI serves 3.12 and later."""
+    """The wheel in dist/ for the running Python; 3.12 and later use the stable-ABI wheel."""
     tag = "cp312-abi3" if sys.version_info >= (3, 12) else f"cp{sys.version_info[0]}{sys.version_info[1]}"
     wheels = sorted(DIST.glob(f"sameseed-*-{tag}-*.whl"))
     if not wheels:
@@ -37,7 +37,7 @@ def matching_wheel() -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an environment in venv/ that has the wheel and what it needs, and nothing else."""
+    """A folder with an environment in venv/ that holds only the wheel and its dependencies."""
     home, wheel = tmp_path_factory.mktemp("elsewhere"), matching_wheel()
     subprocess.run([sys.executable, "-m", "venv", home / "venv"], check=True)
     pip = [str(home / "venv" / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
@@ -49,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(home: Path) -> Run:
-    """Runs a command of the environment there, with no other program on the path; returns what it printed."""
+    """Runs a command of the environment with no other programs on the path; returns what it printed."""
 
     def command(*words: str) -> str:
         ran = subprocess.run(words, cwd=home, env=environment(home), capture_output=True, text=True)
@@ -60,7 +60,7 @@ def run(home: Path) -> Run:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Nothing of this process's: no path to a compiler, none to the checkout."""
+    """Environment variables without any of this process's, so without paths to a compiler or to the checkout."""
     return {"PATH": str(home / "venv" / "bin"), "HOME": str(home), "LANG": "C.UTF-8", "COLUMNS": "80"}
 
 
@@ -82,12 +82,12 @@ def test_the_wheel_writes_the_bytes_that_this_build_writes(run: Run, temperature
 
 
 def test_the_demo_runs_without_extras(run: Run) -> None:
-    run("sameseed", "demo", "--seconds", "1")  # it ends with 1 where a text differs
+    run("sameseed", "demo", "--seconds", "1")  # exits with 1 if a text differs
 
 
 @pytest.fixture(scope="module")
 def url(home: Path, run: Run) -> Iterator[str]:
-    """A server of the environment, with the extra that it needs."""
+    """A server from the environment, after installing the extra that it needs."""
     run("python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "sameseed[server]")
     command = [str(home / "venv" / "bin" / "sameseed"), "serve", "--port", "0", "--threads", "1"]
     with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True) as process:

@@ -1,7 +1,7 @@
-"""Greedy tokens of the embedded target, stored: `python tests/golden/embedded.py --write` after new weights.
+"""Stored greedy tokens of the embedded target: run `python tests/golden/embedded.py --write` after new weights.
 
-Each entry of FORMATS is a number format of the weights and one of the cache. The file names the weights by their hash,
-so that tokens of older weights are recognized as such.
+Each entry of FORMATS is a weight format and a KV cache format. The file holds the hash of the weights, so that tokens
+of older weights are recognized.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def weights_hash() -> str:
 
 
 def greedy(llm: LLM) -> list[list[int]]:
-    """Output tokens of every prompt, the end token included where there is one."""
+    """Output tokens of every prompt, with the end token if there is one."""
     prompts = [llm.tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS]
     return [list(c.token_ids) for c in llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS))]
 
@@ -45,7 +45,7 @@ def build(backend: str, weights: str, kv_format: str, model: str = "embedded", *
 
 
 def write() -> None:
-    """Compute and store the tokens on the fastest backend; the tests then hold every backend to them."""
+    """Compute and store the tokens with the fastest backend; the tests then compare every backend with them."""
     tokens = {}
     for weights, kv_format in FORMATS:
         llm = build("auto", weights, kv_format)

@@ -1,7 +1,7 @@
 """stories260K (a 260,000-parameter story writer in llama2.c's layout) as a Hugging Face folder, and its tokenizer.
 
-Layout and check values: README.md beside the file. Its rotary embedding turns neighbouring pairs (0,1), (2,3) of a
-head, Hugging Face's turns halves (0, D/2), (1, D/2 + 1): the rows of wq and wk are put in that order.
+Layout and check values: README.md beside the file. Its rotary embedding rotates neighbouring pairs (0, 1), (2, 3) of a
+head. Hugging Face's rotates halves (0, D/2), (1, D/2 + 1), so the rows of wq and wk are reordered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def pairs_to_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head's [D, C] block from (pair 0, pair 1, ...) to (all firsts, then all seconds)."""
+    """Reorder the rows of each head's [D, C] block from (pair 0, pair 1, ...) to (all firsts, then all seconds)."""
     rows, width = weight.shape
     dim = rows // num_heads
     return weight.view(num_heads, dim // 2, 2, width).transpose(1, 2).reshape(rows, width)
@@ -71,7 +71,7 @@ def convert(source: Path, folder: Path) -> Path:
         "max_position_embeddings": context,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": True,  # a positive vocabulary size says so
+        "tie_word_embeddings": True,  # a positive vocabulary size means tied embeddings
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
@@ -82,7 +82,7 @@ def convert(source: Path, folder: Path) -> Path:
 
 
 class StoryTokenizer:
-    """Byte-pair merging by score, as `tok512.bin` stores it: of all neighbours that join, the best score goes first."""
+    """Byte-pair merging by score, as in `tok512.bin`: of all neighbours that can merge, the best score is first."""
 
     def __init__(self, source: Path) -> None:
         data = source.read_bytes()

@@ -48,9 +48,9 @@ def test_stored_tokens_are_enough(golden):
 @every_backend
 @every_format
 def test_every_backend_gives_the_stored_tokens(weights, kv_format, backend, golden):
-    """Each stored token is the backend's own choice after those before it (law 1 makes one pass as good as many).
+    """Each stored token is the backend's own choice after the tokens before it (by law 1, one pass suffices).
 
-    Where a backend has no kernel for the format, the reference's slow arithmetic has two prompts to do.
+    If the backend has no kernel for the format, it uses slow reference code, and only two prompts are tested.
     """
     model = load(folder("embedded"), backend, weights)
     tokenizer = Tokenizer.from_folder(folder("embedded"))
@@ -64,15 +64,17 @@ def test_every_backend_gives_the_stored_tokens(weights, kv_format, backend, gold
 
 @pytest.mark.parametrize(("weights", "kv_format"), [f for f in embedded.FORMATS if f[0] == "bf16"])
 def test_the_engine_gives_the_stored_tokens(weights, kv_format, golden):
-    """Through the front door, in one batch, drafting: the same tokens."""
+    """LLM.generate with drafts, all prompts in one batch: the same tokens."""
     llm = embedded.build("auto", weights, kv_format, draft="ngram")
     assert embedded.greedy(llm) == golden[f"{weights}/{kv_format}"], REMEDY
 
 
 @every_model
 def test_transformers_gives_the_same_text(model):
-    """Float32 arithmetic on the stored bf16 weights. Each of our tokens is the oracle's choice after those before it;
-    its own `generate` gives the first text."""
+    """Float32 arithmetic on the stored bf16 weights: each of our tokens is the oracle's choice at its place.
+
+    Its own `generate` gives the first text.
+    """
     theirs: Any = oracle(folder(model))
     llm = embedded.build("auto", "auto", "fp32", model)
     end = set(llm.engine.runner.model.config.eos_token_ids)
@@ -116,7 +118,7 @@ def test_the_pair_shares_its_tokenizer():
 
 @every_model
 def test_config_fits_tokenizer(model):
-    """Every token has a row, and generation ends at the tokenizer's own end token."""
+    """Every token has a row in the embedding, and generation ends at the tokenizer's own end token."""
     loaded = load(folder(model))
     tokenizer = Tokenizer.from_folder(folder(model))
     assert tokenizer.vocab_size <= loaded.config.vocab_size

@@ -1,4 +1,4 @@
-"""A real model from outside, its published continuation and its loss: on every backend and weight format."""
+"""A published model, with its published continuation and loss, on every backend and in several weight formats."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tokenizer(tokenizer, story):
 
 
 def test_pairs_become_halves():
-    """Two heads of 6 rows: firsts of the pairs, then seconds, head by head."""
+    """Two heads of 6 rows: the firsts of the pairs, then the seconds, for each head."""
     weight = torch.arange(12.0)[:, None].expand(12, 3)
     assert pairs_to_halves(weight, 2)[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
 
@@ -71,7 +71,7 @@ def test_pairs_become_halves():
     ("weights", "kv_format"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("int8", "int8")]
 )
 def test_greedy_continuation(weights, kv_format, backend, folder, tokenizer):
-    """The published tokens; rounding weights and cache to 16 or 8 bits does not change them."""
+    """The published tokens; storing weights and KV cache in 16 or 8 bits does not change them."""
     got = greedy(folder, backend, weights, kv_format, len(CONTINUATION))
     assert got == CONTINUATION, tokenizer.decode(got)
 
@@ -81,25 +81,25 @@ def test_greedy_continuation(weights, kv_format, backend, folder, tokenizer):
     ("weights", "kv_format", "tolerance"), [("fp32", "fp32", 0.0005), ("bf16", "bf16", 0.005), ("int8", "int8", 0.02)]
 )
 def test_mean_loss(weights, kv_format, tolerance, backend, folder, story):
-    """Published to three digits; what rounding may add is the tolerance."""
+    """The published loss has three digits; the tolerance allows for rounding."""
     loss = mean_loss(all_logits(load(folder, backend, weights), story, kv_format), story)
     print(f"{backend} {weights} {kv_format}: {loss:.5f}")
     assert loss == pytest.approx(LOSS, abs=tolerance)
 
 
 def test_transformers_agrees(folder, story):
-    """The converted folder is a sound Hugging Face checkpoint, and the oracle's logits are ours."""
+    """The converted folder is a valid Hugging Face checkpoint, and the oracle's logits equal ours."""
     wanted = oracle_logits(folder, story)
     assert mean_loss(wanted, story) == pytest.approx(LOSS, abs=0.0005)
     assert (all_logits(load(folder), story) - wanted).abs().max() < 1e-4
 
 
 def test_unpermuted_heads_are_wrong(folder, story):
-    """The loss would notice a converter that forgets the rotation's pairs."""
+    """The loss shows whether a converter forgets to reorder the rotated pairs."""
     model = load(folder)
     q_and_k = (8 + 4) * 8  # rows of wq and wk in the stacked weight
     for layer in model.weights.layers:
         weight = layer.qkv.parts["weight"]
-        heads = weight[:q_and_k].view(-1, 2, 4, 64)  # per head: firsts, seconds
+        heads = weight[:q_and_k].view(-1, 2, 4, 64)  # per head: firsts, then seconds
         weight[:q_and_k] = heads.transpose(1, 2).reshape(q_and_k, 64).clone()
     assert mean_loss(all_logits(model, story[:100]), story[:100]) > LOSS + 0.3

@@ -1,4 +1,4 @@
-"""Law 3: nothing leaks. A stateful test of the Scheduler; the engine under aborts and exceptions."""
+"""Law 3: nothing leaks. A stateful test of the Scheduler, and the engine under aborts and exceptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sameseed.request import Completion, FinishReason, Request, SamplingParams, 
 
 
 def check_ownership(blocks: BlockManager, seqs: list[Sequence]) -> None:
-    """Every block is free or belongs to sequences, to more than one only if it is known, and none is lost."""
+    """Every block is free or owned. Only a block of known rows may have several owners, and no block is lost."""
     held, free = Counter(b for seq in seqs for b in seq.blocks), blocks.free_blocks
     assert sorted([*held, *free]) == list(range(blocks.num_blocks))
     assert len(free) == blocks.num_free
@@ -29,7 +29,7 @@ def check_ownership(blocks: BlockManager, seqs: list[Sequence]) -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random requests, priorities, aborts and acceptance on a cache that is usually too small; texts begin alike."""
+    """Random requests, priorities, aborts and acceptance on a cache that is usually too small; texts share prefixes."""
 
     @initialize(
         block_size=st.integers(1, 6),
@@ -102,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert seq.num_output > 0
                 assert seq.draft_depth > 0, "nothing for the last token"
         for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
-            self.decode(seq, num_pending, pick(min(num_draft, seq.draft_depth)))  # who ends gives blocks back
+            self.decode(seq, num_pending, pick(min(num_draft, seq.draft_depth)))  # may finish and free its blocks
         check_ownership(self.blocks, self.all)
 
     def decode(self, seq: Sequence, num_pending: int, num_accepted: int) -> None:
@@ -131,11 +131,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert s.has_work == bool(self.open)
 
     def teardown(self) -> None:
-        """No starvation: all finish, at one token a pass of the oldest at the worst; then every block is free."""
+        """No starvation: all finish, in the worst case with one token per pass. Then every block is free."""
         if not hasattr(self, "scheduler"):
             return
         rng = random.Random(len(self.all))
-        # A more important one that starts later, or whom patience makes so, may make the first begin anew.
+        # A later sequence of higher priority, or one that was passed over too often, may preempt the first one.
         ways = 1 + len({q.priority for q in self.open})
         limit = sum(len(q) + q.params.max_tokens + 1 for q in self.open) * ways
         for _ in range(limit):
@@ -147,7 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def decode_all(scheduler: Scheduler, waits_for: Sequence, arrive: Any, limit: int) -> int:
-    """Passes of one token each until a sequence ends, others arriving all the time."""
+    """Run passes of one token each until one sequence ends, while others keep arriving."""
     for number in range(limit):
         for seq in arrive(number):
             scheduler.add(seq)
@@ -165,7 +165,7 @@ def decode_all(scheduler: Scheduler, waits_for: Sequence, arrive: Any, limit: in
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_one_starves(seed: int) -> None:
-    """Whatever comes later, and however important: so many may pass it, and as many each of who was here before."""
+    """At most PATIENCE later sequences of higher priority go before it, and as many before each earlier one."""
     rng = random.Random(seed)
     longest, most = 24, 8
     blocks = BlockManager(rng.randint(8, 20), 4)
@@ -261,7 +261,7 @@ FAULTS = ["propose", "forward", "verify", "commit", "observe", "deliver"]
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_interrupt_anywhere_in_a_step(pair_folders: tuple[Path, Path], monkeypatch: Any, fault: str) -> None:
-    """Ctrl-C in mid-generation: it comes through, every block is free, and the LLM serves the next request as ever."""
+    """Ctrl-C during generation raises, every block is free, and the LLM serves the next request as before."""
     target, draft = map(str, pair_folders)
     llm = LLM(target, draft=draft, policy="fixed", max_num_seqs=4)
     params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, **SAMPLED)

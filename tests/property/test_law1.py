@@ -1,6 +1,6 @@
-"""Law 1: same seed, same text, whatever the drafter, the draft length, batch mates, chunks and block size.
+"""Law 1: same seed, same text, for any drafter, draft length, batch, prompt chunks and block size.
 
-Where there is a GPU, each test runs on it as well.
+If there is a GPU, each test runs on it as well.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "siblings": {"method": "draft_model", "k": 12, "options": {"siblings": 2}},
 }
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED}
-# alone or in a batch, rows of a pass (chunks of a prompt), block size, sampling
+# alone (not in a batch), rows of a pass (which limit the chunks of a prompt), block size, sampling
 SETTINGS = list(product((True, False), (16, 512), (16, 32), SAMPLING))
 NUM_PROMPTS, NUM_TOKENS = 50, 16
 
 
 def covering(place: int) -> list[tuple[bool, int, int, str]]:
-    """Two opposite settings: every factor takes both its values; over the drafters all 16 settings occur."""
+    """Two opposite settings, so every factor takes both of its values. The drafters together cover all 16 settings."""
     return [SETTINGS[place % 8], SETTINGS[15 - place % 8]]
 
 
@@ -59,7 +59,7 @@ def pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> Pai
 
 @pytest.fixture(scope="module", params=DEVICES)
 def matrix_pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> Pair:
-    """The embedded pair where it is present, else the tiny one."""
+    """The embedded pair if it is in the checkout, else the tiny one."""
     embedded = [resolve_model(n) for n in ("embedded", "embedded-draft")]
     present = all((folder / "model.safetensors").exists() for folder in embedded)
     return load_pair(*(embedded if present else pair_folders), device=request.param)
@@ -67,7 +67,7 @@ def matrix_pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path])
 
 @pytest.fixture(scope="module")
 def plain_texts(matrix_pair: Pair) -> dict[str, list[tuple[int, ...]]]:
-    """What every setting must give: plain decoding, one prompt after the other."""
+    """The texts that every setting must give: plain decoding, one prompt after the other."""
     prompts = prompts_of(matrix_pair)
     return {name: texts(run(make_engine(matrix_pair), prompts, params(name), alone=True)) for name in SAMPLING}
 
@@ -83,12 +83,12 @@ def check(
     engine = make_engine(pair, **DRAFTERS[drafter], rows=rows, block=block)
     assert texts(run(engine, prompts_of(pair), params(sampling), alone)) == plain[sampling], (drafter, setting)
     if drafter.startswith("draft_model"):
-        # Both branches of the rule were walked, or the comparison shows nothing.
+        # Drafts must be accepted and rejected, or the comparison shows nothing.
         rate = engine.metrics.acceptance_rate
         tiny = pair.target.config.vocab_size < 1000
         assert rate is not None
         assert (0.3 if tiny else 0.03) < rate < 0.97
-        # Eight sequences and their new prompts leave hardly a row of 16 to drafts.
+        # In a pass of 16 rows, eight sequences and new prompts leave hardly a row for drafts.
         assert engine.metrics.num_rollbacks > (20 if alone or rows > 16 else 0)
 
 
@@ -110,7 +110,7 @@ def test_same_text_in_every_setting(
 
 
 def test_texts_differ_where_they_should(plain_texts: dict[str, list[tuple[int, ...]]]) -> None:
-    """A comparison of constant texts would prove nothing."""
+    """A comparison of texts that are all equal would prove nothing."""
     assert len(set(plain_texts["greedy"])) > NUM_PROMPTS // 2
     assert plain_texts["greedy"] != plain_texts["sampled"]
 
@@ -162,7 +162,7 @@ def test_sampling_features_do_not_notice_speculation(pair: Pair, feature: str) -
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_batch_of_all_features(pair: Pair, level: str) -> None:
-    """Neighbours that ask for something else change nothing."""
+    """Other requests of the batch, with other features, change nothing."""
     each = [params("greedy", **feature) for feature in FEATURES.values()]
     prompts = random_prompts(len(each), seed=6)
     alone = run(make_engine(pair), prompts, each, alone=True)
@@ -170,7 +170,7 @@ def test_a_batch_of_all_features(pair: Pair, level: str) -> None:
 
 
 def test_features_bite(pair: Pair) -> None:
-    """Each feature changes the text; otherwise its comparison above would be empty."""
+    """Each feature changes the text; otherwise the comparison above would prove nothing."""
     for name, feature in FEATURES.items():
         asked = params("greedy", **feature)
         bare = params("greedy", temperature=asked.temperature, max_tokens=asked.max_tokens, n=asked.n)
@@ -205,7 +205,7 @@ def test_trees_of_64_nodes(pair: Pair, sampling: str, seed: int) -> None:
     ],
 )
 def test_formats(pair_folders: tuple[Path, Path], backend: str, weights: str, kv: str, device: str) -> None:
-    """Weights, rows of activations and of the cache in few bits: speculation and company change no token."""
+    """Weights, activation rows and cache rows in few bits: speculation and batching change no token."""
     pair = load_pair(*pair_folders, backend=backend, weights=weights, device=device)
     prompts = random_prompts(6, seed=9, longest=20)
     for sampling in SAMPLING:

@@ -1,8 +1,8 @@
-"""Law 2: over seeds, sampled text follows the target's processed distribution, whatever the drafter knows or wants.
+"""Law 2: over seeds, sampled text follows the target's processed distribution, whatever the drafter proposes.
 
 The target is a toy of five tokens whose logits depend on the last token; `verify` needs no more. Penalties make the
-processed distribution depend on everything written. Seeds are fixed, so the tests are deterministic: a p-value is
-required to exceed 1e-3, a total variation to stay below 0.02.
+processed distribution depend on all tokens written. Seeds are fixed, so the tests are deterministic: a p-value must
+exceed 1e-3, and a total variation must stay below 0.02.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIN_P_VALUE, MAX_VARIATION = 1e-3, 0.02
 NUM_DRAWS = 100_000
 PROMPT = [2, 0]
 TARGET = torch.randn(V, V, generator=torch.Generator().manual_seed(1)) * 1.5  # logits after each last token
-OTHER = torch.randn(V, V, generator=torch.Generator().manual_seed(2)) * 1.5  # what a draft model might think
+OTHER = torch.randn(V, V, generator=torch.Generator().manual_seed(2)) * 1.5  # logits of a draft model
 
 LIKELIEST = OTHER.argmax(1).tolist()
 
@@ -41,7 +41,7 @@ Tree = tuple[list[int], list[int]]
 
 
 def own_path(table: torch.Tensor, seq: Sequence, length: int) -> list[int]:
-    """What a model with these logits chooses next: drawn with the same noise, as drafters do."""
+    """The next tokens of a model with these logits, drawn with the same noise, as drafters do."""
     path: list[int] = []
     for _ in range(length):
         last = path[-1] if path else seq.token_ids[-1]
@@ -54,12 +54,12 @@ def chain(tokens: list[int]) -> Tree:
 
 
 def coupled(seq: Sequence) -> Tree:
-    """Another model's guess, drawn with the same noise."""
+    """Tokens of another model, drawn with the same noise."""
     return chain(own_path(OTHER, seq, 2))
 
 
 def honest(seq: Sequence) -> Tree:
-    """Another model's likeliest path."""
+    """The most likely path of another model."""
     first = LIKELIEST[seq.token_ids[-1]]
     return chain([first, LIKELIEST[first]])
 
@@ -70,24 +70,24 @@ def lying(seq: Sequence) -> Tree:
 
 
 def adversarial(seq: Sequence) -> Tree:
-    """Sees the noise and the target's own choice, and picks by it what to show: never token 0, and 1 only alone."""
+    """Knows the noise and the target's own choice, and proposes by it: never token 0, and token 1 only alone."""
     (first,) = own_path(TARGET, seq, 1)
     return chain([]) if first == 0 else chain([first] if first == 1 else [first, seq.seed % V])
 
 
 def honest_tree(seq: Sequence) -> Tree:
-    """The likeliest path, another beside it, and duplicates."""
+    """The most likely path, another path beside it, and duplicates."""
     first = LIKELIEST[seq.token_ids[-1]]
     return [first, LIKELIEST[first], (first + 1) % V, 4, first], [-1, 0, -1, 2, -1]
 
 
 def lying_tree(seq: Sequence) -> Tree:
-    """Wrong at the root whatever the noise, or hardly likely; the right tokens below the wrong nodes."""
+    """The root does not depend on the noise, so it is mostly wrong; the right tokens are below wrong nodes."""
     return [seq.seed % V, 0, 1, 2, 3, 4], [-1, 0, 0, 0, 0, 0]
 
 
 def adversarial_tree(seq: Sequence) -> Tree:
-    """Shows the right first token always, and below it all but one, which depends on what came first."""
+    """The right first token, and below it all tokens but one, which depends on the first token."""
     (first,) = own_path(TARGET, seq, 1)
     others = [t for t in range(V) if t != (first + 1) % V]
     return [first, *others], [-1, *[0] * len(others)]
@@ -96,7 +96,7 @@ def adversarial_tree(seq: Sequence) -> Tree:
 def advance(
     seqs: list[Sequence], drafters: list[Callable[[Sequence], Tree]], mates: int = 0, table: torch.Tensor = TARGET
 ) -> None:
-    """One round for all sequences in one call of verify; `mates` add rounds without logits and greedy strangers."""
+    """One round of all sequences in one call of verify, beside `mates` others: greedy ones, and ones without logits."""
     trees = [drafter(seq) for seq, drafter in zip(seqs, drafters, strict=True)]
     batch, wants = list(seqs), [True] * len(seqs)
     for i in range(mates):
@@ -120,7 +120,7 @@ def draw(
     length: int,
     mates: int = 0,
 ) -> Counter[tuple[int, ...]]:
-    """The first `length` tokens for each seed; the sequences of a group share calls of verify."""
+    """The first `length` tokens for each seed; groups of sequences share calls of verify."""
     counts: Counter[tuple[int, ...]] = Counter()
     seeds = list(seeds)
     group = 500
@@ -135,7 +135,7 @@ def draw(
 
 
 def exact(params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
-    """Probability of every text of `length` tokens: the product of the textbook's conditionals."""
+    """The probability of every text of `length` tokens: the product of the textbook's conditional probabilities."""
     law: dict[tuple[int, ...], float] = {}
     for text in product(range(V), repeat=length):
         p = 1.0
@@ -166,10 +166,10 @@ def test_texts_follow_the_law(shape: str) -> None:
     law = exact(params, length)
     share = NUM_DRAWS // len(drafters)
     counts: Counter[tuple[int, ...]] = Counter()
-    if mates:  # all drafters in the same calls
+    if mates:  # all drafters in the same calls of verify
         counts = draw(params, drafters, range(NUM_DRAWS), length, mates)
     else:
-        for i, drafter in enumerate(drafters):  # each with seeds of its own, judged alone too
+        for i, drafter in enumerate(drafters):  # each drafter has its own seeds, and is also judged alone
             own = draw(params, [drafter], range(i * share, (i + 1) * share), length)
             assert target_law(own, law).p_value > MIN_P_VALUE, drafter.__name__
             counts += own
@@ -180,7 +180,7 @@ def test_texts_follow_the_law(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drafters_cannot_change_a_single_text(shape: str) -> None:
-    """Stronger than the law: with the same seeds, every drafter gives the very texts of plain decoding."""
+    """Stronger than law 2: with the same seeds, every drafter gives exactly the texts of plain decoding."""
     params, drafters, _, mates = SHAPES[shape]
     for seed in range(150):
         plain = Sequence(0, PROMPT, params, seed)
@@ -194,7 +194,7 @@ def test_drafters_cannot_change_a_single_text(shape: str) -> None:
 
 
 def test_where_logits_lie_changes_no_choice() -> None:
-    """The choice is made on the CPU: the law proved above is that of every device."""
+    """The choice is made on the CPU, so the law shown above holds for logits on every device."""
     params, drafters, _, mates = SHAPES["tree"]
     texts = []
     for device in (*DEVICES, "pretended"):
@@ -208,7 +208,7 @@ def test_where_logits_lie_changes_no_choice() -> None:
 
 
 def test_the_judge_notices_a_wrong_law() -> None:
-    """The test of fit rejects draws from a distribution that is off by a little: it can fail."""
+    """The test of fit rejects draws from a slightly different distribution: it can fail."""
     params, drafters, length, _ = SHAPES["chain"]
     counts = draw(params, drafters, range(15_000), length)
     wrong = exact(SamplingParams(temperature=0.84, logit_bias={1: 0.7}), length)
@@ -293,12 +293,12 @@ def coupled_agreement(rng: np.random.Generator, concentration: float, closeness:
 
 
 def test_coupling_keeps_most_of_the_best_possible_acceptance(record_property: Callable[[str, object], None]) -> None:
-    """On peaked distributions, against sum of min(p, q): what the rejection rule would accept."""
+    """On peaked distributions, relative to sum of min(p, q), which the rejection rule would accept."""
     rng = np.random.default_rng(0)
     measured = [coupled_agreement(rng, 0.05, closeness) for closeness in (0.2, 0.4, 0.6, 0.8) for _ in range(3)]
     ratio = sum(a for a, _ in measured) / sum(b for _, b in measured)
     record_property("coupled agreement over the sum of min(p, q)", round(ratio, 4))
     print(f"coupled agreement / sum of min(p, q), peaked: {ratio:.3f}")
-    assert 0.9 < ratio <= 1.02  # noise of the estimate may lift it over 1
+    assert 0.9 < ratio <= 1.02  # estimation noise may raise it above 1
     independent = partial(np.random.default_rng(1).dirichlet, np.full(50, 0.05))
     assert ratio > float(np.mean([np.square(independent()).sum() for _ in range(200)]))  # sample-and-compare, q = p

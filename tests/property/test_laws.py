@@ -1,6 +1,6 @@
-"""Laws 1 to 3 for every drafter on the shelf, in every kind of format: a new drafter is held to them as it comes.
+"""Laws 1 to 3 for every drafter in the registry, in every kind of format: a new drafter is tested at once.
 
-Where there is a GPU, on it too: by its kernels in more formats, and by the reference.
+If there is a GPU, they are tested on it too: with its kernels in more formats, and with the reference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ON_GPU = [
     *(("cuda", "reference", *each) for each in (("bf16", "bf16"), ("w4a8", "int8"))),
 ]
 DRAFTERS = registry.names("drafters")
-PROMPTS = [p * 2 for p in random_prompts(6, seed=31, longest=12)]  # a copy of itself: look-ups find something
+PROMPTS = [p * 2 for p in random_prompts(6, seed=31, longest=12)]  # each one twice in a row, for look-ups
 LENGTH = 20
 # Greedy, sampled and penalized texts in one batch.
 EACH = [
@@ -52,7 +52,7 @@ def test_the_laws_wait_for_a_gpu() -> None:
 
 @pytest.fixture(scope="module", params=FORMATS + ROUNDED + (ON_GPU if "cuda" in DEVICES else []), ids="-".join)
 def stored(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> tuple[Pair, str, list[tuple[int, ...]]]:
-    """The tiny pair in a format, the cache's format, and plain texts, one prompt after the other."""
+    """The tiny pair in a weight format, the cache format, and plain texts, one prompt after the other."""
     device, backend, weights, kv = request.param
     if backend == "triton" and (reason := registry.load("ops", backend).unavailable()) is not None:
         pytest.skip(f"the GPU's kernels do not run here: {reason}")
@@ -66,7 +66,7 @@ def _load(target: Path, draft: Path, backend: str, weights: str, device: str) ->
 
 
 def engine_of(pair: Pair, name: str, **settings: Any) -> Engine:
-    """An engine with a drafter of the shelf; one that can go ahead of the target does."""
+    """An engine with a drafter of the registry; a drafter that can guess during the target's pass does so."""
     engine = make_engine(pair, name, k=5, **settings)
     if goes_ahead(type(engine.drafter)):
         engine.ahead = Overlap(1)
@@ -75,7 +75,7 @@ def engine_of(pair: Pair, name: str, **settings: Any) -> Engine:
 
 @pytest.mark.parametrize("name", ["none", *DRAFTERS])
 def test_text_is_plain_decodings(stored: tuple[Pair, str, list[tuple[int, ...]]], name: str) -> None:
-    """Laws 1 and 3: in a batch, and again with prompts in chunks, rows short and sequences preempted."""
+    """Laws 1 and 3: in a batch, and again with prompt chunks, few rows and preempted sequences."""
     pair, kv, plain = stored
     engine = engine_of(pair, name, kv=kv)
     assert texts(run(engine, PROMPTS, EACH)) == plain
@@ -90,9 +90,9 @@ def test_text_is_plain_decodings(stored: tuple[Pair, str, list[tuple[int, ...]]]
 
 
 def test_text_follows_the_targets_law(stored: tuple[Pair, str, list[tuple[int, ...]]]) -> None:
-    """Law 2, of plain decoding in this format: two tokens over 600 seeds against the product of the model's own laws.
+    """Law 2 for plain decoding in this format: two tokens over 600 seeds against the model's own probabilities.
 
-    With the test above, where every drafter gives plain decoding's texts, it is every drafter's.
+    The test above shows that every drafter gives the texts of plain decoding, so law 2 holds for every drafter.
     """
     pair, kv, _ = stored
     params = SamplingParams(max_tokens=2, seed=5, ignore_eos=True, temperature=0.7, top_k=3, n=100)

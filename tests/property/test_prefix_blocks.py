@@ -1,4 +1,4 @@
-"""The block manager shares what is the same and nothing else; wrong versions of it do not get past the machine."""
+"""The block manager shares blocks of equal prefixes and no others; the state machine catches wrong versions of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS = 400
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """Hypothesis at the levers of a watched block manager."""
+    """Hypothesis runs the actions of a watched block manager."""
 
     @initialize(num_blocks=st.integers(3, 14), block_size=st.integers(1, 4))
     def begin(self, num_blocks: int, block_size: int) -> None:
@@ -37,7 +37,7 @@ TestPrefixBlocks = PrefixMachine.TestCase
 TestPrefixBlocks.settings = settings(max_examples=80, stateful_step_count=40)
 
 
-MUTANTS: dict[str, tuple[Any, str, str]] = {  # a function, its text, and what is wrong instead
+MUTANTS: dict[str, tuple[Any, str, str]] = {  # name -> function, a part of its source, the wrong replacement
     "the salt is ignored": (Prefixes._digests, 'seq.tenant.encode("utf-8", "surrogatepass")', 'b""'),
     "a digest ignores its parent": (Prefixes._digests, "sha256(parent + self", "sha256(self"),
     "a digest ignores the tokens": (

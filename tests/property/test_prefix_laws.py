@@ -1,4 +1,4 @@
-"""Laws 1 and 3 with rows from the prefix cache: every drafter, cache format and block size; whose text it is counts."""
+"""Laws 1 and 3 with rows from the prefix cache: every drafter, cache format and block size; tenants share nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = 14
 
 
 def shared_prompts() -> list[list[int]]:
-    """Eight prompts that begin alike, for 40 tokens, 17, or none; two are the same, one is another's beginning."""
+    """Eight prompts that share prefixes of 17, 32 or 40 tokens; two are equal, and one is a prefix of others."""
     rng = random.Random(5)
     base = [rng.randrange(1, 300) for _ in range(20)] * 2
     tails = [[rng.randrange(1, 300) for _ in range(n)] for n in (1, 9, 5, 3)]
@@ -49,7 +49,7 @@ def _load(target: Path, draft: Path) -> Pair:
 
 @pytest.fixture(scope="module", params=[("fp32", 16), ("int8", 4), ("int4", 5)], ids=str)
 def plain(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> tuple[Pair, str, int, list[Any]]:
-    """The pair, a cache's format and block size, and texts that no cache had a part in."""
+    """The pair, a cache format and block size, and texts made without the prefix cache."""
     pair, (kv, block) = _load(*pair_folders), request.param
     engine = without_sharing(make_engine(pair, kv=kv))
     return pair, kv, block, texts(run(engine, PROMPTS, EACH, alone=True))
@@ -61,7 +61,7 @@ def hits(engine: Engine) -> int:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_text_is_the_same_from_the_cache(plain: tuple[Pair, str, int, list[Any]], name: str) -> None:
-    """Together, then one by one with all that the first run left; then short of blocks: what is known is evicted."""
+    """In a batch, then one by one with the first run's cache; then with so few blocks that cached rows are evicted."""
     pair, kv, block, wanted = plain
     engine = make_engine(pair, name, k=5, kv=kv, block=block, rows=64)
     assert texts(run(engine, PROMPTS, EACH)) == wanted
@@ -77,7 +77,7 @@ def test_text_is_the_same_from_the_cache(plain: tuple[Pair, str, int, list[Any]]
 
 
 def test_a_draft_model_finds_its_own_rows_again(pair: Pair) -> None:
-    """It guesses what it would have guessed without."""
+    """With cached rows, the draft model's guesses are the same as without."""
     cold, warm = (make_engine(pair, "draft_model", k=5, block=4) for _ in range(2))
     run(warm, PROMPTS, EACH, alone=True)
     mine = warm.drafter.runner.blocks  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def test_a_draft_model_finds_its_own_rows_again(pair: Pair) -> None:
 
 
 def test_a_head_begins_where_the_target_computes(pair: Pair) -> None:
-    """It gets no hidden states of rows that were skipped; it drafts nevertheless."""
+    """The head gets no hidden states for the skipped rows, but it still drafts."""
     engine = make_engine(pair, "eagle", k=5, block=4)
     run(engine, PROMPTS[:1], EACH[:1])
     drafted = engine.metrics.num_draft_tokens
@@ -121,7 +121,7 @@ def test_it_can_be_turned_off(pair_folders: tuple[Path, Path], draft: str) -> No
     for on in (True, False):
         drafting: dict[str, Any] = (
             {} if draft == "none" else {"draft": small, "policy": "fixed"}
-        )  # another may see no use in drafts
+        )  # another policy may decide not to draft
         llm = LLM(target, **drafting, prefix_cache=on, max_num_seqs=2)
         params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
         done = [llm.generate([PROMPTS[0]], params)[0] for _ in range(2)]
@@ -161,7 +161,7 @@ def test_scoring_a_prompt_takes_nothing_from_the_cache(pair: Pair) -> None:
 
 
 def test_numbers_that_are_not_finite_leave_the_cache(pair_folders: tuple[Path, Path]) -> None:
-    """The request ends with an error, its prefix is computed anew; a neighbour that begins alike is as alone."""
+    """The request ends with an error, and its prefix is computed again. A neighbour with that prefix is unaffected."""
     pair = load_pair(*pair_folders)
     engine = make_engine(pair, block=4)
     wanted = texts(run(engine, PROMPTS[:2], EACH[:2]))
@@ -236,7 +236,7 @@ def test_who_leaves_keeps_the_prefix_for_the_next(pair: Pair) -> None:
     assert run(engine, PROMPTS[:1], EACH[:1])[0].metrics.num_cached_tokens == 40
 
 
-# --- wrong versions of the rest: that of blocks is in test_prefix_blocks.py ---
+# --- wrong versions of the other parts; those of blocks are in test_prefix_blocks.py ---
 
 
 def law(pair: Pair, wanted: list[Any]) -> None:
@@ -248,7 +248,7 @@ def law(pair: Pair, wanted: list[Any]) -> None:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_law_notices(pair: Pair, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
-    """If every text of the same length is taken for the same."""
+    """The law fails if all texts of the same length are taken for equal ones."""
     wanted = texts(run(without_sharing(make_engine(pair)), PROMPTS, EACH, alone=True))
     if wrong:
         monkeypatch.setattr(Prefixes, "_pack", lambda self, token_ids, i: b"alike")

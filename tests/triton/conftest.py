@@ -1,8 +1,8 @@
-"""Cases for the GPU's kernels: on a GPU, or in Triton's interpreter, which must be chosen before Triton is imported.
+"""Tests of the GPU kernels: on a GPU, or in Triton's interpreter, which must be chosen before Triton is imported.
 
-tests/unit/ops/test_triton.py runs them in processes of their own. By hand: TRITON_INTERPRET=1 python -m pytest
-tests/triton. With SAMESEED_TEST_GPU=pretended as well, tensors lie on the pretended device, so that what prepares
-launches, and these tests themselves, meet what a GPU would refuse.
+tests/unit/ops/test_triton.py runs them in separate processes. By hand: TRITON_INTERPRET=1 python -m pytest
+tests/triton. With SAMESEED_TEST_GPU=pretended as well, tensors are on the pretended device. Then the host code of
+launches, and these tests themselves, fail where they would fail on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ collect_ignore_glob = [] if asked_for else ["test_*.py"]
 
 @pytest.fixture(autouse=True)
 def _where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors are made there. A kernel that fails would be replaced by the reference, and every comparison hold."""
+    """Make tensors on the tested device. No kernel may fail: the reference would replace it, and tests would pass."""
     from sameseed.ops.triton import guard
 
     guard.broken.clear()

@@ -1,4 +1,4 @@
-"""Attention in Triton against the float64 formula, and rows against themselves in other company."""
+"""Attention in Triton against the float64 formula, and rows compared with themselves in other batches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sameseed.ops.triton.guard import Launch
 
 kernels = importlib.import_module("sameseed.ops.triton.attention")
 
-# Largest difference from the float64 formula: queries and weights enter in two terms of the cache's type.
-TOLERANCE = {"fp32": 2e-5, "bf16": 5e-4}  # else 2e-5: 22 bits
+# Largest difference from the float64 formula: queries and weights are split into two terms of the cache's type.
+TOLERANCE = {"fp32": 2e-5, "bf16": 5e-4}  # others 2e-5, since they keep 22 bits
 FORMATS = ["fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"]
 MIXED = [Part(0, 1), Part(70, 1, [-1, 0, 1]), Part(126, 2, [-1, 0, -1, 2]), Part(0, 5)]
 
 
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch):
-    """Stretches of eight spans of one block; a program takes all of them, which is quickest here, unless told."""
+    """Stretches of eight spans, spans of one block. A program takes all of them unless a test says so: fastest here."""
     monkeypatch.setattr(kernels, "FEW", 0)
     monkeypatch.setattr(kernels, "ENOUGH", 0)
     monkeypatch.setattr(kernels, "SPAN", 64)
@@ -52,7 +52,7 @@ def test_windows(window):
     ("heads", "kv_heads", "dim", "page"), [(3, 3, 8, 1), (7, 1, 10, 100), (6, 2, 33, 16), (20, 1, 16, 5)]
 )
 def test_shapes(heads, kv_heads, dim, page):
-    """Groups of 1, 7, 3 and 20 query heads; dimensions that are no power of two."""
+    """Groups of 1, 7, 3 and 20 query heads; head dimensions that are not powers of two."""
     p = make_pass([Part(20, 2, [-1, -1, 0]), Part(3, 4)], "fp16", heads, kv_heads, dim, page, seed=3)
     assert (attend(p).double() - exact_attention(p, 0.3)).abs().max() <= 2e-5
 
@@ -60,7 +60,7 @@ def test_shapes(heads, kv_heads, dim, page):
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_rows_do_not_know_their_company(name):
-    """Alone, in another cache, at another block size, on a plain path instead of a tree: the same bits."""
+    """The bits are the same alone, in another cache, with another block size, and in a chain instead of a tree."""
     p = make_pass(MIXED, name)
     whole = attend(p)
     for b, row in [(1, 3), (2, 1), (2, 5)]:
@@ -78,7 +78,10 @@ def test_who_walks_the_spans_changes_no_bit(window):
 
 @pytest.mark.parametrize("spans", [1, 8])
 def test_who_merges_which_parts_changes_no_bit(spans):
-    """Stretches side by side, of some or all dimensions, against one after the other; nothing else is read."""
+    """Merging stretches in parallel, with some or all dimensions per program, gives the bits of merging one by one.
+
+    Partial results outside the bounds are NaN, so reading them would show.
+    """
     bounds = [(3, 5), (7, 9), (0, 64), (13, 97), (64, 89)]  # spans of a row
     rows, heads, dim, num_parts = len(bounds), 1, 40, -(-100 // spans)
     part, sums = (torch.full((rows, heads, num_parts, n), torch.nan) for n in (dim, 2))
@@ -101,7 +104,7 @@ def test_who_merges_which_parts_changes_no_bit(spans):
 
 
 def test_the_last_level_of_a_full_tree():
-    """64 nodes: bit 63 is an int64's sign, and a path of 64 crosses a block of keys. Upper nodes were stored before."""
+    """64 nodes: bit 63 is an int64's sign, and a path of 64 crosses a block of keys. Upper nodes are cached before."""
     p = make_pass([Part(30, 1, [*range(-1, 63)])], "fp16", 2, 2, 16)
     last = {name: getattr(p.batch, name)[-3:] for name in ("token_ids", "positions", "slots", "tree_mask")}
     offsets, pending = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
@@ -111,11 +114,11 @@ def test_the_last_level_of_a_full_tree():
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3"])
 def test_a_broken_draft_leaves_no_trace(name):
-    """Values of one branch that are no numbers reach neither the known token nor the other branch."""
+    """NaN in the values of one branch must reach neither the known token nor the other branch."""
     part = Part(60, 1, [-1, 0, -1])  # nodes 0 and 1 are one branch, node 2 the other
     p = make_pass([part], name)
     clean = attend(p)
-    slot = slot_lists([part], p.batch, 5)[0][part.kv_len + 1]  # node 1's row
+    slot = slot_lists([part], p.batch, 5)[0][part.kv_len + 1]  # the row of node 1
     for x in flat(p.layer)[2:] or flat(p.layer):
         x[slot] = torch.nan
     got = attend(p)

@@ -1,4 +1,4 @@
-"""Chains that a graph writes by itself: the tokens, confidences and cached rows of passes that the host makes."""
+"""Chains that a graph writes by itself have the tokens, confidences and cached rows of passes run by the host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sameseed.spec.sampling import drawer
 pytestmark = pytest.mark.skipif(
     not guard.interpreted() or os.environ.get("SAMESEED_TEST_GPU") == "pretended", reason="its models are on the CPU"
 )
-# Prompts of several lengths, one that crosses a block of 4; their chains; what is drawn how.
+# Prompts of several lengths, one longer than a block of 4; lengths of their chains; how tokens are drawn.
 TEXTS = [[5, 6, 7], [8], [3, 9, 4, 2, 6, 1, 7]]
 WARM, GREEDY = SamplingParams(temperature=0.8), SamplingParams(temperature=0.0)
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -46,7 +46,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def chains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The passes of each chain that a graph wrote."""
+    """The number of passes in each chain that a graph wrote."""
     found: list[int] = []
     chain = Graphs.chain
 
@@ -61,7 +61,7 @@ def chains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many numbers each batch was that went to the device."""
+    """The number of elements of each batch that was copied to the device."""
     sizes: list[int] = []
     put_into = devices.put_into
     monkeypatch.setattr(devices, "put_into", lambda there, x: (sizes.append(x.numel()), put_into(there, x))[1])
@@ -75,7 +75,7 @@ def model(tmp_path: Path) -> Llama:
 
 
 def sequences(runner: Any, lengths: list[int], seed: int, params: list[SamplingParams] | None = None) -> list[Sequence]:
-    """With blocks for so many tokens more."""
+    """Sequences with blocks reserved for `lengths` more tokens."""
     made = []
     for i, (n, p) in enumerate(zip(lengths, params or PARAMS, strict=False)):
         made.append(Sequence(i, tuple(t + seed for t in TEXTS[i]), p, seed + i))
@@ -104,7 +104,7 @@ def test_a_models_chain(
     copies: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice: a graph that was recorded for other tokens, places and noise serves them."""
+    """Run twice: a graph recorded for some tokens, positions and noise must also serve others."""
     counts = LENGTHS[lengths]
     by_pass, by_graph = draft_runner(model, kv), draft_runner(model, kv)
     wanted = []
@@ -123,7 +123,7 @@ def test_a_models_chain(
         assert drawn is not None and drawn.read() == tokens
         assert [(s.token_ids, s.num_cached) for s in seqs] == state
         assert all(s.token_ids[-n:] == [UNKNOWN] * n for s, n in zip(seqs, counts, strict=True))
-        assert recorded == 0 or len(copies) == 2  # the first pass, and all others
+        assert recorded == 0 or len(copies) == 2  # one for the first pass, one for all others
     assert chains[2:] == [max(counts) - 1] * 2 and len(made) == 2
     assert same_rows(by_pass, by_graph)
 
@@ -154,7 +154,7 @@ def test_a_heads_chain(tmp_path: Path, chains: list[int], copies: list[int], mon
 
 
 def head_chain(runner: HeadRunner, counts: list[int], hidden: list[torch.Tensor]) -> list[Any]:
-    """What a head writes after texts with these hidden states."""
+    """The tokens that a head writes after texts with these hidden states."""
     holders = sequences(runner, counts, len(counts))
 
     def draws(b: int, depth: int) -> Draw:
@@ -173,7 +173,7 @@ def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(
     model: Llama, chains: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_pass, by_graph = draft_runner(model), draft_runner(model)
-    # All but the first block and the last six tokens; a block of 4 more is left out at 10, 14, ... rows.
+    # Rows see the first block and the last six tokens; one more block of 4 is left out at 14, 18, ... rows.
     for runner in (by_pass, by_graph):
         runner.unseen = lambda seq: (1, (seq.num_cached - 6) // 4) if seq.num_cached >= 14 else (0, 0)
     text = [t % 50 + 3 for t in range(0, 90, 7)]  # 13 tokens
@@ -190,7 +190,7 @@ def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(
     chains.clear()
     made = fake_graphs(monkeypatch)
     assert [drawn(by_graph, 9, 4), drawn(by_graph, 13, 4), drawn(by_graph, 13, 3)] == wanted
-    assert chains == [3] and made  # the others go pass by pass
+    assert chains == [3] and made  # the others run pass by pass
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_chain_that_cannot_be_recorded_goes_pass_by_pass(
 def test_texts_and_counts_are_those_of_passes(
     method: str, tmp_path: Path, chains: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy and sampled, prompts of several lengths, texts that end within a chain, one that is preempted."""
+    """Greedy and sampled, prompts of several lengths, texts that end within a chain, and a preempted one."""
     for folder, noise in (("target", 0.0), ("draft", 0.1)):
         write_model(tmp_path / folder, noise=noise, **SMALL)
     if method == "eagle":

@@ -1,4 +1,4 @@
-"""Passes by graphs (a fake that records and replays): bits across a bucket's passes, law 1 with chains and trees."""
+"""Passes by graphs (a fake that records and replays): the bits of a bucket's passes, law 1 with chains and trees."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def make_cache(model, kv="fp32"):
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
     torch.set_default_device(None)
-    monkeypatch.setattr(graphs, "NARROWEST", 64)  # programs of empty spans take the interpreter's time
+    monkeypatch.setattr(graphs, "NARROWEST", 64)  # the interpreter also spends time on programs of empty spans
 
 
 @pytest.mark.parametrize("kv", ["fp32", "int8"])
 def test_a_bucket_serves_all_its_passes(kv, model, monkeypatch):
-    """Logits, hidden states and the cache of passes with fewer rows, other sequences, a tree, are those op by op."""
+    """Passes with fewer rows, other sequences or a tree give the logits, hidden states and cache of op-by-op passes."""
     passes = [
         [Rows([5, 6, 7], 0, [], [], [3], True), Rows([9], 0, [], [], [1], True)],
         [Rows([8], 3, [2, 4, 6], [-1, 0, -1], [3], True)],
@@ -56,10 +56,10 @@ def test_a_bucket_serves_all_its_passes(kv, model, monkeypatch):
         wanted.append(model._forward(model.ops, batch, cache, (0,)))
     made, ours = fake_graphs(monkeypatch), make_cache(model, kv)
     for batch, (logits, hidden, _) in zip(batches, wanted, strict=True):
-        for _ in range(2):  # rows may be stored twice
+        for _ in range(2):  # storing the same rows twice is allowed
             got, kept = model.forward(batch, ours, (0,))
             assert got.equal(logits) and kept.equal(hidden)
-    assert len(made) == 3  # all of 4 rows, of one, two and four sequences
+    assert len(made) == 3  # for 4 rows, with one, two and four sequences
     for a, b in zip(cache.layers, ours.layers, strict=True):
         assert a.k.equal(b.k) and a.v.equal(b.v)
 
@@ -78,7 +78,7 @@ def test_a_pass_without_hidden_states_takes_the_graph_of_one_with_them(model, mo
     [("ngram", 0.8, {}), ("draft_model", 0.0, {"confidence": 0.2}), ("eagle", 0.0, {})],
 )
 def test_drafts_and_graphs_change_nothing(method, temperature, how, tmp_path, monkeypatch):
-    """Chains that end early, trees and several buckets, sequences together and alone: what is guessed is the same, too.
+    """Chains that end early, trees and several buckets, sequences together and alone: drafts are the same, too.
 
     Whole chains: `test_chains.py`.
     """

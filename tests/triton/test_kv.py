@@ -1,4 +1,4 @@
-"""The cache in Triton: codes and scales are the formats' own, bit for bit, and rows move whole."""
+"""The KV cache in Triton: codes and scales equal the formats' own bit for bit, and rows are moved as a whole."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ kernels = importlib.import_module("sameseed.ops.triton.kv")
 
 
 def rows():
-    """Common rows, ties of rounding, tiny and huge ones, zeros, subnormals of the codes, and what is no number."""
+    """Common rows, rounding ties, tiny and huge values, zeros, subnormal codes, NaN and infinity."""
     x = randn(12, 2, 12)
     x[1] *= 1e-3
     x[2] = (torch.arange(24).view(2, 12) - 11) * 0.5
     x[3] = 0.0
     x[4] *= 2.0**-101
     x[5] *= 1e30 if torch.finfo(torch.float32).max > 1e38 else 1
-    x[6] = torch.tensor([448.0, *(2.0**-e for e in range(1, 12))])  # down to e4m3's smallest
+    x[6] = torch.tensor([448.0, *(2.0**-e for e in range(1, 12))])  # down to e4m3's smallest value
     x[7] = torch.tensor([57344.0, *(3 * 2.0**-e for e in range(7, 18))])
     x[8, 0, 3] = torch.nan
     x[9, 1, 5] = -torch.inf
-    x[10] = -x[6] * 1.0625  # between two codes
+    x[10] = -x[6] * 1.0625  # values between two codes
     return x
 
 
@@ -39,14 +39,14 @@ def same(a, b):
 def test_stored_rows_are_the_format_s_codes(name):
     layer = empty_layer(name, 5, 5, 2, 12)
     before = [t.clone() for t in flat(layer)]
-    wide = torch.cat([rows(), rows().flip(0)], dim=1)  # k and v as slices of one projection
+    wide = torch.cat([rows(), rows().flip(0)], dim=1)  # k and v are slices of one projection
     slots = torch.tensor([19, 0, 7, 3, 1, 24, 11, 12, 13, 14, 15, 16], dtype=torch.int32)
     kernels.store_kv(wide[:, :2], wide[:, 2:], layer, slots)
     k, v = (kv_oracle(name).encode_kv(x) for x in (wide[:, :2], wide[:, 2:]))
     others = [i for i in range(25) if i not in slots.tolist()]
     for tensor, old, new in zip(flat(layer), before, (k[0], v[0], k[1], v[1]), strict=False):
         got, wanted = tensor[slots.long()], new
-        if got.is_floating_point():  # NaN is not equal to itself, and its bits are nobody's business
+        if got.is_floating_point():  # NaN != NaN, and its bits may differ
             assert got.isnan().equal(wanted.isnan())
             got, wanted = got.nan_to_num(nan=0.0), wanted.nan_to_num(nan=0.0)
         assert same(got, wanted)
@@ -67,7 +67,7 @@ def test_moved_rows_are_read_before_they_are_overwritten(moves, name):
 
 @pytest.mark.parametrize("name", ["bf16", "int8"])
 def test_rows_of_all_layers_move_at_once(name):
-    """As in each by itself, by two launches; nothing else is touched."""
+    """Two launches move the rows of all layers as moves in each layer would; no other row changes."""
     cache = KVCache(3, 4, 5, 2, 12, name, str(torch.get_default_device()))
     for i, layer in enumerate(cache.layers):
         kernels.store_kv(rows() + i, rows() * (i + 1), layer, torch.arange(12, dtype=torch.int32))
@@ -84,7 +84,7 @@ def test_rows_of_all_layers_move_at_once(name):
 
 @pytest.mark.parametrize(("name", "normed"), [*((name, False) for name in KV_FORMATS), ("bf16", True)])
 def test_rotated_and_stored_at_once_is_one_after_the_other(name, normed):
-    """Codes, scales and queries of the fused kernel, among them rows that are no numbers; no other row is touched."""
+    """The fused kernel's codes, scales and queries equal those of separate ops, also for NaN; no other row changes."""
     gpu = ops.Ops(importlib.import_module("sameseed.ops.triton"))
     heads, dim, table = 3, 12, randn(40, 12, seed=8)
     some = rows()[[0, 2, 4, 6, 8]]

@@ -1,4 +1,4 @@
-"""Products, norms and gates of the GPU's kernels: values, bits, and what they are cut into."""
+"""Products, norms and gates of the GPU kernels: values, bits, and how products are cut into programs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sameseed.ops import gated_rows, normed_rows, plain_rows, reference, triton 
 from sameseed.ops.triton import dispatch as host, guard, packing, tiling as cuts
 from sameseed.scheme import QuantScheme, QuantTensor
 
-# Law 4, written down: the largest difference from the reference over the sum of |x w|. Rows in float16 under a power of
-# two keep 11 bits, bfloat16 8; other rows enter as the reference has them.
+# Law 4 in numbers: the largest difference from the reference over the sum of |x w|. Rows as float16 times a power of
+# two keep 11 bits, and bfloat16 keeps 8; other rows enter the product as in the reference.
 ROUNDING = {"half": 2.0**-11, "bf16": 2.0**-8, "single": 0.0, "int8": 0.0, "fp8": 0.0}
-SUMS = 2e-6  # of float32 sums in another order, over the size of what is summed
+SUMS = 2e-6  # error of float32 sums in another order, relative to the size of the summed values
 
 FORMATS = [
     "bf16",
@@ -54,12 +54,12 @@ backend = ops.resolve("triton", DEVICE)
 
 @pytest.fixture(autouse=True)
 def _small_programs(request, monkeypatch):
-    """The interpreter computes what programs pad; theirs are as wide as the smallest weights here."""
+    """The interpreter also computes padding, so programs are made as wide as the smallest weights here."""
     if guard.interpreted() and "as_it_is" not in request.node.name:
         monkeypatch.setattr(cuts, "OUTPUTS", {})
         monkeypatch.setattr(cuts, "WARPS", {})
         monkeypatch.setattr(cuts, "FEWEST", 32)
-    cuts.cut.cache_clear()  # it remembers what it chose of other shapes
+    cuts.cut.cache_clear()  # it caches the cuts of other shapes
     yield
     cuts.cut.cache_clear()
 
@@ -72,13 +72,13 @@ def packed(name: str, O: int, K: int) -> tuple[QuantTensor, QuantTensor]:  # noq
 
 
 def fits(name: str, K: int) -> bool:
-    """Whether its groups divide such rows."""
+    """Whether the format's groups divide rows of K values."""
     group = {"g64": 64, "g32": 32, "b128": 32}.get(name.split("-")[1] if "-" in name else "", 1)
     return K % group == 0
 
 
 def as_entered(x: Tensor, w: QuantTensor) -> Tensor:
-    """Rows as they enter the product, float64."""
+    """Rows as they enter the product (after rounding), in float64."""
     form = host.form_for(w)
     if form == "half":
         power = torch.exp2(torch.floor(torch.log2(x.abs().amax(-1, keepdim=True))))
@@ -116,7 +116,7 @@ def test_values(T, O, K, name):  # noqa: E741
 
 @pytest.mark.parametrize("name", ["w8a8", "w4a8", "fp8", "w4a16"])
 def test_rows_of_any_size(name):
-    """Large and tiny rows, zeros, and rows that are no numbers, which spoil themselves alone."""
+    """Large and tiny rows, zeros, and rows with NaN or infinity, which must not affect other rows."""
     plain, w = packed(name, 5, 256)
     x = randn(8, 256)
     x[1] *= 1e30
@@ -133,16 +133,16 @@ def test_rows_of_any_size(name):
 
 @pytest.mark.parametrize("name", ["nf4", "mxfp4"])
 def test_every_code_of_four_bit_floats(name):
-    """As an exact product with rows of one 1 tells them; of nf4 22 bits."""
+    """Products with one-hot rows return each code's value: exact for mxfp4, 22 bits for nf4."""
     fmt = scheme.get(name)
     plain = fmt.stored(torch.arange(128, dtype=torch.uint8).remainder(16)[None], torch.ones(1, 128 // fmt.groups[0]))
-    ones = torch.arange(16) * 7  # columns of every code
+    ones = torch.arange(16) * 7  # one column of each code
     got = gpu.product(plain_rows(torch.eye(128)[ones]), gpu.pack(plain)).T
     torch.testing.assert_close(got, fmt.decode(plain)[:, ones], rtol=2.0**-22 if name == "nf4" else 0.0, atol=2.0**-25)
 
 
 def test_every_code_of_eight_bit_floats():
-    """As an exact product with rows of one 1 tells them, NaN and subnormals too."""
+    """Products with one-hot rows return each code's exact value, including NaN and subnormals."""
     for name in ("fp8_e4m3", "fp8_e5m2"):
         codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
         plain = scheme.get(name).stored(codes, torch.ones(8, 1))
@@ -157,9 +157,9 @@ def test_every_code_of_eight_bit_floats():
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_rows_are_quantized_as_the_formats_say(form):
     x = randn(6, 256)
-    x[1], x[2], x[3] = 0.0, x[2] * 2.0**-103, x[3] * 1e35  # row 2 lies below 2^-100
+    x[1], x[2], x[3] = 0.0, x[2] * 2.0**-103, x[3] * 1e35  # row 2 is below 2^-100
     x[4, 3], x[5, 200] = math.nan, math.inf
-    x[0, :128] = torch.arange(128) - 63.5  # ties
+    x[0, :128] = torch.arange(128) - 63.5  # rounding ties
     for group in (64, 256):
         launch, ready = host.preparation(plain_rows(x), form, group)
         launch.run()
@@ -173,7 +173,7 @@ def test_rows_are_quantized_as_the_formats_say(form):
 
 
 def test_halves_of_the_largest_and_the_smallest_rows():
-    """A row's power of two never reaches the ends of float32."""
+    """The power of two of a row never overflows or underflows float32."""
     x = torch.tensor([[3.4e38, -1.7e38, 1.0], [2.0**-126, 2.0**-100, -(2.0**-99)], [0.0, -0.0, 0.0]])
     launch, ready = host.preparation(plain_rows(x), "half", 3)
     launch.run()
@@ -215,19 +215,19 @@ def test_rows_do_not_know_their_company(name):
 
 @pytest.mark.bits
 def test_a_row_keeps_its_bits_as_others_join_it():
-    """Numbers of rows on either side of every border; that all others run the same code, the cut's test says."""
+    """Row counts on both sides of every tile border; `test_the_cut_...` shows that other counts run the same code."""
     _, w = packed("w4a16-g32", 8, 64)
     x = randn(64, 64)
     whole = backend.product(plain_rows(x), w)
     for count in (1, 15, 16, 17, 32, 33, 63):
         assert backend.product(plain_rows(x[:count].clone()), w).equal(whole[:count]), count
     lies = torch.cat([torch.zeros(1), x.flatten()])[1:].view(64, 64)
-    assert lies.data_ptr() % 16 and backend.product(plain_rows(lies), w).equal(whole)  # wherever it lies in memory
+    assert lies.data_ptr() % 16 and backend.product(plain_rows(lies), w).equal(whole)  # at any address
 
 
 @pytest.fixture
 def short_parts(monkeypatch):
-    """Sums are cut into two shares where they are short too."""
+    """Cut short sums into two shares, too."""
     monkeypatch.setattr(cuts, "SHORTEST", 1)
     monkeypatch.setattr(cuts, "SPLITS", (2,))
     cuts.cut.cache_clear()
@@ -242,12 +242,12 @@ def test_split_sums_keep_the_law(name, short_parts, monkeypatch):
     assert backend.product(plain_rows(x[17:18].clone()), w, bias, residual[17:18]).equal(whole[17:18])
     wanted = as_entered(x, plain) @ scheme.get(plain.format).decode(plain).double().T + bias + residual
     assert (whole - wanted).abs().max() <= SUMS * 3 * math.sqrt(256) * 4
-    monkeypatch.setattr(host, "ROWS_AT_ONCE", 64)  # a long pass goes in slices
+    monkeypatch.setattr(host, "ROWS_AT_ONCE", 64)  # a pass with many rows is computed in slices
     assert backend.product(plain_rows(x), w, bias, residual).equal(whole)
 
 
 def test_the_cut_of_a_weight_is_chosen_once(monkeypatch):
-    """Every product asks for it twice, while the device waits for its launch."""
+    """Every product asks twice for the cut, while the device waits for the launch."""
     _, w = packed("w4a16-g32", 20, 64)
     chosen = cuts.tiling(w)
     monkeypatch.setattr(cuts, "PROGRAMS", None)
@@ -262,7 +262,7 @@ def test_some_sums_are_split_as_it_is():
     assert backend.product(plain_rows(x), w)[19:].equal(backend.product(plain_rows(x[19:].clone()), w))
 
 
-@pytest.mark.parametrize("K", [64, 1024])  # more values than the threads of a program: the mean's sum has an order
+@pytest.mark.parametrize("K", [64, 1024])  # more values than threads of a program: the order of the mean's sum matters
 @pytest.mark.parametrize("name", FEW)
 def test_fused_forms_have_the_bits_of_their_parts(name, K):
     _, w = packed(name, 20, K)
@@ -284,8 +284,7 @@ def test_fused_forms_have_the_bits_of_their_parts(name, K):
 
 @every_format
 def test_the_cut_depends_on_the_weight_alone_as_it_is(name):
-    """Nothing that is launched changes with the rows but the number of programs, of tiles in one, of its warps, and
-    when they begin."""
+    """With the number of rows, only the number of programs, their tiles, their warps and their start time change."""
     _, w = packed(name, 100, 4096)
     seen = set()
     for count in (*range(1, 65), 100, 500):
@@ -296,7 +295,7 @@ def test_the_cut_depends_on_the_weight_alone_as_it_is(name):
             fixed = {k: v for k, v in launch.constants.items() if k not in ("TILES", "EARLY")}
             sizes = {k: v for k, v in launch.arguments.items() if isinstance(v, int) and k != "num_rows"}
             cut.append((str(fixed), str(sizes), launch.grid[1:]))
-            assert "num_rows" in launch.free  # the compiler may not know 1, or a multiple of 16, from other numbers
+            assert "num_rows" in launch.free  # the compiler must not specialize on 1 or multiples of 16
         seen.add(tuple(cut))
         tiles = launches[0].constants["TILES"]
         assert tiles == (1 if count <= 16 else 2 if count <= 32 else 4) and launches[0].grid[0] * tiles * 16 >= count
@@ -333,7 +332,7 @@ def test_what_has_no_kernel_is_left_to_the_reference():
 
 @pytest.mark.parametrize("packed_first", [True, False])
 def test_the_upper_halves_of_a_weight_are_read_alone(packed_first):
-    """What self_quant drafts with: one plane of the two, on the same memory."""
+    """self_quant drafts with one of the two planes, in the same memory."""
     fmt, plain = scheme.get("int8n"), QuantScheme.parse("w8a8n").encode(randn(20, 256, seed=1))
     whole = gpu.pack(plain)
     view = fmt.lower(whole) if packed_first else gpu.pack(fmt.lower(plain))

@@ -1,4 +1,4 @@
-"""A whole model on the GPU's kernels in Triton's interpreter: loaded in chunks, drafted for, one text."""
+"""A whole model on the GPU kernels in Triton's interpreter: loading in chunks, drafting, one text."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ pytestmark = pytest.mark.skipif(not guard.interpreted(), reason="its models are 
 
 @pytest.mark.parametrize("name", ["w4a8", "fp32"])
 def test_logits_are_the_reference_s(name, monkeypatch):
-    """Matrices of whose columns no group divides the number, stacked ones and the head among them."""
-    monkeypatch.setattr(weights, "CHUNK", 48 * 32)  # many chunks: each is packed by itself
+    """Includes matrices whose width no group size divides, stacked matrices, and the LM head."""
+    monkeypatch.setattr(weights, "CHUNK", 48 * 32)  # many chunks, each packed by itself
     text = prompt(5)
     got, wanted = (all_logits(tiny_model.__wrapped__(b, "llama3.2", name), text) for b in ("triton", "reference"))
-    # Quantized rows: an error in the last bit may be a step of a code of the next layer.
+    # Quantized rows: an error in the last bit may change a code in the next layer by one step.
     torch.testing.assert_close(got, wanted, rtol=0, atol=(0.05 if name == "w4a8" else 1e-4) * float(wanted.abs().max()))
 
 
 def test_drafts_change_nothing(tmp_path):
-    """Law 1 with all of T = 1, a chunk of a prompt, and drafts that are wrong."""
+    """Law 1 with T = 1, prompt chunks and wrong drafts."""
     for folder, noise in (("target", 0.0), ("draft", 0.1)):
         write_model(tmp_path / folder, noise=noise, num_hidden_layers=1)
     pair = load_pair(tmp_path / "target", tmp_path / "draft", "triton", "w4a16")

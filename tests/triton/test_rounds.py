@@ -1,4 +1,4 @@
-"""Rounds of the whole engine on the GPU's kernels, on a pretended GPU: the CPU's texts, and what the host waits for."""
+"""Rounds of the whole engine on a pretended GPU: the texts of the CPU, and how often the host waits for the device."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from sameseed.scheme import QuantScheme
 pytestmark = pytest.mark.skipif(os.environ.get("SAMESEED_TEST_GPU") != "pretended", reason="of the pretended GPU")
 IN, OUT = "copy to the device", "copy to the host"
 ROWS, BATCH, CHOICES = (IN, "devices.put"), (IN, "devices.put_into"), (OUT, "devices.read")
-# What a round may wait for at most; k is 2. The end of a pass is waited for by reading its choices.
+# Most waits of a round with k = 2. The host waits for the end of a pass by reading its choices.
 MOST: dict[str, Counter[tuple[str, str]]] = {
     "none": Counter({ROWS: 1, CHOICES: 1}),
-    # Two passes of the draft model, whose tokens the target takes unread, and one of the target.
+    # Two passes of the draft model, whose tokens the target takes on the device, and one of the target.
     "draft_model": Counter({ROWS: 3, CHOICES: 1}),
-    # A pass of the target, one of the draft.
+    # A pass of the target and one of the draft model.
     "parallel": Counter({ROWS: 2, CHOICES: 2}),
-    # A pass of the target, one of the head for what became certain and one a level, with its parents; what is kept of
+    # A pass of the target; one of the head for accepted tokens and one per level, with its parents; the kept rows of
     # the target's pass.
     "eagle": Counter({ROWS: 5, CHOICES: 1, (OUT, "drafters._eagle_guesses.rows"): 2}),
-    # The same as a chain, which the target takes unread: how the first token is drawn is another copy.
+    # The same as a chain, which the target takes on the device; how the first token is drawn is one more copy.
     "eagle chain": Counter({ROWS: 6, CHOICES: 1}),
-    # Where a policy looks at confidences the draft is read first.
+    # If a policy needs confidences, the draft is read first.
     "draft_model, confidence": Counter({ROWS: 3, CHOICES: 2}),
 }
-# The same by graphs; k is 4. A chain is a pass and then a graph for all others: two batches, however long it is.
+# The same by graphs with k = 4. A chain is a pass and one graph for the others: two batches for any length.
 BY_GRAPHS: dict[str, Counter[tuple[str, str]]] = {
     "draft_model": Counter({BATCH: 3, CHOICES: 1}),
     "draft_model, confidence": Counter({BATCH: 3, CHOICES: 2}),
@@ -64,7 +64,7 @@ def test_a_chain_by_graphs_is_two_batches(name: str, tmp_path: Path, monkeypatch
 def rounds(
     name: str, k: int, length: int, folder: Path, monkeypatch: pytest.MonkeyPatch, by_graphs: bool
 ) -> list[tuple[Counter[tuple[str, str]], int]]:
-    """What each round of a text waits for, and how many graphs it recorded. The text is the CPU's."""
+    """What each round of a text waits for, and how many graphs it recorded. The text must be the CPU's."""
     method = name.split(",")[0].split()[0]
     torch.set_default_device(None)
     for own, noise in (("target", 0.0), ("draft", 0.1)):
@@ -101,7 +101,7 @@ def rounds(
 
 
 def test_who_is_chosen_for_does_not_hang_on_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests whose logits the host needs beside those whose tokens the device chooses."""
+    """Requests whose logits the host needs, in one batch with requests whose tokens the device chooses."""
     torch.set_default_device(None)
     write_model(tmp_path, num_hidden_layers=1)
     backend, quant = ops.resolve("triton"), QuantScheme.parse("w4a16")

@@ -1,4 +1,4 @@
-"""Rows made ready for a product: those too wide for registers."""
+"""Rows prepared for a product: rows too wide for registers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_wide_gated_rows_have_the_bits_of_whole_ones(form, group, monkeypatch):
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ["bf16", "w4a16-g32", "w4a8-g32", "fp8-a8", "w8a8"])
 def test_shares_added_and_normed_at_once_have_the_bits_of_both(name, monkeypatch):
-    """And the next product takes what was made, once it is for the same norm and kind of weight."""
+    """The next product uses the prepared rows if they are for its norm and kind of weight."""
     monkeypatch.setattr(cuts, "SHORTEST", 1)
-    monkeypatch.setattr(cuts, "SPLITS", (1, 2))  # two shares wherever there are two steps: programs are few
+    monkeypatch.setattr(cuts, "SPLITS", (1, 2))  # two shares if there are two steps, since there are few programs
     cuts.cut.cache_clear()
     w, after, norm = packed(name, 64, 256), packed(name, 20, 64), randn(64, seed=4)
     x, residual = randn(5, 256), randn(5, 64, seed=3)
@@ -61,7 +61,7 @@ def test_shares_added_and_normed_at_once_have_the_bits_of_both(name, monkeypatch
     with monkeypatch.context() as counted:
         counted.setattr(dispatch, "preparation", None)
         assert gpu.product(rows, after).equal(expected)
-    other = randn(64, seed=5)  # another norm is not what was made
+    other = randn(64, seed=5)  # another norm: the prepared rows do not fit
     expected = gpu.product(normed_rows(plain, other, 1e-5), after)
     assert gpu.product(normed_rows(joined, other, 1e-5), after).equal(expected)
     cuts.cut.cache_clear()

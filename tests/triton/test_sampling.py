@@ -1,4 +1,4 @@
-"""Choices in Triton are spec/sampling.py's: noise bit for bit, tokens one for one."""
+"""Choices in Triton equal those of spec/sampling.py: the noise bit for bit, and every token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ draws_module = importlib.import_module("sameseed.ops.triton.draws")
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-V = 2500  # three chunks, the last one short
+V = 2500  # three chunks, the last one not full
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def test_the_noise_is_the_same(seed, position, first):
     assert [h % (1 << 64) for h in hashes.tolist()] == wanted
     tokens = np.arange(first, first + 256)
     wanted = spec.gumbel_noise(seed, position, tokens)
-    if out.device.type == "cuda":  # whose logarithms may differ in the last bits
+    if out.device.type == "cuda":  # a GPU's logarithms may differ in the last bits
         np.testing.assert_allclose(out.cpu().numpy(), wanted, rtol=1e-13, atol=1e-15)
     else:
         assert (out.cpu().numpy() == wanted).all()
@@ -63,7 +63,7 @@ MANY = [
 
 def test_choices_are_the_same():
     logits = 3 * randn(len(MANY), V, seed=4)
-    logits[3:] = logits[3:].mul(4).round() / 4  # ties, at the borders of top-k and top-p as well
+    logits[3:] = logits[3:].mul(4).round() / 4  # ties, also at the borders of top-k and top-p
     logits[1, ::2] = -torch.inf
     found = set()
     for position in range(8):
@@ -92,7 +92,7 @@ def test_rows_without_a_choice_say_so(temperature):
 
 
 def test_columns_may_stand_for_other_tokens():
-    """As if the rows were those of the whole vocabulary, the other tokens ruled out."""
+    """The choices are those from the whole vocabulary with all other tokens ruled out."""
     logits, ids = 3 * randn(len(MANY), 300, seed=6), torch.arange(300) * 7 + 3
     whole = logits.new_full((len(MANY), V), -torch.inf)
     whole[:, ids] = logits

@@ -1,4 +1,4 @@
-"""Larger tiles of rows: the bits of tiles of 16, and where they are taken."""
+"""Larger tiles of rows: they give the bits of tiles of 16 rows, and when they are used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ backend = ops.resolve("triton", DEVICE)
 
 @pytest.fixture(autouse=True)
 def _small_programs(monkeypatch):
-    """As in test_linear: the interpreter computes what programs pad."""
+    """As in test_linear: the interpreter also computes padding."""
     if guard.interpreted():
         monkeypatch.setattr(cuts, "OUTPUTS", {})
         monkeypatch.setattr(cuts, "WARPS", {})
@@ -42,7 +42,7 @@ def chosen(w: QuantTensor, num_rows: int, capability: tuple[int, int] = (9, 0)) 
 @pytest.mark.bits
 @pytest.mark.parametrize(("name", "split"), [*((name, 2) for name in FORMATS), ("bf16", 1), ("w4a16-g32-asym", 1)])
 def test_larger_tiles_have_the_bits_of_small_ones(name, split, monkeypatch):
-    """Shares are added in ascending order wherever it happens. Some rows belong to a second wide tile."""
+    """Shares are added in ascending order with any tile. Some rows belong to a second wide tile."""
     monkeypatch.setattr(cuts, "SHORTEST", 1)
     monkeypatch.setattr(cuts, "SPLITS", (split,))
     w = packed(name, 40, 192 if name == "bf16" else 256)
@@ -60,7 +60,7 @@ def test_larger_tiles_have_the_bits_of_small_ones(name, split, monkeypatch):
 
 
 def test_zeros_keep_their_signs(monkeypatch):
-    """A sum that begins with 0.0 would lose them; a share's -0.0 is what a scale makes of a tiny negative sum."""
+    """A sum that starts with 0.0 would lose -0.0, which a share has if a scale makes a tiny negative sum underflow."""
     monkeypatch.setattr(cuts, "SHORTEST", 1)
     monkeypatch.setattr(cuts, "SPLITS", (2,))
     w = packed("bf16", 32, 256)
@@ -83,7 +83,7 @@ def test_few_rows_go_by_tiles_of_16(name):
 
 
 def test_wide_products_have_no_parts_in_memory(monkeypatch):
-    """Not even where sums are shared out: so all rows go by one launch."""
+    """Even with shares there are no partial results in memory, so one launch computes all rows."""
     monkeypatch.setattr(cuts, "SHORTEST", 1)
     monkeypatch.setattr(cuts, "SPLITS", (2,))
     w = packed("w4a16-g32", 40, 256)
@@ -95,13 +95,13 @@ def test_wide_products_have_no_parts_in_memory(monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Kernels are compared, as on a GPU."""
+    """Make the kernels be compared, as on a GPU."""
     monkeypatch.setattr(wide, "interpreted", lambda: False)
     monkeypatch.setattr(wide, "_proven", {})
 
 
 def test_a_device_must_show_equal_bits_first(asked, caplog):
-    """Once for a kernel; where they differ, or it does not compile, tiles of 16 stay, and the log says so."""
+    """Asked once per kernel. If bits differ, or it does not compile, tiles of 16 rows are used, and the log says so."""
     there, one = torch.device("cpu"), torch.ones(2)
     calls = []
 
@@ -125,6 +125,6 @@ def test_products_ask_before_they_go_wide(asked):
     expected = backend.product(plain_rows(x), w)
     assert list(wide._proven.values()) == [True]
     wide._proven.update(dict.fromkeys(wide._proven, False))
-    again = replace(w)  # a weight remembers what was shown of it
+    again = replace(w)  # a weight caches what was shown for it
     assert host.larger("bf16", again, 70, x.device) is None
     assert backend.product(plain_rows(x), again).equal(expected)

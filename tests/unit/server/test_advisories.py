@@ -1,4 +1,4 @@
-"""What advisories of other engines became here, where no other test holds it; docs/guides/security.md lists all."""
+"""Advisories of other engines as tests, where no other test covers them; docs/guides/security.md lists all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def walked(path: Path) -> list[ast.AST]:
 
 
 def test_every_row_of_the_table_names_tests_that_exist() -> None:
-    """So that no advisory loses its test when files move."""
+    """So an advisory cannot lose its test when files move."""
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TABLE.read_text())
     assert len(named) > 40
     for path, name in named:
@@ -44,7 +44,7 @@ def test_every_row_of_the_table_names_tests_that_exist() -> None:
 
 @pytest.mark.parametrize("path", SERVER, ids=lambda p: p.name)
 def test_no_route_serves_files_or_takes_forms(path: Path) -> None:
-    """Ranges of files, multipart bodies and uploads have been slow or open in other servers: here they are absent."""
+    """File ranges, multipart bodies and uploads were slow or unsafe in other servers; this server has none of them."""
     absent = {"FileResponse", "StaticFiles", "UploadFile", "Form", "File", "multipart"}
     names = {n.id for n in walked(path) if isinstance(n, ast.Name)}
     names |= {a.name for n in walked(path) if isinstance(n, ast.ImportFrom | ast.Import) for a in n.names}
@@ -52,7 +52,7 @@ def test_no_route_serves_files_or_takes_forms(path: Path) -> None:
 
 
 def test_no_duration_is_taken_from_the_wall_clock() -> None:
-    """A clock that jumps must not time out, starve or kill: `time.time` only tells when something was made."""
+    """A clock that jumps must not cause timeouts, starvation or kills: `time.time` only gives creation times."""
     allowed = {"app.py", "proxy.py", "replies.py"}  # the "created" of models and answers
     for path in (*SERVER, *(ROOT / "sameseed" / "engine").glob("*.py")):
         used = [
@@ -87,7 +87,7 @@ def test_every_key_is_compared_whatever_matches(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens and templates of one request must not keep the event loop from the others."""
+    """Tokenizing and templating one request must not block the event loop for the others."""
     text = TextCodec(pair.tokenizer.as_files(), 304, 256)
     threads: list[str] = []
 
@@ -127,7 +127,7 @@ async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request() -> N
 
 
 def test_who_runs_the_programs_of_others_knows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates and grammars run in a process whose environment holds nothing but what Python needs."""
+    """Templates and grammars run in a process whose environment holds only what Python needs."""
     started: list[dict[str, str]] = []
     monkeypatch.setattr(helper.process.os, "posix_spawn", lambda path, command, env: started.append(env) or 1)
     secret = {"SAMESEED_API_KEY": "k", "HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s", "LC_ALL": "C.UTF-8"}

@@ -1,4 +1,4 @@
-"""Answers as responses: what goes wrong in the middle of a stream is said in it, and no answer blocks the others."""
+"""Answers as responses: an error within a stream is sent in the stream, and no answer blocks the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sameseed.server.text import TextCodec
 
 
 class Recorded(CompletionReply):
-    """Remembers which threads wrote it; fails at its second piece where it is told to."""
+    """Records which threads wrote it; fails at its second piece if `breaks` is set."""
 
     breaks = False
 
@@ -49,9 +49,9 @@ class Recorded(CompletionReply):
 async def answered(
     reply: Recorded, pieces: list[Piece], events: bool, prepared: float = 0.0
 ) -> tuple[int, bytes, Gate]:
-    """Status and body of the answer that these pieces make, and the gate that it came through.
+    """Status and body of the answer made of these pieces, and the gate that admitted it.
 
-    `prepared`: seconds that passed before there was an answer.
+    `prepared`: seconds between the arrival of the request and the answer's start.
     """
     gate = Gate(10)
     stream = Stream(Add("r", [[1]], SamplingParams()), lambda job_id: None)
@@ -94,7 +94,7 @@ async def test_a_fault_in_the_middle_is_said(reply: Recorded) -> None:
 
 @pytest.mark.parametrize("events", [True, False])
 async def test_many_log_probabilities_are_written_out_elsewhere(reply: Recorded, events: bool) -> None:
-    """The event loop has other requests to serve meanwhile."""
+    """They are written in a thread, because the event loop has other requests to serve."""
     await answered(reply, [piece("a", scores=INLINE + 1), piece("b", done=True)], events)
     assert reply.threads - {threading.get_ident()}
     few = Recorded("cmpl-1", "x", reply.text, 1, logprobs=True, echoes=[], hidden=False)
@@ -109,7 +109,7 @@ async def test_the_clock_has_run_while_the_request_was_prepared(reply: Recorded)
 
 @pytest.mark.parametrize(("ruled_out", "status"), [(True, 400), (False, 500)])
 async def test_whose_fault_an_error_is(ruled_out: bool, status: int) -> None:
-    """A pass that fails is no fault of a request, whatever its biases and its grammar are."""
+    """A failed pass is not the fault of a request, whatever biases and grammar the request has."""
     stream = Stream(Add("r", [[1]], SamplingParams(logit_bias={1: 1.0}), choice=["a"]), lambda job_id: None)
     done = {**DONE, "finish_reason": "error", "ruled_out": ruled_out}
     stream.push(Piece(0, "", [], [], [], [], done))

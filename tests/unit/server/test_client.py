@@ -1,4 +1,4 @@
-"""The server's end of the engine's process, with a process that only pretends: it dies, hangs, or talks nonsense."""
+"""The server's end of the engine process, with a stand-in for that process that dies, hangs or sends nonsense."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Start = Callable[..., EngineClient]
 
 @pytest.fixture
 def start(pair: Pair, tmp_path: Path) -> Start:
-    """Makes clients of processes that behave in a certain way."""
+    """Makes clients of stand-ins with a given behaviour."""
     ready = tmp_path / "ready"
     ready.write_bytes(frames.pack(frames.EngineReady(pair.tokenizer.as_files(), 304, 256, 4)))
     for name, seconds in (("beat", 0.0), ("stuck", 99.0)):
@@ -113,7 +113,7 @@ async def test_a_process_that_keeps_dying_is_given_up(start: Start) -> None:
 async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, settings: dict[str, float]) -> None:
     client = start(behaviour, max_restarts=1)
     await asyncio.wait_for(client.wait_ready(), 20)
-    vars(client).update(settings)  # not before: to start may take longer
+    vars(client).update(settings)  # only now, since starting may take longer
     stream, pid = submit(client), client.pid
     assert (await asyncio.wait_for(read(stream), 20)).status == 503
     assert not client._streams
@@ -123,7 +123,7 @@ async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, setti
 
 
 async def test_a_process_that_cannot_be_started_is_tried_again(start: Start) -> None:
-    """The engine dies while no file descriptor is to be had: that passes."""
+    """The engine dies while no file descriptor is available, which is temporary."""
     states: list[str] = []
 
     def short(start: int) -> OSError | None:
@@ -149,7 +149,7 @@ async def test_a_first_process_that_cannot_be_started_is_one_line(start: Start) 
 
 
 async def test_what_breaks_here_is_a_death_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the process's doing, nor the machine's: it is told, the process ended, and after so many it is given up."""
+    """An exception in the server itself is reported and ends the process; after `max_restarts` the server gives up."""
     said: list[str] = []
     client = start("alive", max_restarts=2, on_failure=said.append)
     await asyncio.wait_for(client.wait_ready(), 20)
@@ -172,7 +172,7 @@ async def test_what_breaks_here_is_a_death_too(start: Start, monkeypatch: pytest
 
 
 async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says little of itself, which harms nobody; then it dies, and so does what would start it."""
+    """A vLLM that reports no facts still serves; then it dies, and it cannot be started again."""
     said: list[str] = []
     python = program(tmp_path / "python", "exec sleep 60")
 
@@ -244,7 +244,7 @@ async def test_half_requests_are_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(connection, "WAIT", 0.4)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(0.6)  # an answer may take its time
+        await asyncio.sleep(0.6)  # an answer may take longer than WAIT
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
@@ -253,7 +253,7 @@ async def test_half_requests_are_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     server = run._Server(config)
     serving = asyncio.create_task(server.serve([listener]))
     request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for half in (b"", request[:9], request):  # the last one is answered, and then says nothing
+    for half in (b"", request[:9], request):  # the last one is answered, then the client is silent
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(half)
         got = await asyncio.wait_for(reader.read(), 10)
@@ -282,7 +282,7 @@ def test_a_full_disk_silences_the_log(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 async def test_the_engine_does_not_outlive_its_server() -> None:
-    """The real process: it leaves when the other end of its socket is closed, whatever became of who held it."""
+    """The real process exits when the other end of its socket is closed, however the server ended."""
     pid, ours = process.spawn("worker")
     try:
         received = ours.recv(1) if select.select([ours], [], [], 30)[0] else b""

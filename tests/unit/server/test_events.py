@@ -1,4 +1,4 @@
-"""Events in whatever chunks they come: passed on whole, and those of errors without what lies inside the server."""
+"""Events, however they are split into chunks: passed on unchanged, but errors without internals of the server."""
 
 from __future__ import annotations
 

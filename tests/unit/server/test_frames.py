@@ -1,4 +1,4 @@
-"""Frames between server and engine: what goes in comes out, however the bytes are cut; what cannot be is refused."""
+"""Frames between server and engine: decoded as sent, however the bytes are split; invalid frames are refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_no_frame_grows_with_the_prompt() -> None:
 
 
 def through(frame: frames.ToEngine | frames.FromEngine) -> Any:
-    """A frame as the other side has it."""
+    """A frame as the other side decodes it."""
     (made,) = frames.Unpacker(frames.ToEngine | frames.FromEngine).feed(frames.pack(frame))
     return made
 

@@ -1,4 +1,4 @@
-"""The gate, the keys and the settings: how much is let in, from whom, and where the server may listen."""
+"""The gate, the keys and the settings: how much is admitted, from which tenant, and where the server may listen."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ async def test_large_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(max_queue=100)
     with gate.enter("", 1, 90), pytest.raises(ApiError, match="too much text"):
         gate.enter("", 1, 20)
-    with gate.enter("", 0, 90):  # of who wants tokens only, no sequence is counted
+    with gate.enter("", 0, 90):  # a request for tokens only counts no sequence
         assert gate.num_inside == 0
         gate.enter("", 1, 10).close()
         with pytest.raises(ApiError, match="too much text"):
             gate.enter("", 0, 20)
-        with pytest.raises(asyncio.TimeoutError):  # but a drain waits for it
+        with pytest.raises(asyncio.TimeoutError):  # but draining waits for it
             await asyncio.wait_for(gate.empty.wait(), 0.01)
     await asyncio.wait_for(gate.empty.wait(), 1)
     gate.enter("", 1, 1000).close()
@@ -54,7 +54,7 @@ async def test_a_full_queue_has_room_for_who_has_nothing_inside(monkeypatch: pyt
     monkeypatch.setattr(gates, "MAX_TEXT", 80)
     gate = Gate(max_queue=14, num_tenants=3)
     gate.max_running = 2
-    flood = [gate.enter("flood", 1, 5) for _ in range(14)]  # two of fourteen places are kept, and ten of 80 bytes
+    flood = [gate.enter("flood", 1, 5) for _ in range(14)]  # two of 14 places and ten of 80 bytes are reserved
     with pytest.raises(ApiError, match="queue is full"):
         gate.enter("flood", 1, 0)
     with pytest.raises(ApiError, match="too much text"):

@@ -1,4 +1,4 @@
-"""Compiled grammars on the server's side and the engine's: kept within bounds, compiled once, handed on in order."""
+"""Compiled grammars in the server and the engine: bounded in memory, compiled once, passed on in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sameseed.server.tools import PARSERS, Call, More
 
 
 class Pretended:
-    """A helper whose grammars are as long as their sources say, and that can be told to die."""
+    """A helper whose grammars are as long as their sources say; it can be made to die."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -70,7 +70,7 @@ async def test_refusals_are_remembered_and_bounded() -> None:
             await grammars.compiled(GrammarSource("regex", "bad", name))
         assert caught.value.param == name
     assert helper.asked == ["bad"]
-    for _ in range(2):  # that a process died may have other reasons
+    for _ in range(2):  # its death may have other causes, so it is not remembered
         with pytest.raises(ApiError, match="in time") as caught:
             await grammars.compiled(GrammarSource("regex", "late", "f"))
         assert caught.value.status == 503 and caught.value.retry_after
@@ -83,7 +83,7 @@ async def test_refusals_are_remembered_and_bounded() -> None:
 
 
 async def test_who_asks_meanwhile_waits_for_the_same() -> None:
-    """Many clients begin with one schema: it is compiled once, whoever leaves, and each is told in its words."""
+    """A schema sent by many clients is compiled once, also if one of them leaves; each error names its own field."""
     go = asyncio.Event()
 
     class Slow(Pretended):
@@ -126,7 +126,7 @@ os.kill(os.getpid(), int(sys.argv[3]))
 async def test_too_much_work_is_told_from_a_death(
     number: int, expected: bool | None, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process's own limit ends it with a signal of its own; any other end may be the machine's doing."""
+    """A process that exceeds its own limit dies by a signal of its own; any other death may be the machine's fault."""
     answer = frames.pack(frames.Done("")).hex()
     spawn = pretender(sys.executable, "-IS", "-c", DIES, "FD", answer, str(int(number)))
     monkeypatch.setattr(helper_of_server, "AT_ONCE", -1.0)
@@ -148,7 +148,7 @@ def words(pair: Pair) -> Matching:
 
 
 def test_the_engine_loads_what_it_is_sent(words: Matching) -> None:
-    """In order; an abort that comes before its request is ready is heeded; one that cannot be loaded fails alone."""
+    """In order. An abort works before its request is ready; a grammar that cannot be loaded fails only its request."""
     delivered: queue.Queue[Any] = queue.Queue()
     calls = []
 
@@ -187,7 +187,7 @@ def test_the_engine_loads_what_it_is_sent(words: Matching) -> None:
 
 
 def test_a_request_whose_grammar_cannot_be_made_is_handed_on_all_the_same() -> None:
-    """So that it is refused: nobody would ever answer it otherwise. An abort finds nothing left here."""
+    """The request is passed on so that it is refused; nobody else would answer it. An abort then finds nothing here."""
     delivered: queue.Queue[Any] = queue.Queue()
 
     def broken() -> Vocabulary:
@@ -214,7 +214,7 @@ TOOLS = [
 
 
 def walk(words: Matching, source: GrammarSource, seed: int) -> str:
-    """A random text of a grammar, which ends where it first may."""
+    """A random text of a grammar, which ends where the grammar first allows it."""
     matched, rng = words.matched(words.language(words.compiled(source.kind, source.text))), random.Random(seed)
     tokens: list[int] = []
     for _ in range(400):
@@ -228,7 +228,7 @@ def walk(words: Matching, source: GrammarSource, seed: int) -> str:
 @pytest.mark.parametrize("parser", ["qwen", "llama3"])
 @pytest.mark.parametrize("seed", range(4))
 def test_compelled_calls_are_read_back(words: Matching, parser: str, seed: int) -> None:
-    """What the grammar of calls lets a model write, the parser takes for calls, with arguments by their schema."""
+    """The parser reads what the grammar of calls allows as calls, with arguments that match their schema."""
     asked = read(
         ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "required"}
     )
@@ -254,7 +254,7 @@ def test_compelled_calls_are_read_back(words: Matching, parser: str, seed: int) 
 
 
 def test_strict_calls_amid_free_text(words: Matching) -> None:
-    """The model is free until it opens a call; then only a call may come, by its schema."""
+    """The model writes freely until it opens a call; then the grammar allows only a call that matches its schema."""
     asked = read(ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS[:1]})
     source = asked.compelled("qwen")
     assert source is not None
@@ -273,7 +273,7 @@ def test_strict_calls_amid_free_text(words: Matching) -> None:
 
 
 async def test_a_new_engine_gets_its_grammars_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once an engine, and what is forgotten on one side is forgotten on the other."""
+    """A grammar is sent once per engine, and what one side forgets, the other forgets too."""
     client, sent = EngineClient("x", {}), []
     monkeypatch.setattr(client, "_write", lambda data: sent.append(msgspec.msgpack.decode(data[4:])["type"]))
     client.state = "ready"
@@ -288,6 +288,6 @@ async def test_a_new_engine_gets_its_grammars_again(monkeypatch: pytest.MonkeyPa
         await submit(source)
     assert sent == ["LoadGrammar", "Add", "Add", "Forget", "LoadGrammar", "Add"]
     sent.clear()
-    client._sent.clear()  # as when an engine is started
+    client._sent.clear()  # as after an engine was started
     await submit("41")
     assert sent == ["LoadGrammar", "Add"]

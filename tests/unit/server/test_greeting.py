@@ -1,4 +1,4 @@
-"""What `serve` says to a person: a page to open, and a line to paste."""
+"""What `serve` prints for a user: a page to open and a line to paste."""
 
 from __future__ import annotations
 

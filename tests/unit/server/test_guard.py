@@ -1,4 +1,4 @@
-"""The routes without an engine: keys on every path but /health, hosts, sizes, and errors in one shape everywhere."""
+"""The routes without an engine: keys on every path except /health, hosts, sizes, and errors in one shape everywhere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def open_() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def is_error(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error in OpenAI's shape."""
+    """Check that the response is an error in OpenAI's shape; returns the error."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     error: dict[str, Any] = response.json()["error"]
@@ -53,7 +53,7 @@ def is_error(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 async def test_every_route_but_health_wants_a_key() -> None:
-    """Every route that there is, also one that the document leaves out, and what is no HTTP at all."""
+    """All routes, also one that is not in the OpenAPI document, unknown paths, and a connection that is not HTTP."""
     app: Any
     app, _ = create_app(EngineClient("x", {}), ServerConfig(host="0.0.0.0", keys=Keys((KEY,))))
     paths = {route.path.replace("{name:path}", "x") for route in app._app.routes} - {"/health", "/ready", "/"}
@@ -64,7 +64,7 @@ async def test_every_route_but_health_wants_a_key() -> None:
     routes += [("POST", "/health"), ("POST", "/ready"), ("POST", "/")]
     async with visiting(app) as client:
         for method, path in routes:
-            url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # as it is, nothing put in order
+            url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # the path unchanged, not normalized
             for key in ({}, {"authorization": "Bearer wrong-key"}, {"authorization": f"Basic {KEY}"}, {"api-key": KEY}):
                 response = await client.request(method, url, headers=key, content=b"{}")
                 assert response.status_code == 401, (method, path)
@@ -73,8 +73,8 @@ async def test_every_route_but_health_wants_a_key() -> None:
                     assert is_error(response, 401)["code"] == "invalid_api_key"
             assert (await client.request(method, path, headers=AUTHORIZED)).status_code != 401, (method, path)
         assert (await client.get("/health")).status_code == 200
-        assert (await client.get("/ready")).status_code == 503  # it is not loaded: a probe needs no key to hear that
-        assert (await client.get("/")).status_code == 200  # the playground: the same page everywhere, without data
+        assert (await client.get("/ready")).status_code == 503  # not loaded yet: a probe needs no key to learn it
+        assert (await client.get("/")).status_code == 200  # the playground: the same page on every server, without data
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -133,13 +133,13 @@ async def test_large_bodies_are_refused_before_they_are_read(open_: httpx.AsyncC
 
 
 async def test_bodies_are_bounded_together(open_: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a body is read whole nothing is known of it: many at once must not fill the memory."""
+    """Until a body is read completely, its size is unknown: many at once must not fill the memory."""
     monkeypatch.setattr(reading, "MAX_INSIDE", 1000)
     json_type, read, go_on = {"content-type": "application/json"}, asyncio.Event(), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
         yield b'{"prompt": "' + b"x" * 900
-        read.set()  # more is asked for: this much is counted
+        read.set()  # the next chunk is requested, so this one is counted
         await go_on.wait()
         yield b'"}'
 

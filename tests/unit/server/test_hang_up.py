@@ -1,4 +1,4 @@
-"""SIGHUP: a rolling restart, unless it says that the terminal is gone."""
+"""SIGHUP starts a rolling restart, unless it means that the terminal was closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sameseed.server.run import Runner, Served
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Never asked."""
+    """Never called."""
 
 
 def runner(renewed: list[str]) -> Runner:
@@ -41,6 +41,6 @@ async def test_a_terminal_that_was_closed_ends_it(monkeypatch: pytest.MonkeyPatc
     made = runner(renewed)
     monkeypatch.setattr(os, "isatty", lambda number: False)
     made._hang_up()
-    made._hang_up()  # a second one is no second SIGTERM
+    made._hang_up()  # a second SIGHUP does not act like a second SIGTERM
     await until(lambda: made._server.should_exit)
     assert not renewed and made._gate.closed

@@ -1,4 +1,4 @@
-"""The process beside the server: what becomes of those who wait when the server ends, or the process does."""
+"""The helper process: what waiting requests get when the server or the helper ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_who_is_being_prepared_when_the_server_ends_is_told() -> None:
     pids: list[int] = []
 
     def silent() -> tuple[int, socket.socket]:
-        """Starts what is set up, and then never answers."""
+        """Confirms its setup, and then never answers."""
         pid, ours = pretender("sleep", "60", first=DONE)()
         pids.append(pid)
         return pid, ours
@@ -75,7 +75,7 @@ def _much() -> str:
 
 
 def compiled_by(compiling: Callable[[], str]) -> frames.FromHelper:
-    """What the process says of a grammar whose compiler does this."""
+    """The helper's answer for a grammar whose compiler does this."""
 
     class Pretended:
         def compiled(self, kind: str, source: str) -> str:
@@ -104,11 +104,11 @@ async def test_what_a_fork_says_counts_though_it_is_slow_to_end(
     end = os._exit
 
     def late(code: int) -> None:
-        os.closerange(3, 256)  # as the end itself does; but then comes another process's turn
+        os.closerange(3, 256)  # as a process's end does; then another process runs first
         time.sleep(0.5)
         end(code)
 
-    monkeypatch.setattr(os, "_exit", late)  # called in the fork only
+    monkeypatch.setattr(os, "_exit", late)  # only the fork calls it
     assert type(compiled_by(compiling)) is kind
 
 
@@ -122,7 +122,7 @@ async def test_nothing_is_taken_after_the_end() -> None:
 
 
 async def test_who_is_cut_off_before_an_answer_gets_one() -> None:
-    """The last resort: tasks that the HTTP server cancels."""
+    """The last resort, for tasks that the HTTP server cancels."""
 
     counted: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The playground's page without a browser: who may have it, what it may do, and that it holds nothing of anybody's."""
+"""The playground's page without a browser: who may load it, what it may do, and that it contains no server's data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def visitor(config: ServerConfig) -> httpx.AsyncClient:
 
 
 class Elements(HTMLParser):
-    """Tags with their attributes, and the text of scripts and styles."""
+    """Collects tags with their attributes, and the text of scripts and styles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def elements() -> Elements:
 
 
 async def test_the_page_is_the_same_for_everybody() -> None:
-    """It needs no key, for a browser has none to send; so it must say nothing of this server."""
+    """The page needs no key, since a browser has none to send; so it must not say anything about this server."""
     secret = ServerConfig(host="0.0.0.0", keys=Keys((KEY,)), model_name="a-secret-name")
     pages = []
     for config in (ServerConfig(), secret):

@@ -1,4 +1,4 @@
-"""V1: the server's code passes, every known-wrong version of it does not."""
+"""Check V1: the server's code passes, and every known-wrong version of it fails."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_the_right_server_passes(baseline: mutants.Baseline) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_right_server_passes_whatever_is_drawn(baseline: mutants.Baseline, seed: int) -> None:
-    """Fields drawn together may ask for more than a toy's cache holds, or for a prompt cut to what an answer leaves."""
+    """Fields drawn together may need more room than a toy's cache has, or a prompt cut to leave room for the answer."""
     result = run_check(proof.requests, _subject(baseline, seed), Effort.parse("normal"))
     assert result.status == PASSED, (result.found.findings, result.found.lacking)
 
 
 @pytest.mark.parametrize("seed", range(4, 8))
 def test_a_request_that_reaches_the_engine_was_taken(baseline: mutants.Baseline, seed: int) -> None:
-    """An engine without room for an answer ends it with 400, as if the server had refused it: three of these seeds."""
+    """An engine without room for an answer ends it with 400, like a refusal by the server: three of these seeds."""
     (wrong,) = (m for m in SERVER_MISTAKES if m.function is parameters.check_length)
     with wrong.alive():
         found = run_check(proof.requests, _subject(baseline, seed), mutants.EFFORT).found
@@ -54,7 +54,7 @@ def test_every_mutant_is_rejected(baseline: mutants.Baseline, mutant: mutants.Mu
 
 
 def test_no_drawn_request_rules_all_tokens_out(baseline: mutants.Baseline) -> None:
-    """Such a one is refused, rightly: the check would call a right server wrong."""
+    """The server rightly refuses such a request, so the check would call a right server wrong."""
     subject = mutants.toy_subject(baseline.tokenizer)
     eos, every = set(subject.target.config.eos_token_ids), set(range(subject.vocab_size))
     for seed in range(40):

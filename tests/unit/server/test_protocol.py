@@ -1,4 +1,4 @@
-"""Requests as clients send them: what is accepted, what is refused and how, limits included."""
+"""Requests as clients send them: which are accepted, which are refused and how, and the limits."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_bodies_at_the_limits() -> None:
     assert limits.parse_object(json.dumps(deep).encode()) == deep
     unclosed = b'{"a": "' + b'\\"' * 2**20 + b"[" * (limits.MAX_CONTAINERS + 1)
     with pytest.raises(ApiError, match="more than"):
-        limits.parse_object(unclosed)  # in time that grows with its length, not with the square
+        limits.parse_object(unclosed)  # in time linear in its length, not quadratic
     code = {"a": '"[{,}]\\' * (limits.MAX_VALUES // 2), "b": [[]] * 9}
     assert limits.parse_object(json.dumps(code).encode()) == code, "brackets and commas of a text are no values"
     assert limits.parse_object(b'{"a": "\\ud83d\\ude42"}') == {"a": "\U0001f642"}

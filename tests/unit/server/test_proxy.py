@@ -1,4 +1,4 @@
-"""In front of vLLM without a vLLM: who may come in, what is passed on and said of errors; and its one connection."""
+"""The server in front of vLLM, without vLLM: who is admitted, what is passed on, errors, and the only connection."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_every_route_but_health_wants_a_key() -> None:
         routes = [("POST", p) for p in PATHS]
         routes += [("GET", p) for p in ("/v1/models", "/version", "/metrics", "/docs", "/pause", "//health")]
         for method, path in routes:
-            url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # as it is, nothing put in order
+            url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # the path unchanged, not normalized
             response = await client.request(method, url)
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key", path
         assert (await client.get("/health")).status_code == 200
@@ -168,14 +168,14 @@ def test_errors_lose_paths_and_addresses() -> None:
     body = {"error": {"message": "no /srv/secret/model.py at 0x7f00aabbccdd", "type": "x", "param": "p", "code": 422}}
     made = relay.told(422, json.dumps(body).encode())
     assert (made.status, made.param, made.message) == (400, "p", "no ... at ...")
-    assert relay.told(401, b'{"error": "Unauthorized"}').status == 500  # ours and vLLM's business
+    assert relay.told(401, b'{"error": "Unauthorized"}').status == 500  # a matter between us and vLLM
     assert relay.told(503, b"<html>").status == 503 and relay.told(404, b"[]").status == 404
     made = relay.told(400, b'{"error": {"message": "ask http://10.0.0.1:80/x or 10.0.0.2:5555", "param": "10.0.0.3"}}')
     assert (made.status, made.param, made.message) == (400, "...", "ask ... or ...")
 
 
 class NeverStarted(VllmClient):
-    """Does not start anything: its process `ends` at once, or stays until it is closed."""
+    """Starts no process: its "process" ends at once if `ends`, else when the client is closed."""
 
     def __init__(self, ends: bool) -> None:
         super().__init__([], FACTS, python=sys.executable, first_delay=3600.0)
@@ -249,7 +249,7 @@ def test_an_interpreter_is_asked_what_vllm_it_has(tmp_path: Path) -> None:
 
 
 async def test_the_one_connection_is_to_the_socket(tmp_path: Path) -> None:
-    """Whatever a request asks for, nothing but the socket's path is connected to."""
+    """Whatever a request contains, the server connects only to the socket's path."""
     path = str(tmp_path / "s")
     seen: list[Any] = []
     on = True
@@ -271,7 +271,7 @@ async def test_the_one_connection_is_to_the_socket(tmp_path: Path) -> None:
     server = await asyncio.start_unix_server(answer, path)
     link = Link(path, "secret")
     try:
-        assert await link.healthy(5.0) is False  # a redirection is not followed
+        assert await link.healthy(5.0) is False  # redirects are not followed
         async with link.post("/v1/completions", b"{}") as response:
             assert response.status == 307
         with pytest.raises(ApiError):
@@ -317,7 +317,7 @@ async def test_open_streams_end_with_the_connection(tmp_path: Path, length: byte
 
 
 async def test_what_arrives_at_once_is_one_piece(tmp_path: Path) -> None:
-    """Several events leave in one write where they came in one."""
+    """Several events that arrive in one read are sent in one write."""
     path, chunk = str(tmp_path / "s"), b"9\r\ndata: x\n\n\r\n"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -339,7 +339,7 @@ ENTRY = "import sys, time\ndef main():\n    print(sys.argv, sys.path[0], flush=T
 
 @pytest.mark.parametrize("named", [True, False])
 def test_the_start_of_vllm(named: bool, tmp_path: Path) -> None:
-    """It hands over to the command, or where the package has another name to the server; it ends with its leash."""
+    """It calls vLLM's command, or its server if the package has another name, and ends when its pipe is closed."""
     place = tmp_path / ("vllm/entrypoints/cli/main.py" if named else "vllm/entrypoints/launchers/api_server/entry.py")
     place.parent.mkdir(parents=True)
     place.write_text(ENTRY)
@@ -361,7 +361,7 @@ def test_the_start_of_vllm(named: bool, tmp_path: Path) -> None:
     assert (
         "['vllm', 'serve', 'MODEL', '--uds', 's']" if named else "['vllm', '--model', 'MODEL', '--uds', 's']"
     ) in said
-    assert str(tmp_path) in said  # not the folder of sameseed's modules
+    assert str(tmp_path) in said  # vLLM's modules, not those beside vllm_start.py
     assert process.poll() is None
     os.close(ours)
     assert process.wait(10) == -9

@@ -1,4 +1,4 @@
-"""Thoughts: split off however the text is cut, in each route, and never where a text cannot have any."""
+"""Reasoning is split off however the text is cut into pieces, on each route, and never where a text cannot have any."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pieces() -> list[Piece]:
 
 
 def replied(kind: Any, text: TextCodec, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The body, and the events that say the same."""
+    """The body of a reply, and the events of the same reply as a stream."""
     made = []
     for stream in (False, True):
         reply = kind("id-0123456789", "m", text, 1, thoughts=lambda: Thoughts(PARSERS["qwen3"], ""), **more)

@@ -1,4 +1,4 @@
-"""One request on its way through vLLM, which goes wrong: what its client is told, what is counted, and that it ends."""
+"""A request through vLLM that goes wrong: what its client gets, what is counted, and that it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STREAM, WHOLE = "text/event-stream; charset=utf-8", "application/json"
 
 
 class Answered:
-    """What vLLM answers: chunks, then an end, silence, or its death."""
+    """vLLM's answer: chunks, then its end, silence, a flood or vLLM's death."""
 
     status = 200
 
@@ -49,7 +49,7 @@ class Answered:
 
 
 class Alone:
-    """Replicas, none of which is there, with one answer for everything."""
+    """Stands in for Replicas: no process, and one answer for every request."""
 
     state, facts = "ready", {"max_num_seqs": 8, "method": "none"}
 
@@ -70,7 +70,7 @@ class Alone:
 
 
 class Told:
-    """What became of a relay."""
+    """What a relay sent, and its gate and visit."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ class Told:
 
 
 async def relayed(answered: Answered, *, reads: bool = True, timeout: float = 10.0, stopped: bool = False) -> Told:
-    """`reads`: does the client? `stopped`: the server shuts down meanwhile."""
+    """Relay this answer. `reads`: whether the client reads; `stopped`: the server shuts down meanwhile."""
     told = Told()
 
     def count() -> None:
@@ -135,7 +135,7 @@ async def test_who_reads_is_told() -> None:
 
 
 async def test_half_of_a_body_is_cut_off() -> None:
-    """Nothing can be said in the middle of it; and it is counted as what it was."""
+    """No error can be sent in the middle of a body; the request still counts as failed."""
     told = await relayed(Answered(WHOLE, [b'{"id": '], "dies"))
     assert told.visit.outcome == 503 and told.body == b'{"id": ' and not told.ended and told.num_cuts == 1
 
@@ -161,7 +161,7 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: applic
 
 
 async def test_connections_of_those_who_do_not_read_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a server and sockets: place and connection are free again, though the client holds on to it."""
+    """With a server and sockets: the place and the connection become free, although the client keeps its end open."""
     monkeypatch.setattr(answer, "GRACE", 0.2)
     client: Any = Alone(Answered(STREAM, [], "floods"))
     app, gate = create_proxy(client, ServerConfig(model_name="m", max_queue=0, request_timeout=0.5))
@@ -186,6 +186,6 @@ async def test_connections_of_those_who_do_not_read_end(monkeypatch: pytest.Monk
             if sizes and not gate.num_inside and not server.server_state.connections:
                 break
         assert sizes and not gate.num_inside and not server.server_state.connections
-        assert sizes == [len(body), -len(body)]  # a body that did not say its length counts as what was read
+        assert sizes == [len(body), -len(body)]  # without content-length, the bytes read are counted
     server.should_exit = True
     await asyncio.wait_for(task, 10)

@@ -1,4 +1,4 @@
-"""Several vLLMs behind one door: which one takes a request, what is told of each, and how they are replaced."""
+"""Several vLLMs behind one server: which one gets a request, what is reported of each, and how they are replaced."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_known_is_bounded() -> None:
     known.add(first)
     known.add(second)
     assert known.length(first) == known.length(second) == 4 and known.length([*first, b"y"]) == 4
-    known.add(first)  # used again
+    known.add(first)  # used again, so kept longest
     known.add([b"z"])
     assert len(known) == 8 and known.length(first) == 4 and known.length(second[:1]) == 0
 
@@ -68,14 +68,14 @@ def test_what_is_known_is_bounded() -> None:
     ("candidates", "chosen"),
     [
         ([(0, 0, 0), (0, 0, 0)], 0),
-        ([(0, 0, 3), (0, 0, 2)], 1),  # equal in all else: the one that had fewer
+        ([(0, 0, 3), (0, 0, 2)], 1),  # equal otherwise: the one with fewer requests so far
         ([(1, 0, 0), (0, 0, 9)], 1),  # the less busy one
-        ([(2, 5, 0), (0, 3, 0)], 0),  # the longer beginning, though busier
-        ([(2, 5, 0), (1, 5, 0)], 1),  # equal beginnings
+        ([(2, 5, 0), (0, 3, 0)], 0),  # the longer known prefix, although busier
+        ([(2, 5, 0), (1, 5, 0)], 1),  # equal prefixes: the less busy one
         ([(3, 5, 0), (0, 0, 0)], 1),  # much busier
         ([(7, 5, 0), (3, 0, 0)], 0),
         ([(8, 5, 0), (3, 0, 0)], 1),  # full, and the other is not
-        ([(9, 5, 0), (8, 0, 0)], 0),  # both are
+        ([(9, 5, 0), (8, 0, 0)], 0),  # both are full
         ([(3, 0, 0), (9, 9, 0), (0, 1, 0)], 2),
     ],
 )
@@ -84,7 +84,7 @@ def test_which_one_takes_a_request(candidates: list[tuple[int, int, int]], chose
 
 
 class Stub:
-    """A vLLM that is not there, and its link. `fails`: with what requests end."""
+    """Stands in for a vLLM and its link. `fails`: the error of every request."""
 
     def __init__(self, number: int, on_failure: Any) -> None:
         self.number, self.on_failure = number, on_failure
@@ -128,7 +128,7 @@ class Stub:
 
 
 class Made(Replicas):
-    """Of stubs, which `made` lists in the order in which they were made."""
+    """Replicas of stubs, which `made` lists in the order in which they were made."""
 
     def __init__(self, num: int) -> None:
         self.made: list[Stub] = []
@@ -145,7 +145,7 @@ class Made(Replicas):
             stub.start()
 
     async def ask(self, text: str = TEXT) -> int:
-        """The number of the one that took it."""
+        """Send a request; returns the number of the replica that took it."""
         made = RoutedCall(CHAT, b"{}", chat(text))
         async with self.post(object(), made) as number:  # type: ignore[arg-type]
             return number  # type: ignore[return-value]
@@ -167,7 +167,7 @@ async def test_one_that_cannot_be_reached_is_passed_over() -> None:
 
 
 async def test_what_was_sent_is_not_sent_again() -> None:
-    """Perhaps it was what the first one died of."""
+    """The request may have been what killed the first replica."""
     replicas = Made(2)
     replicas.made[0].fails = unavailable("it died")
     with pytest.raises(ApiError, match="it died"):
@@ -176,7 +176,7 @@ async def test_what_was_sent_is_not_sent_again() -> None:
 
 
 async def test_one_whose_connection_broke_gets_nothing_until_it_is_well() -> None:
-    """A process that is killed closes its connections one after another: what is sent meanwhile would be lost."""
+    """A killed process closes its connections one after another; requests sent meanwhile would be lost."""
     replicas = Made(2)
     assert await replicas.ask() == 0
     replicas.made[0].doubted = True
@@ -201,7 +201,7 @@ async def test_a_rolling_restart_spares_the_last_that_serves() -> None:
     async with replicas.post(object(), RoutedCall(CHAT, b"")) as number:  # type: ignore[arg-type]
         assert number == 0  # type: ignore[comparison-overlap]
         replicas.renew()
-        replicas.renew()  # while one is under way: left out
+        replicas.renew()  # while one restart is running: ignored
         await until(lambda: replicas.all[0].leaving)
         assert len(replicas.made) == 3 and replicas.made[2].number == 1, "who does not serve comes first"
         assert await replicas.ask() == 1, "who leaves gets nothing more"

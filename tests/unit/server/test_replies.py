@@ -1,4 +1,4 @@
-"""Answers: vLLM's numbers for speculation, spellings of tokens, counters that outlive an engine."""
+"""Replies: vLLM's numbers for speculation, spellings of tokens, and counters that survive an engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def completion(per_pos: list[int], drafts: int, drafted: int) -> dict[str, Any]:
 
 
 def test_the_numbers_that_vllm_prints() -> None:
-    """Its documented example: 43 steps of 3 tokens, of which 39 accepted none, one 1 and three 3."""
+    """vLLM's documented example: 43 steps of 3 draft tokens; 39 accepted none, one accepted 1, three accepted 3."""
     made = metrics([completion([4, 3, 3], 43, 129)], 3)["speculative_decoding"]
     assert made == {
         "mean_acceptance_length": pytest.approx(1 + 10 / 43),
@@ -131,7 +131,7 @@ def test_every_draft_of_one_sequence_is_listed_where_asked_for() -> None:
 
 
 def test_an_event_is_one_line_to_whoever_splits_lines(pair: Pair) -> None:
-    """Python's clients end lines where Unicode does; all three ways out of a stream."""
+    """Python's clients split lines as Unicode does. Covers all three ways to write an event."""
     text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
     hostile = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\n für 🙂"
     reply = ChatReply("chatcmpl-r", hostile, text, 1, logprobs=False)

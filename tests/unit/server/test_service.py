@@ -1,4 +1,4 @@
-"""Preparing requests: what is large is worked out in threads and counted at the gate, whatever becomes of it."""
+"""Preparing requests: large ones are prepared in threads, and the gate counts them until the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FACTS: dict[str, Any] = {"max_num_seqs": 4, "method": "none", "num_draft_tokens"
 
 
 class Waiting:
-    """A helper that takes no time, or waits until it is let go on."""
+    """A helper that answers at once, or waits until `go` is set."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -44,7 +44,7 @@ class Waiting:
 
 @pytest.fixture
 async def served(pair: Pair) -> AsyncIterator[tuple[httpx.AsyncClient, Service, Waiting]]:
-    """An application whose engine takes nothing; whoever is prepared gets a 503."""
+    """An application whose engine accepts nothing: a prepared request gets a 503."""
     client, helper = EngineClient("embedded", {}), Waiting()
     client.state, client.facts, client._templates = "ready", dict(FACTS), helper  # type: ignore[assignment]
     text = client.text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
@@ -101,7 +101,7 @@ async def test_a_key_that_fills_the_queue_leaves_room_for_another(served: Served
     running = service.gate.max_running = FACTS["max_num_seqs"]
     with service.gate.enter(str(config.keys.tenant(keys[0].encode())), running, 0):
         async with visiting(app) as http:
-            for key, status in zip(keys, (429, 503), strict=True):  # 503: it came in, and there is no engine
+            for key, status in zip(keys, (429, 503), strict=True):  # 503: admitted, but there is no engine
                 headers = {"authorization": f"Bearer {key}"}
                 for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [HELLO]})):
                     answer = await http.post(f"/v1/{path}", json=body, headers=headers)
@@ -217,7 +217,7 @@ async def test_who_wants_tokens_is_counted_by_size(served: Served, monkeypatch: 
 
 
 async def test_the_clock_of_a_request_starts_when_it_arrives(served: Served) -> None:
-    """Who is prepared for too long is told, and gives its place back."""
+    """A request that is prepared for too long gets an error, and its place is freed."""
     http, service, helper = served
     service.config = dataclasses.replace(service.config, request_timeout=0.2)
     helper.go.clear()

@@ -1,4 +1,4 @@
-"""What the sources must not contain: code from data, other programs, and, in the server's own process, torch."""
+"""What the sources must not use: code from data, other programs and, in the server process, torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[3] / "sameseed"
 EVERYWHERE = sorted(PACKAGE.rglob("*.py"))
 SERVER = sorted((PACKAGE / "server").rglob("*.py"))
-MAY = {"laws/mutant.py": {"compile"}}  # the package's own source, with one mistake in it
-LINK = "link.py"  # the one connection: to the unix socket of the vLLM that the server started
+MAY = {"laws/mutant.py": {"compile"}}  # compiles the package's own source with one mistake in it
+LINK = "link.py"  # makes the only connection: to the Unix socket of the vLLM that the server started
 FROM_DATA = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PROGRAMS = {"subprocess", "multiprocessing", "pty", "ctypes", "code", "codeop", "runpy"}
 OUTWARDS = {"urllib", "http", "httpx", "requests", "aiohttp", "ftplib", "smtplib", "telnetlib", "socketserver"}
@@ -51,7 +51,7 @@ def test_nothing_runs_from_data() -> None:
         tree = ast.parse(text)
         assert not imports(tree) & FROM_DATA, path
         assert not set(calls(tree)) & banned - MAY.get(path.relative_to(PACKAGE).as_posix(), set()), path
-        assert "trust_remote_code" not in text or path.name == "habits.py", path  # which drops the word
+        assert "trust_remote_code" not in text or path.name == "habits.py", path  # it drops the parameter
 
 
 @pytest.mark.parametrize("path", SERVER, ids=lambda p: p.name)
@@ -61,8 +61,8 @@ def test_the_server_starts_no_program_and_calls_nobody(path: Path) -> None:
     assert not imports(tree) & (PROGRAMS | OUTWARDS) - allowed
     called = calls(tree)
     starts = [c for c in called if c.startswith("os.") and (c[3:] in STARTS or c[3:].startswith(("exec", "spawn")))]
-    # Exceptions: processes of ours, by a fixed command, without a shell; vLLM, likewise. One of ours forks itself for
-    # each grammar that a stranger wants compiled; what goes through the pipe are bytes, never objects.
+    # Exceptions: processes of ours, started by a fixed command without a shell; vLLM likewise. The helper forks itself
+    # for each grammar that a client wants compiled; only bytes go through the pipe, never objects.
     may = {"process.py": ["os.posix_spawn"], "vllm.py": ["os.posix_spawn"]}
     assert path.name != "aside.py" or not any(c.endswith((".recv", ".send")) for c in called)
     assert starts == may.get(path.name, [])
@@ -70,7 +70,7 @@ def test_the_server_starts_no_program_and_calls_nobody(path: Path) -> None:
 
 
 def test_only_two_programs_can_be_started() -> None:
-    """What `process.spawn` starts is written where it is called, never a value."""
+    """The program given to `process.spawn` is a literal at each call, never a value."""
     for path in EVERYWHERE:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "process.spawn":
@@ -78,7 +78,7 @@ def test_only_two_programs_can_be_started() -> None:
 
 
 def test_the_one_connection_can_go_nowhere_else() -> None:
-    """Every use of aiohttp is a name, or the one client over the one connector, which has a socket's path, no host."""
+    """aiohttp is used for one client only. Its connector has a socket's path and no host, and redirects are off."""
     tree = ast.parse((PACKAGE / "server" / LINK).read_text())
     made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("aiohttp.")]
     names = [ast.unparse(n.func).removeprefix("aiohttp.") for n in made]
@@ -98,7 +98,7 @@ def test_the_one_connection_can_go_nowhere_else() -> None:
 
 
 def test_the_server_loads_no_model_library() -> None:
-    """Weights live in the engine's process; this one stays small, and a request can reach less."""
+    """Weights are in the engine's process. The server process stays small, and a request can reach less."""
     code = (
         "import sys, sameseed.server.run, sameseed.server.proxy, sameseed.export.vllm; "
         "print([m for m in ('torch', 'numpy', 'transformers', 'safetensors', 'pickle5') if m in sys.modules])"

@@ -1,4 +1,4 @@
-"""What requests may ask of a text: bounded, of one mind, and nothing silently left out."""
+"""Constraints on a text in requests: bounded, free of contradictions, and none silently ignored."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_the_document_says_of_structured_outputs_is_taken() -> None:
     forms = StructuredOutputs.model_json_schema()["anyOf"]
     assert [form["required"] for form in forms] == [["choice"], ["json"], ["regex"], ["grammar"], ["json_object"]]
     assert all(form["additionalProperties"] is False for form in forms)
-    assert "null" not in json.dumps([form for form in forms if form["required"] != ["json"]])  # which names types
+    assert "null" not in json.dumps([form for form in forms if form["required"] != ["json"]])  # json's form lists types
     assert forms[4]["properties"]["json_object"] == {"anyOf": [{"const": True}]}
 
 
@@ -96,7 +96,7 @@ def nested(depth: int) -> dict[str, Any]:
     return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "integer"}
 
 
-# What must be refused, and the word that names it. Each would be ignored by the grammar, or take it too long.
+# What must be refused, and the word that names it. The grammar would ignore it, or take too long.
 REFUSED: list[tuple[str, Any]] = [
     ("not", {"type": "integer", "not": {"const": 3}}),
     ("if", {"if": {}, "then": {}}),
@@ -176,7 +176,7 @@ class Other(BaseModel):
 
 
 class Everything(BaseModel):
-    """What pydantic writes in ways of its own."""
+    """Fields for which pydantic writes unusual schemas."""
 
     kinds: set[str]
     page: HttpUrl
@@ -198,7 +198,7 @@ def test_schemas_of_pydantic() -> None:
 
 @pytest.mark.parametrize("told", [None, "kind", {}, {"propertyName": 3}, {"propertyName": "side"}])
 def test_one_of_what_nothing_tells_apart_stays(told: Any) -> None:
-    """For the grammar to refuse: what it writes could be both."""
+    """It stays, so that the grammar refuses it: a value could match both."""
     schema = {
         "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}],
         "discriminator": told,
@@ -214,7 +214,7 @@ def test_schemas_that_can(schema: Any) -> None:
 
 
 def test_whatever_a_schema_holds_it_is_taken_or_refused() -> None:
-    """Values of every type under every keyword: no fault of ours."""
+    """Random values under every keyword must not cause an internal error."""
     rng = random.Random(1)
     plain: list[Any] = [None, True, False, 0, 1.5, "", "string", "#", "#/$defs/a", "date", "["]
     plain += [[], {}, ["string"], [[]], [{}], [1]]

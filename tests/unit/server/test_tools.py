@@ -1,4 +1,4 @@
-"""Tool calls: found however the text is cut, never lost, never run; the same streamed or not."""
+"""Tool calls: found however the text is cut into pieces, never lost, never run, and the same with streaming."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sameseed.server.tools import Call, LlamaCalls, More, QwenCalls, parser_for
 NAMES = {"get", "add"}
 GET = '{"name": "get", "arguments": {"city": "Köln"}}'
 ADD = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
-HALF = '{"arguments": {"city": "\\ud800"}, "name": "get"}'  # JSON, and no text
+HALF = '{"arguments": {"city": "\\ud800"}, "name": "get"}'  # JSON, but a lone surrogate is not text
 NAN = '{"arguments": {"city": NaN}, "name": "get"}'
 QWEN = {
     "plain text": ["plain text"],
@@ -45,7 +45,7 @@ QWEN = {
     '<tool_call>{"name": [], "arguments": {}}</tool_call>': ['<tool_call>{"name": [], "arguments": {}}</tool_call>'],
     f"<tool_call>{HALF}</tool_call>": [f"<tool_call>{HALF}</tool_call>"],
     f"<tool_call>{NAN}</tool_call>": [f"<tool_call>{NAN}</tool_call>"],
-    # what is given out as it is written, is given out as it is written
+    # arguments are streamed while they are written, so they stay as written
     '<tool_call>{"name": "get", "arguments": {"city": NaN}}</tool_call>': [Call("get", '{"city": NaN}')],
     f"\n<tool_call>\n{GET}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>\n": [Call("get", '{"city": "Köln"}')] * 2,
     '<tool_call>{"name": "get", "arguments": {"a": "}</tool_call>", "b": [{}]}, "id": 7}</tool_call>': [
@@ -82,7 +82,7 @@ CASES = [(QwenCalls, t, f) for t, f in QWEN.items()] + [(LlamaCalls, t, f) for t
 
 
 def joined(found: list[Any]) -> list[Any]:
-    """Texts beside each other as one, and calls whole."""
+    """Adjacent texts joined to one, and the parts of a call joined to a whole call."""
     made: list[Any] = []
     for item in found:
         if isinstance(item, str) and made and isinstance(made[-1], str):
@@ -184,7 +184,7 @@ def test_tools_that_cannot_be(pair: Pair) -> None:
 
 
 def answer(text: TextCodec, pieces: list[str], **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The body and the chunks of a reply to these pieces, the last of which ends it."""
+    """The body and the chunks of a reply to these pieces, of which the last one ends the reply."""
     reply = ChatReply("chatcmpl-x", "m", text, 1, logprobs=False, parser=tool_parser(TOOLS, text), **more)
     chunks = []
     for i, piece in enumerate(pieces):
@@ -196,7 +196,7 @@ def answer(text: TextCodec, pieces: list[str], **more: Any) -> tuple[dict[str, A
 
 
 def gathered(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls of a stream, as a client puts them together."""
+    """The calls of a stream, put together as a client does."""
     made: list[dict[str, Any]] = []
     for chunk in chunks:
         for part in chunk["delta"].get("tool_calls", []):

@@ -1,4 +1,4 @@
-"""Profiles of tiny shapes. Nothing here asserts a time: what is measured is checked for order, shape and honesty."""
+"""Profiles of tiny shapes. No test asserts a time; the tests check the order, shape and consistency of results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A shape "tiny", limits that are measured in a moment, and the threads as they were."""
+    """A shape "tiny" and limits that are measured in a moment; thread counts are restored afterwards."""
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
     monkeypatch.setattr(limits, "BYTES", 1 << 20)
     monkeypatch.setattr(limits, "SECONDS", 1e-4)
@@ -67,9 +67,9 @@ def test_everything_is_measured(backend: str) -> None:
     assert [(x.format, x.tokens) for x in found.prefill] == [("bf16", 24), ("w8a8", 24)]
     assert [(x.format, x.batch_size, x.context) for x in found.batch] == [("bf16", 2, 8), ("w8a8", 2, 8)]
     dense, integer = found.stored
-    least = 2 * shapes.get_shape("tiny").num_parameters  # packed weights come in whole blocks of outputs
+    least = 2 * shapes.get_shape("tiny").num_parameters  # packed weights are whole blocks of outputs
     assert integer.bytes < dense.bytes and least <= dense.bytes < 1.1 * least
-    assert dense.bytes_per_token == dense.bytes + 2 * 2 * 8 * 2 * 16 * 2  # and k, v of 8 tokens, 2 layers, bf16
+    assert dense.bytes_per_token == dense.bytes + 2 * 2 * 8 * 2 * 16 * 2  # plus k, v of 8 tokens, 2 layers, bf16
     assert dense.bandwidth_share is not None and dense.bandwidth_share > 0
     assert found.draft is not None and found.draft.formats == ("auto",) and len(found.draft.costs) == 6
 
@@ -185,22 +185,22 @@ def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch
         return seconds(self, job)
 
     monkeypatch.setattr(TimedModel, "seconds", interrupted)
-    stop = 2 + 12 + 12 + 5  # both are tried, all chains warmed up and measured once, and a few of them twice
+    stop = 2 + 12 + 12 + 5  # both are tried, all chains are warmed up and measured once, and a few twice
     found = profile("tiny", formats=("bf16", "fp32"), **SMALL)
     assert found.interrupted and found.as_dict()["interrupted"]
     assert len(found.costs) == 12 and {x.repeats for x in found.costs} == {1, 2}
     assert not found.prefill and not found.batch
-    count, stop = 0, 2 + 12 + 2  # one measured, of the first format alone
+    count, stop = 0, 2 + 12 + 2  # one measured, of the first format only
     found = profile("tiny", formats=("bf16", "fp32"), **SMALL)
     assert [(x.format, x.rows) for x in found.costs] == [("bf16", 1)]
     assert replace(found, interrupted=False).c("bf16", 1) == 1.0
-    count, stop = 0, 4  # in the warm-up
+    count, stop = 0, 4  # during the warm-up
     with pytest.raises(KeyboardInterrupt):
         profile("tiny", formats=("bf16", "fp32"), **SMALL)
 
 
 def test_passes_run_as_verification_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pending token and a chain behind it, logits of all rows; blocks are given back, nothing is cached."""
+    """One pending token and a chain after it, logits of all rows; blocks are freed, no row stays cached."""
     x = profiler.Profiler(grid.ProfileGrid(**SMALL), "tiny").candidates[0]
     p = profiler.Profiler(grid.ProfileGrid(**SMALL), "tiny")
     p._load(x, lambda *args: None)

@@ -15,7 +15,7 @@ from sameseed.study.estimate import RunCounts, predict
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("known", [True, False])
 def test_a_machine_whose_costs_are_known(batch: int, known: bool, at_once: bool) -> None:
-    """Rounds of a machine that takes exactly what the curves say: the prediction comes out."""
+    """Simulate rounds that take exactly the time of the curves: the prediction must match."""
     target = Curve([(1, 0.010), (32, 0.041)], 64, per_token=1e-6)
     draft = Curve([(1, 0.001), (8, 0.001)]) if not at_once else Curve([(1, 0.001), (64, 0.00352)])
     rng, k, context = random.Random(0), 4, 200.0

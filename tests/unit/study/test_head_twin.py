@@ -1,4 +1,4 @@
-"""A head's twin drafts for the target's twin what the small head drafts for the small target."""
+"""The twin of a head drafts for the target's twin the tokens that the small head drafts for the small target."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FITTING = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of which a head can know much, heads that do, and one of random weights that lacks nothing."""
+    """A target that a head can predict, a head that does, and random heads with and without an LM head of their own."""
     root = tmp_path_factory.mktemp("twins")
     write_model(root / "target", num_hidden_layers=3)
     silence(root / "target", 0.05)
@@ -68,7 +68,7 @@ def with_head(target: Path, head: Path) -> Pair:
 
 
 def drafted(engine: Engine, asked: SamplingParams) -> tuple[list[Any], list[Any]]:
-    """The texts, and every draft with its confidence rounded."""
+    """The texts, and the tokens and parents of every draft."""
     drafts: list[Any] = []
     propose = engine.drafter.propose
 
@@ -94,7 +94,7 @@ def test_it_drafts_what_the_small_head_drafts(small: Path, tmp_path: Path, fit: 
     config = make_config(str(small / head), max_model_len=MAX_LEN)
     loaded = load_twins(big, str(small / "target"), str(small / head), config)
     pairs = [with_head(small / "target", small / head), with_head(target, twin.folder)]
-    pairs.append(replace(pairs[0], target=loaded.target, head=loaded.drafts[0]))  # in memory alone
+    pairs.append(replace(pairs[0], target=loaded.target, head=loaded.drafts[0]))  # made in memory only
     for asked in (GREEDY, DRAWN):
         mine, its, third = (make_engine(p, "eagle", k=12, options={"depth": 4, "top_k": 4}) for p in pairs)
         written = drafted(mine, asked)
@@ -153,7 +153,7 @@ def test_eagle_1_and_odd_vocabularies(small: Path, tmp_path: Path) -> None:
 
 
 def test_a_twin_with_padding_is_not_rotated(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its constant would drown in the rounding of what it is mixed with; without padding there is none."""
+    """Its constant for padding tokens would be lost in rounding once rotated; without padding there is no constant."""
     for fit, code in (("powers of 4", 2), ("no more tokens", 0)):
         twin = make_twin(FITTING[fit][0], str(small / "target"), tmp_path / fit).folder
         out = str(tmp_path / f"{fit} turned")

@@ -38,7 +38,7 @@ def test_every_source_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_of_a_gpu_are_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 copies of 3 bytes, of a millisecond each: what the host waits beside them does not count."""
+    """20 copies of 3 bytes take 1 ms each by the GPU's events; time that the host waits does not count."""
     copies: list[int] = []
 
     class Event:

@@ -91,7 +91,7 @@ def test_rolling_sums_every_token_once(model: SameseedLM) -> None:
     short = model.llm.tokenizer.decode(tokens[:100])
     plain = perplexity(model.llm, short)
     first = model.loglikelihood([request("", model.llm.tokenizer.decode(tokens[:1]))])[0][0]
-    # Before the text stands a prefix token, which every later token sees too.
+    # A prefix token comes before the text, and every later token attends to it.
     assert model.loglikelihood_rolling([request(short)])[0] != pytest.approx(first - plain.nats)
     whole, again = model.loglikelihood_rolling([request(text), request(text)])
     assert whole == again and math.isfinite(whole) and whole < 0

@@ -26,7 +26,7 @@ Measured = tuple[Bench, Workload, dict[Any, list[Run]]]
 
 @pytest.fixture(scope="module")
 def measured(pair_folders: tuple[Path, Path]) -> Measured:
-    """Three prompts, two at a time, measured three times in four ways."""
+    """Three prompts, two at a time, measured three times in each of four ways."""
     target, draft = map(str, pair_folders)
     ways = arms([SpecConfig("ngram"), SpecConfig("draft_model", model=draft)], [3])
     ways += arms([SpecConfig("draft_model", model=draft, confidence=0.5)], [5])[1:]
@@ -56,7 +56,7 @@ def test_every_arm_ran_everything_and_wrote_the_same(measured: Measured) -> None
 def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(
     own: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU of 8 GiB: one engine takes all of it for its cache, if it does not know what is measured."""
+    """On a GPU of 8 GiB, one engine takes all of it for its KV cache if it does not know how long the texts are."""
     left = [8 << 30]
     longest = read_config(resolve_model("embedded")).max_model_len
     monkeypatch.setattr(devices, "memory_room", lambda name, share: (left[0], left[0], 8 << 30))
@@ -71,7 +71,7 @@ def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(
     settings = {"device": "cuda", "max_num_seqs": 1, **own}
     ways = arms([SpecConfig("ngram")], [3])
     given = fitted("embedded", settings, prompts, 32)
-    if own:  # what is asked for is what is done
+    if own:  # the user's settings are kept
         assert given == settings
         return
     assert 1024 < given["max_model_len"] < longest
@@ -187,7 +187,7 @@ def test_spread() -> None:
 
 
 def test_levels_are_counted_for_each_run(pair_folders: tuple[Path, Path]) -> None:
-    """A drafter is shared by runs and arms; what a run's record tells of its levels is that run's own."""
+    """Runs and arms share a drafter, but a run's record counts only that run's levels."""
     target, draft = map(str, pair_folders)
     below = (SpecConfig("ngram", num_draft_tokens=4), SpecConfig("draft_model", draft, num_draft_tokens=4))
     bench = Bench(target, arms([SpecConfig("first", below=below)], [4]), {"max_num_seqs": 2})
@@ -222,7 +222,7 @@ def test_a_draft_that_is_no_use_is_marked(measured: Measured, pair_folders: tupl
 
 
 def test_no_repetition_finds_what_an_earlier_one_left(measured: Measured) -> None:
-    """A prompt that is found in the prefix cache costs no prefill: every arm but the first would seem faster."""
+    """A prompt in the prefix cache costs no prefill, so every arm after the first would seem faster."""
     bench, workload, runs = measured
     assert all(c.metrics.num_cached_tokens == 0 for arm in bench.arms for run in runs[arm] for c in run.completions)
     drafters = [bench.install(arm).drafter for arm in bench.arms]

@@ -1,4 +1,4 @@
-"""Passes that are timed: a cache of noise in every format that serves it."""
+"""Timed passes: a KV cache filled with noise, in every format that stores it."""
 
 from __future__ import annotations
 

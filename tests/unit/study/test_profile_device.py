@@ -1,4 +1,4 @@
-"""`sameseed profile --device`: whole on a pretended device, with the device's own memory."""
+"""`sameseed profile --device` as a whole on a pretended device, with the device's own memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sameseed.study.shapes import get_shape
 
 @pytest.mark.slow
 def test_a_profile_is_the_device_s(monkeypatch):
-    """Its costs are what goodput and predictions read; nothing of the model stays on the CPU."""
+    """Goodput and predictions read the device's costs; no part of the model stays on the CPU."""
     reference = ops.resolve("reference")
     for name, found in {
         "memory_allocated": 1 << 20,

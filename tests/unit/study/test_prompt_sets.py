@@ -1,4 +1,4 @@
-"""Published sets as prompts: every layout, what is missing, and that all commands read them by one name."""
+"""Published sets as prompts: every layout, missing files, and that all commands name a set in the same way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """All five sets in one folder, some packed."""
+    """All five sets in one folder, some compressed."""
     write_rows(tmp_path / "mt_bench.jsonl.gz", [TALK, {**TALK, "question_id": 82, "category": "math"}])
     single = [{"question_id": n, "category": t, "turns": [f"{t}?"]} for n, t in enumerate(TASKS)]
     write_rows(tmp_path / "spec_bench.jsonl", [TALK, *single])
@@ -137,7 +137,7 @@ def test_names_in_records_hold_no_path(folder: Path) -> None:
 
 
 def test_later_turns_follow_the_targets_own_answers(pair_folders: tuple[Path, Path], folder: Path) -> None:
-    """And all ways to guess write plain decoding's texts after them, to the same natural ends."""
+    """After these turns, every drafter gives the texts of plain decoding, up to the same natural ends."""
     bench = Bench(str(pair_folders[0]), arms([SpecConfig("ngram")], [3]), {"max_num_seqs": 2})
     tokenizer = bench.llm.tokenizer
     tokenizer.chat_template = TEMPLATE

@@ -1,4 +1,4 @@
-"""Shapes are the models they are named after: their published parameter counts are the oracle."""
+"""Shapes match the models that they are named after: the published parameter counts are the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A twin computes what its small model computes; `transformers` says so too, and what it is padded with is real."""
+"""A twin computes what its small model computes, also in `transformers`; its padding looks like real weights."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def logits(config: ModelConfig, source: Any) -> torch.Tensor:
 
 
 def twin_logits(folder: Path, shape: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [T, V] of a model, and [T, V'] of its twin."""
+    """Logits [T, V] of a model and [T, V'] of its twin."""
     config = read_config(folder)
     with Checkpoint(folder) as checkpoint:
         checkpoint.check(config)
@@ -81,7 +81,7 @@ def twin_logits(folder: Path, shape: ModelConfig) -> tuple[torch.Tensor, torch.T
 
 
 def assert_same_law(small: torch.Tensor, twin: torch.Tensor, tolerance: float = 2e-4) -> None:
-    """Padding tokens have no chance, and the others the same as in the small model."""
+    """Padding tokens have no probability; the others have that of the small model."""
     size = small.shape[1]
     if twin.shape[1] > size:
         assert (twin[:, size:].amax(1) < twin[:, :size].amin(1) - 40).all()
@@ -103,7 +103,7 @@ def test_sources(sources: Callable[[str], Path], name: str, fit: str) -> None:
 def test_a_tied_shape_needs_no_other_head(sources: Callable[[str], Path], heads: tuple[int, int, int]) -> None:
     small, twin = twin_logits(sources("tied"), shape(384, heads, tied=True))
     assert_same_law(small, twin)
-    shift = twin[:, : small.shape[1]] - small  # what the constant adds is the same for every token
+    shift = twin[:, : small.shape[1]] - small  # the constant adds the same value for every token
     assert (shift - shift.mean(1, keepdim=True)).abs().max() < 2e-4
 
 
@@ -119,7 +119,7 @@ def test_in_its_own_shape_a_model_is_its_own_twin(sources: Callable[[str], Path]
 
 
 def test_a_trained_model_in_bf16_keeps_its_bits() -> None:
-    """Live weights are powers of two times what they were: in a shape of powers of 4, bf16 holds all of them."""
+    """Live weights are the small model's times powers of two: in a shape of powers of 4, bf16 holds them exactly."""
     from sameseed.models.loader import resolve_model
 
     folder = resolve_model("embedded")
@@ -132,7 +132,7 @@ def test_a_trained_model_in_bf16_keeps_its_bits() -> None:
         q = twin.rows(f"model.layers.{last}.self_attn.q_proj.weight", 128, 256)  # head 1
         own = checkpoint.rows("model.layers.9.self_attn.q_proj.weight", 32, 64)
         assert q.dtype == torch.bfloat16
-        assert torch.equal(q[::4, :256], own * 2)  # pair i of the big head's 64 is pair i / 4 of the small one's 16
+        assert torch.equal(q[::4, :256], own * 2)  # pair i of the big head's 64 is pair i / 4 of the small head's 16
         norm = twin.tensor(f"model.layers.{last}.input_layernorm.weight")
         assert norm.dtype == torch.bfloat16
         assert torch.equal(norm[:256] * 4, checkpoint.tensor("model.layers.9.input_layernorm.weight"))
@@ -151,7 +151,7 @@ def test_what_is_padded_looks_like_weights(sources: Callable[[str], Path]) -> No
                 continue
             weight = twin.tensor(name)
             live = ".layers." not in name or int(name.split(".")[2]) in layout.layers
-            empty = (weight == 0).all(1)  # rows of exact zeros, in any number format
+            empty = (weight == 0).all(1)  # rows that are exactly zero in any number format
             if "v_proj" in name:
                 assert int((~empty).sum()) == (16 if live else 0)
             elif "up_proj" in name:

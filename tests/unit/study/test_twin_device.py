@@ -1,4 +1,4 @@
-"""A twin that another device puts together is the CPU's, byte for byte; so is a head's."""
+"""A twin that is made on another device equals the CPU's byte for byte, and so does a head's twin."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ HEADS = (8, 4, 16)
 
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The pretended device, which is as good as any."""
+    """The pretended device, which stands for any other."""
     monkeypatch.setattr(devices, "check", lambda name: None)
     with pretended_device() as name:
         yield name
 
 
 def same_bytes(here: Path, there: Path) -> bool:
-    """Of every file."""
+    """Whether both folders have the same files with the same bytes."""
     names = sorted(p.name for p in here.iterdir())
     assert names == sorted(p.name for p in there.iterdir()) and "model.safetensors" in names
     return all((here / n).read_bytes() == (there / n).read_bytes() for n in names)

@@ -58,7 +58,7 @@ def test_arms_begin_with_plain_decoding() -> None:
 
 
 def test_heads_are_named_as_what_they_are() -> None:
-    """Labels and records name the drafter, and hold its options with their defaults."""
+    """Labels and records name the drafter and include its options, with their defaults."""
     made = arms([SpecConfig("draft_model", "embedded-head", options={"depth": 3})], [4])[1]
     assert (made.label, made.spec.method) == ("eagle k=4", "eagle")
     held = spec_as_dict(made.spec)
@@ -79,7 +79,7 @@ def test_records_hold_no_path_on_any_level(tmp_path: Path) -> None:
 
 
 def test_arms_do_not_learn_from_one_another() -> None:
-    """Each writes the texts that another has just written: what remembers past requests must not remember those."""
+    """Arms write the same texts, so a drafter that remembers past requests must not remember those of another arm."""
     asked = SpecConfig("first", below=(SpecConfig("suffix"), SpecConfig("draft_model", model="small")))
     assert Arm("both", asked).spec.below[0].options == {"past": "none"}
     assert Arm("both", asked).spec.below[1] == asked.below[1]

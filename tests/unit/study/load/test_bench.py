@@ -1,4 +1,4 @@
-"""The whole of a load against a made-up server: what is sent to whom, and what is said of the answers."""
+"""A whole load test against a made-up server: what is sent in which order, and what the records and reports say."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = LoadSettings((Shape(12, 4),), (LoadLevel(concurrency=2),), num_reques
 
 @dataclass
 class Fake:
-    """A server: a token a letter, the text a function of the prompt; `busy` refusals come first."""
+    """A server where a letter is a token and the text is a function of the prompt; first come `busy` refusals."""
 
     busy: int = 0
     reads_speculation: bool = True
@@ -85,7 +85,7 @@ class Fake:
 
 
 def tick(note: str) -> None:
-    """Nobody looks."""
+    """Ignores progress."""
 
 
 def arms(**on: Any) -> list[Endpoint]:
@@ -95,7 +95,7 @@ def arms(**on: Any) -> list[Endpoint]:
 async def measure(
     fake: Callable[[httpx.Request], httpx.Response], settings: LoadSettings, given: list[Endpoint]
 ) -> Any:
-    """All cells; returns the bench and the records."""
+    """Measure all cells; returns the bench and the records."""
     found = []
     async with httpx.AsyncClient(transport=httpx.MockTransport(fake)) as client:
         bench = LoadBench(client, given, settings)
@@ -109,17 +109,17 @@ async def measure(
 async def test_arms_take_turns_over_the_same_prompts_and_seeds() -> None:
     fake = Fake()
     _, records = await measure(fake, SETTINGS, arms(speculation={"policy": "fixed"}))
-    sent = fake.seen[2 + 2 :]  # a request to see what the server reads, for each arm, and the warm-up
+    sent = fake.seen[2 + 2 :]  # without one probe per arm (does the server read the field?) and the warm-up
     labels = [b["speculation"] == "off" for b in sent]
-    assert labels == [True] * 3 + [False] * 6 + [True] * 3  # the order turns with each repetition
+    assert labels == [True] * 3 + [False] * 6 + [True] * 3  # the order changes with each repetition
     off, on = ([b for b in sent if (b["speculation"] == "off") is which] for which in (True, False))
     assert [b["prompt"] for b in off] == [b["prompt"] for b in on]
     assert [b["seed"] for b in off] == [b["seed"] for b in on] == [1, 2, 3] * 2
-    assert len({str(b["prompt"]) for b in off}) >= 5  # so short a text may come twice
+    assert len({str(b["prompt"]) for b in off}) >= 5  # such a short text may occur twice
     assert all(len(b["prompt"]) == 12 and b["prompt"][0] == 1 for b in sent)
     assert all("ignore_eos" not in b and b["stream_options"] == {"include_usage": True} for b in sent)
     assert not records[0]["config"]["ignore_eos"]
-    assert len({b["cache_salt"] for b in sent}) == 12  # no request finds in a cache what another left
+    assert len({b["cache_salt"] for b in sent}) == 12  # no request finds another's prefix in the cache
     for made in records:
         schemas.check(made)
         assert made["errors"] == {} and made["retries"] == 0 and made["config"]["model"] == "tiny"
@@ -161,7 +161,7 @@ async def test_what_the_server_knew_before_and_bursts_are_said() -> None:
     assert all("knew parts of prompts" in " ".join(r["remarks"]) for r in records)
     assert all("this is a burst" in " ".join(r["remarks"]) for r in records), "3 requests of 2 clients"
     _, records = await measure(Fake(), replace(SETTINGS, num_requests=4), arms())
-    said = " ".join(r for record in records for r in record["remarks"])  # of a busy generator, perhaps
+    said = " ".join(r for record in records for r in record["remarks"])  # perhaps remarks on a busy load generator
     assert "burst" not in said and "knew" not in said and "alike" not in said
 
 
@@ -208,7 +208,7 @@ async def test_chat_random_tokens_and_files(tmp_path: Path) -> None:
     endpoint = Endpoint("server", "http://fake", chat=True)
     await measure(fake, replace(SETTINGS, prompts="random", warm_up=0), [endpoint])
     contents = [b["messages"][0]["content"] for b in fake.seen]
-    assert len(set(contents)) == 6 and all(len(c) == 11 for c in contents)  # the special token is the template's
+    assert len(set(contents)) == 6 and all(len(c) == 11 for c in contents)  # the chat template adds the special token
     file = tmp_path / "some.jsonl"
     rows = [{"prompt": "one"}, {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "two"}]}]
     file.write_text("\n".join(json.dumps(r) for r in rows))
@@ -229,7 +229,7 @@ async def test_an_open_level_is_recorded() -> None:
 
 
 async def test_a_run_ends_with_its_time() -> None:
-    """All levels in one go, each with no more than its time allows; what that means for the figures is said."""
+    """All levels in one run, each limited by its time; the remarks say what this means for the figures."""
     levels = tuple(LoadLevel(concurrency=c) for c in (1, 2, 4, 8, 16, 32))
     settings = replace(SETTINGS, levels=levels, num_requests=None, max_seconds=1e-9)
     _, records = await measure(Fake(), settings, arms())
@@ -265,7 +265,7 @@ async def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[s
     show_table(report.table(records))
     shown = capsys.readouterr().out
     assert "tiny: 12 tokens in (text), 4 out" in shown and shown.count(" yes") == 2 and "failed" not in shown
-    assert "\u2026" not in shown  # nothing is cut off
+    assert "\u2026" not in shown  # nothing is truncated
     pytest.importorskip("matplotlib")
     from sameseed.study.load.picture import draw
 

@@ -40,7 +40,7 @@ async def test_closed_keeps_so_many_inside_and_the_order() -> None:
 
 
 async def test_closed_ends_with_its_time() -> None:
-    """What was sent is waited for, and each client sends one; the answers are of the first bodies."""
+    """Requests under way are waited for, and each client sends one; the answers are those of the first bodies."""
     now = 0.0
 
     async def send(body: int) -> int:
@@ -80,7 +80,7 @@ async def test_opened_waits_for_nobody() -> None:
     async def send(body: int, due: float) -> int:
         dues.append(due)
         if body == 0:
-            await first.wait()  # an answer that comes only because later requests are sent
+            await first.wait()  # answered only because later requests are sent
         elif body == 2:
             first.set()
         return body

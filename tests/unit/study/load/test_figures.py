@@ -21,7 +21,7 @@ def test_summary_counts_only_what_was_completed() -> None:
     slow = RequestOutcome(10.0, [11.0, 12.0], [1, 1], 2, 30, "usage", "ab", [1, 2])
     lost = RequestOutcome(9.0, [9.5], [1], 1, error="cut off", detail="why", retries=1)
     made = figures.summarize([good, slow, lost], Bounds(ttft=0.5, tpot=0.2))
-    assert made["seconds"] == pytest.approx(3.0)  # from the first that was sent, lost or not
+    assert made["seconds"] == pytest.approx(3.0)  # from the first request sent, completed or not
     assert (made["num_requests"], made["num_completed"], made["num_good"]) == (3, 2, 1)
     assert made["output_tokens_per_s"] == pytest.approx(7 / 3)
     assert made["goodput_requests_per_s"] == pytest.approx(1 / 3)

@@ -1,4 +1,4 @@
-"""Each promise against a made-up server: one that keeps them all, and ones that break them in turn."""
+"""Each promise against a made-up server: one that keeps all promises, and others that each break one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASKED = [name for name in ORDER if name not in ("again", "oracle")]
 async def inquire(
     server: Any, settings: ServerSettings = SETTINGS, chat: bool = False, earlier: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The report on a made-up server, which is a record and has a page."""
+    """The report on a made-up server; checks that it is a valid record and has a page."""
     async with httpx.AsyncClient(transport=httpx.MockTransport(server)) as client:
         made = await verify(client, Endpoint("server", "http://fake", chat=chat), settings, earlier=earlier)
     schemas.check(made)
@@ -103,13 +103,13 @@ async def test_each_broken_promise_is_found(fault: str, name: str) -> None:
 
 
 async def test_idle_connections_that_the_server_closed_are_no_failure() -> None:
-    """llama-server closes them without a word; a request that nothing answered is sent again."""
+    """llama-server closes idle connections without notice; a request that got no answer is sent again."""
     made = await inquire(PromiseServer("idle connections closed"))
     assert statuses(made) == dict.fromkeys(ASKED, "holds") and not made["failures"]
 
 
 async def test_answers_of_unequal_lengths_are_compared_with_their_own() -> None:
-    """Seeds are asked of the longest answers first, in whatever order they stand."""
+    """The seeds promise is checked with the longest answers first, whatever their order."""
     made = await inquire(PromiseServer(lengths=(20, 48, 33)))
     found = entry(made, "seeds")
     assert found["status"] == "holds" and found["compared"] == 12 and found["numbers"]["other_seeds_with_another_text"]

@@ -1,4 +1,4 @@
-"""Against the weights: greedy texts are the textbook's, a wrong token is found, and a stranger's folder is refused."""
+"""Checks against the weights: greedy texts match the textbook's, a wrong token is found, other models are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTH = 16
 
 
 def written(weights: Weights, prompt: Prompt) -> ServedText:
-    """A greedy text, as a server with these weights would send it."""
+    """A greedy text as a server with these weights would send it."""
     ids, out = weights.encode(prompt, chat=False), list[int]()
     while len(out) < LENGTH:
         rows = textbook.forward(weights.model, [(*ids, *out)], weights.kv_format)[0]
@@ -36,7 +36,7 @@ def written(weights: Weights, prompt: Prompt) -> ServedText:
 
 @pytest.fixture
 def inquiry(reference_pair: Pair) -> Inquiry:
-    """One of which each prompt alone is answered."""
+    """An inquiry in which each prompt was answered alone."""
     weights = Weights(reference_pair.target, reference_pair.tokenizer, "fp32", textbook.EXACT)
     asker = Asker(httpx.AsyncClient(), Endpoint("server", "http://fake"), RequestBudget(1, 1.0), 1.0)
     made = Inquiry(asker, PROMPTS, LENGTH, 2, 1, weights=weights)

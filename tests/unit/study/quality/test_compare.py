@@ -49,7 +49,7 @@ def asked(pair_folders: tuple[Path, Path], data_folder: Path, prompts: Path) -> 
 @pytest.fixture(scope="module")
 def found(pair_folders: tuple[Path, Path], asked: Comparing) -> Comparison:
     target = str(pair_folders[0])
-    with pytest.MonkeyPatch.context() as patch:  # processes of their own take seconds; they have a test of their own
+    with pytest.MonkeyPatch.context() as patch:  # the processes take seconds and have a test of their own
         patch.setattr(compare, "footprint", lambda variant, settings: Footprint(3000, 1000))
         return compare.report([target, f"{target}@nf4", f"{target}@auto@int8"], asked)
 
@@ -200,7 +200,7 @@ def test_advice_is_measured_where_nothing_is_recorded(
     )
     assert tried == ["embedding, head", "first layer", "last layer", "attention", "down projections"]
     assert loaded[:2] == ["auto", "w4a8"] and "w4a8,model.layers.0.*=fp32" in loaded
-    # The first layer wins back a twentieth, down projections nothing: neither is named.
+    # Keeping the first layer regains a twentieth of the loss, keeping down projections nothing: neither is listed.
     assert {a.modules[0]: a.recovered for a in rows} == {
         "model.layers.1.*": pytest.approx(1.2),
         "model.layers.*.self_attn.*": pytest.approx(0.3),

@@ -15,7 +15,7 @@ ROW = {"question": "1?", "answer": "#### 1"}
 
 
 def test_wikitext_is_joined_as_published(tmp_path: Path) -> None:
-    # The set's rows are lines with their ends, blank ones empty; published figures join them by a blank line.
+    # The set's rows are lines with their line ends, blank lines are empty; published figures join rows by blank lines.
     (tmp_path / "wiki.test.raw").write_text(" \n = A = \n \n first \n second \n")
     text, name = data.wikitext(tmp_path)
     assert name == "wiki.test.raw"

@@ -25,7 +25,7 @@ def llm(pair_folders: tuple[Path, Path]) -> LLM:
 
 @torch.inference_mode()
 def published(folder: Path, tokens: list[int], window: int, stride: int) -> float:
-    """The protocol as it is published for `transformers`: labels of known tokens masked, sums over the rest."""
+    """The published protocol for `transformers`: labels of known tokens are masked, losses of the others are summed."""
     model = oracle(folder)
     total, count, previous = 0.0, 0, 0
     for begin in range(0, len(tokens), stride):
@@ -90,7 +90,7 @@ def test_refuses_what_has_no_perplexity(llm: LLM, text: str, settings: dict[str,
 
 def test_the_paired_interval_is_narrower_and_needs_the_same_tokens() -> None:
     generator = np.random.default_rng(1)
-    hard = np.repeat(generator.normal(3, 1, 40), 8)  # what makes a stretch hard is the same for both
+    hard = np.repeat(generator.normal(3, 1, 40), 8)  # what makes a stretch hard is the same in both
     mine, its = (
         Perplexity((hard + generator.normal(shift, 0.05, 320)).astype(np.float32), 99, 64, 8, True, "x")
         for shift in (0.1, 0.0)

@@ -95,7 +95,7 @@ def test_no_processes_signals_or_network(program: str, tmp_path: Path, monkeypat
 
 
 def alive_in(folder: Path) -> list[str]:
-    """Processes that work in `folder` or below (it may be deleted)."""
+    """Folders of processes that run in `folder` or below it (the folder may be deleted)."""
     found = []
     for link in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):
@@ -161,7 +161,7 @@ os._exit(0)
 
 
 def test_no_frame_shows_the_token() -> None:
-    """Nor does the hook that holds it answer to another frame than the guard's."""
+    """Also, the audit hook that holds the token answers only the guard's own frame."""
     program = """
 import re, sys
 sys.audit('sameseed.ended', b'')
@@ -178,13 +178,13 @@ raise ValueError('to the end')
 @pytest.mark.parametrize(
     "program",
     [
-        # what the guard calls, replaced
+        # replaces what the guard calls
         """
 import functools, sys, types
 sys.modules["__main__"].sys = types.SimpleNamespace(audit=functools.partial(sys.audit, "sameseed.ended", b""))
 raise SystemExit
 """,
-        # what the guard's own frame calls to tell the error
+        # replaces what the guard's own frame calls to report the error
         """
 import functools, sys
 pretend = functools.partial(sys.audit, "sameseed.ended", b"")
@@ -194,7 +194,7 @@ class Wrong(Exception, metaclass=Kind):
     __str__ = pretend
 raise Wrong
 """,
-        # its locals, which a frame hands out to be changed from Python 3.13 on
+        # changes the guard's locals, which frames allow from Python 3.13 on
         """
 import functools, sys
 frame = sys._getframe()

@@ -27,7 +27,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, module: Any, answers: Answers) -> list[str]:
-    """Have a task answered from a table instead of by a model; returns the prompts that were asked."""
+    """Answer a task from a table instead of by a model; returns the list of prompts, which grows."""
     asked: list[str] = []
 
     def answer(llm: LLM, prompts: Seq[Seq[int]], *rest: object) -> list[str]:
@@ -94,7 +94,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def harness_answers(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> list[str]:
-    """As `answering`, behind the harness."""
+    """The same as `answering`, behind the harness."""
     from sameseed.study import lm_eval
 
     return answering(monkeypatch, lm_eval, answers)
@@ -140,7 +140,7 @@ def test_gsm8k_takes_the_training_set_for_examples(
     asked = harness_answers(monkeypatch, {})
     result = harness.run(llm, "gsm8k", TaskSettings(tmp_path, limit=4))
     assert len(asked) == 4 and result.notes == () and asked[0].count("train ") == 5
-    assert "the sum of 998?" in asked[0] and "the sum of 1001?" in asked[1]  # spread over the set
+    assert "the sum of 998?" in asked[0] and "the sum of 1001?" in asked[1]  # spread over the whole set
 
 
 def test_a_short_context_cuts_the_beginning(
@@ -158,7 +158,7 @@ def test_mmlu_pro_asks_after_examples_of_its_subject(
     answers = {"option 3 of 1\nAnswer: Let's think step by step.": "so the answer is (B)."}
     asked = harness_answers(monkeypatch, answers)
     result = harness.run(llm, "mmlu_pro", TaskSettings(data_folder))
-    assert result.scores == (1, 0, 0, 0, 0, 0, 0, 0)  # of law, then of math
+    assert result.scores == (1, 0, 0, 0, 0, 0, 0, 0)  # the questions of law, then those of math
     assert result.extra["subjects"]["law"] == {"value": 0.25, "num_questions": 4}
     assert result.extra["without_letter"] == 7 and result.extra["chance"] == 0.25
     text = asked[0]
