@@ -1,4 +1,4 @@
-"""Batch: rows, positions, slots and masks of one pass, by example and against the definition."""
+"""Batch: rows, positions, slots and masks of one pass, by example and against their definition."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_ancestor_masks() -> None:
 
 
 def test_by_example() -> None:
-    """A chunk of a prompt, a decoding sequence with a tree, one without a draft."""
+    """A chunk of a prompt, a decoding sequence with a tree, and one without a draft."""
     rows = [
         Rows([10, 11, 12], 3, [], [], [5, 2], wants_logits=False),
         Rows([20], 6, [21, 22, 23], [-1, 0, -1], [0, 7, 1], wants_logits=True),
@@ -49,7 +49,7 @@ def test_by_example() -> None:
 
 def test_types() -> None:
     batch = build_batch([Rows([1], 0, [2], [-1], [0], True)], 4)
-    assert batch.key_positions is None  # rows are where they are
+    assert batch.key_positions is None  # rows attend to their whole sequence
     for name, tensor in vars(batch).items():
         if tensor is None:
             continue
@@ -104,7 +104,7 @@ def test_random_against_the_definition() -> None:
 
 
 def test_tensors_of_a_batch_lie_alike() -> None:
-    """At multiples of 16 bytes, whatever the numbers of rows: a GPU's compiler would tell other addresses apart."""
+    """They begin at multiples of 16 bytes for any numbers of rows: a GPU's compiler would specialize on others."""
     for count in range(1, 7):
         rows = [Rows(list(range(count)), 0, [], [], [0, 1], True), Rows([7], 2, [8], [-1], [2], True)]
         batch = build_batch(rows, 4)
@@ -118,7 +118,7 @@ HOST = ("most", "shares", "sure")
 
 
 def test_a_batch_goes_to_a_device_in_one_copy() -> None:
-    """Whole: its tree's mask, and where rows attend to a part of their sequence; each tensor at a multiple of 16."""
+    """All of it is copied, with tree mask, key positions and draws; each tensor begins at a multiple of 16 bytes."""
     rows = [Rows([1, 2], 8, [3, 4], [-1, 0], [5, 6, 7], True, unseen=(0, 1)), Rows([7], 2, [], [], [2], True)]
     drawn = [Draw(2**64 - 5, 0.5, -3.0, False, 4, 0.9), GREEDY, Draw(7, 1.0, -math.inf, False), GREEDY]
     batch = replace(build_batch(rows, 4), draws=Draws.of(drawn))
@@ -145,7 +145,7 @@ def test_tokens_that_only_the_device_knows_stay_there() -> None:
 
 
 def test_drafts_that_do_not_branch_may_stand_for_known_tokens() -> None:
-    """Their rows see the same keys in the same order, so attention gives the same bits."""
+    """The rows of such drafts see the same keys in the same order, so attention gives the same bits."""
     rng, found = random.Random(5), 0
     for _ in range(40):
         parts = []

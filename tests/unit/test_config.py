@@ -1,4 +1,4 @@
-"""Settings out of range are refused, and the text says what would do."""
+"""Settings out of range are refused, and the error says which values are allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of deploy/: every flag, port, path and name in them is one that the command and the server have."""
+"""The files of deploy/: all flags, ports, paths and names in them are those of the command and the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 KEY = "a-key-for-the-test"
-LEAVING = 2.0  # seconds that connections get at the end
+LEAVING = 2.0  # seconds for connections to end at shutdown
 
 
 def documents(name: str) -> list[Any]:
@@ -47,7 +47,7 @@ def compose() -> dict[str, Any]:
 
 
 def told(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
-    """vLLM's arguments, and the rest of what `sameseed` would start with these words; the model's folder is there."""
+    """vLLM's arguments, and what else `sameseed` would start with for these words; makes the model's folder."""
     found: dict[str, Any] = {}
 
     def start(arguments: list[str], facts: Any, config: ServerConfig, **more: Any) -> int:

@@ -1,4 +1,4 @@
-"""The pages say what is true: generated tables are current, links lead somewhere, commands exist, examples run."""
+"""The pages are true: generated tables are current, links lead somewhere, commands exist, examples run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def load(path: Path) -> ModuleType:
-    """A Python file as a module."""
+    """Loads a Python file as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -52,7 +52,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names of a page's headings, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub makes them."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -65,7 +65,7 @@ def test_links_to_headings_find_them(page: Path) -> None:
 
 
 def places(page: Path, name: str) -> list[Path]:
-    """The files that a page may mean by a name."""
+    """The files that a name on a page may mean."""
     roots = (ROOT, ROOT / "sameseed", ROOT / "sameseed" / "ops" / "triton", ROOT / "benchmarks", page.parent)
     return [root / name for root in roots if (root / name).is_file()]
 
@@ -86,7 +86,7 @@ def prose(page: Path) -> str:
 
 
 def test_the_readme_is_short() -> None:
-    # Words outside tables and code; addresses of links are no words.
+    # Counts words outside tables and code; addresses of links do not count.
     text = re.sub(r"\]\([^)]*\)", "]", prose(ROOT / "README.md"))
     assert len(re.findall(r"\w\S*", text)) < 600
 
@@ -99,7 +99,7 @@ def test_few_sentences_are_long() -> None:
 
 
 def commands() -> dict[str, set[str]]:
-    """The flags that the pages give to each command of ours, in blocks of code and in the text."""
+    """The flags that the pages use with each of our commands, in code blocks and in the text."""
     found: dict[str, set[str]] = defaultdict(set)
     pages = [*PAGES, ROOT / "benchmarks" / "README.md"]
     for text in (page.read_text().replace("\\\n", " ") for page in pages):

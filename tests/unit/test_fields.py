@@ -1,4 +1,4 @@
-"""Options from plain data: what fits is taken, what does not is refused with the remedy."""
+"""Options from plain data: fitting values are taken, others are refused with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of the hub: asked for once, taken from the cache where the hub is silent."""
+"""A file of the hub: asked for once, and taken from the cache if the hub does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registries: the file name is the key, and nothing is imported before it is asked for."""
+"""Registries: the file name is the key, and no module is imported before it is asked for."""
 
 from __future__ import annotations
 

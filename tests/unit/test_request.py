@@ -1,4 +1,4 @@
-"""Parameters out of range are refused with the reason; a Sequence knows what is pending."""
+"""Parameters out of range are refused with the reason; a Sequence knows its pending tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The set-up shows what is under way, keeps the rest in its log, and passes failures on."""
+"""The set-up shows its progress, keeps the rest in its log, and passes failures on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: every page has a place in its menu, and links lead where they led."""
+"""The documentation as a site: every page has a place in the menu, and links lead where they led."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - scripts that look alike are the point
-"""Text to tokens and back: nothing lost, no broken character in a stream, templates that stay in their sandbox."""
+"""Text to tokens and back: nothing is lost, streams have no broken characters, templates stay in their sandbox."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPECIAL = ["<s>", "</s>", "<|user|>"]
 
 @cache
 def byte_level() -> Tokenizer:
-    """GPT-2's and Llama 3's kind: every byte is a token, merges cross character boundaries."""
+    """Like GPT-2's and Llama 3's: every byte is a token, and merges cross character boundaries."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -56,7 +56,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def metaspace() -> Tokenizer:
-    """Llama 2's and Mistral's kind: a space is part of the next word, unknown characters become byte tokens."""
+    """Like Llama 2's and Mistral's: a space is part of the next word, unknown characters become byte tokens."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained = Backend(models.BPE())
@@ -108,7 +108,7 @@ HARD = [
     "\U0010ffff\U0001f600\u07ff\u0800\uffff",
     "🤖" * 20,
 ]
-# "▁" is the metaspace kind's own sign for a space; surrogates are no text.
+# "▁" is the metaspace kind's own sign for a space; surrogates are not text.
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="▁"), max_size=40) | st.lists(
     st.sampled_from([*"aé你🤖 \n", " the", "\u0301", "\u200d", "👩‍👧"]), max_size=30
 ).map("".join)
@@ -153,14 +153,14 @@ def test_streamed_pieces_join_to_the_text(kind, text):
     pieces = pieces_of(tokenizer, tokenizer.encode(text))
     assert "".join(pieces) == expected_text(kind, text)
     if BROKEN not in text:
-        assert not any(BROKEN in p for p in pieces)  # characters come whole or not yet
+        assert not any(BROKEN in p for p in pieces)  # each character is given out whole, or not yet
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "gpt2"])
 @given(data=st.binary(max_size=30) | st.lists(st.sampled_from(BYTES), max_size=90).map(b"".join))
 @settings(max_examples=200)
 def test_any_bytes_stream_as_they_decode(kind, data):
-    """What a model may emit: stray and incomplete bytes among text. Pieces join to the decoding of the whole."""
+    """A model may emit stray and incomplete bytes among text: the pieces join to the decoding of the whole."""
     tokenizer = KINDS[kind]()
     token_ids = [byte_tokens(kind)[b] for b in data]
     text = "".join(pieces_of(tokenizer, token_ids))
@@ -170,7 +170,7 @@ def test_any_bytes_stream_as_they_decode(kind, data):
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 @pytest.mark.parametrize("unit", [b"\xff", b"\x82", b"\xe2\x82", b"\xf0\x9f\xff", b"\xff\xf0\x9f\xa4\x96"])
 def test_bytes_that_are_no_text_are_not_waited_for(kind, unit, monkeypatch):
-    """A run of them, however long, is given out as it comes, and a token costs the same wherever it stands."""
+    """A long run of such bytes is given out as it comes, and the cost of a token does not depend on its place."""
     tokenizer = KINDS[kind]()
     sizes: list[int] = []
     decode = tokenizer.decode
@@ -200,7 +200,7 @@ def test_special_tokens_are_not_waited_for():
 @given(st.lists(st.integers(0, 399), max_size=40))
 @settings(max_examples=100)
 def test_any_tokens_stream_as_they_decode(token_ids):
-    """Random tokens, special ones (which leave no text) among them."""
+    """Random tokens, including special ones, which leave no text."""
     tokenizer = byte_level()
     assert tokenizer.vocab_size == 400
     assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids)
@@ -214,7 +214,7 @@ def byte_tokens(kind: str) -> list[int]:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Byte -> the character that stands for it in a byte-level vocabulary (the rule of GPT-2's paper's code)."""
+    """Byte -> the character that stands for it in a byte-level vocabulary (the rule of GPT-2's code)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -234,7 +234,7 @@ def test_a_character_of_several_tokens_comes_once_it_is_whole(kind, character):
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 def test_an_incomplete_character_at_the_end_is_said(kind):
-    """Held back while it may be completed; shown as the replacement character when nothing follows."""
+    """The bytes are held back while the character may be completed, then shown as the replacement character."""
     tokenizer = KINDS[kind]()
     stream = tokenizer.stream()
     assert "".join(stream.push(t) for t in tokenizer.encode("the", add_special_tokens=False)) == "the"
@@ -242,11 +242,11 @@ def test_an_incomplete_character_at_the_end_is_said(kind):
         assert stream.push(byte_tokens(kind)[byte]) == ""
     tail = stream.flush()
     assert tail and set(tail) == {BROKEN}
-    assert stream.flush() == ""  # once
+    assert stream.flush() == ""  # only once
 
 
 def test_spaces_between_streamed_words_stay():
-    """A metaspace decoder strips the first space of whatever it is given; a stream must not lose the others."""
+    """A metaspace decoder strips the first space of its input; a stream must not lose the other spaces."""
     tokenizer = metaspace()
     text = "the dog  the\n dog a b  c "
     assert "".join(pieces_of(tokenizer, tokenizer.encode(text))) == text
@@ -277,7 +277,7 @@ def test_vocabulary_spells_every_token():
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udcffb"], ids=ascii)
 def test_text_that_is_no_text_is_refused(text):
-    """A command line with bytes that are no UTF-8 arrives as lone surrogates."""
+    """Bytes of a command line that are not UTF-8 arrive as lone surrogates."""
     with pytest.raises(RequestError, match="UTF-8"):
         byte_level().encode(text)
 
@@ -310,7 +310,7 @@ def test_a_tokenizer_alone_is_enough(tmp_path):
 
 
 def test_stored_truncation_and_padding_are_off(tmp_path):
-    """Some files carry those of their training; a prompt must come in whole."""
+    """Some files keep these settings from training; a prompt must be encoded whole."""
     backend = Backend.from_str(byte_level()._backend.to_str())
     backend.enable_truncation(4)
     backend.enable_padding(length=512)
@@ -341,7 +341,7 @@ def test_damaged_tokenizer(data, tmp_path):
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
 def test_damaged_files_beside_it(name, data, tmp_path):
     if name.endswith("jinja") and data.isascii():
-        return  # a template is any text
+        return  # any text is a template
     save(tmp_path, byte_level())
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ModelLoadError, match=re.escape(name)):
@@ -383,7 +383,7 @@ def test_template():
     assert tokenizer.render_chat(HELLO) == rendered + "<|user|>assistant\n"
     assert tokenizer.render_chat(HELLO, add_generation_prompt=False) == rendered
     ids = tokenizer.chat(HELLO)
-    assert ids[0] == tokenizer.vocabulary()["<|user|>"]  # the template alone decides what comes first
+    assert ids[0] == tokenizer.vocabulary()["<|user|>"]  # the template alone decides which token comes first
     assert tokenizer.decode(ids, skip_special_tokens=False) == rendered + "<|user|>assistant\n"
 
 
@@ -410,7 +410,7 @@ def test_templates_render_as_in_transformers(template, generation):
 
 
 def test_templates_of_a_folder(tmp_path):
-    """tokenizer_config.json has one, or several by name; chat_template.jinja goes before it."""
+    """tokenizer_config.json has one template, or several by name; chat_template.jinja takes precedence."""
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain {{ bos_token }}"}]
     save(tmp_path, byte_level(), chat_template=several, bos_token="<s>")
     assert Tokenizer.from_folder(tmp_path).render_chat(HELLO) == "plain <s>"
@@ -481,7 +481,7 @@ ESCAPES = [
 
 @pytest.mark.parametrize("escape", ESCAPES)
 def test_templates_stay_in_their_sandbox(escape, tmp_path, monkeypatch):
-    """A template comes with the weights, from anybody: it may print nothing of Python's insides, and change nothing."""
+    """A template comes with untrusted weights: it may print no Python internals and change nothing."""
     monkeypatch.chdir(tmp_path)
     messages = [dict(m) for m in TALK]
     try:
@@ -495,7 +495,7 @@ def test_templates_stay_in_their_sandbox(escape, tmp_path, monkeypatch):
 
 
 def test_the_sandbox_test_would_notice(monkeypatch, tmp_path):
-    """In an ordinary environment at least half of the escapes work: the test above is no formality."""
+    """Without the sandbox at least half of the escapes work, so the test above can fail."""
     import jinja2
 
     monkeypatch.setattr("sameseed.tokenizer.ImmutableSandboxedEnvironment", jinja2.Environment)

@@ -1,4 +1,4 @@
-"""The files of benchmarks run as programs, beside each other: so the tests find them too."""
+"""Makes the modules of benchmarks/ importable: they run as programs and import each other by name."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ def read(path):
 
 
 def run(tmp_path, *flags):
-    """A dry run; its records, all but the last, and the last."""
+    """A dry run; returns its records except the last, the last record, and its output."""
     command = [sys.executable, str(SCRIPT), "--dry-run", "--out", str(tmp_path / "gpu.jsonl"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     *lines, end = read(tmp_path / "gpu.jsonl")
     assert lines[0]["part"] == "plan" and end["part"] == "end"
     assert all(x["schema"] == "sameseed.gpu/1" and x["dry_run"] and x["device"] == "cpu" for x in lines)
-    assert len(list(tmp_path.iterdir())) <= 3  # records, errors, the page
+    assert len(list(tmp_path.iterdir())) <= 3  # records, the error log, the page
     return lines, end, done.stdout
 
 
@@ -59,7 +59,7 @@ def test_a_dry_run_measures_and_sums_up(tmp_path):
 
 
 def test_parts_that_fail_cost_the_others_nothing(tmp_path, monkeypatch):
-    """One whose library is missing, one whose process dies: the rest is recorded, and the page is made of it."""
+    """A missing library or a dying process costs only its own part: the rest is recorded and shown on the page."""
     worker, out = tmp_path / "worker.py", tmp_path / "gpu.jsonl"
     worker.write_text(
         f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
@@ -81,7 +81,7 @@ def test_parts_that_fail_cost_the_others_nothing(tmp_path, monkeypatch):
 
 
 def test_the_page_shows_what_there_is():
-    """Lines and bars of what was measured, aims beside them; records of another shape cost one plot."""
+    """The page draws what was measured, with the aims; records of an unexpected shape cost one plot."""
     lines = [HEAD, *(costs("chain", m, "w4a16", 2.0 + m, c=1.0 + m / 8) for m in (1, 8, 64))]
     lines += [costs("batch", 1, f, 2.0, read_share=share) for f, share in (("bf16", 0.7), ("fp8-a8", 0.6))]
     lines += [{**SPOKEN, "format": "<w4>", "arm": "eagle", "tokens_per_s": 300.0}, {"part": "host", "kind": "chain"}]
@@ -153,8 +153,8 @@ def test_the_parts_fit_the_run(sizes):
 def test_time_that_one_part_leaves_goes_to_the_next():
     part = [gpu_plan.Part("costs", str(i), 10.0) for i in range(3)]
     clock = gpu_plan.Clock(0.5)
-    assert 9.9 < clock.share(part[0], part[1:]) <= 10  # nothing is to spare
-    assert 19.9 < clock.share(part[2], []) <= 20  # 20 s are, and a part gets twice its own at most
+    assert 9.9 < clock.share(part[0], part[1:]) <= 10  # no time is to spare
+    assert 19.9 < clock.share(part[2], []) <= 20  # 20 s are to spare, but a part gets at most twice its own time
     clock.started -= 25
     assert 4.9 < clock.share(part[2], []) <= 5
     clock.started -= 10
@@ -215,7 +215,7 @@ def test_every_aim_has_its_row():
     ],
 )  # fmt: skip
 def test_no_record_costs_the_table(more):
-    """Whatever is missing, or 0."""
+    """The summary table appears whatever fields a record lacks, and where a measured time is 0."""
     said = gpu_summary.text([HEAD, *more])
     assert "host share of a round at batch 1, plain" in said
     assert ("c(32) of fp8" in said) is ("chains: KeyError" not in said)
@@ -256,7 +256,7 @@ def test_one_measurement_that_fails_leaves_the_others(capsys):
 
 
 def test_a_trace_says_how_long_the_device_worked(tmp_path):
-    """Kernels on two streams at once count once; the host's own lines do not."""
+    """The device's busy time: overlapping kernels of two streams count once, the host's events do not count."""
     events = [
         {"ph": "X", "cat": "kernel", "name": "a", "ts": 10, "dur": 5},
         {"ph": "X", "cat": "kernel", "name": "a", "ts": 12, "dur": 5},

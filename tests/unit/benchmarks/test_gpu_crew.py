@@ -1,4 +1,4 @@
-"""Processes that measure: one that fails, dies, hangs or runs late costs its own part, and no record is lost."""
+"""Measuring processes: one that fails, dies, hangs or runs late costs only its own part, and no record is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import gpu_worker
 import pytest
 from gpu_plan import DRY
 
-# It reads a job, tells one record, and does what the job's "then" says.
+# It reads a job, writes one record, and does what the job's "then" says.
 SCRIPT = """
 import json, os, signal, sys, time
 job = json.loads(sys.stdin.readline())
@@ -97,7 +97,7 @@ print('{"n": 1}\\n{"n": 2, "tor\\n17\\n{"n": 3}\\n{"done": true}', flush=True)
 
 
 def test_an_interruption_leaves_no_job_and_no_process(tmp_path, monkeypatch):
-    """The jobs that wait do not start when those at work are ended."""
+    """An interruption ends the jobs that run, and the jobs that wait do not start."""
     started = tmp_path / "started"
     program = f"import sys, time; sys.stdin.readline(); open({str(started)!r}, 'a').write('x'); time.sleep(60)"
 
@@ -123,7 +123,7 @@ def test_an_interruption_leaves_no_job_and_no_process(tmp_path, monkeypatch):
 
 
 def worker(job, tmp_path, **settings):
-    """The real worker with one job; its lines."""
+    """Runs the real worker with one job; returns the records that it wrote."""
     command = [sys.executable, gpu_worker.__file__]
     given = {"kind": "costs", "sizes": asdict(DRY), "device": "cpu", "backend": "auto", "seconds": 9.0} | job
     given["until"] = time.monotonic() + given["seconds"] + settings.get("later", 30.0)
@@ -140,7 +140,7 @@ def test_a_worker_says_what_went_wrong_or_that_its_time_is_over(tmp_path):
 
 
 def test_the_scripts_run_from_a_plain_checkout(tmp_path):
-    """Without an installed package, from any folder."""
+    """The scripts run without an installed package, from any folder."""
     here = Path(gpu_worker.__file__).parent
     program = f"import sys; sys.path.insert(0, {str(here)!r}); import gpu_checkout; "
     program += "import importlib.util as u; print(u.find_spec('sameseed').origin)"

@@ -1,4 +1,4 @@
-"""Models of `make bench-gpu`: what is made on a device is what is made on the CPU, and nothing of it stays behind."""
+"""Models of `make bench-gpu`: those made on a device equal those made on the CPU, and no tensor is left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = shapes._raw("Llama", 640, 800, 11, (16, 8, 64), 4500, tie_word_embeddings
 
 @pytest.fixture
 def tiny_shape(monkeypatch):
-    """A shape that holds the embedded pair, and little more."""
+    """A shape hardly larger than the embedded pair that it contains."""
     monkeypatch.setattr(gpu_models, "get_shape", lambda name: parse_config(TINY, where="the test's shape"))
     return "tiny"
 

@@ -1,4 +1,4 @@
-"""Parts of `make bench-gpu`, whole on a pretended device: what forgets to move a tensor there fails."""
+"""Whole parts of `make bench-gpu` on a pretended device: code that forgets to move a tensor there fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = {"threads": 1, "read_bytes_per_s": 1e9, "instructions": {}, "source": "
 
 @pytest.fixture
 def told(monkeypatch):
-    """Records; calls of a real GPU are counted at most."""
+    """The list of records and the function that adds one; CUDA calls do nothing, sizes and repeats are the smallest."""
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 1 << 20)
@@ -54,7 +54,7 @@ def busy(job, device):
 
 @pytest.fixture
 def stage(monkeypatch):
-    """A stage whose arms write what `stage.writes` says."""
+    """A stage whose arms write the completions in `stage.writes`."""
     lines = []
     made = gpu_twins.Stage(SIZES, "a shape", None, "w8a8", "cpu", lines.append)
     made.lines, made.writes = lines, {}
@@ -70,7 +70,7 @@ def completed(*token_ids, reason=FinishReason.LENGTH):
 
 
 def test_arms_are_compared_with_plain_decoding_alone(stage):
-    """Not with the first arm that ran; and of what failed no time counts, however early it stopped."""
+    """The baseline is plain decoding, not the first arm; a failed arm has no speedup, however early it failed."""
     stage.writes = {
         "plain": completed(1, 2, 3),
         "eagle": completed(1, 2, 3),
@@ -87,7 +87,7 @@ def test_arms_are_compared_with_plain_decoding_alone(stage):
 
 @pytest.mark.slow
 def test_costs_are_those_of_one_row_or_of_none(told, monkeypatch):
-    """Where the pass of one row fails, the next one is no unit."""
+    """If the pass over one row fails, costs relative to it are missing; the pass over two rows does not replace it."""
     lines, tell = told
     timed = gpu_parts.timed
 
@@ -143,7 +143,7 @@ def test_products_and_attention_by_themselves(told):
     lines, tell = told
     there(gpu_micro.measure_micro, tell, limits=LIMITS)
     assert {x["op"] for x in lines} == {"qkv", "o", "gate_up", "down", "lm_head", "attention"}
-    assert all(x["median_us"] == 500 and x["read_share"] > 0 for x in lines if x["op"] == "down")  # two copies
+    assert all(x["median_us"] == 500 and x["read_share"] > 0 for x in lines if x["op"] == "down")  # 1 ms for two copies
 
 
 @pytest.mark.slow

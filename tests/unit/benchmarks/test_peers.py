@@ -1,4 +1,4 @@
-"""The comparison with other engines: orchestrator, workers and tables, with an engine that only waits."""
+"""The comparison with other engines: orchestrator, workers and tables, with a stand-in engine that only waits."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def test_every_engine_measures_everything_in_every_round(tmp_path: Path) -> None
         }
         assert not result.missing and result.peak_rss > 0 and result.logits is not None and len(result.logits) == 64
         assert all(second > 0 for times in result.seconds.values() for second in times)
-    assert results[0].logits == results[1].logits  # all see the same prompt
+    assert results[0].logits == results[1].logits  # all engines see the same prompt
 
 
 def text_record(tmp_path: Path, *group: Arm) -> dict[str, Any]:
-    """The record of arms that write three texts, the last of which ends at once."""
+    """The record of arms that write three texts; the last text ends at once."""
     prompts: list[list[int]] = [[5, 6], [7], []]
     texts = measure.TextGroup(group, PLAN, lambda arm: start(tmp_path), lambda text: None, prompts)
     about = {"model": "", "draft": None, "threads": 1, "max_len": 64}
@@ -125,7 +125,7 @@ def test_an_idle_worker_is_frozen(tmp_path: Path) -> None:
         state = Path(f"/proc/{worker.process.pid}/stat")
         wait_until(lambda: state.read_text().rsplit(")", 1)[1].split()[0] == "T")
         assert worker.ask(60, do="prefill", tokens=4)["seconds"] > 0
-        assert "libraries print" in worker.log.read_text()  # and not in the protocol
+        assert "libraries print" in worker.log.read_text()  # not in the protocol's stream
     finally:
         worker.close()
     assert worker.process.returncode == 0
@@ -143,7 +143,7 @@ def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def stat_of(file: Path) -> str:
-    """The state, parent and group of a process; nothing of one that has ended."""
+    """The state, parent and group of a process; empty for a process that has ended."""
     try:
         return " ".join(file.read_text().rsplit(")", 1)[1].split()[1:3]) + " "
     except OSError:
@@ -284,7 +284,7 @@ def test_checkpoints_hold_the_same_weights(work: Path) -> None:
         assert q.format == "int8" and q.parts["codes"].dtype is torch.int8
         scale = q.parts["scales"].float().reshape(-1, 1)  # [O, 1]
         error = (q.parts["codes"].float() * scale - weight).abs()
-        assert (error <= 0.51 * scale + 127 * scale / 256).all()  # half a step, and what the scale's rounding took
+        assert (error <= 0.51 * scale + 127 * scale / 256).all()  # half a step, plus the error of the rounded scale
         embedding = "model.embed_tokens.weight"
         assert torch.equal(quantized.tensor(embedding), plain.tensor(embedding))
 

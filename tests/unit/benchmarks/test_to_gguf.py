@@ -1,4 +1,4 @@
-"""A folder as a GGUF file for llama.cpp: its weights and its tokenizer, read back by sameseed's own reader."""
+"""A checkpoint folder written as a GGUF file for llama.cpp: sameseed's reader gets back its weights and tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streaming with marks: characters and the tokens that they came from stay together."""
+"""Streaming with draft marks: characters stay together with the tokens that they come from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokenizer(pair_folders: tuple[Path, Path]) -> Tokenizer:
 
 
 def write(tokenizer: Tokenizer, tokens: list[int], flags: list[bool], stop: tuple[str, ...] = ()) -> str:
-    """What a writer shows of tokens that come one by one, with the text as the engine gives it out."""
+    """What a TextWriter shows of tokens that come one by one, with the engine's text deltas."""
     stream, output = io.StringIO(), OutputText(tokenizer, stop)
     writer = TextWriter(stream, tokenizer, show_draft=True)
     for token, flag in zip(tokens, flags):
@@ -39,7 +39,7 @@ def write(tokenizer: Tokenizer, tokens: list[int], flags: list[bool], stop: tupl
 
 
 def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The text's bytes as tokens of one byte each: characters span tokens."""
+    """Each character's bytes as tokens of one byte: characters span tokens."""
     return [token for c in text for token in tokenizer.encode(c, add_special_tokens=False)]
 
 
@@ -67,7 +67,7 @@ def test_text_that_waits_for_a_stop_string_keeps_its_marks(tokenizer: Tokenizer)
 
 
 class Terminal(io.StringIO):
-    """A stream that calls itself a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""The demo shows the embedded pair, then its twin at another size, and tells what came out, whatever it was."""
+"""The demo runs the embedded pair, then its twin at another size, and reports the results whatever they are."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_both_parts_end_in_the_same_text(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_too_little_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 2**29)
-    assert main(["demo"]) == 0  # the pair alone
+    assert main(["demo"]) == 0  # with the embedded pair only
     out = capsys.readouterr().out
     assert "Same text: yes" in out and "Real size is left out: weights in w4a8 take 0." in out and "0.5 GiB are" in out
     assert main(["demo", "--shape", "llama-3.1-8b"]) == 2

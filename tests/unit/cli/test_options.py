@@ -1,4 +1,4 @@
-"""Flags derive from the dataclasses; each has words of its own in the help."""
+"""Flags are derived from the dataclasses; each flag has its own help text."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_embedded_model_brings_its_draft() -> None:
 
 
 def test_a_checkout_without_what_the_command_line_needs(monkeypatch, capsys):
-    """Where pip installed nothing, the error names the package and what works without it."""
+    """If dependencies are not installed, the error names the missing package and what works without it."""
     from sameseed import cli
 
     def missing(name):

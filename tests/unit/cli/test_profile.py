@@ -1,4 +1,4 @@
-"""`sameseed profile` as a user meets it, on a tiny shape."""
+"""`sameseed profile` as a user sees it, on a tiny shape."""
 
 from __future__ import annotations
 

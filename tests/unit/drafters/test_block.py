@@ -1,4 +1,4 @@
-"""The block drafter: guesses from the target's own states in one pass, and a cache that no rejected guess marks."""
+"""The block drafter: one pass guesses from the target's hidden states; rejected guesses leave no trace in its cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def head_of(pair: Pair) -> BlockHead:
 
 @dataclass(frozen=True)
 class Loud:
-    """A pair whose block head is random through and through: every part of it decides what is guessed."""
+    """A pair whose block head has large random weights, so that every part of the head affects the guesses."""
 
     pair: Pair
     tensors: dict[str, Tensor]
@@ -63,7 +63,7 @@ def loud(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Loud:
 
 
 def by_hand(loud: Loud, seq: Sequence, count: int) -> list[int]:
-    """The chain by the papers' formulas, from the target's states over the whole text."""
+    """The chain by the papers' formulas, from the target's hidden states of the whole text."""
     config, w, target = head_of(loud.pair).config, loud.tensors, loud.pair.target
     ((states, _),) = target_states(target, [seq.token_ids[:-1]], config.captures(2))
     chain: list[int] = []
@@ -75,7 +75,7 @@ def by_hand(loud: Loud, seq: Sequence, count: int) -> list[int]:
 
 
 def guesses_right(loud: Loud) -> bool:
-    """Are its drafts, over rounds with right and wrong guesses, those made by hand?"""
+    """Whether the drafts of several rounds, with right and wrong guesses, equal those of `by_hand`."""
     engine = make_engine(loud.pair, "block", k=5, block=4)
     seqs = [Sequence(i, p, [GREEDY, WARM][i % 2], 7 + i) for i, p in enumerate(PROMPTS[1:])]
     for seq in seqs:
@@ -104,14 +104,14 @@ def test_guesses_are_the_heads_own_over_the_targets_states(loud: Loud) -> None:
     ids=["places", "anchor", "rows", "Markov", "noise"],
 )
 def test_mistakes_that_cost_acceptance_alone_are_noticed(loud: Loud, function: Any, old: str, new: str) -> None:
-    """The laws do not see them, so this test must."""
+    """These mistakes only lower the acceptance rate, which the laws do not check, so this test must notice them."""
     with Mutant("shifted", function, old, new, native=True).alive():
         assert not guesses_right(loud)
 
 
 @pytest.mark.parametrize("kv", ["fp32", "int8"])
 def test_the_cache_after_every_round_is_that_of_fresh_states(pair: Pair, kv: str) -> None:
-    """Bit for bit: no row of a block stays, and what was guessed wrongly leaves no trace."""
+    """The head's cache equals, bit for bit, one made from fresh states: no block rows, no trace of wrong guesses."""
     engine = make_engine(pair, "block", k=5, block=4, kv=kv)
     drafter, compared = drafter_of(engine), 0
     for i, prompt in enumerate(PROMPTS):
@@ -168,7 +168,7 @@ def test_laws_with_every_option(pair: Pair, prefill_rows: int, options: dict[str
 
 
 def test_leaves_beside_a_chain_are_accepted_more_often(pair: Pair) -> None:
-    """A tree of the same distributions, without another pass."""
+    """With siblings, a tree from the same distributions without another pass has a higher acceptance length."""
     rates = []
     for siblings in (0, 3):
         engine = make_engine(pair, "block", k=4 * (1 + siblings), options={"siblings": siblings})
@@ -188,7 +188,7 @@ def test_more_than_it_was_trained_for_is_capped_and_said_once(pair: Pair, caplog
 
 
 def test_a_shorter_context_than_the_request(pair: Pair) -> None:
-    """To the end of the head's context, and nothing beyond it."""
+    """Drafts reach to the end of the head's context, and not beyond."""
     head = head_of(pair)
     layer = replace(head.config.layer, max_model_len=40)
     short = BlockHead(replace(head.config, layer=layer), head.weights, head.ops, 256)
@@ -205,7 +205,7 @@ def test_goodput_takes_a_prefix_and_the_text_stays(pair: Pair) -> None:
 
 
 def test_a_text_found_in_the_prefix_cache(pair: Pair) -> None:
-    """Its states never come: the head begins in the middle, and guesses on."""
+    """Tokens from the prefix cache have no hidden states: the head's context begins after them; it still guesses."""
     engine = make_engine(pair, "block", k=5, block=4)
     prompt = PROMPTS[3] * 2
     plain = texts(run(make_engine(pair), [prompt], GREEDY))

@@ -1,4 +1,4 @@
-"""Drafters that work with others: cascades of any depth, and caches that are tried before a model."""
+"""Drafters that combine others: cascades of any depth, and lookup drafters that are tried before a model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ NGRAM, SUFFIX = SpecConfig("ngram", num_draft_tokens=4), SpecConfig("suffix", nu
 
 
 class Scripted(Drafter):
-    """Guesses from a list of the right tokens, wrong at the places that it is told."""
+    """Proposes the right tokens from a list, except wrong ones at given positions."""
 
     def __init__(self, right: dict[int, list[int]], wrong_at: set[int]) -> None:
-        self.right = right  # by sequence: the text that the model will write
+        self.right = right  # by sequence id: the text that the model will write
         self.wrong_at = wrong_at
         self.rewinds: list[int] = []
 
@@ -50,7 +50,7 @@ class Scripted(Drafter):
 
 
 def cascade_of(pair: Pair, below: Drafter, asked: int, k: int, **options: Any) -> Any:
-    """An engine whose drafter is a cascade over the pair's draft, with this drafter below, asked for `asked` tokens."""
+    """An engine whose drafter is a cascade over the pair's draft model; `below` is asked for `asked` tokens."""
     engine = make_engine(pair, "cascade", k=k, options=options)
     assert isinstance(engine.drafter, CascadeDrafter)
     engine.drafter.below = engine.drafter.followers.below = below
@@ -70,7 +70,7 @@ def test_law_1_at_any_depth(pair: Pair, below: tuple[SpecConfig, ...], k: int, p
 
 
 def test_the_model_is_a_drafter_as_good_as_alone(pair: Pair) -> None:
-    """Whatever is below, the middle model's text is its own: the target accepts what it would of the model alone."""
+    """The drafter below does not change the middle model's tokens: the target accepts what it would without `below`."""
     alone = make_engine(pair, "draft_model", k=4)
     run(alone, PROMPTS, GREEDY)
     helped = make_engine(pair, "cascade", k=4, options={"min_length": 4}, below=(SUFFIX,))
@@ -80,7 +80,7 @@ def test_the_model_is_a_drafter_as_good_as_alone(pair: Pair) -> None:
 
 
 def written(pair: Pair, prompt: list[int], length: int) -> list[int]:
-    """The prompt and what the pair's draft model alone writes after it."""
+    """The prompt and the text that the pair's draft model writes after it."""
     twin = Pair(pair.draft, pair.draft, pair.tokenizer)
     return [
         *prompt,
@@ -90,7 +90,7 @@ def written(pair: Pair, prompt: list[int], length: int) -> list[int]:
 
 @pytest.mark.parametrize(("right", "passes"), [(0, 6), (1, 3), (2, 2), (4, 2), (6, 1)])
 def test_passes_of_the_model_by_what_is_right_below(pair: Pair, right: int, passes: int) -> None:
-    """Six tokens are wanted; below, `right` tokens a guess are right: each pass gives them and one more."""
+    """Six tokens are wanted; the drafter below has `right` right tokens per guess, and each pass adds one token."""
     prompt = PROMPTS[0]
     text = written(pair, prompt, 12)
     below = Scripted({0: text}, set())
@@ -117,7 +117,7 @@ def test_the_length_lies_between_the_least_and_one_pass_more(pair: Pair, min_len
 
 
 def test_rejection_takes_the_shadow_and_what_is_below_back(pair: Pair) -> None:
-    """The target goes another way: at once, in the middle, after the last guess (then nothing is taken back)."""
+    """The target deviates at the first guess, in the middle, or after the last guess (then nothing is rewound)."""
     prompt = PROMPTS[2]
     text = written(pair, prompt, 30)
     below = Scripted({0: text}, set())
@@ -156,11 +156,11 @@ def test_a_goodput_policy_below_learns_and_forgets(pair: Pair) -> None:
     assert not policy.acceptance.own and not policy.budget._waits, "sequences that are gone"
 
 
-# --- taking back ---
+# --- rewinding ---
 
 
 def test_indexes_forget_what_is_taken_back() -> None:
-    """However a text was reached, by guesses taken back or directly, the drafter finds the same."""
+    """After guesses are rewound, the drafter finds the same as one that never saw them."""
     drafter, direct = NgramDrafter(), NgramDrafter()
     seq = Sequence(0, [1, 2, 3, 4, 1, 2], SamplingParams(), 0)
     for guessed, kept in [([3, 4, 9, 9], 2), ([1, 2, 9, 1, 2], 0), ([5, 1, 2, 3], 3), ([4] * 1500, 0)]:
@@ -192,7 +192,7 @@ def test_history_forgets_what_is_taken_back() -> None:
         assert (history.num_tokens, history._num_places) == (direct.num_tokens, direct._num_places)
 
 
-# --- first ---
+# --- the drafter `first` ---
 
 
 def first_of(options: FirstDrafter.Options, *below: Drafter) -> FirstDrafter:
@@ -200,7 +200,7 @@ def first_of(options: FirstDrafter.Options, *below: Drafter) -> FirstDrafter:
 
 
 class Fixed(Drafter):
-    """Always the same guess, with some confidence."""
+    """Always proposes the same chain, with one confidence."""
 
     def __init__(self, chain: list[int], likely: float) -> None:
         self.chain, self.likely, self.asked = chain, likely, 0
@@ -217,8 +217,8 @@ class Fixed(Drafter):
         ([7, 8, 9], 1.0, 5, True),
         ([], 1.0, 5, False),
         ([7], 1.0, 5, False),  # too short
-        ([7], 1.0, 1, True),  # but all that was asked for
-        ([7, 8, 9], 0.2, 5, False),  # too unsure
+        ([7], 1.0, 1, True),  # short, but all that was asked for
+        ([7, 8, 9], 0.2, 5, False),  # too low a confidence
         ([7, 8, 9], 0.4, 5, True),
     ],
 )
@@ -232,14 +232,14 @@ def test_a_weak_guess_leaves_it_to_the_next(chain: list[int], likely: float, num
     assert (first.asked, second.asked) == (1, 0 if taken else 1)
 
 
-# --- as text ---
+# --- drafts written as text ---
 
 
 def test_drafts_as_text() -> None:
     model = SpecConfig("draft_model", "some/model")
     assert parse_draft("ngram") == SpecConfig("ngram")
     assert parse_draft("some/model") == model
-    # Those that are asked in turn are asked for as much as the whole is.
+    # Each drafter of `first` is asked for as many tokens as the whole.
     suffix = SpecConfig("suffix", num_draft_tokens=64)
     first = SpecConfig("first", below=(suffix, replace(model, num_draft_tokens=64)))
     assert parse_draft("suffix+some/model") == first
@@ -283,7 +283,7 @@ def test_a_drafter_without_what_it_works_with(pair: Pair) -> None:
 
 
 class Clipping(GoodputLength):
-    """Asks for six tokens, and drops those beyond the second; of every third draft all."""
+    """Asks for six tokens and drops nodes deeper than two; every third draft is dropped whole."""
 
     num_rounds = 0
 
@@ -296,7 +296,7 @@ class Clipping(GoodputLength):
 
 
 class Short(Drafter):
-    """Has a context of its own."""
+    """A drafter with a context limit of its own."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -314,7 +314,7 @@ def test_first_drafts_as_long_as_any_below() -> None:
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_first_counts_what_was_checked_of_each_ones_guesses(pair: Pair, clips: bool) -> None:
-    """Together they are the engine's counters, also where a policy drops nodes: those are nobody's."""
+    """The levels' counters add up to the engine's, also where a policy drops nodes: no level counts a dropped node."""
     engine = make_engine(pair, "first", k=6)
     if clips:
         engine.policy = Clipping(6)
@@ -337,7 +337,7 @@ def test_levels_of_a_tower(pair: Pair) -> None:
     assert ngram.num_accepted_tokens + suffix.num_accepted_tokens == both.num_accepted_tokens > 0
 
 
-# --- who guessed a token ---
+# --- which level proposed a token ---
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_levels_of_a_tower(pair: Pair) -> None:
     ],
 )
 def test_a_cascade_tells_its_own_tokens_from_those_below(pair: Pair, wrong: set[int], levels: list[int]) -> None:
-    """Below guesses three tokens at a time; where it is wrong, and after the three, the model wrote itself."""
+    """The drafter below guesses three tokens per pass; wrong guesses, and every fourth token, are the model's own."""
     prompt = PROMPTS[0]
     below = Scripted({0: written(pair, prompt, 12)}, {len(prompt) + i for i in wrong})
     engine = cascade_of(pair, below, 3, k=6, min_length=6)

@@ -1,4 +1,4 @@
-"""The draft_model drafter: follows, catches up, does without memory, keeps to the target's vocabulary."""
+"""The draft_model drafter: it follows the text, catches up, bears a full cache, keeps to the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ASKED = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, **SAMPLED)
 
 @dataclass(frozen=True)
 class Judge(ConfidenceLength):
-    """Chains end where `says` says so of their paths."""
+    """A policy that ends the chains if `says(paths)`."""
 
     says: Callable[[Seq[Seq[float]]], bool] = bool
 
@@ -63,7 +63,10 @@ def test_a_draft_equal_to_the_target_is_always_right(pair: Pair) -> None:
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="chains are written in one call in the native module")
 def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair) -> None:
-    """Tokens, confidences, cached rows; with ends of texts, truncations, an end by the policy, and the context's."""
+    """Chains of one native call equal those of one pass per token: tokens, confidences and cached rows.
+
+    Cases: texts that end, truncated sampling, chains ended by the policy, and the end of the context.
+    """
     flat = replace(ASKED, temperature=1.2, top_p=1.0)
     ending = replace(ASKED, temperature=0.0, ignore_eos=False, stop_token_ids=tuple(range(0, MODEL_VOCAB, 3)))
     asked = [replace(ASKED, temperature=0.0), ASKED, replace(flat, top_k=5), replace(flat, min_p=0.05), ending]
@@ -97,7 +100,7 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair) -> None:
 
 
 def test_siblings_join_the_chain_as_leaves(pair: Pair) -> None:
-    """The same chain, its tokens and the likeliest others of each place; the first tree needs no more passes."""
+    """Siblings do not change the chain: they are the likeliest other tokens of its places, added as leaves."""
     draft = [
         drafter_of(make_engine(pair, "draft_model", k=9, options={"siblings": s})).propose(
             [Sequence(0, PROMPTS[0], ASKED, 6)], [3 * (1 + s)]
@@ -152,7 +155,7 @@ def test_no_prefill_rows_is_refused() -> None:
 
 
 def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
-    """Beyond the draft's context nothing is guessed, and nothing breaks."""
+    """No tokens are drafted beyond the draft's context, and nothing breaks."""
     short = with_draft(pair, tmp_path / "short", max_position_embeddings=32)
     prompts = [*PROMPTS[:2], list(range(1, 32)), list(range(1, 60))]
     plain = texts(run(make_engine(pair), prompts, ASKED))
@@ -178,7 +181,7 @@ def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, 5, 9])
 def test_an_exhausted_draft_cache(pair: Pair, num_blocks: int) -> None:
-    """A draft without room guesses less; blocks of sequences that do not run are taken back."""
+    """A draft model that is short of cache blocks guesses less; sequences that do not run give up their blocks."""
     plain = texts(run(make_engine(pair), PROMPTS, ASKED))
     engine = make_engine(pair, "draft_model", k=4, block=8)
     runner = drafter_of(engine).runner
@@ -201,7 +204,7 @@ def test_sequences_that_wait_give_their_blocks_back(pair: Pair) -> None:
     assert drafter.propose([first], [4]).count(0) == 4
     assert drafter.runner.blocks.num_free == 2
     assert drafter.propose([second], [4]).count(0) == 0, "both fit into no pass"
-    drafter.runner.blocks.reserve(drafter.followers[first], 28)  # hardly any block is free now
+    drafter.runner.blocks.reserve(drafter.followers[first], 28)  # hardly any block is free after this
     assert drafter.propose([second], [4]).count(0) == 4
     assert drafter.followers[first].num_cached == 0
     assert drafter.propose([first], [0]).count(0) == 0
@@ -211,7 +214,7 @@ def test_sequences_that_wait_give_their_blocks_back(pair: Pair) -> None:
 
 
 def favouring(model: Llama, token: int) -> Llama:
-    """The model with one row of its head blown up along the others' mean direction: `token` often wins."""
+    """The model with one LM head row enlarged along the mean direction of other rows: `token` often wins."""
     head = model.weights.lm_head
     weight = head.parts["weight"].clone()
     weight[token] = weight[:20].sum(0) * 3
@@ -220,7 +223,7 @@ def favouring(model: Llama, token: int) -> Llama:
 
 
 def test_padding_of_the_draft_is_never_proposed(pair: Pair, tmp_path: Path) -> None:
-    """The draft has more rows in its head than the target; a choice among the surplus ends the chain."""
+    """The draft's LM head has more rows than the target's; choosing one of the surplus rows ends the chain."""
     wide = with_draft(pair, tmp_path / "wide", vocab_size=MODEL_VOCAB + 64)
     wide = Pair(wide.target, favouring(wide.draft, MODEL_VOCAB + 5), wide.tokenizer)
     engine = make_engine(wide, "draft_model", k=4)
@@ -242,7 +245,7 @@ def test_padding_of_the_draft_is_never_proposed(pair: Pair, tmp_path: Path) -> N
 
 
 def test_tokens_that_the_draft_does_not_have(pair: Pair, tmp_path: Path) -> None:
-    """The target is padded further than the draft: a text with such a token is not drafted, and nothing breaks."""
+    """The target's vocabulary is padded further than the draft's: a text with a token in between is not drafted."""
     narrow = with_draft(pair, tmp_path / "narrow", vocab_size=300)
     asked = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, logit_bias={302: 4.0}, temperature=1.0)
     plain = run(make_engine(pair), PROMPTS, asked)
@@ -267,7 +270,7 @@ def test_confidence_ends_a_chain_with_the_first_unsure_token(pair: Pair, monkeyp
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_confidence_is_how_likely_the_target_agrees(pair: Pair, temperature: float) -> None:
-    """Greedy the draft's probability, sampled the token's share of what log p + noise leaves."""
+    """Confidence is the draft's probability if greedy, else the token's share of exp(log p + noise) as in `choices`."""
     engine = make_engine(pair, "draft_model", k=3, confidence=0.0)
     drafter = drafter_of(engine)
     seq = Sequence(0, [5, 6, 7], SamplingParams(temperature=temperature), 11)
@@ -275,7 +278,7 @@ def test_confidence_is_how_likely_the_target_agrees(pair: Pair, temperature: flo
     check = Sequence(1, [5, 6, 7, *draft.tokens.tolist()], SamplingParams(), 0)
     runner = drafter.runner
     runner.blocks.reserve(check, 6)
-    out = runner.forward([check], Draft.trees([([], [])]), [3])  # known: the prompt only
+    out = runner.forward([check], Draft.trees([([], [])]), [3])  # only the prompt's rows are computed
     assert out.logits.shape[0] == 0, "no logits while tokens are pending"
     check = Sequence(2, [5, 6, 7], SamplingParams(), 0)
     runner.blocks.reserve(check, 6)
@@ -290,7 +293,7 @@ def test_confidence_is_how_likely_the_target_agrees(pair: Pair, temperature: flo
 
 
 def test_logits_that_are_no_numbers_end_the_chain(pair: Pair) -> None:
-    """A draft that breaks down guesses nothing; the target goes on."""
+    """A draft model with NaN logits guesses nothing; the target goes on."""
     head = pair.draft.weights.lm_head
     broken = QuantTensor(head.format, head.shape, {"weight": torch.full_like(head.parts["weight"], torch.nan)})
     draft = Llama(pair.draft.config, replace(pair.draft.weights, lm_head=broken), pair.draft.ops)

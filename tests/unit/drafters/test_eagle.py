@@ -1,4 +1,4 @@
-"""The eagle drafter: trees are the likeliest ones, texts stay, the head's cache holds what is certain."""
+"""The eagle drafter: trees of the likeliest paths, unchanged texts, and a head's cache of certain tokens only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ PENALIZED = replace(DRAWN, repetition_penalty=1.3, logit_bias={7: 3.0})
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Targets of which heads know nearly all ("small": what its embedding adds), and such heads of both kinds."""
+    """Targets that heads can predict nearly perfectly, and such heads of both kinds.
+
+    The embeddings of "small" are small beside what its first layer adds, since EAGLE-3 has no place for the embedding
+    itself.
+    """
     root = tmp_path_factory.mktemp("heads")
     write_model(root / "target")
     write_model(root / "small")
@@ -62,7 +66,7 @@ def easy(folders: Path) -> Pair:
 
 
 def pair_of(folders: Path, easy: Pair, head: str) -> Pair:
-    """The target that a kind of head is for, with it."""
+    """The target that a kind of head is made for, with that head."""
     if head == "eagle":
         return easy
     pair = load_pair(folders / "small", folders / "draft")
@@ -76,7 +80,7 @@ def with_head(pair: Pair, folder: Path, quant: str = "auto") -> Pair:
 def engine_of(
     pair: Pair, k: int = 12, *, spec: SpecConfig | None = None, tokens: int = 2048, **settings: Any
 ) -> Engine:
-    """An Engine that drafts with the pair's head (k = 0: not at all); the rest are options, or the engine's limits."""
+    """An engine that drafts with the pair's head (k = 0: not at all); other arguments are options, or engine limits."""
     limits = {n: settings.pop(n) for n in ("max_num_rows", "max_num_seqs", "max_model_len") if n in settings}
     cache = CacheConfig(block_size=settings.pop("block", 16), format=settings.pop("kv", "fp32"))
     confidence = settings.pop("confidence", None)
@@ -103,7 +107,7 @@ def table(vocab: int, depth: int, seed: int) -> dict[tuple[int, ...], list[float
 
 
 def grown(rows: dict[tuple[int, ...], list[float]], size: int, depth: int, top_k: int) -> tuple[Tree, int]:
-    """The tree as the drafter grows it, and how many nodes it expanded."""
+    """The tree as the drafter grows it, and the number of nodes that were expanded."""
     tree, num_run = Tree(size), 0
     nodes = [-1]
     for level in range(depth):
@@ -120,7 +124,7 @@ def grown(rows: dict[tuple[int, ...], list[float]], size: int, depth: int, top_k
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [1, 3, 6, 9])
 def test_a_tree_is_the_top_n_of_all_paths(size: int, seed: int) -> None:
-    """Brute force over every path of a fixed table: the n with the largest products."""
+    """The tree equals a brute-force search of all paths of a fixed table: the n paths with the largest products."""
     vocab, depth = 9, 3
     rows = table(vocab, depth, seed)
     paths = [p for n in range(1, depth + 1) for p in itertools.product(range(vocab), repeat=n)]
@@ -138,7 +142,7 @@ def test_a_tree_is_the_top_n_of_all_paths(size: int, seed: int) -> None:
 
 
 def test_a_beam_keeps_the_likeliest_of_each_level() -> None:
-    """With fewer nodes expanded than kept: the best of the candidates that a beam of the same width meets."""
+    """With fewer nodes expanded than kept, the tree holds the best candidates of a beam search of the same width."""
     rows = table(6, 4, 8)
     tree, _ = grown(rows, 20, 4, top_k=2)
     beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -227,9 +231,9 @@ def test_a_request_of_its_own_beside_others(easy: Pair) -> None:
 
 
 def test_the_first_choice_is_the_targets_where_the_head_is_right(easy: Pair) -> None:
-    """Of logits that are the target's own, the likeliest child is the target's choice: greedy, sampled, adjusted.
+    """For logits equal to the target's, the likeliest child is the target's choice: greedy, sampled, adjusted.
 
-    Of truncated ones nearly always: what is left out comes later, but may come.
+    With truncated sampling this holds nearly always: truncated tokens rank lower, but may still come first.
     """
     drafter = drafter_of(engine_of(easy))
     generator = torch.Generator().manual_seed(0)
@@ -260,7 +264,7 @@ def test_the_first_choice_is_the_targets_where_the_head_is_right(easy: Pair) -> 
 
 
 def test_a_head_with_fewer_tokens_finds_the_targets_choice_among_them() -> None:
-    """Nearly flat logits at temperature 1: noise lifts any token, and it takes that of the target's ids."""
+    """With nearly flat logits at temperature 1 the noise decides; the head must use the noise of the target's ids."""
     rng, asked = np.random.default_rng(1), SamplingParams(temperature=1.0)
     ids = torch.from_numpy(rng.choice(MODEL_VOCAB, 150, replace=False)).sort().values
     guesses, within = Guesses(ids, MODEL_VOCAB, ()), 0
@@ -333,7 +337,7 @@ def test_one_child_makes_chains(easy: Pair) -> None:
 
 
 def test_confidence_ends_a_path(easy: Pair, monkeypatch: Any) -> None:
-    """Probabilities .9 .5 .1 with threshold .2 stop at the third; what the draft says is the paths' product."""
+    """Probabilities .9 .5 .1 with threshold .2 end at the third token; confidence is the product along the path."""
     engine = engine_of(easy, 8, top_k=1, depth=8)
     drafter, seq = drafter_of(engine), Sequence(0, PROMPTS[4], GREEDY, 0)
     rounds(engine, seq, 1)
@@ -345,7 +349,7 @@ def test_confidence_ends_a_path(easy: Pair, monkeypatch: Any) -> None:
     assert draft.confidence.tolist() == pytest.approx([0.9, 0.45, 0.045])
 
 
-# --- what the head knows ---
+# --- the head's context ---
 
 
 def rounds(engine: Engine, seq: Sequence, count: int, k: int = 12) -> None:
@@ -355,7 +359,7 @@ def rounds(engine: Engine, seq: Sequence, count: int, k: int = 12) -> None:
 
 
 def read_anew(engine: Engine, seq: Sequence) -> Sequence:
-    """The same text as a sequence that this engine has run all but the last token of."""
+    """A new sequence with the same text; this engine has run all of its tokens but the last."""
     again = Sequence(0, seq.token_ids, seq.params, seq.seed)
     again.num_prompt = seq.num_prompt
     assert engine.runner.blocks.reserve(again, len(again))
@@ -365,7 +369,7 @@ def read_anew(engine: Engine, seq: Sequence) -> Sequence:
 
 @pytest.mark.parametrize("head", ["eagle", "eagle3"])
 def test_a_guess_is_that_of_a_head_that_sees_the_text_anew(folders: Path, easy: Pair, head: str) -> None:
-    """Rows of accepted and rejected nodes leave no trace: rounds later the tree is a fresh drafter's."""
+    """Accepted and rejected nodes leave no trace: after some rounds the tree is that of a fresh drafter."""
     pair = pair_of(folders, easy, head)
     engine, fresh = engine_of(pair), engine_of(pair)
     seq = Sequence(0, PROMPTS[4], DRAWN, 9)
@@ -384,7 +388,7 @@ def test_a_guess_is_that_of_a_head_that_sees_the_text_anew(folders: Path, easy: 
 def test_a_prompts_rows_wait_for_the_first_draft(
     easy: Pair, monkeypatch: pytest.MonkeyPatch, num_rows: int, rows_before: int
 ) -> None:
-    """As far as their hidden states have room; what is guessed is the same."""
+    """A prompt's rows wait while their hidden states fit into WAIT_BYTES; the guesses are the same either way."""
     prompt, hidden = list(range(1, 80)), torch.randn(80, 32)
     monkeypatch.setattr(_eagle_context, "KEEP", 4)
     found = []
@@ -404,7 +408,7 @@ def test_a_prompts_rows_wait_for_the_first_draft(
 
 
 def test_single_rows_wait_and_are_sorted_by_sequence(easy: Pair) -> None:
-    """Whoever comes and goes meanwhile: what is known of a text is what its rounds brought, in order."""
+    """Hidden states of one-row rounds are kept per sequence and in order, while other sequences come and go."""
     drafter, hidden = drafter_of(engine_of(easy)), torch.randn(6, 3, 32)
     seqs = [Sequence(i, list(range(1, 40)), GREEDY, 0) for i in range(3)]
     for t in range(6):
@@ -417,12 +421,12 @@ def test_single_rows_wait_and_are_sorted_by_sequence(easy: Pair) -> None:
     assert torch.equal(followers[seqs[1]].hidden, torch.cat([hidden[:3, 1], hidden[3:5, 0]]))
     assert torch.equal(followers[seqs[2]].hidden, torch.cat([hidden[3:5, 1], hidden[5:, 0]]))
     drafter.observe([seqs[1]], [Span(15, 16)], hidden[0, :1])
-    drafter.observe([seqs[1]], [Span(20, 21)], hidden[1, :1])  # a hole
+    drafter.observe([seqs[1]], [Span(20, 21)], hidden[1, :1])  # a gap
     assert torch.equal(followers[seqs[1]].hidden, hidden[1, :1])
 
 
 def test_tokens_taken_back(easy: Pair) -> None:
-    """After `rewind` the head guesses as if the tokens had never been there, near or far back."""
+    """After `rewind`, near or far back, the head guesses as if the removed tokens had never been there."""
     for back in (1, 5, 30, 90):
         engine, fresh = engine_of(easy, prefill_rows=8), engine_of(easy)
         seq = Sequence(0, random_prompts(2, seed=9, longest=90)[1], SamplingParams(max_tokens=200), 9)
@@ -436,12 +440,12 @@ def test_tokens_taken_back(easy: Pair) -> None:
         again = read_anew(fresh, seq)
         mine, its = engine.drafter.propose([seq], [12]), fresh.drafter.propose([again], [12])
         assert mine.count(0) == 12
-        if back < 64:  # further back, hidden states are gone: it begins anew with what it has
+        if back < 64:  # further back, hidden states are gone: the head starts anew
             assert mine.nodes(0) == its.nodes(0)
 
 
 def test_below_a_cascade(folders: Path, easy: Pair) -> None:
-    """The head serves the middle model, whose guesses the target takes back: `rewind`."""
+    """The head drafts for a cascade's middle model; when the target rejects that model's tokens, it is rewound."""
     middle = replace(load_pair(folders / "target", folders / "target"), head=easy.head)
     write_model(folders / "top", noise=0.05)
     silence(folders / "top", 1.0)
@@ -460,7 +464,7 @@ def test_below_a_cascade(folders: Path, easy: Pair) -> None:
 
 
 def test_a_prefix_that_nobody_showed(easy: Pair) -> None:
-    """The head begins where hidden states do, and again after a hole; it still guesses."""
+    """The head's context begins where hidden states begin, again after a gap; the head still guesses."""
     engine = engine_of(easy)
     drafter, seq = drafter_of(engine), Sequence(0, list(range(1, 40)), GREEDY, 0)
     hidden = torch.randn(40, 32)
@@ -477,7 +481,7 @@ def test_a_prefix_that_nobody_showed(easy: Pair) -> None:
 
 
 def test_short_of_blocks(easy: Pair) -> None:
-    """Who does not run gives its rows back; who finds no room is not drafted for; nothing else changes."""
+    """Sequences that do not run give up their blocks; without a free block there is no draft; texts are unchanged."""
     plain = texts(run(engine_of(easy, 0), PROMPTS, GREEDY))
     for num_blocks in (1, 6, 12):
         engine = engine_of(easy, block=8, max_num_seqs=3, prefill_rows=16)

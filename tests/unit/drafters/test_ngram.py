@@ -12,7 +12,7 @@ from sameseed.request import SamplingParams, Sequence
 
 
 def by_hand(tokens: list[int], low: int, high: int, count: int) -> list[int]:
-    """Longest suffix first; its latest earlier occurrence; what followed, read on through what it copies."""
+    """The continuation of the latest earlier occurrence of the longest suffix; it may read on into its own copy."""
     for n in range(min(high, len(tokens) - 1), low - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[-n:]:
@@ -31,8 +31,8 @@ def by_hand(tokens: list[int], low: int, high: int, count: int) -> list[int]:
     count=st.integers(1, 8),
 )
 @example(start=[1, 1], grown=[], low=1, more=0, count=3)
-@example(start=[1, 2, 8, 1, 2, 9, 1, 2], grown=[], low=2, more=2, count=1)  # the latest wins
-@example(start=[3, 1, 2, 8, 4, 1, 2, 9, 3, 1, 2], grown=[], low=2, more=2, count=1)  # the longest wins
+@example(start=[1, 2, 8, 1, 2, 9, 1, 2], grown=[], low=2, more=2, count=1)  # the latest occurrence wins
+@example(start=[3, 1, 2, 8, 4, 1, 2, 9, 3, 1, 2], grown=[], low=2, more=2, count=1)  # the longest suffix wins
 def test_equals_a_search(start: list[int], grown: list[list[int]], low: int, more: int, count: int) -> None:
     drafter = NgramDrafter(NgramDrafter.Options(max_ngram=low + more, min_ngram=low))
     seq = Sequence(0, start, SamplingParams(), 0)

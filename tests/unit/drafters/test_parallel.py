@@ -1,4 +1,4 @@
-"""The parallel drafter: guesses behind mask tokens in one pass, a cache without their rows, chosen by its config."""
+"""The parallel drafter: one pass guesses at all masks, its cache keeps no mask rows, its config selects it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def drafter_of(engine: Engine) -> ParallelDrafter:
 
 
 def remade(model: Llama, **changes: Any) -> Llama:
-    """The same weights with other flags."""
+    """The same weights with other config fields."""
     return Llama(replace(model.config, **changes), model.weights, model.ops)
 
 
@@ -54,7 +54,7 @@ def with_draft(pair: Pair, **changes: Any) -> Pair:
 
 
 def by_hand(model: Llama, seq: Sequence, count: int) -> list[int]:
-    """The chain, each token from a pass of its own over the whole text and the masks before it."""
+    """The chain, each token from a separate pass over the whole text and the masks before that token."""
     chain: list[int] = []
     c = model.config
     for i in range(count):
@@ -67,7 +67,7 @@ def by_hand(model: Llama, seq: Sequence, count: int) -> list[int]:
 
 
 def guesses_right(pair: Pair) -> bool:
-    """Are its drafts, over rounds with right and wrong guesses, greedy and sampled, those made by hand?"""
+    """Whether the drafts of several rounds, right and wrong, greedy and sampled, equal those of `by_hand`."""
     engine = make_engine(pair, "parallel", k=5, block=4)
     seqs = [Sequence(i, p, params, 7 + i) for i, (p, params) in enumerate(zip(PROMPTS, [ASKED, GREEDY] * 3))]
     for taken in (0, 2, 5, 1):
@@ -98,7 +98,7 @@ def test_guesses_are_the_models_own_behind_masks(pair: Pair) -> None:
     ids=["rows", "masks", "noise", "places"],
 )
 def test_positions_shifted_by_one_are_noticed(pair: Pair, function: Any, old: str, new: str) -> None:
-    """The mistake that costs acceptance and no text: the laws do not see it, so this test must."""
+    """These mistakes lower the acceptance rate and change no text: the laws do not see them, so this test must."""
     with Mutant("shifted", function, old, new, native=True).alive():
         assert not guesses_right(pair)
     assert guesses_right(pair)
@@ -106,7 +106,7 @@ def test_positions_shifted_by_one_are_noticed(pair: Pair, function: Any, old: st
 
 @pytest.mark.parametrize("kv", ["fp32", "int8"])
 def test_the_cache_after_every_round_is_a_fresh_prefills(pair: Pair, kv: str) -> None:
-    """Bit for bit: no row of a mask stays, and tokens that were right are read again as themselves."""
+    """The cache equals a prefill bit for bit: no mask rows stay, and accepted tokens are computed again as tokens."""
     engine = make_engine(pair, "parallel", k=5, block=4, kv=kv)
     drafter, compared = drafter_of(engine), 0
     for i, prompt in enumerate(PROMPTS):
@@ -156,7 +156,7 @@ def run_rate(pair: Pair) -> float | None:
 
 @pytest.mark.parametrize("asked", [ASKED, GREEDY], ids=["sampled", "greedy"])
 def test_the_targets_own_first_guess_is_always_right(pair: Pair, asked: SamplingParams) -> None:
-    """Coupled sampling: with the same model and noise the token behind no mask is the target's."""
+    """Coupled sampling: if the draft is the target, the first token, which no mask precedes, is always right."""
     twin = Pair(pair.target, remade(pair.target, mask_token=MASK), pair.tokenizer)
     engine = make_engine(twin, "parallel", k=1)
     run(engine, PROMPTS, asked)
@@ -178,7 +178,7 @@ def test_more_than_it_was_trained_for_is_capped_and_said_once(pair: Pair, caplog
 
 
 def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
-    """To the end of the draft's context, and nothing beyond it."""
+    """Drafts reach to the end of the draft's context, and not beyond."""
     write_model(tmp_path / "short", noise=0.04, max_position_embeddings=32, pard_token=MASK)
     short = Pair(pair.target, load_model(tmp_path / "short", ops.resolve()), pair.tokenizer)
     engine = make_engine(short, "parallel", k=6)
@@ -196,7 +196,7 @@ def test_goodput_takes_a_prefix_and_the_text_stays(pair: Pair) -> None:
 
 
 def test_goodput_prices_a_prefix_as_the_same_pass(pair: Pair) -> None:
-    """Where rows of the target are dear, fewer tokens are checked than were guessed, and one pass guessed them all."""
+    """If target rows are expensive, fewer tokens are verified than guessed, and all guesses come from one pass."""
     engine = make_engine(pair, "parallel", k=8)
     drafter = drafter_of(engine)
     drafter.policy = policy = GoodputLength(8, Curve([(1, 1.0), (2, 1.02), (16, 4.0)]))
@@ -213,7 +213,7 @@ def test_goodput_prices_a_prefix_as_the_same_pass(pair: Pair) -> None:
         cut += kept.count(0) < asked
         _, found = decode_step(engine.runner, NoDrafter(), [seq], [seq.num_pending], [0])
         right = int(kept.nodes(0)[0][:1] == found.tokens[0])
-        times = TimeSplit(draft=0.3, target=1.0)  # whatever its length
+        times = TimeSplit(draft=0.3, target=1.0)  # the same for any draft length
         policy.update(Round([seq], [asked], [kept.count(0)], [right], 1 + kept.count(0), times))
     assert cut > 0
     assert EngineCost.from_arrays(policy.cost.as_arrays()).draft.at_once
@@ -247,7 +247,7 @@ def config_of(folder: Path, **changes: Any) -> ModelConfig:
 
 
 def test_published_fields(tmp_path: Path) -> None:
-    """AMD's (pard_token, spd_type) and vLLM's (ptd_token_id); -1 is none. `para_num` is what training writes."""
+    """Field names of AMD (pard_token, spd_type) and vLLM (ptd_token_id); -1 means none. Training writes `para_num`."""
     pard = config_of(tmp_path / "a", pard_token=MASK, spd_type="pard")
     assert (pard.mask_token, pard.num_parallel) == (MASK, 0) and is_parallel(tmp_path / "a")
     assert config_of(tmp_path / "b", ptd_token_id=7, para_num=8).mask_token == 7 and is_parallel(tmp_path / "b")

@@ -1,4 +1,4 @@
-"""Drafting by the target's own weights in fewer bits: a copy in its cache, or the 4-bit ones inside its 8-bit ones."""
+"""Drafting with the target's weights in fewer bits over its own cache: a copy, or the 4-bit part of 8-bit weights."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def test_from_names(tmp_path: Path) -> None:
         LLM(str(tmp_path / "model"), "self_quant", format="w4a8")
     model = str(tmp_path / "model")
     for spelled, draft, its in (
-        ("auto", model, "fp32"),  # as the checkpoint has it
+        ("auto", model, "fp32"),  # the checkpoint's own format
         ("w8a8", model, "w8a8,lm_head=w8a8"),
-        ("w8a8", model, "bf16"),  # higher than the target's
+        ("w8a8", model, "bf16"),  # more bits than the target
         ("w4a8", "self_quant", "w8a8"),
-        ("w4a8", f"ngram > {model}", "w4a16"),  # stored alike
+        ("w4a8", f"ngram > {model}", "w4a16"),  # stored in the same bits
     ):
         with pytest.raises(ConfigError, match="draft for itself"):
             LLM(model, draft, format=spelled, draft_format=its)
@@ -112,7 +112,7 @@ def test_engines_in_turns_share_a_cache(pair: Pair, method: str) -> None:
     assert engine.runner.cache is other.runner.cache and other.metrics.num_accepted_tokens_per_pos == twice
 
 
-# --- the lower weights inside its own, and a part of the cache ---
+# --- nested weights, and a part of the cache ---
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_the_text_is_the_targets_own(nested: Pair, kv: str, params: SamplingPara
         assert texts(run(engine, PROMPTS, params, alone=alone)) == plain
         assert_nothing_left(engine)
         assert engine.metrics.acceptance_rate is not None
-        least = 0.12 if options else 0.4  # tiny random weights tell tokens apart by little
+        least = 0.12 if options else 0.4  # logits of tiny random weights differ little
         assert engine.metrics.acceptance_rate > least
 
 
@@ -153,7 +153,7 @@ def test_the_view_is_the_targets_memory(nested: Pair) -> None:
 
 
 def test_nested_from_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A nested target drafts with its own lower weights where nothing is said; they are loaded, and counted, once."""
+    """A nested target drafts with its own low-bit weights by default; they are loaded and counted once."""
     loads: list[str] = []
     demands: list[list[int]] = []
     load, plan = build.load_model, build.plan_blocks
@@ -175,7 +175,7 @@ def test_nested_from_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_not_nested_says_the_remedy(folder: Path, nested: Pair, pair: Pair) -> None:
-    for scheme in ("w8a8", "auto", "int8n"):  # int8n with float rows is stored in whole bytes
+    for scheme in ("w8a8", "auto", "int8n"):  # int8n for float rows is stored as whole bytes
         assert not is_nested(folder, QuantScheme.parse(scheme))
         with pytest.raises(ConfigError, match=r"--format w8a8n, or take a copy in another --draft-format"):
             LLM(str(folder), "self_quant", format=scheme, draft_format="nested")
@@ -194,7 +194,7 @@ def test_what_is_not_nested_says_the_remedy(folder: Path, nested: Pair, pair: Pa
 
 
 def test_drafts_leave_the_middle_of_a_long_context_out(nested: Pair) -> None:
-    """Blocks from the first after the sink to the window: never a row that is not cached yet, and all where it fits."""
+    """Whole blocks between sink and window are skipped: never a row not cached yet, and none if all rows fit."""
     engine = make_engine(nested, "self_quant", k=4, block=4, options={"kv_window": 10, "kv_sink": 6})
     seen: list[tuple[int, int, int]] = []
     runner = engine.drafter.runner
@@ -219,7 +219,7 @@ def test_drafts_leave_the_middle_of_a_long_context_out(nested: Pair) -> None:
 
 
 def test_rows_attend_to_what_is_seen_as_if_nothing_else_were(nested: Pair) -> None:
-    """Without the blocks in the middle: the bits of attention over the others alone, in calls and in plans."""
+    """Attention without the middle blocks has the bits of attention over the other blocks alone, direct or replayed."""
     model, ops = nested.target, nested.target.ops
     shape = model.config
     cache = KVCache(1, 8, 4, shape.num_kv_heads, shape.head_dim)

@@ -1,4 +1,4 @@
-"""Shadow: following is truncating to the common prefix."""
+"""Shadow: to follow the target is to truncate to the common prefix."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sameseed.spec.sampling import SamplingState
 
 
 def nobody(seq: Sequence, length: int) -> None:
-    """Nobody needs to be told that tokens are taken back."""
+    """A `rewind` that does nothing."""
 
 
 def runner() -> Any:
-    """The part of a ModelRunner that a Shadow uses."""
+    """The part of a ModelRunner that a Shadow needs."""
     mock = SimpleNamespace(blocks=BlockManager(64, 4), model=SimpleNamespace(max_model_len=256))
     mock.truncate = lambda seq, length: ModelRunner.truncate(mock, seq, length)
     return mock
@@ -30,9 +30,9 @@ def test_follow_keeps_what_was_guessed_right() -> None:
     assert (shadow.seq.seed, shadow.seq.num_prompt) == (5, 3)
     shadow.follow(target, nobody)
     assert shadow.seq.num_cached == 0
-    shadow.seq.token_ids += [4, 5, 6]  # drafted; the last one was not run
+    shadow.seq.token_ids += [4, 5, 6]  # drafted; the last token was not run
     shadow.seq.num_cached = 5
-    target.token_ids += [4, 9]  # one right, one wrong
+    target.token_ids += [4, 9]  # one right token, one wrong
     shadow.follow(target, nobody)
     assert shadow.seq.token_ids == [1, 2, 3, 4, 9]
     assert shadow.seq.num_cached == 4, "rows of 1 2 3 4 stand; 9 is pending"
@@ -48,7 +48,7 @@ def test_one_token_stays_pending_when_everything_was_right() -> None:
     shadow.follow(target, nobody)
     assert (shadow.seq.num_cached, shadow.seq.num_pending) == (3, 2)
     shadow.seq.num_cached = 5
-    shadow.follow(target, nobody)  # nothing new: its last token must run again to give logits
+    shadow.follow(target, nobody)  # nothing new: the last token must run again to give logits
     assert shadow.seq.num_pending == 1
 
 
@@ -64,11 +64,11 @@ def test_penalty_counts_of_dropped_tokens_are_forgotten() -> None:
 
 
 def test_random_walk() -> None:
-    """Whatever was drafted, after following the tokens are the target's and cached rows are a true prefix."""
+    """After following, whatever was drafted, the tokens are the target's and the cached rows are a true prefix."""
     rng = random.Random(0)
     target = Sequence(0, [1, 2, 3], SamplingParams(), 0)
     shadow = Shadow(target, runner())
-    rows: list[int] = []  # what the shadow's cache holds, by position
+    rows: list[int] = []  # the tokens in the shadow's cache, by position
     for _ in range(300):
         shadow.follow(target, nobody)
         seq = shadow.seq

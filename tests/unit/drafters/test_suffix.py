@@ -1,4 +1,4 @@
-"""The suffix drafter against searches of whole texts: what is found, how it is scored, who sees whose."""
+"""The suffix drafter against searches of whole texts: what is found, its scores, and which tenants share texts."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_memory_of_many_tenants_is_bounded() -> None:
 
 
 def test_a_second_request_is_drafted_from_the_first(pair: Pair) -> None:
-    """The model's own text again: with memory of the first run nearly all of it is guessed."""
+    """The same requests again: with the first run's texts in memory, nearly all tokens are guessed."""
     prompts = random_prompts(3, seed=5)
     params = SamplingParams(max_tokens=40, seed=3)
     accepted = {}

@@ -1,4 +1,4 @@
-"""Reduced vocabularies: read from files, made by counting, and what drafters do with them."""
+"""Reduced vocabularies: read from files, made from token counts, and used by drafters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The alarm: a learned drafter that is hardly ever right is said aloud, once, and others are left in peace."""
+"""The alarm: a learned drafter that is hardly ever right is reported once; other drafters are not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Learned(NoDrafter):
 
 
 class Above(NoDrafter):
-    """Works with one below, whose counters are given."""
+    """A drafter with another one below, whose counters are given."""
 
     def __init__(self, below: Drafter, metrics: SpecMetrics) -> None:
         self.below, self.metrics = below, metrics
@@ -44,12 +44,12 @@ class Above(NoDrafter):
     ("num_drafts", "k", "accepted", "useless"),
     [
         (50, 4, 1, True),
-        (49, 4, 1, False),  # too early to tell
+        (49, 4, 1, False),  # too few drafts to tell
         (19, 20, 0, False),
-        (20, 2, 0, True),  # none at all: so few drafts tell
-        (50, 4, 2, False),  # 1 %: as chance may have it, but not nothing
+        (20, 2, 0, True),  # none accepted: 20 drafts are enough
+        (50, 4, 2, False),  # 1 % accepted: bad, but not useless
         (100, 20, 4, True),
-        (100, 20, 5, False),  # of a large tree most nodes are lost anyway
+        (100, 20, 5, False),  # most nodes of a large tree are rejected anyway
     ],
 )
 def test_when_a_draft_is_no_use(num_drafts: int, k: int, accepted: int, useless: bool) -> None:
@@ -64,7 +64,7 @@ def test_it_is_said_once_for_each_drafter(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.WARNING, logger="sameseed"):
         for _ in range(100):
             alarm.update(first, [4, 0, 4], [0, 0, 0])
-            alarm.update(NoDrafter(), [4], [0])  # looks nothing up that was learned
+            alarm.update(NoDrafter(), [4], [0])  # no learned drafter
             alarm.update(second, [4], [1])
         assert len(caplog.records) == len(alarm.texts) == 1
         assert "0 of 80 drafted tokens" in alarm.texts[0]
@@ -105,7 +105,7 @@ def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplo
 def test_a_useless_draft_is_said_where_goodput_gives_it_up(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, rounds in (("FIRST", 1e9), ("MOST", 1e9), ("FIRST_WAIT", 1), ("LAST_WAIT", 1)):  # trials without end
+    for name, rounds in (("FIRST", 1e9), ("MOST", 1e9), ("FIRST_WAIT", 1), ("LAST_WAIT", 1)):  # trials have no end
         monkeypatch.setattr(_budget, name, rounds)
     engine = make_engine(foreign_head(tmp_path, pair), "eagle", k=4, policy="goodput", options={"top_k": 1})
     for _ in range(40):

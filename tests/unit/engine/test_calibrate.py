@@ -1,4 +1,4 @@
-"""What an engine measures before it serves."""
+"""What an engine measures before it serves requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_looping_text_does_not_hide_what_the_model_behind_a_lookup_costs(
 
     for drafter in asked:
         watch(drafter)
-    monkeypatch.setattr(calibrate, "QUICK", math.inf)  # rounds before the measured ones, on a slow machine too
+    monkeypatch.setattr(calibrate, "QUICK", math.inf)  # two rounds before the measured ones, on a slow machine too
     measure_rounds(engine.runner, first, seconds=60.0)
     assert min(asked.values()) >= 58, "two rounds before and ten with drafts, of one sequence and of four"
 

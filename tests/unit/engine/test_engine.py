@@ -1,4 +1,4 @@
-"""Engine: where a text ends, what a completion says, what cannot be served."""
+"""Engine: where a text ends, what a completion contains, which requests are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPT = random_prompts(4)[3]
 
 
 class Oracle(TreeDrafter):
-    """Always right: proposes the known answer as a chain."""
+    """A drafter that is always right: it proposes the known answer as a chain."""
 
     def _tree(self, seq: Any, num_draft: int) -> tuple[list[int], list[int]]:
         right = list(self.answer(seq))[:num_draft]
@@ -69,7 +69,7 @@ def test_a_stop_token_inside_an_accepted_path(pair: Pair, sampling: dict[str, An
 
 
 def test_the_end_token_inside_an_accepted_path(pair: Pair) -> None:
-    """The end token ends the text, unless told otherwise or before min_tokens."""
+    """The end token ends the text, except with `ignore_eos` or before `min_tokens`."""
     bias = {EOS: 3.0}
     plain = run(make_engine(pair), random_prompts(12), SamplingParams(max_tokens=40, seed=2, logit_bias=bias))
     ended = [c for c in plain if c.finish_reason is FinishReason.STOP and len(c.token_ids) > 3]
@@ -100,7 +100,7 @@ def test_the_context_ends_the_text(pair: Pair) -> None:
 
 
 def test_a_stop_string_across_tokens(pair: Pair) -> None:
-    """The text ends before the stop string, wherever its tokens begin; the tokens include the last one needed."""
+    """The text ends before the stop string, wherever its tokens begin; the last token is the one that completed it."""
     answer = answer_of(pair)
     whole = pair.tokenizer.decode(answer)
     stops = [s for i in range(2, 30) if "\ufffd" not in (s := whole[i : i + 3])]  # a broken character is not final
@@ -131,7 +131,7 @@ def test_n_completions_differ_by_their_seeds(pair: Pair) -> None:
     done = run(make_engine(pair, "draft_model"), [PROMPT], params)
     assert [c.index for c in done] == [0, 1, 2, 3]
     assert len(set(texts(done))) == 4
-    for c in done:  # each is the text of its own seed
+    for c in done:  # each completion equals that of a request with its own seed
         alone = SamplingParams(max_tokens=10, seed=c.seed, temperature=1.0, ignore_eos=True)
         assert texts(run(make_engine(pair), [PROMPT], alone)) == [c.token_ids]
 
@@ -226,7 +226,7 @@ def test_no_token_left_ends_with_an_error(pair: Pair) -> None:
 def test_logits_that_are_no_numbers_end_with_an_error(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
-    """What was accepted before the bad row stands; the other sequences go on."""
+    """Tokens accepted before the NaN row are kept; the other sequences go on."""
     answer = answer_of(pair, **sampling)
     engine = oracle_engine(pair, answer, k=4)
     forward, calls = engine.runner.forward, []

@@ -1,4 +1,4 @@
-"""What goodput learned comes back in the next process: costs at today's speed, acceptance in part."""
+"""What goodput learned is used by the next process: costs rescaled to today's speed, acceptance rates in part."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_scaled_costs_are_those_of_a_slower_machine() -> None:
 
 
 def test_what_lay_between_passes_is_learned_anew(pair_folders: tuple[Path, Path]) -> None:
-    """Else a busy hour's costs of drafting could keep later engines from it."""
+    """The gap and the cost ratios are measured anew: those of a busy hour could keep later engines from drafting."""
     engine = LLM(str(pair_folders[0]), draft=str(pair_folders[1]), num_draft_tokens=4, policy="fixed").engine
     known = policy_that_knows().cost
     cost = measure_rounds(engine.runner, engine.drafter, 0.1, known)

@@ -1,4 +1,4 @@
-"""What weights and caches take is counted, in their formats, before anything is loaded."""
+"""The memory of weights and caches, in their formats, is computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_weights_are_counted_in_the_chosen_format(tmp_path):
     for name, per_weight in (("auto", 2), ("fp32", 4), ("w8a8", 1), ("w4a8", 0.5)):
         assert (
             matrices * per_weight <= sizes[name].weights <= 1.6 * matrices * per_weight + 4000
-        )  # tiny shapes: padding
+        )  # tiny shapes have much padding
     half = block_bytes(SHAPE, "bf16", 16)
     assert {n: s.block for n, s in sizes.items()} == {"auto": half, "fp32": 2 * half, "w8a8": half, "w4a8": half}
     asked = EngineConfig(cache=CacheConfig(format="int8", block_size=4))
@@ -85,7 +85,7 @@ def no_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_little_memory_is_said_before_the_load(folders, monkeypatch):
-    """The draft counts: without it there is room."""
+    """The draft's weights count: without a draft there is room."""
     target, draft = folders
     config = EngineConfig(max_model_len=32, max_num_seqs=1, format="fp32")
     need = demand(Path(target), QuantScheme.parse("fp32"), config)

@@ -1,4 +1,4 @@
-"""Memory that is full in mid-run: the requests of that pass fail, the engine and all others live."""
+"""Memory runs out during a run: the requests of that pass fail, the engine and all other requests go on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 class Filling:
-    """An op that finds the memory full at its `at`-th call."""
+    """An op that raises out-of-memory at its `at`-th call."""
 
     def __init__(self, op: Any, at: int) -> None:
         self.op, self.left = op, at
@@ -31,7 +31,7 @@ class Filling:
 
 
 def drain(engine: Engine) -> tuple[dict[str, Any], int]:
-    """Step as the server's engine process does; completions by request, and how many steps failed."""
+    """Steps as the server's engine process does; returns completions by request id, and the number of failed steps."""
     done: dict[str, Any] = {}
     failed = 0
     while engine.has_work:
@@ -48,7 +48,7 @@ def drain(engine: Engine) -> tuple[dict[str, Any], int]:
 def test_requests_of_the_pass_fail_and_the_engine_lives(
     reference_pair: Pair, op: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a pass, and between the layers whose accepted rows are moved."""
+    """Memory runs out in the middle of a pass, or between layers while accepted rows are moved."""
     pair = reference_pair
     wanted = texts(run(make_engine(pair), PROMPTS, ASKED))
     trees = TreeDrafter(knowing(PROMPTS, wanted), pair.target.config.vocab_size, seed=2)
@@ -69,7 +69,7 @@ def test_requests_of_the_pass_fail_and_the_engine_lives(
 
 
 def bound(op: Filling) -> Any:
-    """A callable object as a method."""
+    """A callable object as a method of a class."""
     return lambda self, *args, **kwargs: op(self, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""OutputText: stop strings across token boundaries, and deltas that never have to be taken back."""
+"""OutputText: stop strings across token boundaries, and deltas that are never retracted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sameseed.engine.output import OutputText
 
 
 class Pieces:
-    """A tokenizer whose token i is the i-th of some pieces; a piece may be empty (half a character)."""
+    """A tokenizer whose token i is the i-th piece; a piece may be empty (half a character)."""
 
     def __init__(self, pieces: list[str], rest: str = "") -> None:
         self.pieces, self.rest = pieces, rest
@@ -29,7 +29,7 @@ class Pieces:
 def write(
     pieces: list[str], stop: tuple[str, ...], first: int = 0, rest: str = ""
 ) -> tuple[str, list[str], int | None]:
-    """Text, deltas, and the number of tokens at the stop; a stop counts from token `first` on."""
+    """The text, its deltas, and the number of tokens at the stop or None; stops count from token `first` on."""
     output = OutputText(Pieces(pieces, rest), stop)  # type: ignore[arg-type]
     deltas: list[str] = []
     for i in range(len(pieces)):
@@ -42,7 +42,7 @@ def write(
 
 
 def by_hand(pieces: list[str], stop: tuple[str, ...], first: int) -> tuple[str, int | None]:
-    """The same by looking at every place of the whole text after each token."""
+    """The same, by a search of the whole text after each token."""
     text = ""
     for i, piece in enumerate(pieces):
         known, text = len(text), text + piece

@@ -1,4 +1,4 @@
-"""Going ahead: the same drafts and the same text, at other times; a guess that fails costs a guess."""
+"""Drafting ahead: the same drafts and texts, at other times; a failure costs only the guess."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ASKED = {
 
 
 class Inline(Overlap):
-    """Goes ahead in the same thread, for a random number of passes: what a race would decide, repeatably."""
+    """Drafts ahead in the same thread for a random number of passes: the outcomes of a race, but reproducible."""
 
     def __init__(self, most: int, seed: int = 0) -> None:
         super().__init__(1)
@@ -53,19 +53,19 @@ class Inline(Overlap):
 
 
 class Tireless(Overlap):
-    """Guesses on as long as the target has not ended."""
+    """Drafts ahead until the target's pass ends, however long the drafter's passes take."""
 
     def fits(self, seconds: float) -> bool:
         return True
 
 
 def patient(engine: Engine) -> Engine:
-    """The target of this engine takes its time: whatever goes ahead comes to its end before."""
+    """Makes the engine's target slow: each of its passes waits until drafting ahead has ended."""
     ahead = engine.ahead = Tireless(1)
     forward = engine.runner.forward
 
     def slow(*args: Any, **more: Any) -> Any:
-        ahead._worker.submit(lambda: None).result()  # there is one worker: what was begun before has ended
+        ahead._worker.submit(lambda: None).result()  # there is one worker: earlier work has ended
         return forward(*args, **more)
 
     engine.runner.forward = slow  # type: ignore[method-assign]
@@ -83,12 +83,12 @@ def drafted(metrics: SpecMetrics) -> tuple[Any, ...]:
     ids=str,
 )
 def test_the_same_drafts_at_other_times(pair: Pair, asked: str, setting: dict[str, Any]) -> None:
-    """Not the text alone: what is guessed and accepted is the same, however far the drafter got meanwhile."""
+    """Not only texts: proposed and accepted tokens are the same, however far drafting ahead got."""
     waiting = make_engine(pair, "draft_model", **setting)
     engine = make_engine(pair, "draft_model", **setting)
     engine.ahead = Inline(2 * setting["k"])
     assert texts(run(engine, PROMPTS, ASKED[asked])) == texts(run(waiting, PROMPTS, ASKED[asked]))
-    if "tokens" not in setting:  # where blocks run short, those taken ahead may cost a draft
+    if "tokens" not in setting:  # if blocks run short, those taken ahead may cost a draft
         assert drafted(engine.metrics) == drafted(waiting.metrics)
     assert 0 < engine.metrics.num_ahead_kept < engine.metrics.num_ahead, "some suppositions held, some did not"
     assert waiting.metrics.num_ahead == 0
@@ -96,7 +96,7 @@ def test_the_same_drafts_at_other_times(pair: Pair, asked: str, setting: dict[st
 
 
 def test_what_is_ready_is_not_drafted_again(pair: Pair) -> None:
-    """A draft that is always right drafts beside the target only, after the first round of each request."""
+    """With a draft that is always right, all draft passes after the first round run beside the target."""
     engine = patient(make_engine(Pair(pair.target, pair.target, pair.tokenizer), "draft_model", k=5))
     assert isinstance(engine.drafter, DraftModelDrafter)
     runner, here = engine.drafter.runner, threading.get_ident()
@@ -119,7 +119,7 @@ def test_what_is_ready_is_not_drafted_again(pair: Pair) -> None:
 
 @pytest.mark.parametrize("asked", ["greedy", "sampled"])
 def test_beside_a_real_thread(pair: Pair, asked: str) -> None:
-    """However the two run: first as they come, then with a target that is always later."""
+    """With a real thread: at its own speed, then with a target that is always slower."""
     plain = texts(run(make_engine(pair), PROMPTS, ASKED[asked]))
     engine = make_engine(pair, "draft_model", k=4)
     engine.ahead = Overlap(1)
@@ -132,7 +132,7 @@ def test_beside_a_real_thread(pair: Pair, asked: str) -> None:
 
 
 def test_a_failure_costs_a_guess(pair: Pair, caplog: Any) -> None:
-    """A pass ahead that breaks, at any place, changes no text, leaves nothing behind and is said once."""
+    """A pass ahead that fails, wherever it does, changes no text, leaves nothing behind and is logged once."""
     engine = patient(make_engine(pair, "draft_model", k=4))
     assert isinstance(engine.drafter, DraftModelDrafter)
     runner, here, rng = engine.drafter.runner, threading.get_ident(), random.Random(1)
@@ -157,7 +157,7 @@ def test_a_failure_costs_a_guess(pair: Pair, caplog: Any) -> None:
 
 
 def test_a_target_that_fails_waits_for_the_drafter(pair: Pair) -> None:
-    """After an interrupted pass nothing runs beside any more, and the thread's limit is gone."""
+    """After an interrupted target pass, nothing runs beside it any more, and the thread's limit is restored."""
     engine = make_engine(pair, "draft_model", k=4)
     engine.ahead = ahead = Overlap(1)
     running = threading.Event()
@@ -182,7 +182,7 @@ def test_a_target_that_fails_waits_for_the_drafter(pair: Pair) -> None:
 
 
 def test_blocks_are_taken_where_many_are_free(pair: Pair) -> None:
-    """A cache that is nearly full keeps its blocks for drafts that are certain to be checked."""
+    """If a cache is nearly full, its blocks are kept for drafts that are certain to be verified."""
     engine = make_engine(pair, "draft_model", k=4, block=4)
     drafter = engine.drafter
     assert isinstance(drafter, DraftModelDrafter)
@@ -211,14 +211,14 @@ def test_the_drafts_context_ends_what_goes_ahead(pair: Pair) -> None:
 
 
 def test_a_shorter_wish_takes_a_part(pair: Pair) -> None:
-    """The next draft may be shorter than what is ready, longer, or not wanted at all."""
+    """The next draft may be shorter or longer than the tokens that are ready, or not wanted at all."""
     for wish in (0, 1, 3, 6):
         drafters = [make_engine(pair, "draft_model", k=4).drafter for _ in range(2)]
         seqs = [Sequence(0, PROMPTS[3], SamplingParams(), 0) for _ in drafters]
         first, _ = (d.propose([s], [4]) for d, s in zip(drafters, seqs))
         guess = drafters[0].ahead([seqs[0]], first, [4], lambda: True)[0]
         assert len(guess) == 5
-        # Asked again for a text that did not grow, both guess as before; then one goes ahead anew.
+        # Asked again about an unchanged text, both drafters guess as before; then the first drafts ahead anew.
         assert drafters[0].propose([seqs[0]], [4]).tokens.tolist() == first.tokens.tolist()
         assert drafters[0].ahead([seqs[0]], first, [4], lambda: True)[0] == guess
         for seq in seqs:
@@ -278,7 +278,7 @@ def test_no_pass_that_the_target_would_wait_for() -> None:
     assert not ahead.fits(0.009)
     ahead._pass_seconds = 0.0105
     seq = Sequence(0, [1], SamplingParams(), 0)
-    for _ in range(2):  # too slow for this target; then worth another try
+    for _ in range(2):  # first too slow for this target, then worth another try
         with ahead.beside(Drafter(), [seq], Draft.chains([[3]]), [1]):
             pass
     assert ahead._target_seconds != 0.01
@@ -297,7 +297,7 @@ def test_no_pass_that_the_target_would_wait_for() -> None:
 
 
 def test_what_held() -> None:
-    """All of the draft and the token after it; anything else throws the rest away."""
+    """A guess holds if all draft tokens and its first token are right; otherwise it is dropped."""
     ahead, draft = Overlap(1), Draft.chains([[7, 8]] * 5)
     ahead._guesses = [[9, 1], [9, 1], [9, 1], [], [9, 1]]
     nodes: list[list[int]] = [[0, 1], [0, 1], [0], [0, 1], [0, 1]]

@@ -20,7 +20,7 @@ def make(num_blocks: int = 100, rows: int = 64, seqs: int = 8, max_len: int = 20
 
 
 def run(scheduler: Scheduler, k: int = 0, accepted: int = 0) -> Plan:
-    """One pass with `k` drafts wanted by all, of which `accepted` are right."""
+    """One pass in which every sequence wants `k` draft tokens, `accepted` of which are right."""
     plan = scheduler.schedule(lambda seqs, rows, budget: [k] * len(seqs))
     for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
         done = num_pending == seq.num_pending
@@ -43,7 +43,7 @@ def test_a_long_prompt_runs_in_chunks() -> None:
     assert [shape(run(scheduler, k=3)) for _ in range(5)] == [
         [(0, 10, 0)],
         [(0, 10, 0)],
-        [(0, 5, 0)],  # the first token comes from the prompt's own pass: no draft yet
+        [(0, 5, 0)],  # the prompt's own pass gives the first token: no draft yet
         [(0, 1, 3)],
         [(0, 1, 3)],
     ]
@@ -99,7 +99,7 @@ def test_no_more_seats_than_max_num_seqs() -> None:
 def test_drafts_are_given_up_before_sequences() -> None:
     scheduler = make(num_blocks=4, max_len=16)
     for name in range(2):
-        scheduler.add(sequence(name, 7))  # two blocks each: the eighth token still fits
+        scheduler.add(sequence(name, 7))  # two blocks each: there is room for the eighth token
     run(scheduler)
     assert shape(run(scheduler, k=5)) == [(0, 1, 0), (1, 1, 0)], "no block is left for drafts"
     assert scheduler.num_preemptions == 0
@@ -127,7 +127,7 @@ def test_a_sequence_waits_until_it_fits_whole() -> None:
     scheduler = make(num_blocks=5, max_len=20)
     scheduler.add(sequence(0, 8))
     run(scheduler)
-    scheduler.add(sequence(1, 8))  # needs three blocks with its first token; two are free
+    scheduler.add(sequence(1, 8))  # with its first token it needs three blocks; two are free
     assert shape(run(scheduler)) == [(0, 1, 0)]
     scheduler.add(sequence(2, 1))
     assert shape(run(scheduler)) == [(0, 1, 0)], "first come, first served"
@@ -164,7 +164,7 @@ def owned(name: int, owner: str, priority: int = 0, length: int = 2) -> Sequence
 
 
 def order(scheduler: Scheduler) -> list[int]:
-    """Who starts when, each writing two tokens, until nobody is left."""
+    """The order in which sequences start, each writing two tokens, until none is left."""
     started: list[int] = []
     while scheduler.has_work:
         plan = run(scheduler)
@@ -199,7 +199,7 @@ def test_turns_are_of_equals_only() -> None:
 
 
 def test_turns_use_up_nobodys_patience() -> None:
-    """Else the rest of a flood would go first after all, as soon as others had a few turns."""
+    """Turns do not use up patience: otherwise the rest of a flood would go first after a few turns of others."""
     scheduler = make(seqs=1)
     for name in range(PATIENCE + 20):
         scheduler.add(owned(name, "flood"))
@@ -211,7 +211,7 @@ def test_turns_use_up_nobodys_patience() -> None:
 
 
 def test_who_comes_anew_all_the_time_gets_no_more_turns() -> None:
-    """Two owners with one request at a time, and a third with many: each has every third turn."""
+    """Two owners with one request at a time, and a third with many: each gets every third turn."""
     scheduler = make(seqs=1)
     for name in range(4):
         scheduler.add(owned(name, "flood"))
@@ -233,14 +233,14 @@ def test_one_who_waits_for_blocks_has_the_next_turn() -> None:
     scheduler = make(num_blocks=6, max_len=24, seqs=4)
     scheduler.add(owned(0, "a", length=11))
     run(scheduler)
-    scheduler.add(owned(1, "b", length=15))  # four blocks with its first token; three are free
+    scheduler.add(owned(1, "b", length=15))  # with its first token it needs four blocks; three are free
     for name in range(2, 8):
         scheduler.add(owned(name, "a"))
     assert order(scheduler)[1] == 1, "smaller ones, of an owner who has more, do not go before"
 
 
 def test_who_comes_back_has_the_end_of_the_round() -> None:
-    """Who has left is forgotten; who comes back is not before all others for that."""
+    """An owner without requests is forgotten; on its return it comes last in the round, not before all others."""
     scheduler = make(seqs=1)
     scheduler.add(owned(0, "gone"))
     assert order(scheduler) == [0]
@@ -254,7 +254,7 @@ def test_who_comes_back_has_the_end_of_the_round() -> None:
 
 
 def test_patience_is_lost_by_one_at_a_time() -> None:
-    """A flood of less important ones that waits long does not go before everybody in the end."""
+    """Waiting long helps one request at a time: a flood of less important requests does not overtake all others."""
     scheduler = make(seqs=1)
     for name in range(100):
         scheduler.add(owned(name, "flood", priority=1))
@@ -272,7 +272,7 @@ def test_patience_is_lost_by_one_at_a_time() -> None:
 
 
 def test_who_was_let_in_by_turn_is_not_preempted_by_who_came_earlier() -> None:
-    """Blocks for three or four; of one owner a backlog is there first, each of whom grows."""
+    """Blocks suffice for three or four sequences, and all sequences grow; one owner's backlog comes first."""
     scheduler = make(num_blocks=14, rows=16, max_len=40, seqs=4)
 
     def grows(name: int, owner: str) -> Sequence:

@@ -23,7 +23,7 @@ ASKED = SamplingParams(
 
 
 def score(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Completion]:
-    """Completions of scored prompts, which run together."""
+    """Completions of scored prompts that run together."""
     for i, prompt in enumerate(prompts):
         engine.add(Request(f"r{i}", prompt, params, 3, score_prompt=True))
     done = finished(engine)
@@ -35,7 +35,7 @@ def score(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams
     ("method", "rows", "tokens"), [("none", 512, 4096), ("ngram", 9, 4096), ("draft_model", 70, 320)]
 )
 def test_a_scored_prompt_is_continued_as_ever(reference_pair: Pair, method: str, rows: int, tokens: int) -> None:
-    """Whatever the drafter, the rows of a pass, and preemptions on the way (the last cache holds one sequence)."""
+    """For several drafters, rows per pass, and with preemptions (the last case's cache holds one sequence)."""
     plain = run(make_engine(reference_pair), [PROMPT, OTHER], ASKED, alone=True)
     engine = make_engine(reference_pair, method, rows=rows, tokens=tokens)
     scored = score(engine, [PROMPT, OTHER, PROMPT], ASKED)
@@ -49,7 +49,7 @@ def test_a_scored_prompt_is_continued_as_ever(reference_pair: Pair, method: str,
 
 @pytest.mark.parametrize("rows", [512, 9])
 def test_what_was_scored_is_the_prompt_to_all_processors(reference_pair: Pair, rows: int) -> None:
-    """Penalties of what was written, a least length, and a grammar: from the first token on, in chunks of any size."""
+    """Scored tokens count as prompt for penalties, `min_tokens` and a grammar, in chunks of any size."""
     free = SamplingParams(max_tokens=8, seed=3, logprobs=2, ignore_eos=True)
     first = run(make_engine(reference_pair), [OTHER], free)[0].token_ids[0]
     size = reference_pair.target.config.vocab_size
@@ -73,7 +73,7 @@ def test_scores_are_the_models(reference_pair: Pair) -> None:
     found = score(make_engine(reference_pair, "ngram"), [PROMPT], greedy)[0].prompt_logprobs
     assert found is not None
     num_compared = 0
-    for n in range(1, 40):  # the model's own words on token n, asked for as the likeliest tokens after n others
+    for n in range(1, 40):  # the model's own logprob of token n, read from the likeliest tokens after the first n
         only = SamplingParams(max_tokens=1, logprobs=100, seed=0, ignore_eos=True)
         top = run(make_engine(reference_pair), [PROMPT[:n]], only)[0].logprobs
         assert top is not None

@@ -1,4 +1,4 @@
-"""sameseed's settings as vLLM's command line: golden, and what is refused."""
+"""sameseed's settings as vLLM's command line: golden outputs, and what is refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_drafts() -> None:
         "prompt_lookup_max": 4,
     }
     assert drafted(parse_draft("ngram"), draft_options={"max_ngram": 7})["prompt_lookup_max"] == 7
-    assert drafted(parse_draft("suffix")) == {  # vLLM's store of past texts is one for all tenants
+    assert drafted(parse_draft("suffix")) == {  # vLLM's store of past texts is shared by all tenants
         "method": "suffix",
         "num_speculative_tokens": 4,
         "suffix_decoding_max_tree_depth": 24,
@@ -105,7 +105,7 @@ def test_drafts() -> None:
         "draft_tensor_parallel_size": 4,
     }
     assert drafted(SpecConfig("eagle", "org/EAGLE-head"))["method"] == "eagle"
-    # A folder is looked into, whatever it is called.
+    # A checkpoint's content decides, not its name.
     assert drafted(SpecConfig("draft_model", "embedded-head"))["method"] == "eagle3"
     pair = drafted(SpecConfig("draft_model", "embedded-draft"))
     assert pair["method"] == "draft_model" and (Path(pair["model"]) / "config.json").is_file()
@@ -116,7 +116,7 @@ def test_drafts() -> None:
 
 @pytest.mark.parametrize("name", sorted(vllm.OPTIONS))
 def test_options_are_the_drafters_own(name: str) -> None:
-    """They stand here a second time: they must not part."""
+    """`vllm.OPTIONS` repeats the drafters' defaults, so the two must agree."""
     own = vars(registry.load("drafters", name).DRAFTER.Options())
     assert vllm.OPTIONS[name].items() <= own.items()
 
@@ -313,7 +313,7 @@ def test_a_folder_that_names_a_mask_token_drafts_in_parallel(tmp_path: Path) -> 
 
 
 def system(folder: Path, nodes: list[list[int]], threads: int = 1) -> Path:
-    """A machine's /sys/devices/system: CPUs of each node, `threads` a core."""
+    """A stand-in for a machine's /sys/devices/system: CPUs of each node, `threads` per core."""
     for n, cpus in enumerate(nodes):
         for cpu in cpus:
             (folder / f"node/node{n}/cpu{cpu}").mkdir(parents=True)
@@ -331,7 +331,7 @@ def test_workers_get_cores_of_their_own(tmp_path: Path) -> None:
     assert cores_of_workers(2, set(range(5)), one) == "0,1|2,3,4"
     assert cores_of_workers(3, {2}, one) == "2|2|2"
     two = system(tmp_path / "two", [[0, 1], [2, 3]])
-    assert cores_of_workers(2, {0, 1, 2, 3}, two) is None  # vLLM gives each a node
+    assert cores_of_workers(2, {0, 1, 2, 3}, two) is None  # vLLM gives each worker a node
     assert cores_of_workers(2, {0, 1}, two) == "0|1"
     hyper = system(tmp_path / "hyper", [[0, 1, 2, 3]], threads=2)
     assert cores_of_workers(2, {0, 1, 2, 3}, hyper) == "2|3" and cores_of_workers(4, {0, 1, 2, 3}, hyper) == "0|1|2|3"
@@ -344,7 +344,7 @@ def test_the_environment_binds_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vllm.environment({"threads": 2}, Spread(2))[vllm.BIND] == "nobind"
     assert vllm.environment({}, Spread(2, nodes=2), True) == {"VLLM_BATCH_INVARIANT": "1"}
     monkeypatch.setenv(vllm.BIND, "0-1|2-3")
-    assert vllm.environment({}, Spread(2)) == {}  # said already
+    assert vllm.environment({}, Spread(2)) == {}  # the user has set it already
 
 
 GPU, CPU = Installed("0.33.0", modules=frozenset({"ray"})), Installed("0.32.0", cpu=True)

@@ -1,4 +1,4 @@
-"""compressed-tensors, the library that vLLM reads checkpoints with, understands ours (where it is installed)."""
+"""compressed-tensors, the library with which vLLM reads checkpoints, reads ours (where it is installed)."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_what_we_write_is_decompressed_to_what_we_decode(name, shape):
     reader = BaseCompressor.get_value_from_registry(config["format"])
     tensors = {key.removeprefix("x."): value for key, value in fmt.checkpoint("x", q).items()}
     assert set(reader.compression_param_names(group)) == set(tensors)
-    if q.format != "mxfp4":  # products in float32; mxfp4 is exact in bfloat16
+    if q.format != "mxfp4":  # float32 scales: products in float32; mxfp4 is exact in bfloat16
         tensors["weight_scale"] = tensors["weight_scale"].float()
     assert reader.decompress(tensors, group)["weight"].float().equal(fmt.decode(q))
 
 
 @pytest.mark.parametrize("name", ["w4a16-g64", "w4a16-g64-asym", "w8a8", "w8a16-g64", "fp8-a8", "fp8-b128", "mxfp4"])
 def test_what_it_writes_is_read_as_what_it_decodes(name, tmp_path):
-    """Weights and scales of ours, compressed by it: the same tensors."""
+    """Our decoded weights and scales, compressed by the library, are read back as the same values."""
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 

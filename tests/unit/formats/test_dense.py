@@ -26,7 +26,7 @@ def test_fp32_keeps_every_bit(value):
 
 
 def bf16_by_hand(value: float) -> int:
-    """Upper half of the float32 bits, rounded to nearest, ties to even."""
+    """The upper half of the float32 bits, rounded to nearest, ties to even."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 

@@ -1,4 +1,4 @@
-"""nf4-dq: double quantization, against bitsandbytes where it is installed, and by its definition."""
+"""nf4-dq: double quantization, against bitsandbytes where it is installed, and against its definition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_the_dynamic_map():
-    """A sign, leading zeros that count for powers of ten, and a fraction; 0 and 1 beside (Dettmers, 2016)."""
+    """A sign, leading zeros that count powers of ten, and a fraction; 0 and 1 are extra values (Dettmers, 2016)."""
     table = _dynamic8.TABLE
     assert table.shape == (256,) and (table.diff() > 0).all()
     assert table[-1] == 1.0 and table[127] == 0.0 and table[0] == pytest.approx(-0.99297, abs=1e-5)
@@ -59,7 +59,7 @@ def test_parts():
 
 def test_codes_are_the_nearest_under_the_scales_that_are_stored():
     weight = randn(8, 256)
-    weight[3] *= 1e-6  # of the second quantization little is left for these rows
+    weight[3] *= 1e-6  # the second quantization leaves little of this row
     q = DQ.encode(weight)
     again = NF4.decode(q)
     scales = single(q).parts["scales"].repeat_interleave(64, 1)

@@ -1,4 +1,4 @@
-"""fp8: all 256 codes of both kinds, rounding and saturation; scales by row."""
+"""fp8: all 256 codes of both kinds, rounding and saturation; scales per row."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_finite_codes_are_encoded_as_themselves(name):
     largest = KINDS[name][2]
     values = scheme.get(name).decode_kv(torch.arange(256, dtype=torch.uint8)[:, None], torch.ones(256))[:, 0]
     values = values[values.isfinite()]
-    row = torch.cat([values, torch.tensor([largest])])[None, None]  # absmax is the largest: the scale is 1
+    row = torch.cat([values, torch.tensor([largest])])[None, None]  # absmax is the largest value: the scale is 1
     codes, scales = scheme.get(name).encode_kv(row)
     assert scales.item() == 1.0
     assert scheme.get(name).decode_kv(codes, scales).equal(row)
@@ -88,7 +88,7 @@ def test_scales_of_weights_and_cache_rows(name):
 
 
 def test_checkpoints_are_of_e4m3_only():
-    """No other engine reads e5m2, and none may take it for e4m3."""
+    """e5m2 is not written: no other engine reads it, and none may take it for e4m3."""
     fmt, other = scheme.get("fp8_e4m3"), scheme.get("fp8_e5m2")
     q = fmt.encode(randn(6, 8))
     tensors = fmt.checkpoint("x", q)
@@ -98,7 +98,7 @@ def test_checkpoints_are_of_e4m3_only():
 
 @every_kind
 def test_saturation_subnormals_and_what_is_no_number(name):
-    """Under the scale of 1: beyond the largest there is nothing, below the normal ones steps are equal."""
+    """With scale 1: values beyond the largest saturate, subnormals have equal steps, NaN spoils its own row."""
     _, mantissa_bits, largest, dtype = KINDS[name]
     fmt = scheme.get(name)
     tiny = torch.finfo(dtype).tiny  # the smallest normal number
@@ -121,7 +121,7 @@ def test_blocks_share_a_scale(height, width):
     fmt = scheme.get("fp8_e4m3")
     q = fmt.encode(weight, QuantArgs(variant="b128"))
     assert width % q.group == 0 and (q.group == width if width <= 128 else 128 % q.group == 0)
-    scales = q.parts["scales"].repeat_interleave(q.group, 1)  # of each weight
+    scales = q.parts["scales"].repeat_interleave(q.group, 1)  # the scale of each weight
     for i in range(0, height, 128):
         for j in range(0, width, 128):
             block = weight[i : i + 128, j : j + 128]
@@ -140,11 +140,11 @@ def test_joined_blocks_are_not_written():
         fmt.checkpoint("x", fmt.concat([q, fmt.encode(9 * randn(100, 256), QuantArgs(variant="b128"))]))
 
 
-# --- the chooser ---
+# --- the choice between e4m3 and e5m2 ---
 
 
 def test_the_chooser_takes_e5m2_only_for_a_wide_range():
-    """e4m3 has the finer steps; e5m2 tells what lies 2^-18 and less below the largest of a row from nothing."""
+    """e4m3 has the finer steps; e5m2 still represents values of 2^-18 and less of a row's largest."""
     normal = randn(64, 256)
     heavy = normal.sign() * normal.abs() ** 3
     wide = 1e-6 * randn(64, 256, seed=1)

@@ -1,4 +1,4 @@
-"""int4: symmetric by absmax / 7.5, or with zero points; packed as compressed-tensors packs."""
+"""int4: symmetric by absmax / 7.5, or with zero points; packed as in compressed-tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ rows = hn.arrays("float32", st.tuples(st.integers(1, 4), st.just(64)), elements=
 
 @given(rows)
 def test_error_is_about_half_a_step(values):
-    """Half a step, and what rounding the scale to bfloat16 moves at the ends (2^-8 of 15 steps: it keeps 8 bits)."""
+    """Half a step, plus what rounding the scale to bfloat16 (8 bits) moves at the ends: 2^-8 of 15 steps."""
     weight = torch.from_numpy(values)
     for symmetric in (True, False):
         q = INT4.encode(weight, QuantArgs(32, symmetric))
@@ -30,7 +30,7 @@ def test_error_is_about_half_a_step(values):
 
 
 def test_codes_by_hand():
-    weight = torch.tensor([[0.0, 1.0, -1.0, 7.0, -7.5, 7.5, 0.5, 1.5]])  # scale 1: halves go to even
+    weight = torch.tensor([[0.0, 1.0, -1.0, 7.0, -7.5, 7.5, 0.5, 1.5]])  # scale 1: ties go to even
     q = INT4.encode(weight, QuantArgs(8))
     assert q.parts["scales"].tolist() == [[1.0]]
     assert q.parts["codes"].tolist() == [[8, 9, 7, 15, 0, 15, 8, 10]]
@@ -41,7 +41,7 @@ def test_codes_by_hand():
 def test_zero_points_by_hand():
     weight = torch.tensor([[-3.0, 12.0, 0.0, 1.0], [1.0, 15.0, 2.0, 4.0], [-15.0, -1.0, -2.0, -4.0]])
     q = INT4.encode(weight, QuantArgs(4, symmetric=False))
-    assert q.parts["zeros"].tolist() == [[3], [0], [15]]  # a range on one side of 0 is stretched to it
+    assert q.parts["zeros"].tolist() == [[3], [0], [15]]  # a range on one side of 0 is extended to 0
     assert q.parts["codes"].tolist() == [[0, 15, 3, 4], [1, 15, 2, 4], [0, 14, 13, 11]]
     assert INT4.decode(q).equal(weight)
 
@@ -67,7 +67,7 @@ def test_eight_codes_an_int32(values):
     packed = pack_int32(codes)
     assert packed.dtype == torch.int32 and packed.shape == (codes.shape[0], -(-codes.shape[1] // 8))
     assert unpacked(packed, 4)[:, : codes.shape[1]].equal(codes)
-    for row, word in zip(values, packed[:, 0].tolist(), strict=True):  # the first in the lowest four bits
+    for row, word in zip(values, packed[:, 0].tolist(), strict=True):  # the first code is in the lowest four bits
         assert word % 2**32 == sum(int(c) << 4 * i for i, c in enumerate(row[:8]))
 
 

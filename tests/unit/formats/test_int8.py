@@ -1,4 +1,4 @@
-"""int8: symmetric, scale = absmax / 127 of the row."""
+"""int8: symmetric, with scale absmax / 127 of the row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_error_is_at_most_half_a_step(values):
 
 
 def test_checkpoint_layout_is_that_of_compressed_tensors():
-    """int-quantized: codes as the weight, the scale as a column beside it; the head stays dense."""
+    """int-quantized: codes as `weight`, scales as a column in `weight_scale`; the LM head stays dense."""
     q = QuantScheme.parse("w8a8").encode(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)))
     tensors = INT8.checkpoint("model.layers.0.mlp.up_proj", q)
     assert set(tensors) == {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"}
@@ -37,7 +37,7 @@ def test_checkpoint_layout_is_that_of_compressed_tensors():
 
 
 def test_checkpoints_with_float_activations_are_packed():
-    """pack-quantized: four codes an int32, the first in its lowest bits, 128 added."""
+    """pack-quantized: four codes per int32, the first in its lowest bits, each with 128 added."""
     q = INT8.encode(torch.randn(6, 10, generator=torch.Generator().manual_seed(0)))
     tensors = INT8.checkpoint("x", q)
     assert set(tensors) == {"x.weight_packed", "x.weight_scale", "x.weight_shape"}

@@ -30,7 +30,7 @@ def test_every_code_splits_into_two_halves_in_range() -> None:
     upper = high(codes)
     lower = codes.int() - 16 * upper.int()
     assert upper.min() == lower.min() == -8 and upper.max() == lower.max() == 7
-    assert (codes.float() / 16 - upper.float()).abs().max() <= 0.5  # the nearest
+    assert (codes.float() / 16 - upper.float()).abs().max() <= 0.5  # the nearest int4 code
     assert possible_codes(of(codes[None])).equal(codes)
 
 
@@ -70,7 +70,7 @@ def test_the_view_takes_no_memory(backend: str) -> None:
     assert view is not None and view.activations == "int8" and view.layout == q.layout
     theirs = {t.data_ptr(): t.nbytes for t in q.parts.values()}
     assert all(theirs[t.data_ptr()] == t.nbytes for t in view.parts.values())
-    if q.layout != "plain":  # a draft reads half of the codes
+    if q.layout != "plain":  # the view has half of each code
         assert view.nbytes - view.parts["scales"].nbytes == (q.nbytes - q.parts["scales"].nbytes) / 2
     plain = chosen.unpack(view)
     assert FORMAT.decode(plain).equal(FORMAT.decode(FORMAT.lower(chosen.unpack(q)) or q))
@@ -81,11 +81,11 @@ def test_the_view_takes_no_memory(backend: str) -> None:
 def test_other_weights_have_no_view() -> None:
     assert INT8.lower(INT8.encode(randn(4, 64))) is None
     whole = ops.resolve("cpu").pack(FORMAT.encode(randn(32, 64)))
-    assert whole.layout == "cpu" and FORMAT.lower(whole) is None  # in whole bytes, for float rows
+    assert whole.layout == "cpu" and FORMAT.lower(whole) is None  # stored as whole bytes, for float rows
 
 
 def test_one_sided_groups_use_the_longer_side() -> None:
-    """The range has 128 steps below 0 and 119 above: a group that is negative has finer ones."""
+    """Codes reach 128 steps below 0 and 119 above: a negative group has finer steps."""
     weight = randn(1, 128).abs()
     up, down = FORMAT.encode(weight), FORMAT.encode(-weight)
     assert up.parts["codes"].max() == 119 and down.parts["codes"].min() == -128

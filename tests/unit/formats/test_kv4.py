@@ -1,4 +1,4 @@
-"""Rows of the cache in 4 bits: bytes by hand, the rotation, outliers, rows that are no numbers, odd dimensions."""
+"""Rows of the KV cache in 4 bits: bytes by hand, the rotation, outliers, NaN rows, odd dimensions."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_the_rotation_spreads_an_outlier():
 
 
 def test_rotation_serves_rows_with_an_outlier_channel():
-    """What it is for: the error of the other channels, with one channel 30 times as large."""
+    """The purpose of the rotation: a smaller error if one channel is 30 times as large as the others."""
     x = randn(200, 1, 64)
     x[..., 5] *= 30
     errors = {}
-    for name, data in (("rotated", x), ("plain", hadamard(x))):  # encoding rotates: what was rotated, back
+    for name, data in (("rotated", x), ("plain", hadamard(x))):  # encoding rotates, which undoes this rotation
         back = INT4.decode_kv(*INT4.encode_kv(data))
         back = back if name == "rotated" else hadamard(back)
         errors[name] = (back - x).norm().item()
@@ -62,7 +62,7 @@ def test_rotation_serves_rows_with_an_outlier_channel():
 
 
 def test_bytes_of_a_row():
-    """Low nibbles hold the first half of a row, high ones the second; then the lowest value."""
+    """Low nibbles hold the first half of a row, high nibbles the second half; the lowest value follows."""
     x = torch.tensor([[-1.0, 0.0, 14.0, 3.0, 2.0, 1.0]])
     data, scales = _kv4.encode_rows(x)
     assert scales.tolist() == [1.0]
@@ -100,7 +100,7 @@ def test_outliers_lie_behind_the_nibbles(dim, width):
     places = codes[..., start + 2 * count :].long()
     places = places if dim <= 256 else places[..., ::2] + 256 * places[..., 1::2]
     assert (places == index).all()
-    assert (scales <= 6.1 / 15).all()  # the others have their own, smaller range
+    assert (scales <= 6.1 / 15).all()  # without the outliers the range is smaller
     decoded = SPARSE.decode_kv(codes, scales)
     assert decoded[..., index].equal(x[..., index].to(torch.bfloat16).float())
 
@@ -110,7 +110,7 @@ def test_of_two_as_large_the_first_is_kept():
     assert codes[0, 0, -1] == 1
 
 
-# --- rows that are no numbers, and none that fit ---
+# --- rows with NaN or infinity, and rows too large for the format ---
 
 
 @pytest.mark.parametrize("fmt", [INT4, SPARSE], ids=["int4", "int4_sparse"])

@@ -1,4 +1,4 @@
-"""mxfp4: every code, ties to even, the specification's powers of two and the better ones."""
+"""mxfp4: every code, ties to even, the specification's scales and the scales with the least error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MXFP4 = scheme.get("mxfp4")
 
 
 def by_hand(code: int) -> float:
-    """e2m1 by its definition (OCP MX 1.0, 5.3.3): bias 1, one bit of mantissa, no infinity and no NaN."""
+    """The value of an e2m1 code (OCP MX 1.0, 5.3.3): bias 1, one bit of mantissa, no infinity and no NaN."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
     return -size if sign else size
@@ -36,14 +36,14 @@ def test_ties_go_to_the_even_code():
     row[0, :7], row[0, 7:14], row[0, 14] = torch.tensor(halfway), -torch.tensor(halfway), 6.0
     codes = MXFP4.encode(row).parts["codes"][0]
     assert codes[:7].tolist() == [0, 2, 2, 4, 4, 6, 6]
-    assert codes[7:14].tolist() == [0, 10, 10, 12, 12, 14, 14]  # no negative zero comes of rounding
+    assert codes[7:14].tolist() == [0, 10, 10, 12, 12, 14, 14]  # rounding never gives a negative zero
     row[0, :7] += 1e-6
     assert MXFP4.encode(row).parts["codes"][0, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("absmax", [1.0, 1.99, 2.0, 6.0, 6.1, 7.99, 8.0, 1e-20, 3e38, 2.0**-100])
 def test_scales_are_the_specification_s(absmax):
-    """Section 6.3: the largest power of two not above absmax, over that of e2m1 (4); beyond 6 it saturates."""
+    """Section 6.3: the largest power of two not above absmax, divided by that of e2m1 (4); beyond 6 it saturates."""
     row = torch.zeros(1, 32)
     row[0, 3] = absmax
     q = MXFP4.encode(row)
@@ -77,7 +77,7 @@ def test_checkpoint_layout():
     q = MXFP4.encode(torch.randn(4, 64, generator=torch.Generator().manual_seed(0)))
     tensors = MXFP4.checkpoint("x", q)
     codes = q.parts["codes"]
-    assert tensors["x.weight_packed"].equal(codes[:, ::2] + 16 * codes[:, 1::2])  # the first in the low half
+    assert tensors["x.weight_packed"].equal(codes[:, ::2] + 16 * codes[:, 1::2])  # the first code is in the low half
     assert tensors["x.weight_scale"].shape == (4, 2) and tensors["x.weight_scale"].dtype == torch.uint8
     with pytest.raises(ConfigError, match="rows of 40, no multiple of 32"):
         MXFP4.checkpoint("x", MXFP4.encode(torch.ones(2, 40)))

@@ -1,4 +1,4 @@
-"""qoq: two levels of integers that never leave int8, and what kernels multiply."""
+"""qoq: two levels of integer quantization that stay within int8, and what kernels multiply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=64, max_size=64)
 
 
 def steps(q: QuantTensor) -> torch.Tensor:
-    """The integers [O, K / G] that the scales are, times the channel's."""
+    """The integer steps [O, K / G]: scales divided by the channel's scale."""
     found = q.parts["scales"] / q.parts["channel"].float()
     return found.where(q.parts["scales"] > 0, 0.0)
 
@@ -23,7 +23,7 @@ def steps(q: QuantTensor) -> torch.Tensor:
 @given(rows, st.sampled_from([32, 64, None]), st.sampled_from([None, "mse"]))
 @settings(max_examples=200)
 def test_no_product_leaves_int8(values, group, variant):
-    """Of any weights: (code - zero) * step stays within -127..127, the first level within -119..119."""
+    """For any weights, (code - zero) * step stays within -127..127, and the first level within -119..119."""
     weight = torch.tensor([values])
     q = QOQ.encode(weight, QuantArgs(group, False, variant))
     found = steps(q)
@@ -31,7 +31,7 @@ def test_no_product_leaves_int8(values, group, variant):
     codes = q.parts["codes"].view(1, -1, q.group).int() - q.parts["zeros"][..., None].int()
     products = codes * found[..., None].int()
     assert products.abs().max() <= 127
-    # What the integers mean is what decode says, and the scales are exact products.
+    # Decoding equals these integers times the channel's scale, and the scales are exact products.
     channel = q.parts["channel"].double()
     assert QOQ.decode(q).double().equal((products.double() * channel[..., None]).flatten(1))
     assert q.parts["scales"].double().equal(found.double() * channel)
@@ -48,8 +48,8 @@ def test_errors_are_within_half_a_step_of_each_level(values, group):
 
 
 def test_without_the_protective_range_products_would_leave_int8():
-    """Why 119: the same two levels from 127 reach beyond it."""
-    w8 = torch.tensor([-113.0, 127.0])  # the first level, had it used all of int8
+    """The reason for 119: with a first level that reaches 127, products leave int8."""
+    w8 = torch.tensor([-113.0, 127.0])  # a first level that uses all of int8
     step = ((w8.max() - w8.min()) / 15).ceil()
     zero = (-w8.min() / step).round()
     products = ((w8 / step).round() + zero).clamp(0, 15).sub(zero) * step
@@ -63,7 +63,7 @@ def test_by_hand():
     q = QOQ.encode(weight, QuantArgs(32, False))
     channel = torch.tensor(2 / PROTECTED).to(torch.bfloat16)
     assert q.parts["channel"].dtype == torch.bfloat16 and q.parts["channel"].item() == channel.item()
-    assert steps(q).tolist() == [[16, 1]]  # 238 / 15 rounded up; 0.25 is 15 of the first level
+    assert steps(q).tolist() == [[16, 1]]  # 238 / 15 rounded up; 0.25 is 15 steps of the first level
     assert q.parts["zeros"].tolist() == [[7, 0]]
     assert q.parts["scales"].tolist() == [[16 * channel.item(), channel.item()]]
     assert q.parts["codes"][0, 32:].tolist() == (torch.linspace(0, 0.25, 32) / channel.float()).round().int().tolist()

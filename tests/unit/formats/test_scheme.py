@@ -1,4 +1,4 @@
-"""Names of schemes, what they choose, what they refuse; activations by row and group."""
+"""Scheme names: what they select and refuse; activations quantized by row and group."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_activations_are_written_on_the_weight():
     assert QuantScheme().encode(torch.ones(1, 8, dtype=torch.bfloat16)).format == "bf16"
 
 
-# --- int8 rows: the specification, again, in plain Python ---
+# --- int8 rows: the specification again, in plain Python ---
 
 
 def row_by_hand(x: list[float]) -> tuple[list[int], float]:
@@ -142,7 +142,7 @@ def row_by_hand(x: list[float]) -> tuple[list[int], float]:
         return [0] * len(x), math.nan
     if a < 2.0**-100:
         return [0] * len(x), 0.0
-    inverse = f32(127.0 / a)  # correctly rounded: both are float32, the quotient is rounded twice without harm
+    inverse = f32(127.0 / a)  # correctly rounded: for float32 operands, rounding the quotient twice does no harm
     return [max(-127, min(127, round(f32(v * inverse)))) for v in x], f32(a / 127.0)
 
 
@@ -159,7 +159,7 @@ def test_rows_of_int8(values, group):
 def test_rows_of_int8_by_example():
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5], [math.nan, 1, 1, 1], [-math.inf, 1, 1, 1], [2.0**-101, 0, 0, 0]])
     codes, scales = quantize_rows(x)
-    assert codes.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]  # halves go to even
+    assert codes.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]  # ties go to even
     assert scales[[0, 3]].tolist() == [[1.0], [0.0]] and scales[1:3].isnan().all()
     assert quantize_rows(torch.zeros(0, 3, 8))[0].shape == (0, 3, 8)
 
@@ -168,7 +168,7 @@ def test_rows_of_int8_by_example():
 
 
 def fp8_row_by_hand(x: list[float]) -> list[float]:
-    """The nearest multiples of the scale among e4m3's values, found by search."""
+    """The nearest multiples of the scale with e4m3's values, by search."""
     a = max(abs(v) for v in x)
     if any(math.isnan(v) for v in x) or math.isinf(a):
         return [math.nan] * len(x)
@@ -192,7 +192,7 @@ def test_rows_of_fp8(values, group):
         if wanted.isnan().any():
             assert found.isnan().all()
             continue
-        # Of two as near, either: the ties are those of torch's conversion, which all 256 codes are tested against.
+        # Either of two equally near values: ties are those of torch's conversion, tested elsewhere for all 256 codes.
         exact = torch.tensor(x).double()
         assert ((found.double() - exact).abs() <= (wanted.double() - exact).abs() * (1 + 1e-5) + 2.0**-99).all()
 
@@ -200,13 +200,13 @@ def test_rows_of_fp8(values, group):
 def test_rows_of_fp8_by_example():
     x = torch.tensor([[448.0, 17.0, 19.0, -1.0625], [math.nan, 1, 1, 1], [1e-31, 0, 0, 0]])
     got = round_rows(x)
-    assert got[0].tolist() == [448.0, 16.0, 20.0, -1.0]  # halves go to even
+    assert got[0].tolist() == [448.0, 16.0, 20.0, -1.0]  # ties go to even
     assert got[1].isnan().all() and not got[2].any()
     assert round_rows(torch.zeros(0, 8)).shape == (0, 8)
     torch.testing.assert_close(round_rows(got[:1]), got[:1])
 
 
 def test_what_stays_dense_has_no_integer_activations():
-    """auto-a8 is for matrices that a checkpoint stores as integers; beside them lie dense ones."""
+    """auto-a8 is for matrices that a checkpoint stores as integers; dense matrices beside them keep float rows."""
     w = QuantScheme.parse("auto-a8").encode(torch.ones(4, 32))
     assert (w.format, w.activations) == ("fp32", None)

@@ -1,4 +1,4 @@
-"""Grammars: only what is allowed is written, by the same seed the same with drafts and without."""
+"""Grammars: texts contain only what is allowed, and are the same with and without drafts for the same seed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_neighbours_without_a_grammar_do_not_notice(pair: Pair, vocabulary: Voca
 
 
 def test_masks_are_those_of_every_choice_on_its_own() -> None:
-    """The sorted choices, what they share and the longest pieces only save work."""
+    """The masks equal those of each choice by itself: sorting and shared prefixes only save work."""
     rng = random.Random(0)
     pieces = sorted({bytes(rng.choices(b"ab\xc3", k=rng.randint(0, 7))) for _ in range(90)})
     pieces += [b"a" * n for n in (8, 9, 15, 16, 17, 33, 70)] + [b"a" * 8 + b"b", b"a" * 16 + b"b" * 2]
@@ -130,7 +130,7 @@ def _may(vocabulary: Vocabulary, token: int, text: bytes) -> bool:
 
 
 class Counting(dict[bytes, list[int]]):
-    """Tokens by what they spell; counts how often it is asked."""
+    """Tokens by their bytes; counts the look-ups."""
 
     num_asked = 0
 
@@ -159,13 +159,13 @@ def test_choices_that_take_too_long_are_given_up(vocabulary: Vocabulary, monkeyp
     grammar = Choice(CHOICES, vocabulary)
     grammar.allowed((), ())
     monkeypatch.setattr(grammars, "FREE", -1.0)
-    for _ in range(2):  # and no lock is held
+    for _ in range(2):  # twice: no lock is held
         with pytest.raises(RequestError, match="too long"):
             grammar.allowed((), ())
 
 
 class GivesUp:
-    """A grammar that allows everything; its readers but the first fail after `num_left` questions."""
+    """A grammar that allows everything; its readers, except the first, fail after `num_left` questions."""
 
     def __init__(self, num_left: int | None, error: Exception) -> None:
         self.num_left, self.error, self.first = num_left, error, True
@@ -178,7 +178,7 @@ class GivesUp:
         return np.ones(MODEL_VOCAB, np.bool_)
 
     def another(self) -> GivesUp:
-        """One that fails."""
+        """A reader that fails."""
         made = GivesUp(self.num_left, self.error)
         made.first = False
         return made
@@ -189,7 +189,7 @@ class GivesUp:
 def test_a_drafter_whose_grammar_fails_goes_on(
     reference_pair: Pair, method: str, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own guesses miss a round, nobody else's do, and the log is not filled."""
+    """Only its own drafts may fail in a round; other requests lose none, and nothing is logged."""
     params = SamplingParams(max_tokens=30, ignore_eos=True)
 
     def run(num_left: int | None) -> dict[str, Completion]:

@@ -1,4 +1,4 @@
-"""Texts of a grammar: masks along drafts equal those of a naive reader, and speculation changes no text."""
+"""Texts of a grammar: masks along drafts equal those of a naive reader, and drafts change no text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def person(words: Matching) -> Any:
 def write(
     engine: Engine, words: Matching, grammar: Any, params: SamplingParams, seeds: Seq[int], alone: bool = False
 ) -> list[Completion]:
-    """One text a seed; every text has a grammar of its own."""
+    """One text per seed, each with its own copy of the grammar."""
     done: dict[tuple[str, int], Completion] = {}
     for seed in seeds:
         engine.add(Request(str(seed), (40 + seed % 20, 50), params, seed, grammar=words.matched(grammar)))
@@ -77,7 +77,7 @@ def write(
 
 
 def test_masks_are_those_of_a_naive_reader(words: Matching, vocabulary: Vocabulary) -> None:
-    """A language small enough to write all of it down, asked in any order."""
+    """Masks of a language small enough to list all of it, asked for in any order."""
     language = {
         "".join(c).encode()
         for n in range(1, 8)
@@ -105,7 +105,7 @@ def test_masks_are_those_of_a_naive_reader(words: Matching, vocabulary: Vocabula
 @given(data=st.data())
 @settings(max_examples=40)
 def test_what_was_asked_before_leaves_no_trace(words: Matching, person: Any, data: st.DataObject) -> None:
-    """Any order of questions along any tree: each answer is that of a reader who starts anew."""
+    """Questions along any tree in any order: each answer equals that of a new reader."""
     asked = words.matched(person)
     paths: list[list[int]] = [[]]
     for _ in range(data.draw(st.integers(1, 12))):
@@ -131,7 +131,7 @@ def test_any_object(words: Matching, vocabulary: Vocabulary) -> None:
 
 
 def test_only_tokens_that_write(words: Matching, vocabulary: Vocabulary) -> None:
-    """Where any text may come, special tokens and ids beyond the tokenizer still may not."""
+    """Even if any text is allowed, special tokens and ids beyond the tokenizer are not."""
     mask = words.matched(words.language(words.compiled("regex", r"[\s\S]*"))).allowed((), ())
     assert mask[EOS] and not mask[TOKENIZER_SIZE:].any()
     text = [t for t, piece in enumerate(vocabulary.pieces) if piece.isascii() and piece]
@@ -171,7 +171,7 @@ def spec(name: str, tree: TreeDrafter) -> dict[str, Any]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_drafts_change_nothing(pair: Pair, words: Matching, person: Any, temperature: float) -> None:
-    """Law 1 under a grammar, for every drafter, random trees, alone and in a batch."""
+    """Law 1 under a grammar, for every drafter and for random trees, alone and in a batch."""
     params = SamplingParams(max_tokens=90, temperature=temperature, logprobs=1, logit_bias={1 + ord('"') - 33: 3.0})
     seeds = range(6)
     plain = write(make_engine(pair), words, person, params, seeds, alone=True)
@@ -197,7 +197,7 @@ def valid(value: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("after", range(3))
 def test_a_drafter_that_guesses_while_the_target_checks(pair: Pair, words: Matching, person: Any, after: int) -> None:
-    """Two threads read the text at the same time, each with a matcher of its own."""
+    """Drafter and target read the text at the same time in two threads, each with its own matcher."""
     params = SamplingParams(max_tokens=60, temperature=1.2)
     seeds = range(20 * after, 20 * after + 6)
     plain = write(make_engine(pair), words, person, params, seeds)
@@ -213,7 +213,7 @@ def test_a_drafter_that_guesses_while_the_target_checks(pair: Pair, words: Match
 
 
 class Tireless(Overlap):
-    """Guesses on as long as the target has not ended."""
+    """Drafts ahead until the target's pass ends, however long the drafter's passes take."""
 
     def fits(self, seconds: float) -> bool:
         return True
@@ -231,7 +231,7 @@ FORMS = [("json", json.dumps(PERSON)), ("regex", PATTERN), ("object", ""), ("gra
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model", "eagle", "cascade", "tree"])
 def test_every_pair_of_feature_and_grammar(pair: Pair, words: Matching, name: str) -> None:
-    """A drafter with every pair of sampling feature and kind of grammar, in one batch: nothing dies, nothing moves."""
+    """Every pair of sampling feature and kind of grammar, in one batch: no request fails, no text changes."""
     asked = [
         (SamplingParams(max_tokens=24, **feature), words.language(words.compiled(*form)))
         for feature, form in itertools.product(FEATURES, FORMS)
@@ -257,7 +257,7 @@ def test_every_pair_of_feature_and_grammar(pair: Pair, words: Matching, name: st
 
 
 class Failing:
-    """Raises after so many tokens."""
+    """Raises an error after `after` tokens."""
 
     def __init__(self, whole: Matched, after: int) -> None:
         self.whole, self.after = whole, after
@@ -310,7 +310,7 @@ def test_a_grammar_that_takes_too_long_is_given_up(
 
 
 def test_ambiguity_ends_within_its_allowance(words: Matching, vocabulary: Vocabulary) -> None:
-    """Every text of this grammar has a number of readings that grows without bound: each token takes longer."""
+    """In this grammar, the number of readings of a text grows without bound, so each token takes longer."""
     grammar = words.matched(words.language(words.compiled("grammar", 'root ::= root root | "a" | ""')))
     letter = vocabulary.pieces.index(b"a")
     start, output = time.thread_time(), []
@@ -322,7 +322,7 @@ def test_ambiguity_ends_within_its_allowance(words: Matching, vocabulary: Vocabu
 
 
 def test_draft_models_guess_what_may_be_written(pair: Pair, words: Matching, person: Any) -> None:
-    """The tiny models hardly write JSON by themselves: without the mask hardly a guess would be right."""
+    """The tiny models hardly write JSON by themselves: without the mask, hardly a draft token would be right."""
     params = SamplingParams(max_tokens=60, temperature=1.0)
     engine = make_engine(pair, "draft_model")
     write(engine, words, person, params, range(8))

@@ -1,4 +1,4 @@
-"""KVCache: what it allocates, in each format."""
+"""KVCache: what it allocates, for each format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values in formats of their own."""
+"""Caches whose keys and values have different formats."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_memory_is_that_of_both_halves(pair_folders: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_texts_do_not_depend_on_drafts_or_company(temperature: float, pair_folders: tuple[Path, Path]) -> None:
-    """Law 1; and the halves are not mixed up: the pair writes another text than its mirror image."""
+    """Law 1; also, keys and values are not mixed up: the pair writes another text than the swapped pair."""
     target, draft = map(str, pair_folders)
     prompts = ["the sum of", "def add(a", "all parts are"]
     params = [SamplingParams(max_tokens=20, temperature=temperature, seed=i) for i in range(3)]

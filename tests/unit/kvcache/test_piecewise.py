@@ -1,4 +1,4 @@
-"""Caches whose far tokens are read in fewer bits (KIVI): what is far, how it is rounded, and the laws."""
+"""Caches whose far tokens are read in fewer bits (KIVI): which are far, how they are rounded, and the laws."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("length", [1, 191, 192, 223, 224, 400])
 def test_what_is_far(length: int) -> None:
-    """Not the first 32 tokens, nor a group of 32 that holds one of the last 128."""
+    """Near are the first 32 tokens, and groups of 32 that hold one of the last 128; all others are far."""
     keys, values = scheme.kv_formats("fp32+int4")
     x = noise(length, 2, 8)
     far = [j >= 32 and j // 32 * 32 + 31 < length - 128 for j in range(length)]
     for half in (keys, values):
         assert (half.seen(x, 0, length) != x).any(-1).any(-1).tolist() == far
-    for first in (32, 64, 160):  # of a window: what is seen of a token is the same
+    for first in (32, 64, 160):  # under a window, a token is read the same way
         if first < length:
             assert keys.seen(x[first:], first, length).equal(keys.seen(x, 0, length)[first:])
 
@@ -46,8 +46,8 @@ def test_what_is_far(length: int) -> None:
 def test_keys_are_rounded_by_channel_and_values_by_token() -> None:
     keys, values = scheme.kv_formats("fp32+int8")
     x = noise(224, 1, 16)
-    x[:, :, 3] *= 100.0  # a channel as keys have them
-    x[70] *= 100.0  # and a loud token, in group 2
+    x[:, :, 3] *= 100.0  # keys have channels like this
+    x[70] *= 100.0  # and a large token, in group 2
     k, v = keys.seen(x, 0, 224), values.seen(x, 0, 224)
     steps = x[32:64].abs().amax(0) / 127  # [1, 16]
     assert ((k - x)[32:64].abs() <= steps * 0.51).all()
@@ -62,13 +62,13 @@ def test_channels_far_from_zero_keep_their_range_in_4_bits() -> None:
     x = noise(192, 1, 16) + 50.0 * noise(16, seed=1)
     error = (keys.seen(x, 0, 192) - x)[32:64].abs()
     span = x[32:64].amax(0) - x[32:64].amin(0)
-    assert (error <= span / 15 * 0.51 + 0.5).all()  # the lowest value is stored as bfloat16
+    assert (error <= span / 15 * 0.51 + 0.5).all()  # plus the rounding of the lowest value to bfloat16
     assert error.mean() < 0.2
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_that_of_the_near_ones(name: str, pair_folders: tuple[Path, Path]) -> None:
-    """All rows stay as they were stored: nothing is saved yet, and nothing more is taken."""
+    """Far tokens are stored like near ones: the format neither saves memory yet, nor takes more."""
     near = "/".join(half.partition("+")[0] for half in name.split("/"))
     config = read_config(pair_folders[0])
     assert block_bytes(config, name, 16) == block_bytes(config, near, 16)
@@ -87,7 +87,7 @@ def test_attention_is_the_textbooks_and_knows_no_company(name: str, pair_folders
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_texts_do_not_depend_on_drafts_chunks_or_company(temperature: float, pair: Pair) -> None:
-    """Law 1, over texts that are long enough to have far tokens; and these are seen."""
+    """Law 1, for texts long enough to have far tokens that change the text."""
     one = random_prompts(1, seed=5, longest=1)[0]
     prompts = [(p * 40)[:n] for p, n in zip(random_prompts(4, seed=6, longest=30)[1:], (186, 205, 225))] + [one]
     asked = SamplingParams(max_tokens=16, temperature=temperature, seed=3, ignore_eos=True)
@@ -112,7 +112,7 @@ def test_bad_names_are_said(pair_folders: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("window", [1, 150, 170, 231])
 def test_under_a_window_groups_stay_where_they_are(window: int) -> None:
-    """A window that begins within a group of 32: its tokens share scales with some that are not seen."""
+    """If a window begins within a group of 32, its tokens share scales with tokens outside the window."""
     name, length = "bf16+int4", 300
     layer = KVCache(1, 20, 16, 2, 16, name).layers[0]
     x, q = noise(2, length, 2, 16), noise(9, 4, 16, seed=1)

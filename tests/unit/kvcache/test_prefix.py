@@ -1,4 +1,4 @@
-"""Blocks that hold a known prefix: who finds them, who must not, which go first."""
+"""Blocks that hold a known prefix: which sequences find them, which must not, and which blocks are evicted first."""
 
 from __future__ import annotations
 

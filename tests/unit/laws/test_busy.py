@@ -1,4 +1,4 @@
-"""Busy engines: what the checks of crowds, of beginnings, of scores and of ties see, and what they notice."""
+"""Busy engines: what the checks of aborts, shared prefixes, scores and ties look at, and what they notice."""
 
 from __future__ import annotations
 
@@ -99,6 +99,6 @@ def test_the_cache_of_a_draft_is_looked_at(subject: Subject, monkeypatch: pytest
 
 
 def test_a_head_has_no_sequence_of_its_own_to_look_at() -> None:
-    """Its cache holds rows made of the target's states: what becomes of them, texts tell."""
+    """A head's cache holds rows made from the target's hidden states, so only texts can show a mistake in it."""
     contexts = Contexts(cast(Any, None), 1, 1)
     assert trial.shadows(SimpleNamespace(followers=contexts), Sequence(1, [1], SamplingParams(), 0)) == []

@@ -1,4 +1,4 @@
-"""The certificate: a right engine passes, every known-wrong one does not, and what is written can be read."""
+"""The certificate: a correct engine passes, every known-wrong one fails, and the record and page can be read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tokenizer(pair_folders: tuple[Path, Path]) -> Tokenizer:
 
 
 def subject_of(pair: Pair, spec: SpecConfig | None = None) -> Subject:
-    """The tiny pair with its own draft."""
+    """The tiny pair, drafting with its own draft model unless a spec is given."""
     spec = spec or SpecConfig("draft_model", "draft", num_draft_tokens=4)
     loaded = Loaded(EngineConfig(spec=spec), pair.tokenizer, 0, pair.target, (pair.draft,))
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=12, ignore_eos=True)
@@ -96,7 +96,7 @@ def test_every_mutant_is_rejected(baseline: mutants.Baseline, mutant: mutants.Mu
 
 
 def test_every_mutant_still_fits_the_code() -> None:
-    """Cheap: none is run. There are many, in all areas, each with a name of its own and a check that should notice."""
+    """No mutant is run. There are at least 80, in all areas, each with its own name and checks that should notice."""
     assert len({m.name for m in mutants.MUTANTS}) == len(mutants.MUTANTS) >= 80
     known = {c.id for c in CHECKS}
     for mutant in mutants.MUTANTS:
@@ -119,7 +119,7 @@ def test_a_mutant_that_no_longer_fits_the_code_says_so(old: str, times: int) -> 
     ids=lambda x: x if isinstance(x, str) else "-".join(x.values()) or "plain",
 )
 def test_no_flaw_no_alarm(baseline: mutants.Baseline, name: str, settings: dict[str, Any]) -> None:
-    """Every check that mutants use passes, without so much as a warning, where nothing is wrong."""
+    """Every check that mutants use passes without a warning if nothing is wrong."""
     result = baseline.result(name, settings)
     assert result.status == PASSED, (result.found.findings, result.found.notes)
 
@@ -148,7 +148,7 @@ def test_the_score_tells_of_a_mutant_that_is_not_noticed(tokenizer: Tokenizer, c
     assert "not noticed" in render(with_score.as_dict())
 
 
-# --- what was looked at ---
+# --- evidence ---
 
 
 def test_every_check_has_a_least_count_of_evidence(pair: Pair) -> None:
@@ -172,7 +172,7 @@ def test_a_draft_that_never_guesses_shows_nothing(pair: Pair) -> None:
 
 
 def pair_of_ngrams(pair: Pair) -> Subject:
-    """With n-grams so long that none is found twice."""
+    """An n-gram drafter whose n-grams are too long to be found."""
     return subject_of(pair, SpecConfig("ngram", options={"min_ngram": 32, "max_ngram": 32}))
 
 
@@ -346,7 +346,7 @@ def test_the_record_is_a_record(certificate: suite.Certificate, tmp_path: Path) 
 
 
 class Page(HTMLParser):
-    """Collects tags with their attributes, and complains about tags that do not fit."""
+    """Collects tags with their attributes, and fails on tags that do not match."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,7 +480,7 @@ def test_bad_usage_is_exit_code_2(
     assert words in capsys.readouterr().err
 
 
-FEW = ("--only", "S1", "A1", "C2")  # cheap ones: what the others do is tested above
+FEW = ("--only", "S1", "A1", "C2")  # cheap checks; the others are tested above
 
 
 def command(folders: tuple[Path, Path], tmp_path: Path, *more: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Certificates of another device: every check runs where the models are, or says that it is the host's arithmetic."""
+"""Certificates of another device: every check computes there, or says that its arithmetic is the host's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def subject_on(device: str, folders: tuple[Path, Path], weights: str = "w8a16") 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes cut to nearly nothing: what checks find is tested elsewhere, here only where they compute."""
+    """The smallest sizes: these tests look only at where checks compute; what they find is tested elsewhere."""
     monkeypatch.setattr(kernels, "NUM_ROWS", 4)
     monkeypatch.setattr(kernels, "SIZES", (1, 2, 3))
     monkeypatch.setattr(kernels, "PASSES", 1)
@@ -58,7 +58,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits, "WAYS", {name: way for name, way in logits.WAYS.items() if name in few})
 
 
-# Those that make tensors of their own; the others only run engines, as test_devices.py does for every drafter.
+# Checks that make tensors of their own; the others only run engines, as test_devices.py does for every drafter.
 OWN = ("L1", "L1a", "B1", "L2", "C1", "L5", "L7", "L10")
 OTHERS = tuple(c.id for c in CHECKS if c.id not in OWN)
 
@@ -96,7 +96,7 @@ def test_the_page_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_backend_that_is_off_is_told(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """B1: a value beyond the tolerance, one that is no number, and a fused op with other bits than its parts."""
+    """B1 notices a value beyond the tolerance, a NaN, and a fused op with other bits than its parts."""
     subject = subject_on("cpu", pair_folders)
     assert run_check(closeness.backend_is_reference, subject, LEAST).status == PASSED
     plain = reference.rms_norm
@@ -106,7 +106,7 @@ def test_a_backend_that_is_off_is_told(pair_folders: tuple[Path, Path], monkeypa
         (lambda x, w, eps: plain(x, w, eps) * torch.nan, "rms_norm"),
     ):
         monkeypatch.setattr(off, "rms_norm", wrong)
-        monkeypatch.setattr(off, "_product", None)  # rows are normed by the op above
+        monkeypatch.setattr(off, "_product", None)  # so that rows are normed by the op above
         monkeypatch.setattr(subject.target, "ops", off)
         result = run_check(closeness.backend_is_reference, subject, LEAST)
         assert result.status == FAILED and any(f.where == where for f in result.found.findings)
@@ -129,7 +129,7 @@ def test_a_backend_that_is_off_is_told(pair_folders: tuple[Path, Path], monkeypa
 def test_mutants_are_tried_there_too(
     name: str, pair_folders: tuple[Path, Path], request: pytest.FixtureRequest
 ) -> None:
-    """In toys that lie there."""
+    """Mutants are tried on toy models on that device."""
     if name == "a product forgets the last column":
         request.getfixturevalue("small")
     chosen = [m for m in mutants.MUTANTS if m.name == name]

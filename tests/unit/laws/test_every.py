@@ -1,4 +1,4 @@
-"""Certificates of everything at once: each drafter in each format, and what is said of a cell that fails."""
+"""Certificates of every drafter in each format, and the record of a cell that fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sameseed.request import SamplingParams
 from sameseed.study import certificate as suite, certificate_every as every, record
 from sameseed.study.certificate_page import render_every
 
-NAMES = {*registry.names("drafters")} - {"block"}  # no such head comes with the package
+NAMES = {*registry.names("drafters")} - {"block"}  # no block head comes with the package
 
 
 def methods(spec: SpecConfig) -> set[str]:
@@ -35,7 +35,7 @@ def methods(spec: SpecConfig) -> set[str]:
 def test_every_drafter_meets_every_format_cache_and_batch() -> None:
     drafts = verify_lossless.drafts_of(EngineChoice("embedded", {"draft": None}))
     made = every.cells(drafts)
-    assert {m for c in made for m in methods(c.draft)} == NAMES  # no such head comes with the package
+    assert {m for c in made for m in methods(c.draft)} == NAMES  # no block head comes with the package
     assert {(c.name, c.format) for c in made} == set(product(drafts, every.FORMATS))
     assert {(c.name, c.batch) for c in made} == set(product(drafts, every.BATCHES))
     assert {(c.format, c.batch) for c in made} == set(product(every.FORMATS, every.BATCHES))
@@ -55,7 +55,7 @@ def test_other_models_have_the_drafts_that_need_none_and_the_one_asked_for() -> 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cells, and few checks."""
+    """Two cells with three checks."""
     monkeypatch.setattr(every, "FORMATS", ("bf16", "w8a8"))
     cells = every.cells
     monkeypatch.setattr(every, "cells", lambda drafts: cells(dict(list(drafts.items())[:2]), ("bf16",)))
@@ -66,14 +66,14 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Loaded:
-    """Stands for a loaded subject, which holds itself as models and caches may."""
+    """A stand-in for a loaded subject; like models and caches, it refers to itself."""
 
     def __init__(self) -> None:
         self.own = self
 
 
 def test_one_cell_s_models_are_gone_before_the_next_ones_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a memory that is full, while one is loaded or checked, costs that cell alone."""
+    """Also, if memory runs out while a cell is loaded or checked, only that cell fails."""
     alive: weakref.WeakSet[Loaded] = weakref.WeakSet()
     found: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Mistakes that a generator draws: which there are, and what becomes of each."""
+"""Mistakes drawn by a generator: which ones exist, and what becomes of each."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_becomes_of_a_mistake(bench: Bench, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_mistake_ends_with_its_process(bench: Bench) -> None:
-    """The same verdicts as here; one that ends the process says so."""
+    """A mistake judged in its own process gets the same verdict as here; if the process dies, the verdict says so."""
     there, here = (judge(drawn(verify.verify, CALL, CALL + " # nothing"), bench) for judge in JUDGES)
     assert vars(there) | {"seconds": 0} == vars(here) | {"seconds": 0}
     deadly = drawn(verify.verify, CALL, "__import__('os')._exit(3)")
@@ -137,7 +137,7 @@ def test_another_process_gets_a_mutant_by_its_name(places: Places) -> None:
 
 
 def test_a_draft_that_fails_unheard_is_noticed(bench: Bench) -> None:
-    """The engine goes on without drafts, and the texts are right."""
+    """The engine goes on without drafts and the texts are right, but the failure is noticed."""
     failing = drawn(step._propose, "drafter.propose(seqs, num_draft)", "drafter.propose(num_draft, seqs)")
     verdict = held_out.judge(failing, bench)
     assert verdict.outcome == held_out.BROKE_DOWN and "did not tell of" in verdict.said

@@ -1,4 +1,4 @@
-"""The judges of fit accept draws from the law and reject draws from a law nearby."""
+"""The tests of fit accept draws from the right law and reject draws from a nearby law."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The textbook as oracle: it agrees with the engine in every format, and notices what plain texts do wrong too."""
+"""The textbook as oracle: it agrees with the engine in every format, and notices mistakes of plain decoding too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sameseed.request import SamplingParams
 from sameseed.spec.sampling import gumbel_noise
 from sameseed.tokenizer import Tokenizer
 
-# Mistakes of what plain and speculative decoding share: texts with a draft are those without.
+# Mistakes that plain and speculative decoding share, so that their texts agree.
 SHARED = ("noise ignores the position", "the temperature is applied twice", "one token more than asked for")
 
 
@@ -34,11 +34,11 @@ def test_texts_are_the_textbooks(pair_folders: tuple[Path, Path], weights: str, 
 def test_texts_are_read_in_portions(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
     whole = run_check(oracle.texts, subject, Effort(1e-9)).found
-    monkeypatch.setattr(oracle, "PORTION", 1)  # a text at a time
+    monkeypatch.setattr(oracle, "PORTION", 1)  # one text at a time
     parts = run_check(oracle.texts, subject, Effort(1e-9)).found
     assert whole is not None and parts is not None
     same = [{**found.sizes, **found.statistic, "exact": 0, "near_ties": 0} for found in (whole, parts)]
-    assert same[0] == same[1]  # sums of other sizes may tell near ties otherwise
+    assert same[0] == same[1]  # sums of other sizes may judge near ties differently
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -92,7 +92,7 @@ def test_the_textbook_reads_a_grammar_as_the_engine_does(pair_folders: tuple[Pat
 def test_a_draft_that_guesses_outside_the_grammar_changes_no_text(
     pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """And a text that breaks it is told: here the textbook allows one text alone."""
+    """A text that breaks the grammar is noticed: in this test the textbook's grammar allows only one text."""
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
     rules = oracle.ruled(subject)
     other = rules[name]._replace(choices=rules[name].choices[:1])

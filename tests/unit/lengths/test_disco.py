@@ -1,4 +1,4 @@
-"""disco: drafts end where they are no longer likely to be right as a whole, as learned from what was right."""
+"""disco: drafts end where the whole path is unlikely to be right, as learned from verified drafts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
 
 SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(2)]
-CHAIN = [[0.9, 0.72, 0.36, 0.18, 0.09]]  # of whole paths
+CHAIN = [[0.9, 0.72, 0.36, 0.18, 0.09]]  # probabilities of whole paths
 
 
 def teach(policy: DiscoLength, accepted: int, rounds: int = 60) -> None:
-    """Rounds of one sequence in which so many of CHAIN's tokens are right."""
+    """Rounds of one sequence in which `accepted` of CHAIN's tokens are right."""
     for _ in range(rounds):
         draft = Draft.chains([[5] * 5], CHAIN)
         kept = policy.trim(draft, SEQS[:1], 1)
@@ -83,7 +83,7 @@ def test_texts_stay_as_they_are(temperature: float, pair_folders: tuple[Path, Pa
 
 
 def test_the_engine_asks_it_once_a_draft_is_there(pair_folders: tuple[Path, Path]) -> None:
-    """So it learns of the draft's own probabilities; and a request may have fixed lengths beside it."""
+    """The policy learns from the draft's own probabilities; beside it, a request may have fixed lengths."""
     target, draft = map(str, pair_folders)
     llm = LLM(target, draft=draft, policy="disco")
     policy = llm.engine.policy

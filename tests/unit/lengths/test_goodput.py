@@ -1,4 +1,4 @@
-"""The goodput policy: what it chooses against an exhaustive search, and how it follows what happens."""
+"""The goodput policy: its choices against an exhaustive search, and how it adapts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sequences(count: int) -> list[Sequence]:
 
 
 class World:
-    """Rounds with a true cost and true acceptance: what the policy should find out."""
+    """Rounds with a true cost and a true acceptance rate, which the policy should find out."""
 
     def __init__(self, policy: GoodputLength, target: Callable[[int], float], step: float, seed: int = 0) -> None:
         self.policy, self.target, self.step = policy, target, step
@@ -50,7 +50,7 @@ class World:
         self.lengths.append(asked)
 
     def last(self, count: int = 20) -> float:
-        """Mean length of the last rounds."""
+        """Mean draft length of the last rounds."""
         recent = [k for ks in self.lengths[-count:] for k in ks]
         return sum(recent) / len(recent)
 
@@ -84,7 +84,7 @@ def test_lengths_fall_to_zero_and_recover() -> None:
 
 
 def test_it_does_not_flap() -> None:
-    """Near the border it may go either way, but not to and fro."""
+    """Near the border between drafting and not drafting, the policy may choose either, but seldom switches."""
     policy = GoodputLength(8, curve(flat))
     world, seqs = World(policy, flat, step=0.03), sequences(1)
     for _ in range(400):
@@ -94,7 +94,7 @@ def test_it_does_not_flap() -> None:
 
 
 def test_what_does_not_pay_is_hardly_tried() -> None:
-    """Where checking costs as much as writing, drafting is left alone but for rare probes."""
+    """If verifying a token costs as much as decoding one, there are only rare trials of drafting."""
     policy = GoodputLength(8, curve(steep))
     world, seqs = World(policy, steep, step=0.02), sequences(1)
     for _ in range(1000):
@@ -105,7 +105,10 @@ def test_what_does_not_pay_is_hardly_tried() -> None:
 
 @pytest.mark.parametrize(("seconds", "mostly"), [(0.0005, False), (0.03, True)])
 def test_where_rounds_are_short_a_drafter_that_does_not_pay_hears_little(seconds: float, mostly: bool) -> None:
-    """It is not drafted for with a text that it knows in part, and texts that begin later are tried again."""
+    """If rounds are short and drafts do not pay, the drafter is rarely given hidden states.
+
+    A text whose hidden states it knows only in part gets no drafts; later texts are still tried.
+    """
 
     def cost(rows: int) -> float:
         return seconds * (1 + 0.8 * (rows - 1))
@@ -129,7 +132,7 @@ def test_where_rounds_are_short_a_drafter_that_does_not_pay_hears_little(seconds
 
 @pytest.mark.parametrize(("slope", "pays"), [(0.3, False), (0.02, True)])
 def test_drafts_do_not_look_cheaper_beside_prompts(slope: float, pays: bool) -> None:
-    """What rows of prompts take is spent in any case: in such a pass drafts are worth what they are worth without."""
+    """The rows of prompts are computed in any case, so beside prompts drafts pay exactly if they pay without."""
 
     def cost(rows: int) -> float:
         return 0.03 * (1 + slope * (rows - 1))
@@ -157,7 +160,7 @@ def test_a_place_that_is_not_known_is_as_the_one_before() -> None:
 def test_finding_out_costs_a_share_of_the_time(
     cost: Callable[[int], float], step: float, count: int, rate: float
 ) -> None:
-    """Where no draft pays, what trials lose is bounded, for texts that come and go too."""
+    """If no draft pays, the time lost by trials is bounded, also for texts that come and go."""
     policy, num_rounds, lost = GoodputLength(8, curve(cost)), 1500, 0.0
     policy.calibrate(lambda: EngineCost(curve(cost)))
     assert policy.cost is not None
@@ -177,7 +180,7 @@ def test_finding_out_costs_a_share_of_the_time(
 
 
 def test_the_choice_is_the_best_of_all() -> None:
-    """Against every combination of lengths for three sequences of different acceptance."""
+    """The choice equals the best of all combinations of lengths, for three sequences with different acceptance."""
     for seed in range(20):
         rng = random.Random(seed)
         slope, step = rng.choice([0.01, 0.1, 0.3, 0.8]), rng.choice([0.0, 0.003, 0.01])
@@ -211,7 +214,7 @@ def test_the_choice_is_the_best_of_all() -> None:
 
 
 def test_fewer_tokens_are_drafted_as_the_batch_grows() -> None:
-    def bent(rows: int) -> float:  # free up to 16 rows, then each costs
+    def bent(rows: int) -> float:  # free up to 16 rows, then a cost per row
         return 0.03 * (1 + 0.06 * max(0, rows - 16))
 
     means = []
@@ -286,7 +289,7 @@ def test_a_curve(rows: int) -> None:
     assert c.seconds == sorted(c.seconds)
 
 
-# --- requests with a wish of their own ---
+# --- requests with their own policy ---
 
 
 def test_wishes() -> None:
@@ -317,7 +320,7 @@ def test_a_wish_for_history_has_a_length_of_its_own() -> None:
     mine.speculation = Speculation("history", 6)
     asked = policies.lengths([mine, other], 2)
     assert asked == [4, 4]
-    policies.update(Round([mine, other], asked, asked, asked, 10, TimeSplit()))  # all of both drafts was right
+    policies.update(Round([mine, other], asked, asked, asked, 10, TimeSplit()))  # all tokens of both drafts were right
     assert policies.lengths([mine, other], 2) == [6, 4]
     policies.update(Round([mine], [6], [6], [0], 7, TimeSplit()))
     assert policies.lengths([mine], 1) == [5]
@@ -330,7 +333,7 @@ def test_a_wish_for_disco_ends_where_its_drafts_were_wrong() -> None:
     for _ in range(30):
         asked = policies.lengths([mine, other], 2)
         assert asked[1] == 4
-        policies.update(Round([mine, other], asked, asked, [1, 4], 2 + sum(asked), TimeSplit()))  # its second was wrong
+        policies.update(Round([mine, other], asked, asked, [1, 4], 2 + sum(asked), TimeSplit()))  # other: one right
     assert policies.lengths([mine, other], 2) == [2, 4]
 
 
@@ -347,7 +350,7 @@ def test_a_trial_pays_what_its_rounds_really_lost() -> None:
     def left(*lost: float, right: bool = False) -> float:
         budget, (seq,) = Budget(), sequences(1)
         budget.passed()
-        assert budget.next([seq], 1.0) is seq  # the price; half of it is a round's
+        assert budget.next([seq], 1.0) is seq  # the price, for two rounds
         for rounds in lost:
             budget.lost(rounds, right)
         return budget.rounds - (FIRST + SHARE)
@@ -380,7 +383,7 @@ def test_a_trial_ends_once_drafting_pays() -> None:
 
 
 def test_what_texts_were_like_is_forgotten_while_nobody_drafts() -> None:
-    """A new kind of text is found out after a few drafts, however many told of the old kind."""
+    """After rounds without drafts, a new kind of text is recognized in a few drafts, whatever was learned before."""
 
     def rate(rounds: int) -> float:
         estimates = Acceptance(4)
@@ -427,7 +430,7 @@ def test_of_a_chain_that_ended_the_rest_is_as_likely_as_its_end_promised() -> No
 def test_the_time_of_a_decision_is_no_part_of_what_drafting_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, (seq,) = GoodputLength(4, Curve([(1, 0.01), (8, 0.01)])), sequences(1)
     clock = itertools.count()
-    monkeypatch.setattr("sameseed.lengths.goodput.time.perf_counter", lambda: float(next(clock)))  # a second each time
+    monkeypatch.setattr("sameseed.lengths.goodput.time.perf_counter", lambda: float(next(clock)))  # one second per call
     for _ in range(8):
         policy._held = None
         asked = policy.lengths([seq], 1)
@@ -442,7 +445,7 @@ def test_bad_wishes() -> None:
 
 
 def test_in_an_engine(pair: Pair) -> None:
-    """Law 1 under a policy whose choices depend on the clock; why nothing was drafted is counted."""
+    """Law 1 under a policy whose choices depend on the clock; rounds without drafts are counted by reason."""
     prompts, params = random_prompts(6, seed=3), SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
     plain = texts(run(make_engine(pair), prompts, params))
     engine = make_engine(pair, "draft_model", k=6, policy="goodput")
@@ -458,7 +461,7 @@ def test_in_an_engine(pair: Pair) -> None:
 
 
 def test_a_catching_up_that_nobody_saw_the_end_of_tells_nothing():
-    """A head reads a prompt a round late: where it is not asked then, its tokens are not set against no time."""
+    """A head reads a prompt one round late: if no draft is asked for then, the catch-up cost learns nothing."""
     policy, seqs = GoodputLength(4), [Sequence(b, [1] * 100, SamplingParams(), 0) for b in range(2)]
     policy.cost = EngineCost(Curve([(1, 0.01), (8, 0.011)]), catch_up=1e-3)
     at_once = Sequence(2, [1] * 100, SamplingParams(), 0)
@@ -467,7 +470,7 @@ def test_a_catching_up_that_nobody_saw_the_end_of_tells_nothing():
     def update(seq: Sequence, asked: int, draft: float) -> None:
         policy.update(Round([seq], [asked], [0], [0], 1, TimeSplit(draft=draft, target=0.01)))
 
-    update(seqs[0], 4, 1e-4)  # with the pass over its prompt, of which a head then knows nothing
+    update(seqs[0], 4, 1e-4)  # the round of its prompt, of which a head knows nothing yet
     assert policy.cost.catch_up == 1e-3, "it waits for the round in which the prompt is read"
     update(seqs[0], 0, 0.0)
     update(at_once, 4, 0.12)

@@ -1,4 +1,4 @@
-"""Goodput against fixed lengths and plain decoding in simulated time: machines, drafters and texts of many kinds."""
+"""Goodput against fixed lengths and plain decoding in simulated time, for many machines, drafters and texts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from sameseed.request import SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import LengthPolicy, Round
 
-LENGTH = 96  # mean tokens of a text
+LENGTH = 96  # mean number of tokens per text
 FIXED = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class World:
-    """Milliseconds of a pass: `memory` to read, `row` of arithmetic a row; of a draft: its steps; `gap` outside both.
+    """Costs in milliseconds and acceptance of a simulated engine.
 
-    A token is right with a probability near its text's rate; the drafter says what it is, or (`tells` False) nothing.
-    `looks_up`: the share of rounds in which a cache has the draft at no cost. `drift`: the time to read grows so much,
-    and shrinks again, every 150 rounds.
+    A target pass takes about the larger of `memory` (to read weights) and `row` per row (arithmetic). A draft takes
+    `start`, and `step` per step; `gap` is spent outside both. A token is right with a probability near its text's rate;
+    the drafter estimates that probability, or (`tells` False) does not. `looks_up`: the share of rounds in which a
+    lookup gives the draft at no cost. `drift`: the time to read slowly grows by this share and shrinks again, with a
+    period of 2 pi * 150 passes.
     """
 
     memory: float
@@ -41,12 +43,12 @@ class World:
     gap: float = 0.3
     drift: float = 0.0
     noise: float = 0.04
-    prompt: int = 1  # tokens of a text that are there already
-    catch_up: float = 0.0  # milliseconds of the drafter for each token that it has yet to see
-    ends: bool = True  # does the drafter ask whether a chain should end? One that writes trees does not
-    slow_start: float = 1.0  # passes took so many times as long when they were measured
-    more: float = 0.0  # milliseconds outside both that a round with a draft takes more
-    cold: float = 1.0  # after a draft the target's pass takes so many times as long: its weights left the cache
+    prompt: int = 1  # tokens of a text that exist at the start
+    catch_up: float = 0.0  # milliseconds of the drafter per token that it has yet to read
+    ends: bool = True  # whether the drafter asks if a chain should end; one that drafts trees does not
+    slow_start: float = 1.0  # factor on passes during calibration
+    more: float = 0.0  # extra milliseconds outside both, in a round with a draft
+    cold: float = 1.0  # factor on the target's pass after a draft, since its weights have left the CPU's cache
 
     def read(self, now: float) -> float:
         return self.memory * (1.0 + self.drift * (0.5 - 0.5 * math.cos(now / (150 * self.memory))))
@@ -55,7 +57,7 @@ class World:
         return (self.read(now) ** 3 + (self.row * rows) ** 3) ** (1 / 3)
 
     def measured(self) -> EngineCost:
-        """What calibration would find: passes, then rounds with drafts."""
+        """The result of calibration: the costs of passes, then of rounds with drafts."""
         slow = 1e-3 * self.slow_start
         cost = EngineCost(Curve([(m, slow * self.target(m)) for m in (1, 2, 4, 8, 16, 32)]))
         for size in (1, 4):
@@ -70,7 +72,7 @@ class World:
 
 
 def decode(world: World, policy: LengthPolicy, num_texts: int) -> float:
-    """Milliseconds a token, `batch` texts at a time; who is done makes room for the next."""
+    """Milliseconds per token, with `batch` texts at a time; a text that is done makes room for the next."""
     rng, now, written = random.Random(1), 0.0, 0
     lengths = [max(8, min(4 * LENGTH, int(rng.expovariate(1 / LENGTH)))) for _ in range(num_texts)]
     waiting = [Sequence(i, [1] * world.prompt, SamplingParams(max_tokens=n), 0) for i, n in enumerate(lengths)]
@@ -91,7 +93,7 @@ def decode(world: World, policy: LengthPolicy, num_texts: int) -> float:
 def _propose(
     world: World, policy: LengthPolicy, seqs: Seq[Sequence], asked: Seq[int], rng: random.Random
 ) -> tuple[list[list[float]], list[list[float]], float]:
-    """How likely each token is, what the drafter says of its path, and the milliseconds of it."""
+    """The true probability of each token, the drafter's estimate for each path, and the milliseconds spent."""
     true: list[list[float]] = [[] for _ in seqs]
     paths: list[list[float]] = [[] for _ in seqs]
     active = [b for b, k in enumerate(asked) if k]
@@ -182,7 +184,7 @@ def make(world: World) -> GoodputLength:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, tuple[float, float]]:
-    """Of each world: speed over plain decoding, and over the best fixed length, from the first token on."""
+    """Of each world: goodput's speed relative to plain decoding, and to the best fixed length."""
     ratios = {}
     for name, world in WORLDS.items():
         num_texts = max(24, 4 * world.batch)
@@ -205,14 +207,14 @@ def test_mostly_as_fast_as_the_best(found: dict[str, tuple[float, float]]) -> No
 
 
 def test_one_texts_rest_is_not_the_next_ones() -> None:
-    """One at a time, every other text as good as known to the drafter: it is found out within the text."""
+    """One text at a time, every other text easy: a pause caused by a hard text does not outlast it."""
     world = World(13.3, 1.86, 0.7, 2.1, (0.1, 0.95))
     assert decode(world, FixedLength(0), 64) > 1.3 * decode(world, make(world), 64)
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.6])
 def test_rounds_with_drafts_do_not_make_plain_decoding_look_dear(rate: float) -> None:
-    """After texts that pay for hundreds of rounds, and whose rounds cost more in all parts, others do not pay."""
+    """After hundreds of rounds of texts that pay, and whose rounds cost more in all parts, other texts do not pay."""
     good = World(1.4, 0.3, 0.4, 0.2, (0.9,), gap=0.3, more=0.9, cold=1.2)
     policy = make(good)
     decode(good, policy, 48)

@@ -1,4 +1,4 @@
-"""Length policies: how many tokens a draft may have, and when it stops by itself."""
+"""Length policies: how many tokens a draft may have, and when a draft ends early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goodput makes of a draft's probabilities: calibration, which nodes stay, when chains end, who gets rows."""
+"""Goodput's use of a draft's probabilities: calibration, kept nodes, ends of chains, and the division of rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sequences(count: int, length: int = 1) -> list[Sequence]:
 
 
 def random_tree(rng: random.Random, size: int) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, parents and path probabilities; siblings share what their parent has."""
+    """Tokens, parents and path probabilities; siblings share their parent's probability."""
     parents, left, path = [], {-1: 1.0}, {-1: 1.0}
     sure = []
     for i in range(size):
@@ -48,7 +48,7 @@ def drafted(trees: Seq[tuple[list[int], list[int], list[float]]]) -> Draft:
 
 
 def walk(rng: random.Random, parents: Seq[int], truth: Seq[float]) -> list[int]:
-    """The accepted path, where node i is right, given its parent, with probability truth[i]; one draw for siblings."""
+    """The accepted path: node i is right, given its parent, with probability truth[i]; siblings share one draw."""
     path, at = [], -1
     while True:
         draw = rng.random()
@@ -64,7 +64,7 @@ def walk(rng: random.Random, parents: Seq[int], truth: Seq[float]) -> list[int]:
 
 
 def settled(policy: GoodputLength, seqs: list[Sequence], step: float = 0.001) -> GoodputLength:
-    """After some rounds in which a drafter that tells the truth proposed trees."""
+    """The policy after 60 rounds of trees from a drafter whose probabilities are true."""
     assert policy.cost is not None
     rng, truth = random.Random(5), copy.deepcopy(policy.cost.target)
     contexts = [len(seq) for seq in seqs]
@@ -88,7 +88,7 @@ def settled(policy: GoodputLength, seqs: list[Sequence], step: float = 0.001) ->
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_stays_is_a_tree_of_the_likeliest(seed: int) -> None:
-    """Each kept node's parent is kept, no dropped node is likelier than a kept one, and the count is the best."""
+    """Each kept node's parent is kept, no dropped node is likelier than a kept one, and the number kept is the best."""
     rng = random.Random(seed)
     policy, seqs = settled(GoodputLength(24, Curve(list(zip(STEEP.rows, STEEP.seconds)))), sequences(3)), sequences(3)  # type: ignore[arg-type]
     policy.lengths(seqs, 3)
@@ -130,7 +130,7 @@ def test_flat_costs_keep_all_and_nothing_is_worth_a_dear_row() -> None:
 
 
 def test_probabilities_are_calibrated() -> None:
-    """A drafter that says .9 where .3 is true, and .3 where .9 is, is soon understood."""
+    """A drafter that says .9 where .3 is true, and .3 where .9 is true, is soon corrected."""
     estimates, rng = Acceptance(4), random.Random(0)
     estimates.tells = True
     for _ in range(300):
@@ -162,7 +162,7 @@ def test_a_chain_ends_where_another_step_is_not_worth_its_time() -> None:
     assert policy.ends([[0.9, 0.018]])
     assert not policy.ends([[0.9, 0.018], [0.99, 0.95]]), "a step serves all"
     assert policy.ends([[0.9, 0.2]]) and not policy.ends([[0.9, 0.2]] * 20)
-    for steps in (1, 2, 4, 8) * 8:  # as long as it likes: a start, and steps that cost next to nothing
+    for steps in (1, 2, 4, 8) * 8:  # now steps are nearly free: a draft costs its start
         policy._chains.learn(steps, 1, 64.0, 0.004 + 1e-6 * steps)
     policy._held, policy._rest = None, 0
     policy.lengths(seqs, 1)
@@ -170,7 +170,7 @@ def test_a_chain_ends_where_another_step_is_not_worth_its_time() -> None:
 
 
 def test_rows_go_to_those_who_are_right() -> None:
-    """Trees of one shape for two sequences, of whom one is mostly right: it keeps more of its nodes."""
+    """Two sequences get trees of the same shape; the one that is mostly right keeps more nodes."""
     policy, seqs, rng = GoodputLength(16, Curve(list(zip(STEEP.rows, STEEP.seconds)))), sequences(2), random.Random(2)  # type: ignore[arg-type]
     tree = ([1, 2, 3, 4], [-1, 0, 1, 2], [0.7, 0.5, 0.35, 0.25])
     for _ in range(60):
@@ -222,7 +222,7 @@ def test_a_step_costs_more_after_more() -> None:
 
 
 class TellingTrees(TreeDrafter):
-    """Random trees with random, falling probabilities."""
+    """Random trees with random probabilities that fall along each path."""
 
     branches = True
 
@@ -238,7 +238,7 @@ class TellingTrees(TreeDrafter):
 
 
 class Fickle(GoodputLength):
-    """Drops random subtrees: whatever is trimmed, the text must stay."""
+    """Drops random subtrees: whatever is trimmed, the text must stay the same."""
 
     def __init__(self) -> None:
         super().__init__(24)
@@ -285,7 +285,7 @@ def test_text_is_the_same_whatever_is_trimmed(pair: Pair, sampled: bool) -> None
 
 
 def test_broad_trees_near_the_end_of_a_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes are capped by 64 and the rows alone, depth by what may still be written: nothing is kept beyond that."""
+    """A tree is limited to 64 nodes and the free rows, its depth to the tokens that may still be written."""
     prompts, forward = random_prompts(4, seed=4), ModelRunner.forward
     for limits in ({"max_len": 60}, {}):
         params = SamplingParams(max_tokens=9 if not limits else 200, seed=2, ignore_eos=True)
@@ -327,13 +327,13 @@ def test_who_wished_for_a_length_keeps_every_node() -> None:
 
 
 def test_reasons(pair: Pair) -> None:
-    """Why nothing was drafted, for every policy and wish."""
+    """The reasons for rounds without drafts, for every policy and every request's wish."""
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
     wishes = {"off": Speculation("off"), "zero": Speculation("fixed", 0), "capped": Speculation(None, 0), "none": None}
     for policy, k in (("fixed", 4), ("fixed", 0), ("goodput", 4), ("goodput", 0)):
         engine = make_engine(pair, "draft_model", k=k, policy=policy)
         if isinstance(engine.policy, GoodputLength):
-            engine.policy.cost = EngineCost(Curve([(1, 1e-9), (2, 9.0), (64, 900.0)]))  # nothing can pay
+            engine.policy.cost = EngineCost(Curve([(1, 1e-9), (2, 9.0), (64, 900.0)]))  # no draft can pay
             engine.policy.cost.draft.coefficients[:2] = 1.0
         for name, wish in wishes.items():
             engine.add(Request(name, (5, 6, 7), params, 1, speculation=wish))

@@ -72,7 +72,7 @@ def runner_of(head: Any, block: int = 4) -> BlockRunner:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
-    """Two prompts in unequal steps, then a block behind each: as if all were one dense pass, whose rows see all."""
+    """Two prompts in unequal steps, then a block behind each, equal one dense pass in which every row sees all."""
     folder, config, w = made(tmp_path, kind)
     assert is_head(folder) and is_block(folder)
     head = load_head(folder, target, target.ops)
@@ -84,14 +84,14 @@ def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
         assert runner.blocks.reserve(holder, 9 + config.block_size)
     runner.extend(holders, [[1, 1]] * 2, [h[:2] for h in hidden], False)
     runner.extend(holders, [[1] * (len(h) - 2) for h in hidden], [h[2:] for h in hidden], False)
-    for _ in range(2):  # what a block leaves in the cache is no part of the next
+    for _ in range(2):  # rows that a block leaves in the cache do not affect the next block
         logits = runner.guess(holders, [7, 9], [config.num_guesses, 2])
     wanted = [plain_block(config, w, h, last, target) for h, last in zip(hidden, (7, 9))]
     torch.testing.assert_close(logits, torch.cat([wanted[0], wanted[1][:2]]), rtol=1e-4, atol=1e-4)
 
 
 def test_layouts_agree(target: Llama, tmp_path: Path) -> None:
-    """The same settings in all layouts; z-lab and DeepSpec count a layer by its output, speculators by its input."""
+    """The same settings in all layouts; z-lab and DeepSpec name a layer by its output, speculators by its input."""
     read = {layout: parsed(raw_config(layout, MODEL_VOCAB, [0, 2])) for layout in LAYOUTS}
     for layout, config in read.items():
         assert config.captures(3) == (0, 2) and config.mask_token == MODEL_VOCAB - 1
@@ -123,7 +123,7 @@ def test_fewer_tokens_have_the_same_logits(target: Llama, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "w8a8"])
 def test_formats_store_what_is_said(target: Llama, tmp_path: Path, form: str) -> None:
-    """In every format the head runs, and no weight is read to know its size."""
+    """The head runs in every format, and its size is known without reading a weight."""
     folder, _, _ = made(tmp_path, "z-lab")
     layer, size, _ = head_bytes(folder, QuantScheme.parse(form), target.config)
     assert layer.num_layers == 2 and size > 0

@@ -1,4 +1,4 @@
-"""config.json: what is read, and what is refused with the name of the field."""
+"""config.json: what is read, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_end_tokens(eos, expected):
 
 
 def test_end_tokens_of_generation_config_come_first(tmp_path):
-    """Llama 3 instruct lists its end of turn there only."""
+    """Llama 3 instruct lists its end-of-turn token only there."""
     (tmp_path / "config.json").write_text(json.dumps(changed(eos_token_id=2)))
     assert read_config(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
@@ -186,7 +186,7 @@ def test_rope_settings_must_be_an_object(rope):
         ("high_freq_factor", math.nan),
         ("original_max_position_embeddings", 0),
         ("rope_theta", -1.0),
-        ("high_freq_factor", 1.0),  # equal to low_freq_factor: the bands between them would divide by zero
+        ("high_freq_factor", 1.0),  # equal to low_freq_factor: the band between them would divide by zero
     ],
 )
 def test_rope_numbers_are_checked(name, value):
@@ -242,7 +242,7 @@ def test_rope_frequencies_are_those_of_transformers(name):
 
 
 def test_llama3_bands():
-    """Short wavelengths stay, long ones are divided by the factor, between them both are blended."""
+    """Frequencies of short wavelengths stay, those of long ones are divided by the factor, those between blended."""
     rope = parse_config(changed(rope_parameters=LLAMA3_ROPE)).rope
     plain = inverse_frequencies(RopeConfig(theta=rope.theta), 12)
     scaled = inverse_frequencies(rope, 12)
@@ -260,7 +260,7 @@ def test_llama3_bands():
 
 
 def test_positions_far_out_keep_their_angle():
-    """Float32 angles at position 100,000 against float64: what float32 products allow, as in transformers."""
+    """Float32 angles at position 100,000 are as close to float64 as float32 products allow, as in transformers."""
     rope = RopeConfig(theta=500000.0)
     table = rope_table(rope, 64, 100_001)[-1].double()
     inverse = rope.theta ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)

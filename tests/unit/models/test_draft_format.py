@@ -1,4 +1,4 @@
-"""A draft without a format of its own takes its target's, where it can."""
+"""A draft without a format of its own takes its target's, if it can."""
 
 import pytest
 
@@ -16,7 +16,7 @@ TARGET = resolve_model("embedded-target")
 
 
 def formats(draft: str, target_format: str, **settings: object) -> list[str]:
-    """Of the models of a draft for the embedded target."""
+    """The formats of the draft's models, for the embedded target."""
     spec = with_heads(make_config(draft, **settings).spec)
     return [str(m.quant) for m in models_of(spec, TARGET, QuantScheme.parse(target_format))]
 
@@ -57,7 +57,7 @@ def test_each_level_follows_the_one_that_it_drafts_for():
 
 
 def test_a_group_that_does_not_divide_the_draft_is_left_out():
-    """The draft has rows of 192 values, the target of 256."""
+    """Rows of the draft have 192 values, which groups of 128 do not divide; rows of the target have 256."""
     assert formats("embedded-draft", "w4a8-g128") == ["w4a8"]
 
 

@@ -85,7 +85,7 @@ def make_runner(head: EagleHead, window: int | None = None) -> HeadRunner:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
-    """Two prompts in unequal steps, then two levels of a tree: as if all rows were one dense pass."""
+    """Two prompts in unequal steps, then two levels of a tree, equal one dense pass over all rows."""
     folder, config, w, at = made(tmp_path, kind)
     head = load_head(folder, target, target.ops)
     runner = make_runner(head)
@@ -100,7 +100,7 @@ def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
     runner.extend(holders, [t[:2].tolist() for t in tokens], [h[:2] for h in hidden], False)
     steps = [t[2:n].tolist() for t, n in zip(tokens, lengths)]
     logits, features, _ = runner.extend(holders, steps, [h[2:] for h in hidden], True)
-    # Nodes 0, 1 and 2 after the last row; 3 after 1, 4 after 2: of the second sequence only the first level.
+    # Nodes 0, 1 and 2 follow the last row; 3 follows 1, 4 follows 2. The second sequence has only the first level.
     first, firsts = runner.expand(
         [Level(h, t[n : n + 3].tolist(), [1, 2, 4], 0) for h, t, n in zip(holders, tokens, lengths)],
         features[torch.tensor([0, 0, 0, 1, 1, 1])],
@@ -180,7 +180,7 @@ def test_expected_tensors_are_those_that_are_read(folder: Path, tmp_path: Path, 
     model = load_model(folder, ops.resolve("reference"))
     for name in tensors:
         if name in ("fc.bias", "embed_tokens.weight", "lm_head.weight", "d2t"):
-            continue  # a head may do without
+            continue  # a head may lack these tensors
         less = {n: t for n, t in tensors.items() if n != name}
         write_head(head, json.loads((head / "config.json").read_text()), less)
         with pytest.raises(ModelLoadError, match=f"tensor {name} is missing"):
@@ -199,7 +199,7 @@ def test_the_shared_tensors_are_the_targets_own(target: Llama, tmp_path: Path) -
 @pytest.mark.parametrize("quant", ["bf16", "w8a8", "w4a8", "w4a16", "nf4", "fp8", "w8a8,lm_head=w4a8"])
 @pytest.mark.parametrize("kind", ["eagle", "speculators"])
 def test_any_format(target: Llama, tmp_path: Path, kind: str, quant: str) -> None:
-    """The head stored in a format is near the head itself, and what it will take is known before."""
+    """A head stored in a format gives nearly the head's own output, and its size is known before it is loaded."""
     folder, config, _, _ = made(tmp_path, kind)
     chosen = QuantScheme.parse(quant)
     _, told, _ = head_bytes(folder, chosen, target.config)
@@ -218,7 +218,7 @@ def test_any_format(target: Llama, tmp_path: Path, kind: str, quant: str) -> Non
 
 
 def test_a_quantized_checkpoint(folder: Path, tmp_path: Path) -> None:
-    """Codes of a compressed-tensors checkpoint are kept as they are."""
+    """The codes of a compressed-tensors checkpoint are kept."""
     head, _, tensors, at = made(tmp_path / "dense", "eagle3")
     raw = json.loads((head / "config.json").read_text())
     quant, stored = QuantScheme.parse("w8a16"), dict(tensors)
@@ -249,7 +249,7 @@ def test_a_reduced_vocabulary_keeps_the_logits(target: Llama, tmp_path: Path, ki
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(4))
     columns = torch.isin(own, ids).nonzero().flatten()
     full = target.ops.product(plain_rows(x), whole.weights.lm_head)[:, columns]
-    exact = quant != "fp8-b128"  # its blocks of rows share scales: the rows are kept as bf16
+    exact = quant != "fp8-b128"  # blocks of rows share scales here, so selected rows are kept as bf16
     rounding = 1e-6 if exact else 2e-2
     torch.testing.assert_close(
         target.ops.product(plain_rows(x), few.weights.lm_head), full, rtol=rounding, atol=rounding
@@ -277,7 +277,7 @@ def test_heads_for_another_target(folder: Path, tmp_path: Path) -> None:
 
 
 def test_names_that_begin_with_model(folder: Path, tmp_path: Path) -> None:
-    """As NeMo writes them: all but the LM head's."""
+    """NeMo's names: all but the LM head's and `d2t` begin with `model.`."""
     head, _, tensors, _ = made(tmp_path, "EAGLE-3.1")
     model = load_model(folder, ops.resolve("reference"))
     plain = load_head(head, model, model.ops)
@@ -300,7 +300,7 @@ def test_the_window_is_that_of_its_first_layer() -> None:
 
 
 def test_captured_layers_are_inputs() -> None:
-    """Published ids name what enters a layer, so the layer before it is captured."""
+    """Published ids name the input of a layer, so the output of the layer before it is captured."""
     third = parse_head_config(raw_config("eagle3", 304))
     assert third.captures(32) == (1, 15, 28)
     assert parse_head_config(raw_config("speculators", 304, [2, 18, 33])).captures(36) == (1, 17, 32)
@@ -344,7 +344,7 @@ def test_unsound_vocabularies(folder: Path, tmp_path: Path) -> None:
 
 
 def test_old_heads_are_known_by_their_fc(folder: Path, tmp_path: Path) -> None:
-    """The first EAGLE checkpoints call themselves LlamaForCausalLM, a model of one layer."""
+    """The first EAGLE checkpoints claim to be a LlamaForCausalLM of one layer."""
     head = made(tmp_path, "eagle")[0]
     raw = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps({**raw, "architectures": ["LlamaForCausalLM"]}))

@@ -1,4 +1,4 @@
-"""Damaged and malicious checkpoints: each one loads or is refused in words, in bounded memory, and never hangs."""
+"""Damaged and malicious checkpoints: each loads or is refused with a clear error, in bounded memory and time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from sameseed.models.loader import load_model, load_tokenizer
 from sameseed.models.save import save_quantized
 from sameseed.scheme import QuantScheme
 
-ROOM = 600 << 20  # bytes of address space that a case may take above what the process has
-SECONDS = 60  # until a case counts as hanging
+ROOM = 600 << 20  # bytes of address space that a case may take beyond what the process has
+SECONDS = 60  # after which a case counts as hanging
 RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Little memory and time."""
+    """Limits memory to ROOM more bytes, and time to SECONDS."""
 
     def hang(*_: object) -> None:
         raise AssertionError("hangs")
@@ -53,7 +53,7 @@ def bounded() -> Iterator[None]:
 
 
 def survives(path: Path, tokenizer: bool = False) -> bool:
-    """Whether it loads. Any other error than ours is a failure of the test."""
+    """Whether the checkpoint loads; an error other than SameseedError fails the test."""
     with bounded():
         try:
             load_model(path, ops.resolve("reference"), QuantScheme(), 32)
@@ -68,7 +68,7 @@ NUMBERS = [0, 1, 2, 7, 8, 31, 127, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**4
 
 
 def mutated(data: bytes, end: int, rng: random.Random) -> bytes:
-    """Some damage within the first `end` bytes: flips, extreme numbers, pieces lost, doubled or moved, an early end."""
+    """Random damage in the first `end` bytes: flips, extreme numbers, lost or doubled pieces, an early end."""
     out = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         at, kind = rng.randrange(end), rng.randrange(7)
@@ -92,7 +92,7 @@ def mutated(data: bytes, end: int, rng: random.Random) -> bytes:
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A small file with all that one has: codes, floats, factors, a tokenizer with its template."""
+    """A small file with all that a GGUF file can have: codes, floats, a tokenizer with its template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     source = HFTokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, "he", "ll"])}, [("h", "e"), ("l", "l")]))
     size = source.get_vocab_size()
@@ -106,7 +106,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def header_end(data: bytes) -> int:
-    """Where the metadata and tensor infos of a sound file end: behind the last tensor's name."""
+    """The end of the metadata and tensor infos of a sound file: just behind the last tensor's name."""
     return data.rindex(b"output.weight") + 60
 
 
@@ -117,7 +117,7 @@ def test_gguf_headers(seed, gguf_file, tmp_path):
     path.write_bytes(gguf_file)
     assert survives(path, tokenizer=True)
     end, loaded = header_end(gguf_file), 0
-    # Half of the damage where tokens are not: they are most of the header, and the rest decides more.
+    # Half of the damage spares the token list, which is most of the header: damage elsewhere has more effect.
     tokens = gguf_file.index(b"tokenizer.ggml.tokens"), gguf_file.index(b"tokenizer.ggml.bos_token_id")
     for case in range(40):
         if case % 2:
@@ -129,7 +129,7 @@ def test_gguf_headers(seed, gguf_file, tmp_path):
             )
             path.write_bytes(head + gguf_file[tokens[0] : tokens[1]] + tail)
         loaded += survives(path, tokenizer=True)
-    assert loaded < 40  # the damage does matter
+    assert loaded < 40  # some of the damage must matter
 
 
 LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -183,7 +183,7 @@ STRANGE: list[Any] = [
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of everything within a JSON value."""
+    """The paths of all values within a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return (
         [at, *(p for k, v in inner for p in places(v, (*at, k)))]
@@ -193,7 +193,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def changed(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A setting or two replaced, lost, or moved."""
+    """A copy with one or two settings replaced or removed."""
     config = copy.deepcopy(config)
     for _ in range(rng.choice([1, 1, 2])):
         path = rng.choice(places(config))

@@ -1,4 +1,4 @@
-"""GGUF files: the same model as its Hugging Face folder, in the file's own codes where a kernel has them."""
+"""GGUF files: the same model as its Hugging Face folder, with the file's own codes if a kernel supports them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ARCHS = {
 
 @pytest.mark.parametrize("name", ARCHS)
 def test_logits_are_those_of_the_folder_it_was_made_of(name, tmp_path):
-    """q and k in their order, biases, norms, tied output, rope: bit for bit."""
+    """Bit for bit: the order of q and k rows, biases, norms, a tied output, rope."""
     variant = VARIANTS[name]
     tensors = random_tensors(parse_config(variant.raw))
     want = all_logits(load(write_checkpoint(tmp_path / "folder", variant)), prompt(variant.length))
@@ -65,12 +65,12 @@ def test_logits_are_those_of_the_folder_it_was_made_of(name, tmp_path):
         tensors["rope_freqs.weight"] = llama3_factors(variant.raw)
     path = write_gguf(tmp_path / "model.gguf", variant.raw, tensors, arch=ARCHS[name])
     got = all_logits(load(path), prompt(variant.length))
-    exact = "rope_freqs.weight" not in tensors  # factors in float32 are those of the bands but for their rounding
+    exact = "rope_freqs.weight" not in tensors  # float32 factors equal the bands up to rounding
     assert got.equal(want) if exact else (got - want).abs().max() < 1e-3
 
 
 def llama3_factors(raw: dict[str, Any]) -> Tensor:
-    """As the converter of llama.cpp writes them, from the definition of the bands."""
+    """Rope factors as llama.cpp's converter writes them, from the definition of the bands."""
     rope = raw["rope_parameters"]
     dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     factors = []
@@ -109,7 +109,7 @@ def test_llama3_scaling_is_found_again_in_its_factors(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "factor"),
     [
-        ({"rope.scaling.factor": 4.0}, 4.0),  # as llama.cpp: linear where no type is said
+        ({"rope.scaling.factor": 4.0}, 4.0),  # as in llama.cpp: linear if no type is given
         ({"rope.scale_linear": 2.0}, 2.0),
         ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, 4.0),
         ({"rope.scaling.type": "linear"}, 1.0),
@@ -125,7 +125,7 @@ def test_rope_scaling_by_its_keys(keys, factor, tmp_path):
     assert (rope.kind, rope.factor) == (("default", 1.0) if factor == 1.0 else ("linear", factor))
 
 
-# --- types of blocks ---
+# --- block types ---
 
 
 def kinds(kind: str) -> Any:
@@ -136,7 +136,7 @@ def kinds(kind: str) -> Any:
     ("kind", "text_"), [("Q4_0", "w4a16-g32"), ("Q5_0", "w8a16-g32"), ("Q8_0", "w8a16-g32"), ("MXFP4", "mxfp4")]
 )
 def test_types_that_kernels_have_keep_their_codes(kind, text_, tmp_path, caplog):
-    """The codes mean what the package's own reader makes of the bytes, row by row, permuted or not."""
+    """Decoded codes equal the values of the gguf package's own reader, row by row, permuted or not."""
     tensors = random_tensors(parse_config(RAW))
     path = write_gguf(tmp_path / "model.gguf", RAW, tensors, kinds(kind))
     type_ = gguf.GGMLQuantizationType[kind]
@@ -185,7 +185,7 @@ def test_types_that_no_kernel_has_are_rounded_with_a_notice_and_exact_on_demand(
 
 
 def q4_k(block: bytes) -> list[float]:
-    """The 256 values of a block, as ggml's comments describe it: two halves, eight 6-bit scales and minima."""
+    """The 256 values of a block as ggml's comments describe it: two fp16 factors, eight 6-bit scales and minima."""
     d, dmin = struct.unpack("<2e", block[:4])
     packed, codes = block[4:16], block[16:]
     out = []
@@ -204,7 +204,7 @@ def q4_k(block: bytes) -> list[float]:
 
 
 def q3_k(block: bytes) -> list[float]:
-    """256 third bits, 256 pairs of bits, 16 scales of six bits (four and two of them apart) less 32, one in fp16."""
+    """256 third bits, 256 pairs of bits, 16 six-bit scales less 32 (four and two bits apart), one fp16 factor."""
     third, low, packed, out = block[:32], block[32:96], block[96:108], []
     (d,) = struct.unpack("<e", block[108:])
     for k in range(256):
@@ -220,7 +220,7 @@ def q3_k(block: bytes) -> list[float]:
 
 
 def q6_k(block: bytes) -> list[float]:
-    """128 low halves, 64 pairs of high bits, 16 scales in int8, one in fp16."""
+    """128 bytes of low halves, 64 bytes of pairs of high bits, 16 int8 scales, one fp16 factor."""
     low, high, scales = block[:128], block[128:192], struct.unpack("16b", block[192:208])
     (d,) = struct.unpack("<e", block[208:])
     out = []
@@ -235,7 +235,7 @@ def q6_k(block: bytes) -> list[float]:
 
 
 def q5_k(block: bytes) -> list[float]:
-    """Q4_K with a fifth bit: those of sub-block j are bit j of 32 bytes behind the scales."""
+    """Q4_K with a fifth bit per code: for sub-block j, bit j of the 32 bytes behind the scales."""
     whole = q4_k(block[:16] + block[48:])
     d, fifth = struct.unpack("<e", block[:2])[0], block[16:48]
     out = []
@@ -250,7 +250,7 @@ def q5_k(block: bytes) -> list[float]:
 
 
 def q2_k(block: bytes) -> list[float]:
-    """Steps and minima of 16 values in half bytes; two bits a code, of 32 values at a time in one pair of bits each."""
+    """A scale and a minimum of 16 values per byte; two-bit codes, one pair of bits of 32 bytes for 32 values."""
     multiples, packed, (d, least) = block[:16], block[16:80], struct.unpack("<ee", block[80:])
     out = []
     for k in range(256):
@@ -269,7 +269,7 @@ SUPER_BLOCKS = [("Q2_K", 84, q2_k), ("Q3_K", 110, q3_k), ("Q4_K", 144, q4_k), ("
 def test_k_quants_mean_what_ggml_says(kind, size, meaning, tmp_path):
     tensors = random_tensors(parse_config(RAW))
     rng = np.random.default_rng(1)
-    name = "model.layers.0.self_attn.k_proj.weight"  # its heads are in another order, too
+    name = "model.layers.0.self_attn.k_proj.weight"  # the file has this matrix's rows in another order
     blocks = rng.integers(0, 256, (128, size), dtype=np.uint8)
     halves = [(size - 2, 0.005)] if kind in {"Q3_K", "Q6_K"} else [(0, 0.01), (2, 0.02)]
     halves = [(80, 0.01), (82, 0.02)] if kind == "Q2_K" else halves
@@ -286,12 +286,12 @@ def test_k_quants_mean_what_ggml_says(kind, size, meaning, tmp_path):
         chunks = torch.cat([source.rows(name, a, b) for a, b in ((0, 5), (5, 70), (70, 128))])
     file_order = torch.tensor([meaning(b.tobytes()) for b in blocks])
     want = file_order.view(2, 32, 2, 256).transpose(1, 2).reshape(128, 256)
-    assert torch.allclose(got, want, rtol=1e-6, atol=1e-7)  # exactly, but for the order of two products
+    assert torch.allclose(got, want, rtol=1e-6, atol=1e-7)  # exact up to the order of two products
     assert got.equal(chunks)
 
 
 def random_blocks(height: int, width: int, kind: str, *scales_at: int) -> np.ndarray[Any, Any]:
-    """Rows of blocks of any bits, with small scales."""
+    """Rows of blocks with random bits, and small scales at the given offsets."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(1)
     blocks = rng.integers(0, 256, (height * width // values, size), dtype=np.uint8)
@@ -311,7 +311,7 @@ def random_blocks(height: int, width: int, kind: str, *scales_at: int) -> np.nda
     ],
 )
 def test_types_that_the_gguf_package_cannot_write(kind, at, text_, tmp_path, caplog):
-    """Exactly the file's values, and a model of them on every backend."""
+    """Values are exactly the file's, and every backend runs a model of them."""
     tensors = random_tensors(parse_config(RAW))
     matrices = {gguf_name(n): t.shape for n, t in tensors.items() if t.ndim == 2}
     blobs = {n: (random_blocks(*shape, kind, *at), kind) for n, shape in matrices.items()}
@@ -331,13 +331,13 @@ def test_types_that_the_gguf_package_cannot_write(kind, at, text_, tmp_path, cap
 
 
 def mixed(name: str) -> str:
-    """As Q4_K_M mixes types: more bits where they count."""
+    """The types of Q4_K_M: more bits for the tensors that need them most."""
     return "Q6_K" if "attn_v" in name or "ffn_down" in name or "token_embd" in name else "Q4_K"
 
 
 @pytest.mark.parametrize("kind", [mixed, kinds("Q4_K"), kinds("Q5_K"), kinds("Q6_K")])
 def test_k_quants_stay_in_their_codes(kind, tmp_path, caplog):
-    """Exactly the file's values, in about the file's room, multiplied with rows in int8, on every backend."""
+    """Values are exactly the file's, take about its size, and are multiplied with int8 rows on every backend."""
     tensors = random_tensors(parse_config(RAW))
     path = write_gguf(tmp_path / "model.gguf", RAW, tensors, kind)
     type_ = gguf.GGMLQuantizationType
@@ -357,7 +357,7 @@ def test_k_quants_stay_in_their_codes(kind, tmp_path, caplog):
             kind(gguf_name(n)).lower() for n in tensors if "norm" not in n
         }
         got = all_logits(model, prompt(12))
-        assert 0 < (got - want).norm() < 0.05 * want.norm()  # rows in int8
+        assert 0 < (got - want).norm() < 0.05 * want.norm()  # since rows are int8
         if backend == "cpu":
             assert all(m.layout == "cpu" for m in model.weights.matrices)
             assert sum(m.nbytes for m in model.weights.matrices) < 1.1 * path.stat().st_size
@@ -375,7 +375,7 @@ def test_k_quants_without_a_kernel_are_rounded_with_a_notice(tmp_path, caplog):
 
 
 def test_memory_is_planned_for_what_k_quants_become(tmp_path):
-    """Four bits and a half where kernels have them; else eight and a half."""
+    """4.5 bits per weight if kernels support the codes, otherwise 8.5."""
     path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)), kinds("Q4_K"))
     config = read_config(path)
     with GGUFCheckpoint(path) as source:
@@ -412,7 +412,7 @@ def test_every_decoded_type_is_one_that_the_package_decodes():
         assert gguf.quants.dequantize(np.zeros((1, size), np.uint8), type_).shape == (1, values)
 
 
-# --- where it is ---
+# --- where a file is found ---
 
 
 def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
@@ -422,7 +422,7 @@ def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
     (tmp_path / "b.gguf").write_bytes(path.read_bytes())
     with pytest.raises(ModelLoadError, match="holds 2 GGUF files; name one of them"):
         resolve_model(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")  # then it is a Hugging Face folder with something beside it
+    (tmp_path / "config.json").write_text("{}")  # now it is a Hugging Face folder that also holds GGUF files
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
@@ -479,7 +479,7 @@ def test_numbers_that_are_none(kind, tmp_path):
         path = write_gguf(tmp_path / "model.gguf", RAW, tensors)
     else:
         data = gguf.quants.quantize(tensors[name].numpy(), gguf.GGMLQuantizationType[kind])
-        data[3, :2] = [0, 0x7C]  # the scale of its first block becomes infinite
+        data[3, :2] = [0, 0x7C]  # the scale of the row's first block becomes infinite
         path = write_gguf(tmp_path / "model.gguf", RAW, tensors, blobs={gguf_name(name): (data, kind)})
     refused(path, "ffn_up", "NaN or infinity")
 

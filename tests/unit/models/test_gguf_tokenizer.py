@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF files cut and spell texts as their originals do."""
+"""Tokenizers rebuilt from GGUF files split and spell texts as their originals do."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_special_tokens_template_and_ends(tmp_path):
     tokenizer = load_tokenizer(path)
     ids = tokenizer.encode("hello<|user|>there[USER]x")
     assert ids[0] == size and size + 2 in ids and size + 3 in ids
-    assert tokenizer.decode(ids) == "hellothere[USER]x"  # control tokens are not shown, the user's are
+    assert tokenizer.decode(ids) == "hellothere[USER]x"  # control tokens are hidden, the user's token is shown
     chat = tokenizer.chat([{"role": "user", "content": "hi"}])
     assert chat[:2] == [size, size + 2] and chat[-1] == size + 1
     assert read_config(path).eos_token_ids == (size + 1, size + 4)  # <|end|> by its key, <|eot_id|> by its spelling
@@ -120,7 +120,7 @@ def spm(writer: gguf.GGUFWriter) -> None:
 
 
 def merged(text: str) -> list[str]:
-    """What sentencepiece does: again and again the neighbours whose union has the best score, leftmost of equals."""
+    """sentencepiece's rule: merge the two neighbours with the best score, the leftmost of equals, again and again."""
     parts = list(SPACE + text.replace(" ", SPACE))
     while True:
         pairs = [(WORDS[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in WORDS]
@@ -193,7 +193,7 @@ def test_tokenizers_that_contradict_themselves(name, value, word, tmp_path):
 
 
 def test_spellings_that_occur_twice(tmp_path):
-    """The first one is met in texts; the others still have names of their own."""
+    """In texts the first token of a spelling is used; the others still have distinct names."""
     source = trained(QWEN2)
     keys = bpe_keys(source, "qwen2", {"[PAD]": 5})
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of other tools: read as what they mean, in their own codes where a kernel has them."""
+"""Quantized checkpoints of other tools: decoded as documented, with their own codes if a kernel supports them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 UP = "model.layers.1.mlp.up_proj"  # rows of 128
 DOWN = "model.layers.1.mlp.down_proj"  # rows of 256
 
-# name -> writer, quantization_config, scheme of DOWN ("rounded": to w8a16-g32)
+# name -> writer, quantization_config, scheme of DOWN ("rounded": its values are rounded to w8a16-g32)
 LAYOUTS: dict[str, tuple[Writer, dict[str, Any], str]] = {
     "gptq": (gptq(), GPTQ, "w4a16-g128"),
     "gptq-g32": (gptq(group=32), GPTQ | {"group_size": 32}, "w4a16-g32"),
@@ -126,7 +126,7 @@ def _say_again() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_means_what_its_documentation_says(name, tmp_path, caplog):
-    """Every decoded matrix equals the formulas bit for bit; so do the codes that are kept, and chunks of rows."""
+    """Every decoded matrix equals the formulas bit for bit, as do the kept codes, and chunks of rows."""
     writer, config, stored_as = LAYOUTS[name]
     rounding = stored_as == "rounded"
     dense = write_layout(tmp_path, writer, config)
@@ -141,7 +141,7 @@ def test_a_layout_means_what_its_documentation_says(name, tmp_path, caplog):
                 off = (get(q.format).decode(q) - meant).norm() / meant.norm()
                 assert (0 < off < 0.007) if rounding else off == 0, key
                 scheme = checkpoint.scheme(key)
-                like = scheme.encode(meant)  # the codes are laid out as that scheme lays them out
+                like = scheme.encode(meant)  # kept codes must have the layout of that scheme
                 assert {p: t.shape for p, t in q.parts.items()} == {p: t.shape for p, t in like.parts.items()}
                 assert {p: t.dtype for p, t in q.parts.items() if p != "scales"} == {
                     p: t.dtype for p, t in like.parts.items() if p != "scales"
@@ -189,7 +189,7 @@ def test_the_compressed_tensors_package_decodes_the_same_values(name, tmp_path):
 @pytest.mark.parametrize("weights", ["auto", "auto-a8"])
 @pytest.mark.parametrize("backend", backends())
 def test_act_order_is_kept_in_codes(backend, weights, tmp_path):
-    """q, k and v have three orders, and are three products; rows alone and together have the same bits."""
+    """q, k and v have different column orders, so they are three products; a row has the same bits alone."""
     dense = write_layout(tmp_path / "stored", *LAYOUTS["gptq-act-order-asym"][:2])
     model = load(tmp_path / "stored", backend, weights)
     assert {m.format for layer in model.weights.layers for m in layer.matrices} == {"int4"}
@@ -226,7 +226,7 @@ def test_another_format_decodes_and_encodes_again(tmp_path):
 
 
 def test_mixed_groups_targets_and_ignored_layers(tmp_path):
-    """Names go before expressions, and those before classes; the rest is dense."""
+    """Targets by name go before regular expressions, and these before classes; all other modules are dense."""
     coarse, fine = ct_integers(4, 128), ct_integers(8, None, layout="int-quantized")
 
     def writer(weight: Any, name: str, generator: Any) -> Any:
@@ -246,7 +246,7 @@ def test_mixed_groups_targets_and_ignored_layers(tmp_path):
     assert names[f"{at}.mlp.up_proj.weight"] == "w4a16-g128" and names[f"{at}.mlp.down_proj.weight"] == "w8a16"
     assert names[f"{at}.self_attn.q_proj.weight"] == "None"
     want = all_logits(load(write_dense(tmp_path / "dense", dense)), prompt(20))
-    assert (all_logits(load(tmp_path), prompt(20)) - want).abs().max() < 1e-2  # the rest is bf16
+    assert (all_logits(load(tmp_path), prompt(20)) - want).abs().max() < 1e-2  # dense matrices are bf16
 
 
 def test_int8_activations_are_kept(tmp_path):
@@ -258,7 +258,7 @@ def test_int8_activations_are_kept(tmp_path):
 
 
 def test_codes_of_bitsandbytes_run_as_there(tmp_path):
-    """LLM.int8(): the checkpoint's own codes and scales, outliers of the rows apart."""
+    """LLM.int8(): the checkpoint's own codes and scales, with the outliers of rows multiplied separately."""
     write_layout(tmp_path, bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True})
     own, asked = (load(tmp_path, weights=f).weights.layers[0].down for f in ("auto", "w8a8-outliers"))
     assert (own.format, own.activations, asked.format, asked.activations) == ("int8", None, "int8", "outliers")
@@ -273,7 +273,7 @@ def test_sizes_that_no_tiles_have_are_refused(shape):
 
 
 def test_static_scales_of_cache_and_activations_are_left_out(tmp_path, caplog):
-    """Each with one notice."""
+    """One notice for each kind."""
     config = ct_config(8, "float", "tensor", "float-quantized")
     inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
     config["config_groups"]["group_0"]["input_activations"] = inputs
@@ -298,7 +298,7 @@ def test_static_scales_of_cache_and_activations_are_left_out(tmp_path, caplog):
 
 
 def test_gptq_with_settings_of_its_own_for_some_modules(tmp_path):
-    """GPTQModel's `dynamic`: + (or nothing) changes settings, - leaves a module dense."""
+    """GPTQModel's `dynamic` rules: + (or no sign) changes settings, - leaves a module dense."""
     eight, four = gptq(8, 64), gptq()
 
     def writer(weight: Any, name: str, generator: Any) -> Any:
@@ -317,7 +317,7 @@ def test_gptq_with_settings_of_its_own_for_some_modules(tmp_path):
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 16), (8, 32)])
 def test_gptq_adds_to_whole_words_what_its_writers_subtract(bits, group, tmp_path):
-    """A zero point of 0 borrows from its neighbour; read back it is 0, and the neighbour what it was."""
+    """Writers subtract 1 from whole words, so a zero point of 0 borrows from its neighbour; reading restores both."""
     write_layout(tmp_path, gptq(bits, group, symmetric=False), GPTQ | {"bits": bits, "group_size": group, "sym": False})
     count = 128 // group
     zeros = torch.arange(256 * count).view(count, 256) % 2**bits  # [n, O]
@@ -339,7 +339,7 @@ PATHS = {
 
 @pytest.mark.parametrize("name", PATHS)
 def test_symmetric_gptq_whose_zero_points_are_of_the_second_version(name, tmp_path, caplog):
-    """Some writers leave the format's name at the first: all zero points in the middle can mean nothing else."""
+    """Some writers keep the first version's name; if all zero points are in the middle, the second is meant."""
     dense = write_layout(tmp_path, *PATHS[name])
     with caplog.at_level(logging.WARNING), Checkpoint(tmp_path) as checkpoint:
         checkpoint.check(parse_config(RAW))
@@ -416,7 +416,7 @@ def test_settings_that_cannot_be_read(config, words, tmp_path):
 
 
 def damaged(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace or take away tensors of UP."""
+    """Replaces or removes tensors of UP."""
     tensors = read_tensors(folder)
     for kind, value in changes.items():
         name = f"{UP}.{kind}"
@@ -475,14 +475,14 @@ def test_damaged_tensors(name, kind, value, words, tmp_path):
 
 
 def damaged_codes(folder: Path, kind: str, code: int) -> None:
-    """The last byte of a tensor of UP is another."""
+    """Sets the last byte of a tensor of UP to `code`."""
     tensor = read_tensors(folder)[f"{UP}.{kind}"]
     tensor.view(torch.uint8).view(-1)[-1] = code
     damaged(folder, **{kind: tensor})
 
 
 def not_finite(folder: Path) -> None:
-    """Refused by all that a matrix is read with."""
+    """Every way to read a matrix refuses it."""
     for read in (lambda c, n: c.rows(n, 0, 2), Checkpoint.tensor, Checkpoint.stored):
         with Checkpoint(folder) as checkpoint:
             checkpoint.check(parse_config(RAW))
@@ -498,7 +498,7 @@ def not_finite(folder: Path) -> None:
 def test_codes_of_8_bits_that_are_no_numbers(name, code, tmp_path):
     layout = LAYOUTS["fp8-block" if name == "other-blocks" else name]
     write_layout(tmp_path, *layout[:2])
-    if name == "other-blocks":  # decoded
+    if name == "other-blocks":  # a layout that is decoded
         write_config(tmp_path, {**RAW, "quantization_config": FP8 | {"weight_block_size": [256, 128]}})
         tensors = read_tensors(tmp_path)
         tensors |= {n: t[:1] for n, t in tensors.items() if n.endswith("_inv")}
@@ -529,7 +529,7 @@ def test_scales_that_are_powers_of_two_and_no_numbers(tmp_path):
 
 @pytest.mark.parametrize("exponent", [254, 255])
 def test_mxfp4_beyond_float32(exponent, tmp_path):
-    """2^127 times a code of 6."""
+    """A scale of 2^127, or of NaN, with a code of 6."""
     write_layout(tmp_path, *LAYOUTS["ct-mxfp4"][:2])
     damaged_codes(tmp_path, "weight_scale", exponent)
     damaged_codes(tmp_path, "weight_packed", 0x77)
@@ -564,7 +564,7 @@ def test_our_own_layout_knows_the_shapes_of_wide_matrices_from_samples(name, wid
 
 
 def test_our_own_layout_encodes_nothing_wide(monkeypatch):
-    """A file of some bytes, whose config.json names wide matrices, takes no memory for them."""
+    """A tiny file whose config.json names wide matrices takes no memory for them."""
     encode, widths = QuantScheme.encode, []
     monkeypatch.setattr(QuantScheme, "encode", lambda s, w: (widths.append(w.shape[1]), encode(s, w))[1])
     schemes = {n: QuantScheme.parse(n) for n in ("qoq", "nf4", "w8a16")}
@@ -591,7 +591,7 @@ def test_offsets_of_nf4_that_are_no_numbers(offset, tmp_path):
 
 
 def test_the_state_of_nf4_is_bounded_by_its_values(tmp_path, monkeypatch):
-    """Not by the sum of its sizes: 300 x 300 of them are not read."""
+    """The bound is on the number of values, not on the sum of the shape: 300 x 300 values are not read."""
     write_layout(tmp_path, bnb_nf4(), BNB)
     damaged(tmp_path, **{STATE: torch.full((300, 300), 32, dtype=torch.uint8)})
     raw = Checkpoint.raw
@@ -601,7 +601,7 @@ def test_the_state_of_nf4_is_bounded_by_its_values(tmp_path, monkeypatch):
 
 
 def test_nothing_is_read_before_all_is_checked(tmp_path, monkeypatch):
-    """The last matrix is wrong: none before it has been read."""
+    """The last matrix is wrong, and no matrix before it has been read."""
     write_layout(tmp_path, awq(), AWQ)
     name = "model.layers.1.mlp.down_proj"
     tensors = read_tensors(tmp_path)
@@ -612,7 +612,7 @@ def test_nothing_is_read_before_all_is_checked(tmp_path, monkeypatch):
 
 
 def test_config_json_may_say_nothing(tmp_path):
-    """A null quantization_config is that of a dense checkpoint."""
+    """A null quantization_config means a dense checkpoint."""
     dense = write_layout(tmp_path / "a", gptq(), GPTQ)
     folder = write_dense(tmp_path / "b", dense)
     (folder / "config.json").write_text(json.dumps({**RAW, "quantization_config": None}))

@@ -1,4 +1,4 @@
-"""The embedded model as GGUF files by public tools: our logits are llama.cpp's own, within what its rounding moves."""
+"""The embedded model as GGUF files by public tools: our logits equal llama.cpp's up to llama.cpp's rounding."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sameseed.models.loader import resolve_model
 from sameseed.tokenizer import Tokenizer
 
 llama_cpp = pytest.importorskip("llama_cpp")
-TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15}  # enum llama_ftype
+TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15}  # values of the C enum llama_ftype
 PROMPT = "Once upon a time there was a little bear who lived in a small house near the forest."
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Written by the gguf package, quantized by llama.cpp."""
+    """GGUF files written by the gguf package and quantized by llama.cpp."""
     source, folder = resolve_model("embedded"), tmp_path_factory.mktemp("gguf")
     raw = read_json(source / "config.json")
     raw["rope_parameters"] = {"rope_theta": raw["rope_theta"]}
@@ -39,7 +39,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-# llama.cpp rounds activations to 8 bits where weights are quantized, and keeps its cache in fp16.
+# llama.cpp rounds activations to 8 bits if weights are quantized, and keeps its cache in fp16.
 @pytest.mark.parametrize(("kind", "mean"), [("bf16", 0.01), ("q8_0", 0.03), ("q4_0", 0.03), ("q4_k_m", 0.05)])
 def test_logits_are_those_of_llama_cpp(kind, mean, files):
     ids = Tokenizer.from_folder(resolve_model("embedded")).encode(PROMPT)
@@ -47,7 +47,7 @@ def test_logits_are_those_of_llama_cpp(kind, mean, files):
     model.eval(ids)
     want = torch.from_numpy(np.array(model.scores[: len(ids)])).float()
     got = all_logits(load(files[kind], "reference"), ids)
-    assert want.std() > 1  # so that the bounds say something
+    assert want.std() > 1  # otherwise the bounds would mean little
     assert (got - want).abs().mean() < mean and (got - want).abs().max() < 15 * mean
     p, q = want.log_softmax(-1), got.log_softmax(-1)
     assert (p.exp() * (p - q)).sum(-1).mean() < 1e-3

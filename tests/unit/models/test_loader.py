@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be read are refused with the tensor, the file and the remedy; nothing of them is ever run."""
+"""Checkpoints that cannot be read are refused with tensor, file and remedy; none of their code is ever run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sameseed.scheme import QuantScheme
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound checkpoint, for the test to damage."""
+    """A sound checkpoint for tests to damage."""
     return write_checkpoint(tmp_path / "model", VARIANTS["llama3.2"])
 
 
@@ -82,7 +82,7 @@ def test_missing_and_extra_tensors(tensors, settings, words, folder):
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
 def test_tensors_that_can_be_computed_are_ignored(name, folder):
-    """A stored copy of a tied head, and what old checkpoints kept of the rotation."""
+    """A stored copy of a tied LM head, and the rotary frequencies that old checkpoints stored."""
     before = all_logits(load(folder), prompt(5))
     tensors = read_tensors(folder)
     extra = tensors["model.embed_tokens.weight"].clone() if name == "lm_head.weight" else torch.ones(8)
@@ -114,7 +114,7 @@ def test_weights_that_are_no_numbers(name, value, dtype, folder):
 
 
 def test_infinities_that_cancel(folder):
-    """Their sum is NaN, not infinite: found all the same."""
+    """The sum of the weights is NaN, not infinite, and is noticed all the same."""
     tensors = read_tensors(folder)
     tensors[SOME].view(-1)[:2] = torch.tensor([float("inf"), float("-inf")])
     rewrite(folder, tensors)
@@ -122,7 +122,7 @@ def test_infinities_that_cancel(folder):
 
 
 def test_large_weights_are_no_infinity(folder):
-    """A sum beyond the type's range is no fault: each weight is finite."""
+    """A sum beyond the type's range is no error: each weight is finite."""
     tensors = {n: t.half() for n, t in read_tensors(folder).items()}
     tensors[SOME] = torch.full((72, 48), 60000.0, dtype=torch.float16)
     rewrite(folder, tensors)
@@ -158,7 +158,7 @@ def test_files_that_are_no_safetensors(data, folder):
 
 
 def test_a_flipped_header_byte_is_never_silent(folder):
-    """Either the file is unsound, or a name, a shape or a type is wrong."""
+    """The file is unsound, or a name, a shape or a type is wrong."""
     data = bytearray(weights(folder).read_bytes())
     header = struct.unpack("<Q", data[:8])[0]
     for place in range(8, 8 + header, 197):
@@ -169,14 +169,14 @@ def test_a_flipped_header_byte_is_never_silent(folder):
             load(folder)
         except ModelLoadError:
             continue
-        # What may change without harm: the metadata, which nobody reads, and the space that pads the header.
+        # Two changes are harmless: to the metadata, which is not read, and to the spaces that pad the header.
         end = data.index(b"}") + 1
         assert place < end or place >= 8 + header - 8, f"byte {place} ({chr(data[place])!r})"
 
 
 @pytest.mark.parametrize("other", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.ckpt"])
 def test_pickles_are_never_opened(other, folder):
-    """The file would leave a trace if it were."""
+    """An opened pickle would create the trace file."""
     trace = folder / "trace"
     weights(folder).unlink()
     (folder / other).write_bytes(f"cposix\nsystem\n(S'touch {trace}'\ntR.".encode())
@@ -199,7 +199,7 @@ def test_code_of_a_checkpoint_is_never_run(folder):
     write_config(
         folder, {**raw, "auto_map": auto, "trust_remote_code": True, "custom_pipelines": {"x": {"impl": "e.E"}}}
     )
-    assert all_logits(load(folder), prompt(5)).shape == (5, 97)  # it is an ordinary Llama, and is run as one
+    assert all_logits(load(folder), prompt(5)).shape == (5, 97)  # the file is an ordinary Llama and runs as one
     write_config(folder, {**raw, "auto_map": auto, "architectures": ["EvilForCausalLM"]})
     refused(folder, "EvilForCausalLM", "not supported")
     assert not trace.exists()
@@ -226,13 +226,13 @@ def test_missing_shard(sharded):
 
 
 def test_the_index_decides_which_files_are_read(sharded):
-    """Mistral's repositories keep the same weights a second time, under other names."""
+    """Mistral's repositories hold the same weights a second time under other names."""
     save_file({"layers.0.attention.wq.weight": torch.ones(3)}, sharded / "consolidated.safetensors")
     load(sharded)
 
 
 def test_a_tensor_in_two_files_is_refused(folder):
-    """Which of them the model has, nothing says: not their order."""
+    """Nothing says which of the two the model has; the order of the files does not."""
     weights(folder).rename(folder / "a.safetensors")
     save_file({SOME: torch.ones(72, 48)}, folder / "b.safetensors")
     refused(folder, SOME, "a.safetensors", "b.safetensors")
@@ -356,7 +356,7 @@ def test_hub_id_downloads_no_code_and_no_pickle(folder, monkeypatch):
 
 
 class ConnectError(Exception):
-    """Stands for the errors of the HTTP library below the hub's, which differs by version."""
+    """A stand-in for errors of the HTTP library that the hub's client uses, which differ between its versions."""
 
 
 def hub_errors() -> list[Exception]:
@@ -403,7 +403,7 @@ def test_progress_counts_every_value(folder):
 
 
 def test_checkpoint_closes_its_files(sharded, monkeypatch):
-    """After use, and after an error: the shards opened before the missing one are closed."""
+    """After use and after an error: shards opened before the missing one are closed."""
     closed = []
     real = SafetensorsFile.close
     monkeypatch.setattr(SafetensorsFile, "close", lambda self: (closed.append(self.path.name), real(self)))
@@ -416,7 +416,7 @@ def test_checkpoint_closes_its_files(sharded, monkeypatch):
     assert len(closed) == 5
 
 
-# --- headers, read by ourselves ---
+# --- safetensors headers ---
 
 
 def header_file(folder: Path, entries: object, data: bytes = b"") -> None:
@@ -464,10 +464,10 @@ def test_headers_that_contradict_the_file(entries, folder):
 
 @pytest.mark.parametrize("length", [2**31, 2**24 + 1])
 def test_long_headers_are_not_read_into_memory(length, folder, monkeypatch):
-    """16 MiB hold the header of 100 000 tensors; what JSON makes of more is gigabytes."""
+    """16 MiB hold the header of 100 000 tensors; parsing a longer JSON text can take gigabytes."""
     with weights(folder).open("wb") as file:
         file.write(struct.pack("<Q", length) + b"{")
-        file.truncate(length + 100)  # sparse: as long as it says
+        file.truncate(length + 100)  # a sparse file as long as its header says
     monkeypatch.setattr(SafetensorsFile, "read", lambda *a: pytest.fail("read the header"))
     refused(folder, f"header of {length} bytes")
 
@@ -483,7 +483,7 @@ def test_long_headers_are_not_read_into_memory(length, folder, monkeypatch):
     ids=lambda e: str(e)[-60:],
 )
 def test_headers_of_any_content_are_told_briefly(entries, folder):
-    """In no time either: 400 000 sizes have a product of millions of digits."""
+    """Errors are short, and come at once: 400 000 sizes have a product of millions of digits."""
     header_file(folder, entries, bytes(12))
     with pytest.raises(ModelLoadError) as caught:
         SafetensorsFile(weights(folder))
@@ -511,7 +511,7 @@ def matrices(model: Any) -> list[Any]:
 @pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("name", FORMATS)
 def test_chunks_make_what_whole_tensors_make(name, backend, tmp_path, monkeypatch):
-    """Chunks of 32 rows, across the borders of stacked tensors, against the same in one go."""
+    """Encoding in chunks of 32 rows, across the borders of stacked tensors, equals encoding at once."""
     from sameseed import ops
 
     small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "head_dim": 24, "num_hidden_layers": 1}
@@ -538,7 +538,7 @@ def test_tied_embeddings_are_one_tensor(folder):
 
 
 def test_stacked_tensors_of_two_types(folder):
-    """Half of a stacked weight in bf16, half in fp16: together they need float32."""
+    """Half of a stacked weight is bf16 and half fp16: only float32 holds both."""
     tensors = read_tensors(folder)
     tensors = {n: t.half() if "gate_proj" in n else t.bfloat16() for n, t in tensors.items()}
     rewrite(folder, tensors)
@@ -568,7 +568,7 @@ def test_damage_is_found_in_any_chunk(folder, monkeypatch):
 
 
 def test_the_cache_follows_the_checkpoint(tmp_path):
-    """`dense`: the weights' own format, or the stored one where they are quantized."""
+    """`dense` is the requested dense format, or the checkpoint's own for auto and quantized weights."""
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         folder = write_checkpoint(tmp_path / name, VARIANTS["llama3.2"], dtype=dtype)
         assert load(folder).weights.dense == load(folder, weights="w4a8").weights.dense == name
@@ -583,7 +583,7 @@ def test_the_size_told_before_is_about_what_is_taken(name, folder):
         told = weight_bytes(config, checkpoint, quant)
     w = load(folder, weights=str(quant)).weights
     kept = {id(x): x for x in matrices(SimpleNamespace(weights=w))}.values()
-    # The reference keeps 4-bit codes in bytes; rows are padded to 32.
+    # The reference backend keeps each 4-bit code in a byte, and rows are padded to 32.
     taken = sum(x.nbytes - (x.parts["codes"].nbytes / 2 if x.format in ("int4", "nf4") else 0) for x in kept)
     assert taken <= told <= 1.4 * taken + 4000
 
@@ -612,7 +612,7 @@ print(kib("VmHWM") - before, sum(p.nbytes for p in parts) // 1024)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with Linux' /proc")
 def test_memory_while_loading_is_that_of_the_codes(tmp_path):
-    """Half a gigabyte of bf16 into int4: no float copy, no plain codes of all, no pages of the file stay in memory."""
+    """Half a gigabyte of bf16 loads as int4: no float copy, no unpacked codes of all, no pages of the file stay."""
     shape = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32768, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
     raw = {**VARIANTS["llama2"].raw, **shape, **heads}

@@ -22,7 +22,7 @@ from fixtures_models import (
 from sameseed.models.config import parse_config
 from sameseed.models.loader import read_config
 
-TOLERANCE = 1e-4  # max abs difference of float32 logits of size 2
+TOLERANCE = 1e-4  # largest difference of float32 logits of size 2
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,14 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_transformers(name, backend, checkpoints, expected):
     wanted = expected[name]
-    assert wanted.std() > 0.5  # else the tolerance would mean nothing
+    assert wanted.std() > 0.5  # otherwise the tolerance would mean nothing
     got = all_logits(load(checkpoints[name], backend), prompt(VARIANTS[name].length))
     assert difference(got, wanted) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if v.without is not None])
 def test_logits_differ_without_what_makes_the_variant(name, checkpoints, expected):
-    """The comparison above would notice: the window, the scaled rotation, the biases and the norms all matter."""
+    """The comparison above is sensitive to the window, the scaled rotation, the biases and the norms."""
     model = load(checkpoints[name])
     VARIANTS[name].without(model)
     assert difference(all_logits(model, prompt(VARIANTS[name].length)), expected[name]) > 0.05
@@ -70,7 +70,7 @@ def test_shards_give_the_same_bits_as_one_file(backend, checkpoints, tmp_path):
 
 
 def test_what_transformers_saves_can_be_read(tmp_path):
-    """Its own spelling of config.json, its own shards."""
+    """With transformers' own spelling of config.json and its own shards."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(
         vocab_size=97,
@@ -93,7 +93,7 @@ def test_what_transformers_saves_can_be_read(tmp_path):
 @pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_checkpoints(dtype, backend, tmp_path):
-    """Weights stay in the checkpoint's type, activations are float32: as the oracle computes on the widened weights."""
+    """Weights keep the checkpoint's type, activations are float32; the oracle computes with widened weights."""
     folder = write_checkpoint(tmp_path, VARIANTS["llama3.2"], dtype=dtype)
     model = load(folder, backend)
     assert model.weights.layers[0].qkv.parts["weight"].dtype == dtype
@@ -112,7 +112,7 @@ def test_older_and_newer_spelling_of_rope_read_alike(name, key):
 
 
 def test_config_gives_shapes_of_all_tensors(checkpoints):
-    """The parameter count of the config is that of the file (norms and biases left out)."""
+    """The config's parameter count is that of the file, without norms and biases."""
     for name, folder in checkpoints.items():
         config = read_config(folder)
         stored = random_tensors(config)

@@ -24,7 +24,7 @@ def load(raw: dict, schemes: dict[str, str], asked: str, backend: str) -> tuple[
 
 
 def textbook(raw: dict, schemes: dict[str, str], backend: str) -> Llama:
-    """The same model with every coded matrix decoded first, in float32."""
+    """The same model, with every quantized matrix decoded to float32 first."""
     config = parse_config(raw)
     tensors = random_tensors(config)
     for module, text in schemes.items():

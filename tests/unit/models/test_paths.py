@@ -1,4 +1,4 @@
-"""However a token reaches the model (prompt, chunk, decode, chain, tree, batch), its logits have the same bits."""
+"""A token's logits have the same bits however it reaches the model: prompt, chunk, decode, chain, tree or batch."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def test_chunks_equal_the_whole_prompt(block_size, kv_format, backend):
         runner = make_runner(model, block_size, 64, kv_format)
         seq = make_sequence(token_ids)
         logits = [feed(runner, seq, n) for n in chunks]
-        assert [len(x) for x in logits] == [0] * (len(chunks) - 1) + [1]  # only the last chunk asks for logits
+        assert [len(x) for x in logits] == [0] * (len(chunks) - 1) + [1]  # only the last chunk needs logits
         assert logits[-1][0].equal(whole[-1])
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:
-    """Nodes from the root to `node`, itself included."""
+    """The nodes from the root to `node`, including both."""
     return ([] if parents[node] < 0 else path_to(parents[node], parents)) + [node]
 
 
 def check_draft(model, token_ids, draft_tokens, parents, kv_format="fp32", block_size=16):
-    """Each node's logits are those of the plain sequence that its path spells; returns the rows of the pass."""
+    """Checks that each node's logits are those of its path as a plain sequence; returns the logits of the pass."""
     runner, seq = make_runner(model, block_size, 64, kv_format), make_sequence(token_ids)
     feed(runner, seq, len(token_ids) - 3)
     assert runner.blocks.reserve(seq, len(token_ids) + len(draft_tokens))
@@ -80,13 +80,13 @@ def test_a_tree_equals_each_path_alone(name, backend):
     token_ids = prompt(VARIANTS[name].length)
     parents = [-1, -1, 0, 0, 2, 1, 3, 6, 5]
     rows = check_draft(tiny_model(backend, name), token_ids, prompt(9, seed=7), parents)
-    assert not rows[3].equal(rows[4])  # siblings are not the same row twice
+    assert not rows[3].equal(rows[4])  # siblings have different logits
 
 
 @every_backend
 @pytest.mark.parametrize(("name", "kv_format"), [("mistral", "fp32"), *(("llama3.2", f) for f in KV_FORMATS)])
 def test_a_tree_of_64_nodes(name, kv_format, backend):
-    """The last node's bit is the sign of the int64 mask."""
+    """The last node uses the sign bit of the int64 mask."""
     model = tiny_model(backend, name)
     rng = random.Random(3)
     parents = [rng.randrange(-1, i) if i < 60 else i - 1 for i in range(64)]
@@ -96,10 +96,10 @@ def test_a_tree_of_64_nodes(name, kv_format, backend):
 
 @every_backend
 def test_a_batch_of_sequences_at_different_stages(backend):
-    """Prefill, a chunk, decode and trees share a pass; each row is as if it were alone."""
+    """Prefill, a chunk, decode and trees share a pass; each row equals that of its sequence alone."""
     model = tiny_model(backend, "llama3.1")
     runner = make_runner(model, block_size=4, num_blocks=128)
-    lengths, cached, pending = [90, 13, 1, 30], [89, 0, 0, 4], [1, 13, 1, 9]  # the last: a chunk, nothing wanted
+    lengths, cached, pending = [90, 13, 1, 30], [89, 0, 0, 4], [1, 13, 1, 9]  # the last: a chunk without logits
     seqs = [make_sequence(prompt(n, seed=n), i) for i, n in enumerate(lengths)]
     for seq, count in zip(seqs, cached, strict=True):
         if count:
@@ -135,7 +135,7 @@ def test_after_commit_the_cache_is_as_if_never_drafted(kept, kv_format, backend)
 
 @every_backend
 def test_captured_hidden_states_lead_to_the_logits(backend):
-    """What leaves the last layer, normalized and times the head, is the logits; kept rows come in order."""
+    """The last layer's output, normalized and multiplied by the LM head, is the logits; kept rows are in order."""
     model = tiny_model(backend, "llama3.2")
     last = model.config.num_layers - 1
     runner, seq = make_runner(model), make_sequence(prompt(9))

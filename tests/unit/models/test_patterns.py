@@ -1,4 +1,4 @@
-"""Expressions of a stranger: what could take exponential time is refused, what real checkpoints have is not."""
+"""Untrusted regular expressions: those that could take exponential time are refused, those of real models are not."""
 
 from __future__ import annotations
 

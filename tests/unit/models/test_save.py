@@ -1,4 +1,4 @@
-"""Quantized checkpoints: what is written is read again bit for bit, by other tools too, and is never half there."""
+"""Quantized checkpoints are read back bit for bit, also by other tools; a failed write never leaves half of one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def schemes_of(text: str) -> dict[str, QuantScheme]:
-    """Schemes by module: the linear layers' of the decoder, and what rules name."""
+    """The scheme of each quantized module: the decoder's linear layers, and modules that rules name."""
     scheme = QuantScheme.parse(text)
     names = [n.removesuffix(".weight") for n, t in random_tensors(parse_config(RAW)).items() if t.ndim == 2]
     found = {m: scheme.at(m) for m in names}
@@ -93,7 +93,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize("text", SCHEMES)
 def test_what_is_written_is_read_bit_for_bit(text, source, tmp_path):
-    """Same schemes, same codes, and the logits of the model that was quantized in memory."""
+    """Same schemes and codes, and the logits of the model that was quantized in memory."""
     out = write(source, tmp_path / "out", text)
     raw = json.loads((out / "config.json").read_text())
     assert raw["quantization_config"]["quant_method"] == SCHEMES[text]
@@ -115,7 +115,7 @@ def test_what_is_written_is_read_bit_for_bit(text, source, tmp_path):
 
 
 def in_memory(text: str) -> str:
-    """The same scheme for a model quantized while it is loaded: what no rule names stays as the checkpoint has it."""
+    """The same scheme for quantization at load: LM head and embedding stay as stored, unless a rule names them."""
     base, *rules = text.split(",")
     return ",".join([base, *rules, *(f"{m}=fp32" for m in ("lm_head", "model.embed_tokens"))])
 
@@ -124,17 +124,17 @@ def in_memory(text: str) -> str:
     "text", ["w4a16-g64", "w8a16-g64", "fp8", "fp8-b128", "w4a16-g64,*.down_proj=w8a16,*.1.*.q_proj=fp32"]
 )
 def test_transformers_reads_the_same_model(text, source, tmp_path):
-    """Through the compressed-tensors package, as a user would load it."""
+    """transformers reads it through the compressed-tensors package, as a user would load it."""
     pytest.importorskip("compressed_tensors")
     out = write(source, tmp_path / "out", text)
     want = oracle_logits(out, prompt(12))
     got = all_logits(load(out), prompt(12))
-    assert (got - want).abs().max() < 2e-2 * want.std()  # it rounds decoded weights to the scales' type
+    assert (got - want).abs().max() < 2e-2 * want.std()  # transformers rounds decoded weights to the scales' type
 
 
 @pytest.mark.parametrize("text", ["w4a16-g32-asym", "mxfp4"])
 def test_the_compressed_tensors_package_decodes_the_same_values(text, source, tmp_path):
-    """By its own functions, where transformers does not load: packed zero points, and mxfp4 beside float32."""
+    """By the package's own functions, for what transformers does not load: packed zero points, mxfp4 beside float32."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -273,7 +273,7 @@ def test_the_model_itself_is_never_overwritten(source, tmp_path):
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("number", range(0, 40, 3))
 def test_a_disk_that_is_full_leaves_nothing_or_the_old(number, overwrite, source, tmp_path, monkeypatch):
-    """Write number n fails; with `overwrite` the old checkpoint stays what it was."""
+    """The disk is full after `number` writes; with `overwrite`, the old checkpoint stays as it was."""
     out = tmp_path / "out"
     if overwrite:
         write(source, out, "w8a16")
@@ -317,7 +317,7 @@ except ModelSaveError as error:
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit of file sizes")
 def test_a_real_limit_of_file_sizes(source, tmp_path):
-    """The operating system itself refuses the bytes."""
+    """The operating system itself refuses to write beyond its limit."""
     here = Path(__file__).parent
     run = [sys.executable, "-c", LIMITED, str(source), str(tmp_path / "out"), str(here)]
     paths = os.pathsep.join([str(here.parents[1]), *sys.path])
@@ -362,7 +362,7 @@ def test_tensors_that_do_not_fit_are_refused(fault, source, tmp_path):
 
 
 def test_a_gguf_file_becomes_a_folder(tmp_path):
-    """Config, tokenizer and codes."""
+    """The folder has the file's config, tokenizer and codes."""
     pytest.importorskip("gguf")
     from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
 

@@ -1,4 +1,4 @@
-"""Schemes whose rows share something (blocks, an offset, a choice): matrices are encoded whole, each by itself."""
+"""Schemes whose rows share something (blocks, an offset, a choice): each matrix is encoded whole and by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARED = ["fp8-b128", "fp8-a8-b128", "nf4-dq", "fp8-auto", "qoq", "w4a8-qoq", "m
 
 
 def values(chosen: Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> torch.Tensor:
-    """The stored values of a stack, float32."""
+    """The decoded values of a stack of matrices, float32."""
     parts = [chosen.unpack(p) for p in (w if isinstance(w, tuple) else (w,))]
     return torch.cat([scheme.get(p.format).decode(p) for p in parts])
 
@@ -30,7 +30,7 @@ def values(chosen: Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> torch.Tenso
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("backend", backends())
 def test_a_loaded_matrix_is_the_one_encoded_alone(name, backend, monkeypatch: pytest.MonkeyPatch):
-    """Whatever it is stacked with, and into whatever chunks the rest is cut: what a checkpoint of it would hold."""
+    """A matrix equals the one in a checkpoint, whatever it is stacked with and however other matrices are chunked."""
     monkeypatch.setattr(weights, "CHUNK", 64 * 64)
     config, asked, chosen = parse_config(RAW), QuantScheme.parse(name), ops.resolve(backend)
     source = Stored(random_tensors(config), {})
@@ -43,7 +43,7 @@ def test_a_loaded_matrix_is_the_one_encoded_alone(name, backend, monkeypatch: py
 
 @pytest.mark.parametrize("backend", backends())
 def test_a_choice_is_made_for_each_matrix(backend):
-    """One matrix of a stack has a wide range: it takes e5m2, its neighbours e4m3, and the products are joined."""
+    """One matrix of a stack has a wide range and takes e5m2, the others e4m3; their products are joined."""
     config, chosen = parse_config(RAW), ops.resolve(backend)
     tensors = random_tensors(config)
     wide = tensors[f"{AT}.mlp.up_proj.weight"]
@@ -58,7 +58,7 @@ def test_a_choice_is_made_for_each_matrix(backend):
 
 
 def test_stored_codes_of_a_variant_are_kept():
-    """Its name, with or without the variant, asks for them as they are; another variant does not."""
+    """The format's name, with or without the variant, keeps the codes as they are; another format does not."""
     config, chosen = parse_config(RAW), ops.resolve("reference")
     stored = dict.fromkeys((f"{AT}.mlp.gate_proj", f"{AT}.mlp.up_proj"), "fp8-b128")
     for asked, kept in (("auto", True), ("fp8", True), ("fp8-b128", True), ("fp8-a8-b128", True), ("fp8_e5m2", False)):

@@ -1,4 +1,4 @@
-"""Random models of any shape, without files."""
+"""Random models of any shape, made without files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_seed_decides():
 
 
 def test_rows_beyond_the_block_of_noise():
-    """The block is used again, in another phase: no two rows are alike."""
+    """The block of noise is used again in another phase, so that no two rows are alike."""
     big = parse_config({**VARIANTS["llama2"].raw, "vocab_size": 3 * NOISE // 64, "hidden_size": 64})
     rows = RandomCheckpoint(big).rows("model.embed_tokens.weight", 0, 3 * NOISE // 64)
     assert rows.shape == (3 * NOISE // 64, 64)

@@ -1,4 +1,4 @@
-"""Every instruction set of the native backend: right values, and the same bits from each."""
+"""The native backend on every instruction set: right values, and the same bits from each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sameseed.models.layers import rope_table
 from sameseed.ops import _native_rows, cpu
 from sameseed.scheme import QuantTensor
 
-EPS = 2.0**-24  # half a unit in the last place of 1: one rounding
+EPS = 2.0**-24  # half a unit in the last place of 1: the error of one rounding
 
 
 # --- values, and the same bits from every instruction set ---
@@ -45,7 +45,7 @@ def test_small_ops_agree_with_the_portable_ones(isa, T, width, seed):
 
 @every_isa
 def test_exponential_errs_by_few_units(isa):
-    """silu(x) = x / (1 + exp(-x)); for large negative x that is x exp(x), so that its error is the exponential's."""
+    """silu(x) = x / (1 + exp(-x)) is about x exp(x) for large negative x, so its error there is the exponential's."""
     x = torch.cat([torch.linspace(-86, 88, 1 << 16), torch.logspace(-30, 1.9, 999), -torch.logspace(-30, 1.9, 999)])
     with instructions(isa):
         got = cpu.silu_mul(torch.stack([x, torch.ones_like(x)], dim=1)).double()[:, 0]
@@ -69,7 +69,7 @@ def test_every_code_is_read_as_torch_reads_it(isa, name):
 
 
 def ask(isa: str) -> str:
-    """What this module's file, alone in a process, says to SAMESEED_ISA."""
+    """The answer to SAMESEED_ISA of a process that loads only this module's file."""
     code = (
         "import sys, importlib.util as u\n"
         "spec = u.spec_from_file_location('sameseed._native', sys.argv[1])\n"

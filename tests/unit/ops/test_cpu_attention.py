@@ -1,4 +1,4 @@
-"""The cache in the native backend: what is stored and read, attention; the same bits from every instruction set."""
+"""The KV cache and attention in the native backend: the same bits from every instruction set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ every_scaled_format = pytest.mark.parametrize("name", sorted(LARGEST))
 
 
 def near(got: Tensor, p: Pass, scale: float, window: int | None) -> bool:
-    """Whether it is the formula's result up to the order of float32 sums."""
+    """Whether the result is the formula's, up to the order of float32 sums."""
     return bool((got.double() - exact_attention(p, scale, window)).abs().max() < 1e-5)
 
 
@@ -79,7 +79,7 @@ def test_codes_and_scales_are_those_of_the_format(isa, name, T, heads, dim, size
 @every_isa
 @every_scaled_format
 def test_every_step_of_a_code_rounds_to_nearest_even(isa, name):
-    """Codes' values, the middles between neighbours (ties), and the floats beside these, for both signs."""
+    """Points are all codes' values, the middles between neighbours (ties), and the floats next to these; both signs."""
     codes = torch.arange(256, dtype=torch.uint8)
     plain = codes.view(FP8[name]).float() if name in FP8 else codes.view(torch.int8).float()
     levels = plain[plain.isfinite() & (plain.abs() <= LARGEST[name])].unique()
@@ -96,7 +96,7 @@ def test_every_step_of_a_code_rounds_to_nearest_even(isa, name):
 @every_isa
 @every_scaled_format
 def test_extreme_rows(isa, name):
-    """Zeros, denormals, the smallest and largest floats, NaN and infinity: poison stays in its own row and head."""
+    """Zeros, denormals, the smallest and largest floats, NaN and infinity: a bad value spoils only its row and head."""
     tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
     rows = torch.tensor(
         [[0.0, -0.0], [tiny, -tiny], [2.0**-126, tiny], [2.0**-100, tiny], [2.0**-101, 1e-40], [huge, -huge]]
@@ -117,7 +117,7 @@ def test_extreme_rows(isa, name):
 @pytest.mark.parametrize("name", FOUR_BITS)
 @pytest.mark.parametrize("dim", [2, 6, 32, 48, 64, 80, 128, 320, 512])
 def test_rows_of_four_bits_are_stored_as_the_format_says(name, dim, isa):
-    """Noise, outliers, ties, zeros, tiny, huge, constant rows, NaN and infinity."""
+    """Noise, outliers, ties, zeros, tiny, huge and constant rows, NaN and infinity."""
     x = randn(12, 2, dim)
     x[1, 0, dim // 2] = 1e4
     x[2] = x[2].round()
@@ -134,7 +134,7 @@ def test_rows_of_four_bits_are_stored_as_the_format_says(name, dim, isa):
     for i, rows in enumerate((x, x.flip(0))):
         codes, scales = kv_oracle(name).encode_kv(rows)
         torch.testing.assert_close(got[2 + i], scales, rtol=0, atol=0, equal_nan=True)
-        sound = ~scales.isnan()  # bytes of a poisoned row mean nothing: its scale says so
+        sound = ~scales.isnan()  # bytes of a row with a NaN scale are arbitrary
         assert got[i][sound].equal(codes[sound])
 
 
@@ -153,7 +153,7 @@ def test_a_width_that_no_head_has_is_refused(name):
 @pytest.mark.parametrize("name", [*sorted(FP8), "int8", "bf16", "fp16"])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_every_code_is_read_as_torch_reads_it(isa, name, queries):
-    """One key, so weight 1: the result is the value; and its key times a query that picks one element is the score."""
+    """With one key, its weight is 1 and the result is the decoded value."""
     dtype = kv_oracle(name).kv_dtype
     codes = torch.arange(256, dtype=torch.uint8)
     if dtype.itemsize == 2:
@@ -173,7 +173,7 @@ def test_every_code_is_read_as_torch_reads_it(isa, name, queries):
 @pytest.mark.parametrize("name", sorted(LARGEST))
 @pytest.mark.parametrize("queries", [1, 5])
 def test_every_key_code_is_read_as_torch_reads_it(isa, name, queries):
-    """Two keys, one of zeros: the other's share is the logistic function of its score."""
+    """With two keys, one of them zero, the other's share is the logistic function of its score."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_oracle(name).kv_dtype)
     exact = kv_oracle(name).decode_kv(codes, None).double()
     keys = torch.zeros(256, 2, 1, 17, dtype=codes.dtype)
@@ -189,7 +189,7 @@ def test_every_key_code_is_read_as_torch_reads_it(isa, name, queries):
     parts = [Rows([0], 1, [], [], [b], True) for b in range(256)]
     with instructions(isa):
         got = cpu.attention(torch.ones(256, queries, 17), layer, build_batch(parts, 2), 1.0)
-    share = torch.where(exact == torch.inf, torch.nan, (exact * scale).sigmoid())  # infinity less infinity
+    share = torch.where(exact == torch.inf, torch.nan, (exact * scale).sigmoid())  # infinity minus infinity
     wanted = share[:, None, None].expand(256, queries, 17)
     torch.testing.assert_close(got.double(), wanted, rtol=3e-6, atol=0, equal_nan=True)
 
@@ -207,7 +207,7 @@ def test_attention_is_right_and_its_bits_belong_to_the_row(isa, drawn):
 @every_isa
 @every_kv_format
 def test_one_row_over_a_long_context(isa, name):
-    """32k keys: the same bits from one thread and from several, which share the blocks."""
+    """32k keys: several threads share the blocks and give the bits of one thread."""
     p = make_pass([Part(32767, 1)], name, heads=3, kv_heads=1, dim=16, block_size=16)
     with instructions(isa):
         alone_bits = cpu.attention(p.q, p.layer, p.batch, 0.4)
@@ -243,7 +243,7 @@ def test_blocks_are_shared_among_threads_without_a_trace(count, window):
 @every_kv_format
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_key_that_a_row_does_not_see_cannot_touch_it(isa, name, group):
-    """The rows of a chunk share tiles; a NaN in one must stay out of the rows before it."""
+    """Rows of a chunk share tiles; a NaN in one row's key must not change the rows before it."""
     p = make_pass([Part(3, 12)], name, heads=2 * group, block_size=16)
     slot = int(p.batch.slots[9])
     with instructions(isa):

@@ -1,7 +1,7 @@
 """Attention over a cache in int8_a8: queries in int8, softmax weights in 16 bits, products of integers.
 
-The values are held to float64 with the same quantized queries; what softmax weights lose stays within what
-`attention_rounding` says, and for noise far below it. Bits belong to the row, on every instruction set.
+Values are compared with float64 for the same quantized queries. The error of rounded softmax weights stays within
+`attention_rounding`, and for noise far below it. A row's bits do not depend on the other rows or the instruction set.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from sameseed import scheme
 from sameseed.ops import cpu, reference
 
 NAME = "int8_a8"
-OF_NOISE = 5e-4  # half a step is 1.5e-5; of 256 keys as many round up as down
+OF_NOISE = 5e-4  # half a step is 1.5e-5; of 256 keys, as many are rounded up as down
 
 
 def largest(p: Pass) -> float:
-    """The largest value of the cache by size."""
+    """The largest absolute value of the cache's values."""
     tensors = flat(p.layer)
     return float(scheme.get(NAME).decode_kv(tensors[1], tensors[3]).nan_to_num(0.0).abs().max())
 
 
 def near(got: Tensor, p: Pass, scale: float, window: int | None = None) -> bool:
-    """Whether it is the result for quantized queries, as far as rounded softmax weights leave it."""
+    """Whether the result is that for quantized queries, within the error of rounded softmax weights."""
     error = float((got.double() - exact_attention(p, scale, window)).abs().max())
     return error <= min(OF_NOISE, cpu.attention_rounding(NAME)) * largest(p)
 
@@ -53,7 +53,7 @@ def test_the_order_of_a_walk_leaves_no_trace(isa, window):
 
 @every_isa
 def test_the_largest_sums_fit(isa):
-    """Codes of 127 everywhere, weights all alike: 256 times 32767 times 127, and 512 times 127 times 127."""
+    """All codes are 127 and all weights equal: sums of 256 times 32767 times 127, and 512 times 127 times 127."""
     p = make_pass([Part(300, 1)], NAME, heads=2, kv_heads=1, dim=512, block_size=16)
     for codes in flat(p.layer)[:2]:
         codes.fill_(127)
@@ -68,11 +68,11 @@ def test_the_largest_sums_fit(isa):
 @pytest.mark.parametrize("parents", [[], [-1, 0, 0, 2]])
 @pytest.mark.parametrize("slot", [9, 14])
 def test_what_a_row_does_not_see_cannot_touch_it(isa, broken, parents, slot):
-    """Rows of a chunk share tiles and pairs of places; a value that is no number stays out of the rows before it."""
+    """Rows of a chunk share tiles and pairs of keys; a NaN or infinity must not change the rows before it."""
     with instructions(isa):
         p, clean, first = spoiled(NAME, slot, parents, broken, slice(2, None))
         got = cpu.attention(p.q, p.layer, p.batch, 0.3)
-        # So it is with a query: it spoils its own row and head.
+        # The same holds for a query: a bad value spoils only its own row and head.
         p.q[first, 2, 0] = broken
         worse = cpu.attention(p.q, p.layer, p.batch, 0.3)
     assert got[:first].equal(clean[:first]) and not got[first].isfinite().any()

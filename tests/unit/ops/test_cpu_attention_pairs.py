@@ -1,7 +1,7 @@
 """Attention over a cache in bf16_a16: queries and softmax weights rounded to bf16, products by pairs.
 
-The values are held to float64 with the same rounded queries; the rounding of softmax weights stays within what
-`attention_rounding` says. Bits belong to the row, on every instruction set.
+Values are compared with float64 for the same rounded queries. The error of rounded softmax weights stays within
+`attention_rounding`. A row's bits do not depend on the other rows or the instruction set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "bf16_a16"
 
 
 def near(got: Tensor, p: Pass, scale: float, window: int | None = None) -> bool:
-    """Whether it is the result for rounded queries, as far as rounded softmax weights leave it."""
+    """Whether the result is that for rounded queries, within the error of rounded softmax weights."""
     rounded = replace(p, q=(p.q * scale).bfloat16().float())
     largest = float(flat(p.layer)[1].float().nan_to_num(0.0).abs().max())
     error = (got.double() - exact_attention(rounded, 1.0, window)).abs().max()
@@ -50,7 +50,7 @@ def test_the_order_of_a_walk_leaves_no_trace(isa, window):
 @pytest.mark.parametrize("parents", [[], [-1, 0, 0, 2]])
 @pytest.mark.parametrize("slot", [9, 14])
 def test_what_a_row_does_not_see_cannot_touch_it(isa, broken, parents, slot):
-    """Rows of a chunk share tiles and pairs of places; a value that is no number stays out of the rows before it."""
+    """Rows of a chunk share tiles and pairs of keys; a NaN or infinity must not change the rows before it."""
     with instructions(isa):
         p, clean, first = spoiled(NAME, slot, parents, broken, slice(2))
         got = cpu.attention(p.q, p.layer, p.batch, 0.3)

@@ -1,4 +1,4 @@
-"""Weights rounded and packed in one native pass: bit for bit the formats' own encoding, packed."""
+"""Weights encoded and packed in one native pass: bit for bit the formats' own encoding, packed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(weight: Tensor, quant: QuantScheme) -> None:
 )
 @settings(max_examples=60)
 def test_one_pass_gives_the_bits_of_encode_then_pack(isa, kind, O, group, width, dtype, size):  # noqa: E741
-    """In half precision many values lie half-way between two codes: both must round them alike."""
+    """In half precision many values lie half-way between two codes; both ways must round them alike."""
     weight = (randn(O, width * (group or 17), seed=O) * size).to(dtype)
     weight[0] = 0
     with instructions(isa):
@@ -45,7 +45,7 @@ def test_one_pass_gives_the_bits_of_encode_then_pack(isa, kind, O, group, width,
 @pytest.mark.parametrize(("name", "symmetric"), KINDS)
 @pytest.mark.parametrize("group", [None, 32])
 def test_ends_of_the_range(name, symmetric, group):
-    """Constant, one-sided, halfway, broken and tiny groups; strides; threads."""
+    """Constant, one-sided, half-way, NaN and tiny groups; strides; threads."""
     rows = [torch.full((64,), v) for v in (1.0, -1.0, 2.0**-101, 3e38, float("nan"), float("inf"), 0.0)]
     rows += [
         torch.arange(64) / 7.5,

@@ -1,4 +1,4 @@
-"""Products of int8n weights and of their views: bits of the reference, on every instruction set."""
+"""Products of int8n weights and of their int4 views: the reference's bits, on every instruction set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFERENCE = resolve("reference")
 
 
 def nested(O: int, K: int, G: int, seed: int = 0) -> QuantTensor:  # noqa: E741
-    """A weight of all codes, in random places."""
+    """A weight of random codes of the full range."""
     rng = torch.Generator().manual_seed(seed)
     scales = ((torch.rand(O, K // G, generator=rng) + 0.1) * 0.01).to(torch.bfloat16)
     q = FORMAT.stored(torch.randint(-128, 120, (O, K), generator=rng).to(torch.int8), scales)
@@ -44,7 +44,7 @@ def test_products_are_those_of_the_reference(isa: str, data: st.DataObject) -> N
 @every_isa
 @pytest.mark.parametrize("lower", [False, True])
 def test_rows_in_any_number_have_the_same_bits(isa: str, lower: bool) -> None:
-    """One tile, two, and so many that weights are unpacked for all of them; groups that are split, and many blocks."""
+    """One tile, two, and so many that weights are unpacked for all of them; split groups, and many blocks."""
     for depth, group in ((1536, 128), (1280, 1280)):
         w = cpu.pack(nested(161, depth, group))
         w = (FORMAT.lower(w) or w) if lower else w

@@ -1,7 +1,7 @@
-"""Products of bf16 weights with rows rounded to bf16: the bits of vdpbf16ps, by whatever instructions.
+"""Products of bf16 weights with rows rounded to bf16: the bits of vdpbf16ps on every instruction set.
 
-The oracle is the law in csrc/kernels.h, in NumPy: pairs of columns in ascending order, the odd one first, each term an
-fma that takes and gives zeros for subnormals.
+The oracle is the law in csrc/kernels.h, in NumPy: pairs of columns in ascending order, the odd column first. Each term
+is an fma that treats subnormal inputs and results as zeros.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def flushed(x: np.ndarray) -> np.ndarray:
 def flushed_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of floats with 8, 8 and 24 bits, rounded once and then flushed.
 
-    The product and the larger part of the sum are exact in float64; what rounding to it lost decides ties.
+    The product and the larger part of the sum are exact in float64; the error of rounding the sum to float64 decides
+    ties.
     """
     product = a.astype(np.float64) * b.astype(np.float64)
     total = product + c
@@ -40,14 +41,14 @@ def flushed_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         toward = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
         exact = np.where((error == 0) | odd | ~np.isfinite(total), total, toward)
-        # To 24 bits as if exponents had no end: what is tiny then is flushed.
+        # Round to 24 bits as if exponents were unbounded; what is tiny after that is flushed.
         scaled = (exact * 2.0**100).astype(np.float32)
         tiny = (np.abs(exact) < 2.0**-100) & (np.abs(scaled) < np.float32(2.0**-26))
         return np.where(tiny, np.copysign(np.float32(0), exact), exact).astype(np.float32)
 
 
 def oracle(x: Tensor, w: QuantTensor) -> Tensor:
-    """The specification, all outputs of a row at once."""
+    """The specification of the product, computing all outputs of a row at once."""
     values = flushed(w.parts["weight"].float().numpy())
     out = np.zeros((x.shape[0], w.shape[0]), np.float32)
     for t, row in enumerate(flushed(x.bfloat16().float().numpy())):
@@ -77,7 +78,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 )
 @settings(max_examples=60, deadline=None)
 def test_products_are_those_of_the_oracle(isa, T, O, K, shift, added, sizes):  # noqa: E741
-    """Also where terms and sums come close to the ends of float32."""
+    """Includes terms and sums close to the ends of float32's range."""
     x = (randn(T, K + 3, seed=K) * 2.0 ** sizes[0])[:, shift : shift + K]
     w = weight(O, K, O, 2.0 ** sizes[1])
     bias, residual = (randn(O, seed=1), randn(T, O, seed=2)) if added else (None, None)
@@ -91,7 +92,7 @@ def test_products_are_those_of_the_oracle(isa, T, O, K, shift, added, sizes):  #
 @every_isa
 @pytest.mark.parametrize("K", [520, 1100])
 def test_bits_belong_to_the_row(isa, K):
-    """Alone, in tiles of any height, in panels whose columns come in chunks, on threads."""
+    """A row has the same bits alone, in tiles of any height, in panels with chunks of columns, and on threads."""
     packed, x = cpu.pack(weight(300, K)), randn(400, K)
     with instructions(isa):
         alone = torch.cat([cpu.product(plain_rows(x[t : t + 1]), packed) for t in range(400)])
@@ -118,7 +119,7 @@ def test_what_is_no_number_stays_in_its_row(isa, broken):
 
 @every_isa
 def test_subnormals_outside_of_the_sums_are_kept(isa):
-    """Bias and residual are added as everywhere, and the next product on this thread is as before."""
+    """Subnormals of bias and residual are kept, and so are those of the next product on this thread."""
     w, tiny = weight(8, 4), torch.full((8,), 2.0**-140)
     with instructions(isa):
         got = cpu.product(plain_rows(torch.zeros(3, 4)), cpu.pack(w), tiny, torch.zeros(3, 8))

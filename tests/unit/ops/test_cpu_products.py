@@ -1,6 +1,7 @@
-"""Packed weights times rows: right values, and bits that belong to the row on every instruction set.
+"""Packed weights times rows: right values, and a row's bits do not depend on other rows or the instruction set.
 
-Float rows are compared with float64. Rows in int8 are those of an oracle in NumPy's int64 and wide floats, bit for bit.
+Float rows are compared with float64. Rows in int8 equal those of an oracle in NumPy's int64 and wide floats, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def weight(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> QuantTensor:
-    """A weight of random finite codes, the extreme ones among them."""
+    """A weight of random finite codes, including the extreme ones."""
     rng = torch.Generator().manual_seed(seed)
     if name == "bf16":
         return QuantTensor(name, (O, K), {"weight": torch.randn(O, K, generator=rng).bfloat16()})
@@ -64,7 +65,7 @@ def weight(
 
 
 def unscaled(w: QuantTensor) -> tuple[Tensor, Tensor]:
-    """What codes mean under scales of one, float64 [O, K]; and the size of the parts that a kernel may sum it from."""
+    """The codes' values with scales of one, float64 [O, K], and the size of the terms that a kernel may sum."""
     if "weight" in w.parts:
         exact = w.parts["weight"].double()
         return exact, exact.abs()
@@ -81,7 +82,7 @@ def unscaled(w: QuantTensor) -> tuple[Tensor, Tensor]:
 
 
 def values(w: QuantTensor) -> tuple[Tensor, Tensor]:
-    """The same under the weight's own scales."""
+    """The same with the weight's own scales."""
     plain, size = unscaled(w)
     if "scales" not in w.parts:
         return plain, size
@@ -114,7 +115,7 @@ def rounded_once(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def product(x: Tensor, w: QuantTensor) -> Tensor:
-    """The specification of a product with rows in int8, a row at a time."""
+    """The specification of a product with rows in int8, one row at a time."""
     K, G = w.shape[1], w.group
     codes, scales = unscaled(w)[0].numpy().astype(np.int64), w.parts["scales"].float().numpy()
     out = np.zeros((x.shape[0], w.shape[0]), np.float32)
@@ -207,7 +208,7 @@ def test_products_of_int8_rows_are_those_of_the_oracle(isa, w, T, shift, added):
     ],
 )
 def test_bits_belong_to_the_row(isa, name, activations, K, G):
-    """Alone, in tiles of any height, in panels of decoded strips or shared spans of weights, on threads."""
+    """A row has the same bits alone, in tiles of any height, in panels of decoded or shared weights, and on threads."""
     w = weight(name, 300, K, G, activations, zeros=name == "int4" and activations is None, dtype=torch.bfloat16)
     packed, x = cpu.pack(w), randn(512, K)
     with instructions("portable"):
@@ -229,7 +230,7 @@ broken_numbers = st.sampled_from([float("nan"), float("inf"), float("-inf")])
 
 
 def around(numbers: list[float], broken: float) -> Tensor:
-    """Three rows of these numbers, one of the middle row's replaced."""
+    """Three rows of these numbers, with one number of the middle row replaced."""
     x = torch.tensor(numbers).repeat(3, 1)
     x[1, len(numbers) // 2] = broken
     return x
@@ -243,7 +244,7 @@ def around(numbers: list[float], broken: float) -> Tensor:
 )
 @settings(max_examples=60, deadline=None)
 def test_extreme_rows_stay_alone(isa, numbers, broken, name):
-    """Of three rows the middle one is broken; its neighbours, denormals and large numbers, are what they are alone."""
+    """The middle of three rows is broken; its neighbours, denormals and large numbers, have the bits of rows alone."""
     K, x = len(numbers), around(numbers, broken)
     w, row = weight(name, 17, K, K, zeros=name == "int4"), x[0]
     with instructions(isa):
@@ -269,7 +270,7 @@ def test_extreme_rows_stay_alone(isa, numbers, broken, name):
 )
 @settings(max_examples=60)
 def test_extreme_int8_rows_stay_alone(isa, numbers, broken, name):
-    """Of three rows the middle one is broken: it is NaN, and its neighbours are what they are without it."""
+    """The middle of three rows is broken and becomes NaN; its neighbours have the values they have without it."""
     x = around(numbers, broken)
     w = weight(name, 17, len(numbers), len(numbers), "int8")
     with instructions(isa):
@@ -280,7 +281,7 @@ def test_extreme_int8_rows_stay_alone(isa, numbers, broken, name):
 @every_isa
 @pytest.mark.parametrize("name", INTEGERS)
 def test_the_largest_sums_are_exact(isa, name):
-    """Codes of full size and one sign: whatever saturates or wraps on its way shows."""
+    """All codes have full size and one sign, so that saturation or overflow would show."""
     w = weight(name, 40, 4096, 4096, "int8")
     for code in (0, 15) if name == "int4" else (-128, 127):
         w.parts["codes"].fill_(code)
@@ -304,7 +305,7 @@ def test_every_float8_is_read_as_torch_reads_it(isa, name, T):
 @every_isa
 @pytest.mark.parametrize("name", ["int4", "nf4"])
 def test_every_nibble_is_read_in_its_place(isa, name):
-    """One column at a time is 1: each output then shows that column's code."""
+    """One column of x at a time is 1, so each output shows that column's code."""
     w = weight(name, 45, 40, 40)
     w.parts["scales"].fill_(1.0)
     with instructions(isa):

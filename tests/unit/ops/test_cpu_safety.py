@@ -1,4 +1,4 @@
-"""The native backend under threads, forks and wrong arguments: no bit changes, nothing outside a tensor is touched."""
+"""The native backend with threads, forks and wrong arguments: no bit changes, no access outside a tensor."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_threads_change_no_bit(count):
 
 
 def test_workers_take_the_callers_rounding_mode():
-    """Flushing of denormals belongs to a thread; who runs a task must not show."""
+    """Each thread has its own setting for flushing denormals; the worker that runs a task must not matter."""
     x, w = big_linear()
     tiny = x * 1e-38
     kept = cpu.product(plain_rows(tiny), w)
@@ -82,7 +82,7 @@ def test_a_forked_child_computes():
 
 
 def test_threads_with_limits_of_their_own_run_beside_each_other():
-    """A limit holds for the thread that sets it, also where it is above one, and changes no bit."""
+    """A limit holds only for the thread that sets it, also a limit above one, and changes no bit."""
     x, w = big_linear()
     wanted = cpu.product(plain_rows(x), w)
 
@@ -115,11 +115,11 @@ def test_number_of_threads_has_a_range(count):
         cpu.set_num_threads(count)
 
 
-# --- nothing is read or written outside the tensors ---
+# --- no reads or writes outside the tensors ---
 
 
 def fenced(x: Tensor) -> Tensor:
-    """A copy of `x` that ends where readable memory ends: whoever reads on is killed. (Never freed: a few pages.)"""
+    """A copy of `x` at the end of readable memory, so that reading on crashes; its few pages are never freed."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = x.numel() * x.element_size()
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -232,13 +232,13 @@ def test_tensors_of_another_shape_or_type_are_refused():
 
 
 def test_a_copied_weight_is_found_at_its_own_place():
-    """Addresses are kept by object; a copy, or another tensor in a freed one's place, has its own."""
+    """Addresses are cached per object: a copy, or a new tensor where another was freed, has its own."""
     x, w = big_linear()
     cpu.product(plain_rows(x), w)
     twin = copy.deepcopy(w)
     twin.parts["weight"].zero_()
     assert (cpu.product(plain_rows(x), twin) == 0).all() and not (cpu.product(plain_rows(x), w) == 0).all()
-    gc.collect()  # what earlier tests left
+    gc.collect()  # free what earlier tests left
     kept, key = len(_native_rows._weights), id(twin)
     del twin
     gc.collect()

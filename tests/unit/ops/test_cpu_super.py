@@ -1,4 +1,4 @@
-"""Products of weights in super-blocks (q2_k, q4_k, q5_k, q6_k): bits of the reference, on every instruction set."""
+"""Products of weights in super-blocks (q2_k, q4_k, q5_k, q6_k): the reference's bits on every instruction set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ every_name = pytest.mark.parametrize("name", NAMES)
 
 
 def weight(name: str, O: int, K: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> QuantTensor:  # noqa: E741
-    """A weight of all codes and steps, the extreme ones among them."""
+    """A weight of random codes and steps, including the extreme ones."""
     rng = torch.Generator().manual_seed(seed)
     bits, parts = int(name[1]), K // (16 if name in ("q2_k", "q6_k") else 32)
     low, high = (-128, 128) if name == "q6_k" else (0, 64)
@@ -77,7 +77,7 @@ def test_rows_in_any_number_have_the_same_bits(isa, name):
 @every_name
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_largest_sums_are_exact(isa, name, sign):
-    """Codes, steps and minima of full size and one sign: whatever saturates or wraps on its way shows."""
+    """Codes, steps and minima have full size and one sign, so that saturation or overflow would show."""
     w = weight(name, 40, 512)
     w.parts["codes"].fill_((1 << int(name[1])) - 1)
     for part in w.parts.keys() & {"steps", "minima"}:
@@ -92,7 +92,7 @@ def test_the_largest_sums_are_exact(isa, name, sign):
 @every_isa
 @every_name
 def test_every_code_is_read_in_its_place(isa, name):
-    """One column at a time is 1: each output then shows that column's value, and nothing else."""
+    """One column of x at a time is not zero, so each output shows that column's value and nothing else."""
     w = weight(name, 33, 256)
     for part, fill in (("steps", 1), ("minima", 0), ("scales", 1.0)):
         if part in w.parts:
@@ -147,7 +147,7 @@ def test_packing_and_back_and_rows_of_an_embedding(name, outputs):
 
 @every_name
 def test_bits_beyond_a_code_do_not_count(name):
-    """A file of ours may hold any byte: kernels and reference look at the same bits."""
+    """One of our files may hold any byte: kernels and reference must use the same bits of it."""
     w = weight(name, 8, 256)
     w.parts["codes"].add_(64 if name == "q6_k" else 1 << int(name[1]))
     x = randn(2, 256)

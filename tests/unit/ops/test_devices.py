@@ -1,4 +1,4 @@
-"""Devices: names that are none, GPUs that are not here, and code that forgets where its tensors are."""
+"""Devices: unknown names, GPUs that do not exist, and code that ignores where its tensors are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sameseed.scheme import QuantScheme
 
 @pytest.fixture
 def one_gpu(monkeypatch):
-    """PyTorch says that there is one."""
+    """PyTorch reports one GPU."""
     for name, answer in {
         "is_available": True,
         "device_count": 1,
@@ -40,7 +40,7 @@ def one_gpu(monkeypatch):
     ops.resolve.cache_clear()
 
 
-# --- names ---
+# --- device names ---
 
 
 @pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "cpu:1", "meta", "cuda:-2"])
@@ -78,11 +78,11 @@ def test_backends_say_where_they_compute(one_gpu, monkeypatch):
         ops.resolve("triton", "cpu")
     monkeypatch.setattr(triton, "unavailable", lambda device="": "it is too old")
     ops.resolve.cache_clear()
-    assert ops.resolve("auto", "cuda").name == "reference"  # slow, but it runs
+    assert ops.resolve("auto", "cuda").name == "reference"  # slow, but available
 
 
 def test_the_gpu_that_is_asked_for_counts(one_gpu, monkeypatch):
-    """Of two GPUs one is too old: `cuda:1` is not judged by `cuda:0`."""
+    """One of two GPUs is too old: `cuda:1` is not judged by `cuda:0`."""
     triton = pytest.importorskip("sameseed.ops.triton")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: (7, 5) if (d.index or 0) == 0 else (8, 0))
@@ -109,24 +109,24 @@ def test_memory_is_the_device_s(one_gpu):
     ):
         plan_blocks(EngineConfig(device="cuda"), 512, need)
     blocks = plan_blocks(EngineConfig(device="cuda", max_num_seqs=4), 512, [replace(need[0], weights=1 << 30)])
-    assert blocks == 4 * 32  # all four fit
+    assert blocks == 4 * 32  # all four requests fit
 
 
 def test_the_share_of_a_gpu_that_may_be_taken(one_gpu, monkeypatch):
-    """8 GiB, 7 of them free: 0.5 are 4 GiB; what this process holds already is part of them."""
+    """7 of 8 GiB are free: a share of 0.5 is 4 GiB, which includes what this process already holds."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (7 << 30, 8 << 30))
     need = [Demand(QuantScheme.parse("w4a16"), 2 << 30, 1 << 20, 180 << 20, 32 << 20)]
 
     def blocks(share, **more):
         return plan_blocks(EngineConfig(device="cuda:0", gpu_memory_utilization=share, **more), 16_000, need)
 
-    assert blocks(0.5) == 1024  # 4 GiB, less 2 of weights and 1 of passes, graphs and their logits
-    assert blocks(1.0) == 4096  # what is free: not all
+    assert blocks(0.5) == 1024  # 4 GiB less 2 for weights and 1 for passes, graphs and their logits
+    assert blocks(1.0) == 4096  # free memory is the limit, not all memory
     assert blocks(0.5, cache=CacheConfig(num_blocks=1000)) == 1000
     with pytest.raises(
         ConfigError, match=r"0.4 of the 8.0 GiB of cuda:0.*one request of 3264 tokens, or 32 at once of 96"
     ):
-        blocks(0.4)  # 3.2 GiB: 204 blocks of 16 tokens, six for each of 32
+        blocks(0.4)  # 3.2 GiB: 204 blocks of 16 tokens, six for each of 32 requests
     with pytest.raises(ConfigError, match=r"The most that fits is 1024 blocks.*: lower num_blocks"):
         blocks(0.5, cache=CacheConfig(num_blocks=2000))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 1 << 30)
@@ -138,7 +138,7 @@ def test_the_share_of_a_gpu_that_may_be_taken(one_gpu, monkeypatch):
 
 
 def test_graphs_are_counted_before_anything_is_loaded():
-    """Logits of the largest graph, of each model, and the pool."""
+    """The logits of the largest graph for each model, and the pool, count."""
     most = pytest.importorskip("sameseed.ops.triton.graphs").MOST_ROWS
     assert logit_bytes(SimpleNamespace(vocab_size=128_256)) == most * 128_256 * 4 < 132 << 20
 
@@ -151,7 +151,7 @@ def test_what_does_not_fit_a_gpu_is_refused_before_it_is_loaded(one_gpu, pair_fo
         build.load_parts(str(pair_folders[0]), config)
 
 
-# --- tensors elsewhere ---
+# --- tensors on another device ---
 
 
 def test_the_pretended_device_tells_what_a_gpu_would_refuse():
@@ -159,7 +159,7 @@ def test_the_pretended_device_tells_what_a_gpu_would_refuse():
         there = torch.ones(3, device=name)
         assert isinstance(there, Elsewhere) and isinstance(there + 1, Elsewhere)
         assert (there + there).tolist() == [2.0] * 3 and (there * 2).cpu().equal(2 * torch.ones(3))
-        assert float((there + torch.tensor(1.0)).sum()) == 6.0  # a single number may come from anywhere
+        assert float((there + torch.tensor(1.0)).sum()) == 6.0  # single numbers may come from any device
         for wrong in (
             lambda: there + torch.ones(3),
             lambda: there[torch.tensor([0])],
@@ -180,12 +180,12 @@ def plain_texts(pair_folders):
 
 
 def asked(seed: int) -> tuple[list[list[int]], SamplingParams]:
-    """Greedy, and sampled with all that looks at logits."""
+    """Prompts and parameters: greedy for seed 0, else sampled with several features that read the logits."""
     more = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": 2} if seed else {"temperature": 0}
     return random_prompts(2, longest=12), SamplingParams(max_tokens=6, seed=seed, **more)
 
 
-# Functions that make the host wait for a device, of all that is above the ops: docs/guides/gpu.md counts them.
+# Functions above the ops that make the host wait for a device: docs/guides/gpu.md counts them.
 WAITS = {
     "devices.put",
     "spec.verify.on_host",
@@ -195,7 +195,7 @@ WAITS = {
 
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix", "draft_model", "eagle", "cascade", "self_quant"])
 def test_the_engine_runs_whole_on_another_device(method, pair_folders, plain_texts):
-    """The reference with all that is above it: the same text, and nothing of it on the CPU that should not be."""
+    """The reference backend on another device: the same text, and no tensor on the CPU that should not be there."""
     with pretended_device() as name:
         reference = ops.resolve("reference")
         scheme = QuantScheme.parse("w8a16")
@@ -247,7 +247,7 @@ def test_formats_compute_elsewhere(name, kv):
 
 
 def test_a_pass_ends_when_its_device_has_done_it(monkeypatch, reference_pair):
-    """Else the clock of the target's time would be read as soon as the work is handed over."""
+    """Otherwise the target's time would end as soon as the work is handed to the device."""
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     devices.wait(torch.device("cpu"))

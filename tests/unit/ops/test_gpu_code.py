@@ -1,4 +1,4 @@
-"""The GPU's products, compiled and read: what was looked for in their machine code is there, and stays there."""
+"""The machine code of the GPU's products: the compiled kernels keep the properties that they were tuned for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.skipif(guard.interpreted(), reason
 
 
 def product(name, outputs, depth, num_rows):
-    """The launch of a product with a packed weight, on tensors without numbers. `outputs` is a multiple of 32."""
+    """The launch of a product with a packed weight, on meta tensors. `outputs` is a multiple of 32."""
     small = backend.pack(QuantScheme.parse(name).encode(torch.ones(32, depth, dtype=torch.bfloat16)))
     parts = {
         part: torch.empty(t.shape[0] * outputs // 32, *t.shape[1:], dtype=t.dtype, device="meta")
@@ -35,7 +35,7 @@ def product(name, outputs, depth, num_rows):
 
 
 def listing(cubin):
-    """Address and text, without its predicate, of each instruction."""
+    """Address and text of each instruction, without its predicate."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     sass = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
     found = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.+?)\s*;", sass)
@@ -43,7 +43,7 @@ def listing(cubin):
 
 
 def inner_loop(code):
-    """The instructions of the shortest loop that multiplies."""
+    """The instructions of the shortest loop with a multiplication."""
     targets = ((at, re.match(r"BRA\S* (?:.*\s)?`?\(?(0x[0-9a-f]+)", text)) for at, text in code)
     back = [(int(target[1], 16), at) for at, target in targets if target and int(target[1], 16) < at]
     loops = ([t for a, t in code if first <= a <= last] for first, last in back)
@@ -55,14 +55,14 @@ def inner_loop(code):
     [("w4a16", 1, "HMMA", 0.16), ("w4a16", 64, "HMMA", 0.3), ("w4a8", 1, "IMMA", 0.17), ("fp8", 32, "HMMA", 0.12)],
 )
 def test_products_spill_nothing_and_wait_for_no_conversion(name, num_rows, tensor, least, tmp_path, monkeypatch):
-    """`least`: instructions a byte of the weight; without the lines of PTX they were 0.35 to 0.6."""
+    """`least`: the most instructions per byte of weight; without inline PTX there were 0.35 to 0.6."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launch = product(name, 28672, 4096, num_rows)
     compiled = launch.compile(90)
     (tmp_path / "cubin").write_bytes(compiled.asm["cubin"])
     code = listing(tmp_path / "cubin")
     assert not any(text.startswith(("STL", "LDL")) for _, text in code)
-    assert compiled.metadata.shared <= 99 << 10  # an L40's programs have no more
+    assert compiled.metadata.shared <= 99 << 10  # the shared memory of a program on an L40
     loop = Counter(text.split()[0].split(".")[0] for text in inner_loop(code))
     assert loop["LDGSTS"] and not loop["I2F"] and loop["STS"] <= 2  # copies run ahead; at most scales are shuffled
     assert loop[tensor]

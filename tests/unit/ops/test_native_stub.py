@@ -1,4 +1,4 @@
-"""The committed stub of the native module is what nanobind says of the module that is built."""
+"""The committed stub of the native module equals what nanobind generates from the built module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ stubgen = pytest.importorskip("nanobind.stubgen", reason="nanobind writes the st
 
 
 def names(text: str) -> dict[str, str]:
-    """Each signature by the name of its function or class."""
+    """Signatures by the name of the function or method."""
     found = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):

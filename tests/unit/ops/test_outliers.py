@@ -1,4 +1,4 @@
-"""w8a8-outliers: numbers of a row beyond 6 stay floats, the others are int8 (LLM.int8(), row by row)."""
+"""w8a8-outliers: numbers of a row above 6 in size stay floats, the others are int8 (LLM.int8(), row by row)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ every_backend = pytest.mark.parametrize("backend", backends())
 
 
 def planted() -> Tensor:
-    """Rows [6, K] within 6, but for column 7 of three rows, a hundred times as large."""
+    """Rows [6, K] within 6, except column 7 of three rows, which is a hundred times as large."""
     x = randn(6, K).clamp(-5, 5)
     x[:, 7] = 1.0
     x[::2, 7] *= 100.0
@@ -44,14 +44,14 @@ def test_an_outlier_costs_the_others_nothing(backend):
         return float((got - wanted)[::2].norm() / wanted[::2].norm())
 
     assert error("w8a8") > 0.03  # steps of 100 / 127 for numbers of size 1
-    # What is left is what the weights and the others lose, as in rows without an outlier.
+    # What remains is the error of the weights and the other numbers, as in rows without an outlier.
     assert error("w8a8-outliers") < min(0.3 * error("w8a8"), 1.2 * error("w8a16"))
 
 
 @every_backend
 @pytest.mark.parametrize("suffix", ["", "-g64"])
 def test_rows_without_one_have_the_bits_of_w8a8(backend, suffix):
-    """Though their company has some: law 1."""
+    """Also if other rows of the pass have outliers (law 1)."""
     chosen, weight, x = ops.resolve(backend), randn(33, K, seed=1), planted()
     bias, residual = randn(33, seed=2), randn(6, 33, seed=3)
     mixed, integers = (chosen.encode(weight, QuantScheme.parse(name + suffix)) for name in ("w8a8-outliers", "w8a8"))

@@ -1,4 +1,4 @@
-"""The reference by worked examples, and the table of ops that puts it behind every backend."""
+"""The reference backend by worked examples, and the op table through which every backend falls back to it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def dense(values: list[list[float]]):
 
 
 def test_rope_turns_halves_not_neighbours():
-    """A quarter turn of pair (0, 2), none of pair (1, 3)."""
+    """Pair (0, 2) makes a quarter turn, pair (1, 3) none."""
     table = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]])  # cosines, then sines, of two positions
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
     assert reference.rope(x, torch.tensor([1], dtype=torch.int32), table).tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
 
 
 def test_a_node_sees_its_ancestors_and_no_sibling():
-    """Three nodes: 0, its child 2, and 1 beside it. What 1 holds cannot move 2, what 0 holds does."""
+    """Three nodes: 0, its child 2, and 1 beside them. Changes of node 1 do not move node 2, changes of node 0 do."""
     p = make_pass([Part(3, 1, [-1, -1, 0])])
     scale = 0.5
     before = reference.attention(p.q, p.layer, p.batch, scale)
@@ -55,7 +55,7 @@ def test_query_heads_share_kv_heads_in_order():
 
 
 def test_the_caller_s_number_of_threads_stays():
-    """The reference computes on one thread and gives the others back, after an error too."""
+    """The reference computes on one thread and restores the number of threads, also after an error."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -72,7 +72,7 @@ def test_the_caller_s_number_of_threads_stays():
 
 
 def backend(**members: object) -> ModuleType:
-    """A backend module that defines what it is given."""
+    """A backend module with the given members."""
     module = ModuleType("sameseed.ops.partial")
     declared = {"row_invariant": True, "LINEAR_FORMATS": frozenset(), "KV_FORMATS": frozenset()}
     for name, value in {**declared, **members}.items():
@@ -133,6 +133,6 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason(monkeypatch):
     try:
         with pytest.raises(ConfigError, match=r"'cpu' cannot run here: .*make build"):
             ops.resolve("cpu")
-        assert ops.resolve("auto").name == "reference"  # slow, but it runs
+        assert ops.resolve("auto").name == "reference"  # slow, but available
     finally:
         ops.resolve.cache_clear()

@@ -1,4 +1,4 @@
-"""The integer product of the reference against the same in plain Python and exact fractions."""
+"""The reference's integer product against plain Python with exact fractions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def nearest_float(exact: Fraction) -> float:
-    """Exact value rounded once to float32, ties to even (infinite beyond the range)."""
+    """The exact value rounded once to float32, ties to even (infinite beyond the range)."""
     if exact == 0:
         return 0.0
     size = abs(exact)
@@ -27,18 +27,18 @@ def nearest_float(exact: Fraction) -> float:
     while exponent > -149 and size < Fraction(2) ** (exponent + 23):
         exponent -= 1
     unit = Fraction(2) ** exponent
-    rounded = round(size / unit) * unit  # Python rounds halves to even
+    rounded = round(size / unit) * unit  # Python rounds ties to even
     value = math.inf if rounded >= Fraction(2) ** 128 else float(rounded)
     return math.copysign(value, exact)
 
 
 @given(floats, floats, floats)
-# 2^-24 - 2^-70 added to 1 + 2^-23 stays below a tie; in a double it has become the tie, which goes up.
+# 2^-24 - 2^-70 added to 1 + 2^-23 stays below a tie; rounded to a double it is the tie, which goes up.
 @example(2.0**-12 * (1 + 2.0**-23), 2.0**-12 * (1 - 2.0**-23), 1 + 2.0**-23)
 def test_fma_rounds_once(a, b, c):
     got = reference._fma(*(torch.tensor([v]) for v in (a, b, c))).item()
     exact = Fraction(a) * Fraction(b) + Fraction(c)
-    assert got == nearest_float(exact)  # as numbers: the sign of zero is not looked at
+    assert got == nearest_float(exact)  # as numbers: the sign of zero does not matter
 
 
 @given(
@@ -83,7 +83,7 @@ def test_the_product_in_plain_python(name):
 
 
 def test_outputs_in_blocks(monkeypatch):
-    """More outputs than are held at a time; int8 rows beyond float32's whole numbers."""
+    """More outputs than one block holds; int8 sums beyond the integers that float32 represents exactly."""
     codes = torch.full((4100, 2048), 127, dtype=torch.int8)
     codes[4099, 0] = 126
     w = QuantTensor("int8", (4100, 2048), {"codes": codes, "scales": torch.ones(4100, 1)})

@@ -1,4 +1,4 @@
-"""Replayed passes: bits of direct calls, results that nobody overwrites, a way out where nothing can be recorded."""
+"""Replayed passes: the bits of direct calls, results that are not overwritten, a fallback where recording fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_cache(model, format="fp32"):
 
 
 def make_batch(seed, vocab, num_seqs=2, most_pending=6, most_nodes=5):
-    """Sequences with pending rows and random trees, in blocks of their own."""
+    """Sequences with pending rows and random trees, each in blocks of its own."""
     rng = random.Random(seed)
     rows = []
     for b in range(num_seqs):
@@ -65,12 +65,12 @@ def test_replay_gives_the_bits_of_direct_calls(model, format):
             assert hidden.equal(wanted_hidden)
         for a, b in zip(direct.layers, replayed.layers):
             assert a.k.equal(b.k) and a.v.equal(b.v)
-    assert model._run.recorded(1, replayed, ()) is not None  # it did not pass by falling back
+    assert model._run.recorded(1, replayed, ()) is not None  # the pass was replayed, not computed by the fallback
 
 
 @torch.inference_mode()
 def test_a_pass_without_logits_leaves_the_next_one_whole(model):
-    """Of a chunk of a prompt nobody wants logits: the pass after it computes its own as ever."""
+    """The chunk of a prompt has no logits; the pass after it computes its own as usual."""
     direct, replayed = make_cache(model), make_cache(model)
     chunk = build_batch([Rows([1, 2, 3], 0, [], [], list(range(16)), False)], BLOCK)
     last = build_batch([Rows([4, 5], 3, [6], [-1], list(range(16)), True)], BLOCK)
@@ -105,7 +105,7 @@ def test_a_larger_pass_records_a_larger_plan(model):
 
 @torch.inference_mode()
 def test_two_threads_share_a_model(model):
-    """One replays; the other, meanwhile, computes op by op: both get the bits that they get alone."""
+    """One thread replays while the other computes op by op: both get the bits that they get alone."""
     vocab = model.config.vocab_size
     batches = [make_batch(seed, vocab) for seed in range(4)]
     wanted = [model.forward(b, make_cache(model))[0] for b in batches]
@@ -154,7 +154,7 @@ def test_buffers_return_when_their_last_view_dies():
     view = first[1:, :3]
     del first
     other = pool.take(4, 8)
-    assert other.data_ptr() != at  # the view still uses the first one
+    assert other.data_ptr() != at  # the view still uses the first buffer
     del view
     assert pool.take(4, 8).data_ptr() == at
 
@@ -181,7 +181,7 @@ def test_a_backend_without_plans_runs_op_by_op():
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @torch.inference_mode()
 def test_a_model_and_its_plans_die_with_the_last_reference(backend):
-    """No cycle: gigabytes of weights must not wait for the garbage collector."""
+    """No reference cycle: gigabytes of weights must not wait for the garbage collector."""
     tiny = tiny_model(backend)
     model = Llama(tiny.config, tiny.weights, tiny.ops)
     model.forward(make_batch(0, model.config.vocab_size), make_cache(model))

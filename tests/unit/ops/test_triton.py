@@ -1,4 +1,4 @@
-"""The GPU's kernels where there is no GPU: their cases in Triton's interpreter, their fallback, and their compiler."""
+"""The GPU's kernels without a GPU: their test cases in Triton's interpreter, their fallback, and their compilation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_cases(name: str, *more: str, **settings: str) -> None:
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
-# Triton 3.6's takes no array of one number for a number, as NumPy 2.4 asks; its compiler is not concerned.
+# Triton 3.6's interpreter makes numbers of one-element arrays, which NumPy 2.4 refuses; its compiler does not.
 outdated = triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
 
 
@@ -69,8 +69,9 @@ def test_on_the_gpu(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [f"test_{name}.py" for name in PREPARED])
 def test_on_a_pretended_gpu(name):
-    """Tensors on a device that holds numbers and refuses what a GPU refuses: what prepares the launches, and the cases
-    themselves, which a GPU's owner will run.
+    """The cases on a pretended GPU, whose tensors refuse what a GPU's refuse.
+
+    This covers the code that prepares launches, and the test cases themselves, which are meant for machines with a GPU.
     """
     run_cases(name, TRITON_INTERPRET="1", SAMESEED_TEST_GPU="pretended")
 
@@ -89,7 +90,7 @@ def test_the_dot_of_the_interpreter_has_an_order_of_its_own():
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Kernels that raise `failing.error` as they are launched."""
+    """Kernels that raise `failing.error` when they are launched."""
 
     class Failing:
         error: Exception = guard.TritonError("tt.dot is not what it was")
@@ -118,7 +119,7 @@ def test_a_kernel_that_does_not_compile_leaves_its_op_to_the_reference(name, fai
         assert gpu.product(gated_rows(wide), w).equal(reference.product(plain_rows(reference.silu_mul(wide)), plain))
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 1 and "tt.dot" in said[0] and plain.format in said[0] and "using the reference" in said[0]
-    assert failing.launches == 1  # tried once, not with every pass
+    assert failing.launches == 1  # tried once, not in every pass
 
 
 def test_one_broken_op_leaves_the_others_alone(failing, caplog):
@@ -180,7 +181,7 @@ def test_a_gpu_without_conversions_of_8_bit_floats_has_steps_for_them(monkeypatc
         dispatch.converts_fp8.cache_clear()
 
 
-# --- compiled for GPUs that are not here ---
+# --- compiled for GPUs that need not be present ---
 
 INSTRUCTIONS = {  # of tensor cores, by the form of rows
     "half": "m16n8k16.row.col.f32.f16.f16.f32",
@@ -200,7 +201,7 @@ ALL = [
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """Triton's, with nothing remembered."""
+    """Triton's compiler with an empty cache."""
     if interpreted:
         pytest.skip("the interpreter compiles nothing")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -210,7 +211,7 @@ needs_compiler = pytest.mark.usefixtures("compiler")
 
 
 def instructions(name: str, capability: int, num_rows: int) -> set[str]:
-    """What of tensor cores the kernels of a product use; they are compiled to machine code."""
+    """The tensor-core instructions of a product's kernels, which are compiled to machine code."""
     w = gpu.pack(QuantScheme.parse(name).encode(torch.ones(128, 512)))
     form = dispatch.form_for(w)
     launch, ready = dispatch.preparation(normed_rows(torch.empty(num_rows, 512), torch.ones(512), 1e-5), form, w.group)
@@ -225,7 +226,7 @@ def instructions(name: str, capability: int, num_rows: int) -> set[str]:
 @needs_compiler
 @pytest.mark.parametrize(("name", "capability"), ALL)
 def test_products_compile_to_one_instruction_for_all_rows(name, capability):
-    """One and the same instruction for 1, 2 and 4 tiles of rows: the order of a row's sums is that of one tile."""
+    """The same instruction for 1, 2 and 4 tiles of rows, so a row's sums have the same order in each."""
     w = QuantScheme.parse(name).encode(torch.ones(1, 512))
     wanted = {INSTRUCTIONS[dispatch.form_for(w)]}
     assert all(instructions(name, capability, num_rows) == wanted for num_rows in (1, 32, 64))
@@ -233,7 +234,7 @@ def test_products_compile_to_one_instruction_for_all_rows(name, capability):
 
 @needs_compiler
 def test_the_smallest_shapes_compile():
-    """Sizes of 1 become constants of a kernel, which must bear that."""
+    """Triton makes sizes of 1 constants of a kernel; the kernels must compile with that."""
     w = gpu.pack(QuantScheme.parse("w4a8").encode(torch.ones(1, 64)))
     launch, ready = dispatch.preparation(plain_rows(torch.empty(1, 64)), "int8", w.group)
     launches = [launch, *dispatch.multiplication(ready, w, torch.ones(1), torch.ones(1, 1), torch.empty(1, 1))]
@@ -244,7 +245,7 @@ def test_the_smallest_shapes_compile():
 
 @needs_compiler
 def test_kernels_are_not_compiled_for_numbers_of_rows():
-    """What a launch leaves free, Triton must not specialize on: one row, or a multiple of 16, would be other code."""
+    """Triton must not specialize on a launch's free arguments: one row, or a multiple of 16, would give other code."""
     w = gpu.pack(QuantScheme.parse("w4a16").encode(torch.ones(8, 4096)))
     launch, ready = dispatch.preparation(plain_rows(torch.empty(3, 4096)), "half", w.group)
     launches = [launch, *dispatch.multiplication(ready, w, None, None, torch.empty(3, 8))]
@@ -267,7 +268,7 @@ def test_small_ops_compile(capability):
 
 
 def normed(form: str, width: int, gather: bool, joined: bool = False) -> guard.Launch:
-    """The launch that norms rows. joined: it adds the shares of a product before."""
+    """The launch that norms rows. joined: it first adds the partial sums of the product before."""
     group = {"int8": 64, "fp8": 128}.get(form, 1)
     x, norm = torch.empty(3, width), torch.ones(width)
     index = torch.zeros(2, dtype=torch.int32) if gather else None
@@ -284,7 +285,7 @@ def normed(form: str, width: int, gather: bool, joined: bool = False) -> guard.L
 
 
 def layout_of_sum(launch: guard.Launch) -> str:
-    """What decides the order of the mean's sum: the layouts of the reductions that add, and how many warps."""
+    """What decides the order of the mean's sum: the layouts of the adding reductions, and the number of warps."""
     text = launch.compile(90).asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.M))
     found = re.findall(r'"tt\.reduce"[^\n]*\n[^\n]*\n\s*%\w+ = arith\.addf.*?\}\) : \((.*?)\) ->', text, re.S)
@@ -293,7 +294,7 @@ def layout_of_sum(launch: guard.Launch) -> str:
     return f"{named} {re.search(r'num-warps. = ([0-9]+)', text)[1]}"
 
 
-NEXT = {"half": "w4a16", "bf16": "bf16", "int8": "w4a8-g64", "fp8": "fp8-a8"}  # weights that take a form
+NEXT = {"half": "w4a16", "bf16": "bf16", "int8": "w4a8-g64", "fp8": "fp8-a8"}  # weights that take rows of this form
 EVERY_FORM = [(form, gather) for form in ("single", "half", "bf16", "int8", "fp8") for gather in (False, True)]
 EVERY_FORM += [(form, False, True) for form in NEXT]
 
@@ -307,6 +308,6 @@ EVERY_FORM += [(form, False, True) for form in NEXT]
     ],
 )
 def test_a_norm_is_summed_in_one_order_whatever_a_row_becomes(width, cases):
-    """Fused norms must have the bits of the norm by itself."""
+    """Fused norms must have the bits of the separate norm."""
     made = {case: layout_of_sum(normed(case[0], width, *case[1:])) for case in [("single", False), *cases]}
     assert len(set(made.values())) == 1, made

@@ -1,4 +1,4 @@
-"""Attention, the cache and sampling in Triton, compiled for GPUs that are not here."""
+"""Attention, the cache and sampling in Triton, compiled for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDS_COMPILER = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", r
 
 
 def module(name):
-    """Of the backend; some share their name with an op."""
+    """A module of the backend; some have the name of an op."""
     return importlib.import_module(f"sameseed.ops.triton.{name}")
 
 
@@ -55,12 +55,13 @@ def test_attention_compiles(name, capability):
         found = attention.launches(p.q, p.layer, p.batch, 0.1, None, torch.empty_like(p.q), taken)
         assert len(found) == 1 + (taken != "all")
         made = [compiled(launch, capability) for launch in found]
-        assert made[0].metadata.shared <= 96 << 10  # of a program: two of them fit a multiprocessor's memory
-        # Products of 16-bit codes are the tensor cores', one shape for all numbers of rows; fp32's are plain fma.
+        assert made[0].metadata.shared <= 96 << 10  # per program: two programs fit into a multiprocessor's memory
+        # Tensor cores multiply 16-bit codes, in one shape for all numbers of rows; fp32 uses plain fma.
         assert ("mma.sync.aligned.m16n8k16" in made[0].asm["ptx"]) == (name != "fp32")
         assert "wgmma" not in made[0].asm["ptx"]
         if name != "fp32":
-            # Products and sums lie in one layout, in the loop of all rows and in a node's own, whoever takes the keys.
+            # Products and sums have one layout: in the loop over all rows, in a node's own, and however keys are
+            # divided.
             layouts = set(re.findall(r"tt\.dot .*-> tensor<16x\d+xf32, (#\w+)>", made[0].asm["ttgir"]))
             pattern = r"^(#mma\d*) = .*warpsPerCTA = \[1, 4\], instrShape = \[16, 8\]"
             kinds = re.findall(pattern, made[0].asm["ttgir"], re.M)
@@ -97,7 +98,7 @@ def test_sampling_compiles(capability):
 
 
 def test_one_configuration_for_every_number_of_rows():
-    """What is compiled hangs on the model and the cache; rows decide the grid, the start, and who takes which keys."""
+    """The model and the cache decide what is compiled; rows only decide the grid, the start and the split of keys."""
     attention = module("attention")
 
     found = set()
@@ -108,7 +109,7 @@ def test_one_configuration_for_every_number_of_rows():
             for launch in attention.launches(x.q, x.layer, x.batch, 0.1, None, torch.empty_like(x.q), "all"):
                 cut = tuple((name, value) for name, value in launch.constants.items() if name != "EARLY")
                 found.add((launch.kernel.__name__, cut, launch.warps, launch.stages))
-                assert launch.free >= {"num_seqs", "has_tree", "num_parts", "table_width"}  # these vary with company
+                assert launch.free >= {"num_seqs", "has_tree", "num_parts", "table_width"}  # these vary with the batch
     assert len(found) == 1
 
 
@@ -122,7 +123,7 @@ def test_one_configuration_for_every_number_of_rows():
         (16, 128, 4096, "stretch"),
         (64, 512, 1024, "all"),
         (2048, 4104, 4096, "all"),
-        (512, 1032, 128 << 10, "all"),  # parts would fill the memory
+        (512, 1032, 128 << 10, "all"),  # partial results would fill the memory
     ],
 )
 def test_who_takes_which_keys(rows, programs, num_keys, wanted):

@@ -1,4 +1,4 @@
-"""Kernels that begin before those before them have ended: what they do before they wait, in compiled code."""
+"""Kernels that start before their predecessors have ended: what compiled code does before it waits."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def test_nothing_is_read_before_the_wait(name, compiled):
 
 
 def test_attention_reads_the_batch_alone_before_the_wait(compiled):
-    """It lies there since the pass began. Every program waits, also one without rows: else a kernel might be done
-    before its predecessor is."""
+    """The batch was written before the pass began, so reading it needs no wait.
+
+    Every program waits, also one without rows: otherwise a kernel might end before its predecessor.
+    """
     attend = of_attention()[1]
     for launch in of_attention():
         assert launch.options["launch_pdl"]

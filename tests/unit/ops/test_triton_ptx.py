@@ -1,4 +1,4 @@
-"""The PTX that decodes weights, executed: every word, against what the formats say its codes are."""
+"""The PTX that decodes weights, executed for every word: the results equal the formats' own decoding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def byte(value: Register, place: int) -> Register:
 
 
 def permuted(a: Register, b: Register, selector: Register) -> Register:
-    """prmt: each nibble of the selector names a byte of b:a; with its upper bit, that byte's sign eight times."""
+    """prmt: each nibble of the selector names a byte of b:a; if its upper bit is set, that byte's sign eight times."""
     out = np.zeros_like(selector)
     for place in range(4):
         nibble = selector >> np.uint32(4 * place) & np.uint32(15)
@@ -37,7 +37,7 @@ def permuted(a: Register, b: Register, selector: Register) -> Register:
 
 
 def chosen(a: Register, b: Register, c: Register, table: int) -> Register:
-    """lop3: of each bit, the table's entry 4 a + 2 b + c."""
+    """lop3: each bit is the table's entry 4 a + 2 b + c."""
     out = np.zeros_like(a | b | c)
     for entry in range(8):
         if table >> entry & 1:
@@ -47,7 +47,7 @@ def chosen(a: Register, b: Register, c: Register, table: int) -> Register:
 
 
 def floats(x: Register) -> NDArray[np.float64]:
-    """The two float16 of each register, the lower first."""
+    """The two float16 numbers of each register, the lower one first."""
     return np.ascontiguousarray(x).view(np.float16).astype(np.float64).reshape(*x.shape, 2)
 
 
@@ -74,13 +74,13 @@ OPERATIONS = {
     "lop3.b32": lambda a, b, c, table: chosen(a, b, c, int(table.flat[0])),
     "sub.rn.f16x2": lambda a, b: register(floats(a) - floats(b)),
     "mul.rn.f16x2": lambda a, b: register(floats(a) * floats(b)),
-    "fma.rn.f16x2": lambda a, b, c: register(floats(a) * floats(b) + floats(c)),  # float64 holds all of it
+    "fma.rn.f16x2": lambda a, b, c: register(floats(a) * floats(b) + floats(c)),  # exact in float64
     "cvt.rn.f16x2.e4m3x2": e4m3,
 }
 
 
 def run(text: str, inputs: list[Register], outputs: int) -> list[Register]:
-    """Execute lines of PTX. Raises KeyError for what is not known, and for registers that hold nothing."""
+    """Executes lines of PTX. Raises KeyError for unknown instructions and for registers without a value."""
     held: dict[str, Register] = {f"${outputs + i}": x for i, x in enumerate(inputs)}
 
     def value(name: str) -> Register:
@@ -102,13 +102,13 @@ def run(text: str, inputs: list[Register], outputs: int) -> list[Register]:
 
 
 def words16() -> Register:
-    """Registers of two words: every word in the lower place, beside every one in the upper, in some order."""
+    """Registers of two 16-bit words: each word once in the lower place, and once in the upper, in some order."""
     every = np.arange(1 << 16, dtype=np.uint32)
     return every | (every * np.uint32(40503) & HALF) << np.uint32(16)
 
 
 def words8() -> Register:
-    """Registers of four bytes, each byte in each place."""
+    """Registers of four bytes, with each byte in each place."""
     every = np.arange(1 << 16, dtype=np.uint32)
     return every & HALF | (every * np.uint32(40503) + np.uint32(77) & HALF) << np.uint32(16)
 
@@ -118,7 +118,7 @@ def as_bytes(x: Register) -> NDArray[np.int64]:
 
 
 def codes(words: Register, part: int, bits: int) -> NDArray[np.int64]:
-    """Of both words, the codes of one part."""
+    """The codes of one part, of both words."""
     each = np.stack([words & HALF, words >> np.uint32(16)], -1)
     return (each >> np.uint32(bits * part) & np.uint32((1 << bits) - 1)).astype(np.int64)
 
@@ -145,7 +145,7 @@ def test_int8():
     ("text", "kind"), [(ptx.E4M3, "float8_e4m3fn"), (ptx.E4M3_BY_BITS, "float8_e4m3fn"), (ptx.E5M2, "float8_e5m2")]
 )
 def test_eight_bit_floats(text, kind):
-    """NaN and infinities too."""
+    """All codes, including NaN and infinities."""
     words = words16()
     for part, out in enumerate(run(text, [words], 2)):
         wanted = torch.from_numpy(codes(words, part, 8).astype(np.uint8)).view(getattr(torch, kind)).double().numpy()
@@ -162,7 +162,7 @@ def test_e2m1():
 
 
 def test_nf4():
-    """The sum of both terms is the table's value to 22 bits."""
+    """The sum of both terms equals the table's value to 22 bits."""
     words, table = words16(), nf4.TABLE.double().numpy()
     outs = run(ptx.NF4, [words], 8)
     for part in range(4):
@@ -180,7 +180,7 @@ def test_int4_bytes(zeros):
 
 
 def test_planes_of_int8n():
-    """Packed as weights are, then decoded: whole codes from both planes, upper halves from one."""
+    """Codes packed like weights, then decoded: whole codes from both planes, upper halves from one."""
     fmt = scheme.get("int8n")
     every = torch.arange(-128, 120, dtype=torch.int8).repeat(2)[:256].view(1, 256)
     plain = replace(fmt.stored(every, torch.ones(1, 1)), activations="int8")

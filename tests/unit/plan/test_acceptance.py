@@ -33,7 +33,7 @@ SAMPLINGS = {"greedy": {}, "sampled": {"temperature": 0.8}, "penalties": {"tempe
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store of one's own."""
+    """An acceptance store for this test only."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -44,7 +44,7 @@ def workload_of(sampling: dict[str, Any], prompts: Any = None, **changed: Any) -
 
 
 def run_of(engine: Engine, texts: Texts) -> list[list[tuple[int, int]]]:
-    """Drafted and accepted tokens of each draft of a real run, all texts together."""
+    """Drafted and accepted tokens of each draft of a real run, with all texts together."""
     rounds: dict[int, list[tuple[int, int]]] = {}
     for i, text in enumerate(texts):
         engine.add(Request("run", text.prompt, text.params, text.seed, i, detailed=True))
@@ -57,7 +57,7 @@ def run_of(engine: Engine, texts: Texts) -> list[list[tuple[int, int]]]:
 
 
 def rounds_of(found: Replay, size: int) -> list[list[tuple[int, int]]]:
-    """The same, put together from a replay."""
+    """The same rounds, put together from a replay."""
     column, rounds = found.column(size), []
     for t in range(found.num_texts):
         at, own = int(found.offsets[t]), []
@@ -72,7 +72,7 @@ def rounds_of(found: Replay, size: int) -> list[list[tuple[int, int]]]:
 def assert_same_rounds(
     model: str, spec: SpecConfig, workload: Workload, sizes: tuple[int, ...] = (1, 2, 4, MOST)
 ) -> None:
-    """A replay tells what a real run does, round for round; and nothing is left of either."""
+    """A replay gives the rounds of a real run, one by one, and leaves all cache blocks free."""
     replayer = Replayer(model, batch_size=3)
     texts = replayer.texts(workload)
     found = replayer.replay(spec, texts, MOST)
@@ -83,7 +83,7 @@ def assert_same_rounds(
         engine = build_engine(model, replace(config, max_model_len=texts.longest + 128))
         real = run_of(engine, texts)
         for t, (mine, its) in enumerate(zip(rounds_of(found, size), real, strict=True)):
-            # The last draft may go on past the text's end, where a replay knows nothing.
+            # The last draft of a run may reach past the text's end, where a replay knows no tokens.
             assert mine[:-1] == its[:-1], (size, t)
             assert [n for n, _ in mine] == [n for n, _ in its]
             assert all(a <= b for (_, a), (_, b) in zip(mine[-1:], its[-1:], strict=True))
@@ -214,7 +214,7 @@ def test_a_digest_of_weights_sees_what_changed(tmp_path: Path, pair_folders: tup
 
 def test_a_drafter_of_ones_own_is_replayed_and_not_kept(pair_folders: tuple[Path, Path], cache: Path) -> None:
     class Knowing(Drafter):
-        """Guesses a tree without probabilities: the last token again, and another one."""
+        """Drafts a tree without probabilities: the last token again, and token 5."""
 
         branches = True
 

@@ -1,4 +1,4 @@
-"""Staged faults: each is named rightly, in every engine's words; servers that say nothing get a clear error."""
+"""Staged faults: each is diagnosed correctly from every engine's metrics; a server without metrics is a clear error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PREFIX = {"sameseed": "sameseed:", "vllm": "vllm:", "sglang": "sglang:", "llama.
 
 
 def page(engine: str, plain: dict[str, float], labelled: dict[str, tuple[str, dict[str, float]]] | None = None) -> str:
-    """Metrics text as an engine writes it."""
+    """Metrics text in the form of an engine."""
     lines = [f"{PREFIX[engine]}{name} {value}" for name, value in plain.items()]
     for name, (label, values) in (labelled or {}).items():
         lines += [f'{PREFIX[engine]}{name}{{model_name="m",{label}="{at}"}} {v}' for at, v in values.items()]
@@ -39,7 +39,7 @@ def page(engine: str, plain: dict[str, float], labelled: dict[str, tuple[str, di
 
 
 def drafted(engine: str, per_pos: list[float], drafts: float = 1000, running: float = 1, **more: float) -> str:
-    """A page after `drafts` drafts, of as many tokens as places."""
+    """A page after `drafts` drafts, each with as many tokens as `per_pos` has places."""
     accepted = sum(per_pos)
     plain = {"spec_decode_num_drafts_total": drafts, "spec_decode_num_draft_tokens_total": drafts * len(per_pos)}
     plain["spec_decode_num_accepted_tokens_total"] = accepted
@@ -52,7 +52,7 @@ def drafted(engine: str, per_pos: list[float], drafts: float = 1000, running: fl
 def ours(
     per_pos: list[float], stages: tuple[float, float, float], drafts: float = 1000, passes: float = 1000, **why: float
 ) -> str:
-    """A page of our server: (draft, target, other) seconds, and rounds without a draft by why."""
+    """A page of our server: seconds of (draft, target, other), and rounds without a draft by reason."""
     text = drafted("sameseed", per_pos, drafts, iteration_tokens_total_count=passes)
     names = dict(zip(("draft", "target", "schedule"), stages, strict=True))
     undrafted = {w.replace("_", " "): n for w, n in {"prompt": 0, **why}.items()}
@@ -160,13 +160,13 @@ def test_break_even_is_the_ratio_of_times() -> None:
     diagnosis = found(ours(GOOD, (4.2, 10.95, 0.5)), COSTS)
     assert diagnosis.need == pytest.approx((10.95 + 0.5 + 4.2) / 10.5)
     assert diagnosis.speedup == pytest.approx(3.362 / diagnosis.need)
-    # 1000 rounds in 15.65 s where plain decoding would write 80 tokens/s: a round takes that of 1.252 tokens.
+    # 1000 rounds take 15.65 s. Plain decoding writes 80 tokens/s, so a round takes as long as 1.252 of its tokens.
     assert found(ours(GOOD, (4.2, 10.95, 0.5)), None, 80).need == pytest.approx(80 * 15.65 / 1000)
     bound = found(ours(GOOD, (4.2, 10.95, 0.5)))
     assert (bound.need, bound.need_is) == (pytest.approx(15.65 / 11.45), "bound") and bound.best_k is None
     assert "at least" in bound.verdict and "may pay or not" in bound.verdict and not bound.faults
     lost = found(ours([300, 90, 30, 9], (12, 10, 0.5)))
-    assert lost.faults[-1].name == "never pays"  # not even where checking costs nothing
+    assert lost.faults[-1].name == "never pays"  # not even if verifying cost nothing
 
 
 def test_a_server_that_does_well_is_told_so() -> None:
@@ -203,7 +203,7 @@ def test_uneven_gaps_without_prompts_are_a_busy_machine() -> None:
 
 
 def of_engine(model: str | Path, draft: str | Path | None = None, tokens: int = 48, **settings: Any) -> Diagnosis:
-    """What doctor says of a real engine that wrote some texts, through the server's own page of metrics."""
+    """doctor's diagnosis of a real engine that wrote some texts, from the server's own metrics page."""
     llm = LLM(str(model), None if draft is None else str(draft), **{"policy": "fixed", **settings})
     llm.generate(["The fox", "One day", "A man"], SamplingParams(max_tokens=tokens, ignore_eos=True))
     spec = llm.engine.metrics
@@ -218,7 +218,7 @@ def of_engine(model: str | Path, draft: str | Path | None = None, tokens: int = 
 
 
 def scrambled(folder: Path) -> Path:
-    """The embedded head with weights that belong to no target."""
+    """The embedded head with its weights shuffled, so that it fits no target."""
     source = resolve_model("embedded-head")
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -231,7 +231,7 @@ def scrambled(folder: Path) -> Path:
 
 
 def short_sighted(folder: Path) -> Path:
-    """The embedded draft, which knows 24 tokens of a text at most."""
+    """The embedded draft with a context of only 24 tokens."""
     shutil.copytree(resolve_model("embedded-draft"), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 24}))

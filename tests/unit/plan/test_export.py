@@ -1,4 +1,4 @@
-"""A profile in other engines' words: what they have is in the command, all else is said."""
+"""A profile in other engines' terms: the command has what they support, and the rest is reported."""
 
 from __future__ import annotations
 
@@ -117,4 +117,4 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["command"][:2] == ["vllm", "serve"]
     with pytest.raises(ConfigError, match="there are vllm"):
         export(tuned(), "ollama")
-    assert vllm.KV_FORMATS  # the same words as the server's door
+    assert vllm.KV_FORMATS  # the server uses the same names

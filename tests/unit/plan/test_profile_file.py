@@ -1,4 +1,4 @@
-"""A tuned profile survives writing and reading, is refused where it does not hold, and LLM and commands heed it."""
+"""A tuned profile survives writing and reading, is refused where it does not apply, and LLM and commands use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sameseed.tuned import AcceptRates, Chosen, Loser, PassCosts, Scope, Tuned, 
 
 
 def made(**changes: object) -> Tuned:
-    """A profile of this machine and the embedded target."""
+    """A profile for this machine and the embedded target."""
     tuned = Tuned(
         machine_here(),
         TunedModel("embedded", store.weights_key(resolve_model("embedded"))),

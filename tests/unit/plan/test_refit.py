@@ -15,7 +15,7 @@ SIZES = (1, 2, 3, 4, 6, 8)
 
 
 def chains(num_texts: int = 12, length: int = 40, rate: float = 0.7) -> Replay:
-    """A replay of chains of which each token is right so often."""
+    """A replay of chains in which each token is right with probability `rate`."""
     rng = np.random.default_rng(3)
     right = rng.random((num_texts * length, SIZES[-1])) < rate
     run = np.where(right.all(1), SIZES[-1], right.argmin(1))
@@ -27,14 +27,14 @@ def chains(num_texts: int = 12, length: int = 40, rate: float = 0.7) -> Replay:
 
 
 def costs(rows: float = 1.0, draft: float = 1.0, gap: float = 1.0) -> RoundCost:
-    """A model whose passes cost more with every row, beside a draft that costs a fifth."""
+    """Costs of a target whose passes cost more with every row, and of a draft that costs a fifth."""
     curve = Curve([(1, 1.0), *((m, 1.0 + rows * 0.05 * (m - 1)) for m in (2, 8, 64))], 16)
     steps = LevelCost(0.0, Curve([(1, draft * 0.2), (64, draft * 0.4)]), reads=False)
     return RoundCost(curve, (steps,), 0.1, 0.1 + gap * 0.1)
 
 
 def probes(replay: Replay, real: RoundCost) -> list[Probe]:
-    """A short draft and the longest, alone and four together, timed without noise."""
+    """Noise-free timings of a short draft and of the longest, for one sequence and for four together."""
     found = []
     for batch in (1, 4):
         plain = simulate(replay, real, 0, batch, num_samples=0)
@@ -78,7 +78,7 @@ def test_what_no_scale_explains_is_taken_by_draft_size() -> None:
     replay = chains()
 
     def real(k: int, batch: int) -> float:
-        """A draft that takes as much longer as it is larger, in no straight line."""
+        """True seconds: twice the simulated ones for drafts of more than two tokens."""
         return simulate(replay, costs(), k, batch, num_samples=0).seconds.value * (2.0 if k > 2 else 1.0)
 
     seen = [

@@ -25,7 +25,7 @@ from sameseed.study.workload import Workload
 
 @dataclass(frozen=True)
 class Simple:
-    """A row of the target takes a second, a step of drafting a tenth, a round a hundredth or, with a draft, two."""
+    """A row of the target takes 1 s, a step of drafting 0.1 s; a round adds 0.01 s, or 0.02 s with a draft."""
 
     spread: CostSpread = field(default_factory=CostSpread)
 
@@ -43,7 +43,7 @@ class Simple:
 
 
 def made(accepted: list[list[list[int]]], sizes: tuple[int, ...] = (1, 2), levels: tuple[str, ...] = ("a",)) -> Replay:
-    """A replay of chains: for each text and position the accepted tokens of each size."""
+    """A replay of chains: for each text and position, the accepted tokens of each draft size."""
     flat = np.array([row for text in accepted for row in text], np.int16).reshape(-1, len(sizes))
     offsets = np.array([0, *np.cumsum([len(text) for text in accepted])], np.int64)
     nodes = np.broadcast_to(np.array(sizes, np.int16), flat.shape).copy()
@@ -52,7 +52,7 @@ def made(accepted: list[list[list[int]]], sizes: tuple[int, ...] = (1, 2), level
     return Replay(sizes, levels, np.full(len(accepted), 10, np.int32), offsets, flat, nodes, steps)
 
 
-# Sizes 1 and 2. The first text: tokens 0..5, the second: 0..2, the third one token only.
+# Draft sizes 1 and 2. The first text has tokens 0..5, the second 0..2, the third only one token.
 TEXTS = made([[[1, 2], [1, 1], [0, 0], [1, 1], [0, 0]], [[0, 0], [0, 0]], []])
 
 
@@ -87,7 +87,7 @@ def test_lengths_by_batch_by_hand() -> None:
 def test_the_next_prompt_takes_the_place() -> None:
     texts = made([[[0, 0]] * 3, [[0, 0]], [], [[0, 0]] * 2])
     found = simulate(texts, Simple(), 0, 2, refill=True, num_samples=5)
-    # Rounds: texts 1 and 2; 1, while the prompt of 3 brings its only token; 1 and 4; 4.
+    # Rounds: texts 1 and 2; text 1, while the prompt of 3 gives its only token; texts 1 and 4; text 4.
     assert (found.num_rounds, found.mean_rows) == (4, 6 / 4)
     assert simulate(texts, Simple(), 0, 2, num_samples=5).num_rounds == 5
     assert simulate(texts, Simple(), 0, 1, refill=True).seconds == simulate(texts, Simple(), 0, 1).seconds
@@ -121,7 +121,7 @@ def test_what_is_known_of_plain_decoding_need_not_be_simulated() -> None:
 
 
 def some_texts(rng: np.random.Generator, num_texts: int, right: float) -> Replay:
-    """Texts of 40 to 90 tokens, each with a rate of its own at which tokens are right, one after the other."""
+    """Texts of 40 to 90 tokens; each has its own probability that the next token is right."""
     texts = []
     for rate in np.clip(rng.normal(right, 0.1, num_texts), 0.05, 0.95):
         length = int(rng.integers(40, 90))
@@ -131,7 +131,7 @@ def some_texts(rng: np.random.Generator, num_texts: int, right: float) -> Replay
 
 
 def test_intervals_hold_as_often_as_they_say() -> None:
-    """Of speed-ups of 12 prompts, about 80 % hold that of very many."""
+    """About 80 % of the intervals from 12 prompts contain the speed-up of very many prompts."""
     rng = np.random.default_rng(0)
     cost = RoundCost(Curve([(1, 1.0), (8, 1.2)]), plain_gap=0.1, drafted_gap=0.2)
     truth = simulate(some_texts(rng, 3000, 0.6), cost, 4, 1, num_samples=2).speedup.value
@@ -145,7 +145,7 @@ def test_costs_that_are_unsure_widen_the_interval() -> None:
     sure, unsure = (simulate(texts, Simple(CostSpread(draft=s)), 4, 2, num_samples=200).speedup for s in (0.0, 0.5))
     assert unsure.value == sure.value
     assert unsure.high - unsure.low > sure.high - sure.low
-    # A machine that is slower in all changes no speed-up.
+    # A machine that is slower in everything changes no speed-up.
     start = [simulate(texts, Simple(CostSpread(s, s, s)), 0, 2, num_samples=50) for s in (0.0, 0.5)]
     assert start[1].tokens_per_s.low < start[0].tokens_per_s.low
     assert start[1].speedup == start[0].speedup
@@ -233,7 +233,7 @@ def test_costs_from_a_profile() -> None:
 def test_rounds_are_those_of_an_engine(
     pair_folders: tuple[Path, Path], batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes, rows and decided tokens of a real run, of which only the clock is missing."""
+    """Passes, rows and decided tokens equal those of a real run; only the clock is simulated."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path))
     target, draft = map(str, pair_folders)
     prompts = (*map(tuple, random_prompts(4)), (7, 8, 9, 7, 8, 9))

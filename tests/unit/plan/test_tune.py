@@ -1,4 +1,4 @@
-"""Tuning: the grid, who runs, who wins; the embedded pair from prompts to a profile that an engine reads."""
+"""Tuning: the grid, which contestants run and win; the embedded pair, from prompts to a profile for an engine."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_slow_moment_of_the_machine_changes_no_promise(monkeypatch: pytest.Mon
 
 
 class Runs:
-    """Contestants whose speed is known."""
+    """A contestant whose speed is known."""
 
     def __init__(self, spec: SpecConfig, speed: float, ttft: float = 0.01, num_bytes: int = 0) -> None:
         self.ran: list[int] = []
@@ -218,7 +218,7 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
 
 def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
     runs = ngrams(6)
-    for r in runs:  # copies share `run`: what was measured belongs to whoever runs
+    for r in runs:  # copies share `run`; without it, each records its own measurements
         vars(r.contestant).pop("run"), vars(r.contestant).pop("warm")
     speeds = {r.contestant.label: r.speed for r in runs}
     seen: set[int] = set()
@@ -235,7 +235,7 @@ def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
                 times.setdefault(batch, []).extend([0.1] * len(members))
 
     timed = [Timed(r.contestant.prospect, r.contestant.engine, lambda b, m: [(i,) for i in m]) for r in runs]  # type: ignore[misc]
-    wanted = [c.prospect for c in timed[:4]]  # the best two were not among those that a prediction wanted
+    wanted = [c.prospect for c in timed[:4]]  # the prediction did not want the best two
     order, found = regret.regrets(timed, wanted, asked(exhaustive=True), lambda *_: None)
     assert seen == set(range(8)), "both halves ran"
     assert [p.id for p in asked(exhaustive=True).alternating().fitted] == ["0", "2", "4", "6"], "from all domains"

@@ -1,4 +1,4 @@
-"""Tuning a vLLM that runs: what is asked of it, which length pays, and what is written; with a stand-in for vLLM."""
+"""Tuning a running vLLM: what it is asked, which length pays, and what is written; with a stand-in for vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RIGHT = (0.8, 0.6, 0.3)
 
 
 class StandIn(http.server.ThreadingHTTPServer):
-    """A vLLM of `k` draft tokens. A round of B sequences takes 10 + 0.5 B (1 + k) ms by its metrics."""
+    """A vLLM with `k` draft tokens. By its metrics, a round of B sequences takes 10 + 0.5 B (1 + k) ms."""
 
     daemon_threads = True
 
@@ -34,7 +34,7 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.status = 200
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client may leave early. To print that, Python 3.11 parses source, and fails if another thread does too."""
+        """Do nothing if a client leaves early: printing it fails in Python 3.11 if another thread parses source too."""
 
     def page(self) -> str:
         with self.lock:

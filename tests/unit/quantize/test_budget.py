@@ -1,4 +1,4 @@
-"""The knapsack against every choice, and what a rotation is made of."""
+"""The knapsack against all combinations, and the parts of a rotation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_choice_is_the_best_of_all(seed: int, budget: float) -> None:
     feasible = [
         sum(r.loss for r in pick)
         for pick in itertools.product(*choices)
-        # The knapsack rounds costs up, each by less than a step of what there is to spend.
+        # The knapsack rounds each cost up, by less than a step of the bits that it can spend.
         if sum(r.bits * r.num_weights for r in pick) <= (budget - (budget - 4.125) * 5 / STEPS) * weights
     ]
     assert found.predicted_loss <= min(feasible, default=math.inf) + 1e-12

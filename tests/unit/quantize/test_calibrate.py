@@ -1,4 +1,4 @@
-"""Calibration text: what is read, how rows are cut, and what a bad file is told."""
+"""Calibration text: what is read, how rows are cut, and the errors for bad files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantizing on another device: the same file where nothing is learned from text, nearly the same elsewhere."""
+"""Quantizing on another device: the same file if nothing is learned from text, otherwise nearly the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sameseed.quantize._run import Progress, quantize
 
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The pretended device, which is as good as any."""
+    """The pretended device, which passes every check."""
     monkeypatch.setattr(devices, "check", lambda name: None)
     with pretended_device() as name:
         yield name
@@ -55,7 +55,7 @@ slow = pytest.mark.slow
 def test_rounding_to_nearest_gives_the_same_file(
     plan: QuantizePlan, away: str, tmp_path: Path, scheme: str, learns: bool
 ) -> None:
-    """`learns`: with calibration text, which rtn measures its errors by."""
+    """`learns`: with calibration text, on which rtn measures its errors."""
     asked = replace(plan, scheme=scheme, calibration=plan.calibration if learns else None)
     here = quantize(replace(asked, out=tmp_path / "here"))
     there = quantize(replace(asked, out=tmp_path / "there", device=away))
@@ -71,7 +71,7 @@ def test_rounding_to_nearest_gives_the_same_file(
 def test_methods_that_learn_from_text_run_there(
     plan: QuantizePlan, away: str, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, after an interruption too, and as good as on the CPU; every layer was computed there."""
+    """Runs complete there, also after an interruption, as good as on the CPU; every layer is computed there."""
     computed: list[bool] = []
     error = _walk.module_error
 

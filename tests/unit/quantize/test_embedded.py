@@ -1,4 +1,4 @@
-"""What the embedded target loses, by held-out perplexity relative to the original: the aims, with room for the text."""
+"""The held-out perplexity of the quantized embedded target, relative to the original: the aims, with some margin."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def held_out() -> torch.Tensor:
 
 
 def token_losses(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihoods in nats of every token of ids [B, S] but each row's first."""
+    """Negative log-likelihoods in nats of every token of ids [B, S], except each row's first."""
     model = load_model(folder, ops.resolve())
     losses = [F.cross_entropy(all_logits(model, row.tolist())[:-1], row[1:], reduction="none") for row in ids]
     return torch.cat(losses).double()
@@ -42,7 +42,7 @@ def original() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def change(tmp_path_factory: pytest.TempPathFactory):
-    """How the losses of tokens change by a method and a scheme; each is quantized once."""
+    """The changes of tokens' losses by a method and a scheme; each is quantized once."""
     folder = tmp_path_factory.mktemp("quantized")
     text: Path = ASSETS / "prompts_heldout.jsonl"
 
@@ -56,12 +56,12 @@ def change(tmp_path_factory: pytest.TempPathFactory):
 
 
 def relative(change: torch.Tensor) -> float:
-    """Perplexity over the original's."""
+    """The perplexity divided by the original's."""
     return math.exp(float(change.mean()))
 
 
 def spread(change: torch.Tensor) -> float:
-    """Mean square of the changes: how far from the original, whichever way. Its noise is far less than the mean's."""
+    """The mean square of the changes, in whichever direction. It is far less noisy than their mean."""
     return float(change.square().mean())
 
 

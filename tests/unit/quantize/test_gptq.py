@@ -1,4 +1,4 @@
-"""gptq against the paper's formulas written plainly, its blocks and groups, and the search of ranges."""
+"""gptq against the paper's plain formulas, its blocks and groups, and the search for clipping ranges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gptq(weight: Tensor, scheme: str, stats: Stats, **options: object) -> Tensor
 
 
 def textbook(weight: Tensor, hessian: Tensor, grid: CodeGrid, group: int, damping: float) -> Tensor:
-    """Optimal brain quantization in a fixed order: after each column, the inverse of what is left is taken afresh."""
+    """Optimal brain quantization in a fixed order: each column inverts the remaining Hessian anew."""
     work, hessian = weight.double(), hessian.double()
     hessian = hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
     out = torch.empty_like(work)
@@ -40,7 +40,7 @@ def textbook(weight: Tensor, hessian: Tensor, grid: CodeGrid, group: int, dampin
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a8-qoq", "fp8", "w8a8n"])
 def test_it_is_the_paper_s_method(scheme: str) -> None:
-    # Formats whose scales do not move on the way, so that the textbook can round by the same grid.
+    # The scales of these formats do not change on the way, so the textbook can round by the same grid.
     weight, stats = randn(24, K), stats_of(correlated(500, K))
     q = QuantScheme.parse(scheme).encode(weight)
     expected = textbook(weight, stats.hessian, CodeGrid(q), q.group, 0.01)
@@ -57,7 +57,7 @@ def test_it_is_the_paper_s_method(scheme: str) -> None:
 def test_blocks_do_not_matter(scheme: str, act_order: bool) -> None:
     weight, stats = randn(16, K, seed=1), stats_of(correlated(500, K))
     whole = gptq(weight, scheme, stats, block=K, act_order=act_order)
-    for block in (16, 48, 100):  # groups end inside blocks, and blocks inside groups
+    for block in (16, 48, 100):  # groups end inside blocks, and blocks end inside groups
         found = gptq(weight, scheme, stats, block=block, act_order=act_order)
         assert (found == whole).float().mean() > 0.97  # sums in another order
         assert stats.error(weight, found).sum() == pytest.approx(float(stats.error(weight, whole).sum()), rel=0.05)
@@ -65,7 +65,7 @@ def test_blocks_do_not_matter(scheme: str, act_order: bool) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp8-b128", "nf4-dq"])
 def test_rows_that_share_something_are_kept_together(scheme: str, tmp_path: Path) -> None:
-    # Inputs nearly alike: about half the rows gain nothing.
+    # Inputs are nearly uncorrelated: about half the rows gain nothing.
     weight, stats = randn(256, 2 * K, seed=3), stats_of(randn(4000, 2 * K, seed=9))
     chosen = QuantScheme.parse(scheme)
     q, plain = parse_method("gptq", {}).quantize(weight, chosen, stats), chosen.encode(weight)
@@ -79,7 +79,7 @@ def test_rows_that_share_something_are_kept_together(scheme: str, tmp_path: Path
 
 def test_act_order_helps_where_few_channels_are_large() -> None:
     x = correlated(800, K)
-    x[:, -8:] *= 20  # the last ones: in plain order nothing is left to make up for them
+    x[:, -8:] *= 20  # in plain order, no column after these can make up for their errors
     weight, stats = randn(32, K, seed=2), stats_of(x)
     plain, ordered = (gptq(weight, "w4a16-g32", stats, act_order=a) for a in (False, True))
     assert stats.error(weight, ordered).sum() < 0.9 * stats.error(weight, plain).sum()
@@ -88,7 +88,7 @@ def test_act_order_helps_where_few_channels_are_large() -> None:
 def test_clipping_lessens_the_error_of_a_lone_outlier() -> None:
     weight, stats = randn(16, K, seed=3), stats_of(randn(500, K))
     weight[:, 5] = 9.0
-    stats.hessian[5] = stats.hessian[:, 5] = 0.0  # nothing ever enters there
+    stats.hessian[5] = stats.hessian[:, 5] = 0.0  # this input is always zero
     encode = QuantScheme.parse("w4a16-g32").encode
     plain, cut = encode(weight), encode(clip(weight, encode, stats.hessian))
     assert stats.error(weight, decoded(cut)).sum() < 0.8 * stats.error(weight, decoded(plain)).sum()

@@ -1,4 +1,4 @@
-"""A head that is turned with its target: the same guesses from turned states."""
+"""A head that is rotated with its target: the same guesses from rotated hidden states."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def made(root: Path, kind: str) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target, and what `rotate` makes of it in 32 bits."""
+    """A target, and the target rotated by `rotate` in 32 bits."""
     root = tmp_path_factory.mktemp("rotated")
     write_model(root / "target", num_hidden_layers=3)
     write_model(root / "draft")
@@ -63,7 +63,7 @@ def rotated(model: Path, out: Path, method: str = "rotate") -> Path:
 
 
 def guesses(folder: Path, model: Path, turned: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and features of a head after nine tokens, from random states of its target."""
+    """Logits and features of a head after nine tokens, from random hidden states of its target."""
     target = load_model(model, ops.resolve("reference"))
     head = load_head(folder, target, target.ops)
     c = head.config.layer
@@ -95,7 +95,7 @@ def engine(target: Path, head: Path | None) -> Engine:
 
 
 def test_it_is_accepted_as_often(models: tuple[Path, Path], tmp_path: Path) -> None:
-    """And the head as it was is not: it reads states that it does not know."""
+    """The unrotated head is accepted less with the rotated target, whose hidden states it does not know."""
     target, turned = models
     head = knowing_head(tmp_path / "head", target, "eagle3", draft_vocab_size=290)
     own = turn_head(head, turned, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""A planted channel, a hundred times the others: each outlier method must beat rounding to nearest by its factor."""
+"""One channel is a hundred times the others: each outlier method must beat rounding to nearest by its factor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = {"hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers":
 
 
 def planted(compensated: bool) -> tuple[ModelConfig, Stored]:
-    """A layer whose norms blow one channel up; compensated: what reads it has weights so much smaller."""
+    """A layer whose norms enlarge one channel; compensated: the weights that read it are smaller by the same factor."""
     config, source = source_of("llama2", **SETTINGS, num_key_value_heads=8)
     for norm, stage in ((INPUT_NORM, "qkv"), (POST_NORM, "gate_up")):
         source.tensors[f"model.layers.0.{norm}.weight"][PLANTED] *= 100
@@ -28,7 +28,7 @@ def planted(compensated: bool) -> tuple[ModelConfig, Stored]:
 
 @cache
 def output_error(method: str, scheme: str, compensated: bool) -> float:
-    """Relative error of what leaves q, k and gate, over the layer's own inputs."""
+    """The relative error of the outputs of q, k and gate, from the layer's own inputs."""
     config, source = planted(compensated)
     ids = tokens(config, rows=8, length=32)
     walk, plain = walk_of(config, source, method, scheme, ids), walk_of(config, source, "rtn", "fp32", ids)
@@ -37,7 +37,7 @@ def output_error(method: str, scheme: str, compensated: bool) -> float:
     entering = walk.hidden.clone()
     block, _ = walk.layer(0)
     lost = whole = 0.0
-    # v and up are left out: methods may turn or scale what leaves them, for o and down to undo.
+    # v and up are left out: methods may rotate or scale their outputs, which o and down undo.
     for stage, names in (("qkv", (Q, K)), ("gate_up", (GATE,))):
         x, y = walk.decoder.inputs(block, stage, entering), plain.decoder.inputs(original, stage, plain.hidden)
         for name in names:
@@ -47,7 +47,7 @@ def output_error(method: str, scheme: str, compensated: bool) -> float:
     return (lost / whole) ** 0.5
 
 
-# method, scheme, is the outlier compensated in the weights?, by which factor the error is less than rounding's.
+# method, scheme, whether the weights compensate the outlier, factor by which the error is below rounding's.
 FACTORS = [
     ("smooth", "w8a8", True, 12.0),
     ("rotate", "w8a8", True, 12.0),

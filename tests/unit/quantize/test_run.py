@@ -1,4 +1,4 @@
-"""A whole run: the checkpoint it writes, going on after an interruption, and what it refuses."""
+"""A whole run: the checkpoint it writes, resuming after an interruption, and what it refuses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same(a: Path, b: Path) -> bool:
 
 
 def interrupted(plan: QuantizePlan) -> None:
-    """A run that stops after its first layer."""
+    """Interrupts a run after its first layer."""
 
     def report(p: Progress) -> None:
         if p.stage == "layers":
@@ -128,7 +128,7 @@ def test_a_head_whose_format_is_chosen(plan: QuantizePlan, tmp_path: Path) -> No
     ("method", "scheme", "formats"),
     [
         ("rtn", "w8a8", ("fp32", None)),
-        ("rotate", "w8a8", ("fp32", "fp32")),  # a rotated head takes the last norm: it is another
+        ("rotate", "w8a8", ("fp32", "fp32")),  # a rotated head absorbs the last norm, so it differs from the embedding
         ("rtn", "w8a8,lm_head=w8a16", ("fp32", "int8")),
         ("rtn", "w8a8,lm_head=w8a16,model.embed_tokens=w8a16", ("int8", None)),
         ("rtn", "w8a8,model.embed_tokens=w8a16", ("int8", None)),
@@ -185,7 +185,7 @@ def test_resuming_with_other_options_is_refused(plan: QuantizePlan, change: dict
     interrupted(plan)
     with pytest.raises(ConfigError, match=r"was begun with .*--overwrite"):
         quantize(replace(plan, resume=True, **change))
-    quantize(replace(plan, overwrite=True, **change))  # begins anew
+    quantize(replace(plan, overwrite=True, **change))  # starts again
 
 
 def test_resuming_with_another_model_is_refused(plan: QuantizePlan, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tokens that come first under the noise: the first is the sampler's own, native and NumPy agree."""
+"""The tokens that come first under the noise: the first is the sampler's own; native and NumPy agree."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def rows(count: int, size: int = 1000) -> list[np.ndarray]:
     rng = np.random.default_rng(5)
     made = [(4.0 * rng.standard_normal(size)).astype(np.float32) for _ in range(count)]
     made[0][7:] = -np.inf  # fewer tokens than are asked for
-    made[1][:] = 1.0  # all alike
+    made[1][:] = 1.0  # all equal
     return made
 
 
@@ -91,7 +91,7 @@ def test_without_truncation_rows_give_the_choices(params):
 
 
 def test_what_truncation_leaves_out_comes_later():
-    """Two tokens in a nucleus, the third outside: it is among the choices, lowered, and wins where noise is large."""
+    """Tokens 0 and 1 are in the nucleus. Token 2 is outside: lowered, but first if its noise is large."""
     table = np.array([[3.0, 2.9, 2.0, -np.inf]], np.float32)
     params = SamplingParams(temperature=1.0, top_p=0.8)
     firsts = []

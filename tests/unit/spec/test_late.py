@@ -1,4 +1,4 @@
-"""Chains that a model writes by itself and the target checks unread: the same rounds, and one wait in each."""
+"""Chains that a model drafts and the target verifies unread by the host: the same rounds, with one wait in each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def choosing(reference_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many numbers each wait was for."""
+    """How many numbers each wait reads."""
     sizes: list[int] = []
     read = devices.read
     monkeypatch.setattr(devices, "read", lambda x: (sizes.append(x.numel()), read(x))[1])
@@ -48,7 +48,7 @@ def rounds(done: list[Completion]) -> list[Any]:
 
 
 def looked_at(engine: Any, monkeypatch: pytest.MonkeyPatch, params: Any) -> list[Completion]:
-    """The same where the host looks at each token before the next."""
+    """The same run, but the host reads each token before the next is drafted."""
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "takes_late", False)
         patch.setattr("sameseed.models.eagle_runner.HeadRunner.draw", lambda *_: None)
@@ -58,11 +58,11 @@ def looked_at(engine: Any, monkeypatch: pytest.MonkeyPatch, params: Any) -> list
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("few", [False, True])
 def test_rounds_are_the_same_unread(name: str, few: bool, choosing: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and sampled, of several lengths, with ends of texts inside drafts, and preempted."""
+    """Greedy and sampled, of several lengths, with ends of texts inside drafts, and with preemptions."""
     how: dict[str, Any] = {"method": name, "k": 4, **CHAINS[name], **({"block": 4, "tokens": 52} if few else {})}
     how["max_len"] = 48
     whole = texts(run(make_engine(choosing, max_len=48), PROMPTS, EACH))
-    each = [replace(p, stop_token_ids=t[-4:-2]) for p, t in zip(EACH, whole, strict=True)]  # ends inside of drafts
+    each = [replace(p, stop_token_ids=t[-4:-2]) for p, t in zip(EACH, whole, strict=True)]  # texts end inside drafts
     plain = texts(run(make_engine(choosing, max_len=48), PROMPTS, each, alone=True))
     wanted = looked_at(make_engine(choosing, **how), monkeypatch, each)
     settled: list[int] = []

@@ -1,4 +1,4 @@
-"""Sampling against a slow textbook implementation; penalties along a draft; what cannot be sampled."""
+"""Sampling against a slow textbook implementation; penalties along a draft; logits that cannot be sampled."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_top_p_edges() -> None:
 
 
 def test_top_p_in_a_large_vocabulary() -> None:
-    """The shortcut that leaves unlikely tokens out of the sort changes nothing."""
+    """Leaving unlikely tokens out of the sort is faster and changes nothing."""
     rng = np.random.default_rng(0)
     for scale, p in ((0.01, 0.9), (1.0, 0.95), (5.0, 0.5), (5.0, 0.999)):
         row = rng.standard_normal(5000) * scale
@@ -129,7 +129,7 @@ needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="the native module is n
 
 @st.composite
 def rows(draw: st.DrawFn) -> np.ndarray[Any, Any]:
-    """Logits in either width, over several chunks of the native loops; with ties, tokens ruled out, and worse."""
+    """Logits in either width, over several chunks of the native loops; with ties, excluded tokens, NaN and infinity."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     row = rng.standard_normal(draw(st.sampled_from([1, 2, 7, 63, 64, 65, 200, 1000, 5000])))
     row *= draw(st.sampled_from([0.0, 0.01, 1.0, 3.0, 12.0]))
@@ -156,7 +156,7 @@ def draws(draw: st.DrawFn) -> SamplingParams:
 @settings(max_examples=400)
 @given(row=rows(), params=draws(), seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**31))
 def test_native_equals_the_specification(row: Any, params: Any, seed: int, position: int) -> None:
-    """On every instruction set of this machine, bit for bit the same probability; the choice is the specification's."""
+    """On every instruction set, the choice is the specification's and the probability has the same bits."""
     from sameseed import _native
 
     with np.errstate(invalid="ignore", over="ignore"):
@@ -166,19 +166,19 @@ def test_native_equals_the_specification(row: Any, params: Any, seed: int, posit
     for isa in ("portable", "avx2", "avx512"):
         try:
             _native.set_isa(isa)
-        except ValueError:  # this machine lacks it
+        except ValueError:  # this machine lacks the instruction set
             continue
         assert native_choice(row, params, seed, position) == token, isa
         found.add(probability(row, sequence(params), max(token, 0)))
     _native.set_isa("auto")
     if token != FAILED:
         assert len(found) == 1
-        assert found.pop() == pytest.approx(likely, rel=1e-5)  # it decides lengths only
+        assert found.pop() == pytest.approx(likely, rel=1e-5)  # it only decides draft lengths
 
 
 @needs_native
 def test_native_noise_in_a_large_vocabulary() -> None:
-    """All tokens alike: the noise alone decides, and every bound on it is put to the test."""
+    """With equal or slowly falling logits the noise decides, which tests every bound on it."""
     for row in (np.zeros(30_000, np.float32), np.linspace(0.0, -9.0, 30_000, dtype=np.float32)):
         for seed in range(40):
             assert native_choice(row, SamplingParams(temperature=0.9), seed, 5) == numpy_choice(
@@ -203,7 +203,7 @@ def test_without_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_largest_noise_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator's largest output would round up to 1, whose noise is infinite."""
+    """The generator's largest output would be rounded up to 1, for which the noise is infinite."""
     token = np.array([0], np.int64)
     # Run the generator backwards: which key gives 2^64 - 1?
     mask, z = 2**64 - 1, 2**64 - 1

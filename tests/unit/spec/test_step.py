@@ -1,4 +1,4 @@
-"""decode_step: guess, check, keep; what stays in the cache is what a fresh prefill would have put there."""
+"""decode_step: draft, verify, keep; the rows that stay in the cache are those of a fresh prefill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sameseed.spec.step import decode_step
 
 
 class Recorder(Drafter):
-    """Guesses one fixed chain and writes down what it is told."""
+    """Drafts one fixed chain and records what it is told."""
 
     captures = (0, 1)
 
@@ -87,7 +87,7 @@ def test_nothing_is_checked_after_a_token_that_ends_the_text(pair: Pair) -> None
 
 
 def test_a_chain_ends_with_its_text() -> None:
-    """The embedded draft writes the end of an answer: no pass of it follows."""
+    """The embedded draft writes the end of an answer, and no pass of it follows."""
     llm = LLM("embedded", draft="embedded-draft", num_draft_tokens=24, policy="fixed")
     passes: list[int] = []
     drafter = llm.engine.drafter

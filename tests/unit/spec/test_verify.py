@@ -1,4 +1,4 @@
-"""verify on scripted drafts: which tokens, which nodes, and what the counters say."""
+"""verify on scripted drafts: accepted tokens and nodes, and what the counters say."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def check(draft: Draft, logits: Tensor, params: SamplingParams | None = None) ->
     ("chain", "target", "tokens"),
     [
         ([], [4], [4]),
-        ([4, 5, 6], [4, 5, 6, 7], [4, 5, 6, 7]),  # all right, and the bonus
+        ([4, 5, 6], [4, 5, 6, 7], [4, 5, 6, 7]),  # all right, and the bonus token
         ([4, 5, 6], [4, 5, 9, 7], [4, 5, 9]),
-        ([4, 5, 6], [4, 9, 6, 7], [4, 9]),  # right again below a wrong node: of no use
+        ([4, 5, 6], [4, 9, 6, 7], [4, 9]),  # right again below a wrong node: not accepted
         ([4, 5, 6], [9, 5, 6, 7], [9]),
         ([4, 4, 4], [4, 4, 4, 4], [4, 4, 4, 4]),
     ],
@@ -61,7 +61,7 @@ def test_tree_follows_the_child_that_carries_the_choice() -> None:
 
 def test_of_duplicate_siblings_the_first_is_followed() -> None:
     draft = Draft.trees([([4, 4, 5, 6], [-1, -1, 0, 1])])
-    # Both twins have the same row: a pure function of the same prefix. Their children differ.
+    # Both twins have the same logits, since their prefixes are equal. Their children differ.
     assert check(draft, after(4, 5, 5, 7, 8)).nodes == [[0, 2]]
     assert check(draft, after(4, 6, 6, 7, 8)) == Verified([[4, 6]], [[0]], [[]], [False])
 
@@ -99,7 +99,7 @@ def test_failure_keeps_what_was_accepted_before() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("params", [{}, {"logit_bias": {3: 1.0}}, {"banned_token_ids": (1,)}])
 def test_whose_fault_it_is_that_no_token_is_left(params: dict[str, Any], temperature: float) -> None:
-    """Bans and biases beside logits that are no numbers are no fault of the request's."""
+    """Logits of NaN or infinity are not the request's fault, whatever its bans and biases."""
     for bad in (math.nan, math.inf, -math.inf):
         logits = after(4) * 0 + bad
         seq = Sequence(0, [1], SamplingParams(temperature=temperature, **params), 0)
@@ -139,7 +139,7 @@ def test_counters() -> None:
 
 
 def test_choices_that_are_made_need_no_logits() -> None:
-    """Those of a backend are taken for requests that are drawable; of the others alone logits come to the CPU."""
+    """A backend's choices are used for drawable requests; only the logits of the others come to the CPU."""
     draft = Draft.chains([[4, 5], [6, 7]])
     seqs = [Sequence(0, [1], SamplingParams(), 0), Sequence(1, [1], SamplingParams(logprobs=0), 0)]
     rows = after(1, 1, 1, 6, 7, 3)

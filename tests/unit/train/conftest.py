@@ -1,4 +1,4 @@
-"""A toy recipe on made-up data: a few thousand tokens, models of some thousand weights."""
+"""A toy recipe on made-up data: a few thousand tokens, and models of a few thousand weights."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def data(tmp_path: Path) -> Path:
     write_rows(folder / "prose.jsonl.gz", [prose_row(i) for i in range(8)])
     held_out = [sum_row(i) for i in range(900, 912)] + [talk_row(i) for i in range(90, 94)] + [prose_row(99)]
     for row in held_out:
-        row.pop("answer_start", None)  # the valid file has none: the answer is found by its marker
+        row.pop("answer_start", None)  # held-out rows have none: the answer is found by its marker
     write_rows(folder / "valid.jsonl.gz", held_out)
     return folder
 

@@ -1,4 +1,4 @@
-"""Block heads in training: they compute what the inference head computes, learn, and go on where they stopped."""
+"""Block heads in training: they compute what the inference head computes, learn, and resume where they stopped."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PROMPTS = [{"prompt": f"the sum of all parts {i} is"} for i in range(8)]
     ("architecture", "draft_vocab", "rank"), [("LlamaForCausalLM", 0, 0), ("Qwen3ForCausalLM", 120, 6)]
 )
 def test_guesses_like_the_inference_head(tmp_path: Path, architecture: str, draft_vocab: int, rank: int) -> None:
-    """Every block of a text, its Markov head among it: BlockRunner's logits for that anchor."""
+    """Every block of a text, with or without a Markov head, has BlockRunner's logits for that anchor."""
     write_model(tmp_path / "target", num_hidden_layers=3, architectures=[architecture])
     target = load_model(tmp_path / "target", ops.resolve())
     settings = BlockSettings(num_layers=2, block_size=4, markov_rank=rank)
@@ -57,7 +57,7 @@ def test_guesses_like_the_inference_head(tmp_path: Path, architecture: str, draf
     generator = torch.Generator().manual_seed(5)
     head = BlockForTraining(config, 3)
     with torch.no_grad():
-        for weight in head.parameters():  # chance enough that every weight matters
+        for weight in head.parameters():  # random enough that every weight matters
             weight.mul_(8.0 if weight.ndim == 2 else 1.0).add_(0.1 * torch.randn(weight.shape, generator=generator))
     own = torch.randperm(MODEL_VOCAB, generator=generator)[:120].sort().values if draft_vocab else None
     export_block(head, own, tmp_path / "head", "float32")
@@ -102,7 +102,7 @@ def test_guesses_like_the_inference_head(tmp_path: Path, architecture: str, draf
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of which a head can know nearly all: only its first layer adds something."""
+    """A target that a head can predict nearly perfectly: only its first layer adds something."""
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(head_measure, "NEW_TOKENS", NEW_TOKENS)
     request.addfinalizer(monkeypatch.undo)
@@ -150,7 +150,7 @@ def test_learns_and_the_engine_accepts_as_counted(folder: Path, tmp_path: Path) 
     prompts = [ids for ids, _ in held_out(folder / "held.jsonl", engine.tokenizer, engine.max_model_len, NEW_TOKENS)]
     found = lawkit.run(engine, prompts, SamplingParams(max_tokens=NEW_TOKENS, seed=0))
     rounds = [(c.metrics.spec.num_draft_tokens, c.metrics.spec.num_accepted_tokens) for c in found]
-    # A text's last token is the target's own in the engine, and one that the count may take for a guess.
+    # The engine gives a text's last token to the target; the count may take it for an accepted guess.
     assert 0 <= counted["accepted"] - sum(accepted for _, accepted in rounds) <= len(rounds)
     assert abs(sum(drafted for drafted, _ in rounds) - counted["drafted"]) <= 4 * len(rounds)
     card = (made.folder / "README.md").read_text()

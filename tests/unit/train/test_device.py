@@ -1,4 +1,4 @@
-"""Training on another device: every stage whole on the pretended one, with the CPU's first weights and noise."""
+"""Training on another device: every stage runs on the pretended one, with the CPU's first weights and noise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sameseed.train.seeds import TextSettings
 
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The pretended device, which is as good as any; no backend knows its name."""
+    """The pretended device, which passes every check; the ops are always the reference backend's."""
     plain = ops.resolve("reference")
     monkeypatch.setattr(ops, "resolve", lambda *args: plain)
     monkeypatch.setattr(devices, "check", lambda name: None)
@@ -70,7 +70,7 @@ def test_a_pair_is_trained_there(
 def test_a_head_and_a_draft_are_trained_there(
     pair_folders: tuple[Path, Path], tmp_path: Path, away: str, kind: str
 ) -> None:
-    """As `train head --device`: texts and states of a target there, the head's own vocabulary, the exported file."""
+    """Like `train head --device`: a target's texts and states, the head's own vocabulary, and the exported file."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the sum of all parts {i}"}) + "\n" for i in range(4)))
     shared: dict[str, Any] = {"target": str(pair_folders[0]), "train": TrainSettings(2, rows=1, warmup=1), "batch": 2}

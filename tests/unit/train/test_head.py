@@ -1,4 +1,4 @@
-"""Heads in training: they compute what the inference head computes, learn, and go on where they stopped."""
+"""Heads in training: they compute what the inference head computes, learn, and resume where they stopped."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Llama:
 
 @pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 120}, {"num_kv_heads": 4, "intermediate_size": 72}])
 def test_guesses_like_the_inference_head(target: Llama, tmp_path: Path, changes: dict[str, int]) -> None:
-    """From every row of a text, each step along its own tokens: HeadRunner's logits for that chain."""
+    """From every row of a text, each step along the text's own tokens has HeadRunner's logits for that chain."""
     config = head_config(HeadRecipe(layers=AUX, size=SizeSettings(**changes)), target.config)
     head = HeadForTraining(config, 3)
     with torch.no_grad():
-        for parameter in head.parameters():  # chance enough that every weight matters
+        for parameter in head.parameters():  # random enough that every weight matters
             parameter.mul_(8.0 if parameter.ndim == 2 else 1.0).add_(0.1 * torch.randn_like(parameter))
     generator = torch.Generator().manual_seed(5)
     own = (
@@ -109,7 +109,7 @@ PROMPTS = [{"prompt": f"the sum of all parts {i} is"} for i in range(8)] + [
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of which a head can know nearly all: only its first layer adds something."""
+    """A target that a head can predict nearly perfectly: only its first layer adds something."""
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(head_measure, "NEW_TOKENS", NEW_TOKENS)
     request.addfinalizer(monkeypatch.undo)
@@ -164,7 +164,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_learns_and_is_accepted_more(folder: Path, trained: Path, tmp_path: Path) -> None:
-    """The loss falls, the counted acceptance rises above the first weights', and the engine sees the same."""
+    """The loss falls, the counted acceptance rises above the first weights', and the engine confirms it."""
     begun = run(folder, tmp_path / "begun", recipe_for(folder), stop_after=0)
     seen = losses(trained)
     assert sum(seen[-5:]) < 0.7 * sum(seen[:5])
@@ -173,13 +173,13 @@ def test_learns_and_is_accepted_more(folder: Path, trained: Path, tmp_path: Path
     assert after["rate"] > before["rate"] + 0.1
     assert after["agreement"][0] > before["agreement"][0] + 0.1
     rounds = speculate(folder, trained / "head")
-    # A text's last token is the target's own in the engine, and one that the count may take for a guess.
+    # The engine gives a text's last token to the target; the count may take it for an accepted guess.
     assert 0 <= after["accepted"] - sum(accepted for _, accepted in rounds) <= len(rounds)
     assert abs(sum(drafted for drafted, _ in rounds) - after["drafted"]) <= 4 * len(rounds)
 
 
 def speculate(folder: Path, head: Path) -> list[tuple[int, int]]:
-    """Drafted and accepted tokens of greedy chains of 4 for each held-out prompt, by the engine."""
+    """Drafted and accepted tokens of the engine's greedy chains of 4, for each held-out prompt."""
     spec = SpecConfig("eagle", str(head), num_draft_tokens=4, options={"top_k": 1, "depth": 4})
     engine = build_engine(str(folder / "target"), EngineConfig(spec=spec, cache=CacheConfig(format="fp32")))
     prompts = [ids for ids, _ in held_out(folder / "held.jsonl", engine.tokenizer, engine.max_model_len, NEW_TOKENS)]
@@ -213,7 +213,7 @@ def test_texts_that_are_written_stay(folder: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_layout_is_the_published_one(folder: Path, tmp_path: Path) -> None:
-    """Names, shapes, offsets and flags as the inference head (and vLLM) reads them; the frequent tokens are kept."""
+    """The inference head and vLLM read these names, shapes, offsets and flags; the frequent tokens are kept."""
     size = SizeSettings(draft_vocab_size=150, num_kv_heads=4)
     run(folder, tmp_path / "out", recipe_for(folder, size=size), stop_after=2)
     head = tmp_path / "out" / "head"
@@ -237,7 +237,7 @@ def test_layout_is_the_published_one(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_quantized_target_teaches(folder: Path, tmp_path: Path) -> None:
-    """Texts and states come from the target as it is quantized."""
+    """Texts and hidden states come from the quantized target."""
     recipe = recipe_for(folder, format="int8")
     done = run(folder, tmp_path / "low", recipe, stop_after=1)
     run(folder, tmp_path / "full", stop_after=0)

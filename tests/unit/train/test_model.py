@@ -1,4 +1,4 @@
-"""The trainer's model is the Llama that `transformers` reads, and its losses are the plain formulas."""
+"""The trainer's model is the Llama that `transformers` reads, and its losses equal the plain formulas."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SHAPE = ModelShape(
 
 
 def loud_model() -> LlamaForTraining:
-    """Weights large enough that a wrong detail shows."""
+    """A model with weights so large that a wrong detail shows."""
     model = LlamaForTraining(SHAPE, seed=1)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(4.0 if p.ndim == 2 else 1.0).add_(
                 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
             )
-            p.copy_(p.bfloat16().float())  # what export stores
+            p.copy_(p.bfloat16().float())  # the values that export stores
     return model
 
 

@@ -63,7 +63,7 @@ def test_sizes_that_make_no_model_are_refused(folder: Path, tmp_path: Path) -> N
 
 
 def test_components_keep_what_tells_tokens_apart() -> None:
-    """Products of rows are those of the original where it has no more dimensions than are kept."""
+    """Products of rows equal the original's if its rank is at most the number of kept dimensions."""
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(40, 6, generator=generator) @ torch.randn(6, 24, generator=generator)
     embedding = torch.zeros(40, 8)

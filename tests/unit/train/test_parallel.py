@@ -1,4 +1,4 @@
-"""Drafts that learn to guess several tokens in one pass: rows as drafting has them, the drop, and what they learn."""
+"""Drafts trained to guess several tokens in one pass: rows as in drafting, dropped masks, and what they learn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MASK = MODEL_VOCAB - 1
 
 
 def text_of(length: int, given: int, seed: int) -> TextStates:
-    """A text whose states say where they are."""
+    """A text whose hidden states are their positions plus 1000 times the seed."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, TOKENIZER_SIZE, (length,), generator=generator, dtype=torch.int32)
     states = torch.arange(length - 1).float()[:, None] + 1000 * seed
@@ -45,14 +45,14 @@ def text_of(length: int, given: int, seed: int) -> TextStates:
 
 
 def test_rows_are_what_drafting_sees(tmp_path: Path) -> None:
-    """The logits of every row, masks too, are those of the exported model behind that text and so many masks."""
+    """Every row, also of masks, has the logits of the exported model after that text and as many masks."""
     texts = [text_of(12, 4, 1), text_of(9, 0, 2)]
     settings = MaskSettings(4, MASK, keep=0.9)
     rows = masked_rows(texts, 4, 64, settings, 5, "cpu")
     draft = LlamaForTraining(SHAPE, 3)
     with torch.no_grad():
         logits = draft.hidden_where(rows.ids, rows.positions, rows.seen) @ draft.model.embed_tokens.weight.T
-        for weight in draft.parameters():  # as it will be stored
+        for weight in draft.parameters():  # rounded as they will be stored
             weight.copy_(weight.bfloat16())
         logits = draft.hidden_where(rows.ids, rows.positions, rows.seen) @ draft.model.embed_tokens.weight.T
     export_model(draft, tmp_path, None, ())
@@ -112,7 +112,7 @@ def test_targets_by_place_are_targets_by_row() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, prompts, and a draft of the usual kind that learned from it."""
+    """A target, prompts, and an ordinary draft that learned from the target."""
     root = tmp_path_factory.mktemp("parallel")
     write_model(root / "target")
     prompts = [{"prompt": f"the loop ends when {i}"} for i in range(6)]
@@ -135,7 +135,7 @@ def recipe_for(root: Path, **changes: Any) -> DraftRecipe:
 
 
 def accepted(root: Path, draft: SpecConfig) -> float:
-    """Tokens a draft of four, on what the target writes greedily to the prompts."""
+    """Accepted tokens per draft of four, on the target's greedy answers to the prompts."""
     prompts = [json.loads(line)["prompt"] for line in (root / "prompts.jsonl").read_text().splitlines()]
     llm = LLM(str(root / "target"), draft=draft, policy="fixed")
     done = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))

@@ -67,7 +67,7 @@ def test_missing_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lacking", ["", "talk.jsonl.gz", "valid.jsonl.gz"])
 def test_lack_of_data_leaves_nothing(recipe_path: Path, data: Path, tmp_path: Path, lacking: str) -> None:
-    """So that the same command may be given again, without --resume."""
+    """The same command can then be given again, without --resume."""
     (data / lacking).rename(tmp_path / "elsewhere")
     with pytest.raises(SameseedError, match="--data"):
         run(recipe_path, data=data, out=tmp_path / "out", quiet=True)

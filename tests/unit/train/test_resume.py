@@ -1,4 +1,4 @@
-"""A run goes on as it was begun: other settings and prompts are refused, more texts are added."""
+"""A run resumes as it was begun: other settings and prompts are refused, more texts are added."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_other_settings_is_refused(folder: Path, begun: Path) ->
 
 
 def test_default_layers_are_those_that_they_stand_for(folder: Path, tmp_path: Path) -> None:
-    """The published choice of layers of a target of six is 2, 3 and 3."""
+    """For a target of six layers, the published choice of layers is 2, 3 and 3."""
     write_model(tmp_path / "six", num_hidden_layers=6)
     where = {"target": str(tmp_path / "six")}
     train_head(folder, tmp_path / "out", **where, layers=())
@@ -99,7 +99,7 @@ def test_default_layers_are_those_that_they_stand_for(folder: Path, tmp_path: Pa
 
 
 def test_what_may_be_edited_is_accepted(folder: Path, begun: Path) -> None:
-    """Card and results have the same new words; the weights go on."""
+    """Card and results get the new note, and the weights are kept."""
     train = TrainSettings(6, rows=4, row_tokens=64, warmup=1, optim=OptimSettings(0.01, 0.001))
     head = train_head(folder, begun, stop=None, train=train, note="Mind the gap.", threads=1, batch=4, name="other")
     results = json.loads((begun / "results.json").read_text())
@@ -119,7 +119,7 @@ def test_a_checkpoint_from_before_is_accepted_aloud(
     with caplog.at_level(logging.WARNING, "sameseed.train"):
         train_head(folder, begun, stop=None)
     assert "says nothing of the recipe" in caplog.text
-    with pytest.raises(ConfigError, match="layers"):  # from now on it does
+    with pytest.raises(ConfigError, match="layers"):  # from now on it says something
         train_head(folder, begun, layers=(1, 1, 2))
     (begun / "head.run.json").write_text("{")
     with pytest.raises(ConfigError, match="train anew"):
@@ -127,7 +127,7 @@ def test_a_checkpoint_from_before_is_accepted_aloud(
 
 
 def test_texts_may_become_more(folder: Path, begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are there stay, only the others are written, and the head's own tokens stay the same."""
+    """Existing texts stay, only the new ones are written, and the head's own tokens stay the same."""
     before = {p: p.read_bytes() for p in (begun / "texts").rglob("*.safetensors")}
     tokens = load_file(str(begun / "head" / "model.safetensors"))["d2t"]
     asked = []
@@ -141,7 +141,7 @@ def test_texts_may_become_more(folder: Path, begun: Path, monkeypatch: pytest.Mo
     for number in (20, 20, 25):
         train_head(folder, begun, stop=None, texts=TextSettings(number, 32, 12))
         assert json.loads((begun / "results.json").read_text())["texts"] == number
-    assert asked == [(12, 2), (5, 3)]  # each file's noise is its own
+    assert asked == [(12, 2), (5, 3)]  # each file has its own noise
     assert all(path.read_bytes() == old for path, old in before.items())
     assert torch.equal(load_file(str(begun / "head" / "model.safetensors"))["d2t"], tokens)
     lots = sorted((begun / "texts").iterdir(), key=lambda p: len(StoredTexts(sorted(p.iterdir()))))
@@ -183,7 +183,7 @@ def test_a_draft_is_refused_alike(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_embedded_heads_papers_agree() -> None:
-    """Card, figures, recipe and config.json tell of the same head."""
+    """Card, results, recipe and config.json describe the same head."""
     recipe = load_own_recipe(HeadRecipe, ROOT / "recipes" / "embedded-head.toml", "")
     head = ROOT / "sameseed" / "assets" / "head"
     results = json.loads((head / "results.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Rollouts written together equal those written alone, and the counts of acceptance are those of real rounds."""
+"""Rollouts written together equal those written alone, and acceptance counts equal those of real rounds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_sampled_rollouts_follow_the_seed() -> None:
 
 
 def count_rounds(draft: LlamaForTraining, rollout: Rollout, k: int) -> tuple[int, int]:
-    """Speculation as it runs: draft k tokens one by one, keep what agrees, add the target's own."""
+    """Real speculation: draft k tokens one by one, keep those that agree, add the target's own."""
     drafted = accepted = 0
     place = 1
     while place < len(rollout.new):
@@ -74,7 +74,7 @@ def count_rounds(draft: LlamaForTraining, rollout: Rollout, k: int) -> tuple[int
 def test_acceptance_equals_real_rounds(k: int) -> None:
     model = random_model(32, seed=5)
     draft = random_model(32, seed=5)
-    with torch.no_grad():  # near enough to the target to be right now and then
+    with torch.no_grad():  # close enough to the target to be right sometimes
         for p in draft.parameters():
             p.add_(0.08 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
         rollouts = write_batch(model, [[1, i] for i in range(3, 15)], 30, END, torch.zeros(12), seed=0)

@@ -1,4 +1,4 @@
-"""A toy recipe from data to a pair that loads, in seconds; interrupted runs go on where they stopped."""
+"""A toy recipe, from data to a pair that loads, in seconds; interrupted runs resume where they stopped."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_draft_begins_as_layers_of_its_target(recipe_path: Path, tmp_path: Pat
 
 
 def test_draft_batches_mix_corpus_and_rollouts(recipe_path: Path) -> None:
-    recipe = load_recipe(recipe_path)  # a quarter of 4 rows is corpus
+    recipe = load_recipe(recipe_path)  # one of 4 rows is from the corpus
     rows, rollouts = torch.zeros(7, 65, dtype=torch.int32), torch.full((5, 65), PROMPT_BIT + 1, dtype=torch.int32)
     for step in range(6):
         marked = (draft_batch(recipe, rollouts, rows, step) >= PROMPT_BIT).all(dim=1)

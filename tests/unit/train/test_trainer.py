@@ -98,5 +98,5 @@ def test_schedule_warms_up_stays_and_falls() -> None:
     rates = [schedule(s, settings) for s in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9:60] == [1.0] * 51
     assert all(a > b for a, b in pairwise(rates[60:])) and rates[-1] == pytest.approx(1 / 40)
-    # Fewer steps on resume begin the fall earlier, and never raise the rate.
+    # With fewer steps on resume, the decay begins earlier and never raises the rate.
     assert all(schedule(s, TrainSettings(steps=50, warmup=10, decay=0.4)) <= rates[s] for s in range(50))

@@ -1,4 +1,4 @@
-"""What the target repeats becomes less likely; the loss is the plain formula; small sums are right and held out."""
+"""Unlikelihood makes repetitions rarer; its loss equals the plain formula; sums are right, some are held out."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_texts_are_marked_where_they_repeat() -> None:
 
 
 def test_the_stage_makes_loops_rarer(recipe_path: Path, tmp_path: Path) -> None:
-    """A model that was taught to say one token for ever says it no more."""
+    """A model that was trained to repeat one token repeats less after this stage."""
     recipe = load_recipe(recipe_path)
     settings = UnlikelihoodSettings(
         TrainSettings(80, rows=2, row_tokens=16, warmup=1), 4, 4, new_tokens=12, ngram=2, weight=5.0
