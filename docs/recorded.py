@@ -8,6 +8,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from types import ModuleType
@@ -292,25 +293,32 @@ def headline(found: list[Record]) -> str:
     return "\n".join(parts)
 
 
+LOAD_SINCE = "2026-11-27"  # older records of `bench serve` have other policies
+
+
 def load(found: list[Record]) -> str:
-    """Speculation on against off through the server, by `sameseed bench serve` on the last day with records."""
-    keys = ("model", "lengths", "concurrency", "label")
-    found = newest(found, lambda r: tuple(str(r["config"][k]) for k in keys))
-    found = [r for r in found if r["config"]["label"] == "on" and r["config"].get("served")]
-    found = [r for r in found if r["time"][:10] == max(r["time"] for r in found)[:10]]  # older records: other policies
-    head = ["model", "draft", "prompt-answer", "clients", "requests", "tokens/s", "over off", "first token over off"]
+    """Speculation on against off through the server, by `sameseed bench serve`: the last record of each cell."""
+
+    def cell(r: Record) -> tuple[Any, ...]:
+        c = r["config"]
+        return c["model"], c["lengths"], c["sampling"]["temperature"], c["concurrency"]
+
+    found = [r for r in found if r["config"]["label"] == "on" and r["config"].get("served") and r["time"] > LOAD_SINCE]
+    found = sorted(newest(found, cell), key=cell)
+    head = ["model", "draft", "T", "prompt-answer", "clients", "requests", "tokens/s", "over off"]
+    head += ["first token over off", "accepted", "same text", "machine"]
     rows = []
-    for r in sorted(found, key=lambda r: (r["config"]["model"], r["config"]["lengths"], r["config"]["concurrency"])):
+    for r in found:
         c, rate = r["config"], (r["acceptance"] or {}).get("acceptance_rate")
-        cells = [c["model"], f"{c['served']['method']}, {c['served']['policy']}", c["lengths"], str(c["concurrency"])]
-        cells += [str(c["num_requests"]), f"{r['output_tokens_per_s']:.1f}", f"{r['speedup']:.2f}x"]
-        cells += [f"{r['ttft_ratio']:.2f}x", "" if rate is None else f"{rate:.0%}"]
-        rows.append([*cells, yes(len(set(r["same_texts"])) == 1)])
+        cells = [c["model"], f"{c['served']['method']}, {c['served']['policy']}", f"{c['sampling']['temperature']:g}"]
+        cells += [c["lengths"], str(c["concurrency"]), str(c["num_requests"]), f"{r['output_tokens_per_s']:.1f}"]
+        cells += [f"{r['speedup']:.2f}x", f"{r['ttft_ratio']:.2f}x", "" if rate is None else f"{rate:.0%}"]
+        rows.append([*cells, yes(len(set(r["same_texts"])) == 1), r["machine"]["isa"]])
     loads = [r["machine"]["load_1min"] for r in found]
     runs = sorted({len(r["repetitions"]) for r in found})
     about = f"Medians of {' to '.join(map(str, runs))} runs, arms in turns; load before a cell "
-    about += f"{min(loads)} to {max(loads)}; the last: {measured_on(found[-1])}."
-    return f"{markdown([*head, 'accepted', 'same text'], rows, range(3, 9))}\n\n{about}"
+    about += f"{min(loads)} to {max(loads)}; the last: {measured_on(max(found, key=itemgetter('time')))}."
+    return f"{markdown(head, rows, range(4, 10))}\n\n{about}"
 
 
 def server(_: list[Record]) -> str:
