@@ -59,7 +59,8 @@ def measured_on(found: Record) -> str:
     """The machine, date and commit of a record."""
     machine = found["machine"]
     day = found["time"] if "time" in found else found["date"]
-    return f"{machine['cpu']}, {machine['cores']} cores; {day[:10]}, commit {found['commit']}"
+    parts = [machine["cpu"], f"{machine['cores']} cores", *([machine["isa"]] if machine.get("isa") else [])]
+    return f"{', '.join(parts)}; {day[:10]}, commit {found['commit']}"
 
 
 def yes(same: bool) -> str:

@@ -151,9 +151,13 @@ class Tokenizer(habits.Hinted):
         values = {"documents": None, "add_generation_prompt": add_generation_prompt, **self.special, **(options or {})}
         values |= {"messages": messages, "tools": list(tools) if tools else None}
         most = MAX_ADDED + sum(len(m["content"]) for m in messages)
+        return self._rendered(self.chat_template, values, most)
+
+    def _rendered(self, template: str, values: Mapping[str, Any], most: int) -> str:
+        """The chat template with these variables, at most `most` characters. Raises RequestError."""
         try:
             if self._compiled is None:
-                self._compiled = _environment().from_string(self.chat_template)
+                self._compiled = _environment().from_string(template)
             kept, size = [], 0
             for part in self._compiled.generate(values):
                 size += len(part)

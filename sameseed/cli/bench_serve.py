@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sameseed.study.load.wire import Endpoint
 
 
+LENGTHS = ("2000-200", "5000-500", "10000-1000")
 # Flags that are fields of LoadSettings by the same name.
 SETTINGS = ("prompts", "seed", "num_requests", "max_seconds", "warm_up", "repeat", "timeout", "max_retries", "strict")
 
@@ -38,7 +39,7 @@ class BenchServeArgs:
     concurrency: tuple[str, ...] = ("1", "2", "4", "8", "16", "32")  # clients at once; also as 1,2,4
     rates: Annotated[tuple[str, ...], option("X")] = ()  # requests per second, instead of clients at once
     burstiness: float = 1.0  # of arrivals: 1 is a Poisson process, below 1 burstier, above more even
-    lengths: tuple[str, ...] = ("2000-200", "5000-500", "10000-1000")  # tokens of prompt and answer
+    lengths: tuple[str, ...] = LENGTHS  # tokens of prompt and answer; unset: scaled to fit the server's context
     scale: float = 1.0  # factor of all --lengths
     prompts: str = "text"  # built-in text, random (tokens), a .jsonl or .txt file, or a set (gsm8k:DIR)
     max_tokens: int = 128  # longest answer, if the prompts come from a file
@@ -102,7 +103,7 @@ async def _measure(
     async with wire.open_client(read_key(args.api_key_file, args.api_key_variable), widest, settings.timeout) as client:
         bench = LoadBench(client, arms, settings)
         await bench.prepare()
-        for shape in settings.shapes:
+        for shape in bench.settings.shapes:
             found: list[dict[str, Any]] = []
             with progress(shape.label, args.json) as bar:
                 update = partial(bar.update, bar.tasks[0].id)
@@ -143,7 +144,8 @@ def _settings(args: BenchServeArgs) -> LoadSettings:
     sampling |= {"ignore_eos": True} if args.ignore_eos else {}
     same = {name: getattr(args, name) for name in SETTINGS}
     bounds = Bounds(args.ttft_slo, args.tpot_slo)
-    return LoadSettings(tuple(shapes), tuple(levels), sampling=sampling, bounds=bounds, **same)
+    fit = args.prompts in ("text", "random") and args.lengths == LENGTHS and args.scale == 1.0
+    return LoadSettings(tuple(shapes), tuple(levels), sampling=sampling, bounds=bounds, fit=fit, **same)
 
 
 def _arms(args: BenchServeArgs) -> list[Endpoint]:

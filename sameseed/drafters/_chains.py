@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sameseed.drafters._choices import choices, growing_tree, grows_at_once
 from sameseed.errors import ConfigError
 from sameseed.models.drawn import Drawn
 from sameseed.models.runner import ModelRunner, Output
 from sameseed.ops import Ends
 from sameseed.request import Sequence
-from sameseed.spec.choices import choices, growing_tree, grows_at_once
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy
 from sameseed.spec.sampling import FAILED, choose, drawable, drawer, plain_greedy, probability
@@ -144,7 +144,6 @@ def extend_chains(
     """Extend each of `chains` to at most lengths[b] tokens with the model; each shadow ends with its chain's tokens.
 
     Confidence is that of the path to a token: the product of the tokens' probabilities up to there.
-
     A chain ends early if `policy` says so, after a token that ends its text, at the model's context limit, and before a
     token id of `vocab_limit` or above. The noise is the target's own (coupled sampling). With `siblings` each position
     gets alternative tokens. `prepare(shadows)` runs before each pass. No pass begins once `going()` is false.
@@ -164,8 +163,7 @@ def extend_chains(
         out = _pass(runner, running, not siblings and not policy.uses_confidence)
         if not siblings and not any(chains[b].tokens for b in active) and grows_at_once(policy, running):
             some, counts = [chains[b] for b in active], [lengths[b] for b in active]
-            ends = partial(_ends, policy, going)
-            if _grow_at_once(runner, running, some, counts, vocab_limit, out.logits, ends):
+            if _grow_at_once(runner, running, some, counts, vocab_limit, out.logits, partial(_ends, policy, going)):
                 return
         for b, found in zip(active, _next(runner, running, out, policy.uses_confidence, siblings), strict=True):
             _grow(runner, shadows[b], chains[b], found, policy, vocab_limit)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sameseed.drafters._choices import Floats, Ints, growing_tree, likely
 from sameseed.errors import RequestError
 from sameseed.request import Sequence
-from sameseed.spec.choices import Floats, Ints, growing_tree, likely
 from sameseed.spec.sampling import adjust
 
 

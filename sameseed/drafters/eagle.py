@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sameseed import devices
 from sameseed.batch import GREEDY, MAX_NODES, Draw
+from sameseed.drafters._choices import Ints, grows_at_once
 from sameseed.drafters._eagle_context import Contexts, Reading
 from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.drafters._tree import Tree
@@ -26,7 +27,6 @@ from sameseed.models.drawn import Drawn
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, Level
 from sameseed.request import Sequence
-from sameseed.spec.choices import Ints, grows_at_once
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 from sameseed.spec.sampling import FAILED, drawable, drawer, needs_adjusting

@@ -230,25 +230,7 @@ def _add_models(
         return
     cls, name = drafter_class(spec), spec.model
     if cls.owns:
-        if name is None and cls.owns != "target":
-            one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.owns == "head" else ""
-            one = one or "model; name one, e.g. --draft embedded-draft"
-            raise ConfigError(f"drafter {spec.method!r} needs a draft {one}")
-        if isinstance(spec.drafter, Drafter):
-            raise ConfigError(
-                f"drafter {spec.method!r} owns a model, which its `build` gets; give its class, no object"
-            )
-        own = folder if cls.owns == "target" or name is None else resolve_model(name)
-        if is_head(own) != (cls.owns == "head"):
-            what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
-            raise ConfigError(
-                f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
-            )
-        if cls.owns == "head" and cls.text not in ("", head_text(own)):
-            raise ConfigError(
-                f"drafter {spec.method!r} cannot draft with {name}, a head of another kind; write --draft {name}, or "
-                f"--draft {written_as(head_text(own))}:{name}"
-            )
+        own = _draft_folder(spec, cls, folder)
         is_view = _drafts_with_view(spec, cls, folder, quant)
         if is_view:
             own_quant = quant
@@ -266,6 +248,29 @@ def _add_models(
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in spec.below:
         _add_models(found, below, folder, quant, owner, device)
+
+
+def _draft_folder(spec: SpecConfig, cls: type[Drafter], folder: Path) -> Path:
+    """The folder of the model or head that a level drafts with; `folder`: its target's. Raises ConfigError."""
+    name = spec.model
+    if name is None and cls.owns != "target":
+        one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.owns == "head" else ""
+        one = one or "model; name one, e.g. --draft embedded-draft"
+        raise ConfigError(f"drafter {spec.method!r} needs a draft {one}")
+    if isinstance(spec.drafter, Drafter):
+        raise ConfigError(f"drafter {spec.method!r} owns a model, which its `build` gets; give its class, no object")
+    own = folder if cls.owns == "target" or name is None else resolve_model(name)
+    if is_head(own) != (cls.owns == "head"):
+        what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
+        raise ConfigError(
+            f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
+        )
+    if cls.owns == "head" and cls.text not in ("", head_text(own)):
+        raise ConfigError(
+            f"drafter {spec.method!r} cannot draft with {name}, a head of another kind; write --draft {name}, or "
+            f"--draft {written_as(head_text(own))}:{name}"
+        )
+    return own
 
 
 def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:

@@ -23,7 +23,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
     "caches": ("kvcache.blocks", "kvcache.cache", "models.runner"),
     "prefixes": ("kvcache.prefix",),
     "processors": ("spec.sampling",),
-    "verification": ("spec.verify", "spec.step", "spec.choices"),
+    "verification": ("spec.verify", "spec.step", "drafters._choices"),
     "scheduler": ("engine.scheduler", "engine.running", "engine.engine"),
     "ends": ("engine.output", "engine.running"),
     "grammars": ("grammar",),

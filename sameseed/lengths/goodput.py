@@ -96,9 +96,8 @@ class GoodputLength:
         self._begun_in_vain = -1  # `_drafted` when a new sequence was last decided to have no draft
         self._unmeasured = FIRST_UNMEASURED  # rounds with drafts until a plain one is measured if the gain is clear
         self._chains = DraftCost()  # costs of proposals that could end early, by the steps that they took
-        self._could_end = self._ended = False  # could this round's proposal end early; did it?
+        self._could_end = self._ended = self._may_end = False  # could this round's proposal end early; did it; any?
         self._depth = 0  # depth of this round's draft before trimming
-        self._may_end = False  # could any proposal so far end early?
 
     @classmethod
     def build(cls, num_draft_tokens: int, confidence: float | None = None) -> GoodputLength:
@@ -155,24 +154,28 @@ class GoodputLength:
         if self.budget.trying is not None:
             hold = 1
         elif not any(lengths):
-            rest, poor = self.budget.rest(ids, LONGEST_REST), self.budget.poor
-            if poor > 0.0 and any(i not in self.acceptance.own for i in ids):
-                self._begun_in_vain = self._drafted
-            self._without_states = self._plain < SHORT_ROUND and (self._none_to_try or poor > LONGEST_REST)
-            if self._without_states:
-                most = LONGEST_WITHOUT_STATES / self._plain
-                self._fixed_rest = round(min(poor if poor > LONGEST_REST else most, most))
-            else:
-                most = rest if self._can_try else LONGEST_REST
-                self._fixed_rest = round(min(self._deciding / (DECISION_SHARE * self._plain), most)) - 1
-            self._rest = max(rest - 1, self._fixed_rest)
-            self._resting, self._idle = (len(seqs), ids[-1]), self._rest > 0
-            self._held, self._asked, self._catching_up = None, set(), (0, 0.0)
+            self._begin_rest(ids)
             return lengths
         elif self._since_plain >= (MEASURE_EVERY if self._unclear else self._unmeasured):
             lengths, hold = [0] * len(seqs), 1  # measure a plain round: its cost may have changed
         self._held = ids, hold - 1, lengths
         return list(lengths)
+
+    def _begin_rest(self, ids: tuple[int, ...]) -> None:
+        """Let these sequences decode plainly until a trial is affordable, or a new decision is."""
+        rest, poor = self.budget.rest(ids, LONGEST_REST), self.budget.poor
+        if poor > 0.0 and any(i not in self.acceptance.own for i in ids):
+            self._begun_in_vain = self._drafted
+        self._without_states = self._plain < SHORT_ROUND and (self._none_to_try or poor > LONGEST_REST)
+        if self._without_states:
+            most = LONGEST_WITHOUT_STATES / self._plain
+            self._fixed_rest = round(min(poor if poor > LONGEST_REST else most, most))
+        else:
+            most = rest if self._can_try else LONGEST_REST
+            self._fixed_rest = round(min(self._deciding / (DECISION_SHARE * self._plain), most)) - 1
+        self._rest = max(rest - 1, self._fixed_rest)
+        self._resting, self._idle = (len(ids), ids[-1]), self._rest > 0
+        self._held, self._asked, self._catching_up = None, set(), (0, 0.0)
 
     def listens(self, seqs: Seq[Sequence]) -> bool:
         """True if the drafter should get the target's hidden states of this pass.

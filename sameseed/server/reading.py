@@ -109,14 +109,15 @@ class Intake:
             raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
         visit, parts = visit_of(request), list[bytes]()
         try:
-            await asyncio.wait_for(self._collect(request, visit, parts), limits.BODY_TIMEOUT)
+            try:
+                await asyncio.wait_for(self._collect(request, visit, parts), limits.BODY_TIMEOUT)
+            except asyncio.TimeoutError:
+                raise ApiError(408, "the body did not arrive in time", code="timeout") from None
             if visit.size <= INLINE:
                 body = limits.parse_object(b"".join(parts))
             else:
                 body = await asyncio.to_thread(lambda: limits.parse_object(b"".join(parts)))
             yield body
-        except asyncio.TimeoutError:
-            raise ApiError(408, "the body did not arrive in time", code="timeout") from None
         except ClientDisconnect:
             raise ApiError(400, "the client left") from None
         finally:

@@ -45,6 +45,7 @@ def multiplication(
     parts = 1 if tile.whole else how.split
     extras = {"bias_ptr": bias, "residual_ptr": residual}
     flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "SPLIT": how.split}
+    flags["EARLY"] = begins_early(num_rows, out.device)
     target = out if parts == 1 else out.new_empty(parts, num_rows, outputs)
     grid = (-(-num_rows // (count * tile.tile)), -(-outputs // tile.outputs), parts)
     arguments = {
@@ -62,14 +63,12 @@ def multiplication(
         "num_groups": depth // w.group,
         "num_steps": how.steps,
     }
-    early = {"EARLY": begins_early(num_rows, out.device)}
-    constants = {**_cut(ready, w, out.device, tile), **flags, "TILES": count, **early}
-    free = frozenset({"num_rows"})
+    constants, free = {**_cut(ready, w, out.device, tile), **flags, "TILES": count}, frozenset({"num_rows"})
     first = Launch(multiply.product, grid, arguments, constants, tile.warps, tile.stages, free)
     if parts == 1:
         return [first]
     arguments = {"parts_ptr": target, **extras, "out_ptr": out, "num_rows": num_rows, "outputs": outputs}
-    grid, constants = (num_rows, -(-outputs // SUMMED), 1), {**flags, "BLOCK": SUMMED, **early}
+    grid, constants = (num_rows, -(-outputs // SUMMED), 1), {**flags, "BLOCK": SUMMED}
     return [first, Launch(multiply.combine, grid, arguments, constants, free=free)]
 
 

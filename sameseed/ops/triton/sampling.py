@@ -15,7 +15,7 @@ from sameseed.ops.triton.draws import maxima, noisy, nucleus
 from sameseed.ops.triton.guard import Launch, guarded
 
 CHUNK = 1024  # logits per program
-AMONG = 8  # number of candidates over which shares are computed: spec.choices.SHARE_AMONG
+AMONG = 8  # number of candidates over which shares are computed: drafters/_choices.py
 FAILED = -1  # spec.sampling.FAILED
 _NONE = 2**31 - 1
 

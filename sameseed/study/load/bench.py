@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -21,12 +23,16 @@ if TYPE_CHECKING:
     import httpx
 
 
+log = logging.getLogger("sameseed")
+WRONG = {f"HTTP {code}" for code in (400, 401, 403, 404, 405, 413, 415, 422)}  # asked again, they come again
+
+
 @dataclass(frozen=True)
 class LoadSettings:
     """Settings of a load test. `num_requests` None: four per client, at least eight.
 
-    `max_seconds`: time of one run of an arm after which nothing more is sent; pending answers are still awaited. Raises
-    ConfigError for a value out of range.
+    `max_seconds`: time of one run of an arm after which nothing more is sent; pending answers are still awaited. `fit`:
+    scale all shapes down if the longest does not fit the server's context. Raises ConfigError for a value out of range.
     """
 
     shapes: tuple[Shape, ...]
@@ -42,6 +48,7 @@ class LoadSettings:
     timeout: float = 600.0
     max_retries: int = 5
     strict: bool = False
+    fit: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("repeat", 1), ("warm_up", 0), ("max_retries", 0)):
@@ -87,13 +94,7 @@ class LoadBench:
         self.arms = [await self._known(arm) for arm in self.arms]
         if self.settings.prompts in ("text", "random"):
             self._source = await prompts.open_source(self.client, self.arms[0])
-        for shape in self.settings.shapes:
-            needed = (shape.num_input or 0) + shape.num_output
-            if self.max_model_len is not None and needed > self.max_model_len:
-                raise ConfigError(
-                    f"{shape.label} needs {needed} tokens and the server's context is {self.max_model_len}; "
-                    f"give --scale {0.98 * self.max_model_len / needed:.2g} of this one, or shorter --lengths"
-                )
+        self._check_lengths()
         for endpoint in (arm for arm in self.arms if "speculation" in arm.fields):
             text = prompts.as_prompt("one two three " * 4, endpoint.chat)
             text |= {} if self.settings.strict else {"ignore_eos": True}  # an answer that ends at once tells nothing
@@ -107,6 +108,20 @@ class LoadBench:
                     f"{endpoint.url} does not read the field 'speculation'; start a second server without speculation "
                     "and give its address with --baseline-url"
                 )
+
+    def _check_lengths(self) -> None:
+        """Raise ConfigError if a shape needs more than the server's context; with `fit` scale all shapes instead."""
+        longest = max(self.settings.shapes, key=lambda shape: shape.needed)
+        if self.max_model_len is None or longest.needed <= self.max_model_len:
+            return
+        factor = math.floor(98 * self.max_model_len / longest.needed) / 100
+        if not self.settings.fit or factor <= 0:
+            raise ConfigError(
+                f"{longest.label} needs {longest.needed} tokens and the server's context is {self.max_model_len}; "
+                f"give --scale {factor:.2g}, or shorter --lengths"
+            )
+        log.warning("the server's context is %d tokens: all lengths are scaled by %.2f", self.max_model_len, factor)
+        self.settings = replace(self.settings, shapes=tuple(shape.scaled(factor) for shape in self.settings.shapes))
 
     @property
     def tokenized(self) -> bool:
@@ -143,7 +158,10 @@ class LoadBench:
         return wire.exchange(self.client, endpoint, body, self.settings.timeout, self.settings.max_retries, due)
 
     async def measure(self, shape: Shape, level: LoadLevel, tick: Callable[..., None]) -> dict[str, list[Repetition]]:
-        """The repetitions of each arm, by label. `tick(note=...)` is called after every run of an arm."""
+        """The repetitions of each arm, by label. `tick(note=...)` is called after every run of an arm.
+
+        Raises ConfigError if the server refuses every request of a run as wrong (HTTP 4xx).
+        """
         found: dict[str, list[Repetition]] = {arm.label: [] for arm in self.arms}
         for arm in self.arms:
             if self.settings.warm_up:
@@ -175,6 +193,8 @@ class LoadBench:
         busy = (time.process_time() - cpu) / (time.perf_counter() - start)
         taken = None if meter is None else meter.read()
         outcomes = [outcome.read(e) for e in sent]
+        if all((o.error or "") in WRONG for o in outcomes):
+            raise ConfigError(f"{arm.url} refuses every request, with {outcomes[0].error}: {outcomes[0].detail}")
         told = figures.acceptance((o.speculation for o in outcomes if o.speculation), figures.ANSWERED, "answers")
         if told is None and not any("speculative_decoding" in o.metrics for o in outcomes):
             after = await self._counters(arm)

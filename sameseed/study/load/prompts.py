@@ -32,6 +32,16 @@ class Shape:
     def label(self) -> str:
         return f"{self.num_input}-{self.num_output}" if self.num_input is not None else f"file-{self.num_output}"
 
+    @property
+    def needed(self) -> int:
+        """Tokens of context that it takes, the prompts of a file not counted."""
+        return (self.num_input or 0) + self.num_output
+
+    def scaled(self, factor: float) -> Shape:
+        """Both lengths times `factor`, each at least 1."""
+        asked = None if self.num_input is None else max(1, round(self.num_input * factor))
+        return Shape(asked, max(1, round(self.num_output * factor)))
+
 
 def parse_shape(text: str, scale: float) -> Shape:
     """Parse IN-OUT in tokens and scale both; each is at least 1. Raises ConfigError."""
@@ -40,7 +50,7 @@ def parse_shape(text: str, scale: float) -> Shape:
         raise ConfigError(f"--lengths takes IN-OUT in tokens, e.g. 2000-200, got {text!r}")
     if not scale > 0:
         raise ConfigError(f"--scale must be above 0, got {scale}")
-    return Shape(max(1, round(int(first) * scale)), max(1, round(int(second) * scale)))
+    return Shape(int(first), int(second)).scaled(scale)
 
 
 @dataclass(frozen=True)

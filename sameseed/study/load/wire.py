@@ -6,6 +6,7 @@ Nothing is parsed while requests run, because parsing JSON would delay the timin
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from sameseed.errors import ConfigError
 if TYPE_CHECKING:
     import httpx
 
+log = logging.getLogger("sameseed")
+LOADING = 300.0  # most seconds to wait for a server that loads its model
 BUSY = (429, 503)  # status codes after which a request is retried
 LONGEST_WAIT = 30.0  # most seconds to wait for one Retry-After
 MAX_DETAIL = 300
@@ -78,11 +81,13 @@ def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.Asyn
 async def introduce(client: httpx.AsyncClient, endpoint: Endpoint, flag: str = "--model") -> dict[str, Any]:
     """The server's description of the endpoint's model, or of its first model; empty if the named model is not listed.
 
-    `flag`: the option that names a model, for error messages. Raises ConfigError if there is no such server.
+    Waits while the server loads its model. `flag`: the option that names a model, for error messages. Raises
+    ConfigError if there is no such server.
     """
     import httpx
 
     try:
+        await _loaded(client, endpoint.url)
         response = await client.get(f"{endpoint.url}/{endpoint.version}/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"no server at {endpoint.url} ({error or type(error).__name__}); is it running?") from None
@@ -104,6 +109,17 @@ async def introduce(client: httpx.AsyncClient, endpoint: Endpoint, flag: str = "
             "address of one"
         ) from None
     return next((m for m in models if m.get("id") == endpoint.model), models[0] if not endpoint.model else {})
+
+
+async def _loaded(client: httpx.AsyncClient, url: str) -> None:
+    """Wait, at most `LOADING` seconds, while /ready (sameseed) or /health (llama-server) answers 503."""
+    start, told = time.monotonic(), False
+    for path in ("/ready", "/health"):
+        while time.monotonic() - start < LOADING and (await client.get(url + path)).status_code == 503:
+            if not told:
+                log.warning("%s is not ready yet; waiting", url)
+            told = True
+            await asyncio.sleep(0.5)
 
 
 async def exchange(

@@ -13,6 +13,7 @@ import torch
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts, write_model
 
 from sameseed import ops
+from sameseed.drafters._choices import choices
 from sameseed.drafters.draft_model import DraftModelDrafter
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError
@@ -22,7 +23,6 @@ from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
-from sameseed.spec.choices import choices
 from sameseed.spec.draft import Draft
 from sameseed.spec.sampling import HAS_NATIVE
 

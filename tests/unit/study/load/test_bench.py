@@ -149,11 +149,41 @@ async def test_refusals_are_tried_again_and_counted() -> None:
 
 
 async def test_errors_stay_in_sight() -> None:
-    _, records = await measure(Fake(status=400), SETTINGS, [Endpoint("server", "http://fake")])
-    assert records[0]["errors"] == {"HTTP 400": 6}
+    _, records = await measure(Fake(status=500), SETTINGS, [Endpoint("server", "http://fake")])
+    assert records[0]["errors"] == {"HTTP 500": 6}
     lines = report.notes(records)
-    assert any("6 HTTP 400" in line and "no such thing" in line for line in lines)
+    assert any("6 HTTP 500" in line and "no such thing" in line for line in lines)
     assert report.cells(records[0])["failed"] == "6"
+
+
+async def test_a_server_that_refuses_every_request_ends_the_test() -> None:
+    with pytest.raises(ConfigError, match=r"refuses every request, with HTTP 400.*no such thing"):
+        await measure(Fake(status=400), SETTINGS, [Endpoint("server", "http://fake")])
+
+
+async def test_a_server_that_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, states, slept = Fake(), [503, 503, 200], []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    def loading(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/ready":
+            return httpx.Response(states.pop(0) if states else 200)
+        assert not states, "asked before it was ready"
+        return fake(request)
+
+    monkeypatch.setattr("sameseed.study.load.wire.asyncio.sleep", sleep)
+    _, records = await measure(loading, SETTINGS, [Endpoint("server", "http://fake")])
+    assert not records[0]["errors"] and len(slept) == 2
+
+
+async def test_lengths_that_nobody_asked_for_are_scaled_to_the_context(caplog: pytest.LogCaptureFixture) -> None:
+    fake = Fake()
+    async with httpx.AsyncClient(transport=httpx.MockTransport(fake)) as client:
+        bench = LoadBench(client, arms(), replace(SETTINGS, shapes=(Shape(100, 20), Shape(600, 40)), fit=True))
+        await bench.prepare()
+    assert [s.label for s in bench.settings.shapes] == ["9-2", "54-4"] and "scaled by 0.09" in caplog.text
 
 
 async def test_what_the_server_knew_before_and_bursts_are_said() -> None:

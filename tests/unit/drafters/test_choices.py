@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from sameseed.drafters._choices import choices, likely, native_choices, native_likely, numpy_choices, numpy_likely
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
-from sameseed.spec.choices import choices, likely, native_choices, native_likely, numpy_choices, numpy_likely
 
 PARAMS = [
     SamplingParams(temperature=0.0),
