@@ -130,6 +130,7 @@ class LoadBench:
 
     async def _known(self, endpoint: Endpoint) -> Endpoint:
         """The endpoint completed with the model's name and speculation. Raises ConfigError if there is no server."""
+        await wire.await_ready(self.client, endpoint.url)
         chosen = await wire.introduce(self.client, endpoint)
         limit = chosen.get("max_model_len")
         if isinstance(limit, int):

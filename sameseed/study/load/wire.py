@@ -6,6 +6,7 @@ Nothing is parsed while requests run, because parsing JSON would delay the timin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -78,16 +79,28 @@ def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.Asyn
     )
 
 
+async def await_ready(client: httpx.AsyncClient, url: str) -> None:
+    """Wait, at most `LOADING` seconds, while /ready (sameseed) or /health (llama-server) answers 503."""
+    import httpx
+
+    start, told = time.monotonic(), False
+    with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):  # `introduce` says what is wrong
+        for path in ("/ready", "/health"):
+            while time.monotonic() - start < LOADING and (await client.get(url + path)).status_code == 503:
+                if not told:
+                    log.warning("%s is not ready yet; waiting", url)
+                told = True
+                await asyncio.sleep(0.5)
+
+
 async def introduce(client: httpx.AsyncClient, endpoint: Endpoint, flag: str = "--model") -> dict[str, Any]:
     """The server's description of the endpoint's model, or of its first model; empty if the named model is not listed.
 
-    Waits while the server loads its model. `flag`: the option that names a model, for error messages. Raises
-    ConfigError if there is no such server.
+    `flag`: the option that names a model, for error messages. Raises ConfigError if there is no such server.
     """
     import httpx
 
     try:
-        await _loaded(client, endpoint.url)
         response = await client.get(f"{endpoint.url}/{endpoint.version}/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"no server at {endpoint.url} ({error or type(error).__name__}); is it running?") from None
@@ -109,17 +122,6 @@ async def introduce(client: httpx.AsyncClient, endpoint: Endpoint, flag: str = "
             "address of one"
         ) from None
     return next((m for m in models if m.get("id") == endpoint.model), models[0] if not endpoint.model else {})
-
-
-async def _loaded(client: httpx.AsyncClient, url: str) -> None:
-    """Wait, at most `LOADING` seconds, while /ready (sameseed) or /health (llama-server) answers 503."""
-    start, told = time.monotonic(), False
-    for path in ("/ready", "/health"):
-        while time.monotonic() - start < LOADING and (await client.get(url + path)).status_code == 503:
-            if not told:
-                log.warning("%s is not ready yet; waiting", url)
-            told = True
-            await asyncio.sleep(0.5)
 
 
 async def exchange(

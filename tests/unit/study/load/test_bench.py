@@ -48,6 +48,8 @@ class Fake:
             names = ("drafts", "draft_tokens", "accepted_tokens")
             lines = [f"vllm:spec_decode_num_{n}_total {self.drafts * (i + 1)}" for i, n in enumerate(names)]
             return httpx.Response(200, text="\n".join(lines))
+        if path in ("/ready", "/health"):
+            return httpx.Response(404)
         body = json.loads(request.content)
         if path == "/tokenize" and self.tokenizes:
             special = [1] if body["add_special_tokens"] else []
@@ -221,7 +223,7 @@ async def test_what_cannot_be_compared_is_refused() -> None:
         await measure(Fake(status=400, message="'speculation' is not supported"), SETTINGS, arms())
     with pytest.raises(ConfigError, match="no such thing"):
         await measure(Fake(status=400), SETTINGS, arms())
-    with pytest.raises(ConfigError, match=r"needs 70 tokens and the server's context is 64.*--scale 0\.9"):
+    with pytest.raises(ConfigError, match=r"needs 70 tokens and the server's context is 64.*--scale 0\.89"):
         await measure(Fake(), replace(SETTINGS, shapes=(Shape(60, 10),)), arms())
     with pytest.raises(ConfigError, match="API key"):
         await measure(lambda r: httpx.Response(401), SETTINGS, arms())
