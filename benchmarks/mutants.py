@@ -19,7 +19,7 @@ from typing import Any
 from sameseed.cli.verify_lossless import known_checks, server_mistakes
 from sameseed.laws import mutants
 from sameseed.laws.drawn import AREAS, Places
-from sameseed.laws.held_out import Bench, Verdict, judge_apart, score
+from sameseed.laws.held_out import MutantBench, Verdict, judge_apart, score
 from sameseed.study import record
 from sameseed.study.workload import ASSETS
 from sameseed.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def drawn(tokenizer: Tokenizer, state: State, seed: int, count: int, areas: list
     """Try random mutants until `count` of them lie on lines that a check runs; returns their score."""
     every = {**AREAS, **server_mistakes()[1]}
     places = Places({name: modules for name, modules in every.items() if not areas or name in areas})
-    bench = Bench(tokenizer, known_checks(), places.files)
+    bench = MutantBench(tokenizer, known_checks(), places.files)
     for one in places.draw(seed):
         if sum(found["outcome"] != UNREACHED for found in state.done.values()) >= count:
             break

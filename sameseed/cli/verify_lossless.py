@@ -120,7 +120,7 @@ def _mutants(certificate: Certificate, tokenizer: Tokenizer, args: VerifyArgs, t
     seed = secrets.randbelow(2**31) if args.mutant_seed is None else args.mutant_seed
     stderr_console().print(f"drawing more mutants: --mutant-seed {seed}", style="dim")
     places = Places({**AREAS, **area})
-    bench = held_out.Bench(tokenizer, certificate.known, places.files, base)
+    bench = held_out.MutantBench(tokenizer, certificate.known, places.files, base)
     return score | {"drawn": held_out.try_drawn(bench, places, -(-len(every) // 9), seed, tick)}
 
 

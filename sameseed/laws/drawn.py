@@ -35,7 +35,7 @@ _NO_TEXT = ("__repr__", "__str__", "num_bytes", "metrics", "_metrics", "__enter_
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnMutant:
     """A randomly drawn mutant: its area, its kind of mistake, and the lines of the file that it affects."""
 
     mutant: Mutant
@@ -71,7 +71,7 @@ class Places:
         """The source files that contain sites."""
         return {s.function.__code__.co_filename for sites in self.sites.values() for s in sites}
 
-    def draw(self, seed: int) -> Iterator[Drawn]:
+    def draw(self, seed: int) -> Iterator[DrawnMutant]:
         """Yield distinct mutants until all sites are used.
 
         Areas take turns; in an area, a random function is drawn first, then a random site in it.
@@ -147,7 +147,7 @@ def _sites(name: str) -> Iterator[Site]:
                     yield Site(function, index, which, kind)
 
 
-def _made(site: Site, area: str) -> Drawn | None:
+def _made(site: Site, area: str) -> DrawnMutant | None:
     """The mutant of a site; None where the compiled code stays the same."""
     tree = _tree(site.function)
     right = textwrap.dedent(inspect.getsource(site.function))
@@ -161,7 +161,7 @@ def _made(site: Site, area: str) -> Drawn | None:
     where = f"{site.function.__module__}.{site.function.__qualname__}:{place}"
     mutant = Mutant(f"{where} {text}", site.function, right, ast.unparse(ast.fix_missing_locations(tree)))
     same = mutant.code().co_code == site.function.__code__.co_code and "constant" not in site.kind
-    return None if same else Drawn(mutant, area, site.kind, site.function.__code__.co_filename, lines)
+    return None if same else DrawnMutant(mutant, area, site.kind, site.function.__code__.co_filename, lines)
 
 
 class _Replace(ast.NodeTransformer):

@@ -16,7 +16,7 @@ from typing import Any
 
 from sameseed.laws import trial
 from sameseed.laws.check import FAILED, HIDDEN, PASSED, Check, Effort, Result, run_check
-from sameseed.laws.drawn import Drawn, Places
+from sameseed.laws.drawn import DrawnMutant, Places
 from sameseed.laws.mutant import REFERENCE, Mutant
 from sameseed.laws.mutants import toy_subject
 from sameseed.laws.statistics import share_interval
@@ -56,7 +56,7 @@ class Verdict:
 
 
 @dataclass
-class Bench:
+class MutantBench:
     """The checks run on toys, and the lines that each check runs in correct code.
 
     C2 and A1 judge what other checks left behind.
@@ -70,7 +70,7 @@ class Bench:
     results: dict[Key, Result] = field(default_factory=dict)
     seconds: dict[Key, float] = field(default_factory=dict)  # of each result, with the checks before it
 
-    def who(self, drawn: Drawn) -> list[tuple[int, str]]:
+    def who(self, drawn: DrawnMutant) -> list[tuple[int, str]]:
         """(way, check) pairs that run the mutated lines and pass on correct code, quickest first.
 
         All pairs belong to the first way that has any.
@@ -108,7 +108,7 @@ class Bench:
             return run_check(every[name], subject, effort)
 
 
-def judge(drawn: Drawn, bench: Bench) -> Verdict:
+def judge(drawn: DrawnMutant, bench: MutantBench) -> Verdict:
     """Run the checks that reach the mutated lines until one says that a law is broken.
 
     Mistakes that only break down, hang, or change what is counted (draft tokens, preemptions) get outcomes of their
@@ -127,7 +127,7 @@ def judge(drawn: Drawn, bench: Bench) -> Verdict:
     return Verdict(**asdict(weaker) | {"seconds": round(time.perf_counter() - start, 2)})
 
 
-def judge_apart(drawn: Drawn, bench: Bench) -> Verdict:
+def judge_apart(drawn: DrawnMutant, bench: MutantBench) -> Verdict:
     """`judge` in a fresh process, so that what a mistake leaves behind (threads, cached values) ends with the process.
 
     The bench keeps the results on correct code that the process measured.
@@ -150,14 +150,14 @@ def judge_apart(drawn: Drawn, bench: Bench) -> Verdict:
     return replace(verdict, seconds=round(time.perf_counter() - start, 2))
 
 
-def _judge_into(there: Connection, drawn: Drawn, bench: Bench) -> None:
+def _judge_into(there: Connection, drawn: DrawnMutant, bench: MutantBench) -> None:
     there.send((judge(drawn, bench), bench.results, bench.seconds))
 
 
 _RANK = {name: i for i, name in enumerate((CAUGHT, NO_END, BROKE_DOWN, COUNTS, MISSED))}
 
 
-def _outcome(drawn: Drawn, bench: Bench, key: Key) -> tuple[str, str]:
+def _outcome(drawn: DrawnMutant, bench: MutantBench, key: Key) -> tuple[str, str]:
     right = bench.right(key)
     if right.status != PASSED:  # at this size the check says nothing
         return MISSED, ""
@@ -199,7 +199,7 @@ def score(verdicts: Seq[Verdict], unreached: Seq[str], seed: int) -> dict[str, A
 
 
 def try_drawn(
-    bench: Bench,
+    bench: MutantBench,
     places: Places,
     count: int,
     seed: int,

@@ -162,7 +162,7 @@ class GoodputLength:
         return list(lengths)
 
     def _begin_rest(self, ids: tuple[int, ...]) -> None:
-        """Let these sequences decode plainly until a trial is affordable, or a new decision is."""
+        """Begin a rest: plain rounds until a trial is affordable, or a new decision is due."""
         rest, poor = self.budget.rest(ids, LONGEST_REST), self.budget.poor
         if poor > 0.0 and any(i not in self.acceptance.own for i in ids):
             self._begun_in_vain = self._drafted

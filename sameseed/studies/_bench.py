@@ -27,7 +27,7 @@ Runs = Mapping[Arm, list[Run]]
 
 
 @dataclass(frozen=True)
-class Way:
+class SpecSetting:
     """A speculation setting. `draft`: as for --draft, with roles in braces ("{head} > {1b}"). `name`: for tables."""
 
     draft: str
@@ -55,7 +55,7 @@ class BenchCell:
 
     name: str
     format: str
-    ways: tuple[Way, ...]
+    ways: tuple[SpecSetting, ...]
     temperature: float = 0.0
     kv_format: str = "auto"
     batch: int = 1
@@ -100,7 +100,7 @@ class BenchCell:
         return [self._more(bench, arm, ways.get(arm), r, workload, runs) for arm, r in zip(bench.arms, made)]
 
     def _more(
-        self, bench: Bench, arm: Arm, way: Way | None, made: dict[str, Any], workload: Workload, runs: Runs
+        self, bench: Bench, arm: Arm, way: SpecSetting | None, made: dict[str, Any], workload: Workload, runs: Runs
     ) -> dict[str, Any]:
         """The record with the way's name, costs of a round, and, for a draft model, the price of exactness added."""
         made["way"] = None if way is None else way.name or way.draft

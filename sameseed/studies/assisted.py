@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sameseed.studies import _quality
-from sameseed.studies._bench import BenchCell, Way
+from sameseed.studies._bench import BenchCell, SpecSetting
 from sameseed.studies._setup import role_name
 from sameseed.studies._study import (
     Cell,
@@ -88,10 +88,10 @@ def cells(size: str) -> list[Cell]:
     made: list[Cell] = []
     for role in ("1b",) if size == "small" else ("1b", "3b"):
         draft = f"{{{role}}}"
-        ways = tuple(Way(draft, KS, "bf16", threshold) for threshold in THRESHOLDS)
+        ways = tuple(SpecSetting(draft, KS, "bf16", threshold) for threshold in THRESHOLDS)
         for how, temperature in (("greedy", 0.0), ("sampled", SAMPLED)):
             made.append(BenchCell(f"{role_name(role, size)} lengths {how}", "bf16", ways, temperature))
-        mixed = tuple(Way(draft, (3,), form, 0.2) for form in BITS)
+        mixed = tuple(SpecSetting(draft, (3,), form, 0.2) for form in BITS)
         made += [BenchCell(f"{role_name(role, size)} mixes of {form}", form, mixed) for form in BITS]
     return [*made, *_quality.cells(BITS)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sameseed.studies._bench import BenchCell, Way
+from sameseed.studies._bench import BenchCell, SpecSetting
 from sameseed.studies._study import Panel, Plot, Published, Records, Report, Series, Study, Table, figure, only, pick
 
 # Read from the paper's figure (MT-Bench): speed of plain decoding and with EAGLE-2, both over plain fp16 (70B: over
@@ -40,13 +40,13 @@ WIDE = (("depth", 6), ("top_k", 10))
 def cells(size: str) -> list[BenchCell]:
     """A cell per format with all ways. The target's own 4-bit copy is one of them if the target has more bits."""
     ways = (
-        Way("{head}", (60,), "bf16", None, WIDE, TREE),
-        Way("{head}", (24,), "bf16", None, (("depth", 3), ("top_k", 10)), SMALL_TREE),
-        Way("{head}", (4,), "bf16", None, (("depth", 4), ("top_k", 1)), CHAIN),
-        Way("{1b}", (4,), "bf16", None, (), MODEL),
-        Way("ngram > {1b}", (6,), "bf16", None, (), CASCADE),
+        SpecSetting("{head}", (60,), "bf16", None, WIDE, TREE),
+        SpecSetting("{head}", (24,), "bf16", None, (("depth", 3), ("top_k", 10)), SMALL_TREE),
+        SpecSetting("{head}", (4,), "bf16", None, (("depth", 4), ("top_k", 1)), CHAIN),
+        SpecSetting("{1b}", (4,), "bf16", None, (), MODEL),
+        SpecSetting("ngram > {1b}", (6,), "bf16", None, (), CASCADE),
     )
-    own = Way("self_quant", (4,), "w4a8", None, (), SELF)
+    own = SpecSetting("self_quant", (4,), "w4a8", None, (), SELF)
     return [BenchCell(form, form, (*ways, own) if form in ("bf16", "w8a8") else ways) for form in A100]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sameseed.studies._bench import BenchCell, Way
+from sameseed.studies._bench import BenchCell, SpecSetting
 from sameseed.studies._load import LoadCell
 from sameseed.studies._study import (
     Cell,
@@ -42,8 +42,10 @@ def cells(size: str) -> list[Cell]:
         for formats in together:
             alone = "" if len(formats) > 1 else f" {formats[0][0]}" + (" kv fp8" if formats[0][1] != "auto" else "")
             made.append(LoadCell(f"{lengths}{alone}", "1b", CLIENTS, formats, None, lengths, BOUND))
-    ways = [Way("{1b}", (8,), "bf16", threshold, (), f"threshold {threshold:g}") for threshold in (0.2, 0.5, 0.8)]
-    ways += [Way("{1b}", (8,), "bf16", None, (), policy, policy) for policy in ("disco", "goodput")]
+    ways = [
+        SpecSetting("{1b}", (8,), "bf16", threshold, (), f"threshold {threshold:g}") for threshold in (0.2, 0.5, 0.8)
+    ]
+    ways += [SpecSetting("{1b}", (8,), "bf16", None, (), policy, policy) for policy in ("disco", "goodput")]
     return [*made, BenchCell("rounds", "bf16", tuple(ways))]
 
 

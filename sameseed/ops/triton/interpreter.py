@@ -35,7 +35,7 @@ def patch_once() -> None:
     """Speed up the interpreter: patch Triton's language once per kernel, and cache its lookups of types.
 
     Without this, the interpreter patches the whole language at each function call and builds a table of types for each
-    number, which took half of its time. Does nothing before Triton 3.7, which has no scope that restores patches.
+    number. Does nothing before Triton 3.7, which has no scope that restores patches.
     """
     from triton.runtime import interpreter
 

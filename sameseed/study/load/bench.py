@@ -114,13 +114,13 @@ class LoadBench:
         longest = max(self.settings.shapes, key=lambda shape: shape.needed)
         if self.max_model_len is None or longest.needed <= self.max_model_len:
             return
-        factor = math.floor(98 * self.max_model_len / longest.needed) / 100
-        if not self.settings.fit or factor <= 0:
+        factor = math.floor(980 * self.max_model_len / longest.needed) / 1000  # 2 % less, for what a template adds
+        if not self.settings.fit:
             raise ConfigError(
                 f"{longest.label} needs {longest.needed} tokens and the server's context is {self.max_model_len}; "
-                f"give --scale {factor:.2g}, or shorter --lengths"
+                f"give --scale {factor:g}, or shorter --lengths"
             )
-        log.warning("the server's context is %d tokens: all lengths are scaled by %.2f", self.max_model_len, factor)
+        log.warning("the server's context is %d tokens: all lengths are scaled by %g", self.max_model_len, factor)
         self.settings = replace(self.settings, shapes=tuple(shape.scaled(factor) for shape in self.settings.shapes))
 
     @property

@@ -16,9 +16,9 @@ from sameseed.cli.verify_lossless import known_checks
 from sameseed.laws import held_out, mutants
 from sameseed.laws.check import Check, Effort
 from sameseed.laws.checks import chosen
-from sameseed.laws.drawn import AREAS, Drawn, Places
+from sameseed.laws.drawn import AREAS, DrawnMutant, Places
 from sameseed.laws.edits import edits, silent
-from sameseed.laws.held_out import Bench
+from sameseed.laws.held_out import MutantBench
 from sameseed.laws.mutant import Mutant
 from sameseed.laws.statistics import share_interval
 from sameseed.spec import step, verify
@@ -37,14 +37,14 @@ def places() -> Places:
 
 
 @pytest.fixture(scope="module")
-def bench(pair_folders: tuple[Path, Path]) -> Bench:
-    return Bench(Tokenizer.from_folder(pair_folders[0]), chosen(["L3", "S1"]), {verify.__file__, step.__file__})
+def bench(pair_folders: tuple[Path, Path]) -> MutantBench:
+    return MutantBench(Tokenizer.from_folder(pair_folders[0]), chosen(["L3", "S1"]), {verify.__file__, step.__file__})
 
 
-def drawn(function: Any, old: str, new: str, line: int = 1) -> Drawn:
+def drawn(function: Any, old: str, new: str, line: int = 1) -> DrawnMutant:
     first = function.__code__.co_firstlineno
     mutant = Mutant("one", function, old, new)
-    return Drawn(mutant, "verification", "a kind", function.__code__.co_filename, range(first + line, first + 60))
+    return DrawnMutant(mutant, "verification", "a kind", function.__code__.co_filename, range(first + line, first + 60))
 
 
 def test_the_same_seed_draws_the_same_mutants(places: Places) -> None:
@@ -110,14 +110,14 @@ def test_what_only_speaks_to_people_is_left_alone(source: str) -> None:
         (CALL + " # nothing", held_out.MISSED),
     ],
 )
-def test_what_becomes_of_a_mistake(bench: Bench, monkeypatch: pytest.MonkeyPatch, new: str, outcome: str) -> None:
+def test_what_becomes_of_a_mistake(bench: MutantBench, monkeypatch: pytest.MonkeyPatch, new: str, outcome: str) -> None:
     monkeypatch.setattr(held_out, "SLACK", 3.0)
     verdict = held_out.judge(drawn(verify.verify, CALL, new), bench)
     assert verdict.outcome == outcome, verdict
     assert (verdict.by is None) == (outcome == held_out.MISSED)
 
 
-def test_a_mistake_ends_with_its_process(bench: Bench) -> None:
+def test_a_mistake_ends_with_its_process(bench: MutantBench) -> None:
     """A mistake judged in its own process gets the same verdict as here; if the process dies, the verdict says so."""
     there, here = (judge(drawn(verify.verify, CALL, CALL + " # nothing"), bench) for judge in JUDGES)
     assert vars(there) | {"seconds": 0} == vars(here) | {"seconds": 0}
@@ -136,18 +136,18 @@ def test_another_process_gets_a_mutant_by_its_name(places: Places) -> None:
     assert pickle.loads(pickle.dumps(some)) == some
 
 
-def test_a_draft_that_fails_unheard_is_noticed(bench: Bench) -> None:
+def test_a_draft_that_fails_unheard_is_noticed(bench: MutantBench) -> None:
     """The engine goes on without drafts and the texts are right, but the failure is noticed."""
     failing = drawn(step._propose, "drafter.propose(seqs, num_draft)", "drafter.propose(num_draft, seqs)")
     verdict = held_out.judge(failing, bench)
     assert verdict.outcome == held_out.BROKE_DOWN and "did not tell of" in verdict.said
 
 
-def test_lines_that_no_check_runs_are_told(bench: Bench) -> None:
+def test_lines_that_no_check_runs_are_told(bench: MutantBench) -> None:
     assert not bench.who(drawn(verify.verify, CALL, CALL, line=10**6))
 
 
-def test_a_few_are_drawn_and_counted(bench: Bench) -> None:
+def test_a_few_are_drawn_and_counted(bench: MutantBench) -> None:
     score, again = (held_out.try_drawn(bench, Places({"verification": ("spec.verify",)}), 3, 5) for _ in range(2))
     names = [t["name"] for t in score["trials"]]
     assert len(names) == 3 and names == [t["name"] for t in again["trials"]]
@@ -161,7 +161,7 @@ def test_the_interval_of_a_share(hits: int, count: int, low: float, high: float)
 
 
 def test_a_tenth_is_drawn_beside_the_written_ones(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: MutantBench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = [Mutant("nothing is wrong", verify.verify, "row = 0", "row = 0", ("S1",))] * 10
     monkeypatch.setattr(mutants, "MUTANTS", written)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 
+from sameseed.lengths import goodput
 from sameseed.lengths._cost import Curve, EngineCost
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
@@ -19,6 +22,15 @@ from sameseed.spec.drafter import LengthPolicy, Round
 
 LENGTH = 96  # mean number of tokens per text
 FIXED = (1, 2, 4, 8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _clock() -> Iterator[None]:
+    """Decisions take 61 us each, exactly: real times, and so the lengths of rests, depend on the machine."""
+    ticks = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(goodput, "time", SimpleNamespace(perf_counter=lambda: 2.0**-14 * next(ticks)))
+        yield
 
 
 @dataclass(frozen=True)

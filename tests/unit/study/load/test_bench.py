@@ -185,7 +185,7 @@ async def test_lengths_that_nobody_asked_for_are_scaled_to_the_context(caplog: p
     async with httpx.AsyncClient(transport=httpx.MockTransport(fake)) as client:
         bench = LoadBench(client, arms(), replace(SETTINGS, shapes=(Shape(100, 20), Shape(600, 40)), fit=True))
         await bench.prepare()
-    assert [s.label for s in bench.settings.shapes] == ["9-2", "54-4"] and "scaled by 0.09" in caplog.text
+    assert [s.label for s in bench.settings.shapes] == ["10-2", "59-4"] and "scaled by 0.098" in caplog.text
 
 
 async def test_what_the_server_knew_before_and_bursts_are_said() -> None:
