@@ -8,6 +8,9 @@ packaged ones. `--data` names a folder with humaneval, mt_bench and gsm8k (.json
 three. Answers end at the model's end token. The suffix drafter uses no past requests here, because the same prompts are
 repeated. What goodput learned in one cell is kept for the next one, as in a server.
 
+Two runs of the same engine differ by several percent. So each record also has `accounted`: what goodput's own work must
+have changed, from its counts (passes saved, draft rows) and from the time it spent outside the target's passes.
+
 In a cell, all arms run the same batches of prompts, in a random order for each batch. Each batch gives a pair of
 measurements with plain decoding. Before a cell, goodput runs alone for `--settle` seconds: a cell stands for a steady
 workload, not for the moment after a change of texts. `--cells N` draws N of the cells. Writes one record per cell, with
@@ -30,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from sameseed.config import SpecConfig, parse_draft
+from sameseed.lengths._cost import Curve
 from sameseed.request import SamplingParams
 from sameseed.study import record
 from sameseed.study.measure import Bench, Run, run_batch
@@ -72,9 +76,9 @@ def lines(path: Path) -> Iterable[dict[str, Any]]:
         yield from map(json.loads, file)
 
 
-def speeds(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> tuple[dict[Arm, Any], bool]:
-    """Run batches for about `seconds`: by arm an array [n, 2] of (tokens, seconds); and whether all texts are equal."""
-    taken: dict[Arm, list[tuple[int, float]]] = {way: [] for way in ways}
+def speeds(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> tuple[dict[Arm, list[Run]], bool]:
+    """Run batches for about `seconds`: the runs of each arm, one per batch; and whether all texts are equal."""
+    taken: dict[Arm, list[Run]] = {way: [] for way in ways}
     same, end, rng = True, time.perf_counter() + seconds, random.Random(0)
     for i, batch in enumerate(itertools.cycle(list(workload.batches()))):
         if i >= FEWEST and time.perf_counter() > end:
@@ -83,19 +87,40 @@ def speeds(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> 
         for way in rng.sample(ways, len(ways)):  # random order, since each arm's run affects the caches for the next
             run = Run()
             run_batch(bench.install(way), batch, run)
-            taken[way].append((run.num_tokens, run.seconds))
+            taken[way].append(run)
             texts.append(run.texts)
         same = same and all(text == texts[0] for text in texts)
-    return {way: np.array(pairs) for way, pairs in taken.items()}, same
+    return taken, same
 
 
-def ratio(one: Any, other: Any) -> list[float]:
+def ratio(these: Seq[Run], those: Seq[Run]) -> list[float]:
     """Ratio of tokens per second of two arms, [value, low, high], with an 80 % bootstrap interval over pairs."""
+    one, other = (np.array([(run.num_tokens, run.seconds) for run in runs]) for runs in (these, those))
     rng = np.random.default_rng(0)
     picks = np.vstack([np.arange(len(one)), rng.integers(len(one), size=(1000, len(one)))])
     a, b = one[picks].sum(1), other[picks].sum(1)
     found = (a[:, 0] / a[:, 1]) / (b[:, 0] / b[:, 1])
     return [round(float(x), 4) for x in (found[0], *np.quantile(found[1:], (0.1, 0.9)))]
+
+
+def accounted(good: Seq[Run], plain: Seq[Run], target: Curve, batch: int) -> float:
+    """Speed over plain decoding that follows from goodput's passes, draft rows, and time outside the target's passes.
+
+    A pass without drafts is taken to be as long as in plain decoding, so drifts of the machine's speed hardly matter.
+    `target` tells what draft rows add.
+    """
+    whole, counted = sum(run.seconds for run in plain), [run.counted(batch) for run in plain]
+    seconds, steps = sum(run.times.target for run in plain), sum(c.num_steps for c in counted)
+    one = (
+        (whole - sum(c.prefill for c in counted)) / steps * seconds / whole
+    )  # of the target's pass over one token each
+    drafts, nodes = (sum(getattr(run.metrics, name) for run in good) for name in ("num_drafts", "num_draft_tokens"))
+    deep, context = nodes / max(1, drafts), round(sum(c.context for c in counted) / len(counted))
+    rows = drafts * (target.at(batch + deep) - target.at(batch) + target.extra([context], [1 + deep]))
+    rows -= drafts * target.extra([context], [1])
+    saved = (steps - sum(run.counted(batch).num_steps for run in good)) * one
+    outside = sum(run.seconds - run.times.target for run in good)
+    return round(whole / (seconds - saved + rows + outside), 4)
 
 
 def measured(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float, settle: float) -> dict[str, Any]:
@@ -105,12 +130,14 @@ def measured(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float, s
     taken, same = speeds(bench, ways, workload, seconds)
     plain, good, *fixed = ways
     found = {str(way.spec.num_draft_tokens): ratio(taken[way], taken[plain]) for way in fixed}
+    costs: Any = vars(bench.install(good).policy)["cost"]
     best = max(fixed, key=lambda way: ratio(taken[way], taken[plain])[0], default=None)
     return {
         "num_pairs": len(taken[plain]),
-        "num_tokens": int(taken[plain][:, 0].sum()),
-        "plain_tokens_per_s": round(float(taken[plain][:, 0].sum() / taken[plain][:, 1].sum()), 2),
+        "num_tokens": (tokens := sum(run.num_tokens for run in taken[plain])),
+        "plain_tokens_per_s": round(tokens / sum(run.seconds for run in taken[plain]), 2),
         "goodput": ratio(taken[good], taken[plain]),
+        "accounted": accounted(taken[good], taken[plain], costs.target, workload.batch_size),
         "fixed": found,
         "over_best_fixed": None if best is None else ratio(taken[good], taken[best]),
         "equals_plain": same,
@@ -174,7 +201,8 @@ def main() -> None:
         with args.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         good, same = line["goodput"], "" if line["equals_plain"] else "  OTHER TEXT"
-        about = f"{good[0]:.3f} ({good[1]:.3f}-{good[2]:.3f})  best fixed {line['over_best_fixed']}{same}"
+        about = f"{good[0]:.3f} ({good[1]:.3f}-{good[2]:.3f}), accounted {line['accounted']:.3f}"
+        about += f", best fixed {line['over_best_fixed']}{same}"
         print(f"{done:3}/{len(cells)} {draft:24} T {temperature:<4} b {batch:<3} {texts:10} {about}", flush=True)
 
 

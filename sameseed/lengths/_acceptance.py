@@ -93,6 +93,16 @@ class Rates(dict[int, float]):
         return rate
 
 
+def likelihood(path: Seq[float], rates: Rates) -> float:
+    """The calibrated probability of a chain, from the drafter's probabilities of its beginnings; NaN: unknown."""
+    likely, before = 1.0, 1.0
+    for depth, sure in enumerate(path):
+        own = (min(1.0, sure / before) if before > 0.0 else 0.0) if sure == sure else None
+        likely *= rates[kind(depth, own)]
+        before = sure
+    return likely
+
+
 class DraftNodes:
     """The nodes of one sequence's draft: their parents, kinds and depths, and each path's estimated probability."""
 
@@ -170,7 +180,7 @@ class Acceptance:
         parents = draft.parents.tolist()
         confidence = None if draft.confidence is None else draft.confidence.tolist()
         found, end = {}, 0
-        for seq, count in zip(seqs, np.diff(draft.offsets).tolist(), strict=True):
+        for seq, count in zip(seqs, draft.counts, strict=True):
             if count:
                 part = slice(end, end + count)
                 sure = None if confidence is None else confidence[part]

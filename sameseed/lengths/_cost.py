@@ -9,6 +9,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,35 +123,37 @@ class FadingFit:
     def __init__(self, ridges: Seq[float]) -> None:
         size = len(ridges)
         self.seen = 0
-        self.coefficients = np.zeros(size)
-        self._ridges = np.array(ridges)
-        self._products = np.zeros((size, size))  # decayed sums of products of features
-        self._seconds = np.zeros(size)  # decayed sums of features times seconds
+        self.coefficients = [0.0] * size
+        self._ridges = list(ridges)
+        self._products = [[0.0] * size for _ in ridges]  # decayed sums of products of features
+        self._seconds = [0.0] * size  # decayed sums of features times seconds
 
+    # Lists, not arrays: with two to five features each call of NumPy would take longer than the sums.
     def at(self, features: Seq[float]) -> float:
         """Predicted seconds for these features."""
-        return float(self.coefficients @ features)
+        return sum(map(mul, self.coefficients, features), 0.0)
 
     def correct(self, features: Seq[float], seconds: float) -> None:
         """Add an observation. After 6 of them it is clamped to between half and twice the predicted seconds."""
         self.seen += 1
-        expected = self.at(features)
-        if self.seen > 6 and expected > 0.0:  # so that one slow round on a busy machine changes little
-            seconds = min(max(seconds, 0.5 * expected), 2.0 * expected)
-        row = np.asarray(features)
-        self._products = FADE * self._products + np.outer(row, row)
-        self._seconds = FADE * self._seconds + row * seconds
+        if self.seen > 6:  # so that one slow round on a busy machine changes little
+            expected = self.at(features)
+            if expected > 0.0:
+                seconds = min(max(seconds, 0.5 * expected), 2.0 * expected)
+        for row, x in zip(self._products, features, strict=True):
+            row[:] = [FADE * p + x * y for p, y in zip(row, features, strict=True)]
+        self._seconds = [FADE * s + x * seconds for s, x in zip(self._seconds, features, strict=True)]
         if self.seen < 16 or self.seen % 8 == 0:  # later solutions change slowly, and solving takes the most time here
             self._solve()
 
     def scale(self, factor: float) -> None:
         """Multiply all predicted times by `factor`."""
-        self.coefficients *= factor
-        self._seconds *= factor
+        self.coefficients = [factor * c for c in self.coefficients]
+        self._seconds = [factor * s for s in self._seconds]
 
     def as_array(self) -> Floats:
         """The whole state as one flat array."""
-        return np.concatenate([[self.seen], self.coefficients, self._seconds, self._products.ravel()])
+        return np.array([self.seen, *self.coefficients, *self._seconds, *chain.from_iterable(self._products)])
 
     def restore(self, array: Floats) -> None:
         """Take over the state in `array` (see `as_array`). Raises ValueError for another size or non-finite numbers."""
@@ -156,19 +161,38 @@ class FadingFit:
         if array.shape != (1 + 2 * size + size**2,) or not np.isfinite(array).all():
             raise ValueError(f"{array.shape} numbers, for {size} features")
         self.seen = int(array[0])
-        self.coefficients, self._seconds = array[1 : 1 + size].copy(), array[1 + size : 1 + 2 * size].copy()
-        self._products = array[1 + 2 * size :].reshape(size, size).copy()
+        self.coefficients, self._seconds = array[1 : 1 + size].tolist(), array[1 + size : 1 + 2 * size].tolist()
+        self._products = array[1 + 2 * size :].reshape(size, size).tolist()
 
     def _solve(self) -> None:
-        table = self._products + np.diag(self._ridges * self._products.diagonal() / max(self._products[0, 0], 1e-9))
-        terms = self._products.diagonal() > 0.0
-        self.coefficients = np.zeros(len(terms))
-        while terms.any():
-            found = np.linalg.solve(table[np.ix_(terms, terms)], self._seconds[terms])
-            if found.min() >= 0.0:
-                self.coefficients[terms] = found
+        size, one = range(len(self.coefficients)), max(self._products[0][0], 1e-9)
+        terms = [i for i in size if self._products[i][i] > 0.0]
+        self.coefficients = [0.0] * len(size)
+        while terms:
+            table = [[self._products[i][j] for j in terms] for i in terms]
+            for n, i in enumerate(terms):
+                table[n][n] *= 1.0 + self._ridges[i] / one
+            found = solved(table, [self._seconds[i] for i in terms])
+            least = min(range(len(terms)), key=found.__getitem__)
+            if found[least] >= 0.0:
+                for i, value in zip(terms, found, strict=True):
+                    self.coefficients[i] = value
                 return
-            terms[np.flatnonzero(terms)[found.argmin()]] = False
+            del terms[least]
+
+
+def solved(table: list[list[float]], values: list[float]) -> list[float]:
+    """The solution x of `table` x = `values`, for a symmetric positive definite table; both are overwritten."""
+    size = len(values)
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = table[j][i] / table[i][i]
+            values[j] -= factor * values[i]
+            for n in range(i, size):
+                table[j][n] -= factor * table[i][n]
+    for i in reversed(range(size)):
+        values[i] = (values[i] - sum(table[i][j] * values[j] for j in range(i + 1, size))) / table[i][i]
+    return values
 
 
 class DraftCost(FadingFit):
@@ -185,7 +209,7 @@ class DraftCost(FadingFit):
 
     def terms(self, num_seqs: float, context: float = 0.0) -> tuple[float, float]:
         """Seconds before the first step, and seconds per step; `context`: mean cached tokens per sequence."""
-        start, start_seq, step, step_seq, token = self.coefficients.tolist()
+        start, start_seq, step, step_seq, token = self.coefficients
         return start + start_seq * num_seqs, step + num_seqs * (step_seq + token * context / UNIT)
 
     def learn(self, steps: float, num_seqs: float, context: float, seconds: float) -> None:
@@ -209,7 +233,7 @@ class GapCost:
     def terms(self, drafted: bool) -> tuple[float, float]:
         """Seconds per round and per row; a kind of round not seen yet takes the other kind's."""
         fit, other = (self.drafted, self.plain) if drafted else (self.plain, self.drafted)
-        base, row = (fit if fit.seen else other).coefficients.tolist()
+        base, row = (fit if fit.seen else other).coefficients
         return base, row
 
     def at(self, rows: float, drafted: bool) -> float:
@@ -346,21 +370,34 @@ class Prices:
     plain_ratio: float = 1.0  # measured over expected time of rounds without a draft
     draft_ratio: float = 1.0  # the same of rounds with a draft
 
-    @property
+    @cached_property
     def plain(self) -> float:
         """Seconds of a round without a draft."""
         return self._without * self.plain_ratio
 
-    @property
+    @cached_property
     def _without(self) -> float:
         return self.target.at(min(self.count, self.rows)) + self.fixed
 
+    @cached_property
+    def _known(self) -> float:
+        return self.target.at(self.rows)
+
     def seconds(self, more: float, steps: float) -> float:
         """Seconds of a round with `more` draft rows, drafted in `steps` steps."""
-        added = self.target.at(self.rows + more) - self.target.at(self.rows)
+        added = self.target.at(self.rows + more) - self._known
         return (self._without + added + self.slope * more + self.start + self.step * steps) * self.draft_ratio
 
     def seconds_many(self, more: Floats, steps: Floats) -> Floats:
         """`seconds` for several drafts, ascending in rows."""
-        added = self.target.at_many(self.rows + more) - self.target.at(self.rows)
+        added = self.target.at_many(self.rows + more) - self._known
         return (added + self.slope * more + (self._without + self.start) + self.step * steps) * self.draft_ratio
+
+    @property
+    def least_per_row(self) -> float:
+        """Seconds that a draft row adds at least, however many there are."""
+        last, points = self.target.rows[-1], zip(self.target.rows, self.target.seconds, strict=True)
+        means = [(seconds - self._known) / (rows - self.rows) for rows, seconds in points if rows > self.rows]
+        beyond = max(last, float(self.rows))  # the curve goes on as a straight line there
+        means.append(self.target.at(beyond + 1.0) - self.target.at(beyond))
+        return (min(means) + self.slope) * self.draft_ratio

@@ -34,7 +34,7 @@ def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) 
     Draft rows of all sequences are taken in the order of their expected gain.
     """
     most = max(map(len, offers))
-    if not most:
+    if not most or hopeless(offers, count, prices):
         return [0] * len(offers), count / prices.plain
     table = np.zeros((len(offers), most, 3))
     for b, row in enumerate(offers):
@@ -62,6 +62,23 @@ def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) 
             promised = float(rate[last])
             best = np.bincount(owner[taken[: last + 1]], minlength=len(offers)).tolist()
     return best, promised if any(best) else plain
+
+
+def hopeless(offers: Seq[Offers], count: int, prices: Prices) -> bool:
+    """True if surely no draft is faster than plain decoding: cheaper to find out than the best lengths are.
+
+    The bound: each row costs at least its share of the longer pass, and a row that loses time could be left out.
+    """
+    rate = count / prices.plain * (1.0 + MARGIN)
+    row = rate * prices.least_per_row
+    by_kind: dict[int, float] = {}  # sequences without observations share their offers
+    tokens, steps = float(count), []
+    for one in offers:
+        if id(one) not in by_kind:
+            by_kind[id(one)] = sum(max(0.0, gain - row * there) for gain, there, _ in one)
+            steps += [one[0][2]] if one else []
+        tokens += by_kind[id(one)]
+    return tokens <= rate * prices.seconds(0.0, min(steps))
 
 
 def within(lengths: list[int], budget: int | None) -> list[int]:

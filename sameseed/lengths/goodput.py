@@ -17,9 +17,7 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 
-import numpy as np
-
-from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates
+from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates, likelihood
 from sameseed.lengths._budget import TRIAL_ROUNDS, TRIAL_TOKENS, Budget
 from sameseed.lengths._cost import LEARN, Curve, DraftCost, EngineCost, Prices
 from sameseed.lengths._search import Offers, alone, shared
@@ -124,8 +122,7 @@ class GoodputLength:
         row = worth * ((at(rows + count) - at(rows)) / count + slope)
         rates, gain = Rates(self.acceptance.all, None), 0.0
         for path in paths:
-            likely = DraftNodes(range(-1, len(path) - 1), path, rates).likely[-1]
-            gain += max(0.0, likely * rate - row)
+            gain += max(0.0, likelihood(path, rates) * rate - row)
         self._ended = gain < step
         return self._ended
 
@@ -290,7 +287,7 @@ class GoodputLength:
         self._nodes = {}
         if not len(draft.tokens):
             return draft
-        counts = np.diff(draft.offsets).tolist()
+        counts = draft.counts
         self._nodes = self.acceptance.read(draft, seqs)
         self._depth = 1 + max(max(nodes.depths) for nodes in self._nodes.values())
         if self.cost is None or draft.confidence is None or self._rate <= 0.0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq, Set
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,9 @@ class Draft:
     @property
     def counts(self) -> list[int]:
         """Number of nodes of each sequence."""
-        found: list[int] = np.diff(self.offsets).tolist() if len(self.tokens) else [0] * self.num_seqs
-        return found
+        if not len(self.tokens):
+            return [0] * self.num_seqs
+        return [end - begin for begin, end in pairwise(self.offsets.tolist())]
 
     def count(self, b: int) -> int:
         """Number of nodes of sequence b."""

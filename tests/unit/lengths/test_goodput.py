@@ -14,8 +14,8 @@ from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
 from sameseed.lengths._acceptance import HALF_LIFE, PRIOR_RATE, Acceptance, DraftNodes
 from sameseed.lengths._budget import FIRST, MOST, SHARE, Budget
-from sameseed.lengths._cost import Curve, EngineCost
-from sameseed.lengths._search import MARGIN
+from sameseed.lengths._cost import Curve, EngineCost, FadingFit
+from sameseed.lengths._search import MARGIN, hopeless, shared
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
@@ -211,6 +211,42 @@ def test_the_choice_is_the_best_of_all() -> None:
         if worth(best) > nothing * (1 + 2 * MARGIN):
             assert worth(chosen) >= 0.97 * worth(best), (seed, chosen, best)
         assert worth(chosen) >= nothing
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_hopeless_search_would_have_found_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever `hopeless` skips the search, the search itself chooses no draft either; it is not always so."""
+    rng = random.Random(seed)
+    points = list(itertools.accumulate((rng.choice([0.0, 0.2, 1.0, 3.0]) for _ in range(5)), initial=1.0))
+    cost = EngineCost(Curve(list(zip((1, 2, 4, 8, 16, 32), points, strict=True))))
+    cost.draft.coefficients[:3] = [rng.choice([0.0, 0.1]), 0.0, rng.choice([0.0, 0.1, 0.3])]
+    found = []
+    for _ in range(30):
+        count, most = rng.randint(2, 6), rng.randint(1, 8)
+        prices = cost.prices([64] * count, count + rng.choice([0, 7]), count, 64.0)
+        offers = []
+        for _ in range(count):
+            rate, there = rng.random() ** 2, rng.choice([1.0, rng.random()])
+            offers.append([(there * rate ** (j + 1), there, there * (j + 1)) for j in range(most)])
+        skipped = hopeless(offers, count, prices)
+        with monkeypatch.context() as m:
+            m.setattr("sameseed.lengths._search.hopeless", lambda *_: False)
+            lengths, _ = shared(offers, None, count, prices)
+        assert not (skipped and any(lengths))
+        found.append((skipped, any(lengths)))
+    assert seed or {(True, False), (False, True)} <= set(found)
+
+
+def test_a_fit_is_the_least_squares_of_its_observations() -> None:
+    """Features that vary are told apart; one that takes no time gets none, and one that is always 0 gets none."""
+    rng, fit = random.Random(0), FadingFit((1e-6,) * 4)
+    for _ in range(200):
+        row = (1.0, rng.randint(1, 8), rng.randint(0, 9), 0.0)
+        fit.correct(row, 0.3 + 0.02 * row[2])
+    assert fit.coefficients == pytest.approx([0.3, 0.0, 0.02, 0.0], abs=1e-3)
+    other = FadingFit((1e-6,) * 4)
+    other.restore(fit.as_array())
+    assert other.as_array().tolist() == fit.as_array().tolist() and other.at((1.0, 2, 3, 0.0)) == pytest.approx(0.36)
 
 
 def test_fewer_tokens_are_drafted_as_the_batch_grows() -> None:

@@ -334,7 +334,7 @@ def test_reasons(pair: Pair) -> None:
         engine = make_engine(pair, "draft_model", k=k, policy=policy)
         if isinstance(engine.policy, GoodputLength):
             engine.policy.cost = EngineCost(Curve([(1, 1e-9), (2, 9.0), (64, 900.0)]))  # no draft can pay
-            engine.policy.cost.draft.coefficients[:2] = 1.0
+            engine.policy.cost.draft.coefficients[:2] = 1.0, 1.0
         for name, wish in wishes.items():
             engine.add(Request(name, (5, 6, 7), params, 1, speculation=wish))
         why = {}
