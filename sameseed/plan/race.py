@@ -28,6 +28,7 @@ NOISE = 0.1  # assumed standard deviation of the logarithm of a single pair's ra
 TURN = 4  # batches of prompts that a setting runs in its turn, after WARM_TOKENS unmeasured tokens of a text
 WARM_TOKENS = 8
 KEEPS = 0.9  # share of requests that must keep a bound
+SETTLED = 1.04  # ratio of the ends of the interval over plain decoding at which the last setting needs no more prompts
 PACE = 6  # settings after which plain decoding runs again, in a race where all run to the end
 Job = tuple[tuple[int, ...], SamplingParams]
 
@@ -96,6 +97,11 @@ class Aim:
     @classmethod
     def of(cls, asked: TuneRequest) -> Aim:
         return cls(asked.looked_at, asked.objective if asked.objective in ("ttft", "memory") else "speed", asked.slo)
+
+    @property
+    def needs_latency(self) -> bool:
+        """Are latencies compared? Their high quantiles need more prompts than a ratio of speeds."""
+        return self.by == "ttft" or bool(self.slo)
 
     def missed(self, c: Contestant) -> str | None:
         """The bounds that a contestant misses, with what was measured; None where it keeps all."""
@@ -199,7 +205,8 @@ def race(
     """All contestants, the best first; those that dropped out early come last. `all_run`: none drops out.
 
     The first one that decodes plainly never drops out, because all are compared with it. The race stops when plain
-    decoding alone is left, when all prompts ran, or when `seconds` are over, but not before the end of the first rung.
+    decoding alone is left, or one setting whose lead over it is known well (`SETTLED`); when all prompts ran; or when
+    `seconds` are over, but not before the end of the first rung.
     """
     start, alive, done = time.perf_counter(), list(contestants), 0
     reference = next(c for c in alive if c.plain)
@@ -220,7 +227,9 @@ def race(
             if c is not reference and (i >= half or not (c is order[0] or aim.may_win(c, order[0]))):
                 c.out_at = done
         alive = [c for c in alive if c.out_at is None]
-        if len(alive) == 1 or time.perf_counter() - start > seconds:
+        lead = ratio(next((c for c in alive if c is not reference), reference), reference, batches)
+        settled = lead.high <= SETTLED * lead.low and not aim.needs_latency
+        if (len(alive) <= 2 and settled) or time.perf_counter() - start > seconds:
             break
     late = aim.ranked([c for c in contestants if c.out_at is None])
     out = [c for c in aim.ranked([reference, *(c for c in contestants if c.out_at is not None)]) if c is not reference]

@@ -162,6 +162,14 @@ def test_the_race() -> None:
     assert single.high / single.low > 1.2 > found.high / found.low, "one pair tells little"
 
 
+@pytest.mark.parametrize(("aim", "whole"), [(Aim((1,)), False), (Aim((1,), slo=(Bound("itl", 9.0),)), True)])
+def test_a_race_that_is_decided_ends(aim: Aim, whole: bool) -> None:
+    """A lead that is known well needs no more prompts, unless latencies count; a scattering one does."""
+    few = [Runs(SpecConfig(), 1.0), Runs(SpecConfig("ngram"), 2.0)]
+    race([r.contestant for r in few], 4096, (1,), 60.0, aim)
+    assert (len(few[0].ran) == len(few[1].ran) == 4096) == whole
+
+
 def test_a_machine_that_slows_down_during_a_long_turn_favours_nobody() -> None:
     ran: list[int] = []
 
