@@ -111,8 +111,12 @@ void add_children(Tree& tree, const Running& running, const GrowingTree& how, in
     (how.exact ? first_choices : likely)(args, how.greedy, rows, how.ids, how.count, tokens.data(), shares.data());
     tree.begin_level();
     for (int64_t i = 0; i < rows * how.count; ++i) {
-        if (tokens[i] >= how.limit) continue;
-        const bool ended = std::find(how.ending.begin(), how.ending.end(), tokens[i]) != how.ending.end();
+        const bool leaf = how.exact && i % how.count > 0;  // a chain goes on after its first choice only
+        if (tokens[i] >= how.limit) {
+            if (how.exact && !leaf) break;
+            continue;
+        }
+        const bool ended = leaf || std::find(how.ending.begin(), how.ending.end(), tokens[i]) != how.ending.end();
         tree.add(tokens[i], running.nodes[i / how.count], i / how.count, std::log(shares[i]), ended);
     }
 }

@@ -1,6 +1,7 @@
 // Draft trees that a draft model grows level by level (EAGLE-2), with all levels in one call. A chain is a tree of
-// width 1. sameseed/drafters has the specification: which nodes a tree keeps, which nodes run next and their places in
-// the cache (_tree.py, eagle.py), and how a chain ends (_chains.py).
+// width 1, with leaves beside its tokens if `count` is above 1. sameseed/drafters has the specification: which nodes a
+// tree keeps, which nodes run next and their places in the cache (_tree.py, eagle.py), and how a chain ends
+// (_chains.py).
 
 #pragma once
 
@@ -18,7 +19,7 @@ struct GrowingTree {
     int64_t size;          // number of nodes wanted
     int64_t depth;         // number of levels
     int64_t width, count;  // nodes per level that run through the model; children of each
-    bool exact;            // children are what the model itself would choose (`first_choices`), else `likely`
+    bool exact;            // a chain of what the model itself would choose, else a tree of `likely` children
     int64_t limit;         // tokens >= limit are not used
     bool greedy;
     double temperature, floor;

@@ -212,6 +212,12 @@ def policies(found: list[Record]) -> str:
         if over:
             about += f" Over the best fixed length, {len(over)} cells: {mean(over):.2f} in the mean"
             about += f", {min(over):.2f} at least."
+        own = [r["accounted"] for r in cells if "accounted" in r]
+        if own:
+            about += (
+                f" By what goodput itself did (passes saved, draft rows, time outside passes), {len(own)} cells: "
+                f"{median(own):.3f} in the median, {min(own):.2f} at least, {sum(o < LOST for o in own)} below {LOST}."
+            )
         about += f" {measured_on(cells[-1])}."
         lines = [f"* {name}" for name in names]
         parts.append("\n\n".join([table, about, *(["Lost cells:\n\n" + "\n".join(lines)] if lines else [])]))

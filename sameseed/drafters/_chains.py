@@ -95,6 +95,16 @@ class Chain:
         self.ended = policy.stop(sure)
         return True
 
+    def take(self, tokens: Seq[int], parents: Seq[int], sure: Seq[float]) -> None:
+        """Make an empty chain of a tree's nodes: the first child of a node is the next token, the others are leaves."""
+        for i, (token, parent, p) in enumerate(zip(tokens, parents, sure, strict=True)):
+            if i and parent == parents[i - 1]:
+                self.beside[-1].append((token, p))
+            else:
+                self.tokens.append(token)
+                self.sure.append(p)
+                self.beside.append([])
+
     def nodes(self, most: int) -> tuple[list[int], list[int], list[float]]:
         """The chain, and likeliest alternatives as leaves, up to `most` nodes: tokens, parents, path probabilities."""
         end = len(self.tokens)
@@ -161,9 +171,10 @@ def extend_chains(
         if prepare is not None:
             prepare(running)
         out = _pass(runner, running, not siblings and not policy.uses_confidence)
-        if not siblings and not any(chains[b].tokens for b in active) and grows_at_once(policy, running):
+        if not any(chains[b].tokens for b in active) and grows_at_once(policy, running):
             some, counts = [chains[b] for b in active], [lengths[b] for b in active]
-            if _grow_at_once(runner, running, some, counts, vocab_limit, out.logits, partial(_ends, policy, going)):
+            ends = partial(_ends, policy, going)
+            if _grow_at_once(runner, running, some, counts, vocab_limit, out.logits, ends, siblings):
                 return
         for b, found in zip(active, _next(runner, running, out, policy.uses_confidence, siblings), strict=True):
             _grow(runner, shadows[b], chains[b], found, policy, vocab_limit)
@@ -307,8 +318,9 @@ def _grow_at_once(
     vocab_limit: int,
     logits: Tensor,
     ends: Ends,
+    siblings: int,
 ) -> bool:
-    """Write empty chains in one backend call, from the logits [B, V] after each sequence.
+    """Write empty chains in one backend call, from the logits [B, V] after each sequence, with leaves for `siblings`.
 
     Returns False, with nothing done, if the backend cannot do this.
     """
@@ -316,17 +328,18 @@ def _grow_at_once(
     trees = []
     for shadow, length in zip(shadows, lengths, strict=True):
         depth = min(length, most - len(shadow))
-        shape = {"size": depth, "width": 1, "count": 1, "exact": True, "limit": vocab_limit}
+        count = 1 + siblings
+        shape = {"size": depth * count, "width": 1, "count": count, "exact": True, "limit": vocab_limit}
         where = {"num_cached": shadow.num_cached, "blocks": shadow.blocks}
         trees.append(growing_tree(shadow, depth, None, shadow.params.ending(eos), **shape, **where))
     grown = runner.grow(trees, shadows, logits, ends)
     if grown is None:
         return False
-    for shadow, chain, (tokens, _, sure) in zip(shadows, chains, grown, strict=True):
-        chain.tokens, chain.sure, chain.beside = tokens, sure, [[] for _ in tokens]
-        chain.ended = not tokens or tokens[-1] in shadow.params.ending(eos)
-        shadow.token_ids += tokens
-        shadow.num_cached += max(0, len(tokens) - 1)  # the last token's row is computed in the next pass
+    for shadow, chain, nodes in zip(shadows, chains, grown, strict=True):
+        chain.take(*nodes)
+        chain.ended = not chain.tokens or chain.tokens[-1] in shadow.params.ending(eos)
+        shadow.token_ids += chain.tokens
+        shadow.num_cached += max(0, len(chain.tokens) - 1)  # the last token's row is computed in the next pass
     return True
 
 

@@ -62,15 +62,20 @@ def test_a_draft_equal_to_the_target_is_always_right(pair: Pair) -> None:
 
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="chains are written in one call in the native module")
-def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair) -> None:
-    """Chains of one native call equal those of one pass per token: tokens, confidences and cached rows.
+@pytest.mark.parametrize(("siblings", "limit"), [(0, None), (0, MODEL_VOCAB // 2), (2, None), (2, MODEL_VOCAB // 2)])
+def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: int, limit: int | None) -> None:
+    """Chains of one native call equal those of one pass per token: tokens, leaves, confidences and cached rows.
 
-    Cases: texts that end, truncated sampling, chains ended by the policy, and the end of the context.
+    Cases: texts that end, truncated sampling, chains ended by the policy, the end of the context, and token ids that
+    the target does not have.
     """
     flat = replace(ASKED, temperature=1.2, top_p=1.0)
     ending = replace(ASKED, temperature=0.0, ignore_eos=False, stop_token_ids=tuple(range(0, MODEL_VOCAB, 3)))
     asked = [replace(ASKED, temperature=0.0), ASKED, replace(flat, top_k=5), replace(flat, min_p=0.05), ending]
-    at_once, by_token = (make_engine(pair, "draft_model", k=9) for _ in range(2))
+    wide = 1 + siblings
+    at_once, by_token = (make_engine(pair, "draft_model", k=9 * wide, options={"siblings": siblings}) for _ in range(2))
+    for engine in (at_once, by_token):
+        drafter_of(engine).followers.vocab_limit = limit or MODEL_VOCAB
     calls, grow = [], drafter_of(at_once).runner.grow
 
     def watched(*how: Any) -> Any:
@@ -86,16 +91,17 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair) -> None:
             drafts = []
             for engine in (at_once, by_token):
                 drafter_of(engine).policy = Judge(9, 0.0, ends)
-                drafts.append(engine.drafter.propose(given, [k] * len(given)))
+                drafts.append(engine.drafter.propose(given, [k * wide] * len(given)))
             found, wanted = drafts
             assert [found.nodes(b) for b in range(len(given))] == [wanted.nodes(b) for b in range(len(given))]
             assert found.confidence is not None and wanted.confidence is not None
             np.testing.assert_allclose(found.confidence, wanted.confidence, rtol=1e-6)
-            shadows = [
-                [(s.token_ids, s.num_cached) for s in map(drafter_of(e).followers.__getitem__, given)]
+            one, other = (
+                {i: (s.seq.token_ids, s.seq.num_cached) for i, s in drafter_of(e).followers._shadows.items()}
                 for e in (at_once, by_token)
-            ]
-            assert shadows[0] == shadows[1]
+            )
+            # A pass may have run before a token id ended the chain: its row is there, and may be forgotten.
+            assert one == other or (limit and all(one[i][0] == ids and one[i][1] <= n for i, (ids, n) in other.items()))
     assert len(calls) == 8 and None not in calls
 
 
