@@ -18,6 +18,7 @@ from sameseed.study.prompt_sets import Prompt
 OBJECTIVES = ("balanced", "latency", "throughput", "ttft", "memory")
 LONGEST, MOST_NODES = 8, 32  # draft tokens of the longest chain, and nodes of the largest tree, in the grid
 CHAIN: Mapping[str, object] = {"top_k": 1, "depth": LONGEST}  # options that make a head's trees a chain
+LEAVES: Mapping[str, object] = {"siblings": 1}  # options that add leaves to a model's chains
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ class Setting:
     def way(self) -> str:
         """The draft with its shape and format, without a length."""
         form = [f"draft {self.draft_format}"] if self.draft_format != "auto" else []
-        return " ".join([self.draft, *(["chain"] if options_of(self.spec) else []), *form])
+        shapes = [name for name, options in (("chain", CHAIN), ("siblings", LEAVES)) if _has(self.spec, options)]
+        return " ".join([self.draft, *shapes, *form])
 
     @property
     def label(self) -> str:
@@ -178,11 +180,16 @@ def options_of(spec: SpecConfig) -> dict[str, Any]:
     return {**spec.options, **({"below": below} if any(below) else {})}
 
 
-def chained(spec: SpecConfig) -> SpecConfig:
-    """The same levels, drafting chains instead of trees where their options allow it."""
-    able = set(CHAIN) <= {f.name for f in fields(drafter_class(spec).Options)}
-    options = {**spec.options, **CHAIN} if able else spec.options
-    return replace(spec, options=options, below=tuple(map(chained, spec.below)))
+def shaped(spec: SpecConfig, shape: Mapping[str, object]) -> SpecConfig:
+    """The same levels, with the options `CHAIN` or `LEAVES` where they exist."""
+    able = set(shape) <= {f.name for f in fields(drafter_class(spec).Options)}
+    options = {**spec.options, **shape} if able else spec.options
+    return replace(spec, options=options, below=tuple(shaped(b, shape) for b in spec.below))
+
+
+def _has(spec: SpecConfig, shape: Mapping[str, object]) -> bool:
+    """Has a level these options?"""
+    return any(shape.items() <= level.options.items() for level in levels(spec))
 
 
 def draft_specs(asked: TuneRequest) -> list[SpecConfig]:
@@ -192,17 +199,24 @@ def draft_specs(asked: TuneRequest) -> list[SpecConfig]:
         has_model = any(level.model is not None for level in levels(make_config(text).spec))
         for form in asked.draft_formats if has_model else ("auto",):
             spec = with_heads(make_config(text, policy="fixed", draft_format=form).spec)
-            found += [spec] if chained(spec) == spec else [spec, chained(spec)]
+            found += [spec, *(one for shape in (CHAIN, LEAVES) if (one := shaped(spec, shape)) != spec)]
     return [spec for spec in found if spec.method != "none"]
 
 
 def largest(spec: SpecConfig) -> int:
     """Size of the largest draft that is replayed: tokens of a chain, nodes of a tree."""
-    return MOST_NODES if may_branch(spec) else GOODPUT_DRAFT_TOKENS
+    return max(_most(spec), GOODPUT_DRAFT_TOKENS)
+
+
+def _most(spec: SpecConfig) -> int:
+    """Tokens of the longest chain, or nodes of the largest tree, in the grid."""
+    if not may_branch(spec):
+        return LONGEST
+    return 2 * LONGEST if _has(spec, LEAVES) else MOST_NODES
 
 
 def lengths_of(spec: SpecConfig) -> list[SpecConfig]:
     """A draft at every length (nodes of a tree), and with the goodput policy."""
-    sizes = sizes_up_to(MOST_NODES if may_branch(spec) else LONGEST)
+    sizes = sizes_up_to(_most(spec))
     fixed = [replace(spec, num_draft_tokens=k, policy="fixed") for k in sizes]
     return [*fixed, replace(spec, num_draft_tokens=GOODPUT_DRAFT_TOKENS, policy="goodput")]

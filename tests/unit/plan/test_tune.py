@@ -64,15 +64,24 @@ def test_bad_requests() -> None:
 
 def test_the_grid() -> None:
     found = draft_specs(asked(drafts=("ngram", "self_quant + embedded-draft", "none"), draft_formats=("auto", "w8a8")))
-    assert [(s.method, [b.format for b in s.below]) for s in found] == [
-        ("ngram", []),
-        ("first", ["auto", "auto"]),
-        ("first", ["auto", "w8a8"]),
+    assert [(s.method, [b.format for b in s.below], may_branch(s)) for s in found] == [
+        ("ngram", [], False),
+        ("first", ["auto", "auto"], False),
+        ("first", ["auto", "auto"], True),
+        ("first", ["auto", "w8a8"], False),
+        ("first", ["auto", "w8a8"], True),
     ]
+    leaves = Setting("auto", "auto", found[2])
+    assert (
+        leaves.way == "self_quant + embedded-draft siblings"
+        and max(s.num_draft_tokens for s in lengths_of(found[2])) == 16
+    )
+    again = with_heads(make_config(leaves.draft, policy="fixed", draft_options=options_of(found[2])).spec)
+    assert again == found[2], "a profile's options say the same"
     lengths = lengths_of(found[0])
     assert [s.num_draft_tokens for s in lengths if s.policy == "fixed"] == [1, 2, 3, 4, 6, 8]
     assert lengths[-1].policy == "goodput"
-    setting = Setting("w4a8", "auto", found[2], 2)
+    setting = Setting("w4a8", "auto", found[3], 2)
     assert setting.label == "self_quant + embedded-draft draft w8a8 k=4 threads=2 w4a8"
 
 
