@@ -35,6 +35,20 @@ def raw_config(layout: str, vocab_size: int, layers: list[int], **changes: Any) 
     return {"architectures": [names[layout]], **own, **markov, "transformer_layer_config": layer, **rest}
 
 
+def saved_by_speculators(kind: str, vocab_size: int, layers: list[int], model_type: str, size: int) -> dict[str, Any]:
+    """config.json with the keys that speculators 0.9 writes for a head of `size` tokens; arguments as `raw_config`."""
+    raw = raw_config(kind, vocab_size, layers, draft_vocab_size=size)
+    layer = {**raw["transformer_layer_config"], "model_type": model_type, "hidden_act": "silu", "pad_token_id": None}
+    del layer["rope_theta"]
+    layer["rope_parameters"] = {"rope_theta": LAYER["rope_theta"], "rope_type": "default"}
+    if model_type == "qwen3":
+        del layer["mlp_bias"]
+        layer |= {"layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False}
+    own = {"architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"], "dtype": "float32"}
+    own |= {"target_hidden_size": None, "sample_from_anchor": kind == "dspark", "sliding_window_non_causal": False}
+    return {**raw, **own, "transformer_layer_config": layer, "tie_word_embeddings": False}
+
+
 def parsed(raw: dict[str, Any]) -> BlockConfig:
     config = parse_head_config(raw)
     assert isinstance(config, BlockConfig)
@@ -87,10 +101,10 @@ def plain_block(config: BlockConfig, w: dict[str, Tensor], states: Tensor, last:
     return _norm(x, w["norm.weight"], eps)[config.block_size - config.num_guesses :] @ lm_head.T
 
 
-def fit_block(folder: Path, target: Llama, seed: int = 0) -> Path:
+def fit_block(folder: Path, target: Llama, seed: int = 0, **changes: Any) -> Path:
     """Write a block head whose Markov head is fitted to the target's mean logits after each token, the rest small."""
     size, rank = target.config.vocab_size, 48
-    raw = raw_config("dspark", size, [0, 1], markov_rank=rank, block_size=7)
+    raw = raw_config("dspark", size, [0, 1], markov_rank=rank, block_size=7, **changes)
     w = random_block(parsed(raw), seed, scale=0.05)
     generator = torch.Generator().manual_seed(seed)
     texts = [torch.randint(1, 300, (250,), generator=generator).tolist() for _ in range(6)]

@@ -26,9 +26,9 @@ class TwinArgs:
     """
 
     shape: Annotated[str | None, option("NAME")] = None  # a known shape (see profile --list), or a model's folder
-    of: str = "embedded-target"  # the small model or EAGLE-3 head: embedded-target, embedded-draft, a folder, a hub id
+    of: str = "embedded-target"  # the small model or draft head: embedded-target, embedded-draft, a folder, a hub id
     target: str = "embedded-target"  # for a head: the small model that it drafts for
-    draft_vocab: Annotated[int | None, option("N")] = None  # for a head: tokens that it may guess; unset: 32000
+    draft_vocab: Annotated[int | None, option("N")] = None  # for a head: tokens it may guess; unset: 32000, or all
     out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
     seed: int = 0  # of the random weights
     device: str = "cpu"  # where matrices are put together: cpu, cuda, cuda:1, ...
@@ -48,7 +48,7 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.cli.console import weights_progress
     from sameseed.models.head_config import is_head
     from sameseed.models.loader import resolve_model
-    from sameseed.study.twin import find_shape, make_head_twin, make_twin
+    from sameseed.study.twin import find_shape, kind_of, make_head_twin, make_twin
 
     devices.check(args.device)
     of_head = is_head(resolve_model(args.of))
@@ -62,7 +62,7 @@ def run(argv: Seq[str], prog: str) -> int:
             twin = made = make_head_twin(shape, args.of, args.target, args.out, num_tokens=args.draft_vocab, **shared)
             head = made.head.config
             facts = {"draft_vocab_size": head.draft_vocab_size, "aux_layers": list(head.aux_layers or ())}
-            what = f"a head with {head.draft_vocab_size} tokens for the twin of {args.target}"
+            what = f"{kind_of(head)} with {head.draft_vocab_size} tokens for the twin of {args.target}"
             does = f"drafts what {args.of} drafts"
         else:
             twin = make_twin(shape, args.of, args.out, **shared)

@@ -43,6 +43,9 @@ def open_head(
     with Checkpoint(folder) as files:
         if any(n.startswith("model.fc.") for n in files.names()):
             files.drop_prefix("model.")
+        # Speculators builds Qwen3 layers, with norms of queries and keys, also where it writes another model_type.
+        if config.kind == "block" and "layers.0.self_attn.q_norm.weight" in files:
+            config = replace(config, layer=replace(config.layer, qk_norm=True))
         layer = "layers.0" if any(n.startswith("layers.0.") for n in files.names()) else "midlayer"
         shapes = expected_tensors(config, layer)
         present = {n.rsplit(".", 1)[0] if n not in SPARE else n for n in files.names()}  # modules, also quantized ones

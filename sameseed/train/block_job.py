@@ -196,19 +196,6 @@ def export_block(
     Arguments as in `head_job.export_head`.
     """
     c = head.config
-    kind = "dspark" if c.markov_rank else "dflash"
-    own = {
-        "architectures": ["DSparkSpeculator" if c.markov_rank else "DFlashSpeculator"],
-        "speculators_model_type": kind,
-        "aux_hidden_state_layer_ids": list(c.aux_layers or ()),
-        "block_size": c.block_size,
-        "draft_vocab_size": c.draft_vocab_size,
-        "mask_token_id": c.mask_token,
-        "sample_from_anchor": c.from_anchor,
-        "target_hidden_size": c.target_hidden_size,
-    }
-    if c.markov_rank:
-        own |= {"markov_rank": c.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
     tensors = {n: p.to(getattr(torch, dtype)) for n, p in head.named_parameters()}
     tensors |= vocabulary_tensors(target_ids, c.layer.vocab_size)
     layer = llama_config(c.layer, c.layer.max_model_len, c.layer.rope.theta) | {
@@ -218,5 +205,5 @@ def export_block(
         "tie_word_embeddings": False,
     }
     turned = {} if rotation is None else {ROTATED_FOR: rotation}
-    config = {**own, "torch_dtype": dtype, "transformer_layer_config": layer, **turned}
+    config = {**c.settings(), "torch_dtype": dtype, "transformer_layer_config": layer, **turned}
     write_model(folder, tensors, {"config.json": config})

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from sameseed import devices
+from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.eagle_loader import open_head, target_ids
+from sameseed.models.head_config import HeadConfig
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.safetensors_file import write_file
 from sameseed.models.save import SHARD, copy_files, new_folder, source_config
 from sameseed.models.stream import check_room, num_bytes, stream_weights
 from sameseed.models.weights import Progress
 from sameseed.study.shapes import NAMES, get_shape
+from sameseed.study.twin.block import BlockTwinSource
 from sameseed.study.twin.head import HeadLayout, HeadTwinSource, make_head_layout
 from sameseed.study.twin.layout import TwinLayout, make_layout
 from sameseed.study.twin.source import TwinSource
@@ -94,13 +97,15 @@ def make_head_twin(
 ) -> HeadTwin:
     """Write a draft head for the twin of `target` in `shape`. It drafts the same tokens as head `of` for `target`.
 
-    `num_tokens`: size of the draft vocabulary (None: 32000 if possible). Raises what `make_twin` raises.
+    `of`: an EAGLE-3 or a block head. `num_tokens`: size of the draft vocabulary (None: 32000 if possible, or the whole
+    vocabulary for a block head that has its target's). Raises what `make_twin` raises.
     """
     with open_head_twin(shape, of, target, name, num_tokens, seed, device) as source:
         head = source.head
         about = {"of": of, "target": target, "shape": name, "seed": seed}
         about |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
-        texts = head.raw, about, _head_card(of, target, name)
+        about |= {"markov_rank": head.markov_rank} if head.markov_rank else {}
+        texts = head.raw, about, _head_card(of, target, name, kind_of(head.config))
         size = _write(source, resolve_model(of), out, texts, overwrite, progress, SHARD)
     return HeadTwin(Path(os.path.abspath(out)), head, size)
 
@@ -136,7 +141,13 @@ def open_head_twin(
     with open_twin(shape, target, name, seed, device) as theirs, open_head(folder) as (config, own, shapes, at):
         ids = target_ids(folder, config, own)
         head = make_head_layout(config, ids, theirs.layout, raw, num_tokens, name)
-        yield HeadTwinSource(head, own, theirs.small, shapes, at, seed, device)
+        source = BlockTwinSource if isinstance(config, BlockConfig) else HeadTwinSource
+        yield source(head, own, theirs.small, shapes, at, seed, device)
+
+
+def kind_of(config: HeadConfig) -> str:
+    """The kind of a head, as texts name it: "an EAGLE-3 head", or a block head and its number of layers."""
+    return f"a block head of {config.layer.num_layers} layers" if isinstance(config, BlockConfig) else "an EAGLE-3 head"
 
 
 def _write(
@@ -160,11 +171,11 @@ def _write(
     return size
 
 
-def _head_card(of: str, target: str, name: str) -> str:
+def _head_card(of: str, target: str, name: str, kind: str) -> str:
     return f"""# {of} for a target in the shape of {name}
 
 Written by `sameseed twin`. It drafts for the twin of {target} what {of} drafts for {target}, at the size and cost of
-an EAGLE-3 head of such a target; what is not the small head's is random or zero and without effect. It is for measuring
+{kind} for such a target; what is not the small head's is random or zero and without effect. It is for measuring
 speed, and of no use for any other target.
 
 Where the small head lies in it, `{RECORD}` says.

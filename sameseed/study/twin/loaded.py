@@ -9,14 +9,17 @@ from sameseed.config import EngineConfig
 from sameseed.engine.build import Loaded
 from sameseed.engine.levels import with_heads
 from sameseed.engine.memory import demand_of, plan_blocks
+from sameseed.models.block import BlockHead
+from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig
-from sameseed.models.eagle_loader import read_head
+from sameseed.models.eagle import EagleHead
+from sameseed.models.eagle_loader import read_block, read_head
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.models.weights import Progress, WeightReader, read_weights
 from sameseed.scheme import QuantScheme
 from sameseed.study.twin import open_head_twin, open_twin
-from sameseed.study.twin.head import NAMES
+from sameseed.study.twin.head import NAMES, HeadLayout
 
 
 def load_twins(
@@ -40,6 +43,13 @@ def load_twins(
         num_blocks = plan_blocks(config, max_len, demands)
         model = Llama(big, read_weights(big, target, quant, backend, config.device, progress), backend, max_len)
         reader = WeightReader(layer, guess, quant, backend, config.device, progress, guess.shapes)
-        made = read_head(guess.head.config, reader, NAMES, guess.head.target_ids.int(), model, backend)
+        made = _head(guess.head, reader, model, backend)
     spec = with_heads(config.spec)
     return Loaded(replace(config, spec=spec), load_tokenizer(resolve_model(of)), num_blocks, model, (made,))
+
+
+def _head(head: HeadLayout, reader: WeightReader, target: Llama, backend: ops.Ops) -> EagleHead | BlockHead:
+    ids = head.target_ids.int()
+    if isinstance(head.config, BlockConfig):
+        return read_block(head.config, reader, None if head.whole else ids, target, backend)
+    return read_head(head.config, reader, NAMES, ids, target, backend)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures_block import LAYOUTS, parsed, plain_block, random_block, raw_config
+from fixtures_block import LAYOUTS, parsed, plain_block, random_block, raw_config, saved_by_speculators
 from fixtures_eagle import write_head
 from fixtures_models import backends
 from lawkit import MODEL_VOCAB, write_model
@@ -88,6 +88,27 @@ def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
         logits = runner.guess(holders, [7, 9], [config.num_guesses, 2])
     wanted = [plain_block(config, w, h, last, target) for h, last in zip(hidden, (7, 9))]
     torch.testing.assert_close(logits, torch.cat([wanted[0], wanted[1][:2]]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize(("kind", "size"), [("dflash", MODEL_VOCAB), ("dflash", 130), ("dspark", 130)])
+def test_a_folder_that_speculators_wrote(target: Llama, tmp_path: Path, kind: str, size: int, model_type: str) -> None:
+    """The layers are Qwen3's whatever the model_type; t2d and the confidence head are not read."""
+    raw = saved_by_speculators(kind, MODEL_VOCAB, [0, 2], model_type, size)
+    config = parsed(saved_by_speculators(kind, MODEL_VOCAB, [0, 2], "qwen3", size))
+    dropped = BORROWED if size == MODEL_VOCAB else BORROWED[:1]
+    w = {n: t for n, t in random_block(config, 3).items() if n not in dropped}
+    spare = {"t2d": torch.zeros(MODEL_VOCAB, dtype=torch.bool)} if "d2t" in w else {}
+    if kind == "dspark":
+        spare |= {"confidence_head.proj.weight": torch.zeros(1, 38), "confidence_head.proj.bias": torch.zeros(1)}
+    head = load_head(write_head(tmp_path, raw, w | spare), target, target.ops)
+    runner, states = runner_of(head), torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    holder = Sequence(0, (), SamplingParams(), 0)
+    assert runner.blocks.reserve(holder, 6 + config.block_size)
+    runner.extend([holder], [[1] * 6], [states], False)
+    logits = runner.guess([holder], [7], [config.num_guesses])
+    torch.testing.assert_close(logits, plain_block(config, w, states, 7, target), rtol=1e-4, atol=1e-4)
+    assert head.config.captures(3) == (0, 2)
 
 
 def test_layouts_agree(target: Llama, tmp_path: Path) -> None:
