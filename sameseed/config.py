@@ -106,7 +106,7 @@ def written_as(text: str) -> str:
 
 
 def _text(name: str) -> str:
-    text: str = registry.load("drafters", name).DRAFTER.text
+    text: str = registry.constant("drafters", name, "DRAFTER", "text")
     return text
 
 
@@ -115,7 +115,7 @@ def _chain(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
     spec, tokens = _sum(tokens, text)
     while tokens and tokens[0] == ">":
         upper, tokens = _sum(tokens[1:], text)
-        if upper.below or not registry.load("drafters", upper.method).DRAFTER.owns:
+        if upper.below or not registry.constant("drafters", upper.method, "DRAFTER", "owns", ""):
             raise ConfigError(f"--draft {text!r}: right of '>' stands a model, not {upper.method!r}")
         method = written_as("A > MODEL") if _text(upper.method) == "MODEL" else upper.method
         spec = replace(upper, method=method, below=(spec,))

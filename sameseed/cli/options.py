@@ -334,7 +334,7 @@ def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
         raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
     below = tuple(_checked(b, embedded) for b in spec.below)
     if embedded and name is None:
-        owns = registry.load("drafters", spec.method).DRAFTER.owns
+        owns = registry.constant("drafters", spec.method, "DRAFTER", "owns", "")
         name = {"model": EMBEDDED_DRAFT, "head": EMBEDDED_HEAD}.get(owns)
     return dataclasses.replace(spec, model=name, below=below)
 

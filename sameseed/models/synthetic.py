@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +15,12 @@ from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
 
 NOISE = 4_194_301  # size of the one noise block that all weights are cut from; prime, so that rows rarely repeat
+FEW = NOISE // 16  # fewer values are cut from the noise first and scaled then
+
+
+@lru_cache(maxsize=2)  # a toy takes two; drawing one takes longer than all else of a toy
+def _noise(seed: int, device: str) -> Tensor:
+    return torch.randn(NOISE, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 class RandomCheckpoint:
@@ -38,10 +44,6 @@ class RandomCheckpoint:
         self._device = device
         self._scaled: dict[int, Tensor] = {}  # by K
 
-    @cached_property
-    def _noise(self) -> Tensor:
-        return torch.randn(NOISE, generator=torch.Generator().manual_seed(self._seed)).to(self._device)
-
     def scheme(self, name: str) -> QuantScheme | None:
         return None
 
@@ -59,17 +61,24 @@ class RandomCheckpoint:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         width = self._shapes[name][1]
-        noise = self._scaled.get(width)
-        if noise is None:
-            noise = self._scaled[width] = (self._noise * width**-0.5).to(self._dtype)
         at = (zlib.crc32(f"{name}:{self._seed}".encode()) + start * width) % NOISE
         out = torch.empty((stop - start) * width, dtype=self._dtype, device=self._device)
         done = 0
         while done < len(out):
             count = min(len(out) - done, NOISE - at)
-            out[done : done + count] = noise[at : at + count]
+            out[done : done + count] = self._cut(width, at, count)
             done, at = done + count, (at + count) % NOISE
         return out.view(stop - start, width)
+
+    def _cut(self, width: int, at: int, count: int) -> Tensor:
+        """Values of the noise, scaled for rows of `width`."""
+        noise, scale = _noise(self._seed, self._device), float(width) ** -0.5
+        if count < FEW:
+            return (noise[at : at + count] * scale).to(self._dtype)
+        scaled = self._scaled.get(width)
+        if scaled is None:
+            scaled = self._scaled[width] = (noise * scale).to(self._dtype)
+        return scaled[at : at + count]
 
 
 def random_model(

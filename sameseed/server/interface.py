@@ -11,6 +11,7 @@ import base64
 import hashlib
 import html
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,21 @@ def described(summary: str, answer: str, *kinds: type[BaseModel], streams: bool 
 
     `answer`: members of the response, in the form that `gives` takes.
     """
-    documents = [kind.model_json_schema() for kind in kinds]
-    schemas = [_inlined(document, document.pop("$defs", {})) for document in documents]
+    schemas = [_schema(kind) for kind in kinds]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     responses = errors(400, 401, 403, 404, 408, 413, 415, 429, 500, 503) | gives(answer)
     if streams:
         responses[200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return {"summary": summary, "openapi_extra": {"requestBody": body}, "responses": responses}
+
+
+@cache
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """Its JSON schema without references; the same object each time, which nobody may change."""
+    document = kind.model_json_schema()
+    made: dict[str, Any] = _inlined(document, document.pop("$defs", {}))
+    return made
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:

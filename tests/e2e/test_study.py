@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from fixtures_quality import write_data
 from sameseed import registry
 from sameseed.cli import main
 from sameseed.errors import ConfigError
-from sameseed.studies import _runner, _setup, assisted, concurrency, rivals, serving
+from sameseed.studies import _picture, _runner, _setup, assisted, concurrency, rivals, serving
 from sameseed.studies._bench import BenchCell
 from sameseed.studies._setup import SIZES, StudySetup
-from sameseed.studies._study import Study, Tell
+from sameseed.studies._study import Plot, Study, Tell
 from sameseed.study import record
+from sameseed.study.plot import plot_paths
 
 TOY = ("--num-prompts", "2", "--max-tokens", "6", "--repeat", "1")
 CELLS = {  # enough cells of each study to draw every plot
@@ -30,9 +32,28 @@ CELLS = {  # enough cells of each study to draw every plot
 }
 
 
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plot, Path], tuple[Path, Path]]:
+    """Leave plots empty, for a study draws its plots anew each time; returns what draws them."""
+    draw = _picture.draw
+
+    def leave(plot: Plot, path: Path) -> tuple[Path, Path]:
+        paths = plot_paths(path)
+        for empty in paths:
+            empty.write_bytes(b"")
+        return paths
+
+    monkeypatch.setattr(_picture, "draw", leave)
+    return draw
+
+
 @pytest.mark.parametrize("name", CELLS)
 def test_a_study(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    undrawn: Callable[[Plot, Path], tuple[Path, Path]],
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(concurrency, "CLIENTS", (1, 3))
@@ -49,10 +70,12 @@ def test_a_study(
     assert main([*flags, "--only", first, *rest]) == 0
     again = record.read(tmp_path / f"{name}.jsonl")
     assert again[: len(found)] == found and len(again) > len(found), "what was there is not measured again"
+    monkeypatch.setattr(_picture, "draw", undrawn)
     assert main([*flags, "--only", first, *rest]) == 0
     assert len(record.read(tmp_path / f"{name}.jsonl")) == len(again)
     assert all(r["usage"]["cpu_share"] is not None for r in again)
     page = html.unescape((tmp_path / f"{name}.html").read_text())
+    assert all(drawn.stat().st_size > 1000 for suffix in ("svg", "png") for drawn in tmp_path.glob(f"*.{suffix}"))
     assert _runner.load(name).source.split(",")[0] in page
     assert page.count("data:image/svg+xml") == len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.png")))
     assert not re.search(r"<(script|link)|src=.http", page), "the page needs nothing else"
@@ -75,8 +98,11 @@ def test_engines_that_are_not_here_are_named(
     assert "a checkout" in _runner.plan("rivals", StudySetup("small", tmp_path))[0].wrong
 
 
-def test_a_comparison_with_engines_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_with_engines_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: Callable[[Plot, Path], tuple[Path, Path]]
+) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(_picture, "draw", undrawn)
     lines = (Path(__file__).parents[2] / "benchmarks/results/peers.jsonl").read_text().splitlines()
     made = rivals.split(json.loads(lines[-1]))
     monkeypatch.setattr(rivals.PeerCell, "check", lambda cell, setup: None)

@@ -77,11 +77,13 @@ def params(sampling: str, **more: Any) -> SamplingParams:
 
 
 def check(
-    pair: Pair, plain: dict[str, list[tuple[int, ...]]], drafter: str, setting: tuple[bool, int, int, str]
+    pair: Pair, plain: dict[str, list[tuple[int, ...]]], drafter: str, setting: tuple[bool, int, int, str], every: int
 ) -> None:
+    """Compare the texts after every first, or every second, prompt."""
     alone, rows, block, sampling = setting
     engine = make_engine(pair, **DRAFTERS[drafter], rows=rows, block=block)
-    assert texts(run(engine, prompts_of(pair), params(sampling), alone)) == plain[sampling], (drafter, setting)
+    found = texts(run(engine, prompts_of(pair)[::every], params(sampling), alone))
+    assert found == plain[sampling][::every], (drafter, setting)
     if drafter.startswith("draft_model"):
         # Drafts must be accepted and rejected, or the comparison shows nothing.
         rate = engine.metrics.acceptance_rate
@@ -97,7 +99,7 @@ def test_same_text_in_opposite_settings(
     matrix_pair: Pair, plain_texts: dict[str, list[tuple[int, ...]]], drafter: str
 ) -> None:
     for setting in covering(list(DRAFTERS).index(drafter)):
-        check(matrix_pair, plain_texts, drafter, setting)
+        check(matrix_pair, plain_texts, drafter, setting, every=2)
 
 
 @pytest.mark.slow
@@ -106,7 +108,7 @@ def test_same_text_in_opposite_settings(
 def test_same_text_in_every_setting(
     matrix_pair: Pair, plain_texts: dict[str, list[tuple[int, ...]]], drafter: str, setting: tuple[bool, int, int, str]
 ) -> None:
-    check(matrix_pair, plain_texts, drafter, setting)
+    check(matrix_pair, plain_texts, drafter, setting, every=1)
 
 
 def test_texts_differ_where_they_should(plain_texts: dict[str, list[tuple[int, ...]]]) -> None:
@@ -207,7 +209,7 @@ def test_trees_of_64_nodes(pair: Pair, sampling: str, seed: int) -> None:
 def test_formats(pair_folders: tuple[Path, Path], backend: str, weights: str, kv: str, device: str) -> None:
     """Weights, activation rows and cache rows in few bits: speculation and batching change no token."""
     pair = load_pair(*pair_folders, backend=backend, weights=weights, device=device)
-    prompts = random_prompts(6, seed=9, longest=20)
+    prompts = random_prompts(6 if backend == "auto" else 3, seed=9, longest=20)  # the reference is slow
     for sampling in SAMPLING:
         asked = params(sampling, max_tokens=12)
         plain = texts(run(make_engine(pair, kv=kv), prompts, asked, alone=True))

@@ -102,7 +102,7 @@ def test_a_preempted_sequence_goes_on_by_graphs(tmp_path, monkeypatch):
     pair = load_pair(tmp_path, tmp_path, "triton", "w4a16")
     prompts = random_prompts(3, longest=6)
     params = SamplingParams(max_tokens=8, temperature=0.8, seed=1, ignore_eos=True)
-    plain = texts(run(make_engine(pair), prompts, params, alone=True))
+    plain = texts(run(make_engine(pair), prompts, params))
     made = fake_graphs(monkeypatch)
     done = run(make_engine(pair, "ngram", 3, block=4, tokens=24, max_len=16), prompts, params)
     assert texts(done) == plain and made

@@ -49,3 +49,27 @@ def test_names_import_nothing() -> None:
         "sys.exit('torch' in sys.modules or 'sameseed.drafters.ngram' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("attribute", "default"), [("text", None), ("owns", ""), ("num_below", None)])
+def test_constants_are_those_of_the_class(attribute: str, default: str | None) -> None:
+    for name in registry.names("drafters"):
+        found = registry.constant("drafters", name, "DRAFTER", attribute, default)
+        assert found == getattr(registry.load("drafters", name).DRAFTER, attribute)
+
+
+def test_constants_of_no_entry() -> None:
+    with pytest.raises(RegistryError, match="no entry 'zzz' in drafters"):
+        registry.constant("drafters", "zzz", "DRAFTER", "text")
+
+
+def test_the_front_of_a_server_starts_without_pytorch() -> None:
+    """Its flags name a draft model, whose drafter is looked up; only the process of the engine needs PyTorch."""
+    code = (
+        "import sys; from sameseed.cli.options import parse; from sameseed.cli.serve import ServeArgs\n"
+        "from sameseed.server import run\n"
+        "read = parse(ServeArgs, ['--draft', 'embedded-draft', '--policy', 'goodput'], 'x', engine=True)\n"
+        "assert 'draft_model' in repr(read.engine.settings)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

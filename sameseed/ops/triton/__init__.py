@@ -13,7 +13,7 @@ import torch
 
 from sameseed import devices
 from sameseed.ops.triton import packing
-from sameseed.ops.triton.interpreter import interpreted, order_dots, patch_once
+from sameseed.ops.triton.interpreter import hasten, interpreted, order_dots
 from sameseed.ops.triton.packing import embedding, pack, serves, unpack
 
 _missing: str | None = None
@@ -27,7 +27,7 @@ try:
 
     if interpreted():
         order_dots()
-        patch_once()
+        hasten()
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,40 +32,87 @@ def order_dots() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def patch_once() -> None:
-    """Speed up the interpreter: patch Triton's language once per kernel, and cache its lookups of types.
+def hasten() -> None:
+    """Speed up the interpreter: most of its time goes into types, shapes and checks, not into numbers.
 
-    Without this, the interpreter patches the whole language at each function call and builds a table of types for each
-    number. Does nothing before Triton 3.7, which has no scope that restores patches.
+    - It patches Triton's language for each call of a function. Here this is done once per module, and stays.
+    - For each sum and product of integers it computes whether it overflows, for an assertion that only debugging makes.
+    - It makes and compares the types and shapes of all values. Here equal shapes are one object.
+
+    Does nothing before Triton 3.7, whose interpreter has other parts.
     """
+    from triton.language import core
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "_LangPatchScope"):
         return
-    patch, scope, patched = interpreter._patch_lang, interpreter._LangPatchScope, set[int]()
-    restore = scope.restore
+    options, semantic = interpreter.interpreter_builder.options, interpreter.TritonSemantic
+    patch, nothing, patched = interpreter._patch_lang, interpreter._LangPatchScope(), set[int]()
+    np_dtype, np_dtypes = interpreter._get_np_dtype, dict[str, Any]()
+    block, shapes = core.block_type.__init__, dict[tuple[int, ...], Any]()
+    tensor, of_tensors = core.tensor.__init__, dict[int, Any]()
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
 
-    def patch_lang(fn: Any) -> Any:
+    def patch_once(fn: Any) -> Any:
         names = id(fn.__globals__)
-        if names in patched:
-            return scope()
-        patched.add(names)
-        return patch(fn)
+        if names not in patched:
+            patched.add(names)
+            patch(fn)
+        return nothing
 
-    def restore_and_forget(self: Any) -> None:
-        patched.clear()
-        restore(self)
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
 
-    find, known = interpreter._get_np_dtype, dict[str, Any]()
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
 
-    def np_dtype(kind: Any) -> Any:  # some kinds are not hashable, but all have a name
-        found = known.get(kind.name)
+        scope.set_attr(obj, name, call)
+
+    def known_np_dtype(kind: Any) -> Any:  # some kinds are not hashable, but all have a name
+        found = np_dtypes.get(kind.name)
         if found is None:
-            found = known[kind.name] = find(kind)
+            found = np_dtypes[kind.name] = np_dtype(kind)
         return found
 
-    interpreter._patch_lang, scope.restore = patch_lang, restore_and_forget
-    interpreter._get_np_dtype = np_dtype
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(shape.values if type(shape) is core.tuple else map(core._unwrap_if_constexpr, shape))
+        found = shapes.get(sizes)
+        if found is None:
+            block(self, element_ty, shape)
+            found = shapes[sizes] = self.shape, self.numel
+        self.element_ty, self.name = element_ty, f"<{sizes}, {element_ty.name}>"
+        self.shape, self.numel = found
+
+    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+        key = id(kind.shape) if kind.is_block() else 0
+        found = of_tensors.get(key)
+        if found is None:
+            tensor(self, handle, kind)
+            of_tensors[key] = self.shape, self.numel, kind  # kind keeps its shape, whose identity is the key
+        else:
+            self.handle, self.type, self.dtype = handle, kind, kind.scalar
+            self.shape, self.numel, _ = found
+
+    def same_shape(a: Any, b: Any) -> bool:
+        return a.shape is b.shape if a.is_block() and b.is_block() else not (a.is_block() or b.is_block())
+
+    def same(a: Any, b: Any) -> bool:
+        numbers = isinstance(a, core.tensor) and isinstance(b, core.tensor) and a.dtype is b.dtype
+        return numbers and not a.dtype.is_ptr() and same_shape(a.type, b.type)
+
+    def converted(self: Any, a: Any, b: Any, *how: Any, **more: Any) -> Any:
+        divides = len(how) > 3 or more  # converts halves
+        return (a, b) if not divides and same(a, b) else check(self, a, b, *how, **more)
+
+    def broadcasted(self: Any, a: Any, b: Any) -> Any:
+        return (a, b) if same_shape(a.type, b.type) else broadcast(self, a, b)
+
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
+    interpreter._patch_lang, interpreter._patch_attr = patch_once, patch_attr
+    interpreter._get_np_dtype = known_np_dtype
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = converted, broadcasted
 
 
 def dot(a: Any, b: Any) -> Any:

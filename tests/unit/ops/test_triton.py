@@ -25,14 +25,15 @@ from sameseed.ops.triton.interpreter import dot  # noqa: E402
 pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
 interpreted = guard.interpreted()
-CPU_ONLY = ("test_chains.py", "test_graphs.py", "test_model.py", "test_rounds.py")
+CPU_ONLY = ("test_chains.py", "test_graphs.py", "test_interpreter.py", "test_model.py", "test_rounds.py")
 PREPARED = ("attention", "kv", "linear", "rows", "sampling", "rounds", "wide")
 
 
-def run_cases(name: str, *more: str, **settings: str) -> None:
+def run_cases(names: list[str], *more: str, **settings: str) -> None:
+    """Run files of cases in one process: it imports PyTorch and Triton once."""
     environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
     quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command = [sys.executable, "-m", "pytest", *quiet, str(CASES / name), *more]
+    command = [sys.executable, "-m", "pytest", *quiet, *(str(CASES / name) for name in names), *more]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=CASES.parents[1])
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
@@ -48,22 +49,21 @@ runs_interpreter = pytest.mark.skipif(
 
 
 @runs_interpreter
-@pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py") if p.name != "test_rounds.py"))
-def test_in_the_interpreter(name):
-    run_cases(name, TRITON_INTERPRET="1")
+def test_in_the_interpreter():
+    run_cases([p.name for p in sorted(CASES.glob("test_*.py")) if p.name != "test_rounds.py"], TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow  # a part of the test above: `make test-bits` runs it alone
 @pytest.mark.bits
 @runs_interpreter
 def test_bits_in_the_interpreter():
-    run_cases("", "-m", "bits", TRITON_INTERPRET="1")
+    run_cases([""], "-m", "bits", TRITON_INTERPRET="1")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py") if p.name not in CPU_ONLY))
 def test_on_the_gpu(name):
-    run_cases(name, TRITON_INTERPRET="0", SAMESEED_TEST_GPU="1")
+    run_cases([name], TRITON_INTERPRET="0", SAMESEED_TEST_GPU="1")
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_on_a_pretended_gpu(name):
 
     This covers the code that prepares launches, and the test cases themselves, which are meant for machines with a GPU.
     """
-    run_cases(name, TRITON_INTERPRET="1", SAMESEED_TEST_GPU="pretended")
+    run_cases([name], TRITON_INTERPRET="1", SAMESEED_TEST_GPU="pretended")
 
 
 def test_the_dot_of_the_interpreter_has_an_order_of_its_own():
