@@ -72,7 +72,8 @@ class RandomCheckpoint:
 
     def _cut(self, width: int, at: int, count: int) -> Tensor:
         """Values of the noise, scaled for rows of `width`."""
-        noise, scale = _noise(self._seed, self._device), float(width) ** -0.5
+        noise = _noise(self._seed, self._device)
+        scale: float = width**-0.5
         if count < FEW:
             return (noise[at : at + count] * scale).to(self._dtype)
         scaled = self._scaled.get(width)

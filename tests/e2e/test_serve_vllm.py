@@ -23,6 +23,9 @@ import pytest
 from fixtures_server import Server, children, program, wait_until
 from fixtures_vllm import FAKE, KEY, Fronted, stream
 
+from sameseed.cli import main
+from sameseed.server import run
+
 
 @pytest.fixture
 def fronted(tmp_path: Path) -> Iterator[Fronted]:
@@ -131,21 +134,32 @@ FLAGS = ["--served-model-name", "--max-num-seqs", "--enforce-eager"]
         (["--draft", "ngram", "--nodes", "2"], {"cpu": True}, "one server a node with a router"),
         (["--draft", "none", "--batch-invariant"], {"cpu": True}, "of vLLM's GPU kernels"),
         (["--draft", "none"], None, "has no vLLM; install it"),
-        (["--draft", "none", "--host", "127.0.0.1", "--port", "TAKEN"], {}, "choose another --port"),
     ],
 )
 def test_what_is_wrong_is_said_before_vllm_starts(
-    flags: list[str], installed: dict[str, Any] | None, says: str, tmp_path: Path
+    flags: list[str],
+    installed: dict[str, Any] | None,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`installed`: what the interpreter reports about its vLLM; None: it has none."""
     python = program(tmp_path / "python", "echo null" if installed is None else f'exec {sys.executable} {FAKE} "$@"')
-    env = {**os.environ, "FAKE_VLLM_INSTALLED": json.dumps(installed), "FAKE_VLLM_SEEN": str(tmp_path / "seen")}
+    monkeypatch.setenv("FAKE_VLLM_INSTALLED", json.dumps(installed))
+    monkeypatch.setattr(run, "serve_vllm", lambda *args, **kwargs: 0)
+    assert main(["serve", "--port", "0", "--engine", "vllm", "--vllm-python", str(python), *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_said_before_vllm_starts(tmp_path: Path) -> None:
+    python = program(tmp_path / "python", f'exec {sys.executable} {FAKE} "$@"')
+    own = ["--engine", "vllm", "--vllm-python", str(python), "--draft", "none", "--host", "127.0.0.1"]
+    env = {**os.environ, "FAKE_VLLM_SEEN": str(tmp_path / "seen")}
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        given = [str(taken.getsockname()[1]) if flag == "TAKEN" else flag for flag in flags]
-        own = ["serve", "--port", "0", "--engine", "vllm", "--vllm-python", str(python), *given]
-        command = [sys.executable, "-m", "sameseed", *own]
+        command = [sys.executable, "-m", "sameseed", "serve", *own, "--port", str(taken.getsockname()[1])]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert done.returncode == 2 and "choose another --port" in done.stderr, done.stderr
     assert not (tmp_path / "seen").exists()
 
 
