@@ -70,7 +70,7 @@ class Made(There):
 
     def __init__(self, source: Any, device: str) -> None:
         super().__init__(source, device)
-        source.__dict__["_noise"] = source._noise.to(device)  # drawn on the CPU: the same values on every device
+        source.__dict__["_device"] = device  # its noise is drawn on the CPU: the same values on every device
 
     def tensor(self, name: str) -> Tensor:
         with torch.device(self.device):

@@ -20,7 +20,7 @@ FEW = NOISE // 16  # fewer values are cut from the noise first and scaled then
 
 @lru_cache(maxsize=2)  # a toy takes two; drawing one takes longer than all else of a toy
 def _noise(seed: int, device: str) -> Tensor:
-    return torch.randn(NOISE, generator=torch.Generator().manual_seed(seed)).to(device)
+    return torch.randn(NOISE, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
 
 
 class RandomCheckpoint:
