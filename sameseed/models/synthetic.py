@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ FEW = NOISE // 16  # fewer values are cut from the noise first and scaled then
 
 
 @lru_cache(maxsize=2)  # a toy takes two; drawing one takes longer than all else of a toy
-def _noise(seed: int, device: str) -> Tensor:
-    return torch.randn(NOISE, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
+def _drawn(seed: int) -> Tensor:
+    return torch.randn(NOISE, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 class RandomCheckpoint:
@@ -43,6 +43,10 @@ class RandomCheckpoint:
         self._dtype = dtype
         self._device = device
         self._scaled: dict[int, Tensor] = {}  # by K
+
+    @cached_property
+    def _noise(self) -> Tensor:
+        return _drawn(self._seed).to(self._device)
 
     def scheme(self, name: str) -> QuantScheme | None:
         return None
@@ -72,13 +76,12 @@ class RandomCheckpoint:
 
     def _cut(self, width: int, at: int, count: int) -> Tensor:
         """Values of the noise, scaled for rows of `width`."""
-        noise = _noise(self._seed, self._device)
         scale: float = width**-0.5
         if count < FEW:
-            return (noise[at : at + count] * scale).to(self._dtype)
+            return (self._noise[at : at + count] * scale).to(self._dtype)
         scaled = self._scaled.get(width)
         if scaled is None:
-            scaled = self._scaled[width] = (noise * scale).to(self._dtype)
+            scaled = self._scaled[width] = (self._noise * scale).to(self._dtype)
         return scaled[at : at + count]
 
 
