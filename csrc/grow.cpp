@@ -110,12 +110,10 @@ void add_children(Tree& tree, const Running& running, const GrowingTree& how, in
     if (!how.greedy) args.key = how.keys.at(level);
     (how.exact ? first_choices : likely)(args, how.greedy, rows, how.ids, how.count, tokens.data(), shares.data());
     tree.begin_level();
+    if (how.exact && tokens[0] >= how.limit) return;  // a chain ends before a token that cannot be used
     for (int64_t i = 0; i < rows * how.count; ++i) {
-        const bool leaf = how.exact && i % how.count > 0;  // a chain goes on after its first choice only
-        if (tokens[i] >= how.limit) {
-            if (how.exact && !leaf) break;
-            continue;
-        }
+        if (tokens[i] >= how.limit) continue;
+        const bool leaf = how.exact && i > 0;
         const bool ended = leaf || std::find(how.ending.begin(), how.ending.end(), tokens[i]) != how.ending.end();
         tree.add(tokens[i], running.nodes[i / how.count], i / how.count, std::log(shares[i]), ended);
     }

@@ -1,7 +1,6 @@
 // Draft trees that a draft model grows level by level (EAGLE-2), with all levels in one call. A chain is a tree of
-// width 1, with leaves beside its tokens if `count` is above 1. sameseed/drafters has the specification: which nodes a
-// tree keeps, which nodes run next and their places in the cache (_tree.py, eagle.py), and how a chain ends
-// (_chains.py).
+// width 1; its siblings are leaves. sameseed/drafters has the specification: which nodes a tree keeps, which nodes run
+// next and their places in the cache (_tree.py, eagle.py), and how a chain ends (_chains.py).
 
 #pragma once
 
@@ -19,7 +18,7 @@ struct GrowingTree {
     int64_t size;          // number of nodes wanted
     int64_t depth;         // number of levels
     int64_t width, count;  // nodes per level that run through the model; children of each
-    bool exact;            // a chain of what the model itself would choose, else a tree of `likely` children
+    bool exact;            // a chain of what the model itself chooses (`first_choices`), with leaves; else `likely`
     int64_t limit;         // tokens >= limit are not used
     bool greedy;
     double temperature, floor;

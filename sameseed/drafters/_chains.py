@@ -91,19 +91,22 @@ class Chain:
         before = self.sure[-1] if self.sure else 1.0
         self.tokens.append(token)
         self.sure.append(sure * before)
-        self.beside.append([(t, p * before) for t, p in others if t < vocab_limit and not policy.stop(p)])
+        able = ((t, p) for t, p in others if t < vocab_limit and p > 0.0 and not policy.stop(p))
+        self.beside.append([(t, p * before) for t, p in able])
         self.ended = policy.stop(sure)
         return True
 
     def take(self, tokens: Seq[int], parents: Seq[int], sure: Seq[float]) -> None:
-        """Make an empty chain of a tree's nodes: the first child of a node is the next token, the others are leaves."""
-        for i, (token, parent, p) in enumerate(zip(tokens, parents, sure, strict=True)):
-            if i and parent == parents[i - 1]:
+        """Append the nodes of a tree, level by level: the first of each level, then its alternatives, all leaves."""
+        level = None
+        for token, parent, p in zip(tokens, parents, sure, strict=True):
+            if parent == level:
                 self.beside[-1].append((token, p))
-            else:
-                self.tokens.append(token)
-                self.sure.append(p)
-                self.beside.append([])
+                continue
+            level = parent
+            self.tokens.append(token)
+            self.sure.append(p)
+            self.beside.append([])
 
     def nodes(self, most: int) -> tuple[list[int], list[int], list[float]]:
         """The chain, and likeliest alternatives as leaves, up to `most` nodes: tokens, parents, path probabilities."""
@@ -320,23 +323,22 @@ def _grow_at_once(
     ends: Ends,
     siblings: int,
 ) -> bool:
-    """Write empty chains in one backend call, from the logits [B, V] after each sequence, with leaves for `siblings`.
+    """Write empty chains, with siblings, in one backend call, from the logits [B, V] after each sequence.
 
     Returns False, with nothing done, if the backend cannot do this.
     """
     most, eos = runner.model.max_model_len, runner.model.config.eos_token_ids
-    trees = []
+    trees, count = [], 1 + siblings
     for shadow, length in zip(shadows, lengths, strict=True):
         depth = min(length, most - len(shadow))
-        count = 1 + siblings
         shape = {"size": depth * count, "width": 1, "count": count, "exact": True, "limit": vocab_limit}
         where = {"num_cached": shadow.num_cached, "blocks": shadow.blocks}
         trees.append(growing_tree(shadow, depth, None, shadow.params.ending(eos), **shape, **where))
     grown = runner.grow(trees, shadows, logits, ends)
     if grown is None:
         return False
-    for shadow, chain, nodes in zip(shadows, chains, grown, strict=True):
-        chain.take(*nodes)
+    for shadow, chain, tree in zip(shadows, chains, grown, strict=True):
+        chain.take(*tree)
         chain.ended = not chain.tokens or chain.tokens[-1] in shadow.params.ending(eos)
         shadow.token_ids += chain.tokens
         shadow.num_cached += max(0, len(chain.tokens) - 1)  # the last token's row is computed in the next pass

@@ -115,11 +115,10 @@ class BlockDrafter(Reading, ChainDrafter):
             active = [g for g in growing if place < g.count and not g.chain.ended]
             if not active:
                 return
-            now = rows[[g.first + place for g in active]]
-            if has_bias:
-                now += self._bias(active)
+            bias = self._bias(active) if has_bias else None
             for i, g in enumerate(active):
-                self._read(g, now[i : i + 1])
+                row = rows[g.first + place]
+                self._read(g, (row if bias is None else row + bias[i])[None])
 
     def _bias(self, active: Seq[_GrowingBlock]) -> NDArray[np.float32]:
         """The Markov head's bias to the logits [n, Vd], given the last token of each chain."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts, write_model
+from lawkit import (
+    MODEL_VOCAB,
+    SAMPLED,
+    TOKENIZER_SIZE,
+    Pair,
+    assert_nothing_left,
+    make_engine,
+    random_prompts,
+    run,
+    texts,
+    write_model,
+)
 
 from sameseed import ops
 from sameseed.drafters._choices import choices
@@ -62,20 +74,20 @@ def test_a_draft_equal_to_the_target_is_always_right(pair: Pair) -> None:
 
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="chains are written in one call in the native module")
-@pytest.mark.parametrize(("siblings", "limit"), [(0, None), (0, MODEL_VOCAB // 2), (2, None), (2, MODEL_VOCAB // 2)])
-def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: int, limit: int | None) -> None:
-    """Chains of one native call equal those of one pass per token: tokens, leaves, confidences and cached rows.
+@pytest.mark.parametrize(("siblings", "limit", "threads"), [(0, 0, 1), (1, 0, 1), (2, 200, 1), (3, 0, 2)])
+def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: int, limit: int, threads: int) -> None:
+    """Chains of one native call equal those of one pass per token: tokens, siblings, confidences and cached rows.
 
-    Cases: texts that end, truncated sampling, chains ended by the policy, the end of the context, and token ids that
-    the target does not have.
+    Cases: texts that end, truncated sampling, chains ended by the policy, the end of the context, and a vocabulary that
+    ends at `limit`. There the native code computes the row before the forbidden token again in the next round.
     """
     flat = replace(ASKED, temperature=1.2, top_p=1.0)
     ending = replace(ASKED, temperature=0.0, ignore_eos=False, stop_token_ids=tuple(range(0, MODEL_VOCAB, 3)))
-    asked = [replace(ASKED, temperature=0.0), ASKED, replace(flat, top_k=5), replace(flat, min_p=0.05), ending]
-    wide = 1 + siblings
-    at_once, by_token = (make_engine(pair, "draft_model", k=9 * wide, options={"siblings": siblings}) for _ in range(2))
-    for engine in (at_once, by_token):
-        drafter_of(engine).followers.vocab_limit = limit or MODEL_VOCAB
+    cold = replace(flat, temperature=0.001)  # most siblings have the probability 0
+    asked = [replace(ASKED, temperature=0.0), ASKED, replace(flat, top_k=5), replace(flat, min_p=0.05), ending, cold]
+    wide, width = 1 + siblings, limit or TOKENIZER_SIZE
+    options: dict[str, object] = {"siblings": siblings}
+    at_once, by_token = (make_engine(pair, "draft_model", k=9 * wide, options=options) for _ in range(2))
     calls, grow = [], drafter_of(at_once).runner.grow
 
     def watched(*how: Any) -> Any:
@@ -84,25 +96,37 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: in
 
     drafter_of(at_once).runner.grow = watched  # type: ignore[method-assign]
     drafter_of(by_token).runner.grow = lambda *_: None  # type: ignore[method-assign]
-    seqs = [Sequence(i, prompt, how, 50 + i) for i, (prompt, how) in enumerate(zip(PROMPTS, asked, strict=True))]
-    long = Sequence(9, tuple(random_prompts(1, seed=2)[0] * 60)[:253], asked[0], 1)
+    prompts = random_prompts(len(asked), seed=4, vocab_size=width)
+    seqs = [Sequence(i, prompt, how, 50 + i) for i, (prompt, how) in enumerate(zip(prompts, asked, strict=True))]
+    long = Sequence(9, tuple(random_prompts(1, seed=2, vocab_size=width)[0] * 60)[:253], asked[0], 1)
     for ends in (lambda paths: False, lambda paths: sum(path[-1] for path in paths) < 1.0):
-        for given, k in (([*seqs, long], 9), (seqs, 1), (seqs[:1], 6), (seqs, 4)):
+        for given, k in (([*seqs, long], 9 * wide), (seqs, 1), (seqs[:1], 6 * wide), (seqs, 4 * wide + 1)):
             drafts = []
-            for engine in (at_once, by_token):
+            for engine, count in ((at_once, threads), (by_token, 1)):
                 drafter_of(engine).policy = Judge(9, 0.0, ends)
-                drafts.append(engine.drafter.propose(given, [k * wide] * len(given)))
+                drafter_of(engine).followers.vocab_limit = limit or MODEL_VOCAB
+                with using(count):
+                    drafts.append(engine.drafter.propose(given, [k] * len(given)))
             found, wanted = drafts
             assert [found.nodes(b) for b in range(len(given))] == [wanted.nodes(b) for b in range(len(given))]
             assert found.confidence is not None and wanted.confidence is not None
             np.testing.assert_allclose(found.confidence, wanted.confidence, rtol=1e-6)
-            one, other = (
-                {i: (s.seq.token_ids, s.seq.num_cached) for i, s in drafter_of(e).followers._shadows.items()}
+            shadows = [
+                [(s.token_ids, not limit and s.num_cached) for s in map(drafter_of(e).followers.__getitem__, given)]
                 for e in (at_once, by_token)
-            )
-            # A pass may have run before a token id ended the chain: its row is there, and may be forgotten.
-            assert one == other or (limit and all(one[i][0] == ids and one[i][1] <= n for i, (ids, n) in other.items()))
+            ]
+            assert shadows[0] == shadows[1]
     assert len(calls) == 8 and None not in calls
+
+
+@contextmanager
+def using(threads: int) -> Iterator[None]:
+    before = ops.num_threads()
+    ops.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        ops.set_num_threads(before)
 
 
 def test_siblings_join_the_chain_as_leaves(pair: Pair) -> None:
