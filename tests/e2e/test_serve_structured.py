@@ -215,7 +215,8 @@ def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb:
     assert response.status_code in (200, 400, 503), response.text
     if response.status_code == 400:
         error = response.json()["error"]
-        assert error["param"] in bomb and "/" not in error["message"].replace("'/'", ""), error
+        said = re.sub(r"#[/$\w]+|'/'", "", error["message"])  # without pointers into the schema: no file of the server
+        assert error["param"] in bomb and "/" not in said, error
     assert server.engine_pid == engine and program_of(server.process.pid, "aside") == aside
     assert texts(http, guided_regex="[ab]{2}", n=1)
 

@@ -147,7 +147,7 @@ def test_only_tokens_that_write(words: Matching, vocabulary: Vocabulary) -> None
         ("json", '{"type": "number", "multipleOf": 0.1}', "multipleOf"),
         ("json", '{"type": "array", "minItems": 3, "maxItems": 2}', ""),
         ("json", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
-        ("json", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "no text"),
+        ("json", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', ("no text", "Circular")),
         ("regex", "(?=a)b", "Lookahead"),
         ("regex", "a^b", "start of the regex"),
         ("grammar", 'root ::= root "a"', "no text"),
@@ -156,13 +156,18 @@ def test_only_tokens_that_write(words: Matching, vocabulary: Vocabulary) -> None
         ("grammar", f"root ::= Token({TOKENIZER_SIZE})", "no text"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(words: Matching, kind: str, source: str, why: str) -> None:
+def test_what_cannot_be_followed_is_refused(
+    words: Matching, kind: str, source: str, why: str | tuple[str, ...]
+) -> None:
+    """The words are xgrammar's: a schema that refers to itself alone is refused by 0.2.9, and has no text before."""
     with pytest.raises(RequestError) as caught:
         grammar = words.language(words.compiled(kind, source))
         if not words.matched(grammar).allowed((), ()).any():
             raise RequestError("nothing")
         raise AssertionError("taken")
-    assert why in str(caught.value) and ".cc" not in str(caught.value) and "/" not in str(caught.value)[:40]
+    said = str(caught.value)
+    assert any(part in said for part in (why if isinstance(why, tuple) else (why,)))
+    assert ".cc" not in said and "/" not in said[:40]
 
 
 def spec(name: str, tree: TreeDrafter) -> dict[str, Any]:
