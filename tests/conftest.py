@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fixtures_block import fit_block
 from fixtures_eagle import fit_head
 from hypothesis import HealthCheck, settings
@@ -19,7 +22,21 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, suppres
 settings.load_profile("repeatable")
 
 LONG_FILES = ("test_triton.py", "test_snippets.py", "test_study.py")  # minutes each
+THREADS = int(os.environ.get("SAMESEED_TEST_THREADS", "1"))
 DRAFT_NOISE = 0.04  # the tiny draft is the tiny target with this share of other weights mixed in
+
+
+def pytest_configure() -> None:
+    """Let PyTorch's dozens of loggers pass their records on, else pytest visits each of them six times a test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there now, a million objects, out of all searches for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,10 +44,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: [*LONG_FILES, item.path.name].index(item.path.name))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _threads() -> None:
-    """Use one thread: tiny models gain nothing, and on a busy machine PyTorch's threads wait for each other."""
-    ops.set_num_threads(int(os.environ.get("SAMESEED_TEST_THREADS", "1")))
+    """Use one thread: tiny models gain nothing, and on a busy machine threads wait for each other.
+
+    A test before may have run a command that sets another number.
+    """
+    if ops.num_threads() != THREADS or torch.get_num_threads() != THREADS:
+        ops.set_num_threads(THREADS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads_of_others() -> Iterator[None]:
+    """Let PyTorch use one thread in processes that tests start, too, unless they say otherwise."""
+    ops.set_num_threads(THREADS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", str(THREADS))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

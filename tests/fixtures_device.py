@@ -6,10 +6,9 @@ can run whole, with real numbers, to find tensors that it forgets to move.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -75,11 +74,10 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         goes = isinstance(args[0], Elsewhere)
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    plain_args, plain_kwargs = tree_map(_inner, (args, kwargs))
-    result = func(*plain_args, **plain_kwargs)
+    result = func(*_mapped(_inner, args), **_mapped(_inner, kwargs))
     if func._schema.is_mutable and name.endswith("_") and args and isinstance(args[0], Elsewhere):
         return args[0]
-    return tree_map(lambda r: Elsewhere(r) if isinstance(r, torch.Tensor) else r, result) if goes else result
+    return _mapped(lambda r: Elsewhere(r) if isinstance(r, torch.Tensor) else r, result) if goes else result
 
 
 def _wait_of(name: str, tensors: list[torch.Tensor], here: list[torch.Tensor], goes: bool, args: Any) -> str | None:
@@ -131,13 +129,21 @@ def _inner(x: Any) -> Any:
     return x.inner if isinstance(x, Elsewhere) else x
 
 
-def _flat(x: Any) -> Iterator[Any]:
-    if isinstance(x, dict):
-        x = list(x.values())
-    if isinstance(x, list | tuple):
-        yield from itertools.chain.from_iterable(map(_flat, x))
-    else:
-        yield x
+def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    """`tree_map` without its registry of types, which takes longer than most operations."""
+    kind = type(x)
+    if kind is list or kind is tuple:
+        return kind([_mapped(change, y) for y in x])
+    if kind is dict:
+        return {name: _mapped(change, y) for name, y in x.items()}
+    return tree_map(change, x) if isinstance(x, list | tuple | dict) else change(x)
+
+
+def _flat(x: Any) -> list[Any]:
+    found: list[Any] = []
+    for y in x.values() if isinstance(x, dict) else x:
+        found += _flat(y) if isinstance(y, list | tuple | dict) else [y]
+    return found
 
 
 class _Pretend(TorchDispatchMode):

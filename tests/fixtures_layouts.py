@@ -84,13 +84,10 @@ def integers(
 
 
 def meaning(codes: Tensor, scales: Tensor, zeros: Tensor | float, group: Tensor | int) -> Tensor:
-    """(code - zero) * scale, column by column."""
-    index = torch.arange(codes.shape[1]) // group if isinstance(group, int) else group
-    out = torch.empty(codes.shape, dtype=torch.float32)
-    for k, g in enumerate(index.tolist()):
-        zero = zeros[:, g].float() if isinstance(zeros, Tensor) else zeros
-        out[:, k] = (codes[:, k].float() - zero) * scales[:, g].float()
-    return out
+    """(code - zero) * scale; each column has the zero point and the scale of its group."""
+    index = torch.arange(codes.shape[1]) // group if isinstance(group, int) else group.long()
+    zero = zeros[:, index].float() if isinstance(zeros, Tensor) else zeros
+    return (codes.float() - zero) * scales[:, index].float()
 
 
 def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, act_order: bool = False, version: int = 1) -> Writer:
@@ -143,14 +140,14 @@ def tiled(codes: Tensor, rows: Callable[[int], list[int]], order: list[int]) -> 
     rows `rows(i % 4)`. A lane stores its eight codes of a tile in one word, in `order` from the lowest bits. The lane's
     words for four adjacent tiles follow each other, then those of the next lane.
     """
-    codes, out = codes.T, []
-    for k in range(0, codes.shape[0], 16):
+    table, out = codes.T.tolist(), []
+    for k in range(0, codes.shape[1], 16):
         line = []
-        for n in range(0, codes.shape[1], 64):
+        for n in range(0, codes.shape[0], 64):
             for lane in range(32):
                 for tile in range(4):
                     column = n + 16 * tile + lane // 4
-                    own = [int(codes[k + r, column + half]) for half in (0, 8) for r in rows(lane % 4)]
+                    own = [table[k + r][column + half] for half in (0, 8) for r in rows(lane % 4)]
                     word = sum(own[e] << 4 * place for place, e in enumerate(order))
                     line.append(word - 2**32 if word >= 2**31 else word)
         out.append(line)

@@ -22,11 +22,13 @@ from sameseed.tokenizer import Tokenizer
 
 PROMPT = "Once upon a time"
 TOKENS = 24
+FORMATS = ("w4a16-g32", "w8a8", "nf4", "w4a8-qoq", "w8a8n")
 RUN = """
 import json, sys
 from sameseed import LLM, SamplingParams
-llm = LLM(sys.argv[1])
-print(json.dumps(llm.generate([sys.argv[2]], SamplingParams(max_tokens=int(sys.argv[3])))[0].text))
+prompt, tokens, *folders = sys.argv[1:]
+params = SamplingParams(max_tokens=int(tokens))
+print(json.dumps([LLM(folder).generate([prompt], params)[0].text for folder in folders]))
 """
 
 
@@ -47,15 +49,22 @@ def quantized(embedded: Path, out: Path, text: str) -> Path:
     return save_quantized(out, embedded, stored, schemes)
 
 
-@pytest.mark.parametrize("text", ["w4a16-g32", "w8a8", "nf4", "w4a8-qoq", "w8a8n"])
-def test_a_saved_checkpoint_writes_the_text_of_the_model_quantized_in_memory(text, embedded, tmp_path):
+@pytest.fixture(scope="module")
+def written(embedded, tmp_path_factory):
+    """The text of each saved checkpoint, by format, from one fresh process."""
+    root = tmp_path_factory.mktemp("saved")
+    folders = [str(quantized(embedded, root / text, text)) for text in FORMATS]
+    run = [sys.executable, "-c", RUN, PROMPT, str(TOKENS), *folders]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    return dict(zip(FORMATS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_a_saved_checkpoint_writes_the_text_of_the_model_quantized_in_memory(text, written):
     """compressed-tensors, bitsandbytes and our own layout, read in a fresh process."""
-    out = quantized(embedded, tmp_path / "out", text)
     memory = LLM("embedded", format=f"{text},model.embed_tokens=bf16")
     want = memory.generate([PROMPT], SamplingParams(max_tokens=TOKENS))[0].text
-    run = [sys.executable, "-c", RUN, str(out), PROMPT, str(TOKENS)]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == want and len(want) > 20
+    assert written[text] == want and len(want) > 20
 
 
 def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):

@@ -265,7 +265,7 @@ class _Page(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[str]:
     served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Page)
-    threading.Thread(target=served.serve_forever, daemon=True).start()
+    threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     _Page.seen, _Page.status = 0, 200
     yield f"http://127.0.0.1:{served.server_port}"
     served.shutdown()
