@@ -139,7 +139,7 @@ class AsyncLLM(Front):
                 if closing:
                     break
                 if self.engine.has_work:
-                    self._send(self.engine.step())
+                    self._send(self.engine.step(self._send))
             except Exception as error:  # any error: no stream may wait forever
                 log.exception("a step of the engine failed")
                 self._end_all(SameseedError(f"the engine failed while this request ran: {error!r}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 
 from sameseed.batch import MAX_NODES
@@ -51,6 +51,7 @@ class Engine:
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, Running] = {}
         self._pass: list[Sequence] = []  # sequences of the current step
+        self._untold: list[tuple[Running, int]] = []  # whose latest tokens, so many, are not given out yet
         self._num_added = 0
         self._tail = 0.0  # seconds of the last step after its pass
         self._ended, self._went_on = 0.0, False  # when the last step ended, and whether there was more work
@@ -100,25 +101,36 @@ class Engine:
         for r in live:
             if r.seq in self._pass:  # a step that raised
                 self.scheduler.blocks.forget(r.seq)
-        return [self._finish(r, FinishReason.ABORT) for r in live]
+        told = self._tell(live)
+        return told + [self._finish(r, FinishReason.ABORT) for r in live]
 
-    def step(self) -> list[Delta]:
-        """Run one pass. Returns a Delta for each sequence with something to give out."""
+    def step(self, send: Callable[[list[Delta]], None] | None = None) -> list[Delta]:
+        """Run one pass. Returns a Delta for each sequence with something to give out.
+
+        On a GPU the texts of a step are made while the next step's pass runs: for sequences that go on. These Deltas go
+        to `send` at once, if given; else the next step returns them too.
+        """
         start = time.perf_counter()
         self.num_rows = 0
         plan = self.scheduler.schedule(self._lengths)
         if not plan.seqs:
-            return []
+            return self._tell()
         self._pass = plan.seqs
         for seq in plan.seqs:
             live = self._live[seq.seq_id]
             live.started = start if live.started is None else live.started
         times = TimeSplit(schedule=time.perf_counter() - start)
         scripted = [seq.num_scripted > 0 for seq in plan.seqs]
+        told: list[Delta] = []
+
+        def tell() -> None:
+            if self._untold:
+                (send or told.extend)(self._tell())
+
         with one_thread():  # PyTorch's other threads would spin on the cores that the kernels need
             how = plan.seqs, plan.num_pending, plan.num_draft, times, self._policies, self.ahead
             captured = not self.runner.captures or self._policies.listens(plan.seqs)
-            draft, result = decode_step(self.runner, self.drafter, *how, captured)
+            draft, result = decode_step(self.runner, self.drafter, *how, captured, tell)
         decided = time.perf_counter()
         self.num_rows = sum(plan.num_pending) + len(draft.tokens)
         if not self._policies.pass_over():
@@ -131,7 +143,9 @@ class Engine:
             self._policies.update(Round(seqs, asked, counts, accepted, self.num_rows, whole, nodes))
             if any(counts):
                 self.alarm.update(self.drafter, counts, accepted)
-        deltas = self._deliver(plan, draft, result, decided, scripted)
+        deltas = told + self._deliver(plan, draft, result, decided, scripted)
+        if not self.runner.takes_late:  # the pass keeps the host busy, or its tokens are needed first
+            deltas += self._tell()
         self._tail = time.perf_counter() - decided
         times.schedule += self._tail
         self.times.add(times)
@@ -145,7 +159,7 @@ class Engine:
         """Call this after a step that raised. Ends the sequences of that step with an error; the others go on."""
         failed, self._pass = self._pass, []
         live = [self._live[seq.seq_id] for seq in failed if seq.seq_id in self._live]
-        return [self._finish(r, FinishReason.ERROR) for r in live]
+        return self._tell() + [self._finish(r, FinishReason.ERROR) for r in live]
 
     @property
     def policy(self) -> LengthPolicy:
@@ -196,7 +210,10 @@ class Engine:
         return "no room" if why == "cost" and not num_draft and self._crowded else why
 
     def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
-        """Give out the decided tokens of each sequence, up to the first token that ends the sequence."""
+        """Take the decided tokens of each sequence, up to the first one that ends it; the Deltas of those that ended.
+
+        For the others `_tell` makes the Deltas.
+        """
         deltas: list[Delta] = []
         names, counts = self.level_names if len(draft.tokens) else (), draft.counts
         for b, seq in enumerate(plan.seqs):
@@ -229,6 +246,18 @@ class Engine:
                 deltas.append(self._finish(live, reason, taken))
                 continue
             self.scheduler.blocks.trim(seq, len(seq))
+            self._untold.append((live, taken))
+        return deltas
+
+    def _tell(self, only: Seq[Running] | None = None) -> list[Delta]:
+        """Make the texts of what `_deliver` took, of all sequences or `only` these; the Deltas of streamed ones."""
+        untold, self._untold = self._untold, []
+        deltas: list[Delta] = []
+        for live, taken in untold:
+            if only is not None and all(live is not r for r in only):
+                self._untold.append((live, taken))
+                continue
+            live.write()
             if live.request.streamed:
                 deltas.append(live.delta(taken))
         return deltas

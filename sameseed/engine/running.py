@@ -24,17 +24,18 @@ class Running:
     first_token: float | None = None
     levels: list[str | None] = field(default_factory=list)  # which level drafted each token; None: the target's
     offsets: list[int] = field(default_factory=list)  # the character of the text at which each token begins
+    unwritten: list[int] = field(default_factory=list)  # the latest tokens, whose text is not made yet
     num_scored: int = 0  # log-probabilities of prompt tokens given out so far
 
     def take(self, tokens: Seq[int]) -> tuple[int, FinishReason | None]:
         """How many of `tokens`, the sequence's last ones, belong to the text, and the reason if the text ends.
 
-        The text ends with the first token that ends it; the sequence drops the tokens after that.
+        The text ends with the first token that ends it; the sequence drops the tokens after that. Without stop strings
+        the tokens alone decide this, and `write` makes their text later.
         """
         base, taken = len(self.seq) - len(tokens), 0
         reason: FinishReason | None = None
         for taken, token in enumerate(tokens, 1):
-            self.offsets.append(len(self.output.text))
             reason = self._end(token, base + taken)
             if reason is not None:
                 break
@@ -44,17 +45,29 @@ class Running:
     def _end(self, token: int, length: int) -> FinishReason | None:
         """The reason if this token, with which the sequence has `length` tokens, ends the sequence; else None."""
         params = self.request.params
+        self.unwritten.append(token)
         if token in params.ending(self.eos):
             return FinishReason.STOP
         num_output = length - self.seq.num_prompt
-        if self.output.push(token, may_stop=num_output >= params.min_tokens):
+        if params.stop and self.write(may_stop=num_output >= params.min_tokens):
             return FinishReason.STOP
         if num_output >= params.max_tokens or length >= self.seq.context:
             return FinishReason.LENGTH
         return None
 
+    def write(self, may_stop: bool = True) -> bool:
+        """Make the text of the tokens that have none yet; True if a stop string is complete."""
+        ending, stops = self.request.params.ending(self.eos) if self.unwritten else (), False
+        for token in self.unwritten:
+            self.offsets.append(len(self.output.text))
+            if token not in ending:
+                stops = self.output.push(token, may_stop)
+        self.unwritten.clear()
+        return stops
+
     def delta(self, num_tokens: int, completion: Completion | None = None) -> Delta:
         """The Delta to give out: the last `num_tokens` tokens, new text, and new log-probabilities of the prompt."""
+        self.write()
         r, seq = self.request, self.seq
         new, logprobs = len(self.levels) - num_tokens, seq.logprobs if r.params.logprobs is not None else []
         start, self.num_scored = self.num_scored, len(seq.prompt_logprobs)
@@ -79,6 +92,7 @@ class Running:
     def complete(self, reason: FinishReason) -> Completion:
         """End the text, and return the Completion with the whole output."""
         seq, r = self.seq, self.request
+        self.write()
         self.output.finish()
         now = time.perf_counter()
         first = self.first_token if self.first_token is not None else now

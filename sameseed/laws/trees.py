@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from sameseed.models.runner import Drawer, ModelRunner, Nodes, Output
+from sameseed.models.runner import ModelRunner, Nodes, Output
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
@@ -103,8 +104,7 @@ class Watched(ModelRunner):
         seqs: Seq[Sequence],
         draft: Nodes,
         num_pending: Seq[int],
-        captured: bool = True,
-        drawer: Drawer | None = None,
+        *more: Any,
     ) -> Output:
         self._right = {}
         for b, seq in enumerate(seqs):
@@ -116,7 +116,7 @@ class Watched(ModelRunner):
                 self.guesses.num += 1
                 self.guesses.hits += self._right[b]
                 self.guesses.by_chance += sum(self.share.get(t, 0.0) for t in first)
-        return super().forward(seqs, draft, num_pending, captured, drawer)
+        return super().forward(seqs, draft, num_pending, *more)
 
     def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
         for b, right in self._right.items():

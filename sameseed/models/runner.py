@@ -120,6 +120,7 @@ class ModelRunner:
         num_pending: Seq[int],
         captured: bool = True,
         drawer: Drawer | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Output:
         """Run one pass: the first num_pending[b] pending tokens of each sequence, then its draft nodes.
 
@@ -127,11 +128,13 @@ class ModelRunner:
         Blocks for the rows must be reserved already. `captured` false: no hidden states are kept, whatever `captures`
         says. With a `drawer`, a backend that chooses tokens does so beside its logits. The call waits for the end of
         the pass, except with `LateNodes`: their tokens are read later, and reading them waits for the pass.
+        `meanwhile` is called before the wait: work of the host while a GPU computes.
         """
         late = draft.tokens if isinstance(draft, LateNodes) else None
         batch, offsets, wants = self._batch(seqs, draft, num_pending, drawer, late=late)
         logits, hidden, chosen = self.model.run(batch, self.cache, self.captures if captured else ())
         out = Output(logits, hidden, offsets, wants, chosen)
+        meanwhile()
         # Wait for the end of the pass, so that callers measure its whole time; reading the choices waits as well.
         if late is None:
             if out.chosen is None:

@@ -27,6 +27,7 @@ from sameseed.server.loading import Loader, MakeGrammar
 if TYPE_CHECKING:
     from sameseed.engine.engine import Engine
     from sameseed.grammar import Vocabulary
+    from sameseed.request import Delta
 
 log = logging.getLogger("sameseed")
 BEAT = 0.25  # seconds between heartbeats
@@ -96,7 +97,7 @@ class Worker:
             if engine.has_work:
                 try:
                     self._step_start = time.monotonic()
-                    deltas = engine.step()
+                    deltas = engine.step(self._give_out)
                     failures = 0
                 except Exception:
                     log.exception("a step of the engine failed; the requests in it end")
@@ -106,16 +107,19 @@ class Worker:
                         return EXIT_FAILED
                 self._passes[bisect.bisect_left(frames.PASS_BOUNDS, engine.num_rows)] += engine.num_rows > 0
                 self._pass_tokens += engine.num_rows
-                for delta in deltas:
-                    for scores in frames.scores(delta):
-                        self.send(scores)
-                if deltas:
-                    ended = any(d.completion is not None for d in deltas)  # then counters go along, to be current
-                    items = [(delta.request_id, frames.piece(delta)) for delta in deltas]
-                    self.send(frames.Deltas(items, self._stats() if ended else None))
+                self._give_out(deltas)
                 self._step_start = None
             actions = self._take(wait=not engine.has_work)
         return 0
+
+    def _give_out(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            for scores in frames.scores(delta):
+                self.send(scores)
+        if deltas:
+            ended = any(d.completion is not None for d in deltas)  # then counters go along, to be current
+            items = [(delta.request_id, frames.piece(delta)) for delta in deltas]
+            self.send(frames.Deltas(items, self._stats() if ended else None))
 
     def _add(self, engine: Engine, frame: Add, make: MakeGrammar | None) -> None:
         from sameseed.engine.front import make_requests

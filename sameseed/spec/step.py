@@ -50,13 +50,14 @@ def decode_step(
     policy: Trims | None = None,
     ahead: NoOverlap = NO_OVERLAP,
     captured: bool = True,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Draft, Verified]:
     """Advance `seqs` by one pass of the model: num_pending[b] known tokens and at most num_draft[b] draft tokens each.
 
     Appends the decided tokens to the sequences. The seconds of each stage are added to `times`, if given. `policy`, if
     given, may drop draft nodes before the pass. `ahead`: what the drafter does while the model's pass runs. `captured`
-    false: the drafter gets no hidden states of the pass. Draft paths end where the sequence must end, and after a token
-    that ends its text.
+    false: the drafter gets no hidden states of the pass. `meanwhile` is called before the host waits for the pass.
+    Draft paths end where the sequence must end, and after a token that ends its text.
     """
     clock = time.perf_counter
     start = clock()
@@ -73,9 +74,9 @@ def decode_step(
     drafted = clock()
     with ahead.beside(drafter, seqs, own, asked) as end_ahead:
         if unread is None:
-            out = runner.forward(seqs, draft, num_pending, captured, drawer)
+            out = runner.forward(seqs, draft, num_pending, captured, drawer, meanwhile)
         else:
-            own, out = _check_unread(runner, unread, seqs, num_pending, asked, captured)
+            own, out = _check_unread(runner, unread, seqs, num_pending, asked, captured, meanwhile)
             draft = own
         end_ahead()
         checked = clock()
@@ -135,6 +136,7 @@ def _check_unread(
     num_pending: Seq[int],
     num_draft: Seq[int],
     captured: bool,
+    meanwhile: Callable[[], None],
 ) -> tuple[Draft, Output]:
     """The pass over an unread draft, whose tokens are read together with the pass's choices: the host waits once.
 
@@ -142,7 +144,7 @@ def _check_unread(
     time of the pass.
     """
     eos = runner.model.config.eos_token_ids
-    out = runner.forward(seqs, draft.nodes_unread, num_pending, captured, drawer)
+    out = runner.forward(seqs, draft.nodes_unread, num_pending, captured, drawer, meanwhile)
     numbers = out.read_with(draft.drawn.numbers)
     own = _guarded(lambda: _useful(draft.settle(numbers), seqs, num_draft, eos), len(seqs))
     return own, out.narrowed(draft.counts_unread, own.counts)
