@@ -218,6 +218,11 @@ class TimeSplit:
     verify: float = 0.0
     schedule: float = 0.0
 
+    @property
+    def whole(self) -> float:
+        """Seconds of all stages."""
+        return self.draft + self.target + self.verify + self.schedule
+
     def add(self, other: TimeSplit, share: float = 1.0) -> None:
         self.draft += other.draft * share
         self.target += other.target * share

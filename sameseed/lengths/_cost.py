@@ -298,6 +298,10 @@ class EngineCost:
             found = min(max(seconds, 0.0) / num_tokens, 2.0 * self.catch_up + MICROSECOND)
             self.catch_up += CATCH_UP * (found - self.catch_up)
 
+    def knows_plain(self, num_seqs: int) -> bool:
+        """Whether a round without drafts was measured in a batch of about this size."""
+        return (False, num_seqs.bit_length()) in self.ratios
+
     def ratio(self, drafted: bool, num_seqs: int) -> float:
         """Measured over expected time of such rounds; a batch size not seen yet takes the nearest one's."""
         size = num_seqs.bit_length()
@@ -336,10 +340,11 @@ class EngineCost:
         if not (prompts or catching_up):
             prices = self.prices(contexts, num_seqs, len(asking), context, ratios=False)
             expected = prices.seconds(num_nodes, steps) if drafted else prices.plain
-            took = times.draft + times.target + times.verify + times.schedule
+            took = times.whole
             key = (drafted, num_seqs.bit_length())
             known = self.ratios.get(key, 1.0)
-            self.ratios[key] = known + weight * (min(max(took / expected, 0.8 * known), 1.25 * known) - known)
+            least = 0.8 if weight == LEARN else 0.5  # of settled rounds: nothing makes one too fast by chance
+            self.ratios[key] = known + weight * (min(max(took / expected, least * known), 1.25 * known) - known)
         if drafted and not catching_up:
             self.draft.learn(steps, len(asking), context, times.draft)
         self.gap.correct(num_seqs + num_nodes, drafted, times.verify + times.schedule)

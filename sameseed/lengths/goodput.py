@@ -12,6 +12,7 @@ that is decided at once, without a new decision in each round.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
@@ -39,7 +40,9 @@ FEW_SEQUENCES = 3  # in batches up to this size a new sequence ends a rest: it m
 LONGEST_REST = 64  # most rounds of a rest before lengths are decided again
 CLEAR_GAIN = 1.25  # speedup over plain decoding; below it, a plain round is measured after so many rounds with drafts:
 MEASURE_EVERY = 64
-FIRST_UNMEASURED, LONGEST_UNMEASURED = 256, 1024  # the same above it: at first, and at most after doublings
+FIRST_UNMEASURED, LONGEST_UNMEASURED = 16, 1024  # the same above it: at first, and at most after doublings
+# After drafts the first plain rounds find cold caches: one is measured once they do not get faster, or after so many.
+SETTLED, MOST_COLD = 0.95, 8
 AS_EXPECTED = 1.15  # largest ratio of measured and expected time, either way, for a round to be as expected
 MEASURED = 0.4  # weight of such a measured plain round in the costs of plain rounds
 FREE_STEP = 0.01  # share of a plain round's time below which a drafting step counts as free
@@ -90,7 +93,8 @@ class GoodputLength:
         self._steps = 0.0  # expected drafting steps of a proposal with the decided lengths
         self._unclear = False  # is the expected speedup below `CLEAR_GAIN`?
         self._drafted = 0  # number of the last round with a draft
-        self._since_plain = 0  # rounds since the last plain one
+        self._since_plain = 0  # rounds with drafts since a plain one was measured
+        self._settling = 0, math.inf  # plain rounds since the last one with drafts, and seconds of the latest of them
         self._begun_in_vain = -1  # `_drafted` when a new sequence was last decided to have no draft
         self._unmeasured = FIRST_UNMEASURED  # rounds with drafts until a plain one is measured if the gain is clear
         self._chains = DraftCost()  # costs of proposals that could end early, by the steps that they took
@@ -153,10 +157,17 @@ class GoodputLength:
         elif not any(lengths):
             self._begin_rest(ids)
             return lengths
-        elif self._since_plain >= (MEASURE_EVERY if self._unclear else self._unmeasured):
-            lengths, hold = [0] * len(seqs), 1  # measure a plain round: its cost may have changed
+        elif self._since_plain >= self._due(len(seqs)):
+            lengths, hold = [0] * len(seqs), MOST_COLD  # measure a plain round: its cost may have changed
         self._held = ids, hold - 1, lengths
         return list(lengths)
+
+    def _due(self, num_seqs: int) -> int:
+        """After how many rounds with drafts a plain round is measured: soon where none was, in such a batch."""
+        assert self.cost is not None
+        if not self.cost.knows_plain(num_seqs):
+            return FIRST_UNMEASURED
+        return min(MEASURE_EVERY, self._unmeasured) if self._unclear else self._unmeasured
 
     def _begin_rest(self, ids: tuple[int, ...]) -> None:
         """Begin a rest: plain rounds until a trial is affordable, or a new decision is due."""
@@ -348,8 +359,12 @@ class GoodputLength:
         if new and self.cost is not None and self.cost.catch_up > 0.0:
             counts = zip(round_.seqs, round_.num_accepted, strict=True)
             self._new = new & {seq.seq_id for seq, accepted in counts if seq.num_output <= 1 + accepted}
-        measured = not asked_now and self._since_plain > 0
-        self._since_plain = self._since_plain + 1 if asked_now else 0
+        plain = not asked_now and round_.num_rows == len(round_.seqs)  # a pass over prompts is none
+        cold = plain and self._since_plain > 0
+        measured = cold and round_.times is not None and self._settled(round_.times.whole)
+        self._since_plain = 0 if measured else self._since_plain + bool(asked_now)
+        if asked_now:
+            self._settling = 0, math.inf
         if asked_now:
             self.acceptance.rested(self.budget.now - self._drafted - 1)
             self._drafted = self.budget.now
@@ -360,7 +375,7 @@ class GoodputLength:
         elif times is not None and self.cost is not None:
             self._caught_up(round_, new, times.draft)
         if times is not None and round_.seqs:
-            seconds = times.draft + times.target + times.verify + times.schedule
+            seconds = times.whole
             self._unlearned += seconds
             trial = self.budget.trying is not None
             if asked_now and round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt rows
@@ -374,14 +389,24 @@ class GoodputLength:
                 one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
                 self.cost = EngineCost(Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)]))
             due = self._unlearned >= LEARN_EVERY or self._num_learned < WARM_UP or self.cost.gap.seen < FIRST_GAPS
-            if trial or measured or due:  # not every round: learning takes time too
+            if trial or measured or (due and not cold):  # not every round: learning takes time too
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up, MEASURED if measured else LEARN)
-            if measured and round_.num_rows == len(round_.seqs):
+            if measured:
                 as_expected = self._plain / AS_EXPECTED < seconds < self._plain * AS_EXPECTED
-                self._unmeasured = min(2 * self._unmeasured, LONGEST_UNMEASURED) if as_expected else MEASURE_EVERY
+                after = 2 * self._unmeasured if as_expected else self._unmeasured // 4
+                self._unmeasured = min(max(after, FIRST_UNMEASURED), LONGEST_UNMEASURED)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
         self._nodes, self._could_end, self._ended, self._depth, self._deciding = {}, False, False, 0, 0.0
+
+    def _settled(self, seconds: float) -> bool:
+        """Whether a plain round that took `seconds` is as fast as it would be if nobody had drafted before it."""
+        count, before = self._settling
+        self._settling = count + 1, seconds
+        settled = seconds > SETTLED * before or count + 1 >= MOST_COLD
+        if settled and not self._idle:
+            self._held = None
+        return settled
 
     def _tried(self, round_: Round, lost: float) -> None:
         """Report a trial's round to the budget; `lost`: the loss, in plain rounds."""

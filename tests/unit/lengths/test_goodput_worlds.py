@@ -22,6 +22,7 @@ from sameseed.spec.drafter import LengthPolicy, Round
 
 LENGTH = 96  # mean number of tokens per text
 FIXED = (1, 2, 4, 8)
+COLDER = -1  # in what a drafter has seen of each sequence: per mille of `World.cold` in the last round
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,6 +62,8 @@ class World:
     slow_start: float = 1.0  # factor on passes during calibration
     more: float = 0.0  # extra milliseconds outside both, in a round with a draft
     cold: float = 1.0  # factor on the target's pass after a draft, since its weights have left the CPU's cache
+    warming: float = 0.0  # share of that which a plain round's pass keeps of the pass before it
+    prefills: bool = False  # whether prompts have a pass of their own
 
     def read(self, now: float) -> float:
         return self.memory * (1.0 + self.drift * (0.5 - 0.5 * math.cos(now / (150 * self.memory))))
@@ -132,6 +135,14 @@ def _propose(
 def _round(
     world: World, policy: LengthPolicy, seqs: list[Sequence], rng: random.Random, now: float, seen: dict[int, int]
 ) -> float:
+    new = sum(world.prefills and s.num_output == 0 for s in seqs)
+    if new:
+        rows = len(seqs) + new * (world.prompt - 1)
+        times = TimeSplit(target=1e-3 * world.target(rows, now), verify=1e-3 * world.gap)
+        policy.update(Round(seqs, [0] * len(seqs), [0] * len(seqs), [0] * len(seqs), rows, times))
+        for seq in seqs:
+            seq.token_ids.append(1)
+        return 1e3 * (times.target + times.verify)
     asked = [min(k, s.draft_depth) for k, s in zip(policy.lengths(seqs, len(seqs), 400), seqs)]
     true, paths, spent = _propose(world, policy, seqs, asked, rng)
     for seq in (s for s, k in zip(seqs, asked) if k):
@@ -142,7 +153,9 @@ def _round(
     counts = [draft.count(b) for b in range(len(seqs))]
     rows = len(seqs) + sum(counts)
     noise = [math.exp(rng.gauss(0.0, world.noise)) for _ in range(2)]
-    cold, more = (world.cold, world.more) if any(counts) else (1.0, 0.0)
+    drafted = any(counts)
+    colder = seen[COLDER] = 1000 if drafted else round(seen.get(COLDER, 0) * world.warming)
+    cold, more = 1.0 + (world.cold - 1.0) * colder / 1000, world.more if drafted else 0.0
     times = TimeSplit(
         draft=1e-3 * spent * noise[0] if any(asked) else 0.0,
         target=1e-3 * world.target(rows, now) * noise[1] * cold,
@@ -232,6 +245,18 @@ def test_rounds_with_drafts_do_not_make_plain_decoding_look_dear(rate: float) ->
     decode(good, policy, 48)
     poor = replace(good, rates=(rate,))
     assert decode(poor, FixedLength(0), 48) / decode(poor, policy, 48) >= 0.98
+
+
+@pytest.mark.parametrize("cold", [1.4, 1.8])
+def test_short_texts_do_not_hide_what_plain_rounds_cost(cold: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain rounds are held for twice as dear. Neither prompts nor the cold caches after drafts confirm that."""
+    monkeypatch.setitem(globals(), "LENGTH", 24)
+    world = World(0.42, 0.14, 0.15, 0.12, (0.8,), 2, gap=0.25, more=0.1, prompt=60, prefills=True)
+    world = replace(world, cold=cold, warming=0.6)
+    policy = make(world)
+    assert policy.cost is not None
+    policy.cost.ratios |= {key: 2.0 for key in policy.cost.ratios if not key[0]}
+    assert decode(world, FixedLength(0), 96) / decode(world, policy, 96) >= 0.98
 
 
 def decide(make_one: Callable[[], LengthPolicy], world: World) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from sameseed.engine.policies import RequestPolicies
 from sameseed.lengths._acceptance import Acceptance, DraftNodes
 from sameseed.lengths._cost import Curve, DraftCost, EngineCost
 from sameseed.lengths.goodput import GoodputLength
-from sameseed.models.runner import Drawer, ModelRunner
+from sameseed.models.runner import ModelRunner
 from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
@@ -298,8 +299,7 @@ def test_broad_trees_near_the_end_of_a_text(pair: Pair, monkeypatch: pytest.Monk
             seqs: Seq[Sequence],
             draft: Draft,
             pending: Seq[int],
-            captured: bool = True,
-            drawer: Drawer | None = None,
+            *more: Any,
             seen: list[tuple[int, int]] = seen,
         ) -> object:
             for b, seq in enumerate(seqs):
@@ -307,7 +307,7 @@ def test_broad_trees_near_the_end_of_a_text(pair: Pair, monkeypatch: pytest.Monk
                 seen.append((draft.count(b), seq.draft_depth))
                 assert max(depths, default=-1) < seq.draft_depth or not depths
                 assert len(seq) + max(depths, default=-1) + 1 < seq.max_len + 1
-            return forward(self, seqs, draft, pending, captured, drawer)
+            return forward(self, seqs, draft, pending, *more)
 
         monkeypatch.setattr(ModelRunner, "forward", spy)
         assert texts(run(engine, prompts, params)) == plain
