@@ -95,17 +95,16 @@ int64_t partial_floats(const AttentionArgs& args, const AttentionTile& tile) {
 // Cuts the tiles of all sequences ([begins[b], begins[b + 1]) for sequence b) into works. If the blocks of a tile are
 // divided among several works, their partial results are merged later. Returns the number of floats that the partial
 // results take. `parallel` says whether there is work for more than one task.
-int64_t cut(const AttentionArgs& args, KvFormat format, std::vector<AttentionTile>& tiles, const std::vector<int64_t>& begins,
-            bool parallel, std::vector<Work>& works) {
+int64_t cut(const AttentionArgs& args, std::vector<AttentionTile>& tiles, const std::vector<int64_t>& begins, bool parallel,
+            std::vector<Work>& works) {
     const int64_t wanted = tasks_per_thread * num_threads(), num_tiles = static_cast<int64_t>(tiles.size());
     const int64_t count = static_cast<int64_t>(begins.size()) - 1;
     const auto blocks_of = [&](int64_t t) { return tiles[t].end_block - tiles[t].first_block; };
     // With few rows, reading memory is the bottleneck, and it is faster in memory order: all heads of a block, then the
-    // next block. bf16_a16 is excluded: packing keys in pairs takes longer than reading them, and this order was
-    // slower.
+    // next block.
     const auto in_order = [&](int64_t b) {
         return begins[b] < begins[b + 1] && tiles[begins[b]].row_begin == tiles[begins[b + 1] - 1].row_begin &&
-               blocks_of(begins[b]) >= blocks_in_order && format != KvFormat::bf16_a16;
+               blocks_of(begins[b]) >= blocks_in_order;
     };
     int64_t ordered = 0, blocks = 0, floats = 0;
     for (int64_t b = 0; b < count; b++) ordered += in_order(b) ? blocks_of(begins[b]) : 0;
@@ -194,7 +193,7 @@ void attention(const Attention& a) {
                 (std::min(last, (tile.end_block - tile.first_block) * key_block) + 16);
     }
     const bool parallel = cost > 4 * serial_cost;
-    float* partial = scratch(partial_area, cut(args, format, tiles, begins, parallel, works));
+    float* partial = scratch(partial_area, cut(args, tiles, begins, parallel, works));
     for (AttentionTile& tile : tiles) {
         if (!tile.in_parts) continue;
         tile.partial = partial;

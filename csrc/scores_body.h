@@ -23,8 +23,8 @@ template <class T>
 INLINE void prefetch_row(const T* row, int64_t dim) {
     const char* p = reinterpret_cast<const char*>(row);
     const int64_t bytes = decoded<T> ? dim / 2 + 2 : dim * static_cast<int64_t>(sizeof(T));
-    for (int64_t i = 0; i < bytes; i += 64) prefetch(p + i);
-    if (bytes % 64 != 0) prefetch(p + bytes - 1);  // a row may begin in the middle of a line
+    for (int64_t i = 0; i < bytes; i += 64) prefetch_far(p + i);
+    if (bytes % 64 != 0) prefetch_far(p + bytes - 1);  // a row may begin in the middle of a line
 }
 
 // Prefetches rows [j + rows_ahead, j + rows_ahead + n), as far as they are below `total`.
@@ -71,7 +71,7 @@ struct Ahead {
             }
             end = offset + 64 * count < bytes ? offset + 64 * count : bytes;
             const char *k = static_cast<const char*>(a.k) + row, *v = static_cast<const char*>(a.v) + row;
-            for (int64_t i = offset; i < end; i += 64) prefetch(k + i), prefetch(v + i);
+            for (int64_t i = offset; i < end; i += 64) prefetch_far(k + i), prefetch_far(v + i);
         }
     }
 };

@@ -194,6 +194,7 @@ inline V scale_by_power(const V& y, const V& shifted) {
 }
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline void accumulate(V& sum, const V& a, const V& b) { sum = fma(a, b, sum); }  // sum += a * b
 
 // Transposes 16 rows of 16 words: out[i][j] = (word i (4 bytes) of rows[j] + d) xor `flip`. Rows of `out` are `stride`
