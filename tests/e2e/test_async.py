@@ -66,9 +66,9 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[AsyncLLM], threading.Even
     def held(llm: AsyncLLM) -> threading.Event:
         go, step, number = threading.Event(), llm.engine.step, itertools.count()
 
-        def waiting() -> list[Delta]:
+        def waiting(*send: Any) -> list[Delta]:
             assert next(number) < 8 or go.wait(60)
-            return step()
+            return step(*send)
 
         monkeypatch.setattr(llm.engine, "step", waiting)
         return go
