@@ -174,7 +174,7 @@ inline V scale_by_power(V y, V shifted) { return {scale_by_power8(y.lo, shifted.
 
 // In assembly, because GCC treats a function with only the prefetch intrinsic as free of effects and drops the call.
 inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }
-// To the L2 cache. Faster where lines come from memory: presumably fewer lines on their way fit beside the L1 cache.
+// To the L2 cache: faster for lines that come from memory. Presumably the L1 cache can wait for fewer lines at a time.
 inline void prefetch_far(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
 // sum += a * b. In assembly, because GCC otherwise moves accumulators between registers and spills some to memory.
 inline void accumulate(V& sum, V a, V b) {

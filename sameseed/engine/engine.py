@@ -51,7 +51,7 @@ class Engine:
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, Running] = {}
         self._pass: list[Sequence] = []  # sequences of the current step
-        self._untold: list[tuple[Running, int]] = []  # whose latest tokens, so many, are not given out yet
+        self._undelivered: list[tuple[Running, int]] = []  # sequences, and how many of their latest tokens
         self._num_added = 0
         self._tail = 0.0  # seconds of the last step after its pass
         self._ended, self._went_on = 0.0, False  # when the last step ended, and whether there was more work
@@ -101,8 +101,7 @@ class Engine:
         for r in live:
             if r.seq in self._pass:  # a step that raised
                 self.scheduler.blocks.forget(r.seq)
-        told = self._tell(live)
-        return told + [self._finish(r, FinishReason.ABORT) for r in live]
+        return self._deliver(live) + [self._finish(r, FinishReason.ABORT) for r in live]
 
     def step(self, send: Callable[[list[Delta]], None] | None = None) -> list[Delta]:
         """Run one pass. Returns a Delta for each sequence with something to give out.
@@ -114,23 +113,23 @@ class Engine:
         self.num_rows = 0
         plan = self.scheduler.schedule(self._lengths)
         if not plan.seqs:
-            return self._tell()
+            return self._deliver()
         self._pass = plan.seqs
         for seq in plan.seqs:
             live = self._live[seq.seq_id]
             live.started = start if live.started is None else live.started
         times = TimeSplit(schedule=time.perf_counter() - start)
         scripted = [seq.num_scripted > 0 for seq in plan.seqs]
-        told: list[Delta] = []
+        earlier: list[Delta] = []
 
-        def tell() -> None:
-            if self._untold:
-                (send or told.extend)(self._tell())
+        def deliver() -> None:
+            if self._undelivered:
+                (send or earlier.extend)(self._deliver())
 
         with one_thread():  # PyTorch's other threads would spin on the cores that the kernels need
             how = plan.seqs, plan.num_pending, plan.num_draft, times, self._policies, self.ahead
             captured = not self.runner.captures or self._policies.listens(plan.seqs)
-            draft, result = decode_step(self.runner, self.drafter, *how, captured, tell)
+            draft, result = decode_step(self.runner, self.drafter, *how, captured, deliver)
         decided = time.perf_counter()
         self.num_rows = sum(plan.num_pending) + len(draft.tokens)
         if not self._policies.pass_over():
@@ -143,9 +142,9 @@ class Engine:
             self._policies.update(Round(seqs, asked, counts, accepted, self.num_rows, whole, nodes))
             if any(counts):
                 self.alarm.update(self.drafter, counts, accepted)
-        deltas = told + self._deliver(plan, draft, result, decided, scripted)
+        deltas = earlier + self._take(plan, draft, result, decided, scripted)
         if not self.runner.takes_late:  # the pass keeps the host busy, or its tokens are needed first
-            deltas += self._tell()
+            deltas += self._deliver()
         self._tail = time.perf_counter() - decided
         times.schedule += self._tail
         self.times.add(times)
@@ -159,7 +158,7 @@ class Engine:
         """Call this after a step that raised. Ends the sequences of that step with an error; the others go on."""
         failed, self._pass = self._pass, []
         live = [self._live[seq.seq_id] for seq in failed if seq.seq_id in self._live]
-        return self._tell() + [self._finish(r, FinishReason.ERROR) for r in live]
+        return self._deliver() + [self._finish(r, FinishReason.ERROR) for r in live]
 
     @property
     def policy(self) -> LengthPolicy:
@@ -209,10 +208,10 @@ class Engine:
         why = self._policies.why_none(seq, num_draft)
         return "no room" if why == "cost" and not num_draft and self._crowded else why
 
-    def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
+    def _take(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
         """Take the decided tokens of each sequence, up to the first one that ends it; the Deltas of those that ended.
 
-        For the others `_tell` makes the Deltas.
+        For the others `_deliver` makes the Deltas.
         """
         deltas: list[Delta] = []
         names, counts = self.level_names if len(draft.tokens) else (), draft.counts
@@ -246,16 +245,16 @@ class Engine:
                 deltas.append(self._finish(live, reason, taken))
                 continue
             self.scheduler.blocks.trim(seq, len(seq))
-            self._untold.append((live, taken))
+            self._undelivered.append((live, taken))
         return deltas
 
-    def _tell(self, only: Seq[Running] | None = None) -> list[Delta]:
-        """Make the texts of what `_deliver` took, of all sequences or `only` these; the Deltas of streamed ones."""
-        untold, self._untold = self._untold, []
+    def _deliver(self, only: Seq[Running] | None = None) -> list[Delta]:
+        """Make the texts of the undelivered tokens, of all sequences or of `only`; the Deltas of streamed ones."""
+        undelivered, self._undelivered = self._undelivered, []
         deltas: list[Delta] = []
-        for live, taken in untold:
+        for live, taken in undelivered:
             if only is not None and all(live is not r for r in only):
-                self._untold.append((live, taken))
+                self._undelivered.append((live, taken))
                 continue
             live.write()
             if live.request.streamed:

@@ -155,7 +155,7 @@ _ENDS = (
 _SCORES = (
     _text(
         "scores of the last chunk alone",
-        Engine._deliver,
+        Engine._take,
         "seq.prompt_logprobs += result.logprobs[b]",
         "seq.prompt_logprobs = result.logprobs[b]",
         "P2",

@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 SHORT = 64  # cached tokens of a sequence for which a curve's points are measured
 FADE = 0.97  # factor on the weight of an observation with each later one
 LEARN = 0.1  # weight of a new round in the corrections of a curve and in the running means of `EngineCost.ratios`
+SETTLED = 0.4  # weight of a settled round there
 FEW_TOKENS, CATCH_UP = 16, 0.5  # fewest tokens from which the catch-up cost is learned; weight of a new measurement
 MICROSECOND = 1e-6
 UNIT = 1024.0  # cached tokens: the unit of the context in a proposal's cost
@@ -324,12 +325,13 @@ class EngineCost:
         both = (self.ratio(False, count), self.ratio(True, count)) if ratios else (1.0, 1.0)
         return Prices(self.target, count, num_rows, fixed, slope, start, step, *both)
 
-    def learn(self, round_: Round, steps: float, catching_up: bool, start: bool = False, weight: float = LEARN) -> None:
+    def learn(self, round_: Round, steps: float, catching_up: bool, start: bool = False, settled: bool = False) -> None:
         """Learn from the times of a round; `steps`: drafting steps of its proposal.
 
         A proposal in which the drafter was `catching_up` is not learned from: later proposals do not repeat that. At
         the `start` a deviation is taken as the speed of the whole machine, so all model costs are scaled by it.
-        `weight`: of this round in `ratios`.
+        `settled`: a plain round measured on purpose, with warm caches. It counts more in `ratios`, and may halve one at
+        once, since nothing makes such a round too fast by chance.
         """
         times, num_seqs, num_nodes = round_.times, len(round_.seqs), sum(round_.num_draft)
         assert times is not None
@@ -343,7 +345,7 @@ class EngineCost:
             took = times.whole
             key = (drafted, num_seqs.bit_length())
             known = self.ratios.get(key, 1.0)
-            least = 0.8 if weight == LEARN else 0.5  # of settled rounds: nothing makes one too fast by chance
+            weight, least = (SETTLED, 0.5) if settled else (LEARN, 0.8)
             self.ratios[key] = known + weight * (min(max(took / expected, least * known), 1.25 * known) - known)
         if drafted and not catching_up:
             self.draft.learn(steps, len(asking), context, times.draft)

@@ -20,7 +20,7 @@ from operator import attrgetter, itemgetter
 
 from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates, likelihood
 from sameseed.lengths._budget import TRIAL_ROUNDS, TRIAL_TOKENS, Budget
-from sameseed.lengths._cost import LEARN, Curve, DraftCost, EngineCost, Prices
+from sameseed.lengths._cost import Curve, DraftCost, EngineCost, Prices
 from sameseed.lengths._search import Offers, alone, shared
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
@@ -42,9 +42,8 @@ CLEAR_GAIN = 1.25  # speedup over plain decoding; below it, a plain round is mea
 MEASURE_EVERY = 64
 FIRST_UNMEASURED, LONGEST_UNMEASURED = 16, 1024  # the same above it: at first, and at most after doublings
 # After drafts the first plain rounds find cold caches: one is measured once they do not get faster, or after so many.
-SETTLED, MOST_COLD = 0.95, 8
+NO_FASTER, MOST_COLD = 0.95, 8
 AS_EXPECTED = 1.15  # largest ratio of measured and expected time, either way, for a round to be as expected
-MEASURED = 0.4  # weight of such a measured plain round in the costs of plain rounds
 FREE_STEP = 0.01  # share of a plain round's time below which a drafting step counts as free
 LOOK_EVERY = 16  # one of so many rounds of rests is learned from, after the first so many
 FADE = 0.95  # decay of `_promise` per round, and of `_written` per ended sequence
@@ -365,7 +364,6 @@ class GoodputLength:
         self._since_plain = 0 if measured else self._since_plain + bool(asked_now)
         if asked_now:
             self._settling = 0, math.inf
-        if asked_now:
             self.acceptance.rested(self.budget.now - self._drafted - 1)
             self._drafted = self.budget.now
         self.acceptance.learn_round(round_, self._nodes, self._ended)
@@ -391,7 +389,7 @@ class GoodputLength:
             due = self._unlearned >= LEARN_EVERY or self._num_learned < WARM_UP or self.cost.gap.seen < FIRST_GAPS
             if trial or measured or (due and not cold):  # not every round: learning takes time too
                 self._unlearned = 0.0
-                self._learn(round_, times, catching_up, MEASURED if measured else LEARN)
+                self._learn(round_, times, catching_up, measured)
             if measured:
                 as_expected = self._plain / AS_EXPECTED < seconds < self._plain * AS_EXPECTED
                 after = 2 * self._unmeasured if as_expected else self._unmeasured // 4
@@ -403,7 +401,7 @@ class GoodputLength:
         """Whether a plain round that took `seconds` is as fast as it would be if nobody had drafted before it."""
         count, before = self._settling
         self._settling = count + 1, seconds
-        settled = seconds > SETTLED * before or count + 1 >= MOST_COLD
+        settled = seconds > NO_FASTER * before or count + 1 >= MOST_COLD
         if settled and not self._idle:
             self._held = None
         return settled
@@ -414,7 +412,7 @@ class GoodputLength:
         asked, accepted = next(((k, n) for s, k, n in counts if s.seq_id == self.budget.trying), (0, 0))
         self.budget.lost(lost, 0 < asked <= accepted)
 
-    def _learn(self, round_: Round, times: TimeSplit, catching_up: bool, weight: float) -> None:
+    def _learn(self, round_: Round, times: TimeSplit, catching_up: bool, settled: bool) -> None:
         """Learn a round's costs. If its proposal could end early, by the steps it took, else by the expected steps."""
         assert self.cost is not None
         self._num_learned += 1
@@ -422,7 +420,7 @@ class GoodputLength:
             times = replace(times, schedule=max(0.0, times.schedule - self._deciding))
             round_ = replace(round_, times=times)
         steps = self._depth if self._could_end else self._steps
-        self.cost.learn(round_, steps, catching_up, self._num_learned <= WARM_UP, weight)
+        self.cost.learn(round_, steps, catching_up, self._num_learned <= WARM_UP, settled)
         if self._could_end and self._depth and not catching_up:
             asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
             self._chains.learn(self._depth, len(asking), sum(asking) / len(asking), times.draft)

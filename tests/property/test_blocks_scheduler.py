@@ -273,7 +273,7 @@ def test_interrupt_anywhere_in_a_step(pair_folders: tuple[Path, Path], monkeypat
         "verify": (__import__("sameseed.spec.step", fromlist=["step"]), "verify"),
         "commit": (llm.engine.runner, "commit"),
         "observe": (llm.engine.drafter, "observe"),
-        "deliver": (llm.engine, "_deliver"),
+        "deliver": (llm.engine, "_take"),
     }
     owner, name = places[fault]
     original, calls = getattr(owner, name), []
