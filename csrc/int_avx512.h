@@ -10,11 +10,12 @@ struct Codes {
 
 #ifdef HAS_VNNI
 constexpr int vector_tile = 12;  // rows; with both halves of a block, 24 of the 32 registers are accumulators
+constexpr bool dots_add_four = true, wide_codes = false;
 #else
 constexpr int vector_tile = 6;
+constexpr bool dots_add_four = false, wide_codes = true;
 #endif
 constexpr int halves = 2;  // halves of a block (16 outputs each) that one pass computes together
-constexpr bool dots_add_four = true, wide_codes = false;
 #ifdef HAS_TILES
 constexpr int vector_rows = vector_tile, matrix_rows = 9, integer_tile = 16;
 #else
@@ -22,7 +23,6 @@ constexpr int vector_rows = vector_tile, matrix_rows = 0, integer_tile = vector_
 #endif
 template <int M>
 constexpr int sum_sets = M <= 4 ? 2 : 1;
-inline void widen_codes(int8_t*) {}
 
 inline I set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline I load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
@@ -45,12 +45,13 @@ inline Codes join_high_nibbles(Codes high, Codes low) {
     return {_mm512_ternarylogic_epi32(high.r, _mm512_srli_epi16(low.r, 4), _mm512_set1_epi8(15), 0xd8)};
 }
 
-// sums[h] += the dot product of four codes of each output with four bytes of x. `small`: codes are at most 15.
-// `twice` chooses between two instruction sequences with the same result.
-template <bool small, bool twice>
+#ifdef HAS_VNNI
+inline void widen_codes(int8_t*) {}
+// sums[h] += the dot product of four codes of each output with four bytes of x. `twice` chooses between two instruction
+// sequences with the same result.
+template <bool, bool twice>
 INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
     const int32_t& quad = *reinterpret_cast<const int32_t*>(x);
-#ifdef HAS_VNNI
     // In assembly, because GCC otherwise loads x early, moves accumulators around and spills some to memory. Half of
     // the rows broadcast x once for both sums (three instructions, one load). The other half broadcast x in each sum
     // (two instructions, two loads). With this mix, neither the front end nor the load ports are the bottleneck.
@@ -64,21 +65,30 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
             : "+v"(sums[0].r), "+v"(sums[1].r), "=&v"(t)
             : "v"(w[0].r), "v"(w[1].r), "m"(quad));
     }
-#else
-    const __m512i q = _mm512_set1_epi32(quad), one = _mm512_set1_epi16(1);
-    auto dot = [&](I& sum, __m512i c) INLINE_LAMBDA {
-        if constexpr (small) {  // 2 * 15 * 127 fits into 16 bits
-            sum.r = _mm512_add_epi32(sum.r, _mm512_madd_epi16(_mm512_maddubs_epi16(c, q), one));
-        } else {  // 2 * 255 * 127 does not fit: multiply even and odd bytes as int16
-            const __m512i even = _mm512_and_si512(c, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(c, 8);
-            const __m512i x_even = _mm512_srai_epi16(_mm512_slli_epi16(q, 8), 8), x_odd = _mm512_srai_epi16(q, 8);
-            sum.r = _mm512_add_epi32(sum.r, _mm512_add_epi32(_mm512_madd_epi16(even, x_even), _mm512_madd_epi16(odd, x_odd)));
-        }
-    };
-    dot(sums[0], w[0].r);
-    dot(sums[1], w[1].r);
-#endif
 }
+#else
+// Converts a piece of 32 codes of a row to int16 in place. Within every four codes, the even ones come first, then the
+// odd ones.
+inline void widen_codes(int8_t* piece) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(piece));
+    _mm512_storeu_si512(piece, _mm512_cvtepi8_epi16(_mm256_shuffle_epi8(codes, order)));
+}
+// sums[h] += the dot product of four codes of each output with four codes of x, which `widen_codes` has converted. Not
+// for `small` codes (at most 15): integer_body.h uses add_quad for those, with x in bytes.
+template <bool small, bool>
+INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
+    static_assert(!small, "those are added by add_quad");
+    const int32_t* pairs = reinterpret_cast<const int32_t*>(x);
+    const __m512i even = _mm512_set1_epi32(pairs[0]), odd = _mm512_set1_epi32(pairs[1]);
+    unroll<halves>([&](auto h) INLINE_LAMBDA {  // int16, because 2 * 255 * 127 does not fit
+        __m512i& sum = sums[h].r;
+        sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_and_si512(w[h].r, _mm512_set1_epi16(255)), even));
+        sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_srli_epi16(w[h].r, 8), odd));
+        asm("" : "+v"(sum));  // else compilers sum in a tree and run out of registers
+    });
+}
+#endif
 
 // Operations for super-blocks. Without VNNI, products are added in 16 bits, as many as fit. Then pairs of these sums
 // are multiplied by steps and added.
@@ -129,7 +139,9 @@ inline I add_steps(I sum, I dots, I step) { return add_ints(sum, mul_ints(dots, 
 #else
 INLINE I add_quad(I dots, Codes w, const int8_t* x) {
     const __m512i q = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(x));
-    return {_mm512_add_epi16(dots.r, _mm512_maddubs_epi16(w.r, q))};
+    dots = {_mm512_add_epi16(dots.r, _mm512_maddubs_epi16(w.r, q))};
+    asm("" : "+v"(dots.r));  // else compilers sum in a tree and run out of registers
+    return dots;
 }
 inline I first_step(I pair) { return {_mm512_mask_blend_epi16(0xaaaaaaaa, pair.r, _mm512_slli_epi32(pair.r, 16))}; }
 inline I second_step(I pair) { return {_mm512_mask_blend_epi16(0x55555555, pair.r, _mm512_srli_epi32(pair.r, 16))}; }

@@ -40,6 +40,13 @@ struct Nested {  // 8-bit codes in two planes: high nibbles and low nibbles
         return quad ? join_high_nibbles(high, rest) : join_low_nibbles(high, rest);
     }
 };
+template <class W>
+struct Kept : W {};  // codes that are written to memory in bytes as they are read
+template <class W>
+constexpr bool keeps = false;
+template <class W>
+constexpr bool keeps<Kept<W>> = true;
+
 template <bool is_small>
 struct Bytes {
     static constexpr int64_t bytes = 256;
@@ -53,6 +60,7 @@ struct Bytes {
 struct Tile {
     const uint8_t* codes;
     const uint8_t* low;  // the second plane, or null
+    uint8_t* bytes;  // where `Kept` codes are written
     const int8_t* x;
     const float* x_scales;
     const int32_t* starts;
@@ -90,10 +98,13 @@ template <class W>
 constexpr int64_t x_bytes = wide_codes && !W::small ? 2 : 1;
 
 template <int M, int sets, class W>
-INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, const int8_t* x, I (&sums)[sets][M][halves]) {
+INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, uint8_t* kept, const int8_t* x, I (&sums)[sets][M][halves]) {
     unroll<2>([&](auto quad) INLINE_LAMBDA {
         Codes codes[halves];
-        unroll<halves>([&](auto h) INLINE_LAMBDA { codes[h] = W::get(w, low, quad, h); });
+        unroll<halves>([&](auto h) INLINE_LAMBDA {
+            codes[h] = W::get(w, low, quad, h);
+            if constexpr (keeps<W>) store_codes(kept + quad * 128 + h * 64, codes[h]);
+        });
         unroll<M>([&](auto m) INLINE_LAMBDA {
             if constexpr (fold_first<W>)
                 unroll<halves>([&](auto h) INLINE_LAMBDA {
@@ -112,6 +123,7 @@ INLINE void integer_half(const Tile& t, int64_t half) {
     constexpr int sets = fold_first<W> ? 1 : sum_sets<M>;
     const uint8_t* w = t.codes + half * 64;
     const uint8_t* low = W::two_planes ? t.low + half * 64 : nullptr;
+    uint8_t* kept = keeps<W> ? t.bytes + half * 64 : nullptr;
     const int8_t* x = t.x;
     const char *ahead = t.ahead, *ahead_low = t.ahead_low;
     auto state = [&](int m, int h) INLINE_LAMBDA { return t.state + m * block_outputs + (half + h) * lanes; };
@@ -146,8 +158,9 @@ INLINE void integer_half(const Tile& t, int64_t half) {
                 unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead_low + i * 64); });
                 ahead_low += t.ahead_step;
             }
-            multiply_codes<M, sets, W>(w, low, x + j * 8 * x_bytes<W>, part);
+            multiply_codes<M, sets, W>(w, low, kept, x + j * 8 * x_bytes<W>, part);
             w += W::bytes;
+            if constexpr (keeps<W>) kept += Bytes<W::small>::bytes;
             if constexpr (W::two_planes) low += W::bytes;
         };
         auto begin_piece = [&]() INLINE_LAMBDA {
@@ -288,9 +301,11 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
         const int64_t width = span < a.depth - k ? span : a.depth - k, g = k / a.group;
         const uint8_t* packed = a.codes + start + k / 8 * step_bytes;
         const uint8_t* low = a.low ? a.low + start + k / 8 * step_bytes : nullptr;
-        if (unpacked) low ? unpack<Nested>(packed, low, width / 8, bytes) : unpack<Nibbles>(packed, low, width / 8, bytes);
+        const bool keep = unpacked && !low && !matrices;  // the first tile unpacks them as it goes
+        if (unpacked && !keep)
+            low ? unpack<Nested>(packed, low, width / 8, bytes) : unpack<Nibbles>(packed, low, width / 8, bytes);
         Tile t{};
-        t.codes = unpacked ? bytes : packed;
+        t.bytes = bytes;
         t.low = unpacked ? nullptr : low;
         t.groups = split ? 1 : width / a.group;
         t.steps = split ? width / 8 : a.group / 8;
@@ -300,6 +315,7 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
         if (a.zeros) t.zeros = a.zeros + (block * groups + g) * block_outputs;
         for (int64_t i = begin; i < end; i++) {
             const int64_t first = i * a.tile, M = a.tile < a.rows - first ? a.tile : a.rows - first;
+            t.codes = unpacked && !(keep && i == begin) ? bytes : packed;
             t.x = a.x + (first * x_row + k * M) * code_bytes;
             t.x_scales = a.x_scales + first * groups + g * M;
             t.starts = a.starts + first * groups + g * M;
@@ -319,7 +335,7 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
             const bool second = low && at >= plane, more = at < (low ? 2 * plane : plane);
             t.ahead = reinterpret_cast<const char*>(second ? low : packed) + (!more ? 0 : second ? at : plane + at);
             t.ahead_step = more ? lines * 64 : 0;
-            choose(a, M, false, unpacked)(t);
+            (keep && i == begin ? kernel_for<Kept<Nibbles>, 1>(M) : choose(a, M, false, unpacked))(t);
         }
     }
     for (int64_t t = 0; t < rows; t++) {

@@ -43,6 +43,7 @@ const Kernels* kernels_avx512vnni() {
         Kernels made = *kernels_avx512();
         made.name = "avx512vnni";
         made.integer_tile = integer_tile;
+        made.wide_codes = wide_codes;
         made.integer = integer;
         made.super_tile = super_tile;
         made.super = super;
