@@ -3,7 +3,7 @@
 //
 // The lanes of a vector are 16 outputs. A column of weights is decoded once for all rows of a tile. There are three
 // variants:
-// - up to `whole_rows` rows: weights are decoded in registers, both halves of a block at once;
+// - tiles of up to `whole_rows` rows: each decodes weights in registers, both halves of a block at once;
 // - up to `span_rows` rows: each tile decodes a span of columns for itself, one half of a block after the other;
 // - more rows: a strip of weights is decoded into the cache once, and all tiles use it.
 // All variants sum in the order given in kernels.h, so the tile shape does not affect the bits.
@@ -276,7 +276,13 @@ void float_spans(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begin
 template <class Codes>
 void linear_float(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end, float* scratch) {
     const int64_t rows = t_end - t_begin;
-    if (rows <= whole_rows && rows <= a.tile) return float_rows<whole_rows, Codes>(a, rows, t_begin, begin, end);
+    if (a.tile <= whole_rows) {
+        const int64_t step = rows > a.tile ? 1 : end - begin;  // a block of weights stays in the L2 cache for all tiles
+        for (int64_t block = begin; block < end; block += step)
+            for (int64_t t = t_begin; t < t_end; t += a.tile)
+                float_rows<whole_rows, Codes>(a, t + a.tile < t_end ? a.tile : t_end - t, t, block, block + step);
+        return;
+    }
     if constexpr (span_rows<Codes> > 0)
         if (rows <= span_rows<Codes>) return float_spans<Codes>(a, begin, end, t_begin, t_end, scratch);
     float_strips<Codes>(a, begin, end, t_begin, t_end, scratch);

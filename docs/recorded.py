@@ -278,28 +278,6 @@ def _cell(r: Record) -> tuple[object, ...]:
     return tuple(r[name] for name in ("model", "format", "draft", "draft_format", "temperature", "batch", "texts"))
 
 
-def headline(found: list[Record]) -> str:
-    """Speculation at real shapes, compared with plain decoding and another engine."""
-    head = ["decoding", "tokens/s", "over its own plain", "over our plain", "accepted", "first token", "same text"]
-    parts = []
-    for r in newest(found, lambda r: r["title"]):
-        ours, count, rows = r["ways"][0]["tokens_per_s"], r["prompts"]["count"], []
-        for way in r["ways"]:
-            own = "1" if way["num_draft_tokens"] == 0 else f"{way['speedup_mean']:.2f}x"
-            rate, same = way["acceptance_rate"], way["equal_texts"]
-            cells = [way["label"], f"{way['tokens_per_s']:.2f}", own, f"{way['tokens_per_s'] / ours:.2f}x"]
-            cells += ["" if rate is None else f"{rate:.0%}", f"{way['ttft_ratio']:.2f}x"]
-            rows.append([*cells, "yes" if same == count else f"{same} of {count}"])
-        about = (
-            f"{count} prompts of {r['prompts']['file']}, {r['prompts']['max_tokens']} tokens each, greedy, one at a "
-        )
-        about += (
-            f"time; {r['repeat']} run(s). {r['note']} {measured_on(r)}, load {r['machine']['load_1min']} at the end."
-        )
-        parts.append(f"**{r['title']}**\n\n{markdown(head, rows, range(1, 6))}\n\n{about}\n")
-    return "\n".join(parts)
-
-
 LOAD_SINCE = "2026-11-27"  # older records of `bench serve` have other policies
 
 
@@ -403,7 +381,7 @@ OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # by table: its f
     "certificates": (certificates, "`sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one"),
     "policies": (policies, "`benchmarks/policies.py` writes one"),
     "tune": (regrets, "`sameseed tune embedded --exhaustive --records benchmarks/results/tune.jsonl` writes one"),
-    "headline": (headline, "its script is in the history"),
+    "drafters_1b": (runs, "`sameseed bench --model TWIN --out benchmarks/results/drafters_1b.jsonl` writes one"),
     "load": (load, "`sameseed bench serve --compare-speculation` writes one"),
     "server": (server, "its scripts are in the history"),
     "summary": (summary, "`make bench` writes some, and `sameseed bench --model TWIN`"),

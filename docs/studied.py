@@ -46,9 +46,10 @@ def shown(name: str, size: str, found: list[Record]) -> str:
     parts += [markdown(heads, rows, (1, 2, 3))] if rows else []
     if not report.published:  # no published figures: show our own tables
         parts += [markdown(table.heads, table.rows, tuple(range(1, len(table.heads)))) for table in report.tables]
-    last = next((r for r in reversed(found) if "repetitions" in r), found[-1])
-    about = f"{_page.ours(last)}. {last['time'][:10]}, commit {last['commit']}.{left}"
-    return "\n\n".join([*parts, wrapped(about[0].upper() + about[1:])])
+    timed = [r for r in found if "repetitions" in r] or found[-1:]
+    last = {r["config"].get("workload"): r for r in timed}  # the last measurement of each workload
+    about = [f"{_page.ours(r)}. {r['time'][:10]}, commit {r['commit']}." for r in last.values()]
+    return "\n\n".join([*parts, wrapped(" ".join(a[0].upper() + a[1:] for a in about) + left)])
 
 
 def wrapped(text: str) -> str:

@@ -51,6 +51,7 @@ PLANS: dict[str, dict[str, list[Arm]]] = {
         ],
         "16 bits": [
             sameseed("bf16", 3.5),
+            sameseed("bf16-a16", 3.5),
             sameseed("w4a8", 2.5),
             Arm("llama.cpp bf16", "llama_cpp", "gguf-bf16", 3.0),
             Arm("vLLM bf16", "vllm", "hf-bf16", 6.0),

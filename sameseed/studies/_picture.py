@@ -68,6 +68,7 @@ def _lines(axes: Any, panel: Panel, labels: Seq[str]) -> None:
             "color": COLOURS[i % len(COLOURS)],
             "marker": MARKERS[i % len(MARKERS)],
             "markersize": 5,
+            "linestyle": ("-", "-.")[i // len(COLOURS) % 2],
         }
         if s.published:
             look |= {"linestyle": "--", "markerfacecolor": "none", "alpha": 0.6}

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import truediv
+from operator import itemgetter, truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -121,15 +121,15 @@ def split(line: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def report(records: Records) -> Report:
-    """Times by rows, c(M), prefill, batches and texts. Ratios are taken within each round or text."""
+    """Times by rows, prefill, batches and texts. Ratios are taken within each round or text."""
     texts = [r for r in records if r.get("texts")]
     records = [r for r in records if r["config"]["shape"] not in SHAPES["texts"].values()]
-    panels = [
-        Panel("ms of a pass", "rows", [Series(_name(r), _rows(r)) for r in records]),
-        Panel("over one row: c(M)", "rows", [Series(_name(r), _curve(r)) for r in records], level=1.0),
-        _bars("prompt of 512: tokens/s", records, "prefill"),
-        _bars("16 sequences: tokens/s", records, "batch"),
-    ]
+    panels = []
+    for place in dict.fromkeys(map(_place, records)):
+        here = [r for r in records if _place(r) == place]
+        title = f"beside {_peer(place, here)}, {place[1]}: ms of a pass"
+        panels.append(Panel(title, "rows", [Series(_name(r), _rows(r)) for r in here]))
+    panels += [_bars("prompt of 512: tokens/s", records, "prefill"), _bars("16 sequences: tokens/s", records, "batch")]
     pairs = [(m, p) for m in records for p in records if _ours(m) and not _ours(p) and _place(m) == _place(p)]
     plots = [Plot("passes", "Passes, prompts, batches", panels)] if records else []
     if texts:
@@ -140,6 +140,18 @@ def report(records: Records) -> Report:
 
 def _name(record: Mapping[str, Any]) -> str:
     return str(record["config"]["label"])
+
+
+def _peer(place: tuple[object, ...], records: Records) -> str:
+    """The engine that ours ran beside at this place."""
+    return next((_name(r).split()[0] for r in records if _place(r) == place and not _ours(r)), str(place[1]))
+
+
+def _named(record: Mapping[str, Any], records: Records) -> str:
+    """The name of an arm; for one of ours in several places also beside which engine it ran."""
+    if not _ours(record) or len(set(map(_place, records))) == 1:
+        return _name(record)
+    return f"{_name(record)} (beside {_peer(_place(record), records)})"
 
 
 def _ours(record: Mapping[str, Any]) -> bool:
@@ -161,7 +173,16 @@ def _curve(record: Mapping[str, Any]) -> list[tuple[int, float]]:
 
 
 def _bars(title: str, records: Records, what: str) -> Panel:
-    return Panel(title, "", [Series(_name(r), [("", r[what]["median"])]) for r in records if r[what]], True)
+    """A bar per arm: the median of its places."""
+    found: dict[tuple[bool, str], list[float]] = {}
+    for r in records:
+        if r[what]:
+            found.setdefault((_ours(r), _name(r)), []).append(r[what]["median"])
+    bars = [
+        Series(who, [(name, median(figures)) for (mine, name), figures in found.items() if mine is ours])
+        for who, ours in (("ours", True), ("theirs", False))
+    ]
+    return Panel(title, "", bars, True, stacked=True)
 
 
 def _times(record: Mapping[str, Any], rows: int) -> list[float]:
@@ -175,12 +196,17 @@ def _faster(mine: Mapping[str, Any], peer: Mapping[str, Any], rows: int) -> floa
 
 
 def _findings(pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
+    """For one row and eight: the engine that comes nearest to our fastest format."""
     said = []
-    for rows in (1, 8):
-        known = [(f, m, p) for m, p in pairs if (f := _faster(m, p, rows)) is not None]
-        if known:
-            f, m, p = min(known, key=lambda each: each[0])
-            said.append(f"{rows} rows: the nearest is {_name(p)}; {_name(m)} takes {f:.2f} times less.")
+    for rows, what in ((1, "One row"), (8, "Eight rows")):
+        best: dict[str, tuple[float, str]] = {}  # by arm of another engine: how much faster is which of ours
+        for mine, peer in pairs:
+            faster = _faster(mine, peer, rows)
+            if faster is not None:
+                best[_name(peer)] = max((faster, _name(mine)), best.get(_name(peer), (0.0, "")))
+        if best:
+            theirs, (times, ours) = min(best.items(), key=itemgetter(1))
+            said.append(f"{what}: the nearest is {theirs}; {ours} is {times:.2f} times as fast.")
     return said
 
 
@@ -222,11 +248,10 @@ def text_table(texts: Records) -> Table:
     several = len(set(map(_place, texts))) > 1
     for record in texts:
         said, plain, best = record["texts"], record["texts"]["plain"], ours.get(_place(record))
-        beside = f" (beside {record['config']['group']})" if several and _ours(record) else ""
         same = f"{plain['same']} of {plain['texts']}" if plain else ""
         gain = figure(plain["faster"]["median"] if plain else None)
         faster = figure(_over(best, record) if best else None)
-        rows.append([_name(record) + beside, figure(said["median"], ".1f"), gain, same, faster])
+        rows.append([_named(record, texts), figure(said["median"], ".1f"), gain, same, faster])
     best_name = "our best" if several or not ours else _name(*ours.values())
     heads = ("engine", "tokens/s", "over its plain", "texts as its plain", f"{best_name}: times faster")
     return Table("Texts", heads, rows)
@@ -246,7 +271,7 @@ def _tables(records: Records, pairs: list[tuple[Mapping[str, Any], Mapping[str, 
     sizes = sorted({m for r in records for m, _ in _rows(r)})
     of: Callable[[Mapping[str, Any], str], object] = lambda r, what: r[what]["median"] if r[what] else None  # noqa: E731
     times = [
-        [_name(r), *(figure(dict(_rows(r)).get(m), ".1f") for m in sizes), figure(dict(_curve(r)).get(8))]
+        [_named(r, records), *(figure(dict(_rows(r)).get(m), ".1f") for m in sizes), figure(dict(_curve(r)).get(8))]
         + [figure(of(r, what), ".0f") for what in ("prefill", "batch")]
         for r in records
     ]
@@ -254,7 +279,7 @@ def _tables(records: Records, pairs: list[tuple[Mapping[str, Any], Mapping[str, 
     heads = [f"M={m}" for m in sizes]
     return [
         Table("Milliseconds of a pass", ("engine", *heads, "c(8)", "prompt tokens/s", "batch tokens/s"), times),
-        Table("Times faster", ("ours / theirs", *heads), faster),
+        Table("Times faster", ("ours beside theirs: times faster", *heads), faster),
     ]
 
 
