@@ -2,10 +2,10 @@
 // namespace.
 //
 // The lanes of a vector are 16 outputs. A column of weights is decoded once for all rows of a tile. There are three
-// variants:
+// variants; a unit whose `whole_rows` is `float_tile` has only the first:
 // - tiles of up to `whole_rows` rows: each decodes weights in registers, both halves of a block at once;
-// - up to `span_rows` rows: each tile decodes a span of columns for itself, one half of a block after the other;
-// - more rows: a strip of weights is decoded into the cache once, and all tiles use it.
+// - larger tiles, up to `span_rows` rows: each decodes a span of columns for itself, one half of a block after the other;
+// - larger tiles, more rows: a strip of weights is decoded into the cache once, and all tiles use it.
 // All variants sum in the order given in kernels.h, so the tile shape does not affect the bits.
 
 constexpr int64_t float_prefetch = 4096;  // bytes
@@ -281,11 +281,12 @@ void linear_float(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begi
         for (int64_t block = begin; block < end; block += step)
             for (int64_t t = t_begin; t < t_end; t += a.tile)
                 float_rows<whole_rows, Codes>(a, t + a.tile < t_end ? a.tile : t_end - t, t, block, block + step);
-        return;
+    } else if constexpr (whole_rows < float_tile) {
+        if (rows <= span_rows<Codes>)
+            float_spans<Codes>(a, begin, end, t_begin, t_end, scratch);
+        else
+            float_strips<Codes>(a, begin, end, t_begin, t_end, scratch);
     }
-    if constexpr (span_rows<Codes> > 0)
-        if (rows <= span_rows<Codes>) return float_spans<Codes>(a, begin, end, t_begin, t_end, scratch);
-    float_strips<Codes>(a, begin, end, t_begin, t_end, scratch);
 }
 
 // --- rows of x ---

@@ -26,31 +26,27 @@ inline void store_part(float* p, V a, int64_t n) {
 // Storage of weights in one plane or two. `get` returns the codes of four columns for 16 outputs.
 struct Nibbles {
     static constexpr int64_t bytes = 128;  // of 8 columns in a plane
-    static constexpr bool small = true, two_planes = false;
+    static constexpr bool small = true, two_planes = false, keeps = false;
     static Codes get(const uint8_t* w, const uint8_t*, int64_t quad, int64_t half) {
         const Codes pairs = load_codes(w + half * 64);
         return quad ? high_nibbles(pairs) : low_nibbles(pairs);
     }
 };
+struct KeptNibbles : Nibbles {  // also written to memory in bytes, for the tiles that follow
+    static constexpr bool keeps = true;
+};
 struct Nested {  // 8-bit codes in two planes: high nibbles and low nibbles
     static constexpr int64_t bytes = 128;
-    static constexpr bool small = false, two_planes = true;
+    static constexpr bool small = false, two_planes = true, keeps = false;
     static Codes get(const uint8_t* w, const uint8_t* low, int64_t quad, int64_t half) {
         const Codes high = load_codes(w + half * 64), rest = load_codes(low + half * 64);
         return quad ? join_high_nibbles(high, rest) : join_low_nibbles(high, rest);
     }
 };
-template <class W>
-struct Kept : W {};  // codes that are written to memory in bytes as they are read
-template <class W>
-constexpr bool keeps = false;
-template <class W>
-constexpr bool keeps<Kept<W>> = true;
-
 template <bool is_small>
 struct Bytes {
     static constexpr int64_t bytes = 256;
-    static constexpr bool small = is_small, two_planes = false;
+    static constexpr bool small = is_small, two_planes = false, keeps = false;
     static Codes get(const uint8_t* w, const uint8_t*, int64_t quad, int64_t half) {
         return load_codes(w + quad * 128 + half * 64);
     }
@@ -60,7 +56,7 @@ struct Bytes {
 struct Tile {
     const uint8_t* codes;
     const uint8_t* low;  // the second plane, or null
-    uint8_t* bytes;  // where `Kept` codes are written
+    uint8_t* bytes;  // where `KeptNibbles` are written
     const int8_t* x;
     const float* x_scales;
     const int32_t* starts;
@@ -103,7 +99,7 @@ INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, uint8_t* kept, 
         Codes codes[halves];
         unroll<halves>([&](auto h) INLINE_LAMBDA {
             codes[h] = W::get(w, low, quad, h);
-            if constexpr (keeps<W>) store_codes(kept + quad * 128 + h * 64, codes[h]);
+            if constexpr (W::keeps) store_codes(kept + quad * 128 + h * 64, codes[h]);
         });
         unroll<M>([&](auto m) INLINE_LAMBDA {
             if constexpr (fold_first<W>)
@@ -123,7 +119,7 @@ INLINE void integer_half(const Tile& t, int64_t half) {
     constexpr int sets = fold_first<W> ? 1 : sum_sets<M>;
     const uint8_t* w = t.codes + half * 64;
     const uint8_t* low = W::two_planes ? t.low + half * 64 : nullptr;
-    uint8_t* kept = keeps<W> ? t.bytes + half * 64 : nullptr;
+    uint8_t* kept = W::keeps ? t.bytes + half * 64 : nullptr;
     const int8_t* x = t.x;
     const char *ahead = t.ahead, *ahead_low = t.ahead_low;
     auto state = [&](int m, int h) INLINE_LAMBDA { return t.state + m * block_outputs + (half + h) * lanes; };
@@ -160,7 +156,7 @@ INLINE void integer_half(const Tile& t, int64_t half) {
             }
             multiply_codes<M, sets, W>(w, low, kept, x + j * 8 * x_bytes<W>, part);
             w += W::bytes;
-            if constexpr (keeps<W>) kept += Bytes<W::small>::bytes;
+            if constexpr (W::keeps) kept += Bytes<W::small>::bytes;
             if constexpr (W::two_planes) low += W::bytes;
         };
         auto begin_piece = [&]() INLINE_LAMBDA {
@@ -315,7 +311,8 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
         if (a.zeros) t.zeros = a.zeros + (block * groups + g) * block_outputs;
         for (int64_t i = begin; i < end; i++) {
             const int64_t first = i * a.tile, M = a.tile < a.rows - first ? a.tile : a.rows - first;
-            t.codes = unpacked && !(keep && i == begin) ? bytes : packed;
+            const bool keeps = keep && i == begin;
+            t.codes = unpacked && !keeps ? bytes : packed;
             t.x = a.x + (first * x_row + k * M) * code_bytes;
             t.x_scales = a.x_scales + first * groups + g * M;
             t.starts = a.starts + first * groups + g * M;
@@ -335,7 +332,7 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
             const bool second = low && at >= plane, more = at < (low ? 2 * plane : plane);
             t.ahead = reinterpret_cast<const char*>(second ? low : packed) + (!more ? 0 : second ? at : plane + at);
             t.ahead_step = more ? lines * 64 : 0;
-            (keep && i == begin ? kernel_for<Kept<Nibbles>, 1>(M) : choose(a, M, false, unpacked))(t);
+            (keeps ? kernel_for<KeptNibbles, 1>(M) : choose(a, M, false, unpacked))(t);
         }
     }
     for (int64_t t = 0; t < rows; t++) {

@@ -10,7 +10,7 @@ namespace sameseed {
 namespace {
 
 constexpr int64_t depth_multiple = 8;
-constexpr int64_t panel_rows = 192;   // rows of x whose columns of one strip stay in cache
+constexpr int64_t panel_rows = 192;   // rows of x that a task takes at a time
 constexpr int64_t columns_per_task = 1024;  // columns of x that one task interleaves
 
 FloatArgs arguments(const Product& p, const Kernels& table) {
@@ -82,7 +82,7 @@ void linear_float(const Product& p) {
 
     const auto kernel = table.linear_float[static_cast<int>(w.format)];
     const int64_t blocks = (w.outputs + block_outputs - 1) / block_outputs;
-    const int64_t most = a.rows > a.tile ? 4 : 8;  // blocks per task; fewer if tiles share a decoded strip
+    const int64_t most = a.rows > a.tile ? 4 : 8;  // blocks per task
     const int64_t wanted = std::max<int64_t>(1, std::min(most, blocks / (4 * num_threads())));
     const int64_t per_task = wanted >= 4 ? wanted / 4 * 4 : wanted;
     const int64_t columns = (blocks + per_task - 1) / per_task;

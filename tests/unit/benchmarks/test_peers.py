@@ -94,6 +94,18 @@ def test_texts_are_written_in_turns_and_held_to_plain_decoding(tmp_path: Path) -
     assert any("told + " in finding for finding in report.findings)
 
 
+def test_a_finding_compares_each_engine_with_our_fastest_format() -> None:
+    def passes(engine: str, label: str, ms: float) -> dict[str, Any]:
+        config = {"label": label, "group": "all", "shape": "some shape"}
+        rows = [{"rows": 1, "ms": [ms, ms], "median": ms}]
+        return {"run": "", "cell": "", "engine": engine, "config": config, "rows": rows, "prefill": None, "batch": None}
+
+    ours = [passes("sameseed", "ours slow", 3.0), passes("sameseed", "ours fast", 2.0)]
+    report = rivals.report([*ours, passes("near", "near it", 4.0), passes("far", "far it", 9.0)])
+    assert report.findings == ["One row: the nearest is near it; ours fast is 2.00 times as fast."]
+    assert report.plots[0].panels[0].title == "beside near, all: ms of a pass"
+
+
 def test_an_engine_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     group = (fake("broken", fail="load"), fake("half", fail="rows"), fake("single", batch=False), fake("well"))
     broken, half, single, well = run_group(tmp_path, *group)
