@@ -230,10 +230,10 @@ def test_sigterm_drains(pair_folders: tuple[Path, Path], tmp_path: Path) -> None
     with started(pair_folders[0], tmp_path, "--max-queue", "5000") as server, visitor(server) as http:
         alone = complete(http)
         quick = Reader(http, **FIELDS)
+        quick.wait_begun()
         # One of these alone is 235,000 tokens: more than any machine makes in the time to drain.
         slow = [Reader(http, **{**LONG, "prompt": ["the sum of"] * 64, "n": 16}) for _ in range(3)]
-        quick.wait_begun()
-        slow[0].wait_begun()
+        wait_until(lambda: any(len(r.lines) > 2 for r in slow))  # whichever came first: the others wait for it
         engine = server.engine_pid
         server.process.send_signal(signal.SIGTERM)
         server.wait_log("draining")
