@@ -86,6 +86,11 @@ class Contestant:
         return max(quantile(getattr(self, name)[b], KEEPS) for b in batches)
 
 
+def anew(c: Contestant) -> Contestant:
+    """The same setting with nothing measured."""
+    return replace(c, tokens={}, seconds={}, ttft={}, itl={}, texts={})
+
+
 @dataclass(frozen=True)
 class Aim:
     """The objective: bounds are kept, then the least bytes or time to first token if `by` says so, then speed."""
@@ -172,7 +177,7 @@ def _turn(
 
     def mark() -> None:
         assert pace is not None
-        again = replace(pace, tokens={}, seconds={}, ttft={}, itl={}, texts={})
+        again = anew(pace)
         run(again)
         marks.append(sum(again.seconds[batch]))
 
