@@ -239,15 +239,19 @@ def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
         vars(r.contestant).pop("run"), vars(r.contestant).pop("warm")
     speeds = {r.contestant.label: r.speed for r in runs}
     seen: set[int] = set()
+    lucky: set[tuple[int, ...]] = set()
 
     class Timed(Contestant):
         def warm(self, batch: int, members: Seq[int]) -> None:
             pass
 
         def run(self, batch: int, members: Seq[int]) -> None:
-            seen.update(i for (i,) in self.jobs(batch, members))
+            numbers = tuple(i for (i,) in self.jobs(batch, members))
+            luck = self.label == "ngram k=1" and numbers[0] >= 4 and (batch, *numbers) not in lucky
+            seen.update(numbers)
+            lucky.update({(batch, *numbers)} if luck else ())
             self.tokens.setdefault(batch, []).append(100 * len(members))
-            self.seconds.setdefault(batch, []).append(100 * len(members) / speeds[self.label])
+            self.seconds.setdefault(batch, []).append(100 * len(members) / speeds[self.label] / (1 + luck))
             for times in (self.ttft, self.itl):
                 times.setdefault(batch, []).extend([0.1] * len(members))
 
@@ -256,6 +260,7 @@ def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
     order, found = regret.regrets(timed, wanted, asked(exhaustive=True), lambda *_: None)
     assert seen == set(range(8)), "both halves ran"
     assert [p.id for p in asked(exhaustive=True).alternating().fitted] == ["0", "2", "4", "6"], "from all domains"
+    assert max(found.settings, key=lambda row: row["measured"]["1"]["value"])["setting"] == "ngram k=1", "once, by luck"
     assert (order[0].label, found.choice.setting, found.best) == ("ngram k=2", "ngram k=2", "ngram k=5")
     assert found.choice.share.value == pytest.approx(1 - 1.2 / 1.5)
     assert {name: x.setting for name, x in found.baselines.items()} == {
@@ -263,7 +268,7 @@ def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
         "longest acceptance": "ngram k=5",
         "k = 4": "ngram k=4",
     }
-    assert (found.errors.worst, found.errors.coverage, found.errors.count) == (pytest.approx(0.0), 1.0, 12)
+    assert (found.errors.median, found.errors.count) == (pytest.approx(0.0), 12)
     assert found.as_record(asked(), 3.0)["schema"] == "sameseed.tune/1"
 
 
