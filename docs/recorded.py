@@ -228,7 +228,10 @@ LOST = 0.98
 
 
 def regrets(found: list[Record]) -> str:
-    """Results of `tune --exhaustive`: the newest run for each workload and number of threads."""
+    """Results of `tune --exhaustive`: the newest run for each workload and number of threads.
+
+    Older records, without `repeats`, judged by the run that had also found the best.
+    """
 
     def about(r: Record) -> tuple[str, int]:
         domains = r["config"].get("domains", [])
@@ -237,9 +240,10 @@ def regrets(found: list[Record]) -> str:
     def share(found: dict[str, Any]) -> str:
         return f"{found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
 
-    if not any("domains" in r["config"] for r in found):
+    found = [r for r in found if "repeats" in r]
+    if not found:
         return hint("tune")
-    newest_ones = sorted(newest([r for r in found if "domains" in r["config"]], about), key=about)
+    newest_ones = sorted(newest(found, about), key=about)
     rows = [
         [
             f"{name}, {r['config']['num_prompts']} x {r['config']['max_tokens']}",
