@@ -113,13 +113,17 @@ class Aim:
         found = [(b, c.latency(b.name, self.batches)) for b in self.slo]
         return "; ".join(f"{b} missed: {took:.3g} s" for b, took in found if took > b.seconds) or None
 
-    def ranked(self, found: Seq[Contestant]) -> list[Contestant]:
-        """Contestants, the best first; speed is relative to the first of `found`, on prompts that both ran."""
+    def ranked(self, found: Seq[Contestant], careful: bool = False) -> list[Contestant]:
+        """Contestants, the best first; speed is relative to the first of `found`, on prompts that both ran.
+
+        `careful`: by the lower ends of the intervals. The best of many by value alone is often one that scatters most.
+        """
 
         def key(c: Contestant) -> tuple[float, ...]:
             before = c.prospect.num_bytes if self.by == "memory" else 0
             late = c.latency("ttft", self.batches) if self.by == "ttft" else 0.0
-            return self.missed(c) is not None, before, late, -ratio(c, found[0], self.batches).value
+            over = ratio(c, found[0], self.batches)
+            return self.missed(c) is not None, before, late, -(over.low if careful else over.value)
 
         return sorted(found, key=key)
 
@@ -211,7 +215,7 @@ def race(
 
     The first one that decodes plainly never drops out, because all are compared with it. The race stops when plain
     decoding alone is left, or one setting whose lead over it is known well (`SETTLED`); when all prompts ran; or when
-    `seconds` are over, but not before the end of the first rung.
+    `seconds` are over, but not before the end of the first rung. Those that did not drop out are ranked carefully.
     """
     start, alive, done = time.perf_counter(), list(contestants), 0
     reference = next(c for c in alive if c.plain)
@@ -224,7 +228,7 @@ def race(
                 tell = partial(tick, f"race: {len(alive)} settings, batch {batch}", done + g * batch, num_prompts)
                 _turn(alive[first:] + alive[:first], batch, groups[g : g + TURN], reference if all_run else None, tell)
         done = upto
-        if all_run:
+        if all_run or done == num_prompts:
             continue
         order = aim.ranked(alive)
         half = max(2, math.ceil(len(order) / 2))
@@ -236,6 +240,6 @@ def race(
         settled = lead.high <= SETTLED * lead.low and not aim.needs_latency
         if (len(alive) <= 2 and settled) or time.perf_counter() - start > seconds:
             break
-    late = aim.ranked([c for c in contestants if c.out_at is None])
+    late = aim.ranked([reference, *(c for c in alive if c is not reference)], careful=True)
     out = [c for c in aim.ranked([reference, *(c for c in contestants if c.out_at is not None)]) if c is not reference]
     return late + sorted(out, key=lambda c: -(c.out_at or 0))

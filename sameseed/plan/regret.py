@@ -117,8 +117,7 @@ def regrets(
     for c, other in zip(runners, held, strict=True):
         c.texts |= {(batch, half + i): text for (batch, i), text in other.texts.items()}
     recorded = [_Recorded(c.prospect, c.engine, c.jobs, source=c) for c in runners if c.prospect in wanted]
-    raced = race(recorded, half, asked.batches, math.inf, aim)
-    first = aim.ranked([raced[0], next(c for c in recorded if c.plain)])[0]
+    first = race(recorded, half, asked.batches, math.inf, aim)[0]
     order = aim.ranked(runners)
     order.sort(key=lambda c: c is not getattr(first, "source", None))
     chosen = next(c for c in held if c.prospect is order[0].prospect)

@@ -113,13 +113,9 @@ def _raced(
     runners: list[Contestant], wanted: list[Prospect], asked: TuneRequest, left: float, tell: Tell
 ) -> tuple[list[Contestant], Regret | None]:
     """The contestants, the best first; and the regret of the choice, where all of the grid ran."""
-    aim = Aim.of(asked)
-    plain = next(c for c in runners if c.plain)
     if asked.exhaustive:
         return regrets(runners, wanted, asked, tell)
-    order = race(runners, len(asked.prompts), asked.batches, left, aim, tell)
-    first = aim.ranked([order[0], plain])[0]  # plain decoding ran on all prompts: it may have come out better there
-    return [first, *(c for c in order if c is not first)], None
+    return race(runners, len(asked.prompts), asked.batches, left, Aim.of(asked), tell), None
 
 
 def affordable(runners: list[Contestant], asked: TuneRequest, tokens: float, left: float) -> list[Contestant]:

@@ -171,6 +171,18 @@ def test_the_race() -> None:
     assert single.high / single.low > 1.2 > found.high / found.low, "one pair tells little"
 
 
+def test_what_scatters_does_not_win_by_luck() -> None:
+    class Scattering(Runs):
+        def run(self, batch: int, members: Any) -> None:
+            self.speed = 1.5 if len(self.ran) % 8 else 4.0
+            super().run(batch, members)
+
+    runs = [Runs(SpecConfig(), 1.0), Runs(SpecConfig("ngram"), 1.7), Scattering(SpecConfig("suffix"), 1.0)]
+    order = race([r.contestant for r in runs], 16, (4,), 60.0, Aim((4,)))
+    steady, lucky = (ratio(r.contestant, runs[0].contestant, (4,)) for r in runs[1:])
+    assert lucky.value > steady.value and order[0] is runs[1].contestant
+
+
 @pytest.mark.parametrize(("aim", "whole"), [(Aim((1,)), False), (Aim((1,), slo=(Bound("itl", 9.0),)), True)])
 def test_a_race_that_is_decided_ends(aim: Aim, whole: bool) -> None:
     """A lead that is known well needs no more prompts, unless latencies count; a scattering one does."""
