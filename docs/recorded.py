@@ -235,7 +235,7 @@ def regrets(found: list[Record]) -> str:
 
     def about(r: Record) -> tuple[str, int]:
         domains = r["config"].get("domains", [])
-        return domains[0] if len(domains) == 1 else "packaged prompts", r["machine"]["threads"]
+        return domains[0] if len(domains) == 1 else "packaged prompts", r["config"]["threads"][0]
 
     def share(found: dict[str, Any]) -> str:
         return f"{found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
