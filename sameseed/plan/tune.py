@@ -22,7 +22,7 @@ from sameseed.plan import quality
 from sameseed.plan.acceptance import Replay
 from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, survivors
 from sameseed.plan.grid import TuneRequest, options_of
-from sameseed.plan.race import Aim, Contestant, first_rung, race, ratio
+from sameseed.plan.race import Aim, Contestant, anew, first_rung, race, ratio
 from sameseed.plan.refit import refitted
 from sameseed.plan.regret import Regret, regrets
 from sameseed.plan.simulate import Interval
@@ -97,7 +97,7 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
             runners = affordable(runners, asked, tokens, asked.seconds - (time.perf_counter() - start))
         for c in runners:  # warm-up of caches, pages and threads
             few = range(min(*asked.batches, len(asked.prompts)))
-            replace(c, tokens={}, seconds={}, ttft={}, itl={}, texts={}).run(len(few), few)
+            anew(c).run(len(few), few)
         left = RACE_SHARE * (asked.seconds - (time.perf_counter() - start))
         order, regret = _raced(runners, wanted, asked, left, tell)
     finally:
