@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sameseed.errors import ConfigError
-from sameseed.models.config import LLAMA, ModelConfig, parse_config, sizes_of
+from sameseed.models.config import LLAMA, MASK_TOKENS, ModelConfig, parse_config, sizes_of
 
 ALIGN = 128  # live dimensions start at multiples of the largest quantization group, so that they share no scale
 SIGNAL = 32.0  # the constant after the last norm is SIGNAL / (root mean square of the small model's stream there)
@@ -110,10 +110,10 @@ def _raw_config(shape: ModelConfig, raw: Mapping[str, Any], eps: float, theta: f
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling")
     if scaling is not None and "rope_theta" in scaling:
         scaling = {**scaling, "rope_theta": theta}
-    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "spd_type", "para_num")
     return {
         **LLAMA,
-        **{name: raw[name] for name in kept if name in raw},
+        **{name: raw[name] for name in (*kept, *MASK_TOKENS) if name in raw},
         **sizes_of(shape),
         "tie_word_embeddings": shape.tied_embeddings,
         "rms_norm_eps": eps,

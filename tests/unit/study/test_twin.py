@@ -209,6 +209,12 @@ def test_the_folder_says_what_it_is(sources: Callable[[str], Path], tmp_path: Pa
     assert (twin.folder / "tokenizer.json").read_bytes() == (sources("plain") / "tokenizer.json").read_bytes()
 
 
+def test_a_parallel_draft_stays_one(tmp_path: Path) -> None:
+    write_model(tmp_path / "small", model_type="llama", pard_token=3, spd_type="pard", para_num=8)
+    twin = read_config(make_twin(FITTING["packed"], str(tmp_path / "small"), tmp_path / "twin").folder)
+    assert (twin.mask_token, twin.num_parallel) == (3, 8)
+
+
 # --- bad input ---
 
 
