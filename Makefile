@@ -152,7 +152,7 @@ clean: ## remove what was built (.venv too)
 
 # What demo needs; then what the server needs; then all that tests and checks need. The package is there from the first
 # step on, so that pip takes the extras' names from what is installed. Triton comes before the libraries that ask for any
-# version of it: pip would bring the newest.
+# version of it: pip would bring the newest. A CUDA build of torch has brought its own.
 $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
 	@$(STEP) "set-up 1 of 3: $(TORCH)" $(PIP) install '$(TORCH)' $(PIP_TORCH_ARGS) $(BARS)
 	@$(STEP) "set-up 2 of 3: tools that compile" $(PIP) install 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja $(BARS)
@@ -161,7 +161,8 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
 	@touch $@
 
 $(SERVER): pyproject.toml | $(READY)
-	@$(STEP) "set-up: $(TRITON)" $(PIP) install --no-deps '$(TRITON)' $(BARS) || \
+	@$(BIN)/python -c 'import triton' 2>/dev/null || \
+	  $(STEP) "set-up: $(TRITON)" $(PIP) install --no-deps '$(TRITON)' $(BARS) || \
 	  echo "sameseed: no Triton here; the tests of GPU kernels are skipped"
 	@$(STEP) "set-up: the server's libraries" $(PIP) install 'sameseed[server]' $(BARS)
 	@touch $@

@@ -280,7 +280,9 @@ def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
         "longest acceptance": "ngram k=5",
         "k = 4": "ngram k=4",
     }
-    assert (found.errors.median, found.errors.count) == (pytest.approx(0.0), 12)
+    lucky_ones = 2  # one at each batch size
+    assert (found.errors.median, found.errors.worst) == (pytest.approx(0.0), pytest.approx(0.5))
+    assert (found.errors.coverage, found.errors.count) == (1 - lucky_ones / 12, 12)
     assert found.as_record(asked(), 3.0)["schema"] == "sameseed.tune/1"
 
 
