@@ -27,7 +27,8 @@ RECORDS ?= benchmarks/results
 # Tests run in so many processes; a file's tests stay together, for they share what was set up for them,
 # and long files do not come last.
 TEST_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-PYTEST    := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# A test that hangs ends its process (pytest-timeout), and the run ends with its name: no process takes its place.
+PYTEST    := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # What may not change a test's verdict: BLAS's kernels, instruction sets of libraries and of ours, threads. This is an old
 # machine with two threads, and runs on any x86-64 of the last ten years; `make test` runs with what the machine has.

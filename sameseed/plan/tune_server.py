@@ -112,9 +112,10 @@ async def _loaded(client: Any, server: Endpoint, asked: ServerTuneRequest, batch
     """Counters over a time in which `batch` requests are always running."""
     params = asked.params
     fields = {"max_tokens": params.max_tokens, "temperature": params.temperature, "stream": True}
+    stopped = threading.Event()  # at the end, and on an error, stops the watch and the load at once
 
     async def always(number: int) -> None:
-        while True:
+        while not stopped.is_set():  # a cancellation may be lost: before Python 3.12, `wait_for` drops one at its end
             prompt = asked.prompts[number % len(asked.prompts)]
             made = await exchange(
                 client, server, {"model": server.model, "prompt": prompt.said, **fields}, TIMEOUT, max_retries=3
@@ -122,8 +123,6 @@ async def _loaded(client: Any, server: Endpoint, asked: ServerTuneRequest, batch
             if made.error is not None:
                 raise ConfigError(f"{server.url} failed on a request ({made.error}): {made.detail}; see its log")
             number += batch
-
-    stopped = threading.Event()  # on an error, stops the watch at once
 
     def counted() -> Counted:
         seconds = asked.seconds / len(asked.batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import threading
@@ -13,10 +14,14 @@ import pytest
 
 from sameseed.cli import main
 from sameseed.errors import ConfigError
+from sameseed.plan import tune_server
 from sameseed.plan.export import export
 from sameseed.plan.metrics import Counted
 from sameseed.plan.times import EngineCosts, EnginePass, read_costs
-from sameseed.plan.tune_server import added, best_of, look_of, next_run, rows_of
+from sameseed.plan.tune_server import ServerTuneRequest, added, best_of, look_of, measure, next_run, rows_of
+from sameseed.request import SamplingParams
+from sameseed.study.load.wire import Exchange, exchange
+from sameseed.study.prompt_sets import Prompt
 from sameseed.tuned import Tuned
 
 RIGHT = (0.8, 0.6, 0.3)
@@ -159,6 +164,23 @@ def test_two_runs_make_a_profile(server: StandIn, tmp_path: Path, capsys: pytest
     assert isinstance(costs, EngineCosts) and costs.batches == (1, 4) and costs.draft == "embedded-head"
     asked = ["estimate", "embedded", "--engine", "vllm", "--cost", str(tmp_path / "costs.json"), "--batch", "1,4"]
     assert main([*asked, "--draft", "embedded-head", "--acceptance", "0.7", "--json"]) == 0
+
+
+def test_a_lost_cancellation_ends_the_load(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python 3.12, `asyncio.wait_for` drops a cancellation that comes as its task ends."""
+    lost = []
+
+    async def deaf(*args: object, **kwargs: object) -> Exchange:
+        try:
+            return await exchange(*args, **kwargs)  # type: ignore[arg-type]
+        except asyncio.CancelledError:
+            lost.append(1)
+            return Exchange(0.0)
+
+    monkeypatch.setattr(tune_server, "exchange", deaf)
+    params = SamplingParams(max_tokens=4)
+    asked = ServerTuneRequest(server.url, "embedded-head", (Prompt("a", "the sum of"),), params, (4,), 0.6)
+    assert [look.batch for look in measure(asked)] == [4] and lost
 
 
 def test_what_goes_wrong_is_said(server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
