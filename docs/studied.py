@@ -27,8 +27,8 @@ def section(name: str) -> str:
 
 def newest(found: list[Record]) -> list[Record]:
     """The records of each cell's last measurement."""
-    last = {r["cell"]: r["digest"] for r in found}
-    return [r for r in found if r["digest"] == last[r["cell"]]]
+    last = {r["cell"]: (r["digest"], r["commit"]) for r in found}
+    return [r for r in found if (r["digest"], r["commit"]) == last[r["cell"]]]
 
 
 def shown(name: str, size: str, found: list[Record]) -> str:
