@@ -40,7 +40,8 @@ class BenchArgs:
     """Measure drafters against plain decoding: medians of repetitions in which they take turns.
 
     Lists make a grid: drafts x draft formats x confidences x ks x overlaps x temperatures x batch sizes x formats. The
-    whole grid is checked before anything is measured. `sameseed bench serve` measures a server: see its --help.
+    whole grid is checked before anything is measured. Ctrl-C ends it, and keeps whole repetitions. `sameseed bench serve`
+    measures a server: see its --help.
     """
 
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: embedded
@@ -112,6 +113,7 @@ def _measure(
     `ahead`: targets still to measure, this one included, for an estimate of the time; 0: no estimate.
     """
     from sameseed.study import record
+    from sameseed.study.measure import BenchStopped
     from sameseed.study.workload import DEFAULT_PROMPTS, arms, prompts_name
 
     args, found = parsed.args, list[dict[str, Any]]()
@@ -122,9 +124,14 @@ def _measure(
     for params, size in itertools.product(all_params, args.batch_sizes):
         workload = bench.workload(name, prompts, params, size)
         alike = 0 if found else ahead * len(all_params) * len(args.batch_sizes)
-        runs = run_with_progress(bench, workload, args.repeat, args.json, alike)
+        try:
+            runs, stopped = run_with_progress(bench, workload, args.repeat, args.json, alike), None
+        except BenchStopped as stop:
+            runs, stopped = stop.runs, stop
         records = record.make_records(bench, parsed.engine.model, workload, runs, run_id, here)
         show(records, out, args.json)
+        if stopped is not None:
+            raise stopped
         found += records
     return found
 

@@ -194,16 +194,29 @@ class Bench:
     ) -> dict[Arm, list[Run]]:
         """`repeat` runs of every arm. Each batch is run by all arms in turn; the first arm rotates.
 
-        `tick(label)` is called after every batch of every arm.
+        `tick(label)` is called after every batch of every arm. Raises BenchStopped on Ctrl-C after the first runs.
         """
         runs: dict[Arm, list[Run]] = {arm: [Run() for _ in range(repeat)] for arm in self.arms}
         for r in range(repeat):
-            for i, batch in enumerate(workload.batches()):
-                first = (r + i) % len(self.arms)
-                for arm in self.arms[first:] + self.arms[:first]:
-                    run_batch(self.install(arm), batch, runs[arm][r])
-                    tick(arm.label)
+            try:
+                for i, batch in enumerate(workload.batches()):
+                    first = (r + i) % len(self.arms)
+                    for arm in self.arms[first:] + self.arms[:first]:
+                        run_batch(self.install(arm), batch, runs[arm][r])
+                        tick(arm.label)
+            except KeyboardInterrupt:
+                if not r:
+                    raise
+                raise BenchStopped({arm: whole[:r] for arm, whole in runs.items()}) from None
         return runs
+
+
+class BenchStopped(KeyboardInterrupt):
+    """Ctrl-C while a later run was measured. `runs`: the whole ones before it, as many of every arm."""
+
+    def __init__(self, runs: dict[Arm, list[Run]]) -> None:
+        super().__init__()
+        self.runs = runs
 
 
 def _key(arm: Arm) -> object:
