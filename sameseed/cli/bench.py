@@ -40,7 +40,7 @@ class BenchArgs:
     """Measure drafters against plain decoding: medians of repetitions in which they take turns.
 
     Lists make a grid: drafts x draft formats x confidences x ks x overlaps x temperatures x batch sizes x formats. The
-    whole grid is checked before anything is measured. Ctrl-C ends it, and keeps whole repetitions. `sameseed bench serve`
+    whole grid is checked before anything is measured. Ctrl-C ends it, and keeps whole repetitions. `bench serve`
     measures a server: see its --help.
     """
 

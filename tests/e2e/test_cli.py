@@ -221,37 +221,25 @@ def test_bench_writes_valid_records(cli: Cli, pair_folders: tuple[Path, Path], t
         assert str(tmp_path) not in json.dumps(r) and os.uname().nodename not in json.dumps(r["machine"])
 
 
-def test_bench_keeps_whole_runs_when_interrupted(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two arms run one prompt: the interruption comes in the second of three runs, and the first is recorded."""
-    ticks, run_batch = itertools.count(), measure.run_batch
+@pytest.mark.parametrize(("stop", "kept"), [(5, [1, 1]), (3, [])])
+def test_bench_keeps_whole_runs_when_interrupted(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int, kept: list[int]
+) -> None:
+    """Two arms run one prompt: batches 0 and 1 warm up, two more are a run. The interruption comes at batch `stop`."""
+    batches, run_batch = itertools.count(), measure.run_batch
 
     def interrupted(*args: Any) -> None:
-        if len(args) == 3 and args[2].completions == [] and next(ticks) == stop:
+        if next(batches) == stop:
             raise KeyboardInterrupt
         run_batch(*args)
 
     monkeypatch.setattr(measure, "run_batch", interrupted)
     out = tmp_path / "records.jsonl"
-    asked = (
-        "bench",
-        "--drafts",
-        "ngram",
-        "--ks",
-        "2",
-        "--temperatures",
-        "0",
-        "--num-prompts",
-        "1",
-        "--max-tokens",
-        "8",
-    )
-    for stop, kept in ((5, [1, 1]), (3, [])):  # two batches warm up
-        ticks = itertools.count()
-        out.unlink(missing_ok=True)
-        code, _, err = cli(*asked, "--repeat", "3", "--out", str(out))
-        assert (code, err.strip().splitlines()[-1]) == (130, "interrupted")
-        lines = out.read_text().splitlines() if out.exists() else []
-        assert [len(json.loads(line)["repetitions"]) for line in lines] == kept
+    asked = "bench --drafts ngram --ks 2 --temperatures 0 --num-prompts 1 --max-tokens 8 --repeat 3"
+    code, _, err = cli(*asked.split(), "--out", str(out))
+    assert (code, err.strip().splitlines()[-1]) == (130, "interrupted")
+    lines = out.read_text().splitlines() if out.exists() else []
+    assert [len(json.loads(line)["repetitions"]) for line in lines] == kept
 
 
 def test_bench_overlaps_only_where_drafts_can(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
