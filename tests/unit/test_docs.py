@@ -177,8 +177,9 @@ def test_a_study_shows_its_newest_cells_beside_what_was_published(
     monkeypatch.setattr(recorded, "RECORDS", tmp_path)
     said = make_tables.render("<!-- study:rivals -->\nold\n<!-- end -->\n")
     assert "not run yet. `sameseed study rivals --size true --out" in said.replace("\n", " ") and "old" not in said
-    made = [{**r, "size": "small", "cell": "all", "digest": str(n)} for n in (1, 2) for r in rivals.split(told[-1])]
-    made[0] = {**made[0], "commit": "outdated", "cell": "all"}
+    runs = [("1", "outdated"), ("2", "outdated"), ("2", told[-1]["commit"])]  # other settings, and the same again
+    each = {"size": "small", "cell": "all"}
+    made = [{**r, **each, "digest": d, "commit": c} for d, c in runs for r in rivals.split(told[-1])]
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies" / "rivals.jsonl").write_text("".join(json.dumps(r) + "\n" for r in made))
     said = make_tables.render("<!-- study:rivals -->\n<!-- end -->\n")
