@@ -26,7 +26,7 @@ def section(name: str) -> str:
 
 
 def newest(found: list[Record]) -> list[Record]:
-    """The records of each cell's last measurement."""
+    """The records of each cell's last measurement: those of its last settings and commit."""
     last = {r["cell"]: (r["digest"], r["commit"]) for r in found}
     return [r for r in found if (r["digest"], r["commit"]) == last[r["cell"]]]
 
