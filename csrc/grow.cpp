@@ -113,8 +113,9 @@ void add_children(Tree& tree, const Running& running, const GrowingTree& how, in
     if (how.exact && tokens[0] >= how.limit) return;  // a chain ends before a token that cannot be used
     for (int64_t i = 0; i < rows * how.count; ++i) {
         if (tokens[i] >= how.limit) continue;
-        const bool leaf = how.exact && i > 0;
-        const bool ended = leaf || std::find(how.ending.begin(), how.ending.end(), tokens[i]) != how.ending.end();
+        const bool leaf = how.exact && i > 0, unsure = shares[i] < how.least;
+        if (leaf && unsure) continue;
+        const bool ended = leaf || unsure || std::find(how.ending.begin(), how.ending.end(), tokens[i]) != how.ending.end();
         tree.add(tokens[i], running.nodes[i / how.count], i / how.count, std::log(shares[i]), ended);
     }
 }

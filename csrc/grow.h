@@ -20,6 +20,7 @@ struct GrowingTree {
     int64_t width, count;  // nodes per level that run through the model; children of each
     bool exact;            // a chain of what the model itself chooses (`first_choices`), with leaves; else `likely`
     int64_t limit;         // tokens >= limit are not used
+    double least;          // no node follows a token of a lower probability; siblings below it are left out
     bool greedy;
     double temperature, floor;
     int64_t top_k;

@@ -15,7 +15,6 @@ from sameseed.drafters._choices import choices, growing_tree, grows_at_once
 from sameseed.errors import ConfigError
 from sameseed.models.drawn import Drawn
 from sameseed.models.runner import ModelRunner, Output
-from sameseed.ops import Ends
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy
@@ -91,9 +90,9 @@ class Chain:
         before = self.sure[-1] if self.sure else 1.0
         self.tokens.append(token)
         self.sure.append(sure * before)
-        able = ((t, p) for t, p in others if t < vocab_limit and p > 0.0 and not policy.stop(p))
+        able = ((t, p) for t, p in others if t < vocab_limit and p > 0.0 and p >= policy.least_probability)
         self.beside.append([(t, p * before) for t, p in able])
-        self.ended = policy.stop(sure)
+        self.ended = sure < policy.least_probability
         return True
 
     def take(self, tokens: Seq[int], parents: Seq[int], sure: Seq[float]) -> None:
@@ -174,10 +173,9 @@ def extend_chains(
         if prepare is not None:
             prepare(running)
         out = _pass(runner, running, not siblings and not policy.uses_confidence)
-        if not any(chains[b].tokens for b in active) and grows_at_once(policy, running):
+        if not any(chains[b].tokens for b in active) and grows_at_once(running):
             some, counts = [chains[b] for b in active], [lengths[b] for b in active]
-            ends = partial(_ends, policy, going)
-            if _grow_at_once(runner, running, some, counts, vocab_limit, out.logits, ends, siblings):
+            if _grow_at_once(runner, running, some, counts, vocab_limit, out.logits, policy, going, siblings):
                 return
         for b, found in zip(active, _next(runner, running, out, policy.uses_confidence, siblings), strict=True):
             _grow(runner, shadows[b], chains[b], found, policy, vocab_limit)
@@ -320,7 +318,8 @@ def _grow_at_once(
     lengths: Seq[int],
     vocab_limit: int,
     logits: Tensor,
-    ends: Ends,
+    policy: LengthPolicy,
+    going: Callable[[], bool],
     siblings: int,
 ) -> bool:
     """Write empty chains, with siblings, in one backend call, from the logits [B, V] after each sequence.
@@ -328,18 +327,19 @@ def _grow_at_once(
     Returns False, with nothing done, if the backend cannot do this.
     """
     most, eos = runner.model.max_model_len, runner.model.config.eos_token_ids
-    trees, count = [], 1 + siblings
+    trees, count, least = [], 1 + siblings, policy.least_probability
     for shadow, length in zip(shadows, lengths, strict=True):
         depth = min(length, most - len(shadow))
-        shape = {"size": depth * count, "width": 1, "count": count, "exact": True, "limit": vocab_limit}
+        shape = {"size": depth * count, "width": 1, "count": count, "exact": True, "limit": vocab_limit, "least": least}
         where = {"num_cached": shadow.num_cached, "blocks": shadow.blocks}
         trees.append(growing_tree(shadow, depth, None, shadow.params.ending(eos), **shape, **where))
-    grown = runner.grow(trees, shadows, logits, ends)
+    grown = runner.grow(trees, shadows, logits, partial(_ends, policy, going))
     if grown is None:
         return False
     for shadow, chain, tree in zip(shadows, chains, grown, strict=True):
         chain.take(*tree)
-        chain.ended = not chain.tokens or chain.tokens[-1] in shadow.params.ending(eos)
+        sure = chain.sure[-1] / (chain.sure[-2] if len(chain.sure) > 1 else 1.0) if chain.sure else 0.0
+        chain.ended = not chain.tokens or sure < least or chain.tokens[-1] in shadow.params.ending(eos)
         shadow.token_ids += chain.tokens
         shadow.num_cached += max(0, len(chain.tokens) - 1)  # the last token's row is computed in the next pass
     return True

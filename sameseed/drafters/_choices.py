@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
-from sameseed.spec.drafter import LengthPolicy
 
 if sampling.HAS_NATIVE:
     from sameseed import _native
@@ -126,10 +125,9 @@ def native_likely(
     return tokens, shares
 
 
-def grows_at_once(policy: LengthPolicy, seqs: Seq[Sequence]) -> bool:
+def grows_at_once(seqs: Seq[Sequence]) -> bool:
     """May the native code grow the drafts of these sequences? Not if each token must be examined in Python."""
-    stops = policy.uses_confidence and policy.stop(0.0)  # a policy that does not stop at probability 0 never stops
-    return sampling.HAS_NATIVE and not stops and all(map(sampling.shaped_by_model, seqs))
+    return sampling.HAS_NATIVE and all(map(sampling.shaped_by_model, seqs))
 
 
 def growing_tree(

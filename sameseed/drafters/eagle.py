@@ -175,13 +175,13 @@ class EagleDrafter(Reading):
 
         `logits`, `features`: those after the last known rows.
         """
-        if not grows_at_once(self.policy, [g.seq for g in growing]):
+        if not grows_at_once([g.seq for g in growing]):
             return False
         trees = []
         for g in growing:
             holder = self.followers[g.seq].holder
             sizes = {"size": g.tree.size, "width": g.width, "count": self.options.top_k}
-            where = {"num_cached": holder.num_cached, "blocks": holder.blocks}
+            where = {"num_cached": holder.num_cached, "blocks": holder.blocks, "least": self.policy.least_probability}
             trees.append(self.guesses.growing(g.seq, g.depth, g.ending, **sizes, **where))
         ends = None if self.branches else self.policy.ends
         grown = self.runner.grow(trees, sum(g.width for g in growing), logits, features, ends)
@@ -201,7 +201,7 @@ class EagleDrafter(Reading):
             tokens, log_probs = self.guesses.likeliest(rows, g.seq, depth, self.options.top_k)
         ended = np.isin(tokens, list(g.ending))
         if self.policy.uses_confidence:
-            ended |= [[self.policy.stop(p) for p in row] for row in np.exp(log_probs).tolist()]
+            ended |= np.exp(log_probs) < self.policy.least_probability
         tree.grow(nodes, tokens, log_probs, ended)
 
     def _write_chains(self, growing: Seq[_GrowingTree]) -> Drawn | None:
@@ -233,7 +233,7 @@ class EagleDrafter(Reading):
                     break
                 g.tokens.append(token)
                 g.sure.append(sure * (g.sure[-1] if g.sure else 1.0))
-                if token in g.ending or self.policy.stop(sure):
+                if token in g.ending or sure < self.policy.least_probability:
                     break
 
     def _lengthen(self, growing: Seq[_GrowingTree], logits: Tensor, features: Tensor) -> None:
@@ -253,7 +253,7 @@ class EagleDrafter(Reading):
                     continue
                 chain.append(int(token[0, 0]))
                 g.sure.append(sure * (g.sure[-1] if g.sure else 1.0))
-                if depth + 1 < g.depth and chain[-1] not in g.ending and not self.policy.stop(sure):
+                if depth + 1 < g.depth and chain[-1] not in g.ending and sure >= self.policy.least_probability:
                     going.append(i)
             depth += 1
             if not going or self.policy.ends([active[i].sure for i in going]):

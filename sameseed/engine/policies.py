@@ -64,9 +64,10 @@ class RequestPolicies:
     def uses_confidence(self) -> bool:
         return self.default.uses_confidence
 
-    def stop(self, confidence: float) -> bool:
+    @property
+    def least_probability(self) -> float:
         """As the engine's policy decides: all chains of a draft end by the same rule."""
-        return self.default.stop(confidence)
+        return self.default.least_probability
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         """As the engine's policy decides; False if a request of this round fixes its length, as chains end together."""

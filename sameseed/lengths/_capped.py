@@ -23,8 +23,9 @@ class CappedLength(FixedLength):
     def uses_confidence(self) -> bool:
         return self.policy.uses_confidence
 
-    def stop(self, confidence: float) -> bool:
-        return self.policy.stop(confidence)
+    @property
+    def least_probability(self) -> float:
+        return self.policy.least_probability
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         return self.policy.ends(paths)

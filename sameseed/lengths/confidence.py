@@ -22,8 +22,9 @@ class ConfidenceLength(FixedLength):
     def uses_confidence(self) -> bool:
         return True
 
-    def stop(self, confidence: float) -> bool:
-        return confidence < self.threshold
+    @property
+    def least_probability(self) -> float:
+        return self.threshold
 
 
 POLICY = ConfidenceLength

@@ -52,8 +52,9 @@ class DiscoLength:
         """Nodes whose parents are likely enough. The first unlikely node of a path is kept, to learn its rate too."""
         return [i for i, p in enumerate(nodes.parents) if p < 0 or nodes.likely[p] >= self.threshold]
 
-    def stop(self, confidence: float) -> bool:
-        return False
+    @property
+    def least_probability(self) -> float:
+        return 0.0
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         """True if all of these chains have become too unlikely."""

@@ -38,8 +38,9 @@ class FixedLength:
     def uses_confidence(self) -> bool:
         return False
 
-    def stop(self, confidence: float) -> bool:
-        return False
+    @property
+    def least_probability(self) -> float:
+        return 0.0
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         return False

@@ -110,8 +110,9 @@ class GoodputLength:
         if self.cost is None and self.num_draft_tokens:
             self.cost = measure()
 
-    def stop(self, confidence: float) -> bool:
-        return False
+    @property
+    def least_probability(self) -> float:
+        return 0.0
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         """True if one more drafting step for these chains is expected to bring less than its time is worth."""

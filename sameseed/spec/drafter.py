@@ -82,8 +82,9 @@ class LengthPolicy(Trims, Protocol):
     def uses_confidence(self) -> bool:
         """Does the policy use token probabilities, so that a drafter must compute them?"""
 
-    def stop(self, confidence: float) -> bool:
-        """Should a draft end after a token with this draft probability?"""
+    @property
+    def least_probability(self) -> float:
+        """A draft ends after a token with a lower draft probability; 0: no token ends it."""
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         """Should all chains that grow together end? `paths`: for each chain, the path probability at each token."""

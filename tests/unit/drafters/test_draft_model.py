@@ -78,8 +78,9 @@ def test_a_draft_equal_to_the_target_is_always_right(pair: Pair) -> None:
 def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: int, limit: int, threads: int) -> None:
     """Chains of one native call equal those of one pass per token: tokens, siblings, confidences and cached rows.
 
-    Cases: texts that end, truncated sampling, chains ended by the policy, the end of the context, and a vocabulary that
-    ends at `limit`. There the native code computes the row before the forbidden token again in the next round.
+    Cases: texts that end, truncated sampling, chains ended by the policy or by an unlikely token, the end of the
+    context, and a vocabulary that ends at `limit`. There the native code computes the row before the forbidden token
+    again in the next round.
     """
     flat = replace(ASKED, temperature=1.2, top_p=1.0)
     ending = replace(ASKED, temperature=0.0, ignore_eos=False, stop_token_ids=tuple(range(0, MODEL_VOCAB, 3)))
@@ -99,11 +100,12 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: in
     prompts = random_prompts(len(asked), seed=4, vocab_size=width)
     seqs = [Sequence(i, prompt, how, 50 + i) for i, (prompt, how) in enumerate(zip(prompts, asked, strict=True))]
     long = Sequence(9, tuple(random_prompts(1, seed=2, vocab_size=width)[0] * 60)[:253], asked[0], 1)
-    for ends in (lambda paths: False, lambda paths: sum(path[-1] for path in paths) < 1.0):
+    rules = ((0.0, lambda paths: False), (0.0, lambda paths: sum(path[-1] for path in paths) < 1.0))
+    for least, ends in (*rules, (0.3, lambda paths: False)):
         for given, k in (([*seqs, long], 9 * wide), (seqs, 1), (seqs[:1], 6 * wide), (seqs, 4 * wide + 1)):
             drafts = []
             for engine, count in ((at_once, threads), (by_token, 1)):
-                drafter_of(engine).policy = Judge(9, 0.0, ends)
+                drafter_of(engine).policy = Judge(9, least, ends)
                 drafter_of(engine).followers.vocab_limit = limit or MODEL_VOCAB
                 with using(count):
                     drafts.append(engine.drafter.propose(given, [k] * len(given)))
@@ -116,7 +118,7 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: in
                 for e in (at_once, by_token)
             ]
             assert shadows[0] == shadows[1]
-    assert len(calls) == 8 and None not in calls
+    assert len(calls) == 12 and None not in calls
 
 
 @contextmanager

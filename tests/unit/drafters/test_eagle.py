@@ -294,12 +294,12 @@ def test_broken_logits_guess_nothing(easy: Pair) -> None:
 
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="trees grow in one call in the native module")
-@pytest.mark.parametrize("k", [1, 5, 12, 64])
+@pytest.mark.parametrize(("k", "least"), [(1, None), (5, None), (12, None), (64, None), (12, 0.2)])
 @pytest.mark.parametrize("head", ["eagle", "eagle3"])
 def test_trees_that_grow_in_one_call_are_those_that_grow_level_by_level(
-    folders: Path, easy: Pair, head: str, k: int
+    folders: Path, easy: Pair, head: str, k: int, least: float | None
 ) -> None:
-    engine = engine_of(pair_of(folders, easy, head), k, depth=6, top_k=5, block=4)
+    engine = engine_of(pair_of(folders, easy, head), k, depth=6, top_k=5, block=4, confidence=least)
     runner = drafter_of(engine).runner
     in_one_call, given = runner.grow, []
 

@@ -20,7 +20,7 @@ def test_fixed() -> None:
     policy = FixedLength(5)
     assert policy.lengths(SEQS) == [5, 5, 5]
     assert not policy.uses_confidence
-    assert not policy.stop(0.0)
+    assert policy.least_probability == 0.0
 
 
 def test_confidence_ends_with_the_first_unsure_token() -> None:
@@ -29,10 +29,9 @@ def test_confidence_ends_with_the_first_unsure_token() -> None:
     taken = []
     for sure in (0.9, 0.5, 0.1, 0.9):
         taken.append(sure)
-        if policy.stop(sure):
+        if sure < policy.least_probability:
             break
     assert taken == [0.9, 0.5, 0.1]
-    assert not policy.stop(0.2), "below, not at"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_make_policy(spec: SpecConfig, policy: LengthPolicy) -> None:
 
 def test_history_grows_after_right_drafts_and_shrinks_after_others() -> None:
     policy = HistoryLength(8)
-    assert not policy.uses_confidence and not policy.stop(0.0)
+    assert not policy.uses_confidence and policy.least_probability == 0.0
     asked = policy.lengths(SEQS)
     assert asked == [4, 4, 4]
     policy.update(Round(SEQS, asked, [4, 4, 0], [4, 3, 0]))
@@ -63,7 +62,7 @@ def test_history_grows_after_right_drafts_and_shrinks_after_others() -> None:
     policy.release(SEQS[0])
     assert policy.lengths(SEQS) == [4, 1, 1]
     assert HistoryLength(2).lengths(SEQS) == [2, 2, 2]
-    assert HistoryLength(2, 0.3).stop(0.2)
+    assert HistoryLength(2, 0.3).least_probability == 0.3
 
 
 def test_a_policy_that_is_not_there() -> None:
