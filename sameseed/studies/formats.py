@@ -9,7 +9,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sameseed.studies._bench import BenchCell, SpecSetting
-from sameseed.studies._study import Panel, Plot, Published, Records, Report, Series, Study, Table, figure, only, pick
+from sameseed.studies._depth import FORM, LAYERS, DepthCell, Hierarchy, hierarchy
+from sameseed.studies._study import (
+    Cell,
+    Panel,
+    Plot,
+    Published,
+    Records,
+    Report,
+    Series,
+    Study,
+    Table,
+    figure,
+    only,
+    pick,
+)
+from sameseed.study.schemas import PROFILE_SCHEMA
 
 # Read from the paper's figure (MT-Bench): speed of plain decoding and with EAGLE-2, both over plain fp16 (70B: over
 # w8a8), and the gain as printed.
@@ -37,8 +52,11 @@ WAYS = (TREE, SMALL_TREE, CHAIN, MODEL, SELF, CASCADE)
 WIDE = (("depth", 6), ("top_k", 10))
 
 
-def cells(size: str) -> list[BenchCell]:
-    """A cell per format with all ways. The target's own 4-bit copy is one of them if the target has more bits."""
+def cells(size: str) -> list[Cell]:
+    """A cell per format with all ways. The target's own 4-bit copy is one of them if the target has more bits.
+
+    At size "true" also the costs of a 70B target.
+    """
     ways = (
         SpecSetting("{head}", (60,), "bf16", None, WIDE, TREE),
         SpecSetting("{head}", (24,), "bf16", None, (("depth", 3), ("top_k", 10)), SMALL_TREE),
@@ -47,13 +65,24 @@ def cells(size: str) -> list[BenchCell]:
         SpecSetting("ngram > {1b}", (6,), "bf16", None, (), CASCADE),
     )
     own = SpecSetting("self_quant", (4,), "w4a8", None, (), SELF)
-    return [BenchCell(form, form, (*ways, own) if form in ("bf16", "w8a8") else ways) for form in A100]
+    made = [BenchCell(form, form, (*ways, own) if form in ("bf16", "w8a8") else ways) for form in A100]
+    return [*made, DepthCell()] if size == "true" else [*made]
 
 
 def report(records: Records) -> Report:
     """The paper's figure and the three terms of its cost model, with our values, in one plot and one table."""
-    base = only(records, draft="none", format="bf16")
-    return Report(_findings(records, base), _published(records, base), [_plot(records, base)], [_table(records, base)])
+    deep = [r for r in records if r["schema"] == PROFILE_SCHEMA]
+    records = [r for r in records if r["schema"] != PROFILE_SCHEMA]
+    base, plan = only(records, draft="none", format="bf16"), _hierarchy(records, deep[-1] if deep else None)
+    tables = [_table(records, base)] + ([] if plan is None else [plan.table()])
+    found = _findings(records, base) + ([] if plan is None else [plan.finding()])
+    return Report(found, _published(records, base, plan), [_plot(records, base)] if records else [], tables)
+
+
+def _hierarchy(records: Records, deep: Mapping[str, Any] | None) -> Hierarchy | None:
+    model = only(records, way=MODEL, format=FORM)
+    gains = [_gain(r) for way in (TREE, SMALL_TREE, CHAIN) for r in pick(records, way=way, format=FORM)]
+    return None if deep is None or model is None or not gains else hierarchy(deep, model, max(gains))
 
 
 def _over(record: Mapping[str, Any] | None, base: Mapping[str, Any] | None) -> float | None:
@@ -100,7 +129,7 @@ def _findings(records: Records, base: Mapping[str, Any] | None) -> list[str]:
     return said
 
 
-def _published(records: Records, base: Mapping[str, Any] | None) -> list[Published]:
+def _published(records: Records, base: Mapping[str, Any] | None, plan: Hierarchy | None) -> list[Published]:
     made = []
     for machine, theirs in (("A100", A100), ("3090", RTX3090)):
         for form, (plain, drafted, gain) in theirs.items():
@@ -119,6 +148,9 @@ def _published(records: Records, base: Mapping[str, Any] | None) -> list[Publish
     note = "theirs: head > 8B > 70B, both w4a16; ours: n-grams > draft model > target in bf16"
     ours = None if cascade is None else _gain(cascade)
     made.append(Published("hierarchical over its own plain", HIERARCHICAL, ours, note))
+    note = f"head > 8B > 70B; theirs in w4a16, ours in {FORM} by costs: {LAYERS[1]} of 80 layers measured"
+    ours = None if plan is None else plan.gain(plan.best)
+    made.append(Published("70B: hierarchical over its own plain", HIERARCHICAL, ours, note))
     return made
 
 
@@ -177,7 +209,10 @@ STUDY = Study(
         "them at --size true, where one row reads all weights from memory.",
         "Their speeds leave the prefill out, ours have it in. Both are greedy, at batch 1.",
         "Our w4a8-channel and w4a8-g128 stand beside their QQQ and QQQ-g128, w4a8-qoq beside QoQ-g128.",
-        "Their hierarchy is EAGLE > 8B > 70B. Ours is n-grams > draft model > target: no head for the draft is there.",
+        "Their hierarchy is EAGLE > 8B > 70B. Ours is n-grams > draft model > target: no head for the draft is there. "
+        "At --size true theirs is predicted too: two depths of the 70B shape are measured and extended to 80 layers, "
+        "in turns with an 8B model. A token of 8B gains by its head what it gains in this study; 70B accepts it as the "
+        "target here accepts its draft model's.",
         "T_d has the draft's reading of the prompt in it.",
         "Coupled and min(p, q) are at temperature 0.7, on the greedy texts, for the draft model.",
     ),

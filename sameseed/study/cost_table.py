@@ -46,7 +46,11 @@ def curve_table(profile: Profile) -> Table:
     """One row per format and context: milliseconds and c for each M."""
     rows = sorted({x.rows for x in profile.costs})
     heads = ["format", "KV", "cached", *(f"M={m}" for m in rows)]
-    table = _table(f"{profile.shape['name']}: ms of a pass over M rows, and c(M)", *heads)
+    title = f"{profile.shape['name']}: ms of a pass over M rows, and c(M)"
+    if profile.measured_layers:
+        few, many = profile.measured_layers
+        title += f"; extended from {few} and {many} of {profile.shape['num_layers']} layers"
+    table = _table(title, *heads)
     for name in profile.formats:
         for context in profile.contexts(name):
             found = {x.rows: x for x in profile.costs if x.format == name and x.context == context}

@@ -94,7 +94,11 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class Profile:
-    """All measurements of one shape. `draft`: those of a draft model, whose passes alternated with the target's."""
+    """All measurements of one shape. `draft`: those of a draft model, whose passes alternated with the target's.
+
+    `measured_layers`: the two numbers of layers that were measured, where the values are extended from theirs
+    (`sameseed.study.depth`); empty where the whole shape was measured.
+    """
 
     shape: Mapping[str, Any]
     costs: tuple[Cost, ...]
@@ -111,6 +115,7 @@ class Profile:
     commit: str = ""
     date: str = ""
     draft: Profile | None = None
+    measured_layers: tuple[int, ...] = ()
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -159,6 +164,7 @@ class Profile:
             "interleaved": self.interleaved,
             "interrupted": self.interrupted,
             "peak_memory_bytes": self.peak_memory_bytes,
+            "measured_layers": list(self.measured_layers),
             **self._measured(),
             "draft": None if self.draft is None else self.draft._measured(),
         }
@@ -180,7 +186,7 @@ class Profile:
         try:
             shared = {name: data[name] for name in kept}
             shared["limits"] = Limits.from_dict(data["limits"])
-            made = cls(**_parts(data), **shared)
+            made = cls(**_parts(data), **shared, measured_layers=tuple(data.get("measured_layers", ())))
             return made if data["draft"] is None else replace(made, draft=cls(**_parts(data["draft"]), **shared))
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{where} lacks a part or has one too many ({error!r}); profile again") from None

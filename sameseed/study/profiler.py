@@ -20,6 +20,7 @@ from sameseed.models.weights import weight_bytes
 from sameseed.scheme import QuantScheme, cache_format
 from sameseed.study import memory, record
 from sameseed.study.costs import BatchDecode, Cost, Prefill, Profile, Report, StoredModel
+from sameseed.study.depth import deepened, shallow
 from sameseed.study.grid import ProfileGrid
 from sameseed.study.limits import Limits, measure_limits
 from sameseed.study.passes import Pass, PassWork, TimedModel, cache_bytes
@@ -68,7 +69,9 @@ class Profiler:
         self.name = shape.lower() if shape is not None else record.model_name(model or "")
         self.draft_name: str | None = None
         config, folder = (get_shape(shape), None) if shape is not None else _checkpoint(model or "")
-        self.candidates = [self._candidate("target", config, folder, f) for f in grid.formats]
+        self.config = config
+        depths = self._depths(config, folder)
+        self.candidates = [self._candidate("target", c, folder, f) for f in grid.formats for c in depths]
         if grid.draft is not None:
             own = Path(grid.draft).is_dir()
             self.draft_name = record.model_name(grid.draft) if own else grid.draft.lower()
@@ -78,6 +81,18 @@ class Profiler:
         self.machine: dict[str, object] = {}
         self.limits: Limits | None = None
         self.peak_memory = 0
+
+    def _depths(self, config: ModelConfig, folder: Path | None) -> list[ModelConfig]:
+        """The target's config, or the two shallower ones of `grid.layers`. Raises ConfigError."""
+        if not self.grid.layers:
+            return [config]
+        if folder is not None:
+            raise ConfigError("--layers measures part of a shape by name (--shape); a checkpoint is measured whole")
+        if self.grid.layers[-1] > config.num_layers:
+            raise ConfigError(
+                f"{self.name} has {config.num_layers} layers, and --layers asks for {self.grid.layers[-1]}"
+            )
+        return [shallow(config, n) for n in self.grid.layers]
 
     def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
         chains, others = self.grid.passes(config, role)
@@ -222,8 +237,14 @@ class Profiler:
         return replace(target, draft=self._part("draft", self.draft_name, shared))
 
     def _part(self, role: str, name: str, shared: dict[str, Any]) -> Profile:
-        mine = [x for x in self.candidates if x.role == role]
-        return Profile(shape=shape_as_dict(name, mine[0].config), **results(mine, shared["limits"]), **shared)
+        mine, limits = [x for x in self.candidates if x.role == role], shared["limits"]
+        if role == "target" and self.grid.layers:
+            few, many = self.grid.layers
+            low, high = (results([x for x in mine if x.config.num_layers == n], limits) for n in (few, many))
+            found = deepened(low, high, (few, many), self.config.num_layers)
+            shape = shape_as_dict(name, self.config)
+            return Profile(shape=shape, measured_layers=self.grid.layers, **found, **shared)
+        return Profile(shape=shape_as_dict(name, mine[0].config), **results(mine, limits), **shared)
 
 
 def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:

@@ -50,6 +50,11 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], ti
     return _raw("Qwen3", hidden, inner, layers, heads, 151936, tie_word_embeddings=tied, **own)
 
 
+def _llama2(hidden: int, inner: int, layers: int, heads: tuple[int, int, int]) -> Any:
+    own = {"rope_theta": 1e4, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+    return _raw("Llama", hidden, inner, layers, heads, 32000, **own)
+
+
 def _smollm2(hidden: int, inner: int, layers: int, heads: tuple[int, int, int]) -> Any:
     return _raw("Llama", hidden, inner, layers, heads, 49152, rope_theta=1e5, max_position_embeddings=8192)
 
@@ -62,6 +67,9 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "llama-3.2-3b": _llama3(3072, 8192, 28, (24, 8, 128), 32.0, True),
     "llama-3.1-8b": _llama3(4096, 14336, 32, (32, 8, 128), 8.0, False),
     "llama-3.1-70b": _llama3(8192, 28672, 80, (64, 8, 128), 8.0, False),
+    "llama-2-7b": _llama2(4096, 11008, 32, (32, 32, 128)),
+    "llama-2-13b": _llama2(5120, 13824, 40, (40, 40, 128)),
+    "llama-2-70b": _llama2(8192, 28672, 80, (64, 8, 128)),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, (16, 8, 128), True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, (16, 8, 128), True),
     "qwen3-4b": _qwen3(2560, 9728, 36, (32, 8, 128), True),

@@ -16,11 +16,11 @@ from fixtures_quality import write_data
 from sameseed import registry
 from sameseed.cli import main
 from sameseed.errors import ConfigError
-from sameseed.studies import _picture, _runner, _setup, assisted, concurrency, rivals, serving
+from sameseed.studies import _depth, _picture, _runner, _setup, assisted, concurrency, rivals, serving
 from sameseed.studies._bench import BenchCell
 from sameseed.studies._setup import SIZES, StudySetup
 from sameseed.studies._study import Plot, Study, Tell
-from sameseed.study import record
+from sameseed.study import record, shapes
 from sameseed.study.plot import plot_paths
 
 TOY = ("--num-prompts", "2", "--max-tokens", "6", "--repeat", "1")
@@ -126,6 +126,30 @@ def test_the_grid_of_a_size(name: str, size: str, tmp_path: Path) -> None:
         wrong = {p.cell.name: p.wrong for p in planned if p.wrong}
         assert all("HumanEval" in cell and "--data DIR: fetch HumanEval.jsonl.gz" in why for cell, why in wrong.items())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_target_of_70b_by_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cell measures part of the large shape; the gain is tokens per round over the costs of the paper's model."""
+    pytest.importorskip("matplotlib")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    base = {**shapes.SHAPES["smollm2-135m"], **sizes, "vocab_size": 512}
+    large, small = ({**base, "num_hidden_layers": n} for n in (9, 2))
+    monkeypatch.setattr(shapes, "SHAPES", {_depth.LARGE: large, _depth.MIDDLE: small})
+    flags = ["study", "formats", "--size", "true", "--only", "70b", *TOY, "--out", str(tmp_path)]
+    assert main(flags) == 0
+    (deep,) = record.read(tmp_path / "formats.jsonl")
+    assert deep["shape"]["num_layers"] == 9 and deep["measured_layers"] == [2, 6] and deep["draft"]["costs"]
+    assert "Left out" not in (tmp_path / "formats.html").read_text()
+    model = {"accepted_per_pos": [80, 60, 45], "mean_acceptance_length": 2.85}  # of 100 drafts
+    plan = _depth.hierarchy(deep, model, 2.0)
+    assert [plan.tokens[k] for k in (1, 2, 3)] == pytest.approx([1.8, 2.4, 2.85])
+    assert plan.tokens[4] == pytest.approx(2.85 + 0.45 * 0.75), "it falls on as before"
+    assert plan.alone_ms == 2.0 * plan.token_ms
+    assert plan.gain(2) == pytest.approx(2.4 / (plan.checks[2] + 2 * plan.token_ms / plan.plain_ms))
+    assert plan.gain(plan.best) == max(plan.gain(k) for k in plan.checks)
+    assert len(plan.table().rows) == _depth.LONGEST and "8B model that has a head" in plan.finding()
 
 
 def test_settings_decide_what_is_there(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 from fixtures_models import backends
 
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.study import grid, limits, profiler, record, schemas, shapes
-from sameseed.study.costs import Cost, Profile
+from sameseed.study import depth, grid, limits, profiler, record, schemas, shapes
+from sameseed.study.costs import Cost, Prefill, Profile, StoredModel
 from sameseed.study.limits import from_rates
 from sameseed.study.passes import Pass, TimedModel
 from sameseed.study.profiler import profile
@@ -95,6 +95,47 @@ def test_a_checkpoint(pair_folders: tuple[Path, Path]) -> None:
     assert found.shape["name"] == pair_folders[0].name and len(found.costs) == 6
 
 
+def test_a_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch, pair_folders: tuple[Path, Path]) -> None:
+    """The profile is of the whole shape: sizes are those that all layers would have, to the byte."""
+    monkeypatch.setitem(shapes.SHAPES, "deep", {**TINY, "num_hidden_layers": 7})  # type: ignore[index]
+    whole = profile("deep", formats=("w8a8",), **SMALL)
+    found = profile("deep", formats=("w8a8",), draft="tiny", layers=(1, 3), **SMALL)
+    assert found.shape == whole.shape and found.measured_layers == (1, 3) and not whole.measured_layers
+    assert [(x.context, x.rows) for x in found.costs] == [(x.context, x.rows) for x in whole.costs]
+    assert [(x.bytes, x.bytes_per_token, x.cache_bytes) for x in found.stored] == [
+        (x.bytes, x.bytes_per_token, x.cache_bytes) for x in whole.stored
+    ]
+    for x in found.costs:
+        assert x.c == x.ms / next(y.ms for y in found.costs if (y.context, y.rows) == (x.context, 1))
+    assert found.draft is not None and found.draft.shape["num_layers"] == 2
+    assert Profile.from_dict(json.loads(json.dumps(found.as_dict()))).measured_layers == (1, 3)
+    with pytest.raises(ConfigError, match="a checkpoint is measured whole"):
+        profile(model=str(pair_folders[0]), layers=(1, 2), **SMALL)
+
+
+def test_times_of_all_layers_lie_on_the_line() -> None:
+    def two(ms: float, deepest: float) -> dict[str, Any]:
+        costs = [Cost("w4a8", "bf16", 8, m, ms * m, float(m), ms, ms, 5, ms / 2, 0.0) for m in (1, 2)]
+        return {
+            "costs": costs,
+            "prefill": [Prefill("w4a8", "bf16", 100, deepest, deepest, deepest, 1, 1e5 / deepest, 0.5)],
+            "batch": [],
+            "stored": [StoredModel("w4a8", "bf16", int(ms), 1.0, 1, 0.5, "int8", 1.0, 7)],
+        }
+
+    found = depth.deepened(two(3.0, 40.0), two(7.0, 60.0), (2, 6), 80)
+    assert [(x.rows, x.ms, x.c, x.memory_ms) for x in found["costs"]] == [(1, 81.0, 1.0, 40.5), (2, 162.0, 2.0, 40.5)]
+    (prompt,), (stored,) = found["prefill"], found["stored"]
+    assert prompt.ms == 430.0 and prompt.tokens_per_s == pytest.approx(100 / 0.43)
+    assert prompt.peak_share == pytest.approx(0.5)
+    assert stored.bytes == 81 and stored.bandwidth_share == 0.5 and stored.load_peak_bytes == 7
+    noisy = depth.deepened(two(3.0, 60.0), two(7.0, 40.0), (2, 6), 80)
+    assert noisy["prefill"][0].ms == 40.0, "more layers never take less"
+    few = two(3.0, 40.0)
+    del few["costs"][1]
+    assert [x.rows for x in depth.deepened(few, two(7.0, 60.0), (2, 6), 80)["costs"]] == [1]
+
+
 def made(*points: tuple[int, int, float]) -> Profile:
     """A profile of (context, rows, ms) in "w4a8"."""
     base = {c: ms for c, rows, ms in points if rows == 1}
@@ -140,6 +181,9 @@ def test_interpolation() -> None:
         ({"backend": "cpx"}, "did you mean 'cpu'"),
         ({"draft": "qwen3-0.7b"}, "did you mean"),
         ({"draft_formats": ("int5",)}, "did you mean"),
+        ({"layers": (2,)}, "two numbers"),
+        ({"layers": (2, 1)}, "ascending"),
+        ({"layers": (1, 3)}, "has 2 layers"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(
