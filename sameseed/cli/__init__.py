@@ -1,8 +1,8 @@
 """The `sameseed` command. Each subcommand is a module of this package with a dataclass of its flags and `run`.
 
 Heavy modules are imported only when a subcommand runs, so that help answers at once. An error that the user can fix is
-one line on stderr and exit code 2. Ctrl-C gives exit code 130. A closed output pipe (`| head`) gives exit code 141 and
-no message.
+one line on stderr and exit code 2. Ctrl-C gives exit code 130, and so does SIGTERM (but `serve` finishes its requests).
+A closed output pipe (`| head`) gives exit code 141 and no message.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import importlib
 import io
 import os
 import shutil
+import signal
 import sys
 import textwrap
-from collections.abc import Sequence as Seq
+import threading
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
 
 COMMANDS = {
     "generate": "continue a prompt, with the text streaming as it is written",
@@ -99,7 +102,8 @@ def _run(name: str, argv: list[str]) -> int:
     try:
         own = f"sameseed.cli.{name.replace('-', '_')}"
         module = importlib.import_module("sameseed.demo" if name == "demo" else own)
-        code: int = module.run(argv, f"sameseed {name}")
+        with _ended_as_by_ctrl_c():
+            code: int = module.run(argv, f"sameseed {name}")
         sys.stdout.flush()
         return code
     except SameseedError as error:
@@ -129,6 +133,19 @@ def _run(name: str, argv: list[str]) -> int:
         where = f" {error.filename}" if error.filename else ""
         print(f"error: {error.strerror or error}{where}", file=sys.stderr)
         return EXIT_USAGE
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt inside the block, so that measurements are kept and servers are ended."""
+    plain = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if plain:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if plain:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _settle() -> None:

@@ -433,11 +433,12 @@ def test_train_says_what_is_missing(cli: Cli, tmp_path: Path) -> None:
 # --- interruptions ---
 
 
-def test_ctrl_c_keeps_what_was_written(slow_model: Path) -> None:
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_what_was_written(slow_model: Path, kind: signal.Signals) -> None:
     process = start(*long_run(slow_model))
     assert process.stdout is not None
     first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(kind)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert first and out.endswith(b"\n")
