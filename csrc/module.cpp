@@ -168,10 +168,10 @@ void bind_structs(nb::module_& m) {
 void bind_growth(nb::module_& m) {
     bind_struct(m, "GrowingTree", "One sequence's draft tree.", field("size", &GrowingTree::size),
                 field("depth", &GrowingTree::depth), field("width", &GrowingTree::width), field("count", &GrowingTree::count),
-                field("exact", &GrowingTree::exact), field("limit", &GrowingTree::limit), field("greedy", &GrowingTree::greedy),
-                field("temperature", &GrowingTree::temperature), field("floor", &GrowingTree::floor),
-                field("top_k", &GrowingTree::top_k), field("top_p", &GrowingTree::top_p), field("keys", &GrowingTree::keys),
-                field("ids", &GrowingTree::ids), field("ending", &GrowingTree::ending),
+                field("exact", &GrowingTree::exact), field("limit", &GrowingTree::limit), field("least", &GrowingTree::least),
+                field("greedy", &GrowingTree::greedy), field("temperature", &GrowingTree::temperature),
+                field("floor", &GrowingTree::floor), field("top_k", &GrowingTree::top_k), field("top_p", &GrowingTree::top_p),
+                field("keys", &GrowingTree::keys), field("ids", &GrowingTree::ids), field("ending", &GrowingTree::ending),
                 field("num_cached", &GrowingTree::num_cached), field("blocks", &GrowingTree::blocks));
     bind_struct(m, "TreePasses", "The passes of a model that grows trees.", field("vocab", &TreePasses::vocab),
                 field("width", &TreePasses::width), field("block_size", &TreePasses::block_size),
@@ -280,6 +280,7 @@ NB_MODULE(_native, m) {
     m.def("num_threads", &num_threads, "Threads that a call may use.");
     m.def("set_num_threads", &set_num_threads, "Let a call use this many threads.");
     m.def("limit_threads", &limit_threads, "Let a call of this thread use at most this many threads; 0: no limit.");
+    m.def("num_launches", &num_launches, "Sections of kernels that ran in this process, each on one thread or more.");
     m.def("available_cores", &available_cores, "Physical cores that this process may use.");
     m.def("read_rates", &read_rates, unlocked, "Bytes a second of passes over this much memory, by all threads.");
     m.def("peak_rates", &py_peak_rates, unlocked,

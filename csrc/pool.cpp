@@ -163,6 +163,7 @@ class Pool {
 std::mutex* run_mutex = new std::mutex;
 Pool* pool = nullptr;
 std::atomic<int> wanted_threads{0};
+std::atomic<int64_t> launches{0};
 
 // A thread with its own limit has its own pool, so two such threads never wait for each other.
 thread_local int own_limit = 0;
@@ -226,7 +227,10 @@ void limit_threads(int threads) {
     own_limit = threads;
 }
 
+int64_t num_launches() { return launches.load(std::memory_order_relaxed); }
+
 void run_tasks(Task task, const void* context, int64_t count, bool parallel) {
+    launches.fetch_add(1, std::memory_order_relaxed);
     const int threads = parallel && count > 1 ? num_threads() : 1;
     if (threads > 1 && own_limit > 0) {
         if (own_pool == nullptr || own_pool->threads() != threads) {

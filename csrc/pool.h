@@ -25,6 +25,9 @@ using Task = void (*)(const void* context, int64_t task);
 // itself.
 void run_tasks(Task task, const void* context, int64_t count, bool parallel);
 
+// Number of calls of run_tasks in this process.
+int64_t num_launches();
+
 template <class F>
 void run_tasks(int64_t count, bool parallel, const F& f) {
     run_tasks([](const void* context, int64_t i) { (*static_cast<const F*>(context))(i); }, &f, count, parallel);

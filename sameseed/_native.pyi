@@ -106,7 +106,7 @@ class Plan:
 class GrowingTree:
     """One sequence's draft tree."""
 
-    def __init__(self, *, size: int, depth: int, width: int, count: int, exact: bool, limit: int, greedy: bool, temperature: float, floor: float, top_k: int, top_p: float, keys: Sequence[int], ids: int, ending: Sequence[int], num_cached: int, blocks: Sequence[int]) -> None: ...
+    def __init__(self, *, size: int, depth: int, width: int, count: int, exact: bool, limit: int, least: float, greedy: bool, temperature: float, floor: float, top_k: int, top_p: float, keys: Sequence[int], ids: int, ending: Sequence[int], num_cached: int, blocks: Sequence[int]) -> None: ...
 
 class TreePasses:
     """The passes of a model that grows trees."""
@@ -179,6 +179,9 @@ def set_num_threads(arg: int, /) -> None:
 
 def limit_threads(arg: int, /) -> None:
     """Let a call of this thread use at most this many threads; 0: no limit."""
+
+def num_launches() -> int:
+    """Sections of kernels that ran in this process, each on one thread or more."""
 
 def available_cores() -> int:
     """Physical cores that this process may use."""

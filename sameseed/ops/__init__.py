@@ -30,6 +30,7 @@ from sameseed import devices, registry
 from sameseed.batch import Batch, Draws
 from sameseed.errors import ConfigError
 from sameseed.ops import reference
+from sameseed.ops._launches import num_launches
 from sameseed.ops._rows import RowSource, Then, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
 
@@ -47,6 +48,7 @@ __all__ = [
     "gated_rows",
     "limit_threads",
     "normed_rows",
+    "num_launches",
     "num_threads",
     "plain_rows",
     "resolve",

@@ -1,4 +1,6 @@
-"""Use of the machine during a measurement: CPU time, energy, GPU utilization. A value that cannot be read is None.
+"""Use of the machine during a measurement: CPU time, energy, GPU utilization, kernel launches.
+
+A value that cannot be read is None.
 
 CPU energy is that of the whole packages (RAPL, through Linux's powercap), including other processes. GPU values come
 from NVML, if the package `pynvml` is installed.
@@ -14,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sameseed.ops import available_cores
+from sameseed.ops import available_cores, num_launches
 
 POWERCAP = Path("/sys/class/powercap")
 PROC = Path("/proc")
@@ -25,7 +27,7 @@ class Usage:
     """Use of the machine in `seconds` of wall time.
 
     `cpu_s`: CPU seconds, summed over threads. `cpu_j`, `gpu_j`: joules. `gpu_share`: GPU utilization (0 to 1), sampled
-    by NVML at the end.
+    by NVML at the end. `launches`: of kernels, on the CPU and the GPU (`ops.num_launches`).
     """
 
     seconds: float = 0.0
@@ -33,6 +35,7 @@ class Usage:
     cpu_j: float | None = 0.0
     gpu_j: float | None = 0.0
     gpu_share: float | None = 0.0
+    launches: int | None = 0
 
     def add(self, other: Usage) -> None:
         """Add another measurement to this one, in place. `gpu_share` becomes the time-weighted mean."""
@@ -42,19 +45,20 @@ class Usage:
             self.gpu_share = mixed / whole
         else:
             self.gpu_share = None
-        for name in ("cpu_s", "cpu_j", "gpu_j"):
+        for name in ("cpu_s", "cpu_j", "gpu_j", "launches"):
             mine, its = getattr(self, name), getattr(other, name)
             setattr(self, name, None if mine is None or its is None else mine + its)
         self.seconds = whole
 
     def as_dict(self, num_tokens: int) -> dict[str, float | None]:
-        """Plain data for a record: shares of all cores and of the GPU, and joules per token for `num_tokens` tokens."""
+        """Plain data for a record: shares of all cores and the GPU; joules and launches per token of `num_tokens`."""
         cores, tokens = available_cores() * self.seconds, max(1, num_tokens)
         return {
             "cpu_share": None if self.cpu_s is None or not cores else self.cpu_s / cores,
             "gpu_share": self.gpu_share,
             "cpu_j_per_token": None if self.cpu_j is None else self.cpu_j / tokens,
             "gpu_j_per_token": None if self.gpu_j is None else self.gpu_j / tokens,
+            "launches_per_token": None if self.launches is None else self.launches / tokens,
         }
 
 
@@ -64,6 +68,7 @@ class Meter:
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
         self._joules, self._gpu = packages_j(), _gpu_j()
+        self._launches = num_launches()
         self._cpu, self._start = self._cpu_s(), time.perf_counter()
 
     def read(self) -> Usage:
@@ -76,6 +81,7 @@ class Meter:
             None if joules is None or self._joules is None or joules < self._joules else joules - self._joules,
             None if gpu is None or self._gpu is None else gpu - self._gpu,
             _gpu_share(),
+            num_launches() - self._launches if self._pid is None else None,
         )
 
     def _cpu_s(self) -> float | None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import MAX_NODES, Batch, Steps
+from sameseed.ops import _launches
 from sameseed.ops.triton.buffers import Buffers
 
 if TYPE_CHECKING:
@@ -43,8 +44,13 @@ def on_cuda(run: Callable[[], Results]) -> tuple[Replay, Results]:
     """Record the launches of `run` without running them."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local"):
-        results = run()
-    return graph.replay, results
+        results, count = _launches.recorded(run)
+
+    def replay() -> None:
+        _launches.add(count)
+        graph.replay()
+
+    return replay, results
 
 
 def capture_for(device: torch.device) -> Capture | None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from triton.errors import TritonError
 
+from sameseed.ops import _launches
 from sameseed.ops.triton.interpreter import interpreted as interpreted
 
 log = logging.getLogger("sameseed.ops")
@@ -62,6 +63,7 @@ class Launch:
         """
         if 0 in self.grid:
             return
+        _launches.add()
         device = next(x.device for x in self.arguments.values() if isinstance(x, torch.Tensor))
         elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
         # Everything that Triton specializes a kernel for: constants, types, and properties of addresses and sizes.

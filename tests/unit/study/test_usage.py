@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from sameseed.engine.llm import LLM
+from sameseed.ops import _launches, _native, num_launches
+from sameseed.request import SamplingParams
 from sameseed.study import usage
 from sameseed.study.usage import Meter, Usage, packages_j, tree_s
 
@@ -28,11 +31,35 @@ def test_a_process_and_its_share() -> None:
 
 def test_what_one_stretch_lacks_both_lack() -> None:
     whole = Usage()
-    whole.add(Usage(2.0, 1.0, 10.0, None, 0.5))
-    whole.add(Usage(2.0, 1.0, 20.0, None, None))
+    whole.add(Usage(2.0, 1.0, 10.0, None, 0.5, 90))
+    whole.add(Usage(2.0, 1.0, 20.0, None, None, 30))
     told = whole.as_dict(60)
-    assert told["cpu_j_per_token"] == 0.5
+    assert told["cpu_j_per_token"] == 0.5 and told["launches_per_token"] == 2.0
     assert told["gpu_share"] is None and told["gpu_j_per_token"] is None
+
+
+def test_launches_of_kernels(pair_folders: tuple[Path, Path]) -> None:
+    """A pass launches the same kernels whether it is replayed in one call or runs op by op, on any backend."""
+    llm = LLM(str(pair_folders[0]))
+    meters = []
+    for tokens in (1, 3, 5):
+        meter = Meter()
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=tokens, ignore_eos=True))
+        meters.append(meter.read().launches)
+    first, second, third = meters
+    if _native() is None:
+        assert first == second == third == 0, "the reference has no kernels of its own"
+    else:
+        assert first and second and third and third - second == second - first > 0
+    assert Meter(os.getpid()).read().launches is None, "those of another process are unknown"
+
+
+def test_launches_that_a_graph_records_count_when_it_runs() -> None:
+    before = num_launches()
+    assert _launches.recorded(lambda: [_launches.add() for _ in range(3)]) == ([None] * 3, 3)
+    assert num_launches() == before
+    _launches.add(3)
+    assert num_launches() == before + 3
 
 
 def test_energy_of_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
