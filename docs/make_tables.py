@@ -9,7 +9,7 @@ A table stands between two markers, and the text between them is replaced:
     <!-- table:gguf -->       the newest comparison with llama.cpp's logits for each file and format in gguf.jsonl
     <!-- table:certificates -->   the newest certificate of each configuration and its checks, from certificates.jsonl
     <!-- table:policies -->   the newest comparison of length policies, from policies.jsonl
-    <!-- table:drafters_1b -->   the newest run of all drafters with the 1B twin, from drafters_1b.jsonl
+    <!-- table:drafters_1b -->   all drafters with the 1B twin, each run, from drafters_1b.jsonl; drafters_8b likewise
     <!-- table:load -->       speculation on against off by concurrency, the newest of each cell, from load.jsonl
     <!-- table:server -->     costs and savings of the server, from overhead, prefix, grammar and soak .jsonl
     <!-- table:gpu -->        the newest runs of benchmarks/gpu.py on a GPU: aims and results, from gpu.jsonl

@@ -376,6 +376,31 @@ def runs(found: list[Record]) -> str:
     return "\n".join([*parts, f"{about}\n\n{report.LEGEND.replace('; ', '. ')}."])
 
 
+def drafters(found: list[Record]) -> str:
+    """All drafters on a twin: the newest record of each setting, with the speed-up of each run of the same setting."""
+    from sameseed.study import report
+
+    known: dict[tuple[str, str], list[Record]] = {}
+    for r in found:
+        known.setdefault((report.title(r["config"]), r["config"]["label"]), []).append(r)
+    place, parts = report.COLUMNS.index("speed-up") + 1, []
+    head = [*report.COLUMNS[:place], "each run", *report.COLUMNS[place:]]
+    for title, group in itertools.groupby(sorted(known, key=lambda key: key[0]), key=lambda key: key[0]):
+        rows = []
+        for key in group:
+            row, own = report.cells(known[key][-1]), known[key]
+            each = "" if own[-1]["config"]["draft"] == "none" else ", ".join(f"{r['speedup']:.2f}" for r in own)
+            rows.append([*row[:place], each, *row[place:]])
+        parts.append(f"**{title}**\n\n{markdown(head, rows, range(1, len(head) - 1))}\n")
+    days = sorted({r["time"][:10] for r in found})
+    commits = list(dict.fromkeys(r["commit"] for r in found))
+    machine = found[-1]["machine"]
+    about = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['isa']}; at most "
+    about += f"{found[-1]['config']['max_tokens']} tokens a prompt; the last run, and the speed-up of each run. "
+    about += f"{' and '.join(dict.fromkeys((days[0], days[-1])))}, commits {', '.join(commits)}."
+    return "\n".join([*parts, f"{about}\n\n{report.LEGEND.replace('; ', '. ')}."])
+
+
 OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # by table: its function, and how to write its records
     "peers": (peers, "`make peers`, then `make bench-peers` write one"),
     "gpu": (gpu, "`make bench-gpu` writes one, on a machine with a GPU"),
@@ -385,7 +410,8 @@ OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # by table: its f
     "certificates": (certificates, "`sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one"),
     "policies": (policies, "`benchmarks/policies.py` writes one"),
     "tune": (regrets, "`sameseed tune embedded --exhaustive --records benchmarks/results/tune.jsonl` writes one"),
-    "drafters_1b": (runs, "`sameseed bench --model TWIN --out benchmarks/results/drafters_1b.jsonl` writes one"),
+    "drafters_1b": (drafters, "`sameseed bench --model TWIN --out benchmarks/results/drafters_1b.jsonl` writes one"),
+    "drafters_8b": (drafters, "`sameseed bench --model TWIN --out benchmarks/results/drafters_8b.jsonl` writes one"),
     "load": (load, "`sameseed bench serve --compare-speculation` writes one"),
     "server": (server, "its scripts are in the history"),
     "summary": (summary, "`make bench` writes some, and `sameseed bench --model TWIN`"),
