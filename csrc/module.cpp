@@ -280,7 +280,7 @@ NB_MODULE(_native, m) {
     m.def("num_threads", &num_threads, "Threads that a call may use.");
     m.def("set_num_threads", &set_num_threads, "Let a call use this many threads.");
     m.def("limit_threads", &limit_threads, "Let a call of this thread use at most this many threads; 0: no limit.");
-    m.def("num_launches", &num_launches, "Sections of kernels that ran in this process, each on one thread or more.");
+    m.def("num_launches", &num_launches, "Sections of kernels that this process has run.");
     m.def("available_cores", &available_cores, "Physical cores that this process may use.");
     m.def("read_rates", &read_rates, unlocked, "Bytes a second of passes over this much memory, by all threads.");
     m.def("peak_rates", &py_peak_rates, unlocked,

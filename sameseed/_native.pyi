@@ -181,7 +181,7 @@ def limit_threads(arg: int, /) -> None:
     """Let a call of this thread use at most this many threads; 0: no limit."""
 
 def num_launches() -> int:
-    """Sections of kernels that ran in this process, each on one thread or more."""
+    """Sections of kernels that this process has run."""
 
 def available_cores() -> int:
     """Physical cores that this process may use."""

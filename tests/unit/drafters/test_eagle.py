@@ -343,6 +343,7 @@ def test_confidence_ends_a_path(easy: Pair, monkeypatch: Any) -> None:
     rounds(engine, seq, 1)
     drafter.policy = ConfidenceLength(8, threshold=0.2)
     sure = iter([0.9, 0.5, 0.1, 0.8])
+    drafter.runner.grow = lambda *_: None  # type: ignore[method-assign]
     monkeypatch.setattr(drafter.guesses, "likeliest", lambda *args: (np.array([[5]]), np.log([[next(sure)]])))
     draft = drafter.propose([seq], [8])
     assert draft.confidence is not None
