@@ -96,7 +96,7 @@ bench-gpu: $(DEV) ## measure everything on one GPU in under 9 minutes (GPU_ARGS=
 	@mkdir -p $(RECORDS)
 	$(BIN)/python benchmarks/gpu.py --out $(RECORDS)/gpu.jsonl $(GPU_ARGS)
 
-peers: $(DEV) ## set up llama.cpp, OpenVINO, vLLM, transformers, each in its own environment, and checkpoints (long)
+peers: $(DEV) ## set up llama.cpp, OpenVINO, vLLM, transformers, AMD PACE, each in its own environment, and checkpoints (long)
 	$(BIN)/python benchmarks/peers/environments.py --home $(PEERS_HOME)
 	$(BIN)/python benchmarks/peers/checkpoints.py --shape $(PEERS_SHAPE) --home $(PEERS_HOME) --work $(PEERS_WORK)
 

@@ -36,6 +36,7 @@ def sameseed(fmt: str, gib: float) -> Arm:
     return Arm(f"sameseed {fmt}", "sameseed", "hf-bf16", gib, {"format": fmt})
 
 
+PACE = Arm("AMD PACE bf16", "amd_pace", "hf-bf16", 6.0)
 # Each group fits in 24 GiB. sameseed is in every group, so that each ratio comes from interleaved measurements.
 PLANS: dict[str, dict[str, list[Arm]]] = {
     "llama-3.2-1b": {
@@ -56,6 +57,12 @@ PLANS: dict[str, dict[str, list[Arm]]] = {
             Arm("llama.cpp bf16", "llama_cpp", "gguf-bf16", 3.0),
             Arm("vLLM bf16", "vllm", "hf-bf16", 6.0),
             Arm("transformers bf16", "transformers", "hf-bf16", 4.0),
+        ],
+        "16 bits by AVX-512 BF16": [
+            sameseed("bf16", 3.5),
+            sameseed("bf16-a16", 3.5),
+            sameseed("w4a8", 2.5),
+            PACE,
         ],
     },
     "llama-3.1-8b": {
@@ -83,6 +90,7 @@ OURS = [
 LLAMA = Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 1.5)
 OPENVINO = Arm("OpenVINO int4", "openvino", "openvino-int4", 2.5)
 VLLM = Arm("vLLM bf16", "vllm", "hf-bf16", 4.5)
+PARALLEL = ("parallel", "hf-bf16")
 TRANSFORMERS = Arm("transformers bf16", "transformers", "hf-bf16", 4.0)
 DRAFT = ("draft", "hf-bf16")
 # Texts with each engine's own speculation. The checkpoints are twins, which generate the embedded models' texts.
@@ -113,6 +121,13 @@ TEXTS: dict[str, dict[str, list[Arm]]] = {
             TRANSFORMERS,
             guessing(TRANSFORMERS, "draft model", DRAFT),
             guessing(TRANSFORMERS, "n-grams k=10", way="ngram", k=10),
+        ],
+        "AMD PACE": [
+            OURS16,
+            guessing(OURS16, "suffix + head", ("head", "hf-bf16"), way="suffix + {draft}"),
+            guessing(OURS16, "parallel draft", PARALLEL, way="{draft}"),
+            PACE,
+            *(guessing(PACE, f"parallel draft k={k}", PARALLEL, k=k) for k in (4, 8)),
         ],
     },
 }

@@ -48,6 +48,10 @@ TEXT_MODELS: dict[str, tuple[str, str | None]] = {
     "twin-1b-draft": ("embedded-draft", "smollm2-135m"),
     "twin-1b-head": ("embedded-head", "llama-3.2-1b"),
 }
+# No parallel draft is packaged: PEERS_PARALLEL names the folder of one, trained by recipes/embedded-parallel.toml.
+PARALLEL = "PEERS_PARALLEL"
+if trained := os.environ.get(PARALLEL):
+    TEXT_MODELS |= {"embedded-parallel": (trained, None), "twin-1b-parallel": (trained, "smollm2-135m")}
 GGUF = {"gguf-bf16": "bf16", "gguf-q4_0": "q4_0", "gguf-q4_k_m": "q4_k_m", "gguf-q8_0": "q8_0"}
 OPENVINO = {
     "openvino-int4": ["--weight-format", "int4", "--sym", "--group-size", "128", "--ratio", "1.0"],
@@ -125,7 +129,7 @@ def write_source(folder: Path, name: str) -> None:
     elif of == "embedded-head":
         make_head_twin(find_shape(shape), of, "embedded-target", folder, name=shape)
     else:
-        target = find_shape(str(TEXT_MODELS[name.removesuffix("-draft")][1]))
+        target = find_shape(str(TEXT_MODELS[name.removesuffix("-draft").removesuffix("-parallel")][1]))
         config = replace(find_shape(shape), vocab_size=target.vocab_size)  # engines require the target's vocabulary
         make_twin(config, of, folder, name=shape)
 
@@ -174,6 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     models = {options.shape: options.kinds or list(KINDS)} if options.kinds or not arms else wanted(options.shape, arms)
     failed = []
     for name, kinds in models.items():
+        if name.endswith("-parallel") and name not in TEXT_MODELS:
+            print(f"{name}: left out; {PARALLEL} names no parallel draft (recipes/embedded-parallel.toml trains one)")
+            continue
         sources = {"hf-bf16"} | ({"gguf-bf16"} if set(kinds) & set(GGUF) else set())
         for kind in (k for k in KINDS if k in kinds or k in sources):
             try:

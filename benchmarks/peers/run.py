@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from arms import ALL, TEXTS, Arm, choose
-from checkpoints import path_of, wanted
+from checkpoints import PARALLEL, path_of, wanted
 from client import Client
 from measure import Group, Plan, Result, TextGroup, as_record, texts_record
 from table import render
@@ -89,6 +89,20 @@ def check(groups: dict[str, list[Arm]], options: argparse.Namespace) -> list[str
     return problems
 
 
+def without_parallel(groups: dict[str, list[Arm]], options: argparse.Namespace) -> dict[str, list[Arm]]:
+    """The groups without arms whose parallel draft was not made, which are named."""
+
+    def there(arm: Arm) -> bool:
+        if arm.draft is None or arm.draft[0] != "parallel":
+            return True
+        made = path_of(options.work, f"{options.shape}-parallel", arm.draft[1]).exists()
+        if not made:
+            print(f"left out: {arm.name}; see {PARALLEL} in benchmarks/peers/README.md", flush=True)
+        return made
+
+    return {name: [arm for arm in arms if there(arm)] for name, arms in groups.items()}
+
+
 def start(arm: Arm, home: Path, log: Path) -> Client:
     """Start a worker of the arm's engine; sameseed runs with this same Python interpreter."""
     environment = dict(os.environ)
@@ -144,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = Plan(rows=tuple(sorted(set(options.rows))), text_tokens=options.max_tokens, **same)
     groups = choose(ALL[options.shape], options.arms, options.formats)
     groups = {name: arms for name, arms in groups.items() if not options.groups or name in options.groups}
+    groups = without_parallel(groups, options)
     problems = check(groups, options)
     if problems:
         print("\n".join(problems), file=sys.stderr)

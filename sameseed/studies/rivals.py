@@ -25,7 +25,13 @@ from sameseed.studies._study import Panel, Plot, Records, Report, Series, Study,
 from sameseed.study.schemas import PEER_SCHEMA
 
 PEERS = Path(sameseed.__file__).resolve().parent.parent / "benchmarks" / "peers"
-ENGINES = {"llama_cpp": "llama.cpp*", "openvino": "OpenVINO*", "vllm": "vLLM*", "transformers": "transformers*"}
+ENGINES = {
+    "llama_cpp": "llama.cpp*",
+    "openvino": "OpenVINO*",
+    "vllm": "vLLM*",
+    "transformers": "transformers*",
+    "amd_pace": "AMD PACE*",
+}
 SHAPES = {
     "passes": {"small": "tiny", "true": "llama-3.2-1b"},  # random weights
     "texts": {"small": "embedded", "true": "twin-1b"},
