@@ -66,11 +66,12 @@ class BenchCell:
 
     def check(self, setup: StudySetup) -> None:
         """Raise SameseedError if a format or a draft does not fit, or memory is short."""
-        target = resolve_model(setup.source("target"))
+        target, loaded = resolve_model(setup.source("target")), [("target", self.format)]
         for way in self.ways:
             spec = with_heads(way.spec({role: setup.source(role) for role in way.roles}))
             check_parts(target, make_config(spec, format=self.format, kv_format=self.kv_format))
-            setup.check_memory({"target": self.format, **dict.fromkeys(way.roles, way.format)})
+            loaded += [(role, way.format) for role in way.roles or (["target"] if way.draft == "self_quant" else [])]
+        setup.check_memory(loaded)
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         """One record per way and draft length, plain decoding first."""

@@ -63,7 +63,7 @@ class LoadCell:
             check_parts(resolve_model(setup.source("target")), config)
         if setup.size == "true" and len(self.formats) > 1:
             raise ConfigError("servers of several formats at once are for --size small")
-        setup.check_memory(dict.fromkeys(("target", self.draft), self.formats[0][0]))  # the draft has the same format
+        setup.check_memory([(role, self.formats[0][0]) for role in ("target", self.draft)])  # the draft's is the same
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         """One record per arm and number of clients; speculation off comes first."""

@@ -42,7 +42,7 @@ class QualityCell:
     def check(self, setup: StudySetup) -> None:
         """Raise SameseedError if a format does not fit, memory is short, or data are missing."""
         check_parts(resolve_model(setup.source("target")), make_config(None, format=self.format))
-        setup.check_memory({"target": self.format})
+        setup.check_memory([("target", self.format)])
         if self.task == HUMANEVAL:
             if setup.data is None:
                 raise ConfigError(f"it is read from --data DIR: fetch {FETCH}, and name its folder")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,15 +105,17 @@ class StudySetup:
                 make_twin(find_shape(shape), of, folder, name=shape, progress=report)
         return str(folder)
 
-    def check_memory(self, formats: Mapping[str, str]) -> None:
-        """Raise ConfigError if these models do not fit in free memory. `formats`: weight format by role."""
+    def check_memory(self, loaded: Seq[tuple[str, str]]) -> None:
+        """Raise ConfigError if these models do not fit in free memory. `loaded`: their roles and weight formats."""
         if self.size == "small":
             return
-        models = {role: sheet(TRUE[role][0], form).weights for role, form in formats.items() if role != "head"}
-        need, free = sum(models.values()) + GIB, available_memory()
+        models = {(TRUE[r][0], form): sheet(TRUE[r][0], form).weights for r, form in loaded if r != "head"}
+        others = GIB * (2 if any(role == "head" for role, _ in loaded) else 1)
+        need, free = sum(models.values()) + others, available_memory()
         if need > free:
-            parts = ", ".join(f"{TRUE[r][0]} {formats[r]} {n / GIB:.1f}" for r, n in models.items())
-            raise ConfigError(f"{need / GIB:.1f} GiB are needed ({parts}, caches 1) and {free / GIB:.1f} are free")
+            parts = ", ".join(f"{shape} {form} {n / GIB:.1f}" for (shape, form), n in models.items())
+            what = f"{parts}, caches and heads {others / GIB:.0f}"
+            raise ConfigError(f"{need / GIB:.1f} GiB are needed ({what}) and {free / GIB:.1f} are free")
 
     def digest(self, cell: Any) -> str:
         """Hash of everything that determines a cell's results, except the code and the machine."""
