@@ -94,6 +94,16 @@ def test_texts_are_written_in_turns_and_held_to_plain_decoding(tmp_path: Path) -
     assert any("told + " in finding for finding in report.findings)
 
 
+def test_arms_with_a_parallel_draft_need_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = run.arguments(["--shape", "twin-1b", "--home", str(tmp_path), "--work", str(tmp_path)])
+    groups = {"AMD PACE": arms.TEXTS["twin-1b"]["AMD PACE"]}
+    kept = run.without_parallel(groups, options)["AMD PACE"]
+    assert [arm.name for arm in kept] == ["sameseed bf16", "sameseed bf16 + suffix + head", "AMD PACE bf16"]
+    assert capsys.readouterr().out.count("PEERS_PARALLEL") == 3
+    checkpoints.path_of(tmp_path, "twin-1b-parallel", "hf-bf16").mkdir(parents=True)
+    assert run.without_parallel(groups, options) == groups
+
+
 def test_a_finding_compares_each_engine_with_our_fastest_format() -> None:
     def passes(engine: str, label: str, ms: float) -> dict[str, Any]:
         config = {"label": label, "group": "all", "shape": "some shape"}
