@@ -186,8 +186,9 @@ class Bench:
             run_batch(
                 self.install(arm), [(p, replace(s, max_tokens=few, min_tokens=0)) for p, s in batch], run := Run()
             )
-            total += run.seconds
-        return total * workload.params.max_tokens / few
+            prompts = run.counted(len(batch)).prefill
+            total += prompts + (run.seconds - prompts) * workload.params.max_tokens / few
+        return total
 
     def measure(
         self, workload: Workload, repeat: int, tick: Callable[[str], None] = lambda label: None

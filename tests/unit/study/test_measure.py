@@ -52,6 +52,22 @@ def test_every_arm_ran_everything_and_wrote_the_same(measured: Measured) -> None
     assert runs[bench.arms[2]][0].metrics.num_accepted_tokens > 0
 
 
+def test_the_time_of_prompts_is_not_that_of_tokens(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of six times the tokens takes six times the time after its prompt, and its prompt's once."""
+    bench, workload, _ = measured
+    completion = SimpleNamespace(
+        metrics=SimpleNamespace(time_to_first_token=3.0, num_prompt_tokens=1, num_output_tokens=16)
+    )
+
+    def ran(engine: Any, batch: Any, run: Run) -> None:
+        run.seconds, run.num_steps = 5.0, 16
+        run.completions = [completion] * 2  # type: ignore[list-item]
+
+    monkeypatch.setattr("sameseed.study.measure.run_batch", ran)
+    long = replace(workload, params=replace(workload.params, max_tokens=96))
+    assert bench.warm_up(long) == pytest.approx(len(bench.arms) * (3.0 + 6 * 2.0))
+
+
 @pytest.mark.parametrize("own", [{}, {"max_model_len": 4096}, {"num_blocks": 90}])
 def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(
     own: dict[str, int], monkeypatch: pytest.MonkeyPatch
