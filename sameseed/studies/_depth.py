@@ -105,9 +105,9 @@ def hierarchy(deep: Mapping[str, Any], model: Mapping[str, Any], gain: float) ->
     costs = Profile.from_dict(deep)
     assert costs.draft is not None
     accepted = model["accepted_per_pos"]
-    rounds = sum(accepted) / max(1e-9, model["mean_acceptance_length"] - 1.0)
-    shares = [a / rounds for a in accepted]  # of drafts whose tokens up to this one are right
-    fall = (shares[-1] / shares[0]) ** (1 / (len(shares) - 1))
+    drafts = sum(accepted) / max(1e-9, model["mean_acceptance_length"] - 1.0)
+    shares = [a / max(1.0, drafts) for a in accepted]  # of drafts whose tokens up to this one are right
+    fall = (shares[-1] / shares[0]) ** (1 / max(1, len(shares) - 1)) if shares[0] else 0.0
     shares += [shares[-1] * fall**i for i in range(1, LONGEST)]
     alone, counts = costs.draft.ms(FORM, 1), range(1, LONGEST + 1)
     return Hierarchy(
