@@ -340,8 +340,9 @@ def summary(_: list[Record]) -> str:
     """README's table: the embedded pair and twins at real shapes, greedy and sampled, with prompts, tokens and runs."""
     shapes = lines("shapes")
     found = [r for r in last_run(lines("bench")) if r["config"]["num_draft_tokens"] in (0, 5)]
-    for size in dict.fromkeys(r["config"]["num_parameters"] for r in shapes):
-        found += last_run([r for r in shapes if r["config"]["num_parameters"] == size])
+    kinds = dict.fromkeys((r["config"]["num_parameters"], r["config"]["temperature"]) for r in shapes)
+    for kind in sorted(kinds):
+        found += last_run([r for r in shapes if (r["config"]["num_parameters"], r["config"]["temperature"]) == kind])
     rows, same = [], yes(all(r["equals_plain"] for r in found))
     for r in found:
         c, rate = r["config"], r["acceptance_rate"]
