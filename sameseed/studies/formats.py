@@ -206,8 +206,8 @@ STUDY = Study(
     differs=(
         "Theirs are trained models with EAGLE-2 heads. Ours at --size small is the embedded target with its EAGLE-3 "
         "head and draft, at --size true their twins at 8B: true cost, the small family's acceptance.",
-        "A pass of the embedded target fits the caches: 60 rows cost many times one, and large trees cannot pay. Judge "
-        "them at --size true, where one row reads all weights from memory.",
+        "A pass of the embedded target fits the caches: 60 rows cost many times one, and large trees cannot pay. At "
+        "--size true one row reads all weights from memory, but few cores compute 60 rows as long as several passes.",
         "Their speeds leave the prefill out, ours have it in. Both are greedy, at batch 1.",
         "Our w4a8-channel and w4a8-g128 stand beside their QQQ and QQQ-g128, w4a8-qoq beside QoQ-g128.",
         "Their hierarchy is EAGLE > 8B > 70B. Ours is n-grams > draft model > target: no head for the draft is there. "
