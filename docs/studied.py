@@ -41,7 +41,7 @@ def shown(name: str, size: str, found: list[Record]) -> str:
         if p.ours is not None
     ]
     missing = len(report.published) - len(rows)
-    left = f" {missing} published figures are not measured here." if missing else ""
+    left = f" Published figures not measured here: {missing}." if missing else ""
     parts = [wrapped(f"**{SAID[size].capitalize()}.** {' '.join(report.findings)}")]
     parts += [markdown(heads, rows, (1, 2, 3))] if rows else []
     if not report.published:  # no published figures: show our own tables
