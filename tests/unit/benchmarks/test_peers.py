@@ -99,7 +99,7 @@ def test_arms_with_a_parallel_draft_need_one(tmp_path: Path, capsys: pytest.Capt
     groups = {"AMD PACE": arms.TEXTS["twin-1b"]["AMD PACE"]}
     kept = run.without_parallel(groups, options)["AMD PACE"]
     assert [arm.name for arm in kept] == ["sameseed bf16", "sameseed bf16 + suffix + head", "AMD PACE bf16"]
-    assert capsys.readouterr().out.count("PEERS_PARALLEL") == 3
+    assert capsys.readouterr().out.count("PEERS_PARALLEL") == 2
     checkpoints.path_of(tmp_path, "twin-1b-parallel", "hf-bf16").mkdir(parents=True)
     assert run.without_parallel(groups, options) == groups
 
