@@ -55,7 +55,7 @@ WIDE = (("depth", 6), ("top_k", 10))
 def cells(size: str) -> list[Cell]:
     """A cell per format with all ways. The target's own 4-bit copy is one of them if the target has more bits.
 
-    At size "true" not beside bf16, as both copies of 8B do not fit in 24 GiB; and also the costs of a 70B target.
+    At size "true" heads alone beside bf16, as nothing more fits in 24 GiB; and also the costs of a 70B target.
     """
     ways = (
         SpecSetting("{head}", (60,), "bf16", None, WIDE, TREE),
@@ -65,8 +65,8 @@ def cells(size: str) -> list[Cell]:
         SpecSetting("ngram > {1b}", (6,), "bf16", None, (), CASCADE),
     )
     own = SpecSetting("self_quant", (4,), "w4a8", None, (), SELF)
-    copied = ("w8a8",) if size == "true" else ("bf16", "w8a8")
-    made = [BenchCell(form, form, (*ways, own) if form in copied else ways) for form in A100]
+    some = {"w8a8": (*ways, own), "bf16": ways[:3] if size == "true" else (*ways, own)}
+    made = [BenchCell(form, form, some.get(form, ways)) for form in A100]
     return [*made, DepthCell()] if size == "true" else [*made]
 
 
