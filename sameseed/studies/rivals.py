@@ -150,7 +150,8 @@ def _name(record: Mapping[str, Any]) -> str:
 
 def _peer(place: tuple[object, ...], records: Records) -> str:
     """The engine that ours ran beside at this place."""
-    return next((_name(r).split()[0] for r in records if _place(r) == place and not _ours(r)), str(place[1]))
+    engines = [str(r["engine"]) for r in records if _place(r) == place and not _ours(r)]
+    return ENGINES.get(engines[0], engines[0]).rstrip("*") if engines else str(place[1])
 
 
 def _named(record: Mapping[str, Any], records: Records) -> str:

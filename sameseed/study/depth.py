@@ -1,4 +1,4 @@
-"""Costs of a model that does not fit here, from two shallower ones: the time of a pass is linear in its layers."""
+"""Costs of a model that does not fit here, from two shallower ones: a pass takes as long for each byte of weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 from sameseed.models.config import ModelConfig
 from sameseed.study.costs import BatchDecode, Cost, Prefill, StoredModel
 
-# Linear in the number of layers. The other numbers are settings, or follow from these.
-LINEAR = ("ms", "p10", "p90", "memory_ms", "compute_ms", "bytes", "bytes_per_token", "cache_bytes", "load_s")
+LINEAR = ("memory_ms", "compute_ms", "bytes", "bytes_per_token", "cache_bytes")  # known exactly at both depths
+MEASURED = ("ms", "p10", "p90", "load_s")
 Results = Mapping[str, Seq[Any]]
+Row = Cost | Prefill | BatchDecode | StoredModel
 
 
 def shallow(config: ModelConfig, layers: int) -> ModelConfig:
@@ -22,19 +23,26 @@ def shallow(config: ModelConfig, layers: int) -> ModelConfig:
 def deepened(few: Results, many: Results, depths: tuple[int, int], layers: int) -> dict[str, Any]:
     """The results of a model of `layers` layers, from those of the same model with `depths` layers.
 
-    Takes and returns the fields `costs`, `prefill`, `batch` and `stored` of a Profile. A value v is extended along the
-    line through both depths: v(n) = v(a) + (v(b) - v(a)) (n - a) / (b - a), and is no less than v(b). Passes that one
-    of the depths lacks are left out. The peak memory of loading is that of the deeper model, as measured.
+    Takes and returns the fields `costs`, `prefill`, `batch` and `stored` of a Profile. Sizes and least work lie on the
+    line through both depths. A time is that of both passes together, by the bytes that a token reads: a line through
+    both times would multiply their noise. Passes that one of the depths lacks are left out. The peak memory of loading
+    is that of the deeper model, as measured.
     """
     a, b = depths
     along = (layers - a) / (b - a)
+    ends = {x.format: x for x in few["stored"]}, {x.format: x for x in many["stored"]}
+    grown = {
+        form: _on_line(low.bytes_per_token, high.bytes_per_token, along) / (low.bytes_per_token + high.bytes_per_token)
+        for form, high in ends[1].items()
+        if (low := ends[0].get(form))
+    }
     found: dict[str, list[Any]] = {}
     for part in ("costs", "prefill", "batch", "stored"):
         known = {_key(x): x for x in few[part]}
-        found[part] = [_extended(known[_key(x)], x, along) for x in many[part] if _key(x) in known]
-    costs = found["costs"]
-    ones = {(x.format, x.context): x for x in costs if x.rows == 1}
-    found["costs"] = [replace(x, c=x.ms / ones[x.format, x.context].ms) for x in costs]
+        pairs = [(known[_key(x)], x) for x in many[part] if _key(x) in known]
+        found[part] = [_extended(low, high, along, grown[high.format]) for low, high in pairs]
+    ones = {(x.format, x.context): x for x in found["costs"] if x.rows == 1}
+    found["costs"] = [replace(x, c=x.ms / ones[x.format, x.context].ms) for x in found["costs"]]
     first = {x.format: x for x in reversed(list(ones.values()))}
     found["stored"] = [
         replace(x, bandwidth_share=first[x.format].memory_ms / first[x.format].ms if x.format in first else None)
@@ -43,22 +51,27 @@ def deepened(few: Results, many: Results, depths: tuple[int, int], layers: int) 
     return {part: tuple(rows) for part, rows in found.items()}
 
 
-def _key(x: Cost | Prefill | BatchDecode | StoredModel) -> tuple[object, ...]:
+def _on_line(low: float, high: float, along: float) -> float:
+    return low + (high - low) * along
+
+
+def _key(x: Row) -> tuple[object, ...]:
     return (x.format, x.kv_format, *(getattr(x, name, None) for name in ("context", "rows", "tokens", "batch_size")))
 
 
-def _extended(few: Any, many: Any, along: float) -> Any:
-    values = {}
+def _extended(few: Any, many: Any, along: float, grown: float) -> Any:
+    values: dict[str, Any] = {}
     for name in LINEAR:
         if hasattr(many, name):
             low, high = getattr(few, name), getattr(many, name)
-            values[name] = type(high)(max(high, low + (high - low) * along))
+            values[name] = type(high)(_on_line(low, high, along))
+    for name in MEASURED:
+        if hasattr(many, name):
+            values[name] = (getattr(few, name) + getattr(many, name)) * grown
     if hasattr(many, "repeats"):
         values["repeats"] = min(few.repeats, many.repeats)
     if hasattr(many, "tokens_per_s"):
-        speed = many.tokens_per_s * many.ms / values["ms"]
-        values["tokens_per_s"] = speed
-    if hasattr(many, "peak_share"):  # arithmetic over time, both linear
-        low, high = few.peak_share * few.ms, many.peak_share * many.ms
-        values["peak_share"] = max(high, low + (high - low) * along) / values["ms"]
+        values["tokens_per_s"] = many.tokens_per_s * many.ms / values["ms"]
+    if hasattr(many, "peak_share"):  # least time over time
+        values["peak_share"] = _on_line(few.peak_share * few.ms, many.peak_share * many.ms, along) / values["ms"]
     return replace(many, **values)

@@ -113,27 +113,31 @@ def test_a_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch, pair_folder
         profile(model=str(pair_folders[0]), layers=(1, 2), **SMALL)
 
 
-def test_times_of_all_layers_lie_on_the_line() -> None:
-    def two(ms: float, deepest: float) -> dict[str, Any]:
-        costs = [Cost("w4a8", "bf16", 8, m, ms * m, float(m), ms, ms, 5, ms / 2, 0.0) for m in (1, 2)]
+def test_times_grow_with_the_bytes_read() -> None:
+    """Sizes and least work are on the line through both depths; times do not multiply the noise of their gap."""
+
+    def of(layers: int, ms: float) -> dict[str, Any]:
+        num_bytes = 10 + 5 * layers  # an LM head of two layers' size
+        costs = [Cost("w4a8", "bf16", 8, m, ms * m, float(m), ms, ms, 5, num_bytes / 100, 0.0) for m in (1, 2)]
         return {
             "costs": costs,
-            "prefill": [Prefill("w4a8", "bf16", 100, deepest, deepest, deepest, 1, 1e5 / deepest, 0.5)],
+            "prefill": [Prefill("w4a8", "bf16", 100, 9 * ms, ms, ms, 1, 1e5 / (9 * ms), num_bytes / (9 * ms))],
             "batch": [],
-            "stored": [StoredModel("w4a8", "bf16", int(ms), 1.0, 1, 0.5, "int8", 1.0, 7)],
+            "stored": [StoredModel("w4a8", "bf16", num_bytes, float(num_bytes), 1, 0.5, "int8", 1.0, 7)],
         }
 
-    found = depth.deepened(two(3.0, 40.0), two(7.0, 60.0), (2, 6), 80)
-    assert [(x.rows, x.ms, x.c, x.memory_ms) for x in found["costs"]] == [(1, 81.0, 1.0, 40.5), (2, 162.0, 2.0, 40.5)]
-    (prompt,), (stored,) = found["prefill"], found["stored"]
-    assert prompt.ms == 430.0 and prompt.tokens_per_s == pytest.approx(100 / 0.43)
-    assert prompt.peak_share == pytest.approx(0.5)
-    assert stored.bytes == 81 and stored.bandwidth_share == 0.5 and stored.load_peak_bytes == 7
-    noisy = depth.deepened(two(3.0, 60.0), two(7.0, 40.0), (2, 6), 80)
-    assert noisy["prefill"][0].ms == 40.0, "more layers never take less"
-    few = two(3.0, 40.0)
-    del few["costs"][1]
-    assert [x.rows for x in depth.deepened(few, two(7.0, 60.0), (2, 6), 80)["costs"]] == [1]
+    exact = depth.deepened(of(2, 20.0), of(6, 40.0), (2, 6), 80)
+    assert [(x.rows, x.c) for x in exact["costs"]] == [(1, 1.0), (2, 2.0)]
+    assert [(x.ms, x.memory_ms) for x in exact["costs"]] == [pytest.approx((410.0, 4.1)), pytest.approx((820.0, 4.1))]
+    (prompt,), (stored,) = exact["prefill"], exact["stored"]
+    assert prompt.ms == pytest.approx(9 * 410.0) and prompt.tokens_per_s == pytest.approx(100 / 3.69)
+    assert prompt.peak_share == pytest.approx(410 / 3690)
+    assert stored.bytes == 410 and stored.bandwidth_share == pytest.approx(0.01) and stored.load_peak_bytes == 7
+    noisy = depth.deepened(of(2, 22.0), of(6, 40.0), (2, 6), 80)
+    assert noisy["costs"][0].ms / 410 == pytest.approx(62 / 60), "a line through both would give 0.91"
+    lacking = of(2, 20.0)
+    del lacking["costs"][1]
+    assert [x.rows for x in depth.deepened(lacking, of(6, 40.0), (2, 6), 80)["costs"]] == [1]
 
 
 def made(*points: tuple[int, int, float]) -> Profile:
