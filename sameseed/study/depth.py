@@ -24,9 +24,9 @@ def deepened(few: Results, many: Results, depths: tuple[int, int], layers: int) 
     """The results of a model of `layers` layers, from those of the same model with `depths` layers.
 
     Takes and returns the fields `costs`, `prefill`, `batch` and `stored` of a Profile. Sizes and least work lie on the
-    line through both depths. A time is that of both passes together, by the bytes that a token reads: a line through
-    both times would multiply their noise. Passes that one of the depths lacks are left out. The peak memory of loading
-    is that of the deeper model, as measured.
+    line through both depths. A time is that of both passes together, by the bytes that a token reads, for a prompt by
+    the layers, as the LM head has one row there: a line through both times would multiply their noise. Passes that one
+    of the depths lacks are left out. The peak memory of loading is that of the deeper model, as measured.
     """
     a, b = depths
     along = (layers - a) / (b - a)
@@ -40,7 +40,10 @@ def deepened(few: Results, many: Results, depths: tuple[int, int], layers: int) 
     for part in ("costs", "prefill", "batch", "stored"):
         known = {_key(x): x for x in few[part]}
         pairs = [(known[_key(x)], x) for x in many[part] if _key(x) in known]
-        found[part] = [_extended(low, high, along, grown[high.format]) for low, high in pairs]
+        found[part] = [
+            _extended(low, high, along, layers / (a + b) if part == "prefill" else grown[high.format])
+            for low, high in pairs
+        ]
     ones = {(x.format, x.context): x for x in found["costs"] if x.rows == 1}
     found["costs"] = [replace(x, c=x.ms / ones[x.format, x.context].ms) for x in found["costs"]]
     first = {x.format: x for x in reversed(list(ones.values()))}

@@ -130,8 +130,8 @@ def test_times_grow_with_the_bytes_read() -> None:
     assert [(x.rows, x.c) for x in exact["costs"]] == [(1, 1.0), (2, 2.0)]
     assert [(x.ms, x.memory_ms) for x in exact["costs"]] == [pytest.approx((410.0, 4.1)), pytest.approx((820.0, 4.1))]
     (prompt,), (stored,) = exact["prefill"], exact["stored"]
-    assert prompt.ms == pytest.approx(9 * 410.0) and prompt.tokens_per_s == pytest.approx(100 / 3.69)
-    assert prompt.peak_share == pytest.approx(410 / 3690)
+    assert prompt.ms == pytest.approx(9 * 60.0 * 80 / 8) and prompt.tokens_per_s == pytest.approx(100 / 5.4)
+    assert prompt.peak_share == pytest.approx(410 / 5400)
     assert stored.bytes == 410 and stored.bandwidth_share == pytest.approx(0.01) and stored.load_peak_bytes == 7
     noisy = depth.deepened(of(2, 22.0), of(6, 40.0), (2, 6), 80)
     assert noisy["costs"][0].ms / 410 == pytest.approx(62 / 60), "a line through both would give 0.91"
