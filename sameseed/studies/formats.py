@@ -163,12 +163,16 @@ def _plot(records: Records, base: Mapping[str, Any] | None) -> Plot:
         ("tau: tokens a round", _tokens, None),
     )
     plain = [(f, v) for f in A100 if (v := _over(only(records, draft="none", format=f), base)) is not None]
-    tree = [(f, v) for f in A100 if (v := _over(only(records, way=TREE, format=f), base)) is not None]
+    tree, chain = (
+        [(f, v) for f in A100 if (v := _over(only(records, way=way, format=f), base)) is not None]
+        for way in (TREE, CHAIN)
+    )
     speeds = [
         Series("plain", plain),
         Series("plain", [(f, A100[f][0]) for f, _ in plain], True),
         Series(TREE, tree),
         Series(TREE, [(f, A100[f][1]) for f, _ in tree], True),
+        Series(CHAIN, chain),
     ]
     panels = [Panel("speed over plain bf16 (theirs: A100)", "", speeds, True, 1.0)] if plain else []
     for title, of, level in terms:
