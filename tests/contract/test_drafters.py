@@ -81,7 +81,12 @@ def test_who_may_branch_says_so_before_it_is_built(engine: Engine, name: str) ->
 
 def test_who_heeds_confidence_says_so(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
-    monkeypatch.setattr(ConfidenceLength, "stop", lambda self, sure: bool(asked.append(sure)))
+
+    def least(policy: ConfidenceLength) -> float:
+        asked.append(policy.threshold)
+        return policy.threshold
+
+    monkeypatch.setattr(ConfidenceLength, "least_probability", property(least))
     run(engine_for(pair, name, k=4, confidence=0.5), random_prompts(2), SamplingParams(max_tokens=12, seed=1))
     method = name.split(" ")[0]
     assert bool(asked) == heeds_confidence(SpecConfig(method, below=below_of(method)))
