@@ -49,8 +49,8 @@ TEXT_MODELS: dict[str, tuple[str, str | None]] = {
     "twin-1b-head": ("embedded-head", "llama-3.2-1b"),
 }
 # No parallel draft is packaged: PEERS_PARALLEL names the folder of one, trained by recipes/embedded-parallel.toml.
-PARALLEL = "PEERS_PARALLEL"
-if trained := os.environ.get(PARALLEL):
+PARALLEL_FOLDER = "PEERS_PARALLEL"
+if trained := os.environ.get(PARALLEL_FOLDER):
     TEXT_MODELS |= {"embedded-parallel": (trained, None), "twin-1b-parallel": (trained, "smollm2-135m")}
 GGUF = {"gguf-bf16": "bf16", "gguf-q4_0": "q4_0", "gguf-q4_k_m": "q4_k_m", "gguf-q8_0": "q8_0"}
 OPENVINO = {
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = []
     for name, kinds in models.items():
         if name.endswith("-parallel") and name not in TEXT_MODELS:
-            print(f"{name}: left out; {PARALLEL} names no parallel draft (recipes/embedded-parallel.toml trains one)")
+            print(f"{name}: left out; {PARALLEL_FOLDER} names no parallel draft (see recipes/embedded-parallel.toml)")
             continue
         sources = {"hf-bf16"} | ({"gguf-bf16"} if set(kinds) & set(GGUF) else set())
         for kind in (k for k in KINDS if k in kinds or k in sources):

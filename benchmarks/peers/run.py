@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from arms import ALL, TEXTS, Arm, choose
-from checkpoints import PARALLEL, path_of, wanted
+from checkpoints import PARALLEL_FOLDER, path_of, wanted
 from client import Client
 from measure import Group, Plan, Result, TextGroup, as_record, texts_record
 from table import render
@@ -97,7 +97,7 @@ def without_parallel(groups: dict[str, list[Arm]], options: argparse.Namespace) 
             return True
         made = path_of(options.work, f"{options.shape}-parallel", arm.draft[1]).exists()
         if not made:
-            print(f"left out: {arm.name}; see {PARALLEL} in benchmarks/peers/README.md", flush=True)
+            print(f"left out: {arm.name}; see {PARALLEL_FOLDER} in benchmarks/peers/README.md", flush=True)
         return made
 
     return {name: [arm for arm in arms if there(arm)] for name, arms in groups.items()}

@@ -338,8 +338,9 @@ def _grow_at_once(
         return False
     for shadow, chain, tree in zip(shadows, chains, grown, strict=True):
         chain.take(*tree)
-        sure = chain.sure[-1] / (chain.sure[-2] if len(chain.sure) > 1 else 1.0) if chain.sure else 0.0
-        chain.ended = not chain.tokens or sure < least or chain.tokens[-1] in shadow.params.ending(eos)
+        before, *last = [1.0, *chain.sure][-2:]
+        unsure = not last or last[0] < least * before
+        chain.ended = unsure or chain.tokens[-1] in shadow.params.ending(eos)
         shadow.token_ids += chain.tokens
         shadow.num_cached += max(0, len(chain.tokens) - 1)  # the last token's row is computed in the next pass
     return True

@@ -28,7 +28,7 @@ class DepthCell:
     weight: float = 4.0
 
     def _profiler(self, setup: StudySetup) -> Profiler:
-        rows = (1, *range(2, LONGEST + 2))
+        rows = tuple(range(1, LONGEST + 2))
         draft: dict[str, Any] = {"draft": MIDDLE, "draft_formats": (FORM,)}
         grid = ProfileGrid((FORM,), rows, (256,), "auto", 0, (), setup.threads, layers=LAYERS, **draft)
         return Profiler(grid, LARGE)

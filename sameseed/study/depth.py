@@ -24,9 +24,9 @@ def deepened(few: Results, many: Results, depths: tuple[int, int], layers: int) 
     """The results of a model of `layers` layers, from those of the same model with `depths` layers.
 
     Takes and returns the fields `costs`, `prefill`, `batch` and `stored` of a Profile. Sizes and least work lie on the
-    line through both depths. A time is that of both passes together, by the bytes that a token reads, for a prompt by
-    the layers, as the LM head has one row there: a line through both times would multiply their noise. Passes that one
-    of the depths lacks are left out. The peak memory of loading is that of the deeper model, as measured.
+    line through both depths. Times do not, for a line would multiply their noise: the sum of both depths' times grows
+    in proportion to the bytes that a token reads. A prompt's time grows with the layers, since its LM head has one row.
+    Passes that one of the depths lacks are left out. The peak memory of loading is the deeper model's, as measured.
     """
     a, b = depths
     along = (layers - a) / (b - a)

@@ -32,6 +32,7 @@ def test_confidence_ends_with_the_first_unsure_token() -> None:
         if sure < policy.least_probability:
             break
     assert taken == [0.9, 0.5, 0.1]
+    assert policy.least_probability <= 0.2, "below, not at"
 
 
 @pytest.mark.parametrize(
