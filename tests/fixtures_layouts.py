@@ -260,8 +260,8 @@ NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        1.0]  # fmt: skip
 
 
-def bnb_nf4(nested: bool = False, block: int = 64) -> Writer:
-    """Two codes per byte, the first in the upper half; absmax per block.
+def bnb_nf4(nested: bool = False, block: int = 64, storage: torch.dtype = torch.uint8) -> Writer:
+    """Two codes per byte, the first in the upper half; absmax per block. `storage`: the type that the bytes are put in.
 
     With `nested`, absmax is stored as 8-bit codes with a scale per 256 blocks and one offset; a linear map stands in
     for the code values of bitsandbytes.
@@ -294,7 +294,7 @@ def bnb_nf4(nested: bool = False, block: int = 64) -> Writer:
         else:
             stored[f"{name}.weight.absmax"] = absmax
         codes = (blocks / absmax[:, None])[..., None].sub(table).abs().argmin(-1).flatten()
-        stored[f"{name}.weight"] = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None]
+        stored[f"{name}.weight"] = (codes[::2] * 16 + codes[1::2]).to(torch.uint8).view(storage)[:, None]
         text = json.dumps(state).encode()
         stored[f"{name}.weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
         return stored, (table[codes].view(-1, block) * absmax[:, None]).view(weight.shape)
@@ -328,6 +328,35 @@ def mxfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensor
         f"{name}.weight_scale": (exponent + 127).to(torch.uint8),
     }
     return stored, meant
+
+
+def mlx(bits: int, group: int) -> Writer:
+    """Codes in words of 32 bits, the lowest first, with a scale and a bias per group, for matrices of any name."""
+
+    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        x = weight.view(weight.shape[0], -1, group)
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        bias, scale = low.to(torch.bfloat16), ((high - low) / (2**bits - 1)).to(torch.bfloat16)
+        codes = ((x - bias.float()) / scale.float()).round().clamp(0, 2**bits - 1)
+        count = 32 // bits
+        shifted = codes.long().view(weight.shape[0], -1, count) << torch.arange(0, 32, bits)
+        words = shifted.sum(-1).to(torch.uint32)
+        stored = {f"{name}.weight": words, f"{name}.scales": scale.squeeze(-1), f"{name}.biases": bias.squeeze(-1)}
+        return stored, (codes * scale.float() + bias.float()).view_as(weight)
+
+    return write
+
+
+def modelopt_nvfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    """Like `nvfp4` under other names; the scale of the whole matrix, a scalar, multiplies."""
+    stored, _ = nvfp4(weight, name, generator)
+    whole = 1 / stored[f"{name}.weight_global_scale"][0]
+    codes, scales = stored[f"{name}.weight_packed"], stored[f"{name}.weight_scale"]
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    nibble = torch.stack([codes & 15, codes >> 4], -1).flatten(1).int()
+    values = table[nibble & 7] * torch.where(nibble > 7, -1.0, 1.0)
+    meant = (values.view(*scales.shape, 16) * (scales.float() * whole)[..., None]).flatten(1)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales, f"{name}.weight_scale_2": whole}, meant
 
 
 def nvfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:

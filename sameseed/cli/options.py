@@ -24,7 +24,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_t
 import tyro
 from tyro.conf import arg
 
-from sameseed import registry
+from sameseed import hub, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft, parse_options
 from sameseed.errors import RegistryError, RequestError
 from sameseed.request import SamplingParams
@@ -327,7 +327,7 @@ def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
     Raises RegistryError for a name that does not exist.
     """
     name = spec.model
-    if name is not None and name not in EMBEDDED and os.sep not in name and not os.path.exists(name):
+    if name is not None and name not in (*EMBEDDED, *hub.PACKAGED) and os.sep not in name and not os.path.exists(name):
         near = difflib.get_close_matches(name, [*registry.names("drafters"), *EMBEDDED, "none", "auto"], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         drafters = ", ".join(registry.names("drafters"))

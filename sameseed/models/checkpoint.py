@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig, read_json
-from sameseed.models.layouts import make_layout
-from sameseed.models.layouts.base import Layout, StoredMatrix, finite, round_scheme, rounded, say_once
+from sameseed.models.config import ModelConfig
+from sameseed.models.layouts import PACKED, layout_of
+from sameseed.models.layouts.base import Layout, StoredMatrix, cache_scale, finite, round_scheme, rounded, say_once
 from sameseed.models.safetensors_file import BITS, DTYPES, RAW, SafetensorsFile
 from sameseed.models.weights import Shapes, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
@@ -164,6 +164,10 @@ class Checkpoint:
             return self._finite(name, entry.begin, entry.end, dtype).view(entry.shape)
         return self._files[name].read(entry.begin, entry.end).view(dtype).view(entry.shape)
 
+    def octets(self, name: str) -> Tensor:
+        entry = self._files[name].entries[name]
+        return self._files[name].read(entry.begin, entry.end)
+
     def expect(self, name: str, dtypes: Seq[str], *shapes: tuple[int, ...]) -> str:
         if name not in self._files:
             raise ModelLoadError(
@@ -198,6 +202,12 @@ class Checkpoint:
         expected = dict(shapes or expected_shapes(config))
         taken = self._find_stored(expected)
         missing = [n for n in expected if n not in self._files and n not in self._stored]
+        packed = next((n for n in self._files if n not in taken and n.endswith(PACKED)), None)
+        if packed is not None and self._layout is None:
+            raise ModelLoadError(
+                f"{self.folder}: tensor {packed[:80]} belongs to a quantized checkpoint, but no file says how it is "
+                "quantized; config.json needs the quantization_config that its maker wrote: download the folder again"
+            )
         if missing:
             raise ModelLoadError(
                 f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); is it the model that "
@@ -205,6 +215,7 @@ class Checkpoint:
             )
         known = {*expected, *taken, *spare}
         extra = [n for n in self._files if n not in known and not n.endswith(IGNORED_SUFFIXES)]
+        extra = [n for n in extra if not cache_scale(n, str(self.folder))]
         if config.tied_embeddings:  # ignore a stored copy of the tied LM head, dense or quantized
             if heads := {n for n in extra if n.startswith("lm_head.") and n != "lm_head.weight"}:
                 say_once(f"{self.folder}: {sorted(heads)[0]} is left out: config.json ties the head to the embedding")
@@ -231,8 +242,7 @@ class Checkpoint:
 
     def _find_stored(self, expected: dict[str, tuple[int, ...]]) -> set[str]:
         """Fill `_stored`, and return the names of all tensors that make up its matrices."""
-        raw = read_json(self.folder / "config.json") if (self.folder / "config.json").exists() else {}
-        self._layout = make_layout(raw, str(self.folder / "config.json"))
+        self._layout = layout_of(self.folder)
         self._stored = {}
         if self._layout is None:
             return set()

@@ -178,7 +178,7 @@ def sizes_of(shape: Any) -> dict[str, int]:
 
 def is_parallel(folder: Path) -> bool:
     """Whether a folder holds a model that guesses several tokens in one pass: its config.json names a mask token."""
-    if folder.suffix == GGUF or not (folder / "config.json").exists():
+    if folder.is_file() or not (folder / "config.json").exists():
         return False
     raw = read_json(folder / "config.json")
     return raw.get("spd_type") in PARALLEL or any(raw.get(name) not in (None, -1) for name in MASK_TOKENS)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
-from sameseed.models.config import GGUF, ModelConfig, layer_shapes, read_json
+from sameseed.models.config import ModelConfig, layer_shapes, read_json
 
 # Architecture -> kind of head.
 HEADS = {
@@ -108,7 +108,7 @@ class HeadConfig:
 
 def is_head(folder: Path) -> bool:
     """Whether a folder holds a draft head: by its config.json, or for old heads by the tensor fc.weight."""
-    if folder.suffix == GGUF or not (folder / "config.json").exists():
+    if folder.is_file() or not (folder / "config.json").exists():
         return False
     raw = read_json(folder / "config.json")
     if raw.get("speculators_model_type") is not None or named_architecture(raw) in HEADS:

@@ -11,6 +11,7 @@ from sameseed.errors import ModelLoadError, nearest
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ASSETS, EMBEDDED, GGUF, ModelConfig, parse_config, read_json
 from sameseed.models.gguf.config import read_gguf_config
+from sameseed.models.gguf.header import MAGIC
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Progress, read_weights
 from sameseed.ops import Ops
@@ -25,41 +26,61 @@ HUB_IGNORED = ["*/*", "consolidated*"]  # other layouts of the same weights: the
 
 
 def resolve_model(name: str) -> Path:
-    """Folder or GGUF file of a model: one of EMBEDDED, a local path, or a hub id (which is downloaded).
+    """Folder or GGUF file of a model: one of EMBEDDED, `smollm2`, a local path, or a hub id (which is downloaded).
 
-    A folder with one GGUF file and no config.json resolves to that file; `org/name/file.gguf` is a file on the hub.
-    Raises ModelLoadError where there is no such model.
+    A folder with one GGUF file and no config.json resolves to that file. `org/name/file.gguf` is a file on the hub,
+    `org/name:Q4_K_M` the one of that repository with this in its name. The result is a folder, or a GGUF file whatever
+    its name. Raises ModelLoadError where there is no such model.
     """
     if name in EMBEDDED:
         return ASSETS / EMBEDDED[name]
+    if name in hub.PACKAGED:
+        return hub.packaged(name)
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, it leaves an unknown user as it is
     if name and path.is_dir():  # "" would be the working directory
         return _in_folder(path)
     if name and path.exists():
-        if path.suffix == GGUF:
+        if path.suffix.lower() == GGUF or _first_bytes(path) == MAGIC:
             return path
-        raise ModelLoadError(f"{name} is a file; give the folder that holds config.json and *.safetensors, or a .gguf")
-    one_file = name.count("/") == 2 and name.endswith(GGUF)
-    if not (one_file or name.count("/") == 1) or name.startswith((".", "/", "~")):
-        near = nearest(name, (*EMBEDDED, *registry.names("drafters")))
-        raise ModelLoadError(f"no model at {name!r}{near}: give a folder, a hub id like 'org/name', or 'embedded'")
+        raise ModelLoadError(
+            f"{name} is a file, but no GGUF file; give a GGUF file, or the folder of config.json and *.safetensors"
+        )
+    repository, colon, label = name.partition(":")
+    one_file = name.count("/") == 2 and name.lower().endswith(GGUF)
+    if not (one_file or repository.count("/") == 1) or name.startswith((".", "/", "~")):
+        near = nearest(name, (*EMBEDDED, *hub.PACKAGED, *registry.names("drafters")))
+        raise ModelLoadError(
+            f"no model at {name!r}{near}: give a folder, a GGUF file, a hub id like 'org/name' or 'org/name:Q4_K_M', "
+            "'smollm2' or 'embedded'"
+        )
     from huggingface_hub import snapshot_download
 
     try:
         if one_file:
             return hub.fetch(*name.rsplit("/", 1))
+        if colon:
+            return hub.fetch(repository, hub.labelled(repository, label))
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+        if not (folder / "config.json").exists():
+            return hub.fetch(repository, hub.labelled(repository))
+    except ModelLoadError:
+        raise
     except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelLoadError(f"no folder {name!r} here, and the hub did not give it: {first}") from None
     return _in_folder(folder)
 
 
+def _first_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(MAGIC))
+
+
 def _in_folder(folder: Path) -> Path:
     """The folder itself, or the one GGUF file in it where there is no config.json."""
     if (folder / "config.json").exists():
         return folder
-    files = sorted(folder.glob(f"*{GGUF}"))
+    files = sorted(f for f in folder.iterdir() if f.suffix.lower() == GGUF)
     if len(files) > 1:
         raise ModelLoadError(f"{folder} holds {len(files)} GGUF files; name one of them, e.g. {files[0]}")
     return files[0] if files else folder
@@ -67,7 +88,7 @@ def _in_folder(folder: Path) -> Path:
 
 def open_checkpoint(path: Path) -> Checkpoint | GGUFCheckpoint:
     """The tensors of a folder or GGUF file from `resolve_model`: a context, and a `TensorSource` once checked."""
-    if path.suffix != GGUF:
+    if not path.is_file():
         return Checkpoint(path)
     from sameseed.models.gguf.source import GGUFCheckpoint
 
@@ -76,7 +97,7 @@ def open_checkpoint(path: Path) -> Checkpoint | GGUFCheckpoint:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a folder or a GGUF file. Raises ModelLoadError."""
-    if path.suffix != GGUF:
+    if not path.is_file():
         return Tokenizer.from_folder(path)
     from sameseed.models.gguf.tokenizer import read_gguf_tokenizer
 
@@ -105,7 +126,7 @@ def load_model(
 
 def read_config(folder: Path) -> ModelConfig:
     """`config.json` with the eos ids of `generation_config.json`, or a GGUF file's keys. Raises ModelLoadError."""
-    if folder.suffix == GGUF:
+    if folder.is_file():
         return read_gguf_config(folder)
     raw = read_json(folder / "config.json")
     generation = folder / "generation_config.json"

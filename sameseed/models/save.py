@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelSaveError
-from sameseed.models.config import GGUF, parse_config, read_json
+from sameseed.models.config import parse_config, read_json
 from sameseed.models.layouts import sameseed as own
 from sameseed.models.safetensors_file import name_files, sync_folder, write_file, write_safetensors
 from sameseed.models.weights import expected_shapes
@@ -57,6 +57,7 @@ def save_quantized(
     raw = {**source_config(source), **(config or {})}
     raw.pop("quantization_config", None)
     raw.pop("compression_config", None)
+    raw.pop("quantization", None)  # MLX's
     with new_folder(out, overwrite, source) as partial:
         copy_files(source, partial)
         writer = _Writer(partial, schemes, raw, shard_bytes)
@@ -64,7 +65,7 @@ def save_quantized(
             writer.add(name, value)
         writer.finish()
         raw["quantization_config"] = writer.quantization_config()
-        title = source.stem if source.suffix == GGUF else source.name
+        title = source.stem if source.is_file() else source.name
         formats = ", ".join(sorted({str(s) for s in schemes.values()}))
         about = f"Written by sameseed from {source.name}: {len(schemes)} matrices in {formats}.\n"
         readme = f"# {title}, quantized\n\n{about}" + (f"\n{card}\n" if card else "")
@@ -132,7 +133,7 @@ def check_destination(out: Path, overwrite: bool, source: Path) -> None:
 
 def source_config(source: Path) -> dict[str, Any]:
     """The config.json of a folder, or an equivalent one for a GGUF file. Raises ConfigError if there is none."""
-    if source.suffix != GGUF:
+    if not source.is_file():
         return read_json(source / "config.json")
     from sameseed.models.gguf.config import raw_config
     from sameseed.models.gguf.header import GGUFFile
@@ -148,12 +149,12 @@ def source_config(source: Path) -> dict[str, Any]:
 
 def copy_files(source: Path, folder: Path) -> None:
     """Copy tokenizer, chat template, generation settings and licence from a model to `folder`."""
-    if source.suffix == GGUF:
+    if source.is_file():
         from sameseed.models.gguf.tokenizer import read_gguf_tokenizer
 
         for name, text in read_gguf_tokenizer(source).as_files().items():
             write_file(folder / name, [text.encode()])
-    for name in COPIED if source.suffix != GGUF else ():
+    for name in COPIED if not source.is_file() else ():
         if (source / name).is_file():
             write_file(folder / name, [(source / name).read_bytes()])
 

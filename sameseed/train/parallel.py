@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.models.config import GGUF, ModelConfig, read_json
+from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.loader import load_tokenizer
 from sameseed.train.states import TextStates
 
@@ -107,7 +107,7 @@ def mask_of(asked: int, folder: Path, target: ModelConfig) -> int:
         raise ConfigError(f"mask_token {asked} is none of the target's {target.vocab_size} tokens; name one that is")
     if asked >= 0:
         return asked
-    pad = None if folder.suffix == GGUF else read_json(folder / "config.json").get("pad_token_id")
+    pad = None if folder.is_file() else read_json(folder / "config.json").get("pad_token_id")
     if (
         isinstance(pad, int)
         and 0 <= pad < target.vocab_size

@@ -7,9 +7,11 @@ read only after `Layout.find` has checked names, shapes and types of all tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ModelLoadError
+from sameseed.models.config import read_json
 from sameseed.models.layouts.awq import AwqLayout
 from sameseed.models.layouts.base import Layout
 from sameseed.models.layouts.bitsandbytes import BitsAndBytes
@@ -17,6 +19,8 @@ from sameseed.models.layouts.compressed_tensors import CompressedTensors
 from sameseed.models.layouts.fp8 import Fp8
 from sameseed.models.layouts.gptq import GptqLayout
 from sameseed.models.layouts.marlin import MarlinLayout, QqqLayout, is_marlin
+from sameseed.models.layouts.mlx import Mlx
+from sameseed.models.layouts.modelopt import ModelOpt
 from sameseed.models.layouts.sameseed import Own
 
 
@@ -33,8 +37,29 @@ METHODS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "bitsandbytes": BitsAndBytes,
     "fp8": Fp8,
     "fbgemm_fp8": Fp8,
+    "mlx": Mlx,
+    "modelopt": ModelOpt,
+    "modelopt_fp4": ModelOpt,
     "sameseed": Own,
 }
+# Files in which other tools keep the settings that config.json lacks, and the method where they name none.
+BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+# Name endings of tensors that only quantized checkpoints have.
+PACKED: tuple[str, ...] = (".qweight", ".weight_packed", ".weight.absmax", ".SCB", ".weight_scale", ".weight_scale_inv")
+PACKED += (".scales", ".biases", ".trellis", ".q_weight", ".W_q", ".weight._data")
+
+
+def layout_of(folder: Path) -> Layout | None:
+    """The layout of a checkpoint's folder, by config.json or a file of settings beside it. Raises ModelLoadError."""
+    path = folder / "config.json"
+    raw = read_json(path) if path.exists() else {}
+    if not (raw.get("quantization_config") or raw.get("compression_config")):
+        if isinstance(mlx := raw.get("quantization"), dict):
+            raw = {"quantization_config": {**mlx, "quant_method": "mlx"}}
+        elif (beside := next((folder / n for n in BESIDE if (folder / n).exists()), None)) is not None:
+            path, settings = beside, read_json(beside)
+            raw = {"quantization_config": {"quant_method": BESIDE[beside.name], **settings}}
+    return make_layout(raw, str(path))
 
 
 def make_layout(raw: Mapping[str, Any], where: str) -> Layout | None:
@@ -47,6 +72,8 @@ def make_layout(raw: Mapping[str, Any], where: str) -> Layout | None:
     method = config.get("quant_method")
     if method is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
         method = "bitsandbytes"  # older files do not name the method
+    if method is None and "group_size" in config and "quantization" in raw:
+        method = "mlx"  # written twice, under either name
     layout = METHODS.get(method) if isinstance(method, str) else None
     if layout is None:
         raise ModelLoadError(

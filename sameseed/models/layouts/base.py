@@ -17,6 +17,8 @@ from sameseed.scheme import CHANNEL, GROUPS, KQUANTS, QuantScheme, QuantTensor, 
 
 log = logging.getLogger("sameseed.models")
 FLOATS = ("F32", "BF16", "F16")
+# Name endings of static scales of the KV cache, which are not read: our scales are per row.
+CACHE = tuple(f".{x}_{part}" for x in ("k", "v", "q", "kv") for part in ("scale", "zero_point"))
 # 8-bit float codes of at least this value, ignoring the sign, are NaN or infinity (Micikevicius et al., 2022, table 1).
 ENDS = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7C}
 LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "mxfp4": 6.0, "nf4": 1.0}  # largest code value; 256 for integers
@@ -58,6 +60,9 @@ class Files(Protocol):
     def raw(self, name: str) -> Tensor:
         """A tensor as stored; float tensors are checked to be finite."""
 
+    def octets(self, name: str) -> Tensor:
+        """The bytes of a tensor of any type: uint8, flat."""
+
     def expect(self, name: str, dtypes: Seq[str], *shapes: tuple[int, ...]) -> str:
         """Return `name`. Raises ModelLoadError unless the tensor exists with one of the types and one of the shapes."""
 
@@ -65,12 +70,10 @@ class Files(Protocol):
 class Layout:
     """A quant_method with its settings.
 
-    `unread`, `cache`: name endings of tensors that are not read: static scales of activations and of the KV cache (our
-    scales are per row).
+    `unread`: name endings of tensors that are not read: static scales of activations (our scales are per row).
     """
 
     unread: tuple[str, ...] = ()
-    cache: tuple[str, ...] = ()
     where = ""
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
@@ -81,12 +84,17 @@ class Layout:
         """Whether a tensor that belongs to no matrix may be ignored."""
         if self.unread and name.endswith(self.unread):
             float_rows(self.where)
-        if self.cache and name.endswith(self.cache):
-            say_once(
-                f"{self.where}: its static scales for the KV cache are left out; scales of this cache are per token "
-                "and head (--kv-format)"
-            )
-        return name.endswith((*self.unread, *self.cache))
+        return name.endswith(self.unread)
+
+
+def cache_scale(name: str, where: str) -> bool:
+    """Whether a tensor is a static scale of the KV cache, in any layout; logs once that it is left out."""
+    if name.endswith(CACHE):
+        say_once(
+            f"{where}: its static scales for the KV cache are left out; scales of this cache are per token "
+            "and head (--kv-format)"
+        )
+    return name.endswith(CACHE)
 
 
 def float_rows(where: str) -> None:

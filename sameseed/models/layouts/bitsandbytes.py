@@ -18,6 +18,7 @@ from sameseed.scheme import QuantScheme, QuantTensor
 STATE = "weight.quant_state.bitsandbytes__"
 MAX_STATE = 1 << 16  # bytes of a quant_state tensor
 BLOCK = 64  # group size of our format nf4
+STORAGE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # bytes of an element of packed codes
 
 
 class BitsAndBytes(Layout):
@@ -28,7 +29,13 @@ class BitsAndBytes(Layout):
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         weight = f"{name}.weight"
-        if weight not in files or files.kind(weight)[0] in FLOATS:
+        if weight not in files:
+            return None
+        if f"{name}.{STATE}fp4" in files:
+            raise ModelLoadError(f"tensor {weight} is in bitsandbytes' fp4, which cannot be read; nf4 and int8 can")
+        if f"{name}.{STATE}nf4" in files:  # before the type: the bytes of codes may be stored as floats
+            return _nf4(name, shape, files)
+        if files.kind(weight)[0] in FLOATS:
             return None
         if files.kind(weight)[0] == "I8":
             tensors = [files.expect(weight, ["I8"], shape), files.expect(f"{name}.SCB", ["F32"], (shape[0],))]
@@ -45,9 +52,7 @@ class BitsAndBytes(Layout):
                 return QuantTensor("int8", shape, {"codes": files.raw(weight), "scales": scales.contiguous()})
 
             return StoredMatrix(tuple(tensors), QuantScheme("int8"), read)
-        if f"{name}.{STATE}fp4" in files:
-            raise ModelLoadError(f"tensor {weight} is in bitsandbytes' fp4, which cannot be read; nf4 and int8 can")
-        return _nf4(name, shape, files)
+        return _nf4(name, shape, files)  # which says what is missing
 
 
 def _state(name: str, shape: tuple[int, int], files: Files) -> dict[str, Any]:
@@ -73,7 +78,9 @@ def _nf4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
     block = state["blocksize"]
     count, values = -(-height * width // block), height * width
     packed = f"{name}.weight"
-    files.expect(packed, ["U8"], (-(-values // 2), 1), (1, -(-values // 2)), (-(-values // 2),))
+    # `bnb_4bit_quant_storage`: two codes a byte, and the bytes in elements of any type (FSDP needs one type for all).
+    elements = -(-values // (2 * STORAGE.get(files.kind(packed)[0], 1)))
+    files.expect(packed, [*STORAGE], (elements, 1), (1, elements), (elements,))
     absmax = f"{packed}.absmax"
     nested = state.get("nested_blocksize")
     tensors = [packed, f"{name}.{STATE}nf4", absmax, files.expect(f"{packed}.quant_map", ["F32"], (16,))]
@@ -87,7 +94,7 @@ def _nf4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
     kept = same and width % BLOCK == 0 and (width % block == 0 and block % BLOCK == 0)
 
     def read() -> QuantTensor | Tensor:
-        data = files.raw(packed).flatten()
+        data = files.octets(packed)
         codes = torch.stack([data >> 4, data & 15], dim=1).flatten()[:values]
         scales = files.raw(absmax).flatten()
         if nested is not None:

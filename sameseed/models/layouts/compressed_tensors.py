@@ -99,7 +99,6 @@ class CompressedTensors(Layout):
     """The groups of settings, each with the modules it applies to."""
 
     unread = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".input_global_scale")
-    cache = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         sparsity = config.get("sparsity_config")

@@ -14,7 +14,6 @@ class Fp8(Layout):
     """8-bit floats with scales per tensor, per row or per block."""
 
     unread = (".input_scale", ".activation_scale", ".input_scale_ub")
-    cache = (".k_scale", ".v_scale")
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         block = config.get("weight_block_size")

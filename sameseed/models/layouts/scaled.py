@@ -72,20 +72,31 @@ def mxfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
     return StoredMatrix((codes_at, scale_at), QuantScheme("mxfp4"), read)
 
 
-def nvfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
-    """Two e2m1 codes per byte (the first in the low half), an e4m3 scale per 16 codes, divided by a global scale."""
+def nvfp4(
+    name: str,
+    shape: tuple[int, int],
+    files: Files,
+    codes: str = "weight_packed",
+    whole: str = "weight_global_scale",
+    inverse: bool = True,
+) -> StoredMatrix:
+    """Two e2m1 codes per byte (the first in the low half), an e4m3 scale per 16 codes, and one for the whole matrix.
+
+    `codes`, `whole`: names of the tensors. `inverse`: the scale of the whole matrix divides the others.
+    """
     height, width = shape
     if width % 16:
         raise ModelLoadError(f"tensor {name} {list(shape)} cannot be nvfp4: its rows are no multiple of 16")
     tensors = (
-        files.expect(f"{name}.weight_packed", ["U8"], (height, width // 2)),
+        files.expect(f"{name}.{codes}", ["U8"], (height, width // 2)),
         files.expect(f"{name}.weight_scale", ["F8_E4M3"], (height, width // 16)),
-        files.expect(f"{name}.weight_global_scale", FLOATS, (1,), ()),
+        files.expect(f"{name}.{whole}", FLOATS, (1,), ()),
     )
 
     def read() -> Tensor:
         packed, scales, largest = (files.raw(t) for t in tensors)
-        scales = scales.view(torch.float8_e4m3fn).float() / largest.float()
+        scales, largest = scales.view(torch.float8_e4m3fn).float(), largest.float()
+        scales = scales / largest if inverse else scales * largest
         return (TABLE[nibbles(packed).int()].view(height, -1, 16) * scales[..., None]).flatten(1)
 
     return StoredMatrix(tensors, round_scheme(width), read, "NVFP4")

@@ -21,6 +21,8 @@ from fixtures_layouts import (
     fp8,
     gptq,
     marlin,
+    mlx,
+    modelopt_nvfp4,
     mxfp4,
     nvfp4,
     packed,
@@ -42,6 +44,8 @@ QQQ = {"quant_method": "qqq", "wbits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+MLX = ((2, 32), (4, 64), (8, 64))  # bits, group size
+MODELOPT = {"quant_method": "modelopt", "exclude_modules": ["lm_head"]}
 UP = "model.layers.1.mlp.up_proj"  # rows of 128
 DOWN = "model.layers.1.mlp.down_proj"  # rows of 256
 
@@ -109,6 +113,13 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any], str]] = {
     "ct-mxfp4": (mxfp4, ct_config(4, "float", "group", "mxfp4-pack-quantized", 32), "mxfp4"),
     "bnb-nf4": (bnb_nf4(), BNB, "nf4"),
     "bnb-nf4-nested": (bnb_nf4(nested=True), BNB | {"bnb_4bit_use_double_quant": True}, "nf4"),
+    **{
+        f"bnb-nf4-in-{dtype}": (bnb_nf4(storage=dtype), BNB | {"bnb_4bit_quant_storage": str(dtype)[6:]}, "nf4")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+    },
+    **{f"mlx-{b}-g{g}": (mlx(b, g), {"quant_method": "mlx", "bits": b, "group_size": g}, "rounded") for b, g in MLX},
+    "modelopt-fp8": (fp8("tensor"), MODELOPT | {"quant_algo": "FP8"}, "fp8_e4m3"),
+    "modelopt-nvfp4": (modelopt_nvfp4, MODELOPT | {"quant_algo": "NVFP4"}, "rounded"),
     "bnb-nf4-b128": (bnb_nf4(block=128), BNB, "nf4"),
     "bnb-int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "w8a16"),
     "fp8": (fp8("tensor"), FP8, "fp8_e4m3"),
@@ -295,6 +306,57 @@ def test_static_scales_of_cache_and_activations_are_left_out(tmp_path, caplog):
         load(tmp_path)
     rows, cache = sorted(r.getMessage() for r in caplog.records)
     assert "settings for activations are left out" in rows and "static scales" in cache and "--kv-format" in cache
+
+
+@pytest.mark.parametrize("tensor", ("self_attn.kv_scale", "self_attn.k_proj.k_scale", "self_attn.attn.v_scale"))
+def test_static_scales_of_the_cache_beside_dense_weights_are_left_out(tensor, tmp_path):
+    """Also where no quantization_config stands: older tools wrote only these."""
+    write_dense(tmp_path, write_layout(tmp_path, gptq(), GPTQ))
+    plain = all_logits(load(tmp_path), prompt(5, 32))
+    tensors = read_tensors(tmp_path) | {f"model.layers.0.{tensor}": torch.ones(1)}
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    assert all_logits(load(tmp_path), prompt(5, 32)).equal(plain)
+
+
+BESIDE: dict[str, tuple[Writer, dict[str, Any]]] = {
+    "quantize_config.json": (gptq(), {k: v for k, v in GPTQ.items() if k != "quant_method"}),
+    "quant_config.json": (awq(), {"bits": 4, "group_size": 128, "version": "GEMM", "zero_point": True}),
+    "hf_quant_config.json": (
+        fp8("tensor"),
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+    ),
+}
+
+
+@pytest.mark.parametrize("file", BESIDE)
+def test_settings_in_a_file_beside_config_json(file, tmp_path):
+    writer, settings = BESIDE[file]
+    dense = write_layout(tmp_path, writer, None)
+    (tmp_path / file).write_text(json.dumps(settings))
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        assert all(checkpoint.tensor(name).float().equal(value.float()) for name, value in dense.items())
+
+
+@pytest.mark.parametrize("key", ("quantization", "both"))
+def test_settings_of_mlx(key, tmp_path):
+    """MLX quantizes embedding and head, too, and writes its settings under one name or two, without a method."""
+    dense = write_layout(
+        tmp_path, mlx(4, 64), None, which=lambda name: name.endswith((".weight",)) and "norm" not in name
+    )
+    settings = {"group_size": 64, "bits": 4}
+    both = {"quantization_config": settings} if key == "both" else {}
+    write_config(tmp_path, {**RAW, "quantization": settings, **both})
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        assert all(checkpoint.tensor(name).float().equal(value.float()) for name, value in dense.items())
+
+
+@pytest.mark.parametrize("name", ("gptq", "ct-w4a16", "fp8", "awq"))
+def test_a_quantized_checkpoint_without_settings_is_no_dense_one(name, tmp_path):
+    write_layout(tmp_path, LAYOUTS[name][0], None)
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelLoadError, match="quantization_config"):
+        checkpoint.check(parse_config(RAW))
 
 
 def test_gptq_with_settings_of_its_own_for_some_modules(tmp_path):
