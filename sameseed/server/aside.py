@@ -8,6 +8,7 @@ fork needs no loading; xgrammar and the vocabulary take seconds to load.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import multiprocessing
 import resource
@@ -60,10 +61,10 @@ class Aside:
                 else:
                     _limit(resource.RLIMIT_DATA, COMPILE_MEMORY)
                 return Done("")
-            render = self._tokenizer.render_chat
+            asked, render = frames.Render(*json.loads(frame.asked)), self._tokenizer.render_chat
             signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
             try:
-                return Done(render(opened(frame.messages), tools=frame.tools, options=frame.options))
+                return Done(render(opened(asked.messages), tools=asked.tools, options=asked.options))
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0.0)
         except RequestError as error:

@@ -146,7 +146,7 @@ class EngineClient(Supervised):
     async def render(self, asked: frames.Render, size: int) -> str:
         """Render a conversation with the chat template. `size`: bytes of the request. Raises ApiError 400, 503."""
         try:
-            return await self._templates.ask(asked, "messages", size)
+            return await self._templates.ask(frames.Template(json.dumps(asked)), "messages", size)
         except HelperDiedError as error:
             if not error.spent:  # its CPU time was not used up: the machine may be at fault
                 raise unavailable("the messages could not be prepared in time; try again later") from None

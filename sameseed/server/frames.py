@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -154,12 +154,18 @@ class Setup(Frame):
     eos_token_ids: list[int]
 
 
-class Render(Frame):
-    """To a helper: render a conversation with the model's chat template."""
+class Render(NamedTuple):
+    """A conversation to render with the model's chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    options: dict[str, Any] = {}  # further arguments of the template
+    options: dict[str, Any]  # further arguments of the template
+
+
+class Template(Frame):
+    """To a helper: render a conversation, a `Render` as JSON, whose whole numbers may be larger than MessagePack's."""
+
+    asked: str
 
 
 class Compile(Frame):
@@ -189,7 +195,7 @@ class Stalled(Frame):
 
 ToEngine = Load | Add | Abort | Prepare | LoadGrammar | Forget
 FromEngine = EngineReady | Deltas | Scores | Beat | Refused | Failed
-ToHelper = Setup | Render | Compile
+ToHelper = Setup | Template | Compile
 FromHelper = Done | Rejected | Stalled
 
 

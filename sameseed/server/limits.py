@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import Any
 
 from sameseed.server.errors import ApiError, bad_request
@@ -36,34 +36,57 @@ MAX_COMPILED = 8 * 2**20  # bytes of a compiled grammar
 COMPILE_SECONDS, TEMPLATE_SECONDS = 1.0, 1.0  # of CPU time
 COMPILE_MEMORY = 512 * 2**20  # bytes beyond what the process already has
 BODY_TIMEOUT = 30.0  # seconds for a body to arrive
+MAX_DIGITS = 4300  # of a whole number: Python's own limit (sys.int_info.default_max_str_digits)
+# Fields that hold JSON of the client's own: schemas, arguments of templates and of calls.
+PASSED = {"messages", "input", "tools", "tool_choice", "chat_template_kwargs", "documents", "metadata", "text"}
+PASSED |= {"response_format", "structured_outputs", "guided_json"}
 
 log = logging.getLogger("sameseed.server")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _STRING = re.compile(rb'"[^"]*"')  # strings without escapes; with escapes the expression would take quadratic time
 
 
-def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
+def parse_object(raw: bytes, name: str = "the body", unique: bool = True) -> dict[str, Any]:
     """Parse the JSON object of a request's body, or of a text in the body. `name`: what errors call it.
 
-    Raises ApiError 400 for anything else, 413 for a body beyond the limit.
+    Numbers stay as `json.loads` reads them. `unique`: refuse a key that comes twice in an object. Raises ApiError 400
+    for anything else, 413 for a body beyond the limit.
     """
     if len(raw) > MAX_BODY:
         raise too_large()
     check_values(raw, f"{name} holds")
+    beyond: list[float] = []  # numbers that are not finite: JSON has none, but 1e400 is more than a float holds
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            beyond.append(value)
+        return value
+
+    def read(whole: Callable[[str], Any] | None) -> Any:
+        hook = _unique if unique else None
+        try:
+            text = raw.decode("utf-8")
+            return json.loads(text, parse_float=number, parse_constant=number, parse_int=whole, object_pairs_hook=hook)
+        except UnicodeDecodeError as error:
+            raise bad_request(f"{name} is no UTF-8 ({error.reason} at byte {error.start})") from None
+        except json.JSONDecodeError as error:
+            where = f"line {error.lineno} column {error.colno}"
+            raise bad_request(f"{name} is no JSON: {error.msg} at {where}", code="invalid_json") from None
+        except RecursionError:
+            raise _too_deep(name) from None
+
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_number, parse_float=_number)
-    except UnicodeDecodeError as error:
-        raise bad_request(f"{name} is no UTF-8 ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise bad_request(f"{name} is no JSON: {error.msg} at {where}", code="invalid_json") from None
-    except RecursionError:
-        raise _too_deep(name) from None
-    except ValueError as error:  # a number of thousands of digits
-        raise bad_request(f"{name} is no JSON: {error}", code="invalid_json") from None
+        value = read(None)
+    except ValueError:  # a number of thousands of digits: read again, to find its field
+        value = read(lambda digits: int(digits) if len(digits) <= MAX_DIGITS else number("nan"))
     if not isinstance(value, dict):
         raise bad_request(f"{name} must be a JSON object", code="invalid_json")
     check_nesting(value, name)
+    if beyond:
+        field = next((key[:64] for key, part in value.items() if not _finite(part)), name)
+        why = f"numbers must be finite, and whole numbers have at most {MAX_DIGITS} digits"
+        raise bad_request(f"{field}: {why}", field, "invalid_json")
     if _SURROGATE.search(raw):
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -106,15 +129,39 @@ def too_large() -> ApiError:
     return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
 
 
-def _number(text: str) -> float | int:
-    """Parse a number with a fraction or exponent: 5.0 becomes the int 5, which JSON does not tell apart.
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's members. Raises ApiError 400 for a key that comes twice: parsers differ in which one they take."""
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise bad_request(f"an object has the key {key[:64]!r} twice; give it once", code="invalid_json")
+        made[key] = value
+    return made
 
-    Raises ApiError 400 for NaN and infinity.
-    """
-    value = float(text)
-    if not math.isfinite(value):
-        raise bad_request(f"numbers must be finite, got {text[:64]}", code="invalid_json")
-    return int(value) if value.is_integer() else value
+
+def _finite(value: Any) -> bool:
+    """Whether all numbers of a JSON value are finite."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            return False
+        if isinstance(part, dict | list):
+            left.extend(part.values() if isinstance(part, dict) else part)
+    return True
+
+
+def counted(body: dict[str, Any]) -> dict[str, Any]:
+    """A body whose counts may be written as 5.0: JSON does not tell it from 5. What only passes through stays."""
+    return {name: value if name in PASSED else _whole(value) for name, value in body.items()}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(map(_whole, value))
+    if isinstance(value, dict):
+        return {key: _whole(part) for key, part in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _too_deep(name: str) -> ApiError:
@@ -130,7 +177,8 @@ def opened(messages: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
     def call(made: dict[str, Any]) -> dict[str, Any]:
         function = made["function"]
         try:
-            return {**made, "function": {**function, "arguments": parse_object(function["arguments"].encode())}}
+            arguments = parse_object(function["arguments"].encode(), unique=False)
+            return {**made, "function": {**function, "arguments": arguments}}
         except ApiError:
             log.debug("arguments of a tool call that are no object")
             return made

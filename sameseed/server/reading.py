@@ -113,11 +113,11 @@ class Intake:
                 await asyncio.wait_for(self._collect(request, visit, parts), limits.BODY_TIMEOUT)
             except asyncio.TimeoutError:
                 raise ApiError(408, "the body did not arrive in time", code="timeout") from None
-            if visit.size <= INLINE:
-                body = limits.parse_object(b"".join(parts))
-            else:
-                body = await asyncio.to_thread(lambda: limits.parse_object(b"".join(parts)))
-            yield body
+
+            def parsed() -> dict[str, Any]:
+                return limits.counted(limits.parse_object(b"".join(parts)))
+
+            yield parsed() if visit.size <= INLINE else await asyncio.to_thread(parsed)
         except ClientDisconnect:
             raise ApiError(400, "the client left") from None
         finally:

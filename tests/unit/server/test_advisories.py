@@ -107,7 +107,7 @@ async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.M
 
     beating = asyncio.create_task(beat())
     await text.encode("the sum of " * INLINE * 20, True)
-    await text.encode_chat(Render([{"role": "user", "content": "x" * INLINE}], []))
+    await text.encode_chat(Render([{"role": "user", "content": "x" * INLINE}], [], {}))
     await text.spelt([[5] * (INLINE + 1)])
     beating.cancel()
     assert len(threads) >= 3 and all(name.startswith("tokenizer") for name in threads) and beats > 3
@@ -121,7 +121,7 @@ async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request() -> N
     made = helper.Helper(lambda: frames.Setup(False, {}, 8, []), 1.0, 8, short)
     for _ in range(2):
         with pytest.raises(ApiError) as caught:
-            await made.ask(frames.Render([], []), "messages")
+            await made.ask(frames.Template("[[], []]"), "messages")
         assert caught.value.status == 503 and caught.value.retry_after
     await made.close()
 

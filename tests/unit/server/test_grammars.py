@@ -132,12 +132,12 @@ async def test_too_much_work_is_told_from_a_death(
     monkeypatch.setattr(helper_of_server, "AT_ONCE", -1.0)
     made = Helper(lambda: frames.Setup(True, {}, 8, []), 0.5, 8, spawn)
     with pytest.raises((HelperDiedError, ApiError)) as caught:
-        await made.ask(frames.Render([], []), "messages")
+        await made.ask(frames.Template("[[], [], {}]"), "messages")
     assert getattr(caught.value, "spent", None) is expected
     client = EngineClient("x", {})
     client._templates = made
     with pytest.raises(ApiError) as told:
-        await client.render(Render([], []), 0)
+        await client.render(Render([], [], {}), 0)
     assert told.value.status == status
     await made.close()
 

@@ -24,7 +24,7 @@ from sameseed.server.guard import Guard
 from sameseed.server.helper import Helper
 
 SETUP = frames.Setup(False, {}, 8, [])
-RENDER = frames.Render([], [])
+RENDER = frames.Template("[[], [], {}]")
 DONE = frames.pack(Done(""))
 
 

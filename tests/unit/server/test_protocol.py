@@ -170,7 +170,10 @@ def test_settings_of_speculation() -> None:
         (b'{"a": -Infinity}', "finite"),
         (b'{"a": "\xff"}', "no UTF-8"),
         (b'{"a": "\\ud800"}', "surrogate"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "^a: .* digits"),
+        (b'{"a": 1, "b": {"c": [1e400]}}', "^b: .*finite"),
+        (b'{"a": ' + b"9" * 5000 + b", }", "no JSON"),
+        (b'{"a": [{"b": 1, "b": 2}]}', "twice"),
         (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "deeper"),
         (b'{"a": ' + b"[" * 60_000, "deeper"),
         (b'{"a":' * 70 + b"1" + b"}" * 70, "deeper"),
@@ -183,6 +186,16 @@ def test_bodies_that_are_no_requests(raw: bytes, message: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
         limits.parse_object(raw)
     assert caught.value.status == 400
+
+
+NUMBERS = b'{"seed": 5.0, "prompt": [[1.0]], "tools": [1.0, -0.0, 1e6, 1e22, %d], "metadata": {"a": 2.0}}' % 2**70
+
+
+def test_numbers_stay_as_they_came_but_for_counts() -> None:
+    came = limits.parse_object(NUMBERS)
+    assert json.dumps(came) == json.dumps(json.loads(NUMBERS))
+    wanted = json.loads(NUMBERS) | {"seed": 5, "prompt": [[1]]}
+    assert json.dumps(limits.counted(came)) == json.dumps(wanted)
 
 
 def test_bodies_at_the_limits() -> None:
