@@ -23,6 +23,13 @@ class TextPart(Fields):
     text: str
 
 
+class RefusalPart(Fields):
+    """A part of an earlier answer that declined."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class NamedFunction(Fields):
     """The name of a function."""
 
@@ -65,51 +72,128 @@ class Turn(Fields):
 
 
 class Message(Turn):
-    """One turn of a conversation."""
+    """One turn of a conversation that the model did not write."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "tool", "function"]
     content: Content
     tool_call_id: Annotated[str, Field(max_length=128)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message in the form that a chat template takes; "developer" is OpenAI's newer name for "system"."""
-        made = {"role": "system" if self.role == "developer" else self.role, "content": _plain(self.content)}
+        """The message in the form that a chat template takes: with the older names of the roles."""
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        made = {"role": role, "content": _plain(self.content)}
         made |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
         return made | self.thoughts
 
 
-class CallMessage(Turn):
-    """An earlier answer that called tools."""
+class AnswerMessage(Turn):
+    """An earlier answer. Without content it called tools, or declined."""
 
     role: Literal["assistant"]
-    content: Content | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=limits.MAX_TOOLS)]
+    content: str | list[TextPart | RefusalPart] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_TOOLS)] | None = None
+    function_call: Function | None = None
+    refusal: str | None = None
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Its calls; `function_call` is the older form of a single one."""
+        older = self.function_call and ToolCall(id="call_0", type="function", function=self.function_call)
+        return self.tool_calls or ([older] if older else [])
 
     def plain(self) -> dict[str, Any]:
         """The message in the form that a chat template takes, except for its calls: see `ToolCall.plain`."""
-        calls = [c.plain() for c in self.tool_calls]
-        return {"role": self.role, "content": _plain(self.content or ""), "tool_calls": calls} | self.thoughts
+        made: dict[str, Any] = {"role": self.role, "content": _plain(self.content or "")}
+        return made | ({"tool_calls": [c.plain() for c in self.calls]} if self.calls else {}) | self.thoughts
 
 
-def plain(messages: Seq[CallMessage | Message]) -> list[dict[str, Any]]:
-    """Messages as plain data in OpenAI's format; `limits.opened` converts them to the form that a chat template takes.
+class ReasoningItem(Fields):
+    """The reasoning before an answer, as /v1/responses gives it."""
 
-    Raises ApiError 400 if the arguments of calls hold too many values.
+    type: Literal["reasoning"]
+    content: list[dict[str, Any]] | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning; what is encrypted is left out."""
+        return "".join(part["text"] for part in self.content or () if isinstance(part.get("text"), str))
+
+
+class CallItem(Function):
+    """A tool call in an earlier answer, as /v1/responses gives it."""
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(max_length=128)]
+
+
+class CallOutputItem(Fields):
+    """The result of a tool call, as /v1/responses takes it."""
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(max_length=128)]
+    output: Content
+
+
+AnyItem = Message | AnswerMessage | ReasoningItem | CallItem | CallOutputItem
+
+
+def plain(items: Seq[AnyItem]) -> list[dict[str, Any]]:
+    """Items as messages in OpenAI's format; `limits.opened` converts them to the form that a chat template takes.
+
+    Reasoning, and calls in an item of their own, become part of the answer that they belong to. Raises ApiError 400 if
+    the arguments of calls hold too many values.
     """
-    called = [c.function.arguments for m in messages if isinstance(m, CallMessage) for c in m.tool_calls]
+    made: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            thoughts.append(item.text)
+        elif isinstance(item, CallItem):
+            if thoughts or not made or made[-1]["role"] != "assistant":
+                made.append({"role": "assistant", "content": ""})
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            made[-1].setdefault("tool_calls", []).append(call)
+        elif isinstance(item, CallOutputItem):
+            made.append({"role": "tool", "content": _plain(item.output), "tool_call_id": item.call_id})
+        else:
+            made.append(item.plain())
+        if thoughts and not isinstance(item, ReasoningItem):
+            if made[-1]["role"] == "assistant" and any(thoughts):
+                made[-1].setdefault("reasoning_content", "\n".join(thoughts))
+            thoughts = []
+    called = [c["function"]["arguments"] for m in made for c in m.get("tool_calls", ())]
     limits.check_values("".join(called).encode("utf-8", "replace"), "the arguments of tool calls hold")
-    return [m.plain() for m in messages]
+    return made
 
 
-def _plain(content: Content) -> str:
-    return content if isinstance(content, str) else "\n".join(p.text for p in content)
+def _plain(content: Content | list[TextPart | RefusalPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(p.text if isinstance(p, TextPart) else p.refusal for p in content)
 
 
-AnyMessage = Annotated[
-    Annotated[CallMessage, Tag("call")] | Annotated[Message, Tag("message")],
-    Discriminator(lambda value: "call" if isinstance(value, dict) and value.get("tool_calls") else "message"),
-]
-Messages = Annotated[list[AnyMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+def _tag(value: Any, items: Seq[str] = ()) -> str:
+    """The form of a message, or of an item of these types."""
+    if not isinstance(value, dict):
+        return "message"
+    kind = value.get("type")
+    if isinstance(kind, str) and kind in items:
+        return kind
+    return "answer" if value.get("role") == "assistant" or value.get("tool_calls") else "message"
+
+
+_ITEMS = ("reasoning", "function_call", "function_call_output")
+_OfChat = Annotated[AnswerMessage, Tag("answer")] | Annotated[Message, Tag("message")]
+_OfResponses = (
+    _OfChat
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+)
+_MANY = Field(min_length=1, max_length=limits.MAX_MESSAGES)
+Messages = Annotated[list[Annotated[_OfChat, Discriminator(lambda value: _tag(value))]], _MANY]
+Items = Annotated[list[Annotated[_OfResponses, Discriminator(lambda value: _tag(value, _ITEMS))]], _MANY]
 
 
 class OfferedFunction(Fields):

@@ -45,8 +45,12 @@ def fitted(document: dict[str, Any], names: tuple[str, ...], text: TextCodec | N
 
 def _fit(value: Any, names: tuple[str, ...], text: TextCodec | None) -> Any:
     toolless = text is not None and parser_for(text.tokenizer.chat_template) is None
-    if isinstance(value, list):  # a model without tools takes no messages with tool calls
-        forms = (v for v in value if not (toolless and isinstance(v, dict) and v.get("title") == "CallMessage"))
+    if isinstance(value, list):  # a model without tools takes no calls and no results
+        forms = (
+            v
+            for v in value
+            if not (toolless and isinstance(v, dict) and v.get("title") in ("CallItem", "CallOutputItem"))
+        )
         return [_fit(form, names, text) for form in forms]
     if not isinstance(value, dict):
         return value
@@ -61,7 +65,7 @@ def _fit(value: Any, names: tuple[str, ...], text: TextCodec | None) -> Any:
 def _fit_properties(
     properties: dict[str, Any], names: tuple[str, ...], text: TextCodec | None, toolless: bool
 ) -> dict[str, Any]:
-    dropped = {*ONE_OF_THEM, *(("tools", "tool_call_id") if toolless else ())}
+    dropped = {*ONE_OF_THEM, *(("tools", "tool_call_id", "tool_calls", "function_call") if toolless else ())}
     made = {name: schema for name, schema in properties.items() if name not in dropped}
     if "model" in made:
         made["model"] = {"enum": [*names, None], "title": "Model"}
@@ -69,7 +73,7 @@ def _fit_properties(
         if "tool_choice" in made:
             made["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}
         if "enum" in made.get("role", {}):
-            made["role"] = {**made["role"], "enum": [r for r in made["role"]["enum"] if r != "tool"]}
+            made["role"] = {**made["role"], "enum": [r for r in made["role"]["enum"] if r not in ("tool", "function")]}
     if text is None:
         return made
     if "logit_bias" in made:  # keys are token ids; the pattern allows ids with fewer digits than the largest id

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from sameseed.server import limits, structured
-from sameseed.server.conversation import Fields, Messages, NamedTool, Tool, plain
+from sameseed.server.conversation import Fields, Items, Messages, NamedTool, Tool, plain
 from sameseed.server.errors import bad_request
 
 TOKEN = "x-token"  # marks token ids in a JSON schema; their maximum is known once a model is loaded
@@ -185,7 +185,7 @@ class Reasoning(Fields):
 class ResponseFields(Common):
     """POST /v1/responses, stateless: `input` holds the whole conversation."""
 
-    input: str | Messages
+    input: str | Items
     n: Literal[1] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

@@ -92,7 +92,8 @@ def test_bad_values_are_named_and_not_repeated(field: str, value: Any, place: st
     ("message", "place"),
     [
         ({"role": "user"}, "messages[0].content"),
-        ({"role": "assistant", "tool_calls": []}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "assistant", "content": 1}, "messages[0].content"),
         ({"role": "user", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
         ({"content": "x"}, "messages[0].role"),
         ({"role": "wizard", "content": "x"}, "messages[0].role"),
@@ -113,6 +114,47 @@ def test_messages_as_templates_take_them() -> None:
     ]
     asked = read(ResponseFields, {"input": "x", "instructions": "be brief"})
     assert asked.messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"refusal": "no"},
+        {"tool_calls": []},
+        {"content": [{"type": "refusal", "refusal": "no"}]},
+        {"function_call": {"name": "f", "arguments": "{}"}},
+        {"tool_calls": None, "refusal": None, "function_call": None},
+    ],
+)
+def test_answers_without_content_are_taken_back(more: dict[str, Any]) -> None:
+    (said,) = read(ChatFields, {"messages": [{"role": "assistant", "content": None, **more}]}).messages
+    calls = [c["function"] for c in said.plain().get("tool_calls", ())]
+    assert said.plain()["content"] in ("", "no") and calls == (
+        [more["function_call"]] if more.get("function_call") else []
+    )
+
+
+def test_items_of_responses_become_messages() -> None:
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "id": "m", "content": [{"type": "output_text", "text": "a"}]},
+        {"type": "function_call", "id": "fc", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "refusal", "refusal": "no"}],
+            "status": "completed",
+        },
+    ]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert read(ResponseFields, {"input": items}).messages == [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "c"},
+        {"role": "assistant", "content": "no"},
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -95,6 +95,9 @@ def test_responses_have_an_item_of_their_own(text: TextCodec) -> None:
     assert [item["type"] for item in body["output"]] == ["reasoning", "message"]
     assert body["output"][0]["content"] == [{"type": "reasoning_text", "text": "why"}]
     assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+    back = read(ResponseFields, {"input": [*body["output"], {"role": "user", "content": "and?"}]})
+    said = {"role": "assistant", "content": "so be it", "reasoning_content": "why"}
+    assert back.messages == [said, {"role": "user", "content": "and?"}], "it takes back what it gave"
     kinds = [e["type"].removeprefix("response.") for e in events]
     assert kinds.index("reasoning_text.done") < kinds.index("content_part.added") < kinds.index("output_text.delta")
 
