@@ -75,8 +75,8 @@ class Answering(Response):
         finally:
             work.cancel()
             watcher.cancel()
-            self._ticket.close()
             visit.outcome, took = status, time.monotonic() - visit.arrived
+            self._ticket.close()
             told = {"request_id": visit.id, "client_request_id": visit.client_id, "status": status}
             told |= {"total_ms": round(took * 1e3, 1), **self._ended(status, took)}
             log.info("answered", extra=told)

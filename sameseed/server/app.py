@@ -20,7 +20,7 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError, bad_request, error_response, unavailable
 from sameseed.server.gate import Gate
 from sameseed.server.guard import Count, Guard
-from sameseed.server.interface import SUMMARY, described, errors, fitted, gives, page, playground
+from sameseed.server.interface import SUMMARY, described, errors, fitted, gives, page, playground, secured
 from sameseed.server.service import TOKENIZE, Service
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     )
     async def one_model(name: str) -> JSONResponse:
         if name not in service.config.names:
-            raise ApiError(404, f"no model {name[:256]!r} here", param="model", code="model_not_found")
+            raise ApiError(404, "no model of this name here; see /v1/models", param="model", code="model_not_found")
         return JSONResponse(model(name))
 
     @app.get("/", include_in_schema=False)
@@ -155,4 +155,5 @@ def _add_reading(app: FastAPI, service: Service) -> None:
 
     @app.get("/docs", summary="This interface, as a page", response_class=HTMLResponse)
     async def docs() -> HTMLResponse:
-        return HTMLResponse(page(app.openapi()))
+        made = page(app.openapi()).encode()
+        return HTMLResponse(made, headers=secured(made))

@@ -121,9 +121,7 @@ def _limit(kind: int, size: int) -> None:
 
 
 def main() -> None:
-    """Run a helper on the inherited socket. Signals are ignored: the process ends when its socket closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """Run a helper on the inherited socket. `process.spawn` blocks signals: the process ends when its socket closes."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     Aside(socket.socket(fileno=int(sys.argv[1]))).run()
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import logging
 import os
-from dataclasses import dataclass, field
+import re
+import ssl
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,9 +20,11 @@ from sameseed.config import MAX_DRAFT_TOKENS
 from sameseed.errors import ConfigError
 from sameseed.server.reasoning import PARSERS
 
+log = logging.getLogger("sameseed.server")
 KEY_VARIABLE = "SAMESEED_API_KEY"
 PREFIXES = ("vllm:", "sameseed:")
 _SHORTEST_KEY = 8
+_LIMIT = re.compile(r"(.*?)\s+([A-Za-z_]+)=(\S*)")  # a line that ends with a limit
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,9 @@ class ServerFlags:
 
     host: str = "127.0.0.1"  # address to listen on; needs a key if other machines can reach it
     port: int = 8000  # port to listen on; 0 takes a free one
+    uds: Annotated[Path | None, arg(metavar="PATH")] = None  # UNIX socket to listen on, instead of host and port
+    ssl_certfile: Annotated[Path | None, arg(metavar="FILE")] = None  # certificate chain (PEM): https instead of http
+    ssl_keyfile: Annotated[Path | None, arg(metavar="FILE")] = None  # its key; unset: in the same file
     # web origins that may call from a browser; '*': any
     cors: Annotated[tuple[str, ...], arg(metavar="ORIGIN", help_behavior_hint="")] = ()
     reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss"] | None = None  # how the model marks its reasoning
@@ -51,23 +60,45 @@ class ServerConfig(ServerFlags):
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must lie in 0..65535, got {self.port}; 8000 is usual")
+            raise ConfigError("port must lie in 0..65535; 8000 is usual")
         if self.max_queue < 0:
-            raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}")
+            raise ConfigError("max_queue must be at least 0")
         if not (self.request_timeout > 0 and self.load_timeout > 0) or not self.drain_timeout >= 0:
             raise ConfigError("request_timeout and load_timeout must be above 0, drain_timeout at least 0 seconds")
         if self.metrics_prefix not in PREFIXES:
-            raise ConfigError(f"metrics_prefix must be one of {', '.join(PREFIXES)}, got {self.metrics_prefix!r}")
+            raise ConfigError(f"metrics_prefix must be one of {', '.join(PREFIXES)}")
         if self.reasoning_parser not in (None, *PARSERS):
-            known = ", ".join(PARSERS)
-            raise ConfigError(f"reasoning_parser must be one of {known}, got {self.reasoning_parser!r}")
+            raise ConfigError(f"reasoning_parser must be one of {', '.join(PARSERS)}")
         if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise ConfigError(f"max_draft_tokens must lie in 0..{MAX_DRAFT_TOKENS}, got {self.max_draft_tokens}")
+            raise ConfigError(f"max_draft_tokens must lie in 0..{MAX_DRAFT_TOKENS}")
+        self.tls()
         if not self.loopback and not self.keys:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and there is no API key: put one into a file and "
                 f"give --api-key-file, or set {KEY_VARIABLE}; or listen on 127.0.0.1"
             )
+
+    def tls(self) -> ssl.SSLContext | None:
+        """The TLS settings, read from their files now; None for plain HTTP. Raises ConfigError for a bad pair."""
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate of that key")
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        for file in filter(None, (self.ssl_certfile, self.ssl_keyfile)):
+            try:
+                file.open("rb").close()
+            except OSError as error:
+                raise ConfigError(f"cannot read {file} ({error.strerror}); give a PEM file") from None
+        try:  # the password keeps OpenSSL from asking for one in the terminal
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
+        except (ssl.SSLError, ValueError) as error:
+            why = (getattr(error, "reason", None) or "not PEM, or with a password").lower().replace("_", " ")
+            raise ConfigError(
+                f"--ssl-certfile and --ssl-keyfile are no pair for TLS ({why}); give a PEM certificate and its key, "
+                "which has no password"
+            ) from None
+        return context
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,7 +108,7 @@ class ServerConfig(ServerFlags):
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.host == "localhost":
+        if self.uds is not None or self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
@@ -85,34 +116,89 @@ class ServerConfig(ServerFlags):
             return False
 
 
-class Keys:
-    """API keys, as SHA-256 digests. Every key is compared, each in constant time."""
+@dataclass(frozen=True)
+class KeyLimits:
+    """What one API key may have: requests at once, and tokens a minute (prompts and outputs). None: no limit."""
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        """Raises ConfigError for a key that is too short, or not printable ASCII."""
-        if any(len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() for key in keys):
-            raise ConfigError(f"an API key must have at least {_SHORTEST_KEY} printable ASCII characters")
-        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in dict.fromkeys(keys))
+    requests: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class Keys:
+    """API keys, as SHA-256 digests, with the limits of each. Every key is compared, each in constant time."""
+
+    def __init__(self, lines: Iterable[str], path: Path | None = None) -> None:
+        """`lines`: keys, each with its limits (see `_parsed`). `path`: the file that `reload` reads again.
+
+        Raises ConfigError for a key that is too short, or not printable ASCII, and for a bad limit.
+        """
+        self._limits = dict(_parsed(line, f"API key {number}") for number, line in enumerate(lines, 1))
+        self._path = path
+        self._check: Callable[[Keys], None] = lambda keys: None
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self._limits)
+
+    @property
+    def count_tokens(self) -> bool:
+        """Whether the tokens of a key are limited."""
+        return any(limits.tokens_per_minute for limits in self._limits.values())
 
     def tenant(self, key: bytes) -> str | None:
         """The key's tenant, a name that does not reveal the key; None for an unknown key."""
         digest = hashlib.sha256(key).digest()
-        found = [hmac.compare_digest(digest, known) for known in self._digests]
-        return digest.hex()[:16] if any(found) else None
+        found = [hmac.compare_digest(digest, known) for known in self._limits]
+        return _name(digest) if any(found) else None
+
+    def limits(self, tenant: str) -> KeyLimits:
+        """The limits of a tenant's key; none for a key that was removed."""
+        return next((limits for digest, limits in self._limits.items() if _name(digest) == tenant), KeyLimits())
 
     @classmethod
     def read(cls, path: Path | None) -> Keys:
         """Keys of a file (one per line; # comments) and of SAMESEED_API_KEY (comma-separated). Raises ConfigError."""
-        keys = [k.strip() for k in os.environ.get(KEY_VARIABLE, "").split(",")]
+        lines = os.environ.get(KEY_VARIABLE, "").split(",")
         if path is not None:
             try:
-                lines = path.read_text(encoding="utf-8").splitlines()
+                lines += path.read_text(encoding="utf-8").splitlines()
+                mode = path.stat().st_mode
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"cannot read API keys from {path} ({error}); give a text file") from None
-            keys += [line.strip() for line in lines if not line.lstrip().startswith("#")]
-            if not any(keys):
-                raise ConfigError(f"{path} holds no API key; write one a line")
-        return cls(tuple(dict.fromkeys(k for k in keys if k)))
+                why = getattr(error, "strerror", None) or "it is not UTF-8"
+                raise ConfigError(f"cannot read API keys from {path} ({why}); give a text file") from None
+            if mode & 0o006:
+                log.warning("every user of this machine can read or change %s; chmod 600 it", path)
+        keys = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
+        if path is not None and not keys:
+            raise ConfigError(f"{path} holds no API key; write one a line")
+        return cls(keys, path)
+
+    def restrict(self, check: Callable[[Keys], None]) -> None:
+        """Apply a check, which raises ConfigError, now and to what `reload` reads."""
+        check(self)
+        self._check = check
+
+    def reload(self) -> None:
+        """Read the file again, if there is one. Raises ConfigError; then the keys stay as they are."""
+        if self._path is not None:
+            fresh = Keys.read(self._path)
+            self._check(fresh)
+            self._limits = fresh._limits
+
+
+def _name(digest: bytes) -> str:
+    return digest.hex()[:16]
+
+
+def _parsed(line: str, what: str) -> tuple[bytes, KeyLimits]:
+    """The digest and the limits of a line such as `KEY requests=4 tokens_per_minute=60000`. Raises ConfigError."""
+    key, limits, names = line, dict[str, int](), [f.name for f in fields(KeyLimits)]
+    while (found := _LIMIT.fullmatch(key)) is not None:
+        key, name, value = found.groups()
+        if name not in names:
+            raise ConfigError(f"{what} has an unknown limit; write {' or '.join(names)}")
+        if not (value.isascii() and value.isdigit() and len(value) < 16 and int(value)):
+            raise ConfigError(f"{what}: {name} must be a whole number above 0")
+        limits[name] = int(value)
+    if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{what} must have at least {_SHORTEST_KEY} printable ASCII characters")
+    return hashlib.sha256(key.encode()).digest(), KeyLimits(**limits)

@@ -25,6 +25,7 @@ log = logging.getLogger("sameseed.server")
 OPEN = ("/health", "/ready", "/")
 MAX_HEADERS = 100
 MAX_CLIENT_ID = 128
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # the others count as one: clients invent them
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -70,7 +71,7 @@ class Guard:
         bare = scope["method"] == "HEAD"  # answered as GET, without the body
         scope = {**scope, "method": "GET" if bare else scope["method"]}
         visit = scope["sameseed"] = Visit(secrets.token_hex(12), client_id=name.decode("ascii") if fit else None)
-        visit.method = "HEAD" if bare else scope["method"]
+        visit.method = "HEAD" if bare else scope["method"] if scope["method"] in METHODS else "other"
         status = 500
         started = False
 

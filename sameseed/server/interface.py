@@ -158,8 +158,13 @@ def page(document: dict[str, Any]) -> str:
 def playground() -> tuple[bytes, dict[str, str]]:
     """The playground page, the only file that the server sends, and its HTTP headers."""
     body = PAGE.read_bytes()
-    return body, {
-        "content-security-policy": policy(body),
+    return body, secured(body)
+
+
+def secured(page: bytes) -> dict[str, str]:
+    """HTTP headers of a page: its Content Security Policy, no frames, nothing kept by others."""
+    return {
+        "content-security-policy": policy(page),
         "cache-control": "no-cache",
         "referrer-policy": "no-referrer",
         "x-frame-options": "DENY",

@@ -15,6 +15,9 @@ SECRETS = ("SAMESEED_API_KEY",)  # variables of the server that child processes 
 # Environment variables for helper processes: what Python needs to start, and how texts are encoded. Helpers run
 # templates and grammars of third parties, which must not see e.g. a hub token.
 PLAIN = ("PATH", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TMPDIR", "TZ", "LANG")
+# Signals that a terminal or an operator sends to all processes of the server at once. They are for the server alone:
+# child processes end when their socket closes.
+SERVERS_OWN = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 PLAIN_PREFIXES = ("LC_", "LD_", "OMP_", "OPENBLAS_", "MKL_", "COVERAGE_", "COV_CORE_")
 
 
@@ -33,7 +36,7 @@ def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, so
         safe = ["-P"] if sys.version_info >= (3, 11) else []  # nothing is imported from the working directory
         command = [sys.executable, *safe, "-m", f"sameseed.server.{program}", str(theirs.fileno()), *arguments]
         try:
-            pid = os.posix_spawn(sys.executable, command, environment)
+            pid = os.posix_spawn(sys.executable, command, environment, setsigmask=SERVERS_OWN)
         except BaseException:
             ours.close()
             raise

@@ -60,7 +60,7 @@ def own_metrics(replicas: Replicas, gate: Gate) -> tuple[CollectorRegistry, Coun
 
 def create_proxy(client: Replicas, config: ServerConfig) -> tuple[ASGIApp, Gate]:
     """The ASGI application and its gate. The application's lifespan starts and ends vLLM."""
-    gate = Gate(config.max_queue, len(config.keys))
+    gate = Gate(config.max_queue, len(config.keys), config.keys.limits)
     gate.max_running = client.facts["max_num_seqs"] * len(client.all)
     registry, requests = own_metrics(client, gate)
     created = int(time.time())

@@ -1,24 +1,30 @@
-"""Runs the server on one port until told to stop. SIGTERM or Ctrl-C drains it; a second signal ends it at once."""
+"""Runs the server on one port or UNIX socket until told to stop.
+
+SIGTERM, SIGINT and SIGQUIT drain it; a second one ends it at once. SIGHUP reads keys and certificates again. No other
+signal that a person or a log rotation may send ends it. Only SIGTERM and SIGKILL reach the programs that it starts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
-import os
 import shlex
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence as Seq
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from sameseed.errors import ConfigError
-from sameseed.server import limits, logs
+from sameseed.server import logs
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
@@ -35,6 +41,8 @@ BACKLOG = 2048  # connections that may wait to be accepted
 AT_ONCE = 32  # connections accepted in one go, before any is counted; they use the reserved file descriptors
 LAST_WORDS = 2.0  # seconds to send error events after a drain has timed out
 EXIT_ENGINE = 1
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)  # SIGQUIT by default leaves a core file with users' texts
+PASSED_OVER = (signal.SIGUSR1, signal.SIGUSR2)  # log rotations send them to reopen log files
 OnFailure = Callable[[str], None]
 
 
@@ -124,7 +132,6 @@ class Runner:
         self._served = False
         self._drain: asyncio.Task[None] | None = None
         self._client, app, self._gate, self._renew = make(self._failed)
-        self._in_terminal = os.isatty(0)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -139,15 +146,19 @@ class Runner:
                 timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=2,
                 backlog=AT_ONCE,
-                h11_max_incomplete_event_size=limits.MAX_HEADERS,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
             )
         )
 
     async def run(self) -> int:
         """Serve until the end; returns the exit code. Raises ConfigError if the engine failed before it was ready."""
-        listener, loop = bind(self._config.host, self._config.port), asyncio.get_running_loop()
-        heeded = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop}
-        heeded |= {} if self._renew is None else {signal.SIGHUP: self._hang_up}
+        config, loop = self._config, asyncio.get_running_loop()
+        listener = bind(config.host, config.port) if config.uds is None else bind_unix(config.uds)
+        self._server.config.load()
+        heeded: dict[signal.Signals, Callable[[], None]] = dict.fromkeys(STOPPING, self.stop)
+        # A closed terminal sends SIGHUP, too: the server goes on, as it does under nohup.
+        heeded |= {signal.SIGHUP: self.reload, **dict.fromkeys(PASSED_OVER, lambda: None)}
         for number, heed in heeded.items():
             loop.add_signal_handler(number, heed)
         watch = loop.create_task(self._announce(listener))
@@ -157,13 +168,14 @@ class Runner:
             watch.cancel()
             for number in heeded:
                 loop.remove_signal_handler(number)
+            if config.uds is not None:
+                config.uds.unlink(missing_ok=True)
         if self._failure is not None and not self._served:
             raise ConfigError(self._failure)
         return EXIT_ENGINE if self._failure is not None else 0
 
     async def _announce(self, listener: socket.socket) -> None:
-        host, port = listener.getsockname()[:2]
-        told = {"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"}
+        told = {"url": url_of(self._config, listener)}
         told["model"] = self._config.model_name
         person = sys.stdout.isatty()
         if person:
@@ -183,17 +195,27 @@ class Runner:
         self._failure = message
         self._server.should_exit = True
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Drain the server; if it is being drained, end it at once."""
         if self._drain is None:  # the first signal drains, the next one ends at once
             self._drain = asyncio.get_running_loop().create_task(self._leave())
         else:
             self._server.should_exit = True
 
-    def _hang_up(self) -> None:
-        """Handle SIGHUP: start a rolling restart, or stop if the signal came because the terminal was closed."""
-        if self._drain is None and self._in_terminal and not os.isatty(0):
-            self._stop()
-        elif self._drain is None and self._renew is not None:
+    def reload(self) -> None:
+        """Read API keys and certificates again, and replace several replicas one after another (SIGHUP)."""
+        config = self._config
+        try:
+            config.keys.reload()
+            self._gate.num_tenants = len(config.keys)
+            if config.tls() is not None and config.ssl_certfile is not None:  # the pair is good
+                assert self._server.config.ssl is not None
+                self._server.config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except (ConfigError, OSError) as error:
+            log.error("SIGHUP: %s; the API keys and certificates in use stay", error)
+        else:
+            log.info("reloaded", extra={"keys": len(config.keys)})
+        if self._renew is not None and self._drain is None:
             self._renew()
 
     async def _leave(self) -> None:
@@ -214,9 +236,21 @@ def greeting(url: str, model: str, drafter: str, locked: bool) -> str:
     """The message for a terminal once the server is ready. `locked`: requests need an API key."""
     key = '-H "Authorization: Bearer $SAMESEED_API_KEY" ' if locked else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
-    curl = f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    path, http = url.removeprefix("unix:"), "http://localhost" if url.startswith("unix:") else url
+    curl = f"curl {f'--unix-socket {shlex.quote(path)} ' if path != url else ''}{http}/v1/chat/completions {key}"
+    curl += f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
     how = "without guesses" if drafter == "none" else f"guesses by {drafter}"
-    return f"ready: {model}, {how}\n\n  page  {url}/\n  docs  {url}/docs\n  try   {curl}\n\nCtrl-C ends it."
+    pages = "" if path != url else f"  page  {url}/\n  docs  {url}/docs\n"
+    return f"ready: {model}, {how}\n\n{pages}  try   {curl}\n\nCtrl-C ends it."
+
+
+def url_of(config: ServerConfig, listener: socket.socket) -> str:
+    """What clients connect to: a URL, or unix:PATH."""
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if config.ssl_certfile is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -231,4 +265,27 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"cannot listen on {host} port {port} ({why}); choose another --port") from None
+    return listener
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """A listening UNIX socket, for this user alone. It replaces one whose server has died.
+
+    Raises ConfigError if another server listens there, or if the path is of something else.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.exists() or path.is_symlink():
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise ConfigError(f"--uds {path} is not a socket and stays as it is; choose another path")
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
+                    raise ConfigError(f"another server listens on {path}; end it, or choose another --uds")
+            log.warning("%s was left by a server that has died; it is replaced", path)
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(0o600)  # before it listens: until then nobody can connect
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {path} ({error.strerror or error}); choose another --uds") from None
     return listener

@@ -64,7 +64,7 @@ class Service:
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client, self.config = client, config
-        self.gate = Gate(config.max_queue, len(config.keys))
+        self.gate = Gate(config.max_queue, len(config.keys), config.keys.limits)
         self._intake = Intake()
         self._threads = ThreadPoolExecutor(2, "bodies")  # more would only take turns on the interpreter lock
         self.metrics = ServerMetrics(client, self.gate, config.model_name, config.metrics_prefix)
@@ -246,10 +246,17 @@ class Service:
                 made, add, data = await asyncio.wait_for(packed(), timeout - (time.monotonic() - visit.arrived))
             except asyncio.TimeoutError:
                 raise too_late(timeout) from None
+            reply = made.reply
+
+            def used() -> int:  # nothing is charged for what the server itself failed to do
+                failed = visit.outcome is None or visit.outcome >= 500
+                return 0 if failed else reply.num_prompt_tokens + reply.num_output_tokens
+
+            self.gate.reserve(visit.tenant, reply.num_prompt_tokens + num_seqs * reply.max_tokens, ticket, used)
             stream = self.client.submit(add, data, made.grammar)
             usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
             more: dict[str, Any] = {"events": bool(fields.stream), "usage": usage, "timeout": timeout}
-            return Answer(made.reply, stream, ticket.pop_all(), self.metrics, **more)
+            return Answer(reply, stream, ticket.pop_all(), self.metrics, **more)
 
     def _shown(self, fields: Common) -> dict[str, Any]:
         own = speculation(fields, self.config.max_draft_tokens)

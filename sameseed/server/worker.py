@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -212,9 +211,7 @@ class Worker:
 
 
 def main() -> None:
-    """Run a worker on the inherited socket. Signals are ignored: the process ends when its socket closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """Run a worker on the inherited socket. `process.spawn` blocks signals: the process ends when its socket closes."""
     logs.set_up("warning")
     code = EXIT_FAILED
     try:

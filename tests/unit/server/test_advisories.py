@@ -129,7 +129,7 @@ async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request() -> N
 def test_who_runs_the_programs_of_others_knows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates and grammars run in a process whose environment holds only what Python needs."""
     started: list[dict[str, str]] = []
-    monkeypatch.setattr(helper.process.os, "posix_spawn", lambda path, command, env: started.append(env) or 1)
+    monkeypatch.setattr(helper.process.os, "posix_spawn", lambda path, command, env, **more: started.append(env) or 1)
     secret = {"SAMESEED_API_KEY": "k", "HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s", "LC_ALL": "C.UTF-8"}
     for name, value in secret.items():
         monkeypatch.setenv(name, value)

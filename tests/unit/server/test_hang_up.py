@@ -1,14 +1,15 @@
-"""SIGHUP starts a rolling restart, unless it means that the terminal was closed."""
+"""SIGHUP reads the file of keys again and starts a rolling restart; no signal that is sent to all ends the server."""
 
 from __future__ import annotations
 
-import os
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures_server import until
 
-from sameseed.server.config import ServerConfig
+from sameseed.errors import ConfigError
+from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.gate import Gate
 from sameseed.server.run import Runner, Served
 
@@ -17,30 +18,50 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     """Never called."""
 
 
-def runner(renewed: list[str]) -> Runner:
+def runner(renewed: list[str], config: ServerConfig) -> Runner:
     client: Any = None
-    return Runner(lambda failed: Served(client, app, Gate(1), lambda: renewed.append("now")), ServerConfig())
+    return Runner(lambda failed: Served(client, app, Gate(1), lambda: renewed.append("now")), config)
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-async def test_a_rolling_restart(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "isatty", lambda number: terminal)
+async def test_a_rolling_restart() -> None:
     renewed: list[str] = []
-    made = runner(renewed)
-    made._hang_up()
-    assert renewed == ["now"] and not made._server.should_exit
-    made._stop()
-    await until(lambda: made._server.should_exit)
-    made._hang_up()
+    made = runner(renewed, ServerConfig())
+    made.reload()
+    assert renewed == ["now"]
+    made.stop()
+    made.reload()
     assert renewed == ["now"], "not while it drains"
 
 
-async def test_a_terminal_that_was_closed_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "isatty", lambda number: True)
-    renewed: list[str] = []
-    made = runner(renewed)
-    monkeypatch.setattr(os, "isatty", lambda number: False)
-    made._hang_up()
-    made._hang_up()  # a second SIGHUP does not act like a second SIGTERM
-    await until(lambda: made._server.should_exit)
-    assert not renewed and made._gate.closed
+async def test_keys_are_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file that is no good changes nothing, and neither does one that the engine in use does not allow."""
+    caplog.set_level(logging.INFO, "sameseed.server")
+    file = tmp_path / "keys"
+    file.write_text("first-key requests=2\n")
+    file.chmod(0o600)
+    keys = Keys.read(file)
+    made = runner([], ServerConfig(host="0.0.0.0", keys=keys))
+
+    def two(keys: Keys) -> None:
+        if len(keys) > 2:
+            raise ConfigError("two at most")
+
+    keys.restrict(two)
+    for text in (
+        "",
+        "short",
+        "a-good-key\nother-key=1 speed=2",
+        "a-good-key requests=0",
+        "key-1111\nkey-2222\nkey-3333",
+    ):
+        file.write_text(text)
+        made.reload()
+        assert len(keys) == 1 and keys.limits(keys.tenant(b"first-key") or "").requests == 2
+        assert "stay" in caplog.messages.pop()
+    file.write_text("second-key\nthird-key")
+    made.reload()
+    assert keys.tenant(b"first-key") is None and keys.tenant(b"second-key") and len(keys) == 2
+    assert "reloaded" in caplog.messages and "-key" not in caplog.text
+    file.chmod(0o644)
+    made.reload()
+    assert "chmod 600" in caplog.text
