@@ -1,4 +1,4 @@
-"""Memory for weights: large tensors on huge pages, where the system supports them."""
+"""Memory for weights and caches: huge pages where they pay, and rows that take memory only once they are written."""
 
 from __future__ import annotations
 
@@ -17,9 +17,31 @@ def roomy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | Non
     size = math.prod(shape) * dtype.itemsize
     if (device is not None and device.type != "cpu") or size < 2 * _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages stay small
-    with suppress(OSError):  # a kernel without huge pages: normal pages are used
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    return _mapped(size, [(0, size)]).view(dtype).view(shape)
+
+
+def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [layers, ...]. On a CPU a page takes memory once something is written to it.
+
+    The first 2 MiB of each layer lie on normal pages, so that a short text takes little; the rest lies on huge pages.
+    So a cache never takes more than twice its written rows and 2 MiB a layer.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    layer = size // shape[0]
+    return _mapped(size, [(i * layer + _HUGE, (i + 1) * layer) for i in range(shape[0])]).view(dtype).view(shape)
+
+
+def _mapped(size: int, huge: list[tuple[int, int]]) -> Tensor:
+    """`size` bytes of zeros that are not in memory yet; huge pages are asked for between each begin and end."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)  # shared pages stay small
+    memory = mmap.mmap(-1, size + _HUGE, flags=flags)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive as long as a view exists
     start = -whole.data_ptr() % _HUGE  # pages before `start` are never touched, so they take no memory
-    return whole[start : start + size].view(dtype).view(shape)
+    for begin, end in huge:
+        begin, end = start + -(-begin // _HUGE) * _HUGE, start + end // _HUGE * _HUGE
+        if begin < end and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages: normal pages are used
+                memory.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
+    return whole[start : start + size]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.formats._memory import roomy
+from sameseed.formats._memory import reserved
 from sameseed.scheme import Format, KVLayer
 
 
@@ -16,7 +16,7 @@ class KVCache:
     A layer holds k, v [num_blocks, block_size, Hk, W] in the format's storage type (W: D, or the bytes of a packed
     row), and scales float32 [num_blocks, block_size, Hk] for formats that have them. Rows are addressed by
     slot = block * block_size + offset. `format`: one for both, or one for keys and one for values ("int8/bf16");
-    each may name formats for near and far tokens ("bf16+int4").
+    each may name formats for near and far tokens ("bf16+int4"). On a CPU a row takes memory once it is stored.
     """
 
     def __init__(
@@ -37,8 +37,9 @@ class KVCache:
         def rows(fmt: Format) -> tuple[Tensor, Tensor | None]:
             codes, scales = fmt.encode_kv(torch.zeros(1, num_kv_heads, head_dim))
             shape = (num_layers, num_blocks, block_size, *codes.shape[1:])
-            stored = roomy(shape, codes.dtype, torch.device(device)).zero_()
-            return stored, None if scales is None else torch.zeros(shape[:4], dtype=torch.float32, device=device)
+            where = torch.device(device)
+            stored = reserved(shape, codes.dtype, where)
+            return stored, None if scales is None else reserved(shape[:4], torch.float32, where)
 
         (k, k_scale), (v, v_scale) = map(rows, scheme.kv_formats(format))
         self.stacked = KVLayer(format, k, v, k_scale, v_scale)  # all layers, as the first axis of each tensor

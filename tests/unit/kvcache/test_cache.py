@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from sameseed.errors import RegistryError
 from sameseed.kvcache.cache import KVCache
 
+MIB = 2**20
 SHAPE = (3, 5, 4, 2, 8)  # layers, blocks, block size, KV heads, head dim
 
 
@@ -46,3 +50,24 @@ def test_layers_share_nothing() -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(RegistryError, match="did you mean 'int8'"):
         KVCache(*SHAPE, "int9")
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+@pytest.mark.parametrize("format", ["fp32", "int8", "int4", "int8/bf16", "bf16+int4"])
+def test_rows_take_memory_once_they_are_stored(format: str) -> None:
+    before = resident()
+    cache = KVCache(4, 8192, 16, 8, 64, format)
+    assert cache.nbytes > 200 * MIB
+    assert resident() - before < 16 * MIB
+    for layer in cache.layers:
+        for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale):
+            if tensor is not None:
+                assert not tensor[-1].any()
+                tensor[:64] = 1
+    assert resident() - before < 2 * cache.nbytes * 64 // 8192 + 16 * MIB
