@@ -162,6 +162,7 @@ class EngineConfig:
 
     max_num_rows: int = 512
     max_num_seqs: int = 32
+    max_pass_ms: float = 100.0
     max_model_len: int | None = None  # None: the model's own context
     format: str = "auto"  # weights: auto keeps what the checkpoint stores
     backend: str = "auto"
@@ -179,6 +180,8 @@ class EngineConfig:
             raise ConfigError(f"max_num_rows must be at least 1, got {self.max_num_rows}")
         if self.max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        if not self.max_pass_ms > 0.0:
+            raise ConfigError(f"max_pass_ms must be above 0 (inf: no limit), got {self.max_pass_ms}")
         if self.max_num_rows < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_rows ({self.max_num_rows}) is below max_num_seqs ({self.max_num_seqs}): every running "

@@ -75,6 +75,7 @@ ENGINE_HELP = {
     "prefix_cache": "texts of a tenant that begin alike share the KV cache of their beginning",
     "max_num_rows": "most tokens that one pass computes",
     "max_num_seqs": "most sequences that run at once",
+    "max_pass_ms": "most milliseconds that prompts may add to a pass while others stream their output",
     "profile": "file of `sameseed tune`; its choice is the default of the other flags",
     "force_profile": "use it even on another machine or for other weights",
 }

@@ -156,7 +156,8 @@ def assemble(
     policies = RequestPolicies(make_policy(config.spec), scope)
     drafter = _build_drafter(config.spec, config, num_blocks, runner, policies, iter(drafts))
     max_len = config.max_model_len or runner.model.max_model_len
-    scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
+    limits = config.max_num_rows, config.max_num_seqs, max_len, config.max_pass_ms / 1000
+    scheduler = Scheduler(runner.blocks, *limits)
     capturing = runner.beside(captures=drafter.captures)
     policies.begin(lambda known: measure_rounds(capturing, drafter, known=known), learned)
     return Engine(capturing, drafter, policies, tokenizer, scheduler, make_overlap(config.spec))

@@ -13,6 +13,7 @@ from sameseed.engine.policies import RequestPolicies
 from sameseed.engine.running import Running
 from sameseed.engine.scheduler import Plan, Scheduler
 from sameseed.errors import RequestError
+from sameseed.lengths._cost import PromptCost
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread
 from sameseed.request import Delta, FinishReason, Request, Sequence, SpecMetrics, TimeSplit
@@ -44,6 +45,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.max_model_len = scheduler.max_model_len
+        self._prompt_cost = PromptCost(scheduler.max_prompt_seconds)
         self.times = TimeSplit()  # of all steps so far
         self.metrics = SpecMetrics()
         self.num_rows = 0  # rows of the last pass, draft tokens included
@@ -74,7 +76,7 @@ class Engine:
         self.check(request.prompt_token_ids)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
         seq.speculation, seq.grammar = request.speculation, request.grammar
-        seq.priority, seq.owner = request.priority, request.owner
+        seq.priority, seq.owner, seq.streamed = request.priority, request.owner, request.streamed
         seq.metrics.rounds = [] if request.detailed else None
         if request.score_prompt:  # to score it, the rest of the prompt becomes a draft that is always accepted
             seq.script = request.prompt_token_ids
@@ -111,7 +113,7 @@ class Engine:
         """
         start = time.perf_counter()
         self.num_rows = 0
-        plan = self.scheduler.schedule(self._lengths)
+        plan = self.scheduler.schedule(self._lengths, self._prompt_cost.seconds)
         if not plan.seqs:
             return self._deliver()
         self._pass = plan.seqs
@@ -132,6 +134,11 @@ class Engine:
             draft, result = decode_step(self.runner, self.drafter, *how, captured, deliver)
         decided = time.perf_counter()
         self.num_rows = sum(plan.num_pending) + len(draft.tokens)
+        if self.num_rows - len(draft.tokens) > len(plan.seqs):
+            pairs = zip(plan.seqs, plan.num_pending, strict=True)
+            self._prompt_cost.learn([(n, seq.num_cached - n) for seq, n in pairs if n > 1], times.target)
+        elif not any(scripted):
+            self._prompt_cost.passed(times.target)
         if not self._policies.pass_over():
             between = start - self._ended if self._went_on else 0.0  # the caller's time, e.g. to send tokens
             whole = replace(times, schedule=times.schedule + self._tail + min(between, self._tail + times.target))

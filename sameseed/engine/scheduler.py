@@ -1,21 +1,26 @@
 """Scheduler: decides which sequences run in the next pass, with how many pending tokens and draft tokens each.
 
-Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023) and one row budget. Pure Python.
+Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023). A pass has a budget of rows, and of
+seconds for prompts while others read along. Pure Python.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+import math
+from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 
 from sameseed.engine.fairness import Fairness
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.request import Sequence
 
 KEPT = 4  # a prompt leaves every fourth row to sequences behind it, so that short prompts need not wait for long ones
+LEAST_ROWS = 16  # of prompts in a pass, whatever they take: one row of a large model may take longer than the limit
 PATIENCE = 32  # after being passed over so often by later sequences of higher priority, a sequence goes first
 DraftLengths = Callable[[Seq[Sequence], int, int], list[int]]  # sequences, rows of known tokens, room for draft tokens
+PromptSeconds = Callable[[int, int], float]  # rows of a prompt, cached tokens before them -> what they add to a pass
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,28 @@ class Plan:
         return sum(self.num_pending) + sum(self.num_draft)
 
 
-def _part(wanted: int, left: int, crowded: bool) -> int:
-    """Rows that a prompt gets out of the `wanted` ones; `crowded`: other sequences are behind it."""
-    return min(wanted, left - left // KEPT if crowded else left)
+@dataclass
+class _Room:
+    """What a pass has left for prompts: rows, and seconds."""
+
+    rows: int
+    seconds: float
+    cost: PromptSeconds
+
+    def fitting(self, wanted: int, num_cached: int, crowded: bool = False) -> int:
+        """How many of the `wanted` rows of a prompt fit; `crowded`: other sequences are behind it."""
+        rows, seconds = self.rows, self.seconds
+        if crowded:
+            rows, seconds = rows - rows // KEPT, seconds * (1 - 1 / KEPT)
+        sizes = range(1, min(wanted, rows) + 1)
+        return (
+            len(sizes) if seconds == math.inf else bisect_right(sizes, seconds, key=lambda n: self.cost(n, num_cached))
+        )
+
+    def take(self, num_rows: int, num_cached: int) -> None:
+        self.rows -= num_rows
+        if self.seconds < math.inf:
+            self.seconds = max(0.0, self.seconds - self.cost(num_rows, num_cached))
 
 
 @dataclass
@@ -62,13 +86,24 @@ class Scheduler:
     preempted: it loses its blocks and waits, with all its tokens pending again. No sequence starves: after being passed
     over `PATIENCE` times it goes first, one at a time. Only a sequence of higher priority preempts one that started
     earlier. An owner with no running sequence waits for at most one start of each other owner.
+
+    While a streamed sequence decodes, prompts add at most `max_prompt_seconds` to a pass, or the time of `LEAST_ROWS`
+    rows if that is longer.
     """
 
-    def __init__(self, blocks: BlockManager, max_num_rows: int, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_rows: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_prompt_seconds: float = math.inf,
+    ) -> None:
         self.blocks = blocks
         self.max_num_rows = max_num_rows
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
+        self.max_prompt_seconds = max_prompt_seconds
         self.waiting: list[Sequence] = []  # by importance, then by arrival
         self.running: list[Sequence] = []  # by importance, then by their first start
         self.num_preemptions = 0
@@ -105,43 +140,54 @@ class Scheduler:
             self._fairness.leave(seq.owner, ran)
         self.blocks.release(seq)
 
-    def schedule(self, draft_lengths: DraftLengths) -> Plan:
+    def schedule(self, draft_lengths: DraftLengths, prompt_seconds: PromptSeconds = lambda *rows: 0.0) -> Plan:
         """Plan the next pass. Every running sequence gets at least one row; drafts get the rows that are left."""
-        chunks = self._chunks()
-        left = self.max_num_rows - sum(chunks.values())
-        left -= self._admit(chunks, left)
-        # Rows that prompts left to others, and that no sequence took, go to the first prompts that were cut.
+        room = self._room(prompt_seconds)
+        chunks = self._chunks(room)
+        self._admit(chunks, room)
+        # What prompts left to others, and no sequence took, goes to the first prompts that were cut.
         cut = {seq for seq, size in chunks.items() if len(seq.token_ids) - seq.num_cached > size}
         for seq in self.running if cut else ():
             if seq in cut:
                 end = seq.num_cached + chunks[seq]
-                more = min(len(seq) - end, left, self.blocks.reservable(seq) - end)
+                more = room.fitting(min(len(seq) - end, self.blocks.reservable(seq) - end), end)
                 self.blocks.reserve(seq, end + more)
+                room.take(more, end)
                 chunks[seq] += more
-                left -= more
         plan = [seq for seq in self.running if seq in chunks]
-        num_draft = self._drafts(plan, chunks, draft_lengths, left)
+        num_draft = self._drafts(plan, chunks, draft_lengths, room.rows)
         return Plan(plan, [chunks[seq] for seq in plan], num_draft)
 
-    def _chunks(self) -> dict[Sequence, int]:
+    def _room(self, cost: PromptSeconds) -> _Room:
+        """The room for prompts, beside one row of each running sequence."""
+        seconds = math.inf
+        prompt = next((seq for seq in chain(self.running, self.waiting) if seq.num_pending > 1), None)
+        if prompt is not None and any(
+            seq.streamed and seq.num_output > 0 and seq.num_pending == 1 for seq in self.running
+        ):
+            seconds = max(self.max_prompt_seconds, cost(LEAST_ROWS, prompt.num_cached))
+        return _Room(self.max_num_rows - len(self.running), seconds, cost)
+
+    def _chunks(self, room: _Room) -> dict[Sequence, int]:
         """Pending tokens per running sequence, with blocks reserved. Preempts the last sequence if blocks run out."""
         chunks: dict[Sequence, int] = {}
-        left = self.max_num_rows - len(self.running)  # one row each first, then more in order
         for seq in list(self.running):
             if seq not in self.running:
                 continue  # preempted for an earlier one
-            size = 1
+            more = 0  # one row each, then more in order
             if seq.num_pending > 1:
                 self._share(seq)  # prefix blocks that others have computed since
-                size += _part(seq.num_pending - 1, left, seq is not self.running[-1] or bool(self.waiting))
-            while not self.blocks.reserve(seq, seq.num_cached + size):
+                crowded = seq is not self.running[-1] or bool(self.waiting)
+                more = room.fitting(seq.num_pending - 1, seq.num_cached, crowded)
+            while not self.blocks.reserve(seq, seq.num_cached + 1 + more):
                 last = self.running[-1]
                 self._preempt(last)
+                room.rows += 1
                 if last is seq:
                     break
             else:
-                chunks[seq] = size
-                left -= size - 1
+                chunks[seq] = 1 + more
+                room.take(more, seq.num_cached)
         return chunks
 
     def _share(self, seq: Sequence) -> None:
@@ -164,20 +210,19 @@ class Scheduler:
         seq.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _admit(self, chunks: dict[Sequence, int], left: int) -> int:
-        """Start waiting sequences while rows, places and blocks last; returns the rows used.
+    def _admit(self, chunks: dict[Sequence, int], room: _Room) -> None:
+        """Start waiting sequences while rows, seconds, places and blocks last.
 
         A sequence starts only if all its tokens and one more fit into free blocks, so that it is not preempted at once.
         """
-        used = 0
-        while self.waiting and used < left and len(self.running) < self.max_num_seqs:
+        while self.waiting and room.fitting(1, 0) and len(self.running) < self.max_num_seqs:
             seq = self._next()
             if not self.blocks.fits(seq, min(len(seq) + 1, self.max_model_len)):
                 break
             if not seq.num_preemptions:
                 self.blocks.prefixes.hits.num_queries += len(seq)
             self._share(seq)
-            size = _part(seq.num_pending, left - used, len(self.waiting) > 1)
+            size = max(1, room.fitting(seq.num_pending, seq.num_cached, len(self.waiting) > 1))
             self.blocks.reserve(seq, seq.num_cached + size)
             self.waiting.remove(seq)
             standing = self._standing[seq]
@@ -188,8 +233,7 @@ class Scheduler:
             self._fairness.start(seq.owner)
             self._count_pass(standing)
             chunks[seq] = size
-            used += size
-        return used
+            room.take(size, seq.num_cached)
 
     def _next(self) -> Sequence:
         """Of the waiting sequences with the first one's priority, the first of the owner with the fewest running.

@@ -31,6 +31,7 @@ class Settings(TypedDict, total=False):
     overlap: int | None
     max_num_rows: int
     max_num_seqs: int
+    max_pass_ms: float
     max_model_len: int | None
     format: str
     backend: str

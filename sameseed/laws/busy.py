@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -97,9 +98,9 @@ class _Crowd:
         self.wanted = list(STAGES)
         self._schedule, engine.scheduler.schedule = engine.scheduler.schedule, self._watched  # type: ignore[method-assign]
 
-    def _watched(self, draft_lengths: object) -> Plan:
+    def _watched(self, *how: Any, **more: Any) -> Plan:
         """The scheduler's plan. Counts passes of more than five sequences in which a prompt is prefilled in part."""
-        plan = self._schedule(draft_lengths)  # type: ignore[arg-type]
+        plan = self._schedule(*how, **more)
         parts = [n < seq.num_pending for seq, n in zip(plan.seqs, plan.num_pending, strict=True)]
         self.found.sizes["crowded_chunks"] += any(parts) and len(parts) > 5
         return plan

@@ -6,6 +6,7 @@ twofold within an hour. A proposal is one call of the drafter; its steps are pas
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ LEARN = 0.1  # weight of a new round in the corrections of a curve and in the ru
 SETTLED = 0.4  # weight of a settled round there
 FEW_TOKENS, CATCH_UP = 16, 0.5  # fewest tokens from which the catch-up cost is learned; weight of a new measurement
 MICROSECOND = 1e-6
+PROMPT_ROWS = 16  # rows of a prompt that may be added to a pass before any were measured
 UNIT = 1024.0  # cached tokens: the unit of the context in a proposal's cost
 
 
@@ -121,6 +123,8 @@ class FadingFit:
     feature in units of the feature's mean square: the feature with the smallest ridge gets the cost.
     """
 
+    solve_every = 8  # later solutions change slowly, and solving takes the most time here
+
     def __init__(self, ridges: Seq[float]) -> None:
         size = len(ridges)
         self.seen = 0
@@ -144,7 +148,7 @@ class FadingFit:
         for row, x in zip(self._products, features, strict=True):
             row[:] = [FADE * p + x * y for p, y in zip(row, features, strict=True)]
         self._seconds = [FADE * s + x * seconds for s, x in zip(self._seconds, features, strict=True)]
-        if self.seen < 16 or self.seen % 8 == 0:  # later solutions change slowly, and solving takes the most time here
+        if self.seen < 16 or self.seen % self.solve_every == 0:
             self._solve()
 
     def scale(self, factor: float) -> None:
@@ -216,6 +220,39 @@ class DraftCost(FadingFit):
     def learn(self, steps: float, num_seqs: float, context: float, seconds: float) -> None:
         """Learn from a proposal that took `seconds`. With 0 steps (nothing was drafted) all of it is the start."""
         self.correct((1.0, num_seqs, steps, steps * num_seqs, steps * num_seqs * context / UNIT), seconds)
+
+
+class PromptCost(FadingFit):
+    """Seconds that rows of prompts add to a pass, each by the tokens before it: row + per 1024 tokens * tokens / 1024.
+
+    Learned from passes whose prompts take, or were to take, at least a quarter of `limit` seconds: few rows cost less
+    each than many, since weights are read once for all rows.
+    """
+
+    solve_every = 1  # such passes are long, and the tokens before a prompt's rows change with each
+
+    def __init__(self, limit: float) -> None:
+        super().__init__((1e-6, 0.1))
+        self.limit = limit
+        self.plain = 0.0  # seconds of passes without prompts
+        self.most = PROMPT_ROWS  # rows for which the time is known: at most twice as many as were measured
+
+    def seconds(self, num_rows: int, num_cached: int) -> float:
+        """What `num_rows` rows of a prompt add to a pass, after `num_cached` tokens; infinite beyond what is known."""
+        return num_rows * self.at((1.0, (num_cached + num_rows / 2) / UNIT)) if num_rows <= self.most else math.inf
+
+    def passed(self, seconds: float) -> None:
+        """Learn from a pass without prompts."""
+        self.plain += (LEARN if self.plain else 1.0) * (seconds - self.plain)
+
+    def learn(self, chunks: Seq[tuple[int, int]], seconds: float) -> None:
+        """Learn from a pass of `seconds`; `chunks`: rows of each prompt, and cached tokens before them."""
+        rows = sum(n for n, _ in chunks)
+        context = sum(n * (cached + n / 2) for n, cached in chunks) / rows / UNIT
+        expected, added = rows * self.at((1.0, context)), max(0.0, seconds - self.plain)
+        if max(expected, added) >= self.limit / 4:
+            self.correct((1.0, context), added / rows)
+        self.most = max(self.most, 2 * rows)
 
 
 class GapCost:

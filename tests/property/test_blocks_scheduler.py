@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts
 
 from sameseed import LLM
-from sameseed.engine.scheduler import PATIENCE, Scheduler
+from sameseed.engine.scheduler import LEAST_ROWS, PATIENCE, Scheduler
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.request import Completion, FinishReason, Request, SamplingParams, Sequence
 
@@ -28,6 +29,10 @@ def check_ownership(blocks: BlockManager, seqs: list[Sequence]) -> None:
     assert all(b in seq.blocks[: seq.num_known] for b in shared for seq in seqs if b in seq.blocks)
 
 
+def prompt_seconds(num_rows: int, num_cached: int) -> float:
+    return num_rows * (1.0 + num_cached / 8)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random requests, priorities, aborts and acceptance on a cache that is usually too small; texts share prefixes."""
 
@@ -37,11 +42,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare=st.integers(0, 8),
         max_num_seqs=st.integers(1, 6),
         spare_rows=st.integers(0, 30),
+        seconds=st.sampled_from((math.inf, 0.0, 30.0)),
     )
-    def start(self, block_size: int, max_model_len: int, spare: int, max_num_seqs: int, spare_rows: int) -> None:
+    def start(
+        self, block_size: int, max_model_len: int, spare: int, max_num_seqs: int, spare_rows: int, seconds: float
+    ) -> None:
         longest = -(-max_model_len // block_size)
         self.blocks = BlockManager(longest + spare, block_size)
-        self.scheduler = Scheduler(self.blocks, max_num_seqs + spare_rows, max_num_seqs, max_model_len)
+        self.scheduler = Scheduler(self.blocks, max_num_seqs + spare_rows, max_num_seqs, max_model_len, seconds)
         self.all: list[Sequence] = []
         self.open: list[Sequence] = []
 
@@ -82,7 +90,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             wanted.update((seq.seq_id, pick(9)) for seq in seqs)
             return [wanted[seq.seq_id] for seq in seqs]
 
-        plan = s.schedule(lengths)
+        streams = any(seq.num_output > 0 and seq.num_pending == 1 for seq in s.running)
+        plan = s.schedule(lengths, prompt_seconds)
         assert plan.seqs, "with work to do, every pass does some"
         assert plan.num_rows <= s.max_num_rows
         assert len(s.running) <= s.max_num_seqs
@@ -90,9 +99,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(seq in s.running or seq in s.waiting for seq in before), "or was preempted"
         if before:
             assert before[0] in s.running, "the first in rank is never preempted"
+        limited = streams and s.max_prompt_seconds < math.inf
+        if limited:  # beyond one row of each sequence
+            added = sum(
+                prompt_seconds(n - 1, seq.num_cached) for seq, n in zip(plan.seqs, plan.num_pending, strict=True)
+            )
+            least = max((prompt_seconds(LEAST_ROWS, seq.num_cached) for seq in plan.seqs), default=0.0)
+            assert added <= max(s.max_prompt_seconds, least) + 1e-9
         for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
             assert 1 <= num_pending <= seq.num_pending
-            if num_pending < seq.num_pending and plan.num_rows < s.max_num_rows:
+            if num_pending < seq.num_pending and plan.num_rows < s.max_num_rows and not limited:
                 end = seq.num_cached + num_pending
                 assert s.blocks.reservable(seq) == end, "no row stays empty while a prompt waits for it"
             assert 0 <= num_draft <= wanted.get(seq.seq_id, 0)

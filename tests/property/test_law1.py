@@ -5,6 +5,7 @@ If there is a GPU, each test runs on it as well.
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,17 @@ def test_same_text_in_every_setting(
     matrix_pair: Pair, plain_texts: dict[str, list[tuple[int, ...]]], drafter: str, setting: tuple[bool, int, int, str]
 ) -> None:
     check(matrix_pair, plain_texts, drafter, setting, every=1)
+
+
+@pytest.mark.parametrize("drafter", ["plain", "ngram", "draft_model k=4"])
+def test_same_text_however_long_prompts_are_cut(pair: Pair, drafter: str) -> None:
+    """While others stream, time limits the rows of prompts: to the fewest, to what is measured, and not at all."""
+    prompts = [prompt * 4 for prompt in random_prompts(12, seed=3, longest=60)]
+    alone = texts(run(make_engine(pair), prompts, params("sampled"), alone=True))
+    for seconds in (0.0, 2e-3, math.inf):
+        engine = make_engine(pair, **DRAFTERS[drafter], seqs=3, block=8)
+        engine.scheduler.max_prompt_seconds = seconds
+        assert texts(run(engine, prompts, params("sampled"))) == alone, seconds
 
 
 def test_texts_differ_where_they_should(plain_texts: dict[str, list[tuple[int, ...]]]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from sameseed.engine.scheduler import PATIENCE, Plan, Scheduler
+from sameseed.engine.scheduler import LEAST_ROWS, PATIENCE, Plan, Scheduler
 from sameseed.kvcache.blocks import BlockManager
+from sameseed.lengths._cost import PromptCost
 from sameseed.request import SamplingParams, Sequence
 
 
@@ -15,13 +19,21 @@ def sequence(name: int, length: int, max_tokens: int = 50) -> Sequence:
     return Sequence(name, [1] * length, SamplingParams(max_tokens=max_tokens), 0)
 
 
-def make(num_blocks: int = 100, rows: int = 64, seqs: int = 8, max_len: int = 200) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, 4), rows, seqs, max_len)
+def make(
+    num_blocks: int = 100, rows: int = 64, seqs: int = 8, max_len: int = 200, seconds: float = math.inf
+) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, 4), rows, seqs, max_len, seconds)
 
 
-def run(scheduler: Scheduler, k: int = 0, accepted: int = 0) -> Plan:
+def eight_ms_a_row(num_rows: int, num_cached: int) -> float:
+    return num_rows / 128
+
+
+def run(
+    scheduler: Scheduler, k: int = 0, accepted: int = 0, cost: Callable[[int, int], float] = eight_ms_a_row
+) -> Plan:
     """One pass in which every sequence wants `k` draft tokens, `accepted` of which are right."""
-    plan = scheduler.schedule(lambda seqs, rows, budget: [k] * len(seqs))
+    plan = scheduler.schedule(lambda seqs, rows, budget: [k] * len(seqs), cost)
     for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
         done = num_pending == seq.num_pending
         seq.num_cached += num_pending
@@ -77,6 +89,80 @@ def test_rows_are_kept_for_nobody_who_cannot_take_them() -> None:
     scheduler.add(sequence(0, 100))
     scheduler.add(sequence(1, 3))
     assert shape(run(scheduler)) == [(0, 16, 0)]
+
+
+def test_a_long_prompt_adds_little_to_a_pass_while_others_stream() -> None:
+    scheduler = make(num_blocks=400, rows=64, max_len=500, seconds=0.25)
+    stream = sequence(0, 4)
+    scheduler.add(stream)
+    run(scheduler)
+    scheduler.add(sequence(1, 400))
+    assert shape(run(scheduler, k=4)) == [(0, 1, 4), (1, 32, 0)], "32 rows take 0.25 s; drafts go on"
+    scheduler.add(sequence(2, 3))
+    assert shape(run(scheduler)) == [(0, 1, 0), (1, 30, 0), (2, 3, 0)], "a short prompt need not wait"
+    scheduler.add(sequence(3, 100))
+    run(scheduler)
+    plan = {name: rows for name, rows, _ in shape(run(scheduler))}
+    assert plan[1] > plan[3] >= 3, "a quarter of the time is left to prompts behind it"
+    for seq in scheduler.running[:]:
+        if seq.seq_id in (0, 2):
+            scheduler.finish(seq)
+    assert sum(rows for _, rows, _ in shape(run(scheduler))) == 64, "nobody reads along: full passes"
+
+
+def test_a_prompt_goes_on_whatever_its_rows_cost() -> None:
+    scheduler = make(num_blocks=400, seqs=3, max_len=500, seconds=0.01)
+    scheduler.add(sequence(0, 4))
+    run(scheduler)
+    scheduler.add(sequence(1, 200))
+    scheduler.add(sequence(2, 3))
+    assert shape(run(scheduler, cost=lambda rows, cached: rows)) == [(0, 1, 0), (1, LEAST_ROWS - 3, 0), (2, 3, 0)]
+
+
+def test_nobody_reads_along() -> None:
+    scheduler = make(num_blocks=400, max_len=500, seconds=0.01)
+    first = sequence(0, 4)
+    first.streamed = False
+    scheduler.add(first)
+    run(scheduler)
+    scheduler.add(sequence(1, 200))
+    assert shape(run(scheduler)) == [(0, 1, 0), (1, 63, 0)]
+
+
+@pytest.mark.parametrize("row", [1e-5, 6e-4, 4e-3])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_cost_of_prompts_is_learned_from_passes(row: float, seed: int) -> None:
+    """Passes of a simulated machine: few rows are nearly free, noise of 20 %, a context of 2,000 doubles the cost."""
+    rng = random.Random(seed)
+    scheduler, cost = make(num_blocks=5000, rows=512, max_len=9000, seconds=0.1), PromptCost(0.1)
+
+    def step() -> tuple[Plan, float]:
+        plan = run(scheduler, cost=cost.seconds)
+        chunks = [(n, s.num_cached - n) for s, n in zip(plan.seqs, plan.num_pending, strict=True) if n > 1]
+        added = sum(row * max(0, n - 8) * (1 + (cached + n / 2) / 2000) for n, cached in chunks)
+        added *= rng.uniform(0.8, 1.2)
+        if chunks:
+            cost.learn(chunks, 0.005 + added)
+        else:
+            cost.passed(0.005)
+        return plan, added
+
+    for name in range(60):  # short prompts must not hide what rows of long ones cost
+        scheduler.add(sequence(name, 20, max_tokens=1))
+        step()
+        scheduler.finish(scheduler.running[0])
+    scheduler.add(sequence(100, 4, max_tokens=8000))
+    step()
+    for name in (101, 102):
+        long = sequence(name, 8000)
+        scheduler.add(long)
+        longest, passes = 0.0, 0
+        while long.num_output == 0:
+            longest, passes = max(longest, step()[1]), passes + 1
+        ideal = sum(row * (1 + t / 2000) for t in range(8000))
+        assert longest <= 1.6 * max(0.1, row * 5 * (LEAST_ROWS - 8))
+        assert passes <= 12 + 1.3 * max(8000 / 511, ideal / 0.1), "and no slower than need be"
+        scheduler.finish(long)
 
 
 def test_drafts_share_the_rows_that_are_left() -> None:
