@@ -109,7 +109,6 @@ docs: $(READY) ## write the tables of README and docs from the records
 	$(BIN)/python docs/make_tables.py
 
 docs-site: $(DEV) ## the documentation as a site, links and anchors checked, in build/site
-	$(PIP) install --quiet '.[docs]'
 	$(BIN)/python docs/make_site.py build/pages
 	$(BIN)/zensical build --strict
 
@@ -169,7 +168,7 @@ $(SERVER): pyproject.toml | $(READY)
 	@touch $@
 
 $(DEV): pyproject.toml | $(SERVER)
-	@$(STEP) "set-up: tools for tests and checks" $(PIP) install 'sameseed[dev,train]' $(BARS)
+	@$(STEP) "set-up: tools for tests and checks" $(PIP) install 'sameseed[dev,docs,train]' $(BARS)
 	@touch $@
 
 $(WHEEL_TOOLS): | $(BIN)/python

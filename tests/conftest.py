@@ -15,7 +15,7 @@ from fixtures_eagle import fit_head
 from hypothesis import HealthCheck, settings
 from lawkit import Pair, load_pair, write_model
 
-from sameseed import ops, store
+from sameseed import ops, registry, store
 from sameseed.models.loader import load_model, resolve_model
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -27,7 +27,12 @@ DRAFT_NOISE = 0.04  # the tiny draft is the tiny target with this share of other
 
 
 def pytest_configure() -> None:
-    """Let PyTorch's dozens of loggers pass their records on, else pytest visits each of them six times a test."""
+    """Refuse to run without the native module: tests of its backends would silently not be collected.
+
+    Let PyTorch's dozens of loggers pass their records on, else pytest visits each of them six times a test.
+    """
+    if (why := registry.load("ops", "cpu").unavailable()) is not None:
+        raise pytest.UsageError(f"the native module does not run here ({why}); build it: make build")
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
