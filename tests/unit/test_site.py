@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import make_site
-import pytest
 
 if sys.version_info >= (3, 11):
     import tomllib

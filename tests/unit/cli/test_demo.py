@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sameseed import demo
+from sameseed import demo, hub
 from sameseed.cli import main
 from sameseed.engine import memory
 from sameseed.study.measure import Run
@@ -32,10 +32,10 @@ def test_both_parts_end_in_the_same_text(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     assert main(["demo", "--shape", str(tmp_path), "--seconds", "0.01"]) == 0
     out = capsys.readouterr().out
-    assert out.count("Same text: yes") == 2 and "NO" not in out
+    assert out.count("Same output: yes") == 2 and "NO" not in out
     for words in (
-        "guesses accepted: ",
-        " tokens in ",
+        "draft tokens accepted: ",
+        " passes of the model ",
         "instead of",
         "They are made up",
         "of four in a row",
@@ -47,18 +47,33 @@ def test_both_parts_end_in_the_same_text(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_too_little_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 2**29)
-    assert main(["demo"]) == 0  # with the embedded pair only
+    assert main(["demo", "--fetch-seconds", "0"]) == 0  # with the embedded pair only
     out = capsys.readouterr().out
-    assert "Same text: yes" in out and "Real size is left out: weights in w4a8 take 0." in out and "0.5 GiB are" in out
+    assert (
+        "Same output: yes" in out and "Real size is left out: weights in w4a8 take 0." in out and "0.5 GiB are" in out
+    )
     assert main(["demo", "--shape", "llama-3.1-8b"]) == 2
     err = capsys.readouterr().err
     assert "0.5 GiB are free: take a smaller model" in err
 
 
+def test_a_trained_model_answers_where_it_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packaged pair's target stands for it: a folder in the place of its file."""
+    monkeypatch.setenv(hub.MODELS, str(tmp_path))
+    monkeypatch.setattr(demo, "REAL", "embedded")
+    monkeypatch.setitem(hub.PACKAGED, "embedded", hub.Packaged("toy", "toy==0", "toy.gguf", ""))
+    (tmp_path / "toy.gguf").write_bytes(b"")
+    assert main(["demo", "--seconds", "0.01"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("Same output: yes") == 2 and "greedy, on" in out and "made up" not in out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--shape llama-9b", "no shape 'llama-9b'"),
+        ("--fetch-seconds 0 --shape llama-9b", "no shape 'llama-9b'"),
         ("--shape smollm2-135m", "choose a larger shape"),
         ("--seconds 0", "above 0"),
     ],
@@ -75,6 +90,6 @@ def test_another_text_is_said_aloud(capsys: pytest.CaptureFixture[str]) -> None:
         return Run(seconds=1.0, completions=[done])
 
     same = {"greedy": (run(1, 2, 3), run(1, 2, 3))}
-    assert demo.conclude(same, Console()) and "Same text: yes" in capsys.readouterr().out
+    assert demo.conclude(same, Console()) and "Same output: yes" in capsys.readouterr().out
     assert not demo.conclude({**same, "sampled": (run(1, 2), run(1, 3))}, Console())
     assert "NO" in capsys.readouterr().out
