@@ -53,7 +53,7 @@ WHEEL_BIN     := build/wheel/venv/bin
 WHEEL_TOOLS   := build/wheel/venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve wheel wheel-test test test-bits test-full test-vllm sanitize check bench bench-gpu peers bench-peers docs docs-site clean build format lint types contracts
+.PHONY: help demo serve wheel wheel-test test test-bits test-full test-vllm sanitize check bench bench-gpu peers bench-peers docs docs-site clean build format lint types contracts budgets
 
 help: ## this list
 	@printf 'sameseed: make <target>\n\n'
@@ -86,7 +86,7 @@ sanitize: $(DEV) ## the tests of the kernels under AddressSanitizer and Undefine
 	  assert "sanitize" in sameseed._native.__file__, sameseed._native.__file__; \
 	  sys.exit(pytest.main(sys.argv[1:]))' -q -p no:cacheprovider $(SANITIZE_TESTS)
 
-check: lint types contracts test test-bits ## format, lint, types, import contracts, tests, also as on an old machine
+check: lint types contracts budgets test test-bits ## format, lint, types, import contracts, budgets, tests, also as on an old machine
 
 bench: $(READY) ## measure plain against speculative decoding; appends to benchmarks/results
 	@mkdir -p $(RECORDS)
@@ -143,6 +143,9 @@ types: $(DEV) ## mypy --strict
 
 contracts: $(DEV) ## import contracts: imports only fall
 	$(BIN)/lint-imports
+
+budgets: $(DEV) ## lines of each room beside its budget in house.toml
+	$(BIN)/python scripts/house.py
 
 clean: ## remove what was built (.venv too)
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -6,7 +6,6 @@ A room is a folder of the package; `leaves` are the package's own files. All lin
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -38,17 +37,19 @@ def counted() -> dict[str, Counter[str]]:
 
 
 def main(lower: bool) -> int:
-    budgets, text, above = tomllib.loads(HOUSE.read_text()), HOUSE.read_text(), []
+    """Print the table, and with `lower` write lower budgets; 1 if a room is above its budget."""
+    text, above = HOUSE.read_text(), []
+    budgets = tomllib.loads(text)
     for part, rooms in counted().items():
         for room, lines in sorted(rooms.items(), key=lambda item: -item[1]):
             budget = budgets.get(part, {}).get(room, 0)
             print(f"{part:<11}{room:<12}{lines:>7,}{budget:>8,}{'  above its budget' if lines > budget else ''}")
             above += [room] if lines > budget else []
-            if lower and lines < budget:
-                text = re.sub(rf"(?m)^(\[{part}\]\n(?:[^\[]*\n)?{room} = )\d+", rf"\g<1>{lines}", text)
+            budgets[part][room] = min(budget, lines)
         print(f"{part:<23}{sum(rooms.values()):>7,}{sum(budgets.get(part, {}).values()):>8,}\n")
     if lower:
-        HOUSE.write_text(text)
+        parts = (f"\n[{part}]\n" + "".join(f"{k} = {v}\n" for k, v in rooms.items()) for part, rooms in budgets.items())
+        HOUSE.write_text(text[: text.index("\n[")] + "".join(parts))
     if above:
         print(f"Above their budget: {', '.join(above)}. Who adds makes room: see house.toml", file=sys.stderr)
     return bool(above)
