@@ -206,7 +206,7 @@ def measure(plain: Engine, drafting: Engine, prompts: Seq[Seq[int]], seconds: fl
         bar.update(bar.tasks[0].id, total=len(prompts))
         for seed, tokens in enumerate(prompts):
             for how, pair in runs.items():
-                job = (list(tokens), SamplingParams(max_tokens=TOKENS, seed=seed, **HOW[how]))
+                job = (tuple(tokens), SamplingParams(max_tokens=TOKENS, seed=seed, **HOW[how]))
                 for engine, done in zip((plain, drafting), pair, strict=True):
                     run_batch(engine, [job], done)
             bar.update(bar.tasks[0].id, advance=1)
