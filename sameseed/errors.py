@@ -13,6 +13,11 @@ class SameseedError(ValueError):
 class RequestError(SameseedError):
     """A request that cannot be served as asked: an empty prompt, a parameter out of range, too long a prompt."""
 
+    def __init__(self, message: str, field: str | None = None) -> None:
+        """`field`: the parameter at fault, if it is a single one."""
+        super().__init__(message)
+        self.field = field
+
 
 class ConfigError(SameseedError):
     """Settings that contradict each other or lie out of range."""

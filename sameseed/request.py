@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence as Seq
 from dataclasses import InitVar, asdict, dataclass, field
 from enum import Enum
 from functools import wraps
@@ -84,7 +85,7 @@ class SamplingParams:
         _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_int("top_k", self.top_k, -1, None)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
         _check_int("n", self.n, 1, 128)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
@@ -101,6 +102,18 @@ class SamplingParams:
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError("stop strings must be non-empty text; drop the empty ones")
 
+    def check(self, vocab_size: int, max_model_len: int) -> None:
+        """Raise RequestError for what this model cannot do: token ids beyond its vocabulary, texts beyond its context.
+
+        The default of `max_tokens` fits every context: there the text ends where the context does.
+        """
+        for name in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+            check_token_ids(name, getattr(self, name) or (), vocab_size)
+        if self.max_tokens > max(max_model_len, SamplingParams.max_tokens):
+            raise RequestError(
+                f"This model's maximum context length is {max_model_len} tokens; ask for at most as many", "max_tokens"
+            )
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -114,9 +127,15 @@ class SamplingParams:
         return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
 
 
+def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raise RequestError for token ids that the model does not have."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise RequestError(f"{name}: token ids must lie in 0..{vocab_size - 1}, the model's vocabulary", name)
+
+
 def _check(name: str, value: float, low: float, high: float | None, low_open: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    finite = number and (math.isfinite(value) or value == low)
+    finite = number and (abs(value) <= sys.float_info.max or value == low)  # a whole number may be beyond all floats
     inside = finite and (value > low if low_open else value >= low) and (high is None or value <= high)
     if not inside:
         upper = "" if high is None else f" and at most {high:g}"

@@ -16,7 +16,16 @@ from sameseed.errors import RequestError
 from sameseed.lengths._cost import PromptCost
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread
-from sameseed.request import Delta, FinishReason, Request, Sequence, SpecMetrics, TimeSplit
+from sameseed.request import (
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Sequence,
+    SpecMetrics,
+    TimeSplit,
+    check_token_ids,
+)
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, NoDrafter, Round
 from sameseed.spec.step import NO_OVERLAP, NoOverlap, decode_step
@@ -58,8 +67,8 @@ class Engine:
         self._tail = 0.0  # seconds of the last step after its pass
         self._ended, self._went_on = 0.0, False  # when the last step ended, and whether there was more work
 
-    def check(self, prompt_token_ids: tuple[int, ...]) -> None:
-        """Raise RequestError if this prompt cannot be served."""
+    def check(self, prompt_token_ids: tuple[int, ...], params: SamplingParams | None = None) -> None:
+        """Raise RequestError if this prompt cannot be served, or not with these parameters."""
         if not prompt_token_ids:
             raise RequestError("the prompt is empty; give at least one token of text")
         if len(prompt_token_ids) >= self.max_model_len:
@@ -68,12 +77,13 @@ class Engine:
                 "them at least for the answer; shorten the prompt"
             )
         width = self.runner.model.config.vocab_size
-        if not all(0 <= t < width for t in prompt_token_ids):
-            raise RequestError(f"the prompt holds token ids outside 0..{width - 1}, the model's vocabulary")
+        check_token_ids("prompt", prompt_token_ids, width)
+        if params is not None:
+            params.check(width, self.max_model_len)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it cannot be served."""
-        self.check(request.prompt_token_ids)
+        self.check(request.prompt_token_ids, request.params)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
         seq.speculation, seq.grammar = request.speculation, request.grammar
         seq.priority, seq.owner, seq.streamed = request.priority, request.owner, request.streamed

@@ -120,7 +120,7 @@ class Front(habits.Hinted):
             raise RequestError("this LLM is closed; make a new one")
         plain = _plain(prompt)
         text, token_ids = (plain, self.tokenizer.encode(plain)) if isinstance(plain, str) else (None, plain)
-        self.engine.check(tuple(token_ids))
+        self.engine.check(tuple(token_ids), params)
         return make_requests(request_id, [token_ids], params, prompt=text)
 
 

@@ -23,11 +23,8 @@ def sampling(
     bound = bound or fields.choice is not None
     check_length(max_tokens, text)
     max_tokens = min(max_tokens, room)  # at the context's end the text ends with finish_reason "length"
-    for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
-        if any(t >= text.vocab_size for t in getattr(fields, name) or ()):
-            raise bad_request(f"{name}: token ids must lie in 0..{text.vocab_size - 1}, the model's vocabulary", name)
     bias = fields.logit_bias or {}
-    if not all(k.isascii() and k.isdigit() and len(k) < 10 and int(k) < text.vocab_size for k in bias):
+    if not all(k.isascii() and k.isdigit() and len(k) < 10 for k in bias):
         raise bad_request(f"logit_bias: keys must be token ids in 0..{text.vocab_size - 1}", "logit_bias")
     given: dict[str, Any] = {
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
@@ -46,9 +43,11 @@ def sampling(
         if getattr(fields, name) is not None:
             given[name] = getattr(fields, name)
     try:
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        params.check(text.vocab_size, text.max_model_len)
     except RequestError as error:
-        raise bad_request(str(error)) from None
+        raise bad_request(str(error), error.field) from None
+    return params
 
 
 def check_length(max_tokens: int, text: TextCodec) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from sameseed.errors import RequestError
+from sameseed.request import check_token_ids
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Render
@@ -118,15 +119,14 @@ class TextCodec:
                 return work()
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except RequestError as error:
-            raise bad_request(str(error)) from None
+            raise bad_request(str(error), error.field) from None
 
     def _check_size(self, size: int) -> None:
         if size > SLACK * self._longest * self.max_model_len:
             raise self._too_long(f"{size} characters")
 
     def _check_ids(self, token_ids: Seq[int]) -> None:
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
-            raise bad_request(f"token ids must lie in 0..{self.vocab_size - 1}, the model's vocabulary", "prompt")
+        check_token_ids("prompt", token_ids, self.vocab_size)
 
     def _checked(self, token_ids: list[int], keep: int | None = None) -> list[int]:
         token_ids = token_ids if keep is None else token_ids[-keep:]

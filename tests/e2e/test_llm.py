@@ -120,7 +120,7 @@ def test_chat(drafted: LLM, plain: LLM) -> None:
         ("", "prompt is empty"),
         ([[]], "prompt is empty"),
         ("a b " * 400, "shorten the prompt"),
-        ([[5, 99999]], "outside"),
+        ([[5, 99999]], "token ids"),
         (["fine", ""], "prompt is empty"),
     ],
 )

@@ -22,7 +22,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"top_p": math.nan}, "top_p"),
     ({"min_p": -0.1}, "min_p must be a number at least 0 and at most 1"),
     ({"min_p": 2}, "min_p"),
-    ({"top_k": -2}, "top_k must be a whole number, at least -1, got -2"),
+    ({"top_k": -2}, "top_k must be a whole number, at least -1 and at most 2147483647, got -2"),
     ({"top_k": 2.0}, "top_k"),
     ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0"),
     ({"repetition_penalty": -math.inf}, "repetition_penalty"),

@@ -202,12 +202,18 @@ def test_what_cannot_be_served(pair: Pair) -> None:
     cases = [
         ((), "prompt is empty"),
         (tuple([1] * 50), "50 tokens and the context holds 50"),
-        ((1, 304), r"outside 0\.\.303"),
-        ((-1,), "outside"),
+        ((1, 304), r"prompt: .* 0\.\.303"),
+        ((-1,), "prompt: token ids"),
     ]
     for prompt, message in cases:
         with pytest.raises(RequestError, match=message):
             engine.add(Request("r", prompt, SamplingParams(), 0))
+    beyond: dict[str, Any] = {"logit_bias": {304: 1.0}, "max_tokens": 129}
+    beyond |= dict.fromkeys(("allowed_token_ids", "banned_token_ids", "stop_token_ids"), (304,))
+    for name, value in beyond.items():
+        with pytest.raises(RequestError) as caught:
+            engine.add(Request("r", (1,), SamplingParams(**{name: value}), 0))
+        assert caught.value.field == name
     assert not engine.has_work
     assert engine.step() == []
 
