@@ -1,6 +1,7 @@
-"""A disk cache of measurements: arrays in .npz files, keyed by a digest of everything that they depend on.
+"""Files of our own: each is written whole or not at all. Those with users' texts are for their owner alone.
 
-A file that cannot be read is ignored with a warning, and the measurement is repeated.
+Also a disk cache of measurements: arrays in .npz files, keyed by a digest of everything that they depend on. A file
+that cannot be read, or makes no sense, is ignored with a warning, and the measurement is repeated.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import secrets
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +25,41 @@ from numpy.typing import NDArray
 log = logging.getLogger("sameseed")
 Arrays = dict[str, NDArray[Any]]
 VARIABLE = "SAMESEED_CACHE"
+PRIVATE = 0o600  # mode of files that hold users' texts or token ids
 SAMPLES, SAMPLE = 64, 64 << 10  # pieces read from each weight file for its digest, and bytes per piece
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """Yields a file that takes the place of `path` once it is on the disk; after an error `path` is as it was.
+
+    `mode`: permissions of the file, less the process's umask. Raises OSError where it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # of its own, if several processes write
+    try:
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def numbers(found: NDArray[Any] | None, name: str, shape: tuple[int, ...], low: float, high: float) -> NDArray[Any]:
+    """An array that was read, if it has numbers in low..high (so finite ones) in this shape; -1: any length.
+
+    Raises ValueError for anything else.
+    """
+    if found is None or found.dtype.kind not in "iuf" or found.ndim != len(shape):
+        raise ValueError(f"{name} is missing, or not numbers of {len(shape)} dimensions")
+    if any(want not in (-1, has) for want, has in zip(shape, found.shape, strict=True)):
+        raise ValueError(f"{name} has the wrong shape")
+    if found.size and not (low <= found.min() and found.max() <= high):
+        raise ValueError(f"{name} has numbers outside of {low:g}..{high:g}")
+    return found
 
 
 def cache_folder() -> Path:
@@ -63,7 +99,16 @@ def read(kind: str, key: str) -> Arrays | None:
             return {name: stored[name] for name in stored.files}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        EOFError,
+        RuntimeError,
+        MemoryError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         refuse(kind, key, error)
         return None
 
@@ -77,15 +122,10 @@ def write(kind: str, key: str, arrays: Arrays) -> None:
     """Store arrays under a key. If the folder cannot be written, a warning is logged and nothing is stored."""
     file = _file(kind, key)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                np.savez_compressed(stream, allow_pickle=False, **arrays)
-            os.replace(name, file)  # atomic, also if other processes write the same file
-        except BaseException:
-            os.unlink(name)
-            raise
+        for folder in (cache_folder(), file.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with replacing(file, PRIVATE) as stream:
+            np.savez_compressed(stream, allow_pickle=False, **arrays)
     except OSError as error:
         log.warning(
             "cannot keep measurements in %s (%s); set %s to a folder that can be written", file, error, VARIABLE

@@ -5,6 +5,7 @@ A profile holds the chosen settings, the machine, model and texts for which they
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields as members
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed import fields
+from sameseed.config import MAX_DRAFT_TOKENS
 from sameseed.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -215,7 +217,23 @@ class Tuned:
         chosen = table.get("chosen")
         if isinstance(chosen, dict) and isinstance(chosen.get("by_batch"), dict):
             chosen["by_batch"] = _pairs(chosen["by_batch"], where)
-        return fields.parse(cls, table, where)
+        tuned = fields.parse(cls, table, where)
+        rows, costs, rates = tuned.cost.rows, tuned.cost, tuned.acceptance
+        times = (*costs.ms, *costs.draft_ms)
+        right = (
+            all(0 <= ms < math.inf for ms in times)
+            and 0 not in costs.ms
+            and all(row >= 1 for row in rows)
+            and list(rows) == sorted(rows)
+        )
+        right &= len(costs.ms) == len(rows) and len(costs.draft_ms) in (0, len(rows))
+        right &= all(0 <= ms < math.inf for ms in (costs.draft_start_ms, costs.gap_ms)) and costs.context >= 0
+        chances = (*rates.conditional_accept_rates, *rates.marginal_accept_rates)
+        right &= all(0 <= chance <= 1.000001 for chance in chances) and 1 <= rates.mean_accept_length < math.inf
+        right &= all(0 <= length <= MAX_DRAFT_TOKENS for _, length in tuned.chosen.by_batch)
+        if not right:
+            raise ConfigError(f"{where} has impossible costs, chances or draft lengths; tune again")
+        return tuned
 
 
 def _pairs(table: Mapping[str, Any], where: str) -> tuple[tuple[int, int], ...]:

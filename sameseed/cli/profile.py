@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -126,6 +125,7 @@ def _measure(args: ProfileArgs, grid: dict[str, Any]) -> Profile:
 
 def _write(args: ProfileArgs, found: Profile) -> None:
     from sameseed.cli.console import show_table, stderr_console
+    from sameseed.store import replacing
     from sameseed.study import record
     from sameseed.study.cost_table import LEGEND, tables
 
@@ -137,9 +137,8 @@ def _write(args: ProfileArgs, found: Profile) -> None:
     if str(args.json) == "-":
         print(json.dumps(data))
     elif args.json is not None:
-        part = args.json.with_name(f"{args.json.name}.part")  # renamed once complete
-        part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, args.json)
+        with replacing(args.json) as file:
+            file.write((json.dumps(data, indent=1) + "\n").encode())
         written.append(args.json)
     if str(args.json) != "-":
         for table in tables(found):

@@ -35,6 +35,7 @@ def run(argv: Seq[str], prog: str) -> int:
         raise RequestError("a text is missing; e.g. sameseed vocabulary chats.txt --size 8192 -o ids.json")
     from sameseed.drafters._vocabulary import frequent_tokens
     from sameseed.models.loader import load_tokenizer, read_config, resolve_model
+    from sameseed.store import replacing
 
     try:
         lines = args.text.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -49,7 +50,8 @@ def run(argv: Seq[str], prog: str) -> int:
         print(json.dumps(ids))
         return 0
     try:
-        args.out.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+        with replacing(args.out) as file:
+            file.write((json.dumps(ids) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write {args.out} ({error.strerror}); choose another with -o") from None
     known = set(ids)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from sameseed.errors import ConfigError
+from sameseed.store import PRIVATE, replacing
 
 log = logging.getLogger("sameseed.spec")
 
@@ -60,6 +61,7 @@ class TextStore:
         """
         try:
             data = self.path.read_bytes()
+            self._close_to_others()
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -86,6 +88,12 @@ class TextStore:
             except OSError as error:
                 self._stop(error)
         return latest
+
+    def _close_to_others(self) -> None:
+        """Earlier versions left the file readable by every user of the machine."""
+        if self.path.stat().st_mode & 0o077:
+            with suppress(OSError):  # somebody else's file
+                self.path.chmod(PRIVATE)
 
     def append(self, text: list[int]) -> None:
         """Append a text; does nothing once a write has failed."""
@@ -119,14 +127,10 @@ class TextStore:
         self._failed = True
 
     def _write(self, texts: list[list[int]]) -> None:
-        part = self.path.with_name(self.path.name + ".part")
-        with part.open("wb") as file:
+        with replacing(self.path, PRIVATE) as file:
             file.write(MAGIC + struct.pack("<I", self.vocab_size))
             for text in texts:
                 file.write(_packed(text))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self.path)
 
 
 def _packed(text: list[int]) -> bytes:

@@ -65,7 +65,8 @@ class LearnedTable:
             try:
                 known = EngineCost.from_arrays(arrays)
                 self._policy.acceptance.restore(arrays)
-            except (KeyError, ValueError, IndexError) as error:
+            except ValueError as error:
+                known = None
                 store.refuse(KIND, self._key, error)
         self._policy.calibrate(lambda: measure(known))
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sameseed.spec.drafter import Round
+from sameseed.store import numbers
 
 Floats = NDArray[np.float64]
 SHORT = 64  # cached tokens of a sequence for which a curve's points are measured
@@ -27,6 +28,8 @@ SETTLED = 0.4  # weight of a settled round there
 FEW_TOKENS, CATCH_UP = 16, 0.5  # fewest tokens from which the catch-up cost is learned; weight of a new measurement
 MICROSECOND = 1e-6
 PROMPT_ROWS = 16  # rows of a prompt that may be added to a pass before any were measured
+# Limits of stored values: seconds (the server ends an engine whose step takes as long), ratios, sums of features.
+LONGEST, RATIOS, MOST = 600.0, (1e-3, 1e3), 1e18
 UNIT = 1024.0  # cached tokens: the unit of the context in a proposal's cost
 
 
@@ -160,14 +163,20 @@ class FadingFit:
         """The whole state as one flat array."""
         return np.array([self.seen, *self.coefficients, *self._seconds, *chain.from_iterable(self._products)])
 
-    def restore(self, array: Floats) -> None:
-        """Take over the state in `array` (see `as_array`). Raises ValueError for another size or non-finite numbers."""
+    def restore(self, array: Floats | None) -> None:
+        """Take over the state in `array` (see `as_array`). Raises ValueError if it cannot be such a state."""
         size = len(self.coefficients)
-        if array.shape != (1 + 2 * size + size**2,) or not np.isfinite(array).all():
-            raise ValueError(f"{array.shape} numbers, for {size} features")
+        array = numbers(array, "a fit", (1 + 2 * size + size**2,), 0.0, MOST)
+        numbers(array[1 : 1 + size], "a fit", (size,), 0.0, LONGEST)
+        products = array[1 + 2 * size :].reshape(size, size)
+        norms = np.sqrt(np.where(np.diag(products) > 0.0, np.diag(products), 1.0))
+        table = products / np.outer(norms, norms)  # as sums of squares are: symmetric, no eigenvalue below 0
+        right = np.allclose(table, table.T, atol=1e-6) and np.linalg.eigvalsh(table).min() > -1e-6
+        if not right or products[0, 0] > 1.01 / (1.0 - FADE):  # the first feature is always 1
+            raise ValueError("a fit of no observations")
         self.seen = int(array[0])
         self.coefficients, self._seconds = array[1 : 1 + size].tolist(), array[1 + size : 1 + 2 * size].tolist()
-        self._products = array[1 + 2 * size :].reshape(size, size).tolist()
+        self._products = products.tolist()
 
     def _solve(self) -> None:
         size, one = range(len(self.coefficients)), max(self._products[0][0], 1e-9)
@@ -312,16 +321,23 @@ class EngineCost:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Floats]) -> EngineCost:
-        """The inverse of `as_arrays`. Raises KeyError or ValueError for any other arrays."""
-        rows, seconds = arrays["target"].tolist()
-        context, per_token, per_row = arrays["contexts"].tolist()
-        curve = Curve(list(zip(rows, seconds, strict=True)), int(context), per_token, per_row)
-        cost = cls(curve, DraftCost(bool(arrays["at_once"][0])))
-        cost.draft.restore(arrays["draft"])
-        cost.gap.plain.restore(arrays["plain_gap"])
-        cost.gap.drafted.restore(arrays["drafted_gap"])
-        cost.catch_up = float(arrays["catch_up"][0])
-        cost.ratios = {(bool(drafted), int(size)): ratio for drafted, size, ratio in arrays["ratios"].tolist()}
+        """The inverse of `as_arrays`. Raises ValueError for arrays that cannot be of an engine."""
+        get = arrays.get
+        rows, seconds = numbers(get("target"), "target", (2, -1), MICROSECOND, MOST)
+        numbers(seconds, "target", (-1,), MICROSECOND, LONGEST)
+        if not len(rows) or rows[0] < 1.0 or (np.diff(rows) <= 0.0).any():
+            raise ValueError("target has no ascending rows")
+        context, *slopes = numbers(get("contexts"), "contexts", (3,), 0.0, MOST)
+        per_token, per_row = numbers(np.array(slopes), "contexts", (2,), 0.0, LONGEST).tolist()
+        curve = Curve(list(zip(rows.tolist(), seconds.tolist(), strict=True)), int(context), per_token, per_row)
+        cost = cls(curve, DraftCost(bool(numbers(get("at_once"), "at_once", (1,), 0.0, 1.0)[0])))
+        cost.draft.restore(get("draft"))
+        cost.gap.plain.restore(get("plain_gap"))
+        cost.gap.drafted.restore(get("drafted_gap"))
+        cost.catch_up = float(numbers(get("catch_up"), "catch_up", (1,), 0.0, LONGEST)[0])
+        ratios = numbers(get("ratios"), "ratios", (-1, 3), 0.0, MOST)
+        numbers(ratios[:, 2], "ratios", (-1,), *RATIOS)
+        cost.ratios = {(bool(drafted), int(size)): ratio for drafted, size, ratio in ratios.tolist()}
         return cost
 
     def scale(self, factor: float) -> None:

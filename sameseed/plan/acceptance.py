@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sameseed.errors import ConfigError
 from sameseed.spec.draft import Draft
-from sameseed.store import Arrays
+from sameseed.store import Arrays, numbers
 
 Ints = NDArray[np.int64]
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # draft sizes that a replay evaluates
@@ -142,9 +142,17 @@ class Replay:
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> Replay:
-        """The inverse of `as_arrays`. Raises ValueError or KeyError for arrays that are no replay."""
-        named = {name: arrays[name] for name in ("num_prompts", "offsets", "accepted", "nodes", "steps")}
-        return cls(tuple(arrays["sizes"].tolist()), tuple(arrays["levels"].tolist()), **named)
+        """The inverse of `as_arrays`. Raises ValueError for arrays that are no replay."""
+        kinds: dict[str, tuple[int, Any]] = {"num_prompts": (1, np.int32), "offsets": (1, np.int64)}
+        kinds |= {"accepted": (2, np.int16), "nodes": (2, np.int16), "steps": (3, np.int16)}
+        named: dict[str, Any] = {
+            name: numbers(arrays.get(name), name, (-1,) * dimensions, 0, np.iinfo(kind).max).astype(kind)
+            for name, (dimensions, kind) in kinds.items()
+        }
+        sizes, levels = numbers(arrays.get("sizes"), "sizes", (-1,), 1, SIZES[-1]), arrays.get("levels")
+        if levels is None or levels.dtype.kind != "U" or levels.ndim != 1:
+            raise ValueError("levels is missing, or no list of names")
+        return cls(tuple(map(int, sizes)), tuple(levels.tolist()), **named)
 
 
 def sizes_up_to(num_draft_tokens: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError
+from sameseed.store import replacing
 from sameseed.tuned import TABLE_END, TUNED_SCHEMA, Chosen, Tuned
 
 WORDS = {
@@ -34,11 +35,10 @@ WORDS = {
 
 def write(tuned: Tuned, path: Path) -> None:
     """Write the file at `path`, whole or not at all. Raises ConfigError where it cannot be written."""
-    fresh = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(text(tuned), encoding="utf-8")
-        fresh.replace(path)
+        with replacing(path) as file:
+            file.write(text(tuned).encode())
     except OSError as error:
         raise ConfigError(f"cannot write the profile to {path} ({error.strerror}); choose another with -o") from None
 

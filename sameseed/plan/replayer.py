@@ -59,8 +59,8 @@ class Replayer:
         kept = store.read("texts", key)
         if kept is not None:
             try:
-                return read_texts(workload, kept, key)
-            except (KeyError, ValueError) as error:
+                return read_texts(workload, kept, key, read_config(resolve_model(self.model)).vocab_size)
+            except ValueError as error:
                 store.refuse("texts", key, error)
         longest = max(map(len, workload.prompts)) + workload.params.max_tokens
         written = write_texts(self._engine(SpecConfig(), longest), workload, key, tick)
@@ -85,7 +85,7 @@ class Replayer:
                     raise ValueError("it is of other texts")
                 if set(sizes) <= set(known.sizes):
                     return known.only(sizes)
-            except (KeyError, ValueError, TypeError) as error:
+            except ValueError as error:
                 store.refuse("replays", key, error)
         engine = self._engine(
             replace(spec, num_draft_tokens=num_draft_tokens, policy="fixed", overlap=0), texts.longest

@@ -10,7 +10,7 @@ import numpy as np
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError, RequestError
 from sameseed.request import Request, SamplingParams
-from sameseed.store import Arrays
+from sameseed.store import Arrays, numbers
 from sameseed.study.workload import Workload
 
 Tick = Callable[[int, int], None]  # (number done, total)
@@ -93,12 +93,11 @@ def write_texts(engine: Engine, workload: Workload, key: str = "", tick: Tick = 
     return Texts(tuple(written[i] for i in range(len(jobs))), key)
 
 
-def read_texts(workload: Workload, arrays: Arrays, key: str) -> Texts:
-    """The inverse of `as_arrays`, for the same workload. Raises ValueError or KeyError for arrays of other texts."""
+def read_texts(workload: Workload, arrays: Arrays, key: str, vocab_size: int) -> Texts:
+    """The inverse of `as_arrays`, for the same workload and model. Raises ValueError for arrays of other texts."""
     jobs = prompts_of(workload)
-    lengths, tokens = arrays["lengths"], arrays["tokens"]
-    if lengths.shape != (len(jobs),) or tokens.ndim != 1 or lengths.sum() != len(tokens) or lengths.min() < 1:
-        raise ValueError("its tokens do not belong to these prompts")
+    lengths = numbers(arrays.get("lengths"), "lengths", (len(jobs),), 1, 2**31).astype(np.int64)
+    tokens = numbers(arrays.get("tokens"), "tokens", (int(lengths.sum()),), 0, vocab_size - 1).astype(np.int32)
     pieces: Seq[list[int]] = [piece.tolist() for piece in np.split(tokens, np.cumsum(lengths)[:-1])]
     texts = (Text(p, tuple(t), params, params.seed or 0) for (p, params), t in zip(jobs, pieces, strict=True))
     return Texts(tuple(texts), key)

@@ -21,6 +21,7 @@ from sameseed.plan.metrics import Counted, fetch, watch
 from sameseed.plan.pricing import PAYS, state_of
 from sameseed.plan.times import ENGINE_SCHEMA, EngineCosts, EnginePass, EngineTimes, read_costs
 from sameseed.request import SamplingParams
+from sameseed.store import replacing
 from sameseed.study import record
 from sameseed.study.load.wire import Endpoint, base_url, exchange, introduce, open_client
 from sameseed.study.prompt_sets import Prompt
@@ -241,6 +242,7 @@ def write_costs(costs: EngineCosts, path: Path) -> None:
     data = asdict(costs)
     data["passes"] = [{k: v for k, v in p.items() if v is not None} for p in data["passes"]]
     try:
-        path.write_text(json.dumps({"schema": ENGINE_SCHEMA, **data}, indent=1) + "\n", encoding="utf-8")
+        with replacing(path) as file:
+            file.write((json.dumps({"schema": ENGINE_SCHEMA, **data}, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write costs to {path} ({error.strerror}); choose another --cost") from None

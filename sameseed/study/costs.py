@@ -15,6 +15,7 @@ from sameseed.lengths._cost import interpolate
 from sameseed.study.limits import Limits
 from sameseed.study.schemas import PROFILE_SCHEMA
 
+MOST_MS = 3.6e6  # milliseconds of a pass beyond which a profile cannot be right: an hour
 Report = Callable[[str, float, float], None]  # stage, done, total
 
 
@@ -187,7 +188,13 @@ class Profile:
             shared = {name: data[name] for name in kept}
             shared["limits"] = Limits.from_dict(data["limits"])
             made = cls(**_parts(data), **shared, measured_layers=tuple(data.get("measured_layers", ())))
-            return made if data["draft"] is None else replace(made, draft=cls(**_parts(data["draft"]), **shared))
+            made = made if data["draft"] is None else replace(made, draft=cls(**_parts(data["draft"]), **shared))
+            for part in (made, *filter(None, [made.draft])):
+                passes = [(x.rows, x.ms) for x in part.costs] + [(x.tokens, x.ms) for x in part.prefill]
+                passes += [(x.batch_size, x.ms) for x in part.batch]
+                if not all(size >= 1 and 0 < ms < MOST_MS for size, ms in passes):
+                    raise ConfigError(f"{where} has passes without rows, or of impossible times; profile again")
+            return made
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{where} lacks a part or has one too many ({error!r}); profile again") from None
 

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError
+from sameseed.store import replacing
 from sameseed.train.states import Seed
 
 log = logging.getLogger("sameseed.train")
@@ -82,9 +82,8 @@ def write_record(begun: Begun, checkpoint: Path) -> None:
     """Store the start of a run, before it has a checkpoint."""
     path = record_path(checkpoint)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(dataclasses.asdict(begun), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as file:
+        file.write((json.dumps(dataclasses.asdict(begun), indent=2) + "\n").encode())
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
