@@ -40,7 +40,7 @@ def records_file(name: str, setup: StudySetup) -> Path:
 
 def _read(name: str, setup: StudySetup) -> list[dict[str, Any]]:
     file = records_file(name, setup)
-    return record.read(file) if file.exists() else []
+    return record.read(file, skip_broken=True) if file.exists() else []
 
 
 def plan(name: str, setup: StudySetup, only: Seq[str] = ()) -> list[Planned]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -29,6 +30,7 @@ from sameseed.study.schemas import BENCH_SCHEMA, check
 from sameseed.study.usage import Usage
 from sameseed.study.workload import Arm, Workload, spec_as_dict
 
+log = logging.getLogger("sameseed")
 RESULTS = Path("benchmarks/results")
 SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p")  # fields of SamplingParams that a record holds
 COUNTED = (  # fields of SpecMetrics that a record holds
@@ -247,18 +249,24 @@ def append(path: Path, record: Mapping[str, object]) -> None:
     """Append one line to a record file, which is created if missing. Raises ConfigError if `record` is not valid."""
     check(record)
     prepare(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    with path.open("ab+") as file:
+        file.seek(-1 if file.tell() else 0, os.SEEK_CUR)
+        whole = file.read() in (b"", b"\n")  # a line may have been cut off when its process was killed
+        file.write(b"" if whole else b"\n")
+        file.write(json.dumps(record).encode() + b"\n")
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file, checked. Raises ConfigError naming the line."""
+def read(path: Path, skip_broken: bool = False) -> list[dict[str, Any]]:
+    """All records of a file, checked. Raises ConfigError naming a broken line; `skip_broken`: it is logged instead."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             record = json.loads(line)
             check(record)
-        except (json.JSONDecodeError, ConfigError) as error:
-            raise ConfigError(f"{path}:{number}: {error}") from None
+        except (json.JSONDecodeError, ConfigError, AttributeError) as error:
+            if not skip_broken:
+                raise ConfigError(f"{path}:{number}: {error}") from None
+            log.warning("%s:%d is broken (%s); it is measured again", path, number, error)
+            continue
         records.append(record)
     return records

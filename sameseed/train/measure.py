@@ -218,7 +218,10 @@ def plot_losses(log: Path, path: Path) -> None:
 
     losses: dict[str, dict[int, float]] = defaultdict(dict)
     for line in log.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except ValueError:  # a line that was cut off when its run was killed
+            continue
         if "loss" in row:
             losses[row["stage"]][row["step"]] = row["loss"]
     figure, panels = pyplot.subplots(1, max(1, len(losses)), figsize=(5 * max(1, len(losses)), 3.5), squeeze=False)

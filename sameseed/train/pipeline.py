@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from sameseed.store import replacing
 from sameseed.train import data as corpus
 from sameseed.train.checkpoint import export_model, load_checkpoint, read_tensors, save_tensors
 from sameseed.train.distill import draft_job, rollout_rows, training_prompts
@@ -84,6 +85,14 @@ def load_model(folder: Path, shape: ModelShape, device: str) -> LlamaForTraining
     return model.to(device)
 
 
+def _digest_in(done: Path) -> object:
+    """The digest of a finished stage; None if it is not finished, or if its file is damaged."""
+    try:
+        return json.loads(done.read_text(encoding="utf-8")).get("digest")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def run_stages(
     recipe: Recipe, config: Path, data: Path, out: Path, device: str = "cpu", *, quiet: bool
 ) -> dict[str, Any]:
@@ -103,14 +112,15 @@ def run_stages(
     ) -> LlamaForTraining:
         """Train a model and export it to `folder` (default: `name`), unless this is done for the same `digest`."""
         done = out / f"{name}.done.json"
-        if not done.exists() or json.loads(done.read_text(encoding="utf-8")).get("digest") != digest:
+        if _digest_in(done) != digest:
             job = new_job()
             progress = train(job, log, quiet=quiet)
             assert isinstance(job.model, LlamaForTraining)
             export_model(job.model, out / (folder or name), begin, (end,), pad)
             for later in STAGES[STAGES.index(name) + 1 :]:  # their checkpoints were trained for an earlier model
                 checkpoint_path(out, later).unlink(missing_ok=True)
-            done.write_text(json.dumps({"digest": digest, **progress}) + "\n", encoding="utf-8")
+            with replacing(done) as file:
+                file.write((json.dumps({"digest": digest, **progress}) + "\n").encode())
         return load_model(out / (folder or name), shape, device)
 
     digest = digest_of((recipe.seed, recipe.source, recipe.tokenizer, recipe.target, recipe.unlikelihood))

@@ -135,6 +135,7 @@ def collect(
     layers = captured_layers(captures, target.config.num_layers)
     longest = max(len(s.ids) + s.num_new for s in seeds)
     runner = new_runner(target, layers, batch, longest, kv_format)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # users' texts
     for number, start in enumerate(range(0, len(seeds), PART)):
         path = folder / f"{number:04}.safetensors"
         own = list(seeds[start : start + PART])

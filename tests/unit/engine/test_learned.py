@@ -116,3 +116,23 @@ def test_a_drafter_without_a_name_keeps_nothing(pair_folders: tuple[Path, Path],
     )
     assert not cache.exists()
     assert SpecConfig().drafter is None and Acceptance(4).as_arrays()["kinds"].sum() == 0.0
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-30, 1.0, 1e6, 1e17, 1e300, np.inf, np.nan])
+@pytest.mark.parametrize("name", ["target", "contexts", "catch_up", "ratios", "draft", "plain_gap", "kinds", "all"])
+def test_what_makes_no_sense_is_measured_again(cache: Path, name: str, value: float) -> None:
+    """Whatever stands in the file: the policy can decide and learn afterwards, from costs that are possible."""
+    policy = policy_that_knows()
+    kept(policy)
+    file = cache / "key.npz"
+    with np.load(file) as stored:
+        arrays = {k: np.full_like(v, value) if name in (k, "all") else v for k, v in stored.items()}
+    np.savez(file, **arrays)
+    after, _ = begun()
+    assert after.cost is not None
+    for steps in range(40):
+        after.cost.draft.learn(steps % 4, 2, 100.0, 0.01)
+        after.cost.gap.correct(3.0, True, 0.001)
+    prices = after.cost.prices([64, 64], 2, 2, 64.0)
+    assert 0.0 < prices.plain < np.inf and 0.0 < prices.seconds(4.0, 4.0) < np.inf
+    assert all(0.0 <= rate <= 1.0 for rate in (after.acceptance.rates(0)[kind] for kind in range(8)))

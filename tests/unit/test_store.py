@@ -1,0 +1,63 @@
+"""Files of our own: written whole or not at all, for their owner alone where they hold texts, checked when read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sameseed import store
+from sameseed.drafters._store import TextStore
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, umask: None) -> None:
+    path = tmp_path / "file"
+    for mode, seen in ((0o666, 0o644), (store.PRIVATE, 0o600)):
+        with store.replacing(path, mode) as file:
+            file.write(b"whole")
+        assert path.read_bytes() == b"whole" and path.stat().st_mode & 0o777 == seen
+    with pytest.raises(ZeroDivisionError), store.replacing(path) as file:
+        file.write(b"half")
+        1 / 0  # noqa: B018
+    assert path.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [path]
+
+
+def test_others_may_not_read_texts(tmp_path: Path, umask: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suffix drafter's store, also one that an earlier version left open to all, and the cache of texts."""
+    texts = TextStore(tmp_path / "texts", 100, 50)
+    texts.append([1, 2, 3])
+    texts.path.chmod(0o644)
+    assert TextStore(texts.path, 100, 50).read() == [[1, 2, 3]]
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
+    store.write("texts", "key", {"tokens": np.arange(3)})
+    for path in (texts.path, *(tmp_path / "cache").rglob("*"), tmp_path / "cache"):
+        assert not path.stat().st_mode & 0o077, path
+
+
+@pytest.mark.parametrize(
+    "found", [None, np.array(["1", "2"]), np.zeros(3), np.zeros((2, 1)), *(np.array([1.0, x]) for x in (-1, 9, np.nan))]
+)
+def test_numbers_that_make_no_sense(found: np.ndarray | None) -> None:
+    assert store.numbers(np.array([0, 2]), "good", (2,), 0, 2).tolist() == [0, 2]
+    with pytest.raises(ValueError, match="bad"):
+        store.numbers(found, "bad", (2,), 0.0, 2.0)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00v\x00{'descr': '<f8'", b"x" * 99])
+def test_a_damaged_file_is_no_file(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
+    store.write("kind", "key", {"a": np.arange(3)})
+    (tmp_path / "kind" / "key.npz").write_bytes(content)
+    assert store.read("kind", "key") is None and len(caplog.messages) == 1
