@@ -12,7 +12,7 @@ from sameseed.models.config import ModelConfig
 from sameseed.models.eagle_loader import head_bytes
 from sameseed.models.head_config import check_rotation
 from sameseed.models.loader import open_checkpoint, read_config
-from sameseed.models.weights import Shapes, TensorSource, weight_bytes
+from sameseed.models.weights import Shapes, TensorSource, dense_format, expected_shapes, weight_bytes
 from sameseed.scheme import QuantScheme
 
 GIB = 2**30
@@ -51,7 +51,7 @@ def demand_of(
     shape: ModelConfig, source: TensorSource, quant: QuantScheme, config: EngineConfig, shapes: Shapes | None = None
 ) -> Demand:
     """Like `demand`, for any source of tensors, not only files; `shapes`: those of a head's tensors."""
-    dense = quant.dense_for(source.dtype("model.embed_tokens.weight" if shapes is None else "fc.weight"))
+    dense = dense_format(source, quant, shapes or expected_shapes(shape))
     block = block_bytes(shape, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
     weights = weight_bytes(shape, source, quant, shapes, config.device)
     return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows), logit_bytes(shape))

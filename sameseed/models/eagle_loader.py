@@ -22,7 +22,7 @@ from sameseed.models.eagle_config import read_head_config
 from sameseed.models.head_config import OPTIONAL, HeadConfig, expected_tensors
 from sameseed.models.llama import Llama
 from sameseed.models.vocabulary import take_rows
-from sameseed.models.weights import Progress, WeightReader, weight_bytes
+from sameseed.models.weights import Progress, WeightReader, dense_format, weight_bytes
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
 
@@ -74,9 +74,9 @@ def head_bytes(folder: Path, quant: QuantScheme, target: ModelConfig) -> tuple[M
 
     Raises ModelLoadError, ConfigError or VocabularyError where the head is invalid or does not fit this target.
     """
-    with open_head(folder, target) as (config, files, shapes, layer):
+    with open_head(folder, target) as (config, files, shapes, _):
         target_ids(folder, config, files)
-        dense = quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight"))
+        dense = dense_format(files, quant, shapes)
         return config.layer, weight_bytes(config.layer, files, quant, shapes), dense
 
 
@@ -122,7 +122,7 @@ def read_head(
         target_norm=None if third else target.weights.norm,
         lm_head=lm_head,
         target_ids=ids,
-        dense=quant.dense_for(source.dtype(f"{layer}.post_attention_layernorm.weight")),
+        dense=dense_format(source, quant, shapes),
     )
     return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
 
@@ -140,7 +140,7 @@ def read_block(config: BlockConfig, reader: WeightReader, ids: Tensor | None, ta
         lm_head=lm_head,
         markov=None if markov is None else (markov[0], markov[1]),
         target_ids=ids,
-        dense=reader.quant.dense_for(reader.source.dtype("norm.weight")),
+        dense=dense_format(reader.source, reader.quant, reader.shapes),
     )
     return BlockHead(config, weights, ops, target.max_model_len)
 

@@ -44,7 +44,7 @@ class LayerWeights:
 class ModelWeights:
     """All weights of a model; with tied embeddings `lm_head` is `embedding`.
 
-    `dense`: the float format of the weights, or of the checkpoint if they are quantized; the default of the KV cache.
+    `dense`: the float format of the matrices (`dense_format`); the default of the KV cache.
     """
 
     embedding: QuantTensor  # [V, C]

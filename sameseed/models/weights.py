@@ -81,6 +81,17 @@ def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+def dense_format(source: TensorSource, quant: QuantScheme, shapes: Shapes) -> str:
+    """The format that "auto" means for the cache and for dense parts: that of the matrices, whatever norms are.
+
+    fp32 only if all matrices are stored as float32; bf16 where none is stored as 16-bit floats.
+    """
+    names = [name for name, shape in shapes.items() if len(shape) == 2]
+    dense = [source.dtype(name) for name in names if source.scheme(name) is None]
+    narrow = [dtype for dtype in dense if dtype is not torch.float32]
+    return quant.dense_for(narrow[0] if narrow else torch.bfloat16 if len(dense) < len(names) else torch.float32)
+
+
 def check_rules(config: ModelConfig, quant: QuantScheme, shapes: Shapes | None = None) -> None:
     """Raises ConfigError for a rule that matches none of the model's modules, since it is likely a typing error."""
     modules = [n.removesuffix(".weight") for n, shape in (shapes or expected_shapes(config)).items() if len(shape) == 2]
@@ -142,7 +153,7 @@ def read_weights(
     layers = tuple(reader.layer(f"model.layers.{i}") for i in range(config.num_layers))
     norm = reader.vector("model.norm.weight")
     head = embedding if config.tied_embeddings else reader.matrix("lm_head")
-    return ModelWeights(embedding, layers, norm, head, quant.dense_for(source.dtype("model.embed_tokens.weight")))
+    return ModelWeights(embedding, layers, norm, head, dense_format(source, quant, reader.shapes))
 
 
 class WeightReader:

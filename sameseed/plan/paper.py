@@ -22,7 +22,15 @@ from sameseed.models.eagle_config import read_head_config
 from sameseed.models.head_config import HeadConfig, expected_tensors, is_head
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint
-from sameseed.models.weights import Shapes, TensorSource, matrix_bits, resolve_scheme, weight_bytes
+from sameseed.models.weights import (
+    Shapes,
+    TensorSource,
+    dense_format,
+    expected_shapes,
+    matrix_bits,
+    resolve_scheme,
+    weight_bytes,
+)
 from sameseed.scheme import QuantScheme
 from sameseed.study.limits import Limits
 from sameseed.study.passes import PassWork, least_work
@@ -167,7 +175,7 @@ def _sheet(
     # A pass reads only a few rows of the embedding, unless the embedding is the LM head too.
     unread = 0.0 if config.tied_embeddings else _matrix(config, source, quant, None, embedding)
     chosen = resolve_scheme(config, source, quant, USUAL)
-    kv = scheme.cache_format(kv_format, quant.dense_for(dtype))
+    kv = scheme.cache_format(kv_format, dense_format(source, quant, expected_shapes(config)))
     name = str(chosen) if quant.weights == "auto" and chosen.weights != "auto" else str(quant)
     name = quant.format_for(dtype) if name == "auto" else name
     return Sheet(config, name, kv, size, size - unread, block_bytes(config, kv, 1), _peak(chosen, dtype))

@@ -16,7 +16,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
 from sameseed.models.loader import load_model, open_checkpoint, read_config, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint, random_model
-from sameseed.models.weights import weight_bytes
+from sameseed.models.weights import dense_format, expected_shapes, weight_bytes
 from sameseed.scheme import QuantScheme, cache_format
 from sameseed.study import memory, record
 from sameseed.study.costs import BatchDecode, Cost, Prefill, Profile, Report, StoredModel
@@ -101,7 +101,7 @@ class Profiler:
             if not isinstance(source, RandomCheckpoint):
                 source.check(config)
             size = weight_bytes(config, source, quant, device=self.grid.device)
-            dense = quant.dense_for(source.dtype("model.embed_tokens.weight"))
+            dense = dense_format(source, quant, expected_shapes(config))
         size += cache_bytes(config, cache_format(self.grid.kv_format, dense), chains + others)
         return Candidate(role, config, folder, format, chains, others, size)
 

@@ -8,7 +8,9 @@ rest of the file, so that a malicious file cannot cost more memory than its own 
 from __future__ import annotations
 
 import math
+import os
 import struct
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,10 @@ MAX_TEXT = 1 << 22  # bytes of one string
 WINDOW = 1 << 20  # bytes of the header read at a time
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q").unpack_from
+SETTLED = 2.0  # seconds after which a changed file has another time, on every file system
+Header = tuple[dict[str, Any], dict[str, "TensorInfo"]]
+_headers: dict[tuple[int, ...], Header] = {}  # the latest ones, by file: a start reads the same header six times
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,19 @@ class GGUFFile(TensorFile):
     kind = "GGUF"
 
     def read_header(self) -> None:
+        state = os.fstat(self._file)
+        key = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+        if key not in _headers:
+            while len(_headers) > 1:  # a target and its draft
+                del _headers[next(iter(_headers))]
+            header = self._parsed()
+            if time.time() - state.st_mtime > SETTLED:
+                _headers[key] = header
+        else:
+            header = _headers[key]
+        self.metadata, self.tensors = header
+
+    def _parsed(self) -> Header:
         walk = _HeaderWalk(self)
         if walk.take(4) != MAGIC:
             raise self.unsound("it does not begin with GGUF")
@@ -55,19 +74,19 @@ class GGUFFile(TensorFile):
         num_tensors, num_keys = walk.number("<Q"), walk.number("<Q")
         if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
             raise self.unsound(f"{num_tensors} tensors and {num_keys} keys")
-        self.metadata: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = walk.text()
-            if key in self.metadata:
+            if key in metadata:
                 raise self.unsound(f"it has the key {key[:80]!r} twice")
-            self.metadata[key] = walk.value(walk.number("<I"))
+            metadata[key] = walk.value(walk.number("<I"))
         found: dict[str, TensorInfo] = {}
         for _ in range(num_tensors):
             name = walk.text()
             if name in found:
                 raise self.unsound(f"it has the tensor {name[:80]!r} twice")
             found[name] = self._tensor(name, walk)
-        self.tensors = self._placed(found, walk.at, self.metadata.get("general.alignment", 32))
+        return metadata, self._placed(found, walk.at, metadata.get("general.alignment", 32))
 
     def _tensor(self, name: str, walk: _HeaderWalk) -> TensorInfo:
         """The header entry of a tensor; its offsets are still relative to the data section."""
@@ -162,4 +181,19 @@ class _HeaderWalk:
         self.items += length
         if item != _STRING or self.items > MAX_ITEMS or length * 8 > self.file.size:
             raise self.file.unsound(f"an array of {length} values of type {item} at {self.at}")
-        return [self.text() for _ in range(length)]
+        return self._texts(length)
+
+    def _texts(self, count: int) -> list[str]:
+        """`count` strings; a vocabulary has hundreds of thousands, so those inside the window are read in one loop."""
+        found: list[str] = []
+        while len(found) < count:
+            found.append(self.text())  # checks bounds and moves the window
+            window, at = self._window, self.at - self._start
+            while len(found) < count and at + 8 <= len(window):
+                end = at + 8 + _LENGTH(window, at)[0]
+                if end > len(window):
+                    break
+                found.append(window[at + 8 : end].decode("utf-8", errors="replace"))
+                at = end
+            self.at = self._start + at
+        return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import struct
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from fixtures_gguf import as_type, gguf_bytes, info, key, text, write_gguf
 from fixtures_models import LLAMA3_ROPE, VARIANTS, all_logits, backends, load, prompt, random_tensors, write_checkpoint
 from torch import Tensor
 
+from sameseed.config import EngineConfig
+from sameseed.engine.memory import block_bytes, demand
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import parse_config
 from sameseed.models.gguf.header import GGUFFile
@@ -164,6 +168,22 @@ def test_floats_stay_as_they_are(kind, tmp_path):
     model = load(write_gguf(tmp_path / "model.gguf", RAW, tensors, kinds(kind)))
     assert {m.format for m in model.weights.matrices} == {kind.lower().replace("f16", "fp16").replace("bfp", "bf")}
     assert model.weights.embedding.parts["weight"].equal(tensors["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "cache"),
+    [("F32", "F32", "fp32"), ("Q8_0", "Q8_0", "bf16"), ("F16", "F16", "fp16"), ("Q8_0", "F32", "bf16"),
+     ("BF16", "Q4_0", "bf16"), ("F16", "Q4_0", "fp16")],
+)  # fmt: skip
+def test_the_cache_is_as_wide_as_the_matrices_whatever_the_norms(kind, other, cache, tmp_path):
+    """All vectors of these files are F32."""
+    tensors = random_tensors(parse_config(RAW))
+    path = write_gguf(tmp_path / "m.gguf", RAW, tensors, lambda name: kind if "ffn" in name else other)
+    model = load(path)
+    assert model.weights.dense == cache
+    planned = demand(path, QuantScheme(), EngineConfig()).block
+    assert planned == block_bytes(model.config, cache, EngineConfig().cache.block_size)
+    assert load(path, weights="fp32").weights.dense == "fp32"
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_1"])
@@ -544,6 +564,16 @@ def test_a_sound_header_is_read(tmp_path):
     file.close()
     assert file.metadata["general.architecture"] == "llama" and file.metadata["n"].tolist() == [1, -2, 3]
     assert file.tensors["b"].shape == (2, 32) and file.tensors["b"].end - file.tensors["b"].begin == 36
+
+
+def test_a_header_is_read_again_after_the_file_has_changed(tmp_path):
+    path = tmp_path / "model.gguf"
+    for value in (1, 2):
+        path.write_bytes(gguf_bytes([*KEYS, key("n", 4, struct.pack("<I", value))], SOUND, bytes(68)))
+        os.utime(path, (1, value))  # long ago, so that a reader may keep what it read
+        for _ in range(2):
+            with closing(GGUFFile(path)) as file:
+                assert file.metadata["n"] == value
 
 
 def test_a_part_of_several_files_says_how_to_join_them(tmp_path):
