@@ -337,25 +337,32 @@ def server(_: list[Record]) -> str:
 
 
 def summary(_: list[Record]) -> str:
-    """README's table: the embedded pair and twins at real shapes, greedy and sampled, with prompts, tokens and runs."""
-    shapes = lines("shapes")
-    found = [r for r in last_run(lines("bench")) if r["config"]["num_draft_tokens"] in (0, 5)]
-    kinds = dict.fromkeys((r["config"]["num_parameters"], r["config"]["temperature"]) for r in shapes)
-    for kind in sorted(kinds):
-        found += last_run([r for r in shapes if (r["config"]["num_parameters"], r["config"]["temperature"]) == kind])
+    """README's table: trained models of others first, then the packaged pair, then shapes with made-up weights."""
+    real, shapes = lines("real"), lines("shapes")
+    found: list[Record] = []
+    for records in (real, shapes):
+        kinds = dict.fromkeys((r["config"]["num_parameters"], r["config"]["temperature"]) for r in records)
+        for kind in sorted(kinds):
+            found += last_run(
+                [r for r in records if (r["config"]["num_parameters"], r["config"]["temperature"]) == kind]
+            )
+        if records is real:
+            found += [r for r in last_run(lines("bench")) if r["config"]["num_draft_tokens"] in (0, 5)]
+    marks = list(dict.fromkeys(map(measured_on, found)))
     rows, same = [], yes(all(r["equals_plain"] for r in found))
     for r in found:
         c, rate = r["config"], r["acceptance_rate"]
         size = c["num_parameters"] / 1e6
-        name = c["model"] if size < 100 else "twin-" + c["model"].removeprefix("twin-")
-        cells = [f"{name}, {f'{size:.1f} M' if size < 100 else f'{size / 1e3:.1f} B'}, {c['format']}"]
+        large = f"{size / 1e3:.1f} B" if size > 999 else f"{size:.0f} M" if size > 99 else f"{size:.1f} M"
+        name = f"{Path(c['model']).name}, {large}" if r not in shapes else f"{large[:-4]}B-shaped, made-up weights"
+        cells = [f"{name}, {c['format']}"]
         cells += [f"temperature {c['temperature']}" if c["temperature"] else "greedy", c["label"]]
         cells += [f"{r['tokens_per_s']:.0f}", f"{r['speedup']:.2f}x" if c["num_draft_tokens"] else "1"]
-        cells += ["" if rate is None else f"{rate:.0%}"]
-        rows.append([*cells, f"{c['num_prompts']} x {c['max_tokens']}, {len(r['repetitions'])}"])
-    head = ["model", "text", "decoding", "tokens/s", "times plain", "accepted", "prompts x tokens, runs"]
-    about = f"Tokens: at most this many a prompt. All texts equal plain decoding's: {same}. Records: "
-    about += "; ".join(dict.fromkeys(map(measured_on, found)))
+        cells += ["" if rate is None else f"{rate:.0%}", f"{c['num_prompts']} x {c['max_tokens']}"]
+        rows.append([*cells, str(len(r["repetitions"])), f"({'abcdefgh'[marks.index(measured_on(r))]})"])
+    head = ["model", "output", "decoding", "tokens/s", "speed-up", "accepted", "prompts x tokens", "runs", ""]
+    about = f"Tokens: at most this many a prompt. All outputs equal plain decoding's: {same}. Measured on: "
+    about += "; ".join(f"({'abcdefgh'[i]}) {mark}" for i, mark in enumerate(marks))
     return f"{markdown(head, rows, (3, 4, 5))}\n\n{about}."
 
 

@@ -25,7 +25,7 @@ STANDS_FOR = {
     r"(path/to|runs|twins)/[\w/-]*head\b.*|org/head": "embedded-head",
     r"(path/to|twins)/[\w-]*draft": "embedded-draft",
     r"suffix \+ DRAFT": "suffix + embedded-draft",
-    r"llama-3\.[12]-[18]b|smollm2-135m": "embedded",
+    r"llama-3\.[12]-[18]b|smollm2(-135m)?": "embedded",
     r".*\.gguf|folder-with-one-gguf|org/name[\w/@-]*|path/to/[\w/-]+|twins/[\w-]+|runs/[\w-]+|DIR|M|MODEL": "embedded",
 }
 TOY = {  # commands that end by themselves, with flags that make them small

@@ -78,26 +78,6 @@ def test_sources_named_by_a_page_are_there(page: Path) -> None:
             assert f"def {function}" in places(page, name)[0].read_text() or not function, f"no {function} in {name}"
 
 
-def prose(page: Path) -> str:
-    """A page without its code and tables."""
-    return re.sub(
-        r"^\|.*$", "", re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(), flags=re.DOTALL), flags=re.MULTILINE
-    )
-
-
-def test_the_readme_is_short() -> None:
-    # Counts words outside tables and code; addresses of links do not count.
-    text = re.sub(r"\]\([^)]*\)", "]", prose(ROOT / "README.md"))
-    assert len(re.findall(r"\w\S*", text)) < 600
-
-
-def test_few_sentences_are_long() -> None:
-    text = "\n".join(prose(page) for page in PAGES if page.name not in ("CHANGELOG.md", "CONTRIBUTING.md"))
-    text = re.sub(r"^#.*$|^\s*[-*] ", ". ", text, flags=re.MULTILINE).replace("\n", " ")
-    long = [s.strip() for s in re.split(r"[.!?](?:\s|$)", text) if len(s.split()) > 30]
-    assert len(long) < 20, "\n".join(long)
-
-
 def commands() -> dict[str, set[str]]:
     """The flags that the pages use with each of our commands, in code blocks and in the text."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -194,6 +174,7 @@ def test_a_study_shows_its_newest_cells_beside_what_was_published(
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_the_python_of_a_page_runs(page: str) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+    code = code.replace('"smollm2"', '"embedded"')  # nothing is downloaded here
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
