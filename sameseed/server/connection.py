@@ -99,7 +99,9 @@ class Patient(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.cycle is not None:
                 self.cycle.disconnected = True  # its body is broken: no other answer
-            self._refuse(bad_request("the request is not plain HTTP/1.1 with one length; mend the client or the proxy"))
+            self._refuse(
+                bad_request("this is not HTTP, or its length can be read in two ways; mend the client or proxy")
+            )
         self.transport.close()
 
     def on_response_complete(self) -> None:
