@@ -81,7 +81,7 @@ def collect() -> dict[str, Any]:
 
 def _start() -> dict[str, Any]:
     """Free memory, and the known shapes that fit in it at 4 bits, each with its longest text, the largest first."""
-    from sameseed.engine.memory import available_memory
+    from sameseed.devices import available_memory
     from sameseed.plan.memory import memory
     from sameseed.plan.paper import sheet
     from sameseed.study.shapes import SHAPES

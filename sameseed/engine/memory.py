@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sameseed import devices, scheme
+from sameseed.batch import MAX_NODES
 from sameseed.config import EngineConfig
+from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
 from sameseed.models.eagle_loader import head_bytes
@@ -54,7 +56,9 @@ def demand_of(
     dense = dense_format(source, quant, shapes or expected_shapes(shape))
     block = block_bytes(shape, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
     weights = weight_bytes(shape, source, quant, shapes, config.device)
-    return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows), logit_bytes(shape))
+    # On a GPU all rows of a pass may have logits in one of its graphs.
+    wanted = config.max_num_seqs + MAX_NODES if config.device == "cpu" else config.max_num_rows
+    return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows, wanted), logit_bytes(shape))
 
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
@@ -71,10 +75,11 @@ def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:
     return shape.num_layers * block_size * shape.num_kv_heads * row
 
 
-def pass_bytes(shape: ModelConfig, num_rows: int) -> int:
-    """Approximate peak bytes of a pass over `num_rows` rows: float32 rows of a layer and all logits, twice."""
+def pass_bytes(shape: ModelConfig, num_rows: int, num_logits: int) -> int:
+    """Approximate peak bytes of a pass over `num_rows` rows: float32 rows of a layer and logits of some, twice."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    return 4 * num_rows * 2 * (2 * shape.hidden_size + heads + 2 * shape.intermediate_size + shape.vocab_size)
+    rows = num_rows * (2 * shape.hidden_size + heads + 2 * shape.intermediate_size)
+    return 4 * 2 * (rows + min(num_logits, num_rows) * shape.vocab_size)
 
 
 def logit_bytes(shape: ModelConfig) -> int:
@@ -97,19 +102,22 @@ def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> in
     if config.device != "cpu":
         return _plan_device(config, max_len, longest, demands)
     weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
-    free = available_memory()
+    free, passing = available_memory(), max(d.passing for d in demands)
     cache = (longest if count is None else count) * block
-    if weights + cache > free:
+    most = (free - weights - passing) // block if block else longest * config.max_num_seqs
+    if most < (longest if count is None else count):
         coarse = all(str(d.quant).startswith("w4") for d in demands)
         remedies = ["a smaller --format (w4a8 takes a quarter of bf16)"] if weights > cache and not coarse else []
-        remedies += [f"lower {'max_model_len' if count is None else 'num_blocks'}"] if weights < free else []
+        lower = f"max_model_len to {most * size}" if count is None else f"num_blocks to {most}"
+        remedies += [f"lower {lower}, the most that fits"] if most > 0 else []
         remedies = remedies or ["take a smaller model"]
         raise ConfigError(
-            f"{_asked(config, max_len, demands, cache)}, and {free / GIB:.1f} GiB are free: {', or '.join(remedies)}"
+            f"{_asked(config, max_len, demands, cache)}, a pass {passing / GIB:.1f} GiB, and {free / GIB:.1f} GiB may "
+            f"be taken: {', or '.join(remedies)}"
         )
     if count is not None:
         return count
-    return max(longest, min(longest * config.max_num_seqs, int((free - weights) * CACHE_SHARE / block)))
+    return min(most, max(longest, min(longest * config.max_num_seqs, int((free - weights) * CACHE_SHARE / block))))
 
 
 def _plan_device(config: EngineConfig, max_len: int, longest: int, demands: list[Demand]) -> int:
@@ -142,14 +150,3 @@ def _asked(config: EngineConfig, max_len: int, demands: list[Demand], cache: int
     what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
     weights = sum(d.weights for d in demands)
     return f"weights in {formats} take {weights / GIB:.1f} GiB, {what} {cache / GIB:.1f} GiB"
-
-
-def available_memory() -> int:
-    """Bytes of memory available without swapping (Linux), or 4 GiB as a conservative guess elsewhere."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 * 2**30

@@ -15,7 +15,7 @@ from typing import Any
 
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
-from sameseed.engine.memory import available_memory
+from sameseed.devices import available_memory
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head

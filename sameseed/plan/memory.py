@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sameseed.batch import MAX_NODES
 from sameseed.engine.memory import GIB, pass_bytes
@@ -38,7 +38,7 @@ class Memory:
 
 def passing(config: ModelConfig) -> int:
     """Approximate bytes that a pass holds at one time: rows of a prompt, and the logits of the largest draft."""
-    return pass_bytes(replace(config, vocab_size=0), MOST_ROWS) + 8 * (MAX_NODES + 1) * config.vocab_size
+    return pass_bytes(config, MOST_ROWS, MAX_NODES + 1)
 
 
 def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, batches: Seq[int]) -> Memory:

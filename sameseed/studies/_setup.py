@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed import ops
-from sameseed.engine.memory import available_memory
+from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
 from sameseed.models.head_config import is_head
 from sameseed.models.loader import resolve_model

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed import devices, ops
-from sameseed.engine.memory import available_memory
+from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
 from sameseed.models.loader import load_model, open_checkpoint, read_config, resolve_model

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.config import SpecConfig, draft_text
+from sameseed.devices import available_memory
 from sameseed.engine.levels import check_options
 from sameseed.engine.llm import LLM
-from sameseed.engine.memory import available_memory, demand
+from sameseed.engine.memory import demand
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.models.config import EMBEDDED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from fixtures_models import VARIANTS, write_checkpoint
 from lawkit import write_model
 
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.devices import available_memory
 from sameseed.engine import build, memory
-from sameseed.engine.memory import Demand, available_memory, block_bytes, demand, plan_blocks
+from sameseed.engine.memory import Demand, block_bytes, demand, plan_blocks
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import parse_config
@@ -60,12 +63,14 @@ def test_what_does_not_fit_is_refused_with_the_sizes(monkeypatch):
     model = Demand(QuantScheme.parse("bf16"), 4 * 2**30, MIB)
     with pytest.raises(ConfigError) as caught:
         plan_blocks(EngineConfig(), 1600, [model])
-    for word in ("weights in bf16 take 4.0 GiB", "one request of 1600 tokens 0.1", "3.0 GiB are free", "w4a8"):
+    for word in ("weights in bf16 take 4.0 GiB", "one request of 1600 tokens 0.1", "3.0 GiB may be taken", "w4a8"):
         assert word in str(caught.value)
     small = Demand(QuantScheme.parse("w4a8"), 2**30, MIB)
-    with pytest.raises(ConfigError, match=r"cache of one request of 65536 tokens 4\.0 GiB.*: lower max_model_len$"):
+    with pytest.raises(
+        ConfigError, match=r"cache of one request of 65536 tokens 4\.0 GiB.*: lower max_model_len to 32768"
+    ):
         plan_blocks(EngineConfig(), 65536, [small])
-    with pytest.raises(ConfigError, match=r"5000 blocks of cache 4\.9 GiB.*: lower num_blocks$"):
+    with pytest.raises(ConfigError, match=r"5000 blocks of cache 4\.9 GiB.*: lower num_blocks to 2048"):
         plan_blocks(EngineConfig(cache=CacheConfig(num_blocks=5000)), 160, [small])
     with pytest.raises(ConfigError, match=r"weights in w4a8 and bf16 take 5\.0 GiB"):
         plan_blocks(EngineConfig(), 160, [small, model])
@@ -89,7 +94,7 @@ def test_too_little_memory_is_said_before_the_load(folders, monkeypatch):
     target, draft = folders
     config = EngineConfig(max_model_len=32, max_num_seqs=1, format="fp32")
     need = demand(Path(target), QuantScheme.parse("fp32"), config)
-    free(monkeypatch, need.weights + 2 * need.block)
+    free(monkeypatch, need.weights + 2 * need.block + need.passing)
     build.build_engine(target, config)
     no_load(monkeypatch)
     both = EngineConfig(
@@ -113,3 +118,58 @@ def test_groups_and_names_are_checked_before_the_load(folders, monkeypatch):
 
 def test_memory_of_this_machine():
     assert 2**20 < available_memory() < 2**50
+
+
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+STAT_1 = {
+    "inactive_file": 1,
+    "total_inactive_file": 200 * MIB,
+    "total_active_file": 60 * MIB,
+    "total_mapped_file": 10 * MIB,
+}
+STAT_2 = {"inactive_file": 200 * MIB, "active_file": 60 * MIB, "file_mapped": 10 * MIB}
+
+
+def group(root: Path, folder: str, version: int, usage: int, **limits: object) -> None:
+    """A memory control group under `root`; `limits`: in MiB, or "max"."""
+    path = root / folder
+    path.mkdir(parents=True, exist_ok=True)
+    for name, limit in limits.items():
+        path.joinpath(f"memory.{name}").write_text(f"{limit * MIB if isinstance(limit, int) else limit}\n")
+    path.joinpath("memory.current" if version == 2 else "memory.usage_in_bytes").write_text(f"{usage * MIB}\n")
+    stat = STAT_2 if version == 2 else STAT_1
+    path.joinpath("memory.stat").write_text("".join(f"{name} {value}\n" for name, value in stat.items()))
+
+
+@pytest.mark.parametrize(
+    ("line", "groups", "room"),
+    [
+        ("0::/", [(V2, 2, 600, {"max": 1024, "high": "max"})], 1024 - 600 + 250),
+        ("0::/", [(V2, 2, 600, {"max": 1024, "high": 900})], 900 - 600 + 250),
+        ("0::/a/b", [(f"{V2}/a", 2, 700, {"max": 1024, "high": "max"}), (f"{V2}/a/b", 2, 1, {"max": 2048})], 574),
+        ("0::/a/b", [(f"{V2}/a/b", 2, 2000, {"max": 1024})], 0),
+        ("0::/../x", [(V2, 2, 300, {"max": 500})], 450),
+        ("4:memory:/docker/1f", [(V1, 1, 600, {"limit_in_bytes": 1024})], 674),
+        ("5:cpu,memory:/a", [(f"{V1}/a", 1, 1, {}), (V1, 1, 600, {"limit_in_bytes": 1024})], 674),
+        ("3:cpu:/a", [(f"{V1}/a", 1, 600, {"limit_in_bytes": 1024})], 4096),
+        ("0::/a", [], 4096),
+    ],
+)  # fmt: skip
+def test_memory_that_control_groups_leave(line, groups, room, tmp_path):
+    """What may be dropped (250 MiB of unmapped file pages in each group) does not count as taken."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {2**23} kB\nMemAvailable:  {2**22} kB\n")
+    for folder, version, usage, limits in groups:
+        group(tmp_path, folder, version, usage, **limits)
+    assert available_memory(tmp_path) == min(room * MIB, available_memory())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of processes as Linux counts them")
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_memory_that_a_limit_of_the_process_leaves(kind):
+    script = (
+        "import resource, sameseed.devices as d; limit = d.available_memory() // 2 + 2**32;"
+        f"resource.setrlimit(resource.{kind}, (limit, limit)); print(0 < d.available_memory() < limit)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "True\n"
