@@ -14,7 +14,7 @@ from sameseed.server.config import ServerFlags
 
 if TYPE_CHECKING:
     from sameseed.export.vllm import Spread
-    from sameseed.server.config import ServerConfig
+    from sameseed.server.config import Keys, ServerConfig
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,11 @@ def run(argv: Seq[str], prog: str) -> int:
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}; install it: pip install '.[server]'")
     from sameseed.export.vllm import Spread
+    from sameseed.server import logs
     from sameseed.server.config import Keys, ServerConfig
     from sameseed.server.run import serve
 
+    logs.set_up(args.log_level)
     folder = Path(engine.model).expanduser()  # clients must not see its path
     name, *aliases = args.served_model_name or ((folder.resolve().name if folder.exists() else engine.model),)
     config = ServerConfig(
@@ -66,7 +68,7 @@ def run(argv: Seq[str], prog: str) -> int:
             "several GPUs, nodes or replicas, --batch-invariant and --vllm-... flags are for --engine vllm; give that, "
             "or leave them"
         )
-    return serve(engine.model, engine.settings, config, args.log_level)
+    return serve(engine.model, engine.settings, config)
 
 
 def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: ServerConfig) -> int:
@@ -77,11 +79,19 @@ def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: S
     from sameseed.server.run import serve_vllm
 
     spec = vllm.speculative_config(engine.settings, spread)
-    if vllm.shares_past(spec) and len(config.keys) > 1:
-        raise ConfigError(
-            "vLLM keeps one store of past texts, and there are several API keys: one's texts would be drafted for "
-            "another; leave past and suffix_decoding_max_cached_requests out"
-        )
+
+    def check(keys: Keys) -> None:
+        if vllm.shares_past(spec) and len(keys) > 1:
+            raise ConfigError(
+                "vLLM keeps one store of past texts, and there are several API keys: one's texts would be drafted for "
+                "another; leave past and suffix_decoding_max_cached_requests out"
+            )
+        if keys.count_tokens:
+            raise ConfigError(
+                "tokens_per_minute of an API key needs sameseed's own engine, which counts them; leave it"
+            )
+
+    config.keys.restrict(check)
     facts: dict[str, object] = {
         "max_num_seqs": engine.settings["max_num_seqs"],
         "method": "none" if spec is None else spec["method"],
@@ -98,5 +108,4 @@ def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: S
         python=args.vllm_python,
         environments=environments(engine.settings, spread, installed, args.replicas, args.batch_invariant),
         notes=vllm.notes(installed, spec, args.batch_invariant),
-        log_level=args.log_level,
     )

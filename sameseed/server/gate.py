@@ -49,7 +49,9 @@ class Gate:
             raise unavailable(self.closed)
         most = self._limits(tenant).requests
         if most is not None and self._requests[tenant] >= most:
-            raise over_limit(f"this API key may have {most} requests at once; try again when one has ended", 1.0)
+            raise over_limit(
+                f"the limit of requests at once of this API key is {most}; try again when one has ended", 1.0
+            )
         if num_seqs:
             self._check_tokens(tenant, 1)
         room = self.max_running + self.max_queue

@@ -24,7 +24,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from sameseed.errors import ConfigError
-from sameseed.server import logs
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
@@ -68,13 +67,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(model: str, settings: Mapping[str, Any], config: ServerConfig, log_level: str = "info") -> int:
+def serve(model: str, settings: Mapping[str, Any], config: ServerConfig) -> int:
     """Serve `model` with an engine of these settings (as `make_config` takes them); returns the exit code.
 
     0 after a requested stop, 1 after the engine has failed for good. Raises ConfigError if the address is taken, or if
     the engine was never ready, e.g. because of bad settings or a bad model.
     """
-    logs.set_up(log_level)
 
     def own(on_failure: OnFailure) -> Served:
         client = EngineClient(model, settings, on_failure=on_failure)
@@ -92,13 +90,11 @@ def serve_vllm(
     python: str | None = None,
     environments: Seq[Mapping[str, str]] = ({},),
     notes: Seq[str] = (),
-    log_level: str = "info",
 ) -> int:
     """Serve with vLLM as the engine, otherwise as `serve`. For `arguments`, `facts` and `python` see `VllmClient`.
 
     `environments`: environment variables of each replica. `notes`: warnings to the operator, for the log.
     """
-    logs.set_up(log_level)
     for note in notes:
         log.warning(note)
     try:

@@ -89,7 +89,7 @@ class Service:
         if model is not None and model not in self.config.names:
             raise ApiError(
                 404,
-                f"no model {model!r} here; there is {' or '.join(map(repr, self.config.names))}",
+                f"no model of this name here; there is {' or '.join(map(repr, self.config.names))}",
                 param="model",
                 code="model_not_found",
             )
