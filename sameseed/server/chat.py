@@ -22,11 +22,11 @@ class Said:
         self.fresh_calls: dict[int, dict[str, Any]] = {}  # what the last piece adds to calls, by call number
         self._dropping = False  # is the current call one to drop?
 
-    def feed(self, text: str, ended: bool) -> None:
-        """Add the text of a piece; `ended`: it is the last piece."""
+    def feed(self, text: str, reason: str | None) -> None:
+        """Add the text of a piece; `reason`: why the text ends with it, None if it goes on."""
         found: list[Found] = [text] if text else []
         if self._parser is not None:
-            found = self._parser.feed(text) + (self._parser.end() if ended else [])
+            found = self._parser.feed(text) + (self._parser.end(cut=reason == "length") if reason else [])
         self.fresh, self.fresh_calls = [item for item in found if isinstance(item, str)], {}
         self.content += self.fresh
         for item in found:
@@ -83,7 +83,7 @@ class ChatReply(Reply):
 
     def take(self, piece: Piece) -> ReplyChoice:
         choice, said = super().take(piece), self._said[piece.index]
-        said.feed(piece.text, piece.completion is not None)
+        said.feed(piece.text, choice.finish_reason)
         if said.calls and choice.finish_reason == "stop" and not self._named:
             choice.finish_reason = "tool_calls"
         return choice

@@ -172,8 +172,14 @@ class ChatFields(Common, Templated):
         return [t.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for t in wanted]
 
     def compelled(self, parser: str | None) -> structured.GrammarSource | None:
-        """The grammar that the tools require, or None. `parser`: the model's format of calls. Raises ApiError 400."""
-        return structured.of_tools(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False, parser)
+        """The grammar of the whole answer, its calls included, or None. `parser`: the model's format of calls.
+
+        Raises ApiError 400.
+        """
+        source, several = self.source(), self.parallel_tool_calls is not False
+        field = "guided_choice" if self.guided_choice else "structured_outputs"
+        beside = structured.GrammarSource("choice", "", field) if self.choice else source
+        return structured.of_tools(self.tools or [], self.tool_choice, several, parser, beside) or source
 
 
 class Reasoning(Fields):

@@ -41,7 +41,7 @@ from sameseed.server.replies import Reply
 from sameseed.server.responses import ResponseReply
 from sameseed.server.structured import GrammarSource
 from sameseed.server.text import TextCodec
-from sameseed.server.tools import PARSERS, Parser, parser_for
+from sameseed.server.tools import FORMATS, Parser, parser_for
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 LAST_TOKENS = 16  # last tokens of a prompt, which may hold a mark that opens or closes the reasoning
@@ -132,14 +132,13 @@ class Service:
         named = isinstance(fields.tool_choice, NamedTool)
 
         def plain() -> tuple[GrammarSource | None, list[dict[str, Any]], Callable[[], Parser] | None]:
-            source, calls = fields.source(), fields.compelled(parser_for(text.tokenizer.chat_template))
-            if calls is not None and (source is not None or fields.choice is not None):
-                why = "a format, and tools that must be called (or are 'strict'), contradict each other"
-                raise bad_request(why, "tools")
-            return calls or source, conversation.plain(fields.messages), tool_parser(fields.offered, text)
+            source = fields.compelled(parser_for(text.tokenizer.chat_template))
+            return source, conversation.plain(fields.messages), tool_parser(fields.offered, text)
 
         async def prepare(id: str) -> Prepared:
             source, messages, parser = await self.aside(request, plain)
+            if parser is not None and text.hides_marks:
+                fields.skip_special_tokens = False
             grammar = await self._compiled(source)
             asked, keep = Render(messages, fields.offered, fields.options), fields.keep(max_tokens, text.max_model_len)
             ids = await text.chat(asked, visit_of(request).size, bool(fields.add_special_tokens), keep)
@@ -285,5 +284,4 @@ def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec) -> Callable[[], Par
     name = parser_for(text.tokenizer.chat_template)
     if name is None:
         raise bad_request("this model's chat template has no tools, or none that this server can read", "tools")
-    names = frozenset(t["function"]["name"] for t in tools)
-    return partial(PARSERS[name], names)
+    return partial(Parser, {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}, FORMATS[name])

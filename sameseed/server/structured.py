@@ -22,8 +22,11 @@ Choices = Annotated[
 Schema = dict[str, Any] | str
 # How a tool call begins and ends, and the separator between calls, by parser.
 _FORMS = {
-    "qwen": (OPEN + '\n{"name": NAME, "arguments": ', "}\n" + CLOSE, "\n"),
-    "llama3": ('{"name": NAME, "parameters": ', "}", "; "),
+    "hermes": (OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + CLOSE, "\n"),
+    "qwen3_coder": (OPEN + "\n<function=NAME>\n", "\n</function>\n" + CLOSE, "\n"),
+    "granite": ('<|tool_call|>[{"name": "NAME", "arguments": ', "}]", ""),
+    "mistral": ('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]", ""),
+    "llama3": ('{"name": "NAME", "parameters": ', "}", "; "),
 }
 _NAMED = {"type": {"enum": ["object", "array", "string", "integer", "number", "boolean", "null"]}}
 _PLAIN = {"type": "object", "properties": _NAMED, "required": ["type"], "additionalProperties": False}
@@ -144,13 +147,22 @@ def of_guides(
 
 
 def of_tools(
-    tools: Seq[Tool], choice: str | NamedTool | None, several: bool, parser: str | None
+    tools: Seq[Tool],
+    choice: str | NamedTool | None,
+    several: bool,
+    parser: str | None,
+    beside: GrammarSource | None = None,
 ) -> GrammarSource | None:
     """The grammar of an answer that must call a tool, or whose calls must match their schemas; None if neither.
 
-    `several`: more than one call is allowed; `parser`: the model's format of calls. Raises ApiError 400 for a tool that
-    was not offered, if there is no tool to call, or for a schema that cannot be enforced.
+    `several`: more than one call is allowed; `parser`: the model's format of calls; `beside`: the format of an answer
+    that calls no tool. Raises ApiError 400 for a tool that was not offered, if there is no tool to call, or for what
+    cannot be enforced.
     """
+    must = choice == "required" or isinstance(choice, NamedTool)
+    if beside is not None and (must or (beside.kind not in ("json", "object") and tools and choice != "none")):
+        why = "contradict each other: beside 'tools' an answer may have a JSON format, where no tool must be called"
+        raise bad_request(f"{beside.field} and tools {why}", beside.field)
     if isinstance(choice, NamedTool):
         named = [tool for tool in tools if tool.function.name == choice.function.name]
         if not named:
@@ -160,15 +172,21 @@ def of_tools(
         if not tools:
             raise bad_request("tool_choice is 'required' and there are no 'tools'", "tool_choice")
         return _calls({"stop_after_first": not several, "at_least_one": True}, tools, parser)
-    if choice == "none" or not any(tool.function.strict for tool in tools):
+    if choice == "none" or not tools:
         return None
-    if parser == "qwen":  # free text, until a call opens
+    if beside is not None:  # the format, or calls
+        return _calls({"stop_after_first": not several, "at_least_one": True}, tools, parser, beside)
+    if not any(tool.function.strict for tool in tools):
+        return None
+    if parser in ("hermes", "qwen3_coder"):  # free text, until a call opens
         free = {"type": "triggered_tags", "triggers": [OPEN], "at_least_one": False}
         return _calls({**free, "stop_after_first": not several}, tools, parser)
     raise bad_request("this model's calls have no mark of their own: 'strict' needs tool_choice 'required'", "tools")
 
 
-def _calls(how: dict[str, Any], tools: Seq[Tool], parser: str | None) -> GrammarSource | None:
+def _calls(
+    how: dict[str, Any], tools: Seq[Tool], parser: str | None, beside: GrammarSource | None = None
+) -> GrammarSource | None:
     if parser is None:
         return None
     begin, end, separator = _FORMS[parser]
@@ -182,9 +200,17 @@ def _calls(how: dict[str, Any], tools: Seq[Tool], parser: str | None) -> Grammar
             raise bad_request(f"tools: their schemas may have {limits.MAX_TOOL_SCHEMAS} characters in all", "tools")
         if not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
             schema = {"type": "object", **schema}
-        content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
-        opening = begin.replace("NAME", json.dumps(tool.function.name))
+        content = _json_schema(schema) | ({"style": "qwen_xml"} if parser == "qwen3_coder" else {})
+        opening = begin.replace("NAME", tool.function.name)
         tags.append({"type": "tag", "begin": opening, "content": content, "end": end})
     separated = {"type": "tags_with_separator", "separator": separator} if "type" not in how else {}
-    made = {"type": "structural_tag", "format": {**separated, **how, "tags": tags}}
-    return GrammarSource("tag", json.dumps(made, ensure_ascii=False), "tools")
+    form = {**separated, **how, "tags": tags}
+    if beside is not None:
+        other = _json_schema(json.loads(beside.text) if beside.kind == "json" else {"type": "object"})
+        form = {"type": "or", "elements": [form, other]}
+    made = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
+    return GrammarSource("tag", made, "tools" if beside is None else beside.field)
+
+
+def _json_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}

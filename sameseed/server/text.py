@@ -13,6 +13,7 @@ from sameseed.request import check_token_ids
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Render
+from sameseed.server.tools import FORMATS, parser_for
 from sameseed.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class TextCodec:
         self.pieces = Pieces(self.tokenizer)
         vocabulary = self.tokenizer.vocabulary()
         self._longest = max(map(len, vocabulary), default=1)
+        form = FORMATS.get(parser_for(self.tokenizer.chat_template) or "")
+        marks = [vocabulary[mark] for mark in form.marks if mark in vocabulary] if form else []
+        self.hides_marks = any(map(self.tokenizer.is_silent, marks))  # does a text leave out what opens tool calls?
         self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))
         self._threads = ThreadPoolExecutor(2, "tokenizer")
 

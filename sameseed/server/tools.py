@@ -1,27 +1,38 @@
 """Parsers of tool calls in generated text. They work as the text arrives; the result is the same streamed or not.
 
-There are two formats. Qwen's (and Hermes') is `<tool_call>{"name", "arguments"}</tool_call>` within a text. In Llama
-3's, the whole text is `{"name", "parameters"}`, several separated by `;`. Once a call has named an offered tool and its
-arguments begin, they are passed on as they arrive. What is not a call stays text. Nothing that a model writes is
-executed or evaluated.
+The chat template tells which marks open a call. What follows the mark tells how it is written: as JSON with a name and
+arguments (Hermes, Qwen, Llama 3, Granite, Mistral), as a name before its JSON (newer Mistral), as XML (Qwen3-Coder), or
+as Python (Llama). A call is given out once it is whole; only long JSON arguments are passed on as they arrive. What is
+not a call of an offered tool stays text. Nothing that a model writes is executed or evaluated.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_GAP = re.compile(r"\s*(;|\Z)\s*")
-_HEAD = r'\s*\{\s*"name"\s*:\s*"([A-Za-z0-9_-]{1,64})"\s*,\s*"%s"\s*:\s*(?=\{)'
+LONG = 256  # characters, a few lines of text: longer arguments begin to be given out before they are whole
+_KEYS = ("arguments", "parameters")
+_NAME = r"([A-Za-z0-9_-]{1,64})"
+_HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*"{_NAME}"\s*,\s*"(?:{"|".join(_KEYS)})"\s*:\s*(?=\{{)')
+_NAMED = re.compile(rf"\s*{_NAME}\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]\s*)?(?=\{{)")
+_PYTHON = re.compile(rf"\s*\[\s*{_NAME}\s*\(")
+# Texts that may still become such a beginning.
+_BEFORE_NAMED = re.compile(r"\s*[\w-]{0,64}\s*(?:\[[A-Z_]{0,7}\]?\s*[\w-]{0,64}\s*){0,2}")
+_BEFORE_JSON = re.compile(r"\[\s*")
+_BEFORE_PYTHON = re.compile(r"\s*\[\s*[\w-]{0,64}\s*")
+_GAP = re.compile(r"\s*(?:(?:;|<\|\w+\|>)\s*)*")  # between calls without marks
+_BEFORE_GAP = re.compile(r"<(?:\|\w*\|?)?")
 
 
 @dataclass(frozen=True)
 class Call:
-    """The beginning of a call: a function's name, and what is known of its arguments (JSON text)."""
+    """A call, or its beginning: a function's name, and what is known of its arguments (JSON text)."""
 
     name: str
     arguments: str = ""
@@ -35,45 +46,86 @@ class More:
 
 
 Found = str | Call | More
+Tools = Mapping[str, Mapping[str, Any]]  # the schemas of the offered tools' arguments, by name
+Reader = Callable[[str, Tools], list[Call]]  # the calls that a text consists of; none if it holds anything else
+
+
+class Format(NamedTuple):
+    """How a model writes calls: the marks that open one, and the mark that closes it, if any.
+
+    `bare`: the text itself may begin as a call without a mark; further calls may follow, perhaps after `;`.
+    """
+
+    marks: tuple[str, ...]
+    close: str = ""
+    bare: bool = False
+
+
+FORMATS = {  # named as vLLM's parsers
+    "qwen3_coder": Format((OPEN, "<function="), CLOSE),
+    "granite": Format(("<|tool_call|>",)),
+    "hermes": Format((OPEN,), CLOSE),
+    "mistral": Format(("[TOOL_CALLS]",)),
+    "llama3": Format(("<|python_tag|>", "<|python_start|>"), bare=True),
+}
+
+
+def parser_for(template: str | None) -> str | None:
+    """The name of a chat template's format of calls; None if it has no tools, or another format."""
+    if template is None or "tools" not in template:
+        return None
+    signs = {"qwen3_coder": ("<function=",), "llama3": ("<|start_header_id|>", "<|header_start|>", "<|python_tag|>")}
+    forms = ((name, signs.get(name, form.marks)) for name, form in FORMATS.items())
+    return next((name for name, texts in forms if any(text in template for text in texts)), None)
 
 
 class _Braces:
-    """Finds the end of a JSON value in pieces of text. `depth`: brackets that are open."""
+    """Finds the end of JSON in a text that grows. `depth`: brackets that are open; `at`: characters that were read."""
 
-    def __init__(self) -> None:
-        self.depth = 0
+    def __init__(self, depth: int = 0) -> None:
+        self.depth, self.at = depth, 0
         self._quoted = self._escaped = False
 
-    def close(self, text: str, depth: int) -> int:
-        """Number of characters up to and including the bracket that returns to `depth`; -1 if it has not come yet."""
-        for at, character in enumerate(text):
+    def find(self, text: str, close: str = "", depth: int = 0) -> int:
+        """Where `close` begins, outside of strings; if it is empty, the end of the bracket that returns to `depth`.
+
+        -1 if that has not come yet.
+        """
+        for at in range(self.at, len(text)):
+            self.at, character = at, text[at]
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
                 self._escaped, self._quoted = character == "\\", character != '"'
+            elif close and close.startswith(text[at : at + len(close)]):
+                return at if text.startswith(close, at) else -1  # it may come: look here again
             elif character == '"':
                 self._quoted = True
             elif character in "{[":
                 self.depth += 1
             elif character in "}]":
                 self.depth -= 1
-                if self.depth == depth:
+                if not close and self.depth == depth:
                     return at + 1
+        self.at = len(text)
         return -1
 
 
-class _Calls:
-    """Base: a parser as a state machine. `key`: the arguments' name; `depth`: brackets that are open around them."""
+class Parser:
+    """Finds the calls in one text, as a state machine. Whitespace next to calls is dropped.
 
-    key, depth = "", 0
+    A tail that may become a call is held back until that is certain.
+    """
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._head = re.compile(_HEAD % self.key)
-        self._buffer = ""
-        self._braces = _Braces()
+    def __init__(self, tools: Tools, form: Format) -> None:
+        self._tools, self._form = tools, form
+        self._buffer, self._mark = "", ""
         self._called = False  # was there a call yet?
-        self._step = self._first
+        self._bare = True  # only whitespace since the last call, or since the beginning
+        self._braces = _Braces()
+        self._depth = 0  # brackets that are open around arguments that are given out as they arrive
+        self._step = self._inside if form.bare else self._outside
+        self._last = self._cut = False
 
     def feed(self, text: str) -> list[Found]:
         """Add text; returns what is now certain: text and calls."""
@@ -83,196 +135,357 @@ class _Calls:
             pass
         return found
 
-    def _first(self, found: list[Found]) -> bool:
-        """The first state. A state works on the buffer, and returns whether the next state can go on at once."""
-        raise NotImplementedError
+    def end(self, cut: bool = False) -> list[Found]:
+        """What is left when no text follows. `cut`: the text was cut off, so its last call may be partial."""
+        self._last, self._cut = True, cut
+        return self.feed("")
 
-    def _closing(self, found: list[Found]) -> bool:
-        """The state after the arguments."""
-        raise NotImplementedError
+    # The states. Each works on the buffer, and returns whether the next state can go on at once.
 
-    def _begins(self, found: list[Found]) -> bool:
-        """Whether the buffer begins with a call of an offered tool, up to its arguments. If so, these are read next."""
-        head = self._head.match(self._buffer)
-        if head is None or head[1] not in self._names:
+    def _outside(self, found: list[Found]) -> bool:
+        """Give out text up to a mark, or up to what may become one."""
+        buffer, marks = self._buffer, self._form.marks
+        at, mark = min(((at, m) for m in marks if (at := buffer.find(m)) >= 0), default=(len(buffer), ""))
+        if not mark and not self._last:
+            ends = range(max(0, at - max(map(len, marks)) + 1), at)
+            at = next((end for end in ends if any(m.startswith(buffer[end:]) for m in marks)), at)
+        self._bare = self._bare and not buffer[:at].strip()
+        if not mark and self._bare and (self._called or not self._last):  # space that may stand next to a call
             return False
-        found.append(Call(head[1]))
-        self._buffer, self._step, self._braces = self._buffer[head.end() :], self._arguments, _Braces()
-        self._braces.depth = self.depth
+        if not mark or not self._bare:
+            found += _text(buffer[:at])
+        if mark:
+            self._begin(at, mark)
+        else:
+            self._buffer = buffer[at:]
+        return bool(mark)
+
+    def _begin(self, at: int, mark: str) -> None:
+        """A call may begin with this mark, `at` characters from here."""
+        self._mark = "" if mark == "<function=" else mark  # that one is a part of the call
+        self._buffer = self._buffer[at + len(self._mark) :]
+        self._step, self._braces = self._inside, _Braces()
+
+    def _inside(self, found: list[Found]) -> bool:
+        """Give out the calls that may have begun once they are whole, or their text once they are none."""
+        buffer, region = self._buffer, self._region()
+        if region is None:
+            return False
+        reader, end, size = region
+        body = buffer[:end] if end >= 0 else buffer
+        if (head := self._head(reader, body)) is not None:
+            depth, begun = (1 if reader is _json else 0), body[head.end() :]
+            whole = _Braces(depth).find(begun[:LONG], "", depth) >= 0
+            if (len(begun) > LONG and not whole) or (self._cut and end < 0):
+                found.append(Call(head[1]))
+                self._buffer, self._braces, self._depth = buffer[head.end() :], _Braces(depth), depth
+                self._step, self._called = self._arguments, True
+                return True
+        if end < 0 and not self._last:
+            return False
+        calls = reader(body, self._tools) if reader is not None else []
+        if end < 0:  # if this is no call, a later one may be
+            at = -1 if calls or not self._form.close else buffer.find(self._form.close)
+            size = len(buffer) if at < 0 else at + len(self._form.close)
+        found += calls or _text(self._mark + buffer[:size])
+        self._leave(size, bool(calls))
         return True
+
+    def _region(self) -> tuple[Reader | None, int, int] | None:
+        """How the calls that may have begun are read, where they end, and where the text goes on; None: not known yet.
+
+        An end of -1: it has not come yet. Without a reader they are no calls.
+        """
+        buffer, form, braces = self._buffer, self._form, self._braces
+        begin, none = buffer.lstrip(), (None, 0, 0)
+        if form.bare and (python := _PYTHON.match(begin)) is not None:
+            return (_python, -1, -1) if python[1] in self._tools else none
+        if re.match(r"\{|\[\s*\{", begin):
+            end = braces.find(buffer, form.close)
+            return _json, end, end if end < 0 else end + len(form.close)
+        if "<function=" in form.marks and begin.startswith("<function="):
+            return self._xml_region()
+        if not (form.bare or form.close) and (head := _NAMED.match(buffer)) is not None:
+            braces.at = max(braces.at, head.end())
+            end = braces.find(buffer)
+            return _named, end, end
+        kinds = "{", "[", "<function=" if "<function=" in form.marks else "{"
+        before = _BEFORE_PYTHON if form.bare else _BEFORE_JSON if form.close else _BEFORE_NAMED
+        may = any(kind.startswith(begin) for kind in kinds) or before.fullmatch(begin)
+        return none if self._last or not may else None
+
+    def _xml_region(self) -> tuple[Reader | None, int, int] | None:
+        """`_region` of calls in XML. Their closing mark may be missing only where the opening one is."""
+        found = re.search(rf"</function>(\s*{CLOSE}){'' if self._mark else '?'}", self._buffer)
+        if found is None:
+            return _xml, -1, -1
+        may = found[1] is None and CLOSE.startswith(self._buffer[found.end() :].lstrip())
+        return None if may and not self._last else (_xml, found.end(), found.end())
+
+    def _head(self, reader: Reader | None, body: str) -> re.Match[str] | None:
+        """The beginning of a single call of an offered tool, up to its arguments."""
+        head = _HEAD.match(body) if reader is _json else _NAMED.match(body) if reader is _named else None
+        return head if head is not None and head[1] in self._tools else None
 
     def _arguments(self, found: list[Found]) -> bool:
-        size = self._braces.close(self._buffer, self.depth)
+        """Give out a call's arguments as they arrive."""
+        size = self._braces.find(self._buffer, "", self._depth)
         text = self._buffer if size < 0 else self._buffer[:size]
-        if text:
-            found.append(More(text))
-        self._buffer = self._buffer[len(text) :]
+        found += [More(text)] if text else []
+        self._buffer, self._braces.at = self._buffer[len(text) :], 0
         if size >= 0:
-            self._step = self._closing
+            self._step, self._braces = self._after, _Braces(self._depth)
         return size >= 0
 
+    def _after(self, found: list[Found]) -> bool:
+        """Pass over the end of a call whose arguments were given out."""
+        close = self._form.close
+        end = self._braces.find(self._buffer, close) if close or self._depth else 0
+        if end >= 0 or self._last:
+            self._leave(len(self._buffer) if end < 0 else end + len(close), True)
+        return end >= 0
 
-class QwenCalls(_Calls):
-    """Calls between marks, with text around them. A tail that may become a mark is held back until that is certain.
-
-    Whitespace next to calls is dropped.
-    """
-
-    key, depth = "arguments", 0
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__(names)
-        self._searched = 0  # characters of the buffer that hold no whole mark
-        self._bare = True  # only whitespace since the last call, or since the beginning
-
-    def end(self) -> list[Found]:
-        """What is left when no text follows."""
-        rest, self._buffer = self._buffer, ""
-        if self._step == self._first:
-            return [] if self._called and self._bare else _text(rest)
-        if self._step != self._opening:
-            return []
-        call = _call(rest, "arguments", self._names)  # the closing mark may be missing after a whole call
-        return [call] if call is not None else _text(OPEN + rest)
-
-    def _first(self, found: list[Found]) -> bool:
-        at = size = self._find(OPEN)
-        if at < 0:  # hold back the longest end of the text that may become a mark
-            ends = range(max(0, len(self._buffer) - len(OPEN) + 1), len(self._buffer))
-            size = next((end for end in ends if OPEN.startswith(self._buffer[end:])), len(self._buffer))
-        text = self._buffer[:size]
-        self._bare = self._bare and not text.strip()
-        if not self._bare:
-            found += _text(text)
-        if at < 0:
-            if not self._bare:
-                self._buffer = self._buffer[size:]
-            self._searched = 0
-            return False
-        self._buffer, self._step = self._buffer[at + len(OPEN) :], self._opening
-        return True
-
-    def _opening(self, found: list[Found]) -> bool:
-        """The state after an opening mark. A call begins once its name and the start of its arguments are there."""
-        if self._begins(found):
-            self._searched = 0
-            return True
-        at = self._find(CLOSE)
-        if at < 0:
-            return False
-        call = _call(self._buffer[:at], "arguments", self._names)
-        found += [call] if call is not None else _text(OPEN + self._buffer[: at + len(CLOSE)])
-        self._leave(at, call is not None)
-        return True
-
-    def _closing(self, found: list[Found]) -> bool:
-        at = self._find(CLOSE)
-        if at >= 0:
-            self._leave(at, True)
-        return at >= 0
-
-    def _find(self, mark: str) -> int:
-        at = self._buffer.find(mark, max(0, self._searched - len(mark)))
-        self._searched = len(self._buffer) if at < 0 else 0
-        return at
-
-    def _leave(self, at: int, called: bool) -> None:
-        self._buffer, self._step = self._buffer[at + len(CLOSE) :], self._first
-        self._called = self._called or called
-        self._bare = called
-
-
-class LlamaCalls(_Calls):
-    """Calls that are the whole text. A text that begins as an object is held back until it is a call, or to its end.
-
-    Whitespace next to calls is dropped.
-    """
-
-    key, depth = "parameters", 1  # the call's own bracket is open around the arguments
-
-    def end(self) -> list[Found]:
-        """What is left when no text follows."""
-        rest, self._buffer = self._buffer, ""
-        if self._step != self._first or (self._called and not rest.strip()):
-            return []
-        found = [_call(c, "parameters", self._names) for c in _objects(rest)]
-        known = [c for c in found if c is not None]
-        return [*known] if known and len(known) == len(found) else _text(rest)
-
-    def _first(self, found: list[Found]) -> bool:
-        if self._begins(found):
-            self._called = True
-            return True
-        if self._buffer.lstrip()[:1] in ("", "{"):
-            return False
-        self._step = self._plain
-        return True
-
-    def _plain(self, found: list[Found]) -> bool:
-        found += _text(self._buffer)
-        self._buffer = ""
-        return False
-
-    def _closing(self, found: list[Found]) -> bool:
-        size = self._braces.close(self._buffer, 0)
-        self._buffer = "" if size < 0 else self._buffer[size:]
-        if size >= 0:
-            self._step = self._between
-        return size >= 0
+    def _leave(self, size: int, called: bool) -> None:
+        """Go on behind the buffer's first `size` characters, which were a call or text."""
+        self._buffer = self._buffer[size:]
+        self._called, self._bare = self._called or called, called or (not size and not self._mark and self._bare)
+        self._step = self._between if called and self._form.bare else self._outside
 
     def _between(self, found: list[Found]) -> bool:
-        """The state after a call: another call, or text after all."""
-        rest = self._buffer.lstrip()
-        if not rest:
+        """After a call without marks: another call, or text after all."""
+        gap = _GAP.match(self._buffer)
+        rest = self._buffer[gap.end() :] if gap else self._buffer
+        if not self._last and (not rest or _BEFORE_GAP.fullmatch(rest)):
             return False
-        another = rest[0] == ";"
-        self._buffer, self._step = (rest[1:], self._first) if another else (self._buffer, self._plain)
+        if rest[:1] in ("{", "["):
+            self._buffer = rest
+            self._begin(0, "")
+        else:
+            self._buffer = "" if not rest else re.sub(r"\A\s*;", "", self._buffer)
+            self._step = self._outside
         return True
-
-
-Parser = QwenCalls | LlamaCalls
-PARSERS: dict[str, type[Parser]] = {"qwen": QwenCalls, "llama3": LlamaCalls}
-
-
-def parser_for(template: str | None) -> str | None:
-    """The name of the parser for a chat template; None if it has no tools, or another format of calls."""
-    if template is None or "tools" not in template:
-        return None
-    if OPEN in template:
-        return "qwen"
-    return "llama3" if "<|start_header_id|>" in template else None
 
 
 def _text(text: str) -> list[Found]:
     return [text] if text else []
 
 
-def _objects(text: str) -> list[str]:
-    """The JSON objects of a text that consists only of objects separated by `;`; else an empty list."""
-    decoder, found, at = json.JSONDecoder(), [], len(text) - len(text.lstrip())
-    while True:
-        try:
-            _, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return []
-        found.append(text[at:end])
-        gap = _GAP.match(text, end)
-        if gap is None or not gap[1]:
-            return found if gap else []
-        at = gap.end()
+# The readers. Each gives no call at all where a part is none of an offered tool, or where arguments would be lost.
 
 
-def _call(body: str, key: str, names: Collection[str]) -> Call | None:
-    """The call in a JSON object, if it names an offered tool; else None."""
+def _json(body: str, tools: Tools) -> list[Call]:
+    """Calls as JSON objects, one after the other or in a list."""
+    calls: list[Call] = []
+    at = 0
     try:
-        value: Any = json.loads(body)
-        if not isinstance(value, dict):
-            return None
-        name, arguments = value.get("name"), value.get(key, {})
-        if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
-            return None
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text.encode()  # raises for half of an escaped surrogate pair, which is JSON but not text
+        while at < len(body):
+            if body[at] in " \t\r\n[],;":
+                at += 1
+                continue
+            members, at = _members(body, at)
+            calls.append(_call(members, tools))
     except (ValueError, RecursionError):
-        return None
-    return Call(name, text)
+        return []
+    return calls
+
+
+def _named(body: str, tools: Tools) -> list[Call]:
+    """A name before its arguments: `name[ARGS]{...}`."""
+    head = _NAMED.match(body)
+    try:
+        if head is None or head[1] not in tools:
+            return []
+        arguments = body[head.end() :].strip()
+        return [Call(head[1], _object(_loads(arguments), arguments))]
+    except (ValueError, RecursionError):
+        return []
+
+
+def _xml(body: str, tools: Tools) -> list[Call]:
+    """Calls as Qwen3-Coder writes them; the tools' schemas tell what a value is."""
+    calls: list[Call] = []
+    rest = re.sub(rf"{CLOSE}\s*\Z", "", body)
+    while rest.strip():
+        function = re.match(rf"\s*<function={_NAME}>(.*?)</function>(?=\s*(?:<function=|\Z))", rest, re.DOTALL)
+        if function is None or function[1] not in tools:
+            return []
+        rest, arguments, inner = rest[function.end() :], {}, function[2]
+        while inner.strip():
+            part = re.match(
+                r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|\Z))|(?=<parameter=)|\Z)",
+                inner,
+                re.DOTALL,
+            )
+            if part is None or part[1].strip() in arguments:
+                return []
+            name, inner = part[1].strip(), inner[part.end() :]
+            value = part[2].removeprefix("\n").removesuffix("\n")
+            schema = tools[function[1]]
+            arguments[name] = _typed(value, (schema.get("properties") or {}).get(name), schema)
+        members = (f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in arguments.items())
+        calls.append(Call(function[1], "{" + ", ".join(members) + "}"))
+    return calls
+
+
+def _typed(text: str, schema: Any, root: Any) -> str:
+    """A value in XML as JSON: as it is where its schema asks for something else than a string, and the text is that."""
+    kinds, word = _kinds(schema, root), text.strip()
+    word = _WORDS.get(word, word)
+    with suppress(ValueError, RecursionError):
+        value = _loads(word)
+        if isinstance(value, float) and value.is_integer() and "number" not in kinds:
+            value, word = int(value), str(int(value))
+        kind = _TYPES[type(value)]
+        if kind in kinds - {"string"} or (kind == "integer" and "number" in kinds):
+            return _text_of(value, word)
+    return json.dumps(text, ensure_ascii=False)
+
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+_TYPES[str] = "string"
+
+
+def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
+    """The types that a schema allows, through at most `depth` references and unions; none if it does not say."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    said, reference = schema.get("type", []), schema.get("$ref")
+    kinds = {kind for kind in [said, *_list(said)] if isinstance(kind, str)}
+    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    kinds |= {_TYPES[type(value)] for value in values}
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _list(schema.get(key))]
+    if isinstance(reference, str):
+        found: Any = root
+        for name in reference.split("/")[1:]:
+            found = found.get(name) if isinstance(found, dict) else None
+        parts.append(found)
+    return kinds.union(*(_kinds(part, root, depth - 1) for part in parts))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+_TOKEN = re.compile(
+    r"""(?P<text>'{3}.*?'{3}|"{3}.*?"{3}|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+    r"|(?P<call>[A-Za-z_][\w-]*)\s*\(|(?P<key>[A-Za-z_]\w*)\s*=|(?P<word>[A-Za-z_]\w*)"
+    r"|(?P<open>[(\[{])|(?P<shut>[)\]}])|(?P<last>,(?=\s*[)\]}]))|(?P<other>[-+]?[\d.][\w.+-]*|[,:\s])",
+    re.DOTALL,
+)
+_CLOSERS = {"(": ")]", "[": "]]", "{": "}}", "call": ")}]"}  # what closes a bracket in Python, and then in JSON
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "'": "'", '"': '"', "\\": "\\"}
+
+
+def _python(body: str, tools: Tools) -> list[Call]:
+    """Calls as a list in Python, `[f(a=1), g()]`: rewritten as JSON word by word, and read as that."""
+    body = re.sub(r"(?:\s*<\|\w+\|>)*\s*\Z", "", body)
+    parts, closers, at = list[str](), list[str](), 0
+    try:
+        while at < len(body):
+            found = _TOKEN.match(body, at)
+            if found is None or (found["call"] and len(closers) != 1) or (found["key"] and closers[-1] != ")}]"):
+                return []
+            at, word = found.end(), found[0]
+            if found["text"]:
+                parts.append(json.dumps(_ESCAPE.sub(_unescaped, word[3:-3] if word[:3] in _TRIPLE else word[1:-1])))
+            elif found["call"]:
+                parts.append(f'["{found["call"]}",{{')
+                closers.append(_CLOSERS["call"])
+            elif found["key"]:
+                parts.append(f'"{found["key"]}":')
+            elif found["open"]:
+                parts.append("{" if word == "{" else "[")
+                closers.append(_CLOSERS[word])
+            elif found["shut"]:
+                closer = closers.pop()
+                if closer[0] != word:
+                    return []
+                parts.append(closer[1:])
+            elif not found["last"]:
+                parts.append(_WORDS[word] if found["word"] else word)
+        calls = _loads("".join(parts))
+        whole = all(isinstance(c, list) and len(c) == 2 and c[0] in tools and isinstance(c[1], dict) for c in calls)
+        return [Call(name, _object(arguments, _text_of(arguments))) for name, arguments in calls] if whole else []
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return []
+
+
+_TRIPLE = ("'" * 3, '"' * 3)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1] or found[2] or found[3]
+    return chr(int(code, 16)) if code else _ESCAPED.get(found[4], found[0])
+
+
+# What the readers share. They raise ValueError, and RecursionError for JSON that nests too deeply.
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key comes twice: one of its values would be lost")
+    return made
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
+_KEY = re.compile(r'\s*("(?:[^"\\]|\\.)*")\s*:\s*')
+_COMMA = re.compile(r"\s*,?")
+
+
+def _loads(text: str) -> Any:
+    return _DECODER.decode(text)
+
+
+def _text_of(value: Any, text: str = "") -> str:
+    """A value's JSON, or its own `text`. Raises ValueError for half of a surrogate pair, which is no text."""
+    made = json.dumps(value, ensure_ascii=False, allow_nan=bool(text))  # a number may be beyond all floats
+    made.encode()
+    return text or made
+
+
+def _members(text: str, at: int) -> tuple[dict[str, tuple[Any, str]], int]:
+    """The members of the JSON object at `at`, each with its value and the text of that, and where the object ends."""
+    whole, end = _DECODER.raw_decode(text, at)
+    if not isinstance(whole, dict):
+        raise ValueError("no object")
+    members: dict[str, tuple[Any, str]] = {}
+    at += 1
+    while (key := _KEY.match(text, at)) is not None:
+        name, (value, after) = json.loads(key[1]), _DECODER.raw_decode(text, key.end())
+        members[name], comma = (value, text[key.end() : after]), _COMMA.match(text, after)
+        at = comma.end() if comma else after
+    return members, end
+
+
+def _call(members: dict[str, tuple[Any, str]], tools: Tools) -> Call:
+    """The call in an object's members: its name, and its arguments under either key, or none."""
+    inner, raw = members.get("function", (None, ""))
+    if isinstance(inner, dict):  # as OpenAI's API writes it
+        members = _members(raw, 0)[0]
+        inner = None
+    name = members["name"][0] if "name" in members else inner
+    if not isinstance(name, str) or name not in tools:
+        raise ValueError("no offered tool")
+    texts = {_object(*members[key]) for key in _KEYS if key in members}
+    texts = texts - {"{}"} or texts
+    if len(texts) > 1 or (not texts and members.keys() - {"name", "function", "type", "id"}):
+        raise ValueError("arguments would be lost")
+    return Call(name, texts.pop() if texts else "{}")
+
+
+def _object(value: Any, text: str) -> str:
+    """Arguments as the text of a JSON object; they may be one, a text that holds one, or nothing."""
+    while isinstance(value, str) and value.strip():
+        value, text = _loads(value), value.strip()
+    if value is None or isinstance(value, str) or value == {}:
+        return "{}"
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return _text_of(value, text)

@@ -173,6 +173,39 @@ def test_tools_that_must_be_called(openai: OpenAI, choice: Any, more: dict[str, 
     assert set(called) == names
 
 
+FORMAT = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+
+
+def test_a_format_beside_tools(http: httpx.Client) -> None:
+    """The answer is a call or has the format. What contradicts tools is refused by name."""
+    asked = {"messages": USER, "tools": TOOLS, "temperature": 1.3, "max_tokens": 130}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORMAT}}
+    kinds = set()
+    for seed in range(8):
+        body = {**asked, "response_format": form, "seed": seed}
+        choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        calls = choice["message"].get("tool_calls")
+        kinds.add("call" if calls else "format")
+        if choice["finish_reason"] != "length":
+            found = [json.loads(c["function"]["arguments"]) for c in calls or ()] or json.loads(
+                choice["message"]["content"]
+            )
+            assert calls or found.keys() == {"ok"}
+    assert kinds == {"call", "format"}
+    for name, more in {
+        "response_format": {"response_format": form, "tool_choice": "required"},
+        "guided_regex": {"guided_regex": "a+"},
+        "guided_choice": {"guided_choice": ["a"]},
+    }.items():
+        error = http.post("/v1/chat/completions", json=asked | more)
+        assert error.status_code == 400 and error.json()["error"]["param"] == name
+
+
 BOMBS: list[dict[str, Any]] = [
     {"guided_regex": "(" * 60 + "a" + "){1,999}" * 60},
     {"guided_regex": "(a{1,9999}){1,9999}b{1,9999}"},

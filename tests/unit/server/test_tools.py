@@ -18,67 +18,170 @@ from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
 from sameseed.server.service import tool_parser
 from sameseed.server.text import TextCodec
-from sameseed.server.tools import Call, LlamaCalls, More, QwenCalls, parser_for
+from sameseed.server.tools import FORMATS, Call, More, Parser, parser_for
 
-NAMES = {"get", "add"}
+TYPES: dict[str, Any] = {"city": {"type": "string"}, "days": {"type": "integer"}, "near": {"type": "boolean"}}
+TYPES |= {"at": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, "scale": {"type": ["number", "null"]}}
+SCHEMAS = {"get": {"properties": TYPES, "$defs": {"Place": {"type": "object"}}}, "add": {}}
 GET = '{"name": "get", "arguments": {"city": "Köln"}}'
 ADD = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
-HALF = '{"arguments": {"city": "\\ud800"}, "name": "get"}'  # JSON, but a lone surrogate is not text
-NAN = '{"arguments": {"city": NaN}, "name": "get"}'
-QWEN = {
-    "plain text": ["plain text"],
-    f"<tool_call>\n{GET}\n</tool_call>": [Call("get", '{"city": "Köln"}')],
-    f"Let me see. <tool_call>{GET}</tool_call><tool_call>{GET}</tool_call> Done": [
-        "Let me see. ",
-        Call("get", '{"city": "Köln"}'),
-        Call("get", '{"city": "Köln"}'),
-        " Done",
+LONG = json.dumps({"text": "</tool_call> {[" * 40})
+KOELN, PLUS = Call("get", '{"city": "Köln"}'), Call("add", '{"a": 1, "b": [2]}')
+# What calls an offered tool, by format. Each format is as its publisher documents it.
+CALLS: list[tuple[str, str, list[Any]]] = [
+    ("hermes", f"<tool_call>\n{GET}\n</tool_call>", [KOELN]),
+    (
+        "hermes",
+        f"Let me see. <tool_call>{GET}</tool_call><tool_call>{GET}</tool_call> Done",
+        ["Let me see. ", KOELN, KOELN, " Done"],
+    ),
+    ("hermes", f"<tool_call>{GET}", [KOELN]),
+    ("hermes", f"\n<tool_call>\n{GET}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>\n", [KOELN, KOELN]),
+    ("hermes", f"<tool_call>[{GET}, {ADD}]</tool_call>", [KOELN, PLUS]),
+    ("hermes", '<tool_call>{"arguments": {"a":1e6}, "name": "get"}</tool_call>', [Call("get", '{"a":1e6}')]),
+    (
+        "hermes",
+        '<tool_call>{"name": "get", "arguments": {"a": "}</tool_call>", "b": [{}]}, "id": 7}</tool_call>',
+        [Call("get", '{"a": "}</tool_call>", "b": [{}]}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f}</tool_call>' + f"<tool_call>{GET}",
+        ['<tool_call>{"name": "f}</tool_call>', KOELN],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": %s}</tool_call><tool_call>%s</tool_call>' % (LONG, ADD),  # noqa: UP031
+        [Call("add", LONG), PLUS],
+    ),
+    ("qwen3_coder", f"<tool_call>\n{GET}\n</tool_call>", [KOELN]),
+    (
+        "qwen3_coder",
+        "Well.\n<tool_call>\n<function=get>\n<parameter=city>\nNew\nYork\n</parameter>\n<parameter=days>\n5\n</parameter>\n"
+        '<parameter=near>\nTrue\n</parameter>\n<parameter=at>\n{"x": [1.0]}\n</parameter>\n<parameter=scale>\nnull\n'
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n</function>\n</tool_call>",
+        [
+            "Well.\n",
+            Call("get", '{"city": "New\\nYork", "days": 5, "near": true, "at": {"x": [1.0]}, "scale": null}'),
+            Call("add", "{}"),
+        ],
+    ),
+    (
+        "qwen3_coder",  # a string stays one, as does what is no number, and a tag within a value
+        "<tool_call><function=get><parameter=city>\n5</parameter><a>\n</parameter><parameter=days>five</parameter></function>"
+        "</tool_call>",
+        [Call("get", '{"city": "5</parameter><a>", "days": "five"}')],
+    ),
+    (
+        "qwen3_coder",  # numbers stay as they were written
+        '<function=get><parameter=scale> 1e999</parameter><parameter=at>{"a": "\\ud800"}</parameter></function>',
+        [Call("get", '{"scale": 1e999, "at": "{\\"a\\": \\"\\\\ud800\\"}"}')],
+    ),
+    (
+        "qwen3_coder",  # models leave out the opening mark
+        "<function=get>\n<parameter=city>\nBonn\n</parameter>\n</function>\n</tool_call>",
+        [Call("get", '{"city": "Bonn"}')],
+    ),
+    ("llama3", ADD, [PLUS]),
+    ("llama3", f"<|python_tag|>{ADD}<|eom_id|>", [PLUS]),
+    ("llama3", f" {ADD} ; {GET}\n", [PLUS, KOELN]),
+    ("llama3", f"{ADD} and more", [PLUS, " and more"]),
+    ("llama3", f"{ADD}; x", [PLUS, " x"]),
+    ("llama3", f"{ADD} ; \n ", [PLUS]),
+    ("llama3", f"Look: <|python_tag|>{ADD}", ["Look: ", PLUS]),
+    ("llama3", '{"type": "function", "name": "get"}', [Call("get", "{}")]),
+    (
+        "llama3",
+        """[get(city='it\\'s "Ulm"', days=-2, near=True, at={"x": [1, 2.5e3,], 'y': None}), add()]""",
+        [
+            Call("get", '{"city": "it\'s \\"Ulm\\"", "days": -2, "near": true, "at": {"x": [1, 2500.0], "y": null}}'),
+            Call("add", "{}"),
+        ],
+    ),
+    ("llama3", "<|python_start|>[add(a=(1, 2))]<|python_end|>", [Call("add", '{"a": [1, 2]}')]),
+    ("mistral", f"[TOOL_CALLS] [{GET}, {ADD}]", [KOELN, PLUS]),
+    (
+        "mistral",
+        'Hm. [TOOL_CALLS]get[ARGS]{"city": "]"}[TOOL_CALLS]add[CALL_ID]a1b2[ARGS]{}',
+        ["Hm. ", Call("get", '{"city": "]"}'), Call("add", "{}")],
+    ),
+    ("mistral", f"[TOOL_CALLS]add{LONG} so", [Call("add", LONG), " so"]),
+    ("granite", f"<|tool_call|>[{GET}]", [KOELN]),
+    (
+        "granite",
+        r'<|tool_call|>{"name": "get", "arguments": "{\"city\": \"Bonn\"}"}',
+        [Call("get", '{"city": "Bonn"}')],
+    ),
+]
+# Arguments in every spelling, and what they mean; None: the text is no call.
+SPELLINGS: list[tuple[str, str | None]] = [
+    ('"arguments": {"a": 1}', '{"a": 1}'),
+    ('"parameters": {"a": 1}', '{"a": 1}'),
+    (r'"arguments": "{\"a\": 1.0}"', '{"a": 1.0}'),
+    (r'"parameters": "\"{\\\"a\\\": \\\"\\\\\\\"\\\"}\""', r'{"a": "\""}'),
+    (r'"arguments": {"a": "say \"{hi}\""}', r'{"a": "say \"{hi}\""}'),
+    (f'"arguments": {{"a": {2**70}, "b": -0.0, "c": 1e400}}', f'{{"a": {2**70}, "b": -0.0, "c": 1e400}}'),
+    ('"arguments": {}', "{}"),
+    ('"arguments": ""', "{}"),
+    ('"arguments": null', "{}"),
+    ('"id": 3', "{}"),
+    ('"arguments": {}, "parameters": {"a": 1}', '{"a": 1}'),
+    ('"arguments": {"b": 2}, "parameters": {"a": 1}', None),
+    ('"args": {"a": 1}', None),
+    ('"a": 1', None),
+    ('"arguments": [1]', None),
+    ('"arguments": 1', None),
+    ('"arguments": "x"', None),
+    ('"arguments": "[1]"', None),
+    ('"arguments": {"a": 1, "a": 2}', None),
+    ('"arguments": {"a": 1,}', None),
+    ('"arguments": {"a": NaN}', None),
+    ('"arguments": {"a": "\\ud800"}', None),
+    ("\"arguments\": {'a': 1}", None),
+]
+CALLS += [
+    ("hermes", text, [text if meant is None else Call("add", meant)])
+    for spelling, meant in SPELLINGS
+    for text in [f'<tool_call>{{"name": "add", {spelling}}}</tool_call>']
+]
+# Texts that are no calls stay as they are.
+TEXTS = {
+    "hermes": [
+        "plain text",
+        "<tool_call>{not json}</tool_call>!",
+        '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": [], "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "get", "arguments": {"a": "',
+        "the mark <tool_call> opens one",
+        "a < b <tool <tool_cal",
+        "</tool_call>",
+        "<tool_call>" + "[" * 5000 + "</tool_call>",
+        " \n",
     ],
-    f"<tool_call>{GET}": [Call("get", '{"city": "Köln"}')],
-    "<tool_call>{not json}</tool_call>!": ["<tool_call>{not json}</tool_call>!"],
-    '<tool_call>{"name": "rm", "arguments": {}}</tool_call>': [
-        '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+    "qwen3_coder": [
+        "<tool_call><function=rm></function></tool_call>",
+        "<tool_call>\n<function=get>\n<parameter=city>\nBo",
+        "<tool_call><function=get><parameter=city>a</parameter><parameter=city>b</parameter></function></tool_call>",
+        "if (a <function) <tool_call",
     ],
-    '<tool_call>{"name": "get", "arguments": "x"}</tool_call>': [
-        '<tool_call>{"name": "get", "arguments": "x"}</tool_call>'
+    "llama3": [
+        "plain",
+        '{"name": "rm", "parameters": {}}',
+        '{"x": 1}',
+        '{"name": {}}',
+        "{",
+        "[1, 2]",
+        "[rm(a=1)]",
+        '[get("Bonn")]',
+        "[get(city=open('x'))]",
+        "[get(city=1, city=2)]",
+        "[get(city=1)] is Python",
+        "",
     ],
-    '<tool_call>{"name": [], "arguments": {}}</tool_call>': ['<tool_call>{"name": [], "arguments": {}}</tool_call>'],
-    f"<tool_call>{HALF}</tool_call>": [f"<tool_call>{HALF}</tool_call>"],
-    f"<tool_call>{NAN}</tool_call>": [f"<tool_call>{NAN}</tool_call>"],
-    # arguments are streamed while they are written, so they stay as written
-    '<tool_call>{"name": "get", "arguments": {"city": NaN}}</tool_call>': [Call("get", '{"city": NaN}')],
-    f"\n<tool_call>\n{GET}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>\n": [Call("get", '{"city": "Köln"}')] * 2,
-    '<tool_call>{"name": "get", "arguments": {"a": "}</tool_call>", "b": [{}]}, "id": 7}</tool_call>': [
-        Call("get", '{"a": "}</tool_call>", "b": [{}]}')
-    ],
-    '<tool_call>{"arguments": {"a":1}, "name": "get"}</tool_call>': [Call("get", '{"a": 1}')],
-    '<tool_call>{"name": "get", "arguments": {"a": "\\"': [Call("get", '{"a": "\\"')],
-    " \n": [" \n"],
-    "a < b <tool <tool_cal": ["a < b <tool <tool_cal"],
-    "</tool_call>": ["</tool_call>"],
-    "<tool_call>" + "[" * 5000 + "</tool_call>": ["<tool_call>" + "[" * 5000 + "</tool_call>"],
+    "mistral": ["[TOOL_CALLS]rm[ARGS]{}", "[TOOL_CALLS]get what", "[TOOL_CALLS]get[ARGS]{'a': 1}", "[TOOL_C"],
+    "granite": ["<|tool_call|>", "<|tool_call|>[]"],
 }
-LLAMA = {
-    "plain": ["plain"],
-    ADD: [Call("add", '{"a": 1, "b": [2]}')],
-    f" {ADD} ; {ADD}\n": [Call("add", '{"a": 1, "b": [2]}')] * 2,
-    f"{ADD} and more": [Call("add", '{"a": 1, "b": [2]}'), " and more"],
-    '{"name": "add", "parameters": {"a": {"b": "}"}}, "x": [{}]}; {"parameters": {}, "name": "get"}': [
-        Call("add", '{"a": {"b": "}"}}'),
-        Call("get", "{}"),
-    ],
-    '{"name": "rm", "parameters": {}}': ['{"name": "rm", "parameters": {}}'],
-    '{"name": "add", "parameters": {"a": ': [Call("add", '{"a": ')],
-    '{"name": "add"}': [Call("add", "{}")],
-    '{"x": 1}': ['{"x": 1}'],
-    f"{ADD};": [Call("add", '{"a": 1, "b": [2]}')],
-    f"{ADD} ; \n ": [Call("add", '{"a": 1, "b": [2]}')],
-    f"{ADD}; x": [Call("add", '{"a": 1, "b": [2]}'), " x"],
-    '{"name": {}}': ['{"name": {}}'],
-    "{": ["{"],
-    "": [],
-}
-CASES = [(QwenCalls, t, f) for t, f in QWEN.items()] + [(LlamaCalls, t, f) for t, f in LLAMA.items()]
+CASES = CALLS + [(form, text, [text] if text else []) for form, texts in TEXTS.items() for text in texts]
 
 
 def joined(found: list[Any]) -> list[Any]:
@@ -94,19 +197,29 @@ def joined(found: list[Any]) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(("kind", "text", "found"), CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize(("form", "text", "found"), CASES, ids=range(len(CASES)))
 @given(data=st.data())
 @settings(max_examples=10)
-def test_calls_are_found_however_the_text_is_cut(kind: Any, text: str, found: list[Any], data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    parser, got = kind(NAMES), []
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        got += parser.feed(text[start:end])
-    assert joined(got + parser.end()) == found
+def test_calls_are_found_however_the_text_is_cut(form: str, text: str, found: list[Any], data: st.DataObject) -> None:
+    some = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    for cuts in (some, range(len(text))):
+        parser, got = Parser(SCHEMAS, FORMATS[form]), []
+        for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            got += parser.feed(text[start:end])
+        assert joined(got + parser.end()) == found
+
+
+@given(st.sampled_from(CASES), st.data())
+def test_a_text_that_was_cut_off_is_the_same_streamed_or_not(case: Any, data: st.DataObject) -> None:
+    form, whole, _ = case
+    text = whole[: data.draw(st.integers(0, len(whole)))]
+    streamed, at_once = (Parser(SCHEMAS, FORMATS[form]) for _ in range(2))
+    got = [item for character in text for item in streamed.feed(character)]
+    assert joined(got + streamed.end(cut=True)) == joined(at_once.feed(text) + at_once.end(cut=True))
 
 
 def test_text_is_not_held_back_without_need() -> None:
-    parser = QwenCalls(NAMES)
+    parser = Parser(SCHEMAS, FORMATS["hermes"])
     assert parser.feed("a < b") == ["a < b"]
     assert parser.feed("c <to") == ["c "]
     assert parser.feed("p") == ["<top"]
@@ -117,9 +230,12 @@ def test_text_is_not_held_back_without_need() -> None:
     [
         (None, None),
         ("{{ messages }}", None),
-        ("{% if tools %}<tool_call>{% endif %}", "qwen"),
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ("{% if tools %}<tool_call><function=name>{% endif %}", "qwen3_coder"),
         ("{% if tools %}<|start_header_id|>{% endif %}", "llama3"),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
+        ("{% if tools %}<|tool_call|>{% endif %}", "granite"),
+        ("{% if tools %}<calls>{% endif %}", None),
     ],
 )
 def test_parsers_by_template(template: str | None, name: str | None) -> None:
@@ -183,13 +299,15 @@ def test_tools_that_cannot_be(pair: Pair) -> None:
     assert seen[0]["tool_calls"][0]["function"]["arguments"] == "{", "the template sees what was sent"
 
 
-def answer(text: TextCodec, pieces: list[str], **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def answer(
+    text: TextCodec, pieces: list[str], done: Any = DONE, **more: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The body and the chunks of a reply to these pieces, of which the last one ends the reply."""
     reply = ChatReply("chatcmpl-x", "m", text, 1, logprobs=False, parser=tool_parser(TOOLS, text), **more)
     chunks = []
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
-        made = Piece(0, piece, [i], [None], [], [], DONE if last else None)
+        made = Piece(0, piece, [i], [None], [], [], done if last else None)
         reply.take(made)
         chunks += [json.loads(e[6:])["choices"][0] for e in reply.events(made)]
     return reply.body()["choices"][0], chunks
@@ -213,7 +331,8 @@ def gathered(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("num_pieces", [1, 7, 40])
 def test_one_answer_streamed_or_not(text: TextCodec, num_pieces: int) -> None:
-    whole = f"See: <tool_call>{GET}</tool_call><tool_call>{GET}</tool_call>"
+    long = json.dumps({"city": "Köln" * 100}, ensure_ascii=False)
+    whole = f'See: <tool_call>{GET}</tool_call><tool_call>{{"name": "get", "arguments": {long}}}</tool_call>'
     size = -(-len(whole) // num_pieces)
     pieces = [whole[i : i + size] for i in range(0, len(whole), size)]
     body, chunks = answer(text, pieces)
@@ -223,7 +342,7 @@ def test_one_answer_streamed_or_not(text: TextCodec, num_pieces: int) -> None:
     assert calls == body["message"]["tool_calls"] and len(calls) == 2
     if num_pieces == 40:
         parts = [t for c in chunks for t in c["delta"].get("tool_calls", [])]
-        assert len(parts) > 8, "arguments come as they are written"
+        assert len(parts) > 8, "long arguments come as they are written"
         assert all(("id" in t) == ("name" in t["function"]) for t in parts)
     assert len({t["id"] for t in calls}) == 2
     assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Köln"}
@@ -240,7 +359,8 @@ def test_a_named_tool_is_no_reason_to_end(text: TextCodec) -> None:
 
 
 def test_arguments_that_were_cut_off(text: TextCodec) -> None:
-    body, chunks = answer(text, ["<tool_call>", '{"name": "get", "arguments": {"ci', "ty"])
+    cut_off = {**DONE, "finish_reason": "length"}
+    body, chunks = answer(text, ["<tool_call>", '{"name": "get", "arguments": {"ci', "ty"], done=cut_off)
     assert body["message"]["tool_calls"] == gathered(chunks)
     assert body["message"]["tool_calls"][0]["function"]["arguments"] == '{"city'
 
@@ -249,7 +369,7 @@ ARGUMENTS = {"type": "object", "properties": {"city": {"type": "string"}}, "requ
 STRICT = [{"type": "function", "function": {"name": "get", "parameters": ARGUMENTS, "strict": True}}]
 
 
-@pytest.mark.parametrize("parser", ["qwen", "llama3"])
+@pytest.mark.parametrize("parser", FORMATS)
 def test_what_compels_a_call(parser: str) -> None:
     def source(**fields: Any) -> Any:
         asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": [*TOOLS, ADDING], **fields})
@@ -261,7 +381,7 @@ def test_what_compels_a_call(parser: str) -> None:
     assert len(several["tags"]) == 2 and several["at_least_one"] and not several["stop_after_first"]
     assert source(tool_choice="required", parallel_tool_calls=False)["stop_after_first"]
     named = source(tool_choice={"type": "function", "function": {"name": "add"}})
-    assert len(named["tags"]) == 1 and '"add"' in named["tags"][0]["begin"] and named["stop_after_first"]
+    assert len(named["tags"]) == 1 and "add" in named["tags"][0]["begin"] and named["stop_after_first"]
     with pytest.raises(ApiError, match="names 'rm'"):
         source(tool_choice={"type": "function", "function": {"name": "rm"}})
     with pytest.raises(ApiError, match="no 'tools'"):
@@ -271,7 +391,7 @@ def test_what_compels_a_call(parser: str) -> None:
 def test_strict_tools_that_the_model_may_call() -> None:
     asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": STRICT})
     assert "strict" not in asked.offered[0]["function"], "the template sees what it knows"
-    made = asked.compelled("qwen")
+    made = asked.compelled("hermes")
     assert made is not None and json.loads(made.text)["format"]["triggers"] == ["<tool_call>"]
     with pytest.raises(ApiError, match="tool_choice 'required'"):
         asked.compelled("llama3")
@@ -285,8 +405,8 @@ def test_arguments_that_cannot_be_enforced(schema: Any, why: str) -> None:
     tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
     asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": [tool], "tool_choice": "required"})
     with pytest.raises(ApiError, match=why):
-        asked.compelled("qwen")
-    assert read(ChatFields, {"messages": MESSAGES[:1], "tools": [tool]}).compelled("qwen") is None
+        asked.compelled("hermes")
+    assert read(ChatFields, {"messages": MESSAGES[:1], "tools": [tool]}).compelled("hermes") is None
 
 
 ADDING = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
