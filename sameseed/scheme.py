@@ -449,6 +449,17 @@ class QuantScheme:
         own += [] if self.group is None else ["-channel"] if self.group == CHANNEL else [f"-g{self.group}"]
         return "".join([base, *own, *([] if self.symmetric else ["-asym"])])
 
+    def with_head(self) -> QuantScheme:
+        """The scheme with a rule for the head (and an embedding tied to it) of 8 bits, if it has fewer and no rule.
+
+        A head in 4 bits by rounding may cost more quality than all other matrices (docs/guides/quality.md).
+        """
+        few = self.weights != "auto" and get(self.weights).bits < 8
+        if not few or any(fnmatchcase("lm_head", glob) for glob, _ in self.rules):
+            return self
+        head = QuantScheme("int8", activations="int8" if self.activations == "int8" else None)
+        return replace(self, rules=(*self.rules, ("lm_head", head)))
+
     def at(self, *names: str) -> QuantScheme:
         """The scheme of a module with these names (several for tied weights), by the rules."""
         for glob, scheme in self.rules:

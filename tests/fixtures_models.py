@@ -269,6 +269,9 @@ class Stored:
     def scheme(self, name: str) -> QuantScheme | None:
         return self.schemes.get(name)
 
+    def bits(self, name: str) -> float:
+        raise NotImplementedError
+
     def stored(self, name: str) -> QuantTensor:
         return self.schemes[name].encode(self.tensors[name])
 

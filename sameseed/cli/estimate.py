@@ -197,6 +197,8 @@ def _figure(f: TunedFigure, digits: int) -> str:
 
 def _remarks(found: Seq[Estimate]) -> Iterator[str]:
     for e in found:
+        if e.loss:
+            yield f"{e.format}: {e.loss}; `sameseed eval --compare MODEL MODEL@{e.format}` measures it"
         if e.memory is not None and e.memory.max_batch < e.speeds[-1].batch:
             yield f"{e.format}: at most {e.memory.max_batch} texts of {e.context} tokens fit; more at once is theory"
         if e.ttft_s is not None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from sameseed.spec.drafter import Drafter
 
+FITS = "w8a8"  # the format of the models to suggest: it loses little
 TEXT = 4096  # tokens of context that must fit for a model to be suggested
 KV_FORMS = {
     "KEYS/VALUES": "formats apart, e.g. int8/bf16; no kernel: the reference, slow",
@@ -80,7 +81,7 @@ def collect() -> dict[str, Any]:
 
 
 def _start() -> dict[str, Any]:
-    """Free memory, and the known shapes that fit in it at 4 bits, each with its longest text, the largest first."""
+    """Free memory, and the known shapes that fit in it in `FITS`, each with its longest text, the largest first."""
     from sameseed.devices import available_memory
     from sameseed.plan.memory import memory
     from sameseed.plan.paper import sheet
@@ -88,7 +89,7 @@ def _start() -> dict[str, Any]:
 
     free, fits = available_memory(), []
     for name in SHAPES:
-        own = sheet(name, "w4a8")
+        own = sheet(name, FITS)
         longest = memory(own, (), free, TEXT, (1,)).max_context[1]
         fits += [(own.weights, name, longest)] if longest >= TEXT else []
     return {"free_bytes": free, "fits": {name: longest for _, name, longest in sorted(fits, reverse=True)}}
@@ -96,6 +97,9 @@ def _start() -> dict[str, Any]:
 
 def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What this machine can run, in a few lines."""
+    from sameseed.formats import _losses
+    from sameseed.scheme import QuantScheme
+
     machine, gpus, fits = found["machine"], found["devices"]["gpus"], found["start"]["fits"]
     yield "CPU", f"{machine['cpu']}, {machine['cores']} cores, {machine['isa'] or 'no native kernels'}"
     for gpu in gpus:
@@ -105,12 +109,13 @@ def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "GPU", f"none: {found['devices']['reason']}"
     yield "memory", f"{found['start']['free_bytes'] / 2**30:.1f} GiB free"
     able = [b for b in found["backends"].values() if b["runs_here"]]
+    loss = _losses.likely(QuantScheme.parse(FITS))
     yield "formats", ", ".join(sorted({f for b in able for f in b["weights"]}))
     largest = next(iter(fits), None)
     if largest is None:
-        yield "fits", "the embedded model; known shapes take more memory, even at 4 bits"
+        yield "fits", "the embedded model; known shapes take more memory, even in 8 bits"
     else:
-        yield "fits", f"at 4 bits (--format w4a8), the largest first: {', '.join(fits)}"
+        yield "fits", f"in 8 bits (--format {FITS}: {loss}), the largest first: {', '.join(fits)}"
     yield "begin", "sameseed demo" + (f", then: sameseed estimate --shape {largest}" if largest else "")
 
 

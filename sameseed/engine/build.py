@@ -40,7 +40,7 @@ from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.head_config import is_head
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model
+from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
 from sameseed.models.nested import is_nested, nested_view
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress
@@ -85,10 +85,10 @@ def load_parts(
         ops.set_num_threads(config.threads)
     backend = ops.resolve(config.backend, config.device)
     config = replace(config, spec=with_heads(config.spec))
-    quant = QuantScheme.parse(config.format)
     folder = resolve_model(model)
     if is_head(folder):
         raise ConfigError(f"{model} is a draft head, not a model; name its target as the model, and it with --draft")
+    quant = target_scheme(config.format, folder)
     config = heed_profile(config, folder)
     shape = read_config(folder)
     max_len = config.max_model_len or shape.max_model_len
@@ -121,7 +121,7 @@ def check_parts(folder: Path, config: EngineConfig) -> tuple[Tokenizer, list[_Mo
     No weights are read. Raises ConfigError, VocabularyError, RegistryError or ModelLoadError for settings and drafts
     that do not fit.
     """
-    quant = QuantScheme.parse(config.format)
+    quant = target_scheme(config.format, folder)
     tokenizer = load_tokenizer(folder)
     check_options(config.spec)
     check_overlap(config.spec)
@@ -240,7 +240,7 @@ def _add_models(
         else:  # chosen to fit its target
             of_target = cls.owns == "target"
             own_quant = QuantScheme.parse(SELF_FORMAT) if of_target else draft_scheme(own, folder, quant, device)
-        if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant, quant):
+        if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant.with_head(), quant):
             raise ConfigError(
                 f"{name or 'the target'} would draft for itself in as many bits ({own_quant}; the target: {quant}); "
                 "take a smaller model, or a lower format for the draft (--draft-format)"

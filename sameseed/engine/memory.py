@@ -107,7 +107,11 @@ def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> in
     most = (free - weights - passing) // block if block else longest * config.max_num_seqs
     if most < (longest if count is None else count):
         coarse = all(str(d.quant).startswith("w4") for d in demands)
-        remedies = ["a smaller --format (w4a8 takes a quarter of bf16)"] if weights > cache and not coarse else []
+        remedies = (
+            ["a smaller --format (w8a8 takes half of bf16; w4a8 a quarter, at a loss)"]
+            if weights > cache and not coarse
+            else []
+        )
         lower = f"max_model_len to {most * size}" if count is None else f"num_blocks to {most}"
         remedies += [f"lower {lower}, the most that fits"] if most > 0 else []
         remedies = remedies or ["take a smaller model"]

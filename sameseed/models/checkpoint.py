@@ -104,6 +104,10 @@ class Checkpoint:
         stored = self._stored.get(name)
         return None if stored is None else stored.scheme
 
+    def bits(self, name: str) -> float:
+        stored = self.scheme(name)
+        return self.dtype(name).itemsize * 8.0 if stored is None else float(get(stored.weights).bits)
+
     def stored(self, name: str) -> QuantTensor:
         value = self._read(name)
         self._recent = None  # the caller holds the matrix now; do not keep a second reference

@@ -12,6 +12,7 @@ from sameseed.models.eagle_loader import open_head
 from sameseed.models.head_config import is_head
 from sameseed.models.loader import open_checkpoint, read_config
 from sameseed.models.weights import (
+    USUAL,
     Shapes,
     TensorSource,
     check_rules,
@@ -22,7 +23,6 @@ from sameseed.models.weights import (
 )
 from sameseed.scheme import DENSE, KQUANTS, QuantScheme, get
 
-USUAL = "model.layers.0.mlp.down_proj"  # the matrix whose scheme stands for the whole model's
 BESIDE_DENSE = QuantScheme.parse("w8a8")  # for drafts of dense targets on a CPU: half the bytes, equally good guesses
 
 

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 from sameseed import hub, registry
 from sameseed.errors import ModelLoadError, nearest
+from sameseed.formats import _losses
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ASSETS, EMBEDDED, GGUF, ModelConfig, parse_config, read_json
 from sameseed.models.gguf.config import read_gguf_config
 from sameseed.models.gguf.header import MAGIC
+from sameseed.models.layouts.base import say_once
 from sameseed.models.llama import Llama
-from sameseed.models.weights import Progress, read_weights
+from sameseed.models.weights import Progress, read_weights, rounds
 from sameseed.ops import Ops
-from sameseed.scheme import QuantScheme
+from sameseed.scheme import QuantScheme, get
 from sameseed.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -93,6 +95,27 @@ def open_checkpoint(path: Path) -> Checkpoint | GGUFCheckpoint:
     from sameseed.models.gguf.source import GGUFCheckpoint
 
     return GGUFCheckpoint(path)
+
+
+def target_scheme(format: str, path: Path) -> QuantScheme:
+    """The scheme that `format` means for a target in a folder or GGUF file: with a head of 8 bits or more.
+
+    Only rules name fewer bits for the head; a head that is stored in the format keeps its codes. Twins, whose weights
+    are made up, and drafts, whose quality decides speed alone, are stored as `format` says (`QuantScheme.parse`).
+    """
+    quant = QuantScheme.parse(format)
+    if quant.weights == "auto" or get(quant.weights).bits >= 8 or (path / "twin.json").exists():
+        return quant
+    with open_checkpoint(path) as source:
+        config = read_config(path)
+        source.check(config)
+        if rounds(source, quant) and not path.is_relative_to(ASSETS):
+            say_once(
+                f"{quant.name} rounds to fewer bits than the file has: {_losses.likely(quant)}; "
+                f"`sameseed eval --compare MODEL MODEL@{format}` measures it, w8a8 and `sameseed quantize` lose less"
+            )
+        own = source.scheme("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
+    return quant if own is not None and own.weights == quant.weights else quant.with_head()
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

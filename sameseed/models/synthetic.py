@@ -51,6 +51,9 @@ class RandomCheckpoint:
     def scheme(self, name: str) -> QuantScheme | None:
         return None
 
+    def bits(self, name: str) -> float:
+        return self._dtype.itemsize * 8.0
+
     def stored(self, name: str) -> QuantTensor:
         raise NotImplementedError
 

@@ -26,6 +26,7 @@ from sameseed.scheme import KQUANTS, QuantScheme, QuantTensor
 
 Progress = Callable[[int, int], None]
 CHUNK = 1 << 20  # values of a matrix that are floats at one time: few enough to stay in the processor's cache
+USUAL = "model.layers.0.mlp.down_proj"  # the matrix whose scheme stands for the whole model's
 WIDER = 16  # a GPU's chunks are this many times larger, because there the cost of a call dominates
 ROWS = 32  # chunks begin at multiples of this, the number of rows in a tile of packed weights
 
@@ -35,6 +36,9 @@ class TensorSource(Protocol):
 
     def scheme(self, name: str) -> QuantScheme | None:
         """The scheme that a matrix is stored in; None: plain floats."""
+
+    def bits(self, name: str) -> float:
+        """Bits per weight of a matrix in the source, before it is read."""
 
     def stored(self, name: str) -> QuantTensor:
         """A matrix that has a scheme, as stored, in its format's plain layout."""
@@ -76,6 +80,11 @@ def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme
         return replace(own, activations="int8") if integer else own
     kept = asked.weights == own.weights and asked.group in (None, own.group) and asked.variant in (None, own.variant)
     return replace(own, activations=asked.activations) if kept else asked
+
+
+def rounds(source: TensorSource, quant: QuantScheme) -> bool:
+    """Whether `quant` has fewer bits than the source's usual matrix."""
+    return quant.weights != "auto" and scheme.get(quant.weights).bits < source.bits(f"{USUAL}.weight")
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -92,7 +92,8 @@ class Question:
 class Estimate:
     """The estimate for one format of a model. `by_batch`: for each draft, the best lengths as (first, last, length).
 
-    `acceptance`: for each draft, the source of its chances. `memory` is None for another engine.
+    `acceptance`: for each draft, the source of its chances. `memory` is None for another engine. `loss`: the likely
+    loss of quality in words; "" for the checkpoint's own bits.
     """
 
     model: str
@@ -105,6 +106,7 @@ class Estimate:
     speeds: tuple[DraftSpeed, ...]
     by_batch: Mapping[str, tuple[tuple[int, int, int], ...]]
     acceptance: Mapping[str, str]
+    loss: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with the tables by batch under vLLM's name."""
@@ -141,7 +143,8 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
             settings = {"format": target.name, "kv_format": asked.kv_format, "threads": asked.threads}
             real = anchor(asked.model, drafts, asked.draft_format, asked.prompt_tokens, times, most, **settings)
             times, drafts, gap = real.times, list(real.drafts), real.gap
-        found.append(_figures(asked, target.name, target.kv_format, context, batches, needs, times, drafts, gap))
+        figures = _figures(asked, target.name, target.kv_format, context, batches, needs, times, drafts, gap)
+        found.append(replace(figures, loss=target.loss))
     if not found:
         raise misfits[-1]
     return found

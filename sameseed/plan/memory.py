@@ -71,5 +71,5 @@ def too_small(found: Memory, target: Sheet, model: str, kv_format: str, context:
             left = found.available - takes + target.weights - other.weights
             fits = min(other.config.max_model_len, left // found.cache_per_token // BLOCK_SIZE * BLOCK_SIZE)
             if other.weights < target.weights and fits > longest:
-                remedies.append(f"--format {name} (then up to {fits} tokens)")
+                remedies.append(f"--format {name} (then up to {fits} tokens; {other.loss or 'no loss'})")
     return ConfigError(said + (f"take {', or '.join(remedies)}" if remedies else "take a smaller model"))

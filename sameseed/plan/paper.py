@@ -16,19 +16,22 @@ import torch
 from sameseed import hub, scheme
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.formats import _losses
 from sameseed.models.config import EMBEDDED, ModelConfig, read_json
-from sameseed.models.draft_format import USUAL, few_bits, following
+from sameseed.models.draft_format import few_bits, following
 from sameseed.models.eagle_config import read_head_config
 from sameseed.models.head_config import HeadConfig, expected_tensors, is_head
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import (
+    USUAL,
     Shapes,
     TensorSource,
     dense_format,
     expected_shapes,
     matrix_bits,
     resolve_scheme,
+    rounds,
     weight_bytes,
 )
 from sameseed.scheme import QuantScheme
@@ -51,7 +54,8 @@ class Sheet:
     """A model before it is loaded.
 
     `weights`: bytes of all weights; `read`: bytes of those that a pass reads; `row`: bytes of one cached token. `peak`:
-    the arithmetic of its matrix products, as in `Limits.peak`. `name`: of its weight format.
+    the arithmetic of its matrix products, as in `Limits.peak`. `name`: of its weight format; `loss`: what rounding to
+    it is likely to cost in quality, in words.
     """
 
     config: ModelConfig
@@ -61,6 +65,7 @@ class Sheet:
     read: float
     row: int
     peak: str
+    loss: str = ""
 
     def work(self, batch: int, new_tokens: int, context: int, prompt: bool = False) -> PassWork:
         """The least that a pass must do: `new_tokens` for each of `batch` sequences after `context` cached ones.
@@ -168,7 +173,8 @@ def _beside(
 def _sheet(
     config: ModelConfig, source: TensorSource, quant: QuantScheme, kv_format: str, target: Sheet | None = None
 ) -> Sheet:
-    quant = _beside(target, quant, config, source)
+    asked = _beside(target, quant, config, source)
+    quant = asked.with_head() if target is None else asked
     embedding = "model.embed_tokens.weight"
     dtype = source.dtype(embedding)
     size = weight_bytes(config, source, quant)
@@ -176,9 +182,10 @@ def _sheet(
     unread = 0.0 if config.tied_embeddings else _matrix(config, source, quant, None, embedding)
     chosen = resolve_scheme(config, source, quant, USUAL)
     kv = scheme.cache_format(kv_format, dense_format(source, quant, expected_shapes(config)))
-    name = str(chosen) if quant.weights == "auto" and chosen.weights != "auto" else str(quant)
+    name = str(chosen) if quant.weights == "auto" and chosen.weights != "auto" else str(asked)
     name = quant.format_for(dtype) if name == "auto" else name
-    return Sheet(config, name, kv, size, size - unread, block_bytes(config, kv, 1), _peak(chosen, dtype))
+    loss = _losses.likely(asked) if rounds(source, chosen) else ""
+    return Sheet(config, name, kv, size, size - unread, block_bytes(config, kv, 1), _peak(chosen, dtype), loss)
 
 
 def _peak(quant: QuantScheme, dtype: torch.dtype) -> str:

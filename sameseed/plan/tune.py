@@ -83,7 +83,7 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
         end = math.inf if asked.exhaustive else start + MEASURE_SHARE * asked.seconds
         targets = load_targets(asked, load, tell, lost, end)
         known: quality.Ratios = {}
-        if asked.quality is not None or len(targets) > 1:
+        if asked.quality is not None or any((t.format, t.kv_format) != ("auto", "auto") for t in targets):
             known = quality.measure(asked, targets, load, tell)
             targets = quality.kept(asked, targets, known, lost)
         simulated = [(target, target.prospects(tell, end, lost)) for target in targets]

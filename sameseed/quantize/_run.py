@@ -118,9 +118,11 @@ class _Run:
     def _check_source(self) -> None:
         """Raise ConfigError, before anything is computed, for a quantized source or a matrix that does not fit."""
         matrices = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in expected_shapes(self.config).items() if s[1:]}
-        if any(self.source.scheme(f"{name}.weight") is not None for name in matrices):
+        few = min(self.source.bits(f"{name}.weight") for name in matrices)
+        if few < 8:
             raise ConfigError(
-                f"{self.plan.model} is quantized already, and doing it again loses twice; give the original model"
+                f"{self.plan.model} is quantized already ({few:.3g} bits a weight), and rounding it again loses twice; "
+                "give the original model, or a file of 8 bits or more (GGUF: Q8_0, BF16, F16)"
             )
         layers = {name: shape for name, shape in matrices.items() if name not in (EMBEDDING, HEAD)}
         if self.plan.budget is not None:

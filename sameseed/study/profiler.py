@@ -14,7 +14,7 @@ from sameseed import devices, ops
 from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
-from sameseed.models.loader import load_model, open_checkpoint, read_config, resolve_model
+from sameseed.models.loader import load_model, open_checkpoint, read_config, resolve_model, target_scheme
 from sameseed.models.synthetic import RandomCheckpoint, random_model
 from sameseed.models.weights import dense_format, expected_shapes, weight_bytes
 from sameseed.scheme import QuantScheme, cache_format
@@ -43,6 +43,7 @@ class Candidate:
     config: ModelConfig
     folder: Path | None  # None: random weights
     format: str
+    quant: QuantScheme
     chains: list[Pass]
     others: list[Pass]
     num_bytes: int  # weights and cache, estimated
@@ -97,13 +98,15 @@ class Profiler:
     def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
         chains, others = self.grid.passes(config, role)
         quant = QuantScheme.parse(format)
+        if role == "target":  # as an engine stores it
+            quant = quant.with_head() if folder is None else target_scheme(format, folder)
         with nullcontext(RandomCheckpoint(config)) if folder is None else open_checkpoint(folder) as source:
             if not isinstance(source, RandomCheckpoint):
                 source.check(config)
             size = weight_bytes(config, source, quant, device=self.grid.device)
             dense = dense_format(source, quant, expected_shapes(config))
         size += cache_bytes(config, cache_format(self.grid.kv_format, dense), chains + others)
-        return Candidate(role, config, folder, format, chains, others, size)
+        return Candidate(role, config, folder, format, quant, chains, others, size)
 
     def _fits_together(self) -> bool:
         """Whether all formats fit in memory at once. Raises ConfigError if one does not even fit alone."""
@@ -157,7 +160,6 @@ class Profiler:
                 self._describe(x)
 
     def _load(self, x: Candidate, tell: Report) -> None:
-        quant = QuantScheme.parse(x.format)
         longest = max(job.context + job.new_tokens for job in x.chains + x.others)
         before = memory.resident(self.grid.device)
         memory.reset_peak(self.grid.device)
@@ -168,9 +170,9 @@ class Profiler:
 
         progress(0, 1)
         if x.folder is None:
-            model = random_model(x.config, self.ops, quant, longest, device=self.grid.device, progress=progress)
+            model = random_model(x.config, self.ops, x.quant, longest, device=self.grid.device, progress=progress)
         else:
-            model = load_model(x.folder, self.ops, quant, longest, self.grid.device, progress)
+            model = load_model(x.folder, self.ops, x.quant, longest, self.grid.device, progress)
         took = time.perf_counter() - start
         subject = x.subject = TimedModel(model, self.grid.kv_format, x.chains + x.others)
         subject.seconds(x.chains[-1])  # one pass before the peak is read, so that the peak includes scratch memory

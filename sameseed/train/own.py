@@ -14,8 +14,8 @@ from sameseed import ops
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model
-from sameseed.scheme import QuantScheme, cache_format
+from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
+from sameseed.scheme import cache_format
 from sameseed.train.recipe import TrainSettings, read_table
 from sameseed.train.resume import digest_of, settle_texts, write_record
 from sameseed.train.seeds import TextSettings, file_seeds, recipe_seeds
@@ -145,7 +145,7 @@ def write_all(
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
         ops.set_num_threads(recipe.threads)
-    target = load_model(folder, ops.resolve(backend, device), QuantScheme.parse(recipe.format), None, device)
+    target = load_model(folder, ops.resolve(backend, device), target_scheme(recipe.format, folder), None, device)
     write_record(begun, checkpoint)
     cache, captures = cache_format(recipe.kv_format, target.weights.dense), tuple(i - 1 for i in layers)
     paths, before, parts = list[Path](), 0, 0

@@ -127,6 +127,10 @@ class GGUFCheckpoint:
             return round_scheme(info.shape[1])
         return KEPT.get(info.type)
 
+    def bits(self, name: str) -> float:
+        values, size = self._info(name).block
+        return 8.0 * size / values
+
     def stored(self, name: str) -> QuantTensor:
         info = self._info(name)
         height, width = info.shape

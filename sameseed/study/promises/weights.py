@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from sameseed import ops
 from sameseed.laws import textbook
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_model, load_tokenizer, resolve_model
-from sameseed.scheme import QuantScheme
+from sameseed.models.loader import load_model, load_tokenizer, resolve_model, target_scheme
 from sameseed.study.promises.reading import ServedText
 from sameseed.study.prompt_sets import Prompt
 from sameseed.tokenizer import Tokenizer
@@ -50,6 +49,6 @@ class Weights:
 def load_weights(model: str, format: str, kv_format: str, share: float | None) -> Weights:
     """Load a model and its tokenizer. `share` None: the textbook's tolerance. Raises ModelLoadError, ConfigError."""
     folder = resolve_model(model)
-    llama = load_model(folder, ops.resolve("reference"), QuantScheme.parse(format))
+    llama = load_model(folder, ops.resolve("reference"), target_scheme(format, folder))
     kv = "bf16" if kv_format == "auto" else kv_format
     return Weights(llama, load_tokenizer(folder), kv, textbook.tolerance(llama, kv) if share is None else share)

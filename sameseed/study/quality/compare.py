@@ -23,8 +23,7 @@ from sameseed.engine.memory import demand
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.models.config import EMBEDDED
-from sameseed.models.loader import resolve_model
-from sameseed.scheme import QuantScheme
+from sameseed.models.loader import resolve_model, target_scheme
 from sameseed.study.quality import advice, speed, suite
 from sameseed.study.quality.advice import Recommendation
 from sameseed.study.quality.bootstrap import Interval, mean_interval
@@ -165,7 +164,8 @@ def _groups(variants: list[Variant], asked: Comparing) -> list[list[Variant]]:
     whole = 0
     for v in variants:
         config = make_config(None, **engine, **v.settings)
-        need = demand(resolve_model(v.model), QuantScheme.parse(v.format), config)
+        folder = resolve_model(v.model)
+        need = demand(folder, target_scheme(v.format, folder), config)
         whole += 2 * need.weights  # twice: a second copy exists while the drafter is loaded
     return [variants] if whole <= available_memory() // 2 else [[v] for v in variants]
 

@@ -30,9 +30,12 @@ from sameseed.errors import ConfigError, ModelLoadError, SameseedError
 from sameseed.models import loader, weights as weights_module
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
-from sameseed.models.loader import resolve_model
+from sameseed.models.layouts.base import say_once
+from sameseed.models.loader import read_config, resolve_model, target_scheme
 from sameseed.models.safetensors_file import SafetensorsFile
 from sameseed.models.weights import expected_shapes, read_weights, weight_bytes
+from sameseed.quantize._plan import QuantizePlan
+from sameseed.quantize._run import quantize
 from sameseed.scheme import QuantScheme
 
 
@@ -635,3 +638,44 @@ def test_memory_while_loading_is_that_of_the_codes(tmp_path):
     growth, codes = (int(x) * 1024 for x in out)
     assert at > 480e6
     assert growth < codes + 64e6, f"grew by {growth / 1e6:.0f} MB for {codes / 1e6:.0f} MB of codes"
+
+
+# --- the scheme of a target ---
+
+
+@pytest.mark.parametrize("variant", ["llama3.2", "qwen3"])  # a tied embedding, and a head of its own
+@pytest.mark.parametrize(
+    ("format", "head"),
+    [
+        ("w4a8", "w8a8"),
+        ("w4a16-g32", "w8a16"),
+        ("nf4", "w8a16"),
+        ("mxfp4,model.layers.0.*=w8a8", "w8a16"),
+        ("w4a8,lm_head=w4a8", "w4a8"),
+        ("w4a8,lm_head=bf16", "bf16"),
+        ("w8a8", "w8a8"),
+        ("auto", "auto"),
+    ],
+)
+def test_a_head_has_8_bits_unless_it_is_named(variant: str, format: str, head: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", VARIANTS[variant])
+    scheme = target_scheme(format, folder)
+    names = ("model.embed_tokens", "lm_head") if read_config(folder).tied_embeddings else ("lm_head",)
+    assert scheme.at(*names).name == head
+    assert scheme.at("model.layers.1.mlp.up_proj") == QuantScheme.parse(format).at("model.layers.1.mlp.up_proj")
+    (folder / "twin.json").write_text("{}")
+    assert target_scheme(format, folder) == QuantScheme.parse(format), "made-up weights have no quality"
+
+
+def test_a_head_stored_in_4_bits_stays(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", VARIANTS["qwen3"])
+    quantize(QuantizePlan(str(folder), tmp_path / "low", "w4a16,lm_head=w4a16"))
+    assert target_scheme("w4a16", tmp_path / "low").at("lm_head").name == "w4a16"
+    assert target_scheme("nf4", tmp_path / "low").at("lm_head").name == "w8a16"
+
+
+def test_fewer_bits_than_the_file_has_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    for format in ("w8a8", "w4a8", "w4a8"):
+        target_scheme(format, folder)
+    assert [record.message.count("eval --compare") for record in caplog.records] == [1]

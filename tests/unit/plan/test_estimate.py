@@ -20,7 +20,7 @@ from sameseed.plan import anchor, paper
 from sameseed.plan.cost import LevelCost, RoundCost
 from sameseed.plan.estimate import Question, estimate, estimate_engine, given_limits, read_bytes
 from sameseed.plan.outlook import AcceptChances, DraftPlan, Rounds, figure, read_acceptance
-from sameseed.plan.paper import sheet
+from sameseed.plan.paper import Sheet, sheet
 from sameseed.plan.times import ENGINE_SCHEMA, EngineCosts, EngineTimes, PaperTimes, read_costs
 from sameseed.scheme import QuantScheme
 from sameseed.study.costs import Profile
@@ -41,6 +41,11 @@ COSTS: dict[str, Any] = {
 }
 
 
+def recorded(shape: str, format: str, kv_format: str) -> Sheet:
+    """The sheet of a record from before heads had 8 bits at least."""
+    return sheet(shape, f"{format},lm_head={format}", kv_format)
+
+
 @pytest.mark.parametrize("format", ["auto", "w8a8", "fp8"])  # where the reference packs no codes
 def test_bytes_on_paper_are_those_of_the_loaded_model(format: str) -> None:
     on_paper = sheet("embedded", format)
@@ -52,7 +57,7 @@ def test_bytes_on_paper_are_those_of_the_loaded_model(format: str) -> None:
 @pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.shape["name"])
 def test_floors_on_paper_are_those_of_the_records(record: Profile) -> None:
     for stored in record.stored:
-        own = sheet(record.shape["name"], stored.format, stored.kv_format)
+        own = recorded(record.shape["name"], stored.format, stored.kv_format)
         assert own.weights == pytest.approx(stored.bytes, rel=0.01)
         assert own.peak in (stored.peak, "bf16")
         for x in (x for x in record.costs if x.format == stored.format):
@@ -69,7 +74,7 @@ class Passes:
         for i, record in enumerate(records):
             jobs = [(x.format, x.rows, x.context, False, x.ms) for x in record.costs]
             jobs += [(p.format, p.tokens, 0, True, p.ms) for p in record.prefill]
-            sheets = {x.format: sheet(record.shape["name"], x.format, x.kv_format) for x in record.stored}
+            sheets = {x.format: recorded(record.shape["name"], x.format, x.kv_format) for x in record.stored}
             for name, new, context, prompt, ms in jobs:
                 own = sheets[name]
                 work, limits = own.work(1, new, context, prompt), record.limits
@@ -111,7 +116,7 @@ def test_records_that_were_held_out_are_predicted_within_what_the_guide_says() -
 def test_batches_are_predicted_though_the_shares_saw_none(record: Profile) -> None:
     errors = []
     for x in record.batch:
-        times = PaperTimes(sheet(record.shape["name"], x.format, x.kv_format), record.limits)
+        times = PaperTimes(recorded(record.shape["name"], x.format, x.kv_format), record.limits)
         errors.append(abs(times.seconds(x.batch_size, 1, x.context) * 1e3 / x.ms - 1))
     assert sorted(errors)[-2:][0] < 0.25 and max(errors) < 0.38  # the worst: slower than a chain of as many rows
 
@@ -121,7 +126,7 @@ def test_another_run_is_predicted_which_the_shares_did_not_see() -> None:
     arms = [a for group in peers["groups"] for a in group["arms"] if a["engine"] == "sameseed"]
     limits, errors = RECORDS[0].limits, []  # of the same machine on the same day
     for arm in arms:
-        times = PaperTimes(sheet(peers["shape"], arm["settings"]["format"], arm["settings"]["kv_format"]), limits)
+        times = PaperTimes(recorded(peers["shape"], arm["settings"]["format"], arm["settings"]["kv_format"]), limits)
         errors += [times.seconds(1, x["rows"], 256) * 1e3 / x["median"] - 1 for x in arm["rows"]]
         errors.append(times.prompt(512) / (512 / arm["prefill"]["median"]) - 1)
         errors.append(times.seconds(16, 1, 128) / (16 / arm["batch"]["median"]) - 1)

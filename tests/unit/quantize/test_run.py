@@ -372,12 +372,13 @@ def test_a_destination_in_use(plan: QuantizePlan, model: Path) -> None:
     with pytest.raises(ConfigError, match="--overwrite"):
         quantize(replace(plan, method="rtn"))
     assert weights(plan.out).keys() == before.keys()
+    with pytest.raises(ConfigError, match="the original"):
+        quantize(replace(plan, model=str(plan.out), out=plan.out.with_name("twice"), method="rtn"))
     quantize(replace(plan, method="rtn", scheme="w8a8", overwrite=True))
     assert weights(plan.out).keys() != before.keys()
+    quantize(replace(plan, model=str(plan.out), out=plan.out.with_name("twice"), method="rtn"))  # from 8 bits
     with pytest.raises(ModelSaveError, match="the model itself"):
         quantize(replace(plan, out=model, overwrite=True))
-    with pytest.raises(ConfigError, match="quantized already"):
-        quantize(replace(plan, model=str(plan.out), out=plan.out.with_name("twice"), method="rtn"))
 
 
 def test_a_folder_in_the_way(plan: QuantizePlan) -> None:

@@ -1,0 +1,26 @@
+"""What rounding to a format by `--format` costs in quality, as measured on a real model: an estimate for other models.
+
+Perplexity of WikiText-2 over that of the weights as stored, head in 8 bits or more (`QuantScheme.with_head`). A test
+derives the figures from benchmarks/results/eval.jsonl; docs/guides/quality.md has them with intervals.
+"""
+
+from __future__ import annotations
+
+from sameseed.scheme import QuantScheme, get
+
+MODEL = "SmolLM2-135M"
+LOSSES = {"w8a8": 1.036, "fp8": 1.023, "w4a8": 1.47, "w4a16-g64": 1.44, "w4a16-g32": 1.4, "nf4": 1.38}
+
+
+def likely(quant: QuantScheme) -> str:
+    """The likely loss in words, from the measured format of as many bits that is most like `quant`."""
+    known = {QuantScheme.parse(name): loss for name, loss in LOSSES.items()}
+    alike = [other for other in known if quant.weights != "auto" and get(other.weights).bits == get(quant.weights).bits]
+    if not alike:
+        return "a loss that was not measured"
+
+    def unlike(other: QuantScheme) -> tuple[bool, ...]:
+        return other.weights != quant.weights, other.activations != quant.activations, other.group != quant.group
+
+    near = min(alike, key=unlike)
+    return f"perplexity about {known[near]:.2f} times the original's (estimated: {near.name} on {MODEL})"
