@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import accumulate
 from typing import Any
 
 from sameseed.server import limits
@@ -26,14 +28,16 @@ _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 _ANY = {"binary", "password", "path", "file-path", "directory-path"}  # formats that every string has
 _LONG = 1024  # characters: no text of a format is that long
 FORMATS |= {"uri-template"}  # not those of JSON pointers: they would allow control characters
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+_TOO_LARGE = "holds a whole number of more than 64 bits, which cannot be enforced"
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 _UNSAFE_ESCAPES = frozenset('"\\nrtfv0xuc')  # escapes that may match what a JSON string must escape
 
 
 def check(schema: Any, name: str) -> str:
-    """Check a schema; returns it as text for the compiler. Raises ApiError 400 that names the keyword.
+    """Check a schema; returns it as text in the compiler's form. Raises ApiError 400 that names the keyword.
 
-    `name`: the request field that holds the schema.
+    `name`: the request field that holds the schema, which stays as it is.
     """
     if isinstance(schema, str):
         _check_length(len(schema), name)
@@ -52,9 +56,11 @@ def check(schema: Any, name: str) -> str:
             _check_length(size, name)
     except RecursionError:
         raise bad_request(f"{name}: the schema nests too deeply", name) from None
+    text = "".join(parts)
+    schema = json.loads(text)
     walk = _SchemaWalk(schema, name)
     walk.schema(schema, "schema", 0)
-    return _ENCODER.encode(schema) if walk.changed else "".join(parts)
+    return _ENCODER.encode(schema) if walk.changed else text
 
 
 def _check_length(size: int, name: str) -> None:
@@ -110,10 +116,15 @@ class _SchemaWalk:
         elif key == "enum":
             if not isinstance(value, list) or not value:
                 raise self._fault(place, "must be a list of at least one value")
+            if not all(map(_exact, value)):
+                raise self._fault(place, _TOO_LARGE)
             self._num_values += len(value)
             if self._num_values > limits.MAX_ENUM:
                 raise self._fault(place, f"has too many values: at most {limits.MAX_ENUM} in all")
-        elif key != "const":
+        elif key == "const":
+            if not _exact(value):
+                raise self._fault(place, _TOO_LARGE)
+        else:
             if not isinstance(value, list) or not value:
                 raise self._fault(place, "must be a list of schemas")
             if key == "allOf" and len(value) > 1:
@@ -156,6 +167,12 @@ class _SchemaWalk:
         for group, needed in ((_OF_STRINGS, ("string",)), (_OF_NUMBERS, ("integer", "number"))):
             if keys & group and not types:
                 raise self._fault(f"{place}.{min(keys & group)}", f"needs 'type': {needed[-1]!r} beside it")
+        for key in keys & _COUNTS:  # JSON Schema takes 5.0 for 5, the compiler does not
+            if isinstance(node[key], float) and node[key].is_integer():
+                node[key], self.changed = int(node[key]), True
+        for key in keys & _OF_NUMBERS if "integer" in types else ():
+            if isinstance(node[key], int | float) and not -(2**63) <= node[key] < 2**63:
+                raise self._fault(f"{place}.{key}", _TOO_LARGE)
         self._string(node, place)
         if not isinstance(node.get("prefixItems", []), list):
             raise self._fault(f"{place}.prefixItems", "must be a list of schemas")
@@ -187,6 +204,11 @@ class _SchemaWalk:
             check_text(node["pattern"], self._name, "pattern", limits.MAX_REGEX)
             if _may_spell_escapes(node["pattern"]):
                 raise self._fault(f"{place}.pattern", "may hold no quote, backslash or control character of its own")
+            try:
+                whole = whole_match(node["pattern"])
+            except ValueError as error:
+                raise self._fault(f"{place}.pattern", str(error)) from None
+            node["pattern"], self.changed = whole, True
 
     def _object(self, node: dict[str, Any], place: str, depth: int) -> None:
         properties = node.get("properties", {})
@@ -200,7 +222,9 @@ class _SchemaWalk:
             if properties or isinstance(node.get("additionalProperties"), dict):
                 raise self._fault(f"{place}.propertyNames", "cannot be enforced beside schemas of properties")
             names = node["propertyNames"]
-            self.schema({"type": "string", **names} if isinstance(names, dict) else names, f"{place}.names", depth + 1)
+            if isinstance(names, dict):
+                names.setdefault("type", "string")
+            self.schema(names, f"{place}.names", depth + 1)
 
     def _each(self, group: Any, place: str, depth: int) -> None:
         if not isinstance(group, dict):
@@ -210,6 +234,50 @@ class _SchemaWalk:
 
     def _fault(self, place: str, message: str) -> ApiError:
         return bad_request(f"{self._name}: {place[:200]} {message}", self._name, "invalid_schema")
+
+
+_PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|:|<\w+>)|.", re.DOTALL)
+_AROUND = '[^"]*'  # any characters that need no escape in JSON
+
+
+def whole_match(pattern: str) -> str:
+    """A pattern that matches whole texts, from one of JSON Schema, which matches a part unless `^` and `$` anchor it.
+
+    Raises ValueError for what no grammar can follow: assertions, and anchors within an alternative.
+    """
+    parts = _PART.findall(pattern)
+    for part in parts:
+        if part[:2] == "(?" and part[-1] in "=!":
+            raise ValueError("may hold no lookahead or lookbehind")
+        if part in ("\\b", "\\B") or re.fullmatch(r"\\[1-9k]", part):
+            raise ValueError("may hold no word boundary and no reference to a group")
+    return _alternatives(parts, False, False)
+
+
+def _alternatives(parts: list[str], begins: bool, ends: bool) -> str:
+    """The alternatives of a pattern or a group, each made to match whole texts; are both sides anchored already?"""
+    made: list[list[str]] = [[]]
+    depth = 0
+    for part in parts:
+        depth += (part[0] == "(") - (part == ")")
+        if part == "|" and not depth:
+            made.append([])
+        else:
+            made[-1].append(part)
+    return "|".join(_alternative(one, begins, ends) for one in made)
+
+
+def _alternative(parts: list[str], begins: bool, ends: bool) -> str:
+    while parts[:1] == ["^"]:
+        parts, begins = parts[1:], True
+    while parts[-1:] == ["$"]:
+        parts, ends = parts[:-1], True
+    depths = list(accumulate((part[0] == "(") - (part == ")") for part in parts))
+    if len(parts) > 1 and parts[0] in ("(", "(?:") and parts[-1] == ")" and 0 not in depths[:-1]:  # one group
+        return f"(?:{_alternatives(parts[1:-1], begins, ends)})"
+    if "^" in parts or "$" in parts:
+        raise ValueError("may have ^ and $ only at the ends of its alternatives")
+    return ("" if begins else _AROUND) + "".join(parts) + ("" if ends else _AROUND)
 
 
 def check_text(text: Any, name: str, what: str, most: int) -> str:
@@ -230,6 +298,13 @@ def _texts(form: Any, name: Any) -> set[str]:
     part = properties.get(name) if isinstance(properties, dict) and isinstance(name, str) else None
     values = part.get("enum", [part.get("const")]) if isinstance(part, dict) else None
     return set(values) if isinstance(values, list) and all(isinstance(v, str) for v in values) else set()
+
+
+def _exact(value: Any) -> bool:
+    """Whether the compiler keeps a value's whole numbers: beyond 64 bits it takes the nearest float."""
+    if isinstance(value, dict | list):
+        return all(map(_exact, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def _are_types(value: Any) -> bool:

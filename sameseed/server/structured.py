@@ -195,7 +195,8 @@ def _calls(
         schema = tool.function.parameters or {"type": "object"}
         if schema.get("type", "object") != "object":
             raise bad_request(f"tools: arguments of {tool.function.name!r} must be an object", "tools")
-        size += len(schemas.check(schema, "tools"))
+        checked = schemas.check(schema, "tools")
+        schema, size = json.loads(checked), size + len(checked)
         if size > limits.MAX_TOOL_SCHEMAS:
             raise bad_request(f"tools: their schemas may have {limits.MAX_TOOL_SCHEMAS} characters in all", "tools")
         if not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:

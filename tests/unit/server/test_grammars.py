@@ -6,6 +6,7 @@ import asyncio
 import json
 import queue
 import random
+import re
 import signal
 import sys
 from typing import Any
@@ -19,7 +20,7 @@ from lawkit import EOS, MODEL_VOCAB, Pair
 from sameseed.grammar import Vocabulary
 from sameseed.grammar.matching import Matching
 from sameseed.request import SamplingParams
-from sameseed.server import frames, helper as helper_of_server
+from sameseed.server import frames, helper as helper_of_server, schemas
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Render
@@ -30,7 +31,7 @@ from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
 from sameseed.server.structured import GrammarSource
 from sameseed.server.text import vocabulary
-from sameseed.server.tools import PARSERS, Call, More
+from sameseed.server.tools import FORMATS, Call, More, Parser
 
 
 class Pretended:
@@ -225,7 +226,7 @@ def walk(words: Matching, source: GrammarSource, seed: int) -> str:
     return words.vocabulary.spell(tokens).decode()
 
 
-@pytest.mark.parametrize("parser", ["qwen", "llama3"])
+@pytest.mark.parametrize("parser", FORMATS)
 @pytest.mark.parametrize("seed", range(4))
 def test_compelled_calls_are_read_back(words: Matching, parser: str, seed: int) -> None:
     """The parser reads what the grammar of calls allows as calls, with arguments that match their schema."""
@@ -235,7 +236,8 @@ def test_compelled_calls_are_read_back(words: Matching, parser: str, seed: int) 
     source = asked.compelled(parser)
     assert source is not None
     text = walk(words, source, seed)
-    reader, rng, at = PARSERS[parser](["weather", "stop"]), random.Random(seed), 0
+    tools = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
+    reader, rng, at = Parser(tools, FORMATS[parser]), random.Random(seed), 0
     found: list[Any] = []
     while at < len(text):
         size = rng.randint(1, 9)
@@ -253,10 +255,36 @@ def test_compelled_calls_are_read_back(words: Matching, parser: str, seed: int) 
         assert name == "stop" and isinstance(value, dict)
 
 
+PATTERNS: dict[str, list[str]] = {
+    "^https://": ["https://", "https://a", "http", " https://"],
+    "[0-9]+$": ["a1", "12", "1a", ""],
+    "^[ab]+$": ["ab", "abc", "cab"],
+    "b": ["abc", "b", "ac"],
+    "a|^b": ["xay", "bx", "xb", "x"],
+    "^(a|b)$": ["a", "b", "ab", "xa"],
+    "(?:^a|b$)": ["ax", "xb", "xa", "bx"],
+    "^a|b$|^$": ["ax", "xb", "", "xa"],
+    r"\^|[$]": ["x^y", "$", "x"],
+    "^(a)(b)$": ["ab", "a", "xab"],
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_matches_a_part_of_the_text(words: Matching, pattern: str) -> None:
+    """As JSON Schema says, and as `re.search` does."""
+    for schema in ({"type": "string", "pattern": pattern}, {"type": "object", "propertyNames": {"pattern": pattern}}):
+        source = schemas.check(schema, "guided_json")
+        matched = words.matched(words.language(words.compiled("json", source)))
+        for text in PATTERNS[pattern]:
+            written = json.dumps(text) if "pattern" in schema else f'{{{json.dumps(text)}:"x"}}'
+            tokens = [words.vocabulary.pieces.index(bytes([byte])) for byte in written.encode()]
+            assert matched.allowed(tokens, ())[EOS] == bool(re.search(pattern, text)), (text, source)
+
+
 def test_strict_calls_amid_free_text(words: Matching) -> None:
     """The model writes freely until it opens a call; then the grammar allows only a call that matches its schema."""
     asked = read(ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS[:1]})
-    source = asked.compelled("qwen")
+    source = asked.compelled("hermes")
     assert source is not None
     matched = words.matched(words.language(words.compiled(source.kind, source.text)))
     pieces = words.vocabulary.pieces

@@ -191,10 +191,10 @@ async def test_arguments_and_schemas_are_bounded_in_sum() -> None:
             ChatFields, {"messages": [HELLO], "tools": tools(count, 50_000), "tool_choice": "required"}
         )
         if count == fits:
-            assert fields.compelled("qwen") is not None
+            assert fields.compelled("hermes") is not None
         else:
             with pytest.raises(ApiError, match="characters in all"):
-                fields.compelled("qwen")
+                fields.compelled("hermes")
 
 
 async def test_who_wants_tokens_is_counted_by_size(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,13 @@ REFUSED: list[tuple[str, Any]] = [
     ("pattern", {"type": "string", "pattern": 'a"'}),
     ("pattern", {"type": "string", "pattern": r"a\n"}),
     ("pattern", {"type": "string", "pattern": r"\x22"}),
+    ("lookahead", {"type": "string", "pattern": "(?=a)b"}),
+    ("lookbehind", {"type": "string", "pattern": "(?<!a)b"}),
+    ("boundary", {"type": "string", "pattern": r"\ba"}),
+    ("group", {"type": "string", "pattern": r"(a)\1"}),
+    ("ends of its alternatives", {"type": "string", "pattern": "a(^b|c)"}),
+    ("64 bits", {"type": "integer", "maximum": 1e22}),
+    ("64 bits", {"enum": [{"a": [2**70]}]}),
     ("required", {"type": "object", "properties": {"a": {}}, "required": ["b"]}),
     ("required", {"type": "object", "required": "a"}),
     ("propertyNames", {"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "b"}}),
@@ -162,6 +169,8 @@ ACCEPTED: list[Any] = [
     {"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "uniqueItems": False},
     {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
     {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}},
+    {"type": "string", "minLength": 1.0, "maxLength": 3.0},
+    {"type": "number", "maximum": 2**70, "default": 2**70},
     nested(limits.MAX_SCHEMA_DEPTH - 1),
 ]
 
@@ -210,7 +219,13 @@ def test_one_of_what_nothing_tells_apart_stays(told: Any) -> None:
 
 @pytest.mark.parametrize("schema", ACCEPTED)
 def test_schemas_that_can(schema: Any) -> None:
-    assert json.loads(schemas.check(schema, "x")) == schema
+    before = json.dumps(schema)
+    made = json.loads(schemas.check(schema, "x"))
+    assert json.dumps(schema) == before, "the template sees the schema as it came"
+    for one in (made, schema := json.loads(before)):  # patterns are written in another way: see test_grammars.py
+        names = one.get("propertyNames", {})
+        one.pop("pattern", None), names.pop("pattern", None), names.pop("type", None)
+    assert made == schema
 
 
 def test_whatever_a_schema_holds_it_is_taken_or_refused() -> None:
