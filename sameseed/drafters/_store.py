@@ -19,8 +19,8 @@ MAGIC = b"sameseed texts 1\n"
 _HEAD = struct.Struct("<II")  # number of tokens, their sum modulo 2^32
 
 
-def _texts(data: bytes, at: int) -> tuple[list[list[int]], int]:
-    """The complete texts in `data` from byte `at` on, and the byte where they end."""
+def _texts(data: bytes, at: int, vocab_size: int) -> tuple[list[list[int]], int]:
+    """The complete texts in `data` from byte `at` on, up to one that makes no sense, and the byte where they end."""
     texts: list[list[int]] = []
     while at + _HEAD.size <= len(data):
         length, total = _HEAD.unpack_from(data, at)
@@ -28,7 +28,8 @@ def _texts(data: bytes, at: int) -> tuple[list[list[int]], int]:
         if end > len(data):
             break
         tokens = np.frombuffer(data, np.int32, length, at + _HEAD.size)
-        if int(tokens.sum(dtype=np.int64)) % 2**32 != total or (length and not 0 <= tokens.min() <= tokens.max()):
+        known = not length or 0 <= tokens.min() <= tokens.max() < vocab_size
+        if int(tokens.sum(dtype=np.int64)) % 2**32 != total or not known:
             break
         texts.append(tokens.tolist())
         at = end
@@ -76,7 +77,7 @@ class TextStore:
             raise ConfigError(
                 f"{self.path} holds texts of a model with {width} tokens, not {self.vocab_size}; name another file"
             )
-        texts, at = _texts(data, at)
+        texts, at = _texts(data, at, self.vocab_size or 2**31)
         kept, size = len(texts), 0
         while kept and size + len(texts[kept - 1]) <= self.max_tokens:
             kept -= 1

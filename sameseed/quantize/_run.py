@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed import __version__, scheme as formats
+from sameseed import __version__, fields, scheme as formats
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
@@ -26,6 +28,7 @@ from sameseed.quantize._walk import ModuleError, Walk, module_error
 from sameseed.quantize._work import WorkFolder, digest, fingerprint
 from sameseed.scheme import DENSE, QuantScheme, QuantTensor
 
+log = logging.getLogger("sameseed")
 SCHEMA = "sameseed.quantization/1"
 FILE = "quantization.json"  # beside the weights: the settings of the run, and the error of each module
 HELD_OUT = 8  # rows that sensitivities are measured on
@@ -201,7 +204,8 @@ class _Run:
     def _spend(self) -> QuantScheme:
         """The scheme that fits the bit budget best: a rule for every linear layer of the decoder."""
         assert self.plan.budget is not None and self.calibration is not None
-        if not self.work.has("sensitivity.json"):
+        self.sensitivities = self._known_sensitivities()
+        if not self.sensitivities:
             held_out = self.calibration.held_out
             rows = held_out if len(held_out) else self.calibration.rows[:HELD_OUT]
             hidden = self._hidden(rows, "held-out")
@@ -210,17 +214,28 @@ class _Run:
             walk = self._walk(Pipeline(first, ""), QuantScheme(), hidden)
             norm = self._last_norm()
             head = Linear(self._dense(HEAD, QuantScheme()).to(self.device).float())
-            measured = bits.measure(
+            self.sensitivities = bits.measure(
                 walk,
                 (self.pipeline.last_norm(norm), head),
                 lambda modules: bits.offered(modules, self.scheme, self.plan.candidates),
                 lambda done, total: self.report(Progress("budget", done, total)),
             )
-            self.work.write_json("sensitivity.json", [asdict(s) for s in measured])
-        rows = self.work.read_json("sensitivity.json")
-        self.sensitivities = [bits.Sensitivity(**{**row, "modules": tuple(row["modules"])}) for row in rows]
+            self.work.write_json("sensitivity.json", [asdict(s) for s in self.sensitivities])
         chosen = bits.assign(self.sensitivities, self.plan.budget)
         return replace(self.scheme, rules=(*self.scheme.rules, *chosen.rules))
+
+    def _known_sensitivities(self) -> list[bits.Sensitivity]:
+        """What an interrupted run has measured; nothing if it makes no sense."""
+        if not self.work.has("sensitivity.json"):
+            return []
+        try:
+            known = [fields.parse(bits.Sensitivity, row) for row in self.work.read_json("sensitivity.json")]
+            if not all(math.isfinite(s.loss) and 0 < s.bits < math.inf and s.num_weights > 0 for s in known):
+                raise ConfigError("impossible numbers")
+        except (ConfigError, TypeError) as error:
+            log.warning("%s: sensitivity.json is broken (%s); it is measured again", self.work.folder, error)
+            return []
+        return known
 
     def _walk(self, pipeline: Pipeline, scheme: QuantScheme, hidden: Tensor | None) -> Walk:
         return Walk(self.config, self.source, pipeline, scheme, hidden, self.device)

@@ -46,6 +46,8 @@ class WorkFolder:
                 raise ConfigError(f"{work.folder} is in the way and no work of this command; move it")
             if resume:
                 begun = work.read_json(MANIFEST)
+                if not isinstance(begun, dict):
+                    raise ConfigError(f"{work.folder / MANIFEST} is damaged; begin anew with --overwrite")
                 for key, wanted in manifest.items():
                     if begun.get(key) != wanted:
                         raise ConfigError(
@@ -114,6 +116,8 @@ class WorkFolder:
                 linears = json.loads(about["linears"])
                 errors = [ModuleError(**e) for e in json.loads(about["errors"])]
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            if not all(t.float().isfinite().all() for t in tensors.values() if t.is_floating_point()):
+                raise ValueError("numbers that are not finite")
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is damaged ({error}); delete it and give --resume again") from None
         norms = {n.removeprefix("norm:"): t for n, t in tensors.items() if n.startswith("norm:")}

@@ -151,6 +151,7 @@ class Runner:
         """Serve until the end; returns the exit code. Raises ConfigError if the engine failed before it was ready."""
         config, loop = self._config, asyncio.get_running_loop()
         listener = bind(config.host, config.port) if config.uds is None else bind_unix(config.uds)
+        inode = None if config.uds is None else config.uds.stat().st_ino
         self._server.config.load()
         heeded: dict[signal.Signals, Callable[[], None]] = dict.fromkeys(STOPPING, self.stop)
         # A closed terminal sends SIGHUP, too: the server goes on, as it does under nohup.
@@ -164,8 +165,9 @@ class Runner:
             watch.cancel()
             for number in heeded:
                 loop.remove_signal_handler(number)
-            if config.uds is not None:
-                config.uds.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # removed already
+                if config.uds is not None and config.uds.stat().st_ino == inode:  # not a later server's
+                    config.uds.unlink()
         if self._failure is not None and not self._served:
             raise ConfigError(self._failure)
         return EXIT_ENGINE if self._failure is not None else 0

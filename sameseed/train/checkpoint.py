@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
@@ -51,6 +52,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW | None) -
     Raises ConfigError for a checkpoint of another model shape.
     """
     tensors, progress = read_tensors(path)
+    counts = [progress.get(name, 0) for name in ("step", "tokens", "seconds", "loss")]
+    counts.append(0 if optimizer is None else progress.get("optim_steps"))
+    right = all(isinstance(count, int | float) and math.isfinite(count) for count in counts)
+    if not right or not all(t.float().isfinite().all() for t in tensors.values() if t.is_floating_point()):
+        raise ConfigError(f"{path} holds numbers that are not finite; delete it and run again")
     named = dict(model.named_parameters())
     if {n.removeprefix("model.") for n in tensors if n.startswith("model.")} != set(named) or any(
         tensors[f"model.{n}"].shape != p.shape for n, p in named.items()

@@ -182,6 +182,7 @@ async def test_ids(open_: httpx.AsyncClient) -> None:
 
 async def test_metrics_and_docs(open_: httpx.AsyncClient) -> None:
     await open_.get("/nowhere/at/all")
+    await open_.request("INVENTED", "/version")
     page = (await open_.get("/metrics")).text
     names = """
         num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total admission_rejections_total
@@ -193,9 +194,12 @@ async def test_metrics_and_docs(open_: httpx.AsyncClient) -> None:
     """
     assert not [name for name in names.split() if f"vllm:{name}{{" not in page]
     assert 'route="other",status="404"' in page and "nowhere" not in page
+    assert 'method="other"' in page and "INVENTED" not in page
     async with visitor(ServerConfig(metrics_prefix="sameseed:")) as ours:
         assert "sameseed:num_requests_running{" in (await ours.get("/metrics")).text
-    docs = (await open_.get("/docs")).text
+    shown = await open_.get("/docs")
+    docs = shown.text
+    assert "default-src 'none'" in shown.headers["content-security-policy"]
     assert "/v1/chat/completions" in docs and not re.search(r"src=|https?://|@import", docs)
 
 
