@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 from sameseed import fields, registry
@@ -158,6 +159,7 @@ class EngineConfig:
 
     `gpu_memory_utilization`: the share of a GPU's total memory that the engine may take (as in vLLM). `profile`: the
     file of `sameseed tune` that these settings come from. It must fit this machine, unless `force_profile` is set.
+    `template_date`: the date that chat templates are told, which stands still; None: the day when the engine starts.
     """
 
     max_num_rows: int = 512
@@ -171,6 +173,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     profile: str | None = None
     force_profile: bool = False
+    template_date: str | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     spec: SpecConfig = field(default_factory=SpecConfig)
 
@@ -194,6 +197,10 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization is a share of the GPU's memory, above 0 to 1, got {share!r}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, got {self.threads}")
+        try:
+            datetime.fromisoformat(self.template_date or "2026-01-01")
+        except ValueError:
+            raise ConfigError(f"template_date must be a date such as 2026-11-29, got {self.template_date!r}") from None
 
 
 def parse_options(text: str) -> dict[str, object]:

@@ -123,7 +123,7 @@ def show_answer(
 
     params = SamplingParams(max_tokens=SHOWN_TOKENS)
     console.print(f"\n{text}", style="dim", markup=False)
-    writer = TextWriter(sys.stdout, plain.tokenizer, show_draft=True)
+    writer = TextWriter(sys.stdout, show_draft=True)
     for delta in drafting.stream(tokens, params):
         writer.write(delta)
         done = delta.completion

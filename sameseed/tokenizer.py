@@ -1,47 +1,64 @@
-"""Tokenizer: encode, decode, incremental decode (no broken UTF-8 between chunks), and the chat template."""
+"""Tokenizer: encode, decode, and the text that tokens add to what stands before them, which comes from here alone."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence as Seq
+import logging
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from datetime import date, datetime, time
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import AddedToken, Tokenizer as HFTokenizer
 
 from sameseed import habits
+from sameseed.chat_template import ChatTemplate
 from sameseed.errors import ModelLoadError, RequestError, VocabularyError
+from sameseed.special import TokenizerFiles, named_templates
 
-MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
+log = logging.getLogger("sameseed")
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 LONGEST_CHARACTER = 4  # most UTF-8 bytes of a character, so also most tokens: a token with text has a byte or more
 CONTEXT = 16  # most tokens kept as decoding context: keeping some is cheaper than decoding a new context for each token
 LONGEST_WAIT = 12  # most tokens that wait for a complete character; more of them are bytes that never form one
+LONGEST_RUN = 64  # most byte tokens that wait for the end of their run: 16 characters of 4 bytes
 
 
 class Tokenizer(habits.Hinted):
-    """A Hugging Face tokenizer.json with its special tokens and chat template."""
+    """A Hugging Face tokenizer.json with its special tokens and chat templates."""
 
     def __init__(
-        self, backend: HFTokenizer, chat_template: str | None = None, special: dict[str, str] | None = None
+        self,
+        backend: HFTokenizer,
+        templates: str | Mapping[str, str] | None = None,
+        special: dict[str, str] | None = None,
     ) -> None:
+        """`templates`: the chat template, or several by name: "default", "tool_use" (with tools), "rag" (documents)."""
         self._backend = backend
-        self.chat_template = chat_template
+        self.templates = named_templates(templates)
+        self.now = datetime.combine(date.today(), time())  # of templates that ask for the date; it stands still
         self._silent = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._gives_text: dict[int, bool] = {}  # cache, by token
-        self._compiled: Template | None = None
+        self._pieces: dict[tuple[int, bool], bytes] = {}  # cache
+        self._compiled: dict[str, ChatTemplate] = {}
         self.special = special or {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        decoder = "" if backend.decoder is None else str(backend.decoder)
+        self._alphabet = _byte_alphabet() if "ByteLevel(" in decoder else {}
+        falls_back = "ByteFallback(" in decoder
+        spelled = [f"<0x{b:{form}}>" for b in range(256) for form in ("02X", "02x")] if falls_back else []
+        found = {backend.token_to_id(piece): bytes([int(piece[3:5], 16)]) for piece in spelled}
+        self.byte_tokens = {t: byte for t, byte in found.items() if t is not None}  # tokens that stand for one byte
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for another process, which compiles the template again."""
-        return vars(self) | {"_compiled": None}
+        """State for another process, which compiles the templates again."""
+        return vars(self) | {"_compiled": {}}
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json and, if present, tokenizer_config.json, chat_template.jinja. Raises ModelLoadError."""
+        """Read tokenizer.json and the files beside it that transformers reads. Raises ModelLoadError."""
         path = folder / "tokenizer.json"
         if not path.exists():
             if (folder / "tokenizer.model").exists():
@@ -56,34 +73,29 @@ class Tokenizer(habits.Hinted):
             raise ModelLoadError(f"{path} is no tokenizer that the tokenizers library can read ({error})") from None
         backend.no_truncation()
         backend.no_padding()
-        config = _read_object(folder / "tokenizer_config.json")
-        template = config.get("chat_template")
-        jinja = folder / "chat_template.jinja"
-        if jinja.exists():
-            try:
-                template = jinja.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ModelLoadError(f"{jinja} is no UTF-8 text ({error}); download it again") from None
-        elif isinstance(template, list):  # several templates by name
-            template = next((t.get("template") for t in template if t.get("name") == "default"), None)
-        special = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v)}
-        return cls(backend, template if isinstance(template, str) else None, special)
+        files = TokenizerFiles(folder)
+        _add_tokens(backend, files)
+        return cls(backend, files.templates(), {role: text for role, (text, _) in files.names.items()})
 
     @classmethod
     def from_files(cls, files: Mapping[str, str]) -> Tokenizer:
-        """The inverse of `as_files`."""
+        """The inverse of `as_files`; "now", if it is there, is the clock of chat templates."""
         config = json.loads(files["tokenizer_config.json"])
         backend = HFTokenizer.from_str(files["tokenizer.json"])
         backend.no_truncation()
         backend.no_padding()
         special = {k: v for k, v in config.items() if k.endswith("_token")}
-        return cls(backend, config.get("chat_template"), special)
+        made = cls(backend, named_templates(config.get("chat_template")), special)
+        made.now = datetime.fromisoformat(files["now"]) if "now" in files else made.now
+        return made
 
     def as_files(self) -> dict[str, str]:
         """File contents by name, as `from_folder` reads them, for a tokenizer that was not read from such files."""
-        config = {**self.special, "tokenizer_class": "PreTrainedTokenizerFast"}
-        if self.chat_template is not None:
-            config["chat_template"] = self.chat_template
+        config: dict[str, Any] = {**self.special, "tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.templates.keys() == {"default"}:
+            config["chat_template"] = self.templates["default"]
+        elif self.templates:
+            config["chat_template"] = [{"name": name, "template": text} for name, text in self.templates.items()]
         return {"tokenizer.json": self._backend.to_str(), "tokenizer_config.json": json.dumps(config, indent=2)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -102,6 +114,42 @@ class Tokenizer(habits.Hinted):
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def piece(self, token_id: int, begins: bool = False) -> bytes:
+        """`pieces` of one token."""
+        key = (token_id, begins)
+        if key not in self._pieces:
+            self._pieces[key] = self.pieces([token_id], begins)[0]
+        return self._pieces[key]
+
+    def pieces(self, token_ids: Seq[int], begins: bool = False) -> list[bytes]:
+        """The bytes that each token adds to a text, or to an empty one (`begins`); it may be part of a character.
+
+        A special token's are its name; there are none for an id outside the vocabulary.
+        """
+        before = [] if begins else self._before
+        known = self.decode(before, skip_special_tokens=False)
+        found: list[bytes | None] = []
+        for token in token_ids:
+            spelled, byte = self.token(token) or "", self.byte_tokens.get(token)
+            if begins and byte is not None and byte.isascii():
+                byte = None  # a space may get lost there
+            elif byte is None and self._alphabet:
+                known_bytes = all(c in self._alphabet for c in spelled)
+                byte = bytes(self._alphabet[c] for c in spelled) if known_bytes else spelled.encode()
+            found.append(byte)
+        rest = [[*before, token] for token, byte in zip(token_ids, found, strict=True) if byte is None]
+        texts = iter(self._backend.decode_batch(rest, skip_special_tokens=False))
+        return [_beyond(known, next(texts)).encode() if byte is None else byte for byte in found]
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """A token that stands for what comes before another one."""
+        for token in range(self.vocab_size):
+            text = "" if self.is_silent(token) or token in self.byte_tokens else self.decode([token])
+            if text.strip() and self.decode([token, token]).startswith(text):
+                return [token]
+        return []
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token; None for an id outside the vocabulary."""
         piece: str | None = self._backend.id_to_token(token_id)
@@ -114,10 +162,34 @@ class Tokenizer(habits.Hinted):
             known = self._gives_text[token_id] = token_id not in self._silent and self.token(token_id) is not None
         return not known
 
+    def has_text(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> bool:
+        """Does any of the tokens have text?"""
+        hidden = self.is_silent if skip_special_tokens else lambda token: self.token(token) is None
+        return not all(map(hidden, token_ids))
+
+    @property
+    def special_ids(self) -> list[int]:
+        """The ids of all special tokens, in order."""
+        return sorted(self._silent)
+
     def vocabulary(self) -> dict[str, int]:
         """The spelling and id of every token, added tokens included."""
         entries: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return entries
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of conversations without tools and documents; None if the model has none."""
+        return self.template_for()
+
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        self.templates = named_templates(template)
+
+    def template_for(self, tools: bool = False, documents: bool = False) -> str | None:
+        """The template of such conversations, chosen as transformers does."""
+        wanted = ["tool_use"] * tools + ["rag"] * documents + ["default"]
+        return next((self.templates[name] for name in wanted if name in self.templates), None)
 
     def chat(
         self,
@@ -140,135 +212,133 @@ class Tokenizer(habits.Hinted):
         `tools`: in OpenAI's format. `options`: further variables of the template, such as `enable_thinking`. Raises
         RequestError if there is no template or if it refuses the messages.
         """
-        if self.chat_template is None:
-            raise RequestError("this model has no chat template; use a plain prompt instead of messages")
+        values = {"documents": None, "add_generation_prompt": add_generation_prompt, **self.special, **(options or {})}
+        source = self.template_for(bool(tools), bool(values["documents"]))
+        if source is None:
+            named = f"templates {', '.join(self.templates)}, but no default" if self.templates else "no chat template"
+            raise RequestError(f"this model has {named}; use a plain prompt instead of messages")
         if not messages:
             raise RequestError("the conversation is empty; give at least one message")
-        messages = [_with_text(m) for m in messages]
-        for m in messages:
-            if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
-                raise RequestError(f"a message needs 'role' and 'content', both text, got {m!r}")
-        values = {"documents": None, "add_generation_prompt": add_generation_prompt, **self.special, **(options or {})}
-        values |= {"messages": messages, "tools": list(tools) if tools else None}
-        most = MAX_ADDED + sum(len(m["content"]) for m in messages)
-        return self._rendered(self.chat_template, values, most)
+        if source not in self._compiled:
+            self._compiled[source] = ChatTemplate(source)
+        return self._compiled[source].render(messages, values | {"tools": list(tools) if tools else None}, self.now)
 
-    def _rendered(self, template: str, values: Mapping[str, Any], most: int) -> str:
-        """The chat template with these variables, at most `most` characters. Raises RequestError."""
-        try:
-            if self._compiled is None:
-                self._compiled = _environment().from_string(template)
-            kept, size = [], 0
-            for part in self._compiled.generate(values):
-                size += len(part)
-                if size > most:
-                    raise RequestError(f"the chat template writes more than {most} characters; use a plain prompt")
-                kept.append(part)
-            return "".join(kept)
-        except RequestError:
-            raise
-        except TemplateError as error:
-            raise RequestError(f"the chat template refuses these messages: {error}") from None
-        except Exception as error:  # any error of the template's own code
-            raise RequestError(
-                f"the chat template fails on these messages ({type(error).__name__}: {error}); use a plain prompt"
-            ) from None
-
-    def stream(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
-        return IncrementalDecoder(self, skip_special_tokens)
-
-
-def _with_text(message: Any) -> Any:
-    """A message with a list of text parts as content gets their texts as lines; other messages stay as they are."""
-    parts = message.get("content") if isinstance(message, dict) else None
-    if isinstance(parts, list) and parts and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
-        texts = [p.get("text") for p in parts]
-        if all(isinstance(text, str) for text in texts):
-            return {**message, "content": "\n".join(texts)}
-    return message
+    def stream(self, skip_special_tokens: bool = True, before: Seq[int] = ()) -> IncrementalDecoder:
+        """A decoder of the text that follows the tokens `before`."""
+        return IncrementalDecoder(self, skip_special_tokens, before)
 
 
 class IncrementalDecoder:
-    """Decodes token by token; a character is returned once it is complete. The pieces concatenate to the whole text.
+    """Decodes token by token what follows `before`; a character is returned once it is complete.
 
-    The tokens of the last pieces are kept as context, since some decoders strip a space at the start of a text.
+    The pieces join to decode(before + tokens) without decode(before): what differs from decode(before) on, where the
+    tokens complete its last character. A few tokens are kept as context, since decoders treat a text's start apart.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, before: Seq[int] = ()) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._context: list[int] = []  # last tokens with returned text: at least one piece, up to CONTEXT tokens
-        self._known = ""  # the text of `_context`
         self._waiting: list[int] = []  # tokens whose text was not returned yet
+        self._context: list[int] = []  # the last tokens before them
+        self._known = ""  # the text of `_context`
+        self.tail = ""  # the complete characters among it
+        shown = (t for t in reversed(before) if not self._is_hidden(t))
+        self._most = LONGEST_RUN if tokenizer.byte_tokens else CONTEXT  # tokens among which a context is looked for
+        self._follow(list(islice(shown, self._most))[::-1])
 
     def push(self, token_id: int) -> str:
         """The text that this token completes (may be empty). Its time does not depend on how many came before."""
-        if self._skip and self._tokenizer.is_silent(token_id):
+        if self._is_hidden(token_id):
             return ""
         self._waiting.append(token_id)
         text = self._decode(self._context + self._waiting)
-        new = text[len(self._known) :]
-        if new and not new.endswith(BROKEN):
+        new = _beyond(self._known, text)
+        # A run of byte tokens has its text once it has ended: one wrong byte makes all of it invalid.
+        in_run = token_id in self._tokenizer.byte_tokens and len(self._waiting) <= LONGEST_RUN
+        if new and not new.endswith(BROKEN) and not in_run:
             self._give_out(len(self._waiting), text)
             return new
-        if len(self._waiting) <= LONGEST_WAIT:
+        self.tail = new.rstrip(BROKEN)
+        if in_run or len(self._waiting) <= LONGEST_WAIT:
             return ""
         # Invalid bytes: return the part of `new` that no later token can change. It must not end within a character; of
         # LONGEST_CHARACTER consecutive token boundaries, at least one lies between two characters.
         last = len(self._waiting) - LONGEST_CHARACTER
         for cut in range(last, last - LONGEST_CHARACTER, -1):
             text = self._decode(self._context + self._waiting[:cut])
-            head = text[len(self._known) :]
+            head = _beyond(self._known, text)
             if new.startswith(head):
                 self._give_out(cut, text)
+                self.tail = new[len(head) :].rstrip(BROKEN)
                 return head
         return ""
 
-    def _give_out(self, count: int, text: str) -> None:
-        """Move the first `count` waiting tokens to the context, which then decodes to `text`."""
-        piece, self._waiting = self._waiting[:count], self._waiting[count:]
-        self._context, self._known = self._context + piece, text
-        if len(self._context) > CONTEXT:
-            self._context, self._known = piece, self._decode(piece)
-
     def flush(self) -> str:
         """The remaining text at the end; an incomplete character becomes the replacement character."""
-        new = self._decode(self._context + self._waiting)[len(self._known) :] if self._waiting else ""
-        self._context, self._known, self._waiting = [], "", []
+        new = _beyond(self._known, self._decode(self._context + self._waiting)) if self._waiting else ""
+        self._context, self._known, self._waiting, self.tail = [], "", [], ""
         return new
+
+    def _give_out(self, count: int, text: str) -> None:
+        """Move the first `count` waiting tokens to the context, which then decodes to `text`."""
+        self._context, self._known, self.tail = self._context + self._waiting[:count], text, ""
+        del self._waiting[:count]
+        if len(self._context) > CONTEXT:
+            self._follow(self._context[-self._most :])
+
+    def _follow(self, tokens: list[int]) -> None:
+        """Take as context the fewest last tokens that begin between two characters and have text of their own."""
+        text, start = "", len(tokens)
+        while start and (not text or text.startswith(BROKEN) or self._in_run(tokens, start)):
+            start -= 1
+            text = self._decode(tokens[start:])
+        self._context, self._known = tokens[start:], text
+
+    def _in_run(self, tokens: list[int], at: int) -> bool:
+        return at < len(tokens) and self._tokenizer.byte_tokens.keys() >= set(tokens[at - 1 : at + 1])
+
+    def _is_hidden(self, token_id: int) -> bool:
+        return not self._tokenizer.has_text((token_id,), self._skip)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as in transformers, but without the date (strftime_now), so that tokens do not change from day to day."""
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = refuse
-    # Jinja's own filter escapes < > & ' for HTML, which models were not trained on.
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    return environment
+def _beyond(known: str, text: str) -> str:
+    """What `text` has beyond `known`, or beyond what both have in common."""
+    return text[len(known) if text.startswith(known) else shared(known, text) :]
 
 
-def _content(value: Any) -> str:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
+def shared(one: str, other: str) -> int:
+    """The length of what two texts have in common at their beginning."""
+    differs = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
-    return value if isinstance(value, dict) else {}
+def _add_tokens(backend: HFTokenizer, files: TokenizerFiles) -> None:
+    """Add the tokens that are named beside tokenizer.json only, as transformers does, where their ids are known."""
+    known = {t.content: t for t in backend.get_added_tokens_decoder().values()}
+    for token, text, flags in files.added:
+        if text in known:
+            continue
+        if backend.token_to_id(text) is None and token != backend.get_vocab_size(with_added_tokens=True):
+            log.warning("%s: left out the added token %r, for which the id %d is not free", files.folder, text, token)
+            continue
+        how = {name: bool(flags[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in flags}
+        special = bool(flags.get("special", False)) or text in files.special
+        backend.add_tokens([AddedToken(text, special=special, **{"normalized": not special, **how})])
+    roles = {text for text, _ in files.names.values()}
+    named = [
+        text for text in sorted(files.special)
+        if backend.token_to_id(text) is not None and (text not in known or (text in roles and not known[text].special))
+    ]  # fmt: skip
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in named])
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable characters that stand for bytes in byte-level vocabularies (Radford et al., 2019)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
 def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

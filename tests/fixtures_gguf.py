@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,8 @@ def bpe_keys(source: HFTokenizer, pre: str, special: dict[str, int], **more: Any
         writer.add_token_types([1] * len(tokens) + list(special.values()))
         writer.add_token_merges(merges)
         for name, value in more.items():
-            getattr(writer, f"add_{name}")(value)
+            add = getattr(writer, f"add_{name}", partial(writer.add_uint32, f"tokenizer.ggml.{name}"))
+            add(value)
 
     return keys
 

@@ -86,7 +86,7 @@ def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, arg
     from sameseed.cli.console import TextWriter, stderr_console, summary
     from sameseed.cli.generate import as_json
 
-    writer = TextWriter(sys.stdout, llm.tokenizer, args.show_draft)
+    writer = TextWriter(sys.stdout, args.show_draft)
     text = ""
     try:
         for delta in llm.chat_stream(messages, params):

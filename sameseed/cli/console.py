@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sameseed.engine.llm import LLM
-    from sameseed.tokenizer import Tokenizer
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 # Without colour, accepted draft tokens stand between these marks.
@@ -155,39 +154,38 @@ def load_llm(choice: EngineChoice, quiet: bool = False) -> LLM:
 
 
 class TextWriter:
-    """Writes a completion's text as it grows; with `show_draft`, accepted draft tokens are highlighted.
+    """Writes a completion's text as it grows; with `show_draft`, accepted draft tokens are highlighted."""
 
-    The engine's text is authoritative. It may lag behind the tokens (an incomplete character, the start of a stop
-    string). Tokens are decoded here again only to find the characters that came from accepted tokens.
-    """
-
-    def __init__(self, stream: TextIO, tokenizer: Tokenizer, show_draft: bool = False) -> None:
+    def __init__(self, stream: TextIO, show_draft: bool = False) -> None:
         self.text = ""
         self._stream = stream
         self._show = show_draft
         self._colour = colourful(stream)
         self._terminal = stream.isatty()
-        self._decoder = tokenizer.stream()
-        self._flags: deque[bool] = deque()  # per decoded character: did it come from accepted tokens alone?
-        self._whole = True  # were all tokens of the incomplete character accepted?
+        self._tokens: deque[tuple[int, bool]] = deque()  # where each begins in the text, and was it accepted?
+        self._whole = False  # were all tokens accepted that begin where the current one does?
         self._open = False  # is accepted text being written?
 
     def write(self, delta: Delta) -> None:
-        """Write the new text of a delta."""
-        for token, accepted in zip(delta.token_ids, delta.accepted, strict=True):
-            self._whole = self._whole and accepted
-            piece = self._decoder.push(token)
-            if piece:
-                self._flags.extend([self._whole] * len(piece))
-                self._whole = True
-        self.text += delta.text
+        """Write the new text of a delta. The text may lag behind the tokens."""
+        self._tokens.extend(zip(delta.text_offset, delta.accepted, strict=False))
         for c in delta.text:
-            self._stream.write(self._switch(self._show and bool(self._flags) and self._flags.popleft()))
+            self._stream.write(self._switch(self._show and self._accepted(len(self.text))))
+            self.text += c
             harmless = not self._terminal or c in "\n\t" or c.isprintable() or ord(c) > 0x9F  # no control code
             self._stream.write(c if harmless else "\ufffd")
         if delta.completion is not None:
             self._stream.write(self._switch(False))
         self._stream.flush()
+
+    def _accepted(self, at: int) -> bool:
+        """Did this character come from accepted tokens alone?"""
+        begin = -1
+        while self._tokens and self._tokens[0][0] <= at:
+            place, accepted = self._tokens.popleft()
+            self._whole = accepted and (self._whole or place != begin)
+            begin = place
+        return self._whole
 
     def _switch(self, accepted: bool) -> str:
         if accepted == self._open:

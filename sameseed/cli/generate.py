@@ -74,7 +74,7 @@ def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_
     from sameseed.spec.drafter import level_metrics
 
     console = stderr_console()
-    writers = [TextWriter(sys.stdout, llm.tokenizer, show_draft) for _ in range(params.n)]
+    writers = [TextWriter(sys.stdout, show_draft) for _ in range(params.n)]
     held: list[list[Delta]] = [[] for _ in range(params.n)]
     done: list[Completion] = []
     try:

@@ -24,19 +24,21 @@ KV_FORMS = {
     "NEAR+FAR": "piecewise, e.g. bf16+int4, in the memory of NEAR; no kernel: the reference, slow",
 }
 WIDTH = 4096  # values in a row of weights, for the bits per weight
+SHOWN_TOKENS = 8  # special tokens without a role that are listed
 
 
 @dataclass(frozen=True)
 class InfoArgs:
     """Show the machine, the backends (and why one cannot run here), formats, drafters and the embedded models."""
 
+    model: Annotated[str | None, option("MODEL")] = None  # only this model: its size, its end and special tokens
     json: Annotated[bool, option()] = False  # one JSON line instead of tables
 
 
 def run(argv: Seq[str], prog: str) -> int:
     """Collect and print."""
     args = parse(InfoArgs, argv, prog).args
-    found = collect()
+    found = collect() if args.model is None else {"models": {args.model: _model(args.model)}}
     if args.json:
         print(json.dumps(found))
         return 0
@@ -47,11 +49,12 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.cli.console import show_table, stdout_console
 
     console = stdout_console()
-    console.print(f"[bold]sameseed {found['version']}[/] ({found['commit']})\n")
-    summary = Table.grid(padding=(0, 2))
-    for name, text in _summary(found):
-        summary.add_row(name, escape(text))
-    console.print(summary)
+    if args.model is None:
+        console.print(f"[bold]sameseed {found['version']}[/] ({found['commit']})\n")
+        summary = Table.grid(padding=(0, 2))
+        for name, text in _summary(found):
+            summary.add_row(name, escape(text))
+        console.print(summary)
     for title, head, rows in _tables(found):
         made = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
         made.show_header, made.show_edge = bool(head), False
@@ -188,18 +191,36 @@ def _model(name: str) -> dict[str, Any]:
         "heads": f"{config.num_heads}/{config.num_kv_heads}",
         "vocabulary": config.vocab_size,
         "context": config.max_model_len,
-        "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
+        "bytes": sum(f.stat().st_size for f in ([folder] if folder.is_file() else folder.glob("*.safetensors"))),
         "card": str(card) if card.exists() else None,
         "facts": _facts(name, folder),
+        **({} if head is not None else _named(folder)),
     }
+
+
+def _named(folder: Path) -> dict[str, list[str]]:
+    """The model's end tokens and special tokens, and where each is named."""
+    from sameseed.models.loader import load_tokenizer, named_tokens
+
+    tokenizer, (ends, roles) = load_tokenizer(folder), named_tokens(folder)
+    others = [t for t in tokenizer.special_ids if t not in roles]
+    shown = {t: roles.get(t, ["no role"]) for t in (*sorted(roles), *others[:SHOWN_TOKENS])}
+    found = {"end_tokens": ends, "special_tokens": shown}
+    lines = {k: [f"{t} {tokenizer.token(t)!r} ({'; '.join(v)})" for t, v in each.items()] for k, each in found.items()}
+    lines["special_tokens"] += [f"and {len(others) - SHOWN_TOKENS} more"] if len(others) > SHOWN_TOKENS else []
+    return lines
 
 
 def _facts(name: str, folder: Path) -> list[str]:
     """Licence, and what was measured on held-out texts when an embedded model was trained."""
+    from sameseed.models.config import EMBEDDED
+
     facts = []
     card = folder / "README.md"
     if card.exists() and (found := re.search(r"^license: *(\S+)", card.read_text(encoding="utf-8"), re.MULTILINE)):
         facts.append(f"license: {found[1]}")
+    if name not in EMBEDDED:
+        return facts
     own = folder / "results.json"
     results = own if own.exists() else folder.parent / "results.json"
     if not results.exists():
@@ -216,8 +237,17 @@ def _facts(name: str, folder: Path) -> list[str]:
     return facts
 
 
-def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Seq[str], Seq[Seq[object]]]]:
+Sheet = tuple[str, Seq[str], Seq[Seq[object]]]
+
+
+def _tables(found: Mapping[str, Any]) -> Iterator[Sheet]:
     """Title, column heads (none: two columns without heads) and rows of each table."""
+    yield from _registries(found) if "machine" in found else ()
+    for name, model in found["models"].items():
+        yield f"model {name}", (), [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in model.items() if v]
+
+
+def _registries(found: Mapping[str, Any]) -> Iterator[Sheet]:
     yield "machine", (), [(k, "none" if v is None else v) for k, v in found["machine"].items()]
     rows: list[Seq[object]] = []
     for name, b in found["backends"].items():
@@ -236,5 +266,3 @@ def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Seq[str], Seq[Seq[o
     yield "more names for --kv-format", ("name", "what"), list(found["kv_forms"].items())
     drafters = [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()]
     yield "drafters", ("name", "what", "needs", "options (--draft-options)"), drafters
-    for name, model in found["models"].items():
-        yield f"model {name}", (), [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in model.items() if v]

@@ -78,6 +78,7 @@ ENGINE_HELP = {
     "max_pass_ms": "most milliseconds that prompts may add to a pass while others stream their output",
     "profile": "file of `sameseed tune`; its choice is the default of the other flags",
     "force_profile": "use it even on another machine or for other weights",
+    "template_date": "the date that chat templates are told, e.g. 2026-11-29; unset: the day of the start",
 }
 SAMPLING_HELP = {
     "max_tokens": "longest answer in tokens",

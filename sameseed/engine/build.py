@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -95,6 +96,8 @@ def load_parts(
     if max_len > shape.max_model_len:
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
     tokenizer, models, (own, *others) = check_parts(folder, config)
+    if config.template_date is not None:
+        tokenizer.now = datetime.fromisoformat(config.template_date)
     own = own if target is None else replace(own, weights=0)  # its weights are in memory already
     num_blocks = plan_blocks(config, max_len, [own, *others])
     if target is None:

@@ -92,7 +92,8 @@ class Engine:
             seq.script = request.prompt_token_ids
             del seq.token_ids[1:]
         self._num_added += 1
-        output = OutputText(self.tokenizer, request.params.stop, request.params.skip_special_tokens)
+        params = request.params
+        output = OutputText(self.tokenizer, params.stop, params.skip_special_tokens, request.prompt_token_ids)
         self._live[seq.seq_id] = Running(request, seq, output, self._eos, time.perf_counter())
         self.scheduler.add(seq)
 

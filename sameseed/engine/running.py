@@ -59,7 +59,7 @@ class Running:
         """Make the text of the tokens that have none yet; True if a stop string is complete."""
         ending, stops = self.request.params.ending(self.eos) if self.unwritten else (), False
         for token in self.unwritten:
-            self.offsets.append(len(self.output.text))
+            self.offsets.append(self.output.length)
             if token not in ending:
                 stops = self.output.push(token, may_stop)
         self.unwritten.clear()

@@ -40,6 +40,7 @@ class Settings(TypedDict, total=False):
     gpu_memory_utilization: float
     profile: str | None
     force_profile: bool
+    template_date: str | None
     kv_format: str
     block_size: int
     num_blocks: int | None

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sameseed.errors import RequestError
+from sameseed.request import Grammar
 
 # Thread time in seconds that a grammar may take: FREE in all, plus EACH per mask. A grammar that takes more is given
 # up, because it delays all sequences of a batch.
@@ -117,6 +118,24 @@ class Choice:
             seen = self._common[i] - size if i > begin else 0
             tokens += self._vocabulary.beginning(self._choices[i][size:], seen)
         return tokens
+
+
+class Beginning:
+    """A grammar for a text with nothing before it: it begins with a token that has the same text there as elsewhere.
+
+    `same` bool [V]: those tokens. At its beginning a text loses a space, which the grammar would still count.
+    """
+
+    def __init__(self, grammar: Grammar, same: NDArray[np.bool_]) -> None:
+        self._grammar, self._same = grammar, same
+
+    def allowed(self, output: Seq[int], path: Seq[int]) -> NDArray[np.bool_]:
+        """See `Grammar`."""
+        mask: NDArray[np.bool_] = self._grammar.allowed(output, path)
+        return mask if output or path else mask & self._same
+
+    def another(self) -> Beginning:
+        return Beginning(self._grammar.another(), self._same)
 
 
 def _common(one: bytes, other: bytes) -> int:

@@ -136,12 +136,14 @@ _ENDS = (
         "may_stop=num_output >= params.min_tokens",
         "may_stop=True",
     ),
-    _text("a stop string across tokens is missed", OutputText.push, "max(0, known - len(s) + 1)", "known"),
+    _text(
+        "a stop string across tokens is missed", OutputText.push, "max(0, known - len(s) + 1 - begin)", "known - begin"
+    ),
     _text(
         "a character of the stop string stays",
         OutputText.push,
-        "self.text[: min(found)]",
-        "self.text[: min(found) + 1]",
+        "latest[: min(found)]",
+        "latest[: min(found) + 1]",
     ),
     _text("an end token ends nothing", Running._end, "params.ending(self.eos)", "params.stop_token_ids"),
     _text(

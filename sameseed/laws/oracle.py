@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -236,8 +237,9 @@ def _judge_end(subject: Subject, found: Found, where: str, job: Request, c: Comp
     A text is counted but not judged if its bytes form no character for WAIT tokens: how to show them is the decoder's
     choice.
     """
-    decode, eos, tokens = subject.loaded.tokenizer.decode, subject.target.config.eos_token_ids, c.token_ids
-    said = [decode(list(tokens[: n + 1])) for n in range(len(tokens))]
+    eos, tokens = subject.target.config.eos_token_ids, c.token_ids
+    spelt = partial(textbook.spelt, subject.loaded.tokenizer, c.prompt_token_ids)
+    said = [spelt(tokens[: n + 1]) for n in range(len(tokens))]
     halves = "".join("h" if text.endswith(HALF) else " " for text in said)
     if "h" * WAIT in halves:
         found.sizes["texts_of_bytes"] = found.sizes.get("texts_of_bytes", 0) + 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 
 from sameseed.config import SpecConfig
+from sameseed.laws import textbook
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.subject import Subject
 from sameseed.laws.textbook import HALF
@@ -78,8 +80,8 @@ def _job(toy: Subject, job: Request, able: tuple[int, ...], rng: random.Random) 
 
 def _judge(found: Found, toy: Subject, jobs: Seq[Request], got: Seq[Completion], deltas: Seq[Delta]) -> None:
     """Count texts that are not what their tokens decode to; of a text that a stop string ended, the part before it."""
-    decode = toy.loaded.tokenizer.decode
     for job, c in zip(jobs, got, strict=True):
+        decode = partial(textbook.spelt, toy.loaded.tokenizer, job.prompt_token_ids)
         said = decode(list(c.token_ids), job.params.skip_special_tokens)
         bare = decode(list(c.token_ids), not job.params.skip_special_tokens)
         pieces = "".join(d.text for d in deltas if d.request_id == job.request_id)

@@ -19,6 +19,7 @@ from sameseed import scheme
 from sameseed.models.llama import Llama
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantTensor
+from sameseed.tokenizer import Tokenizer
 
 Floats = NDArray[np.float64]
 # Tolerances of the engine's logits, as a share of the largest logit. EXACT: sums in float32. HALVES: a cache in 16
@@ -288,6 +289,13 @@ def ends(
         if i + 1 >= params.max_tokens or len(prompt) + i + 1 >= longest:
             return i + 1
     return None
+
+
+def spelt(tokenizer: Tokenizer, prompt: Seq[int], output: Seq[int], skip_special_tokens: bool = True) -> str:
+    """What the output adds to the prompt's text; where it completes its last character, that character too."""
+    known, whole = (tokenizer.decode(ids, skip_special_tokens) for ids in (prompt, [*prompt, *output]))
+    differs = (i for i, (a, b) in enumerate(zip(known, whole, strict=False)) if a != b)
+    return whole[next(differs, min(len(known), len(whole))) :]
 
 
 def stopped(params: SamplingParams, texts: Seq[str]) -> int | None:

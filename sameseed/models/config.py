@@ -111,8 +111,8 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
     return architecture
 
 
-def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object = None) -> ModelConfig:
-    """ModelConfig from a parsed config.json. `eos` (from generation_config.json) overrides its end tokens."""
+def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """ModelConfig from a parsed config.json."""
     architecture = _architecture(raw, where)
     flags = ARCHITECTURES[architecture]
     whole = partial(whole_number, raw, where)
@@ -145,8 +145,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=flags["qk_norm"],
         windows=_windows(raw, layers, architecture, where),
-        eos_token_ids=_token_ids(eos, "generation_config.json: eos_token_id", vocab_size)
-        or _token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id", vocab_size),
+        eos_token_ids=_token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id", vocab_size),
         bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id", vocab_size)), None),
         mask_token=_mask_token(raw, where, vocab_size),
         num_parallel=whole("para_num", 0, least=0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,15 @@ from sameseed.models.llama import Llama
 from sameseed.models.weights import Progress, read_weights, rounds
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, get
+from sameseed.special import end_tokens, special_tokens
 from sameseed.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.source import GGUFCheckpoint
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
-HUB_IGNORED = ["*/*", "consolidated*"]  # other layouts of the same weights: they would be downloaded twice
+# Other layouts of the same weights would be downloaded twice. Of the folders, only that of templates begins so.
+HUB_IGNORED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
 
 
 def resolve_model(name: str) -> Path:
@@ -147,11 +150,20 @@ def load_model(
     return Llama(config, weights, ops, max_model_len)
 
 
+def named_tokens(folder: Path) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """The end tokens of a folder or GGUF file, and its special tokens with a role: by id, with what names them."""
+    if not folder.is_file():
+        return end_tokens(folder, read_json(folder / "config.json")), special_tokens(folder)
+    from sameseed.models.gguf import config as gguf
+    from sameseed.models.gguf.header import GGUFFile
+
+    with closing(GGUFFile(folder)) as file:
+        return gguf.end_tokens(file), gguf.special_tokens(file)
+
+
 def read_config(folder: Path) -> ModelConfig:
-    """`config.json` with the eos ids of `generation_config.json`, or a GGUF file's keys. Raises ModelLoadError."""
+    """`config.json` with all end tokens that the folder's files name, or a GGUF file's keys. Raises ModelLoadError."""
     if folder.is_file():
         return read_gguf_config(folder)
     raw = read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    return parse_config(raw, where=str(folder / "config.json"), eos=eos)
+    return parse_config(raw | {"eos_token_id": list(end_tokens(folder, raw))}, where=str(folder / "config.json"))

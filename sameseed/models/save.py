@@ -24,11 +24,12 @@ from sameseed.models.layouts import sameseed as own
 from sameseed.models.safetensors_file import name_files, sync_folder, write_file, write_safetensors
 from sameseed.models.weights import expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
+from sameseed.special import TEMPLATES
 
 SHARD = 1 << 30  # bytes of tensors that are gathered in memory before a file is written
 COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-    "chat_template.jinja", "LICENSE", "NOTICE",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+    "chat_template.jinja", "chat_template.json", "LICENSE", "NOTICE",
 )  # fmt: skip
 
 
@@ -126,7 +127,8 @@ def check_destination(out: Path, overwrite: bool, source: Path) -> None:
         raise ModelSaveError(
             f"{out} is no checkpoint (it has no config.json), and is not overwritten; choose another place"
         )
-    strange = next((p.name for p in sorted(out.iterdir()) if not p.is_file() or p.suffix not in OURS), None)
+    files = [*out.glob(f"{TEMPLATES}/*"), *(p for p in sorted(out.iterdir()) if p.name != TEMPLATES)]
+    strange = next((p.name for p in files if not p.is_file() or p.suffix not in OURS), None)
     if strange is not None:
         raise ModelSaveError(f"{out} holds {strange}, which is not of a checkpoint; move it, or choose another place")
 
@@ -157,6 +159,9 @@ def copy_files(source: Path, folder: Path) -> None:
     for name in COPIED if not source.is_file() else ():
         if (source / name).is_file():
             write_file(folder / name, [(source / name).read_bytes()])
+    for file in sorted((source / TEMPLATES).glob("*.jinja")):
+        (folder / TEMPLATES).mkdir(exist_ok=True)
+        write_file(folder / TEMPLATES / file.name, [file.read_bytes()])
 
 
 class _Writer:

@@ -91,7 +91,7 @@ class ChatReply(Reply):
     def whole_choice(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
         message = self._said[index].message() | self._thoughts(choice.reasoning)
         made: dict[str, Any] = {"index": index, "message": message, "finish_reason": choice.finish_reason}
-        made["logprobs"] = self._logprobs(choice.logprobs) if self.with_logprobs else None
+        made["logprobs"] = self._logprobs(choice, choice.logprobs) if self.with_logprobs else None
         return made | (shown_tokens(choice) if self.show_tokens else {})
 
     def body(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class ChatReply(Reply):
         reason = choice.finish_reason if ended else None
         entry: dict[str, Any] = {"index": piece.index, "delta": delta, "finish_reason": reason}
         if self.with_logprobs:
-            entry["logprobs"] = self._logprobs(piece.logprobs)
+            entry["logprobs"] = self._logprobs(choice, piece.logprobs)
         yield self.chunk({"logprobs": None, **entry} | (shown_tokens(piece) if self.show_tokens else {}))
 
     def _thoughts(self, parts: Seq[str]) -> dict[str, Any]:
@@ -132,18 +132,14 @@ class ChatReply(Reply):
         text = "".join(parts) or None
         return {"reasoning": text, "reasoning_content": text}
 
-    def _logprobs(self, entries: Seq[Any]) -> dict[str, Any]:
-        return {
-            "content": [
-                {**self._token(token, logprob), "top_logprobs": [self._token(t, value) for t, value in top]}
-                for token, logprob, top in entries
-            ],
-            "refusal": None,
-        }
+    def _logprobs(self, choice: ReplyChoice, entries: Seq[Any]) -> dict[str, Any]:
+        made = []
+        for token, logprob, top in entries:
+            begins = self.begins(choice, token, self.prompts[0])
+            alternatives = [self._token(t, value, begins) for t, value in top]
+            made.append({**self._token(token, logprob, begins), "top_logprobs": alternatives})
+        return {"content": made, "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self.name(token, as_bytes=False),
-            "logprob": logprob,
-            "bytes": list(self.text.pieces.raw(token)),
-        }
+    def _token(self, token: int, logprob: float, begins: bool) -> dict[str, Any]:
+        name = self.name(token, begins, as_bytes=False)
+        return {"token": name, "logprob": logprob, "bytes": list(self.text.tokenizer.piece(token, begins))}

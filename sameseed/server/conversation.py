@@ -49,11 +49,6 @@ class ToolCall(Fields):
     type: Literal["function"]
     function: Function
 
-    def plain(self) -> dict[str, Any]:
-        """The call in OpenAI's format; `limits.opened` converts it to the form that a chat template takes."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": self.type, "function": function}
-
 
 Content = str | list[TextPart]
 
@@ -64,11 +59,14 @@ class Turn(Fields):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
-    @property
-    def thoughts(self) -> dict[str, str]:
-        """The reasoning in the form that a chat template takes."""
-        found = self.reasoning_content or self.reasoning
-        return {"reasoning_content": found} if found else {}
+    def plain(self) -> dict[str, Any]:
+        """The message with all that it came with, also fields that are unknown here: templates may read them."""
+        made = self.model_dump(exclude_unset=True)
+        if isinstance(made.get("content"), list):
+            made["content"] = [_as_text(part) for part in made["content"]]
+        # An item of /v1/responses has these beside the message.
+        dropped = ("type", "id", "status") if made.get("type") == "message" else ()
+        return {name: value for name, value in made.items() if value is not None and name not in dropped}
 
 
 class Message(Turn):
@@ -77,13 +75,6 @@ class Message(Turn):
     role: Literal["system", "developer", "user", "tool", "function"]
     content: Content
     tool_call_id: Annotated[str, Field(max_length=128)] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """The message in the form that a chat template takes: with the older names of the roles."""
-        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        made = {"role": role, "content": _plain(self.content)}
-        made |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
-        return made | self.thoughts
 
 
 class AnswerMessage(Turn):
@@ -95,16 +86,12 @@ class AnswerMessage(Turn):
     function_call: Function | None = None
     refusal: str | None = None
 
-    @property
-    def calls(self) -> list[ToolCall]:
-        """Its calls; `function_call` is the older form of a single one."""
-        older = self.function_call and ToolCall(id="call_0", type="function", function=self.function_call)
-        return self.tool_calls or ([older] if older else [])
-
     def plain(self) -> dict[str, Any]:
-        """The message in the form that a chat template takes, except for its calls: see `ToolCall.plain`."""
-        made: dict[str, Any] = {"role": self.role, "content": _plain(self.content or "")}
-        return made | ({"tool_calls": [c.plain() for c in self.calls]} if self.calls else {}) | self.thoughts
+        """See `Turn.plain`; `function_call` is the older form of a single call. `limits.opened` opens the arguments."""
+        made = super().plain()
+        older = [{"id": "call_0", "type": "function", "function": made.get("function_call")}]
+        calls = made.pop("tool_calls", None) or (older if self.function_call else [])
+        return made | ({"tool_calls": calls} if calls else {})
 
 
 class ReasoningItem(Fields):
@@ -150,12 +137,13 @@ def plain(items: Seq[AnyItem]) -> list[dict[str, Any]]:
             thoughts.append(item.text)
         elif isinstance(item, CallItem):
             if thoughts or not made or made[-1]["role"] != "assistant":
-                made.append({"role": "assistant", "content": ""})
+                made.append({"role": "assistant"})
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             made[-1].setdefault("tool_calls", []).append(call)
         elif isinstance(item, CallOutputItem):
-            made.append({"role": "tool", "content": _plain(item.output), "tool_call_id": item.call_id})
+            output = item.model_dump()["output"]
+            made.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
         else:
             made.append(item.plain())
         if thoughts and not isinstance(item, ReasoningItem):
@@ -167,10 +155,8 @@ def plain(items: Seq[AnyItem]) -> list[dict[str, Any]]:
     return made
 
 
-def _plain(content: Content | list[TextPart | RefusalPart]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(p.text if isinstance(p, TextPart) else p.refusal for p in content)
+def _as_text(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part
 
 
 def _tag(value: Any, items: Seq[str] = ()) -> str:

@@ -44,7 +44,7 @@ def fitted(document: dict[str, Any], names: tuple[str, ...], text: TextCodec | N
 
 
 def _fit(value: Any, names: tuple[str, ...], text: TextCodec | None) -> Any:
-    toolless = text is not None and parser_for(text.tokenizer.chat_template) is None
+    toolless = text is not None and parser_for(text.tokenizer.template_for(tools=True)) is None
     if isinstance(value, list):  # a model without tools takes no calls and no results
         forms = (
             v

@@ -70,7 +70,9 @@ SERVER_MISTAKES: tuple[Mutant, ...] = (
     _server("tenants share an engine's rows", Worker._add, '"tenant", ', ""),
     _server("ends are told the other way", Reply.take, _STOPPED, _STOPPED.replace('"length"', '"stop"')),
     _server("pieces of a text are lost", Reply.take, "choice.text.append(piece.text)", "choice.text[:] = [piece.text]"),
-    _server("log-probabilities are sent twice", CompletionReply._logprobs, "choice.num_sent :]", "0:]"),
+    _server(
+        "log-probabilities are sent twice", CompletionReply._logprobs, "slice(choice.num_sent, None", "slice(0, None"
+    ),
     _server("prompts count once more", Reply.usage, "self.num_prompt_tokens, self", "self.num_prompt_tokens + 1, self"),
     _server("the end of one is the end of all", Stream.pieces, "self._num_unread -= 1", "self._num_unread = 0"),
     _server("log-probabilities are rounded", frames._number, "max(value, LEAST_LOGPROB) if", "round(value, 3) if"),

@@ -78,7 +78,8 @@ class Inside(EngineClient):
         told = {"method": spec.method, "policy": spec.policy, "num_draft_tokens": spec.num_draft_tokens}
         limits = {"vocab_size": size, "max_model_len": self.engine.max_model_len, "max_num_seqs": subject.batch}
         self.facts = told | limits | {"levels": list(self.engine.level_names)}
-        self.text = TextCodec(self.engine.tokenizer.as_files(), size, self.engine.max_model_len)
+        files = self.engine.tokenizer.as_files() | {"now": self.engine.tokenizer.now.isoformat()}
+        self.text = TextCodec(files, size, self.engine.max_model_len)
         self.state = "ready"
 
     def submit(self, request: frames.Add, packed: bytes, grammar: Compiled | None = None) -> Stream:

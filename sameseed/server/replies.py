@@ -48,8 +48,9 @@ class ReplyChoice:
     finish_reason: str | None = None
     completion: dict[str, Any] | None = None
     num_sent: int = 0  # tokens whose log-probabilities a stream has sent
-    offset: int = 0  # characters of those tokens' text
     echoed: bool = False  # were log-probabilities of an echoed prompt sent?
+    unsent: bool = True  # has a stream yet to send the echoed prompt?
+    begun: bool | None = None  # does text stand before the next token whose name is asked for?
 
 
 class Reply:
@@ -79,6 +80,7 @@ class Reply:
         self.choices = [ReplyChoice() for _ in range(num_choices)]
         self.prompts: list[list[int]] = [[]]  # token ids of each prompt
         self.max_tokens = 0  # most tokens of each choice
+        self.skip_special_tokens = True
         self.num_spec_tokens = num_spec_tokens
         self._ids_as_tokens = ids_as_tokens
         self.thoughts = None if thoughts is None else [thoughts() for _ in self.choices]
@@ -88,12 +90,27 @@ class Reply:
         """Tokens of all prompts."""
         return sum(map(len, self.prompts))
 
-    def name(self, token: int, as_bytes: bool = True) -> str:
-        """A token's text. If it is only part of a character: its bytes, or without `as_bytes` the replacement sign."""
+    def name(self, token: int, begins: bool, as_bytes: bool = True) -> str:
+        """The text that a token adds to the text before it, or to none (`begins`).
+
+        If it is only part of a character: its bytes, or without `as_bytes` the replacement sign.
+        """
         if self._ids_as_tokens:
             return f"token_id:{token}"
-        pieces = self.text.pieces
-        return pieces.text(token) if as_bytes else pieces.raw(token).decode("utf-8", "replace")
+        if as_bytes:
+            return self.text.name(token, begins)
+        return self.text.tokenizer.piece(token, begins).decode("utf-8", "replace")
+
+    def begins(self, choice: ReplyChoice, token: int, prompt: Seq[int]) -> bool:
+        """Does the text begin with this token, the next one of the choice? `prompt`: the tokens that it continues."""
+        has_text, skip = self.text.tokenizer.has_text, self.skip_special_tokens
+        before = has_text(prompt, skip) if choice.begun is None else choice.begun
+        choice.begun = before or has_text((token,), skip)
+        return not before
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt that a choice continues."""
+        return self.prompts[index * len(self.prompts) // len(self.choices)]
 
     def take(self, piece: Piece) -> ReplyChoice:
         """Add a piece to its choice, and split the reasoning off its text."""

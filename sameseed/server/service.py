@@ -114,7 +114,8 @@ class Service:
             room = text.max_model_len - max(len(i) for i in ids)
             max_tokens = min(COMPLETION_TOKENS, room) if fields.max_tokens is None else max(1, fields.max_tokens)
             params = sampling(fields, text, max_tokens, room, fields.logprobs, grammar is not None)
-            texts = await text.spelt(prompts if keep is None else ids) if fields.echo else []
+            shown = prompts if keep is None else ids
+            texts = await text.spelt(shown, params.skip_special_tokens) if fields.echo else []
             more = self._shown(fields) | {"logprobs": with_logprobs, "hidden": fields.max_tokens == 0}
             echoes = list(zip(texts, ids, strict=True)) if fields.echo else []
             reply = CompletionReply(f"cmpl-{id}", self.config.model_name, text, num_seqs, echoes=echoes, **more)
@@ -132,7 +133,7 @@ class Service:
         named = isinstance(fields.tool_choice, NamedTool)
 
         def plain() -> tuple[GrammarSource | None, list[dict[str, Any]], Callable[[], Parser] | None]:
-            source = fields.compelled(parser_for(text.tokenizer.chat_template))
+            source = fields.compelled(parser_for(text.tokenizer.template_for(tools=True)))
             return source, conversation.plain(fields.messages), tool_parser(fields.offered, text)
 
         async def prepare(id: str) -> Prepared:
@@ -190,7 +191,7 @@ class Service:
             made: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
 
             def written() -> JSONResponse:
-                strings = {"token_strs": [text.pieces.text(i) for i in ids]} if fields.return_token_strs else {}
+                strings = {"token_strs": [text.name(i) for i in ids]} if fields.return_token_strs else {}
                 return JSONResponse(made | strings)
 
             return await self.aside(request, written)
@@ -225,6 +226,7 @@ class Service:
         async def packed() -> tuple[Prepared, Add, bytes]:
             made = await prepare(visit.id)
             made.reply.prompts, made.reply.max_tokens = made.ids, made.params.max_tokens
+            made.reply.skip_special_tokens = made.params.skip_special_tokens
             add = Add(
                 visit.id,
                 made.ids,
@@ -281,7 +283,7 @@ def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec) -> Callable[[], Par
     """Factory of tool-call parsers, one per choice; None without tools. Raises ApiError 400 if the model has none."""
     if not tools:
         return None
-    name = parser_for(text.tokenizer.chat_template)
+    name = parser_for(text.tokenizer.template_for(tools=True))
     if name is None:
         raise bad_request("this model's chat template has no tools, or none that this server can read", "tools")
     return partial(Parser, {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}, FORMATS[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -17,6 +16,9 @@ from sameseed.server.tools import FORMATS, parser_for
 from sameseed.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from sameseed.grammar import Vocabulary
 
 T = TypeVar("T")
@@ -36,10 +38,9 @@ class TextCodec:
         self.tokenizer = Tokenizer.from_files(files)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.pieces = Pieces(self.tokenizer)
         vocabulary = self.tokenizer.vocabulary()
         self._longest = max(map(len, vocabulary), default=1)
-        form = FORMATS.get(parser_for(self.tokenizer.chat_template) or "")
+        form = FORMATS.get(parser_for(self.tokenizer.template_for(tools=True)) or "")
         marks = [vocabulary[mark] for mark in form.marks if mark in vocabulary] if form else []
         self.hides_marks = any(map(self.tokenizer.is_silent, marks))  # does a text leave out what opens tool calls?
         self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))
@@ -78,15 +79,17 @@ class TextCodec:
 
         `size`: bytes of the request; `special`: the tokenizer adds its own special tokens to the template's.
         """
-        self._check_size(sum(len(m["content"]) for m in asked.messages))
+        self._check_size(sum(len(str(m.get("content") or "")) for m in asked.messages))
         ids = await self.encode_chat(asked, size, special)
         return await self.away(len(ids), lambda: self._checked(ids, keep))
 
     async def encode_chat(self, asked: Render, size: int = 0, special: bool = False) -> list[int]:
         """Token ids of a conversation of any length. Templates are programs, so `render` runs them elsewhere."""
-        if self.tokenizer.chat_template is None:
+        documents = "documents" in asked.options
+        template = self.tokenizer.template_for(bool(asked.tools), documents)
+        if template is None:
             raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
-        if "documents" in asked.options and "documents" not in self.tokenizer.chat_template:
+        if documents and "documents" not in template:
             raise bad_request("this model's chat template knows no documents; put them into a message", "documents")
         return await self.encode(await self._render(asked, size), special)
 
@@ -96,18 +99,26 @@ class TextCodec:
             INLINE + 1, lambda: render(limits.opened(messages), tools=asked.tools, options=asked.options)
         )
 
+    def name(self, token_id: int, begins: bool = False) -> str:
+        """The text that a token adds, or its bytes in OpenAI's notation if it is part of a character: see `piece`."""
+        raw = self.tokenizer.piece(token_id, begins)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text of any length."""
         return await self.away(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
-    async def spelt(self, prompts: Seq[str | Seq[int]]) -> list[str]:
+    async def spelt(self, prompts: Seq[str | Seq[int]], skip_special_tokens: bool = False) -> list[str]:
         """Prompts as texts. Raises ApiError 400 for token ids outside the vocabulary."""
 
         def spell(prompt: str | Seq[int]) -> str:
             if isinstance(prompt, str):
                 return prompt
             self._check_ids(prompt)
-            return self.tokenizer.decode(prompt, skip_special_tokens=False)
+            return self.tokenizer.decode(prompt, skip_special_tokens)
 
         size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
         return await self.away(size, lambda: [spell(prompt) for prompt in prompts])
@@ -150,57 +161,18 @@ class TextCodec:
         )
 
 
-class Pieces:
-    """The bytes of single tokens, for log-probabilities: a token may be only part of a character."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        spec = json.loads(tokenizer.as_files()["tokenizer.json"])
-        self._bytes = _byte_alphabet() if "ByteLevel" in json.dumps(spec.get("decoder")) else None
-        added = spec.get("added_tokens") or []
-        self._special = frozenset(t["id"] for t in added if t.get("special", True))
-        self._known: dict[int, bytes] = {t["id"]: t["content"].encode("utf-8", "replace") for t in added}
-
-    def written(self, token_id: int) -> bytes:
-        """The bytes that the token adds to a text; empty for a special token, or outside the vocabulary."""
-        return b"" if token_id in self._special else self.raw(token_id)
-
-    def raw(self, token_id: int) -> bytes:
-        """The token's bytes; empty outside the vocabulary."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._spell(self._tokenizer.token(token_id) or "")
-        return found
-
-    def text(self, token_id: int) -> str:
-        """The token's text; if it is only part of a character, its bytes in OpenAI's notation."""
-        raw = self.raw(token_id)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
-
-    def _spell(self, piece: str) -> bytes:
-        if self._bytes is not None and all(c in self._bytes for c in piece):
-            return bytes(self._bytes[c] for c in piece)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            try:
-                return bytes([int(piece[3:5], 16)])
-            except ValueError:
-                pass
-        return piece.replace("\u2581", " ").encode("utf-8", "replace")
-
-
 def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seq[int]) -> Vocabulary:
     """The bytes of each token of a model, for grammars."""
     from sameseed.grammar import Vocabulary
 
-    pieces = Pieces(tokenizer)
-    return Vocabulary([pieces.written(token) for token in range(vocab_size)], eos_token_ids)
+    silent = map(tokenizer.is_silent, range(vocab_size))
+    pieces = zip(silent, tokenizer.pieces(range(vocab_size)), strict=True)
+    return Vocabulary([b"" if hidden else piece for hidden, piece in pieces], eos_token_ids)
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The printable characters that stand for bytes in byte-level vocabularies (Radford et al., 2019)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
+def same_at_beginning(tokenizer: Tokenizer, vocab_size: int) -> NDArray[np.bool_]:
+    """bool [V]: the tokens that add the same text to an empty text as to another one."""
+    import numpy as np
+
+    both = (tokenizer.pieces(range(vocab_size), begins) for begins in (True, False))
+    return np.array([one == other for one, other in zip(*both, strict=True)], np.bool_)

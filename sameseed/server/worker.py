@@ -24,9 +24,12 @@ from sameseed.server.frames import Abort, Add, Frame, Load, ToEngine
 from sameseed.server.loading import Loader, MakeGrammar
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from sameseed.engine.engine import Engine
     from sameseed.grammar import Vocabulary
-    from sameseed.request import Delta
+    from sameseed.request import Delta, Request
 
 log = logging.getLogger("sameseed")
 BEAT = 0.25  # seconds between heartbeats
@@ -48,6 +51,7 @@ class Worker:
         self._passes = [0] * (len(frames.PASS_BOUNDS) + 1)  # histogram of passes by number of tokens
         self._pass_tokens = 0
         self.engine: Engine | None = None
+        self._same: NDArray[np.bool_] | None = None  # see `_at_beginning`
         self._loader = Loader(lambda *action: self._inbox.put(action), self._vocabulary)
 
     def run(self) -> int:
@@ -67,7 +71,7 @@ class Worker:
             self.engine = build_engine(load.model, config)
             model, spec = self.engine.runner.model.config, config.spec
             facts = frames.EngineReady(
-                tokenizer=self.engine.tokenizer.as_files(),
+                tokenizer=self.engine.tokenizer.as_files() | {"now": self.engine.tokenizer.now.isoformat()},
                 vocab_size=model.vocab_size,
                 eos_token_ids=list(model.eos_token_ids),
                 max_model_len=self.engine.max_model_len,
@@ -127,13 +131,25 @@ class Worker:
         shared = {name: getattr(frame, name) for name in names}
         try:
             for request in make_requests(frame.id, frame.prompts, frame.params, make, **shared):
-                engine.add(request)
+                engine.add(self._at_beginning(engine, request))
         except Exception as error:
             known = isinstance(error, SameseedError)
             if not known:
                 log.exception("a request could not be added")
             engine.abort(frame.id)
             self.send(frames.Refused(frame.id, str(error) if known else None))
+
+    def _at_beginning(self, engine: Engine, request: Request) -> Request:
+        """The request; if its prompt has no text, its grammar heeds that."""
+        skip = request.params.skip_special_tokens
+        if request.grammar is None or engine.tokenizer.has_text(request.prompt_token_ids, skip):
+            return request
+        from sameseed.grammar import Beginning
+        from sameseed.server.text import same_at_beginning
+
+        if self._same is None:
+            self._same = same_at_beginning(engine.tokenizer, engine.runner.model.config.vocab_size)
+        return dataclasses.replace(request, grammar=Beginning(request.grammar, self._same))
 
     def _stats(self) -> dict[str, Any]:
         engine = self.engine

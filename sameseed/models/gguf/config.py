@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,17 +23,18 @@ ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
 FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
-# Control tokens that end an answer; a file may name only one of them.
-ENDS = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<EOT>",
-)
+# Control tokens that end an answer, as in llama.cpp; a file may name only one of them.
+ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+    "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "</s>", "<EOT>", "_<EOT>", "[EOT]",
+    "[EOS]", "<eos>", "<turn|>", "<|tool_response>",
+}  # fmt: skip
+# Of these, the last is none where the file has all the others: it only ends a part of an answer.
+NO_ENDS = (("<|return|>", "<|call|>", "<|end|>"), ("<|calls|>", "<|flush|>", "<|end|>"), ("<|tool_response>", "</s>"))
+# Roles of tokens that end an answer; as in llama.cpp also of those that pad, or separate files of code.
+END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+ROLE = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
+CONTROL = 3  # the type of control tokens
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
@@ -79,7 +81,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": "silu",
         "rope_parameters": rope,
-        "eos_token_id": end_tokens(file),
+        "eos_token_id": list(end_tokens(file)),
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
     }
     if name != "Qwen2ForCausalLM":
@@ -118,15 +120,29 @@ def _number(file: GGUFFile, arch: str, name: str, default: Any = None) -> Any:
     return value
 
 
-def end_tokens(file: GGUFFile) -> list[int]:
-    """Token ids that end a text: those of the keys, and control tokens spelled as in ENDS."""
-    meta = file.metadata
-    keys = [meta.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
-    found = [k for k in keys if type(k) is int]
+def end_tokens(file: GGUFFile) -> dict[int, list[str]]:
+    """Token ids that end a text, with what says so: the keys of END_ROLES, and control tokens spelled as in ENDS."""
+    meta, found = file.metadata, dict[int, list[str]]()
+    for key in (f"tokenizer.ggml.{role}_token_id" for role in END_ROLES):
+        if type(token := meta.get(key)) is int:
+            found.setdefault(token, []).append(key)
     tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
-        found += [i for i in np.flatnonzero(types == 3).tolist() if tokens[i] in ENDS]
-    return list(dict.fromkeys(found))
+        named = {tokens[i]: i for i in np.flatnonzero(types == CONTROL).tolist() if tokens[i] in ENDS}
+        parts = {whole[-1] for whole in NO_ENDS if named.keys() >= set(whole)}
+        for name, token in named.items():
+            if name not in parts:
+                found.setdefault(token, []).append("tokenizer.ggml.token_type")
+    return found
+
+
+def special_tokens(file: GGUFFile) -> dict[int, list[str]]:
+    """Token ids with a role, with the keys that name them."""
+    found: dict[int, list[str]] = {}
+    for key, token in file.metadata.items():
+        if (role := ROLE.fullmatch(key)) and type(token) is int:
+            found.setdefault(token, []).append(f"{role[1]}, {key}")
+    return found
 
 
 def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:

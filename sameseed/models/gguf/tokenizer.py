@@ -89,8 +89,9 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
         if type(token) is int and 0 <= token < len(names):
             special[f"{name}_token"] = names[token]
     _add_ends(file, backend, names, model)
-    template = meta.get("tokenizer.chat_template")
-    return Tokenizer(backend, template if isinstance(template, str) else None, special)
+    key = "tokenizer.chat_template"
+    found = {name.removeprefix(f"{key}."): text for name, text in meta.items() if name.startswith(f"{key}.")}
+    return Tokenizer(backend, {**found, **({"default": meta[key]} if key in meta else {})}, special)
 
 
 def _array(file: GGUFFile, key: str, length: int, default: int) -> np.ndarray[Any, np.dtype[Any]]:

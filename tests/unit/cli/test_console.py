@@ -26,10 +26,11 @@ def tokenizer(pair_folders: tuple[Path, Path]) -> Tokenizer:
 def write(tokenizer: Tokenizer, tokens: list[int], flags: list[bool], stop: tuple[str, ...] = ()) -> str:
     """What a TextWriter shows of tokens that come one by one, with the engine's text deltas."""
     stream, output = io.StringIO(), OutputText(tokenizer, stop)
-    writer = TextWriter(stream, tokenizer, show_draft=True)
+    writer = TextWriter(stream, show_draft=True)
     for token, flag in zip(tokens, flags):
+        place = (output.length,)
         done = output.push(token)
-        writer.write(Delta("r", 0, output.delta(), (token,), ("ngram" if flag else None,)))
+        writer.write(Delta("r", 0, output.delta(), (token,), ("ngram" if flag else None,), text_offset=place))
         if done:
             break
     output.finish()
@@ -77,13 +78,13 @@ def test_control_characters_do_not_reach_a_terminal(tokenizer: Tokenizer, monkey
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    writer = TextWriter(stream, tokenizer, show_draft=True)
+    writer = TextWriter(stream, show_draft=True)
     tokens = spelled(tokenizer, "a\x1b[2Jé\n")
     text = "a\x1b[2Jé\n"
     writer.write(Delta("r", 0, text, tuple(tokens), (None,) * len(tokens)))
     assert stream.getvalue() == "a\ufffd[2Jé\n"
     plain = io.StringIO()
-    TextWriter(plain, tokenizer).write(Delta("r", 0, text, tuple(tokens), (None,) * len(tokens)))
+    TextWriter(plain).write(Delta("r", 0, text, tuple(tokens), (None,) * len(tokens)))
     assert plain.getvalue() == text, "a file gets the text as it is"
 
 

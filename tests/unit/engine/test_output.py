@@ -16,7 +16,9 @@ class Pieces:
     def __init__(self, pieces: list[str], rest: str = "") -> None:
         self.pieces, self.rest = pieces, rest
 
-    def stream(self, skip_special_tokens: bool) -> Any:
+    tail = ""
+
+    def stream(self, skip_special_tokens: bool, before: Any) -> Any:
         return self
 
     def push(self, token_id: int) -> str:

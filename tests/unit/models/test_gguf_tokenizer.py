@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import parse_config
 from sameseed.models.gguf.tokenizer import PRE, SPACE
-from sameseed.models.loader import load_tokenizer, read_config
+from sameseed.models.loader import load_tokenizer, named_tokens, read_config
 from sameseed.tokenizer import Tokenizer
 
 RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, "num_hidden_layers": 1}
@@ -72,6 +72,35 @@ def test_special_tokens_template_and_ends(tmp_path):
     assert chat[:2] == [size, size + 2] and chat[-1] == size + 1
     assert read_config(path).eos_token_ids == (size + 1, size + 4)  # <|end|> by its key, <|eot_id|> by its spelling
     assert read_config(path).bos_token_id == size
+
+
+@pytest.mark.parametrize(
+    ("special", "keys", "ends"),
+    [
+        ({"<|x|>": 3, "<|y|>": 3}, {"eot_token_id": 0, "fim_sep_token_id": 1, "fim_pre_token_id": 1}, (0, 1)),
+        ({"<|x|>": 3, "</s>": 3, "<|im_end|>": 4, "[EOS]": 3}, {"eos_token_id": 0, "eom_token_id": 0}, (0, 1, 3)),
+        ({"<|return|>": 3, "<|end|>": 3, "<|call|>": 3}, {"eos_token_id": 0}, (0, 2)),  # a part ends with <|end|>
+        ({"<|tool_response>": 3, "<turn|>": 3, "</s>": 3}, {}, (0, 1)),
+        ({"<|end|>": 3, "<eos>": 3}, {"eos_token_id": 10**6}, (0, 1)),
+    ],
+)
+def test_ends_are_named_by_keys_or_are_control_tokens(special, keys, ends, tmp_path):
+    """As in llama.cpp. The ids are counted from the first special token on."""
+    source = trained(QWEN2)
+    size = source.get_vocab_size()
+    found = bpe_keys(source, "qwen2", special, **{key: size + at for key, at in keys.items()})
+    path = write(tmp_path, found, size + len(special))
+    assert read_config(path).eos_token_ids == tuple(size + at for at in ends)
+    named, roles = named_tokens(path)
+    assert set(read_config(path).eos_token_ids) <= set(named)
+    assert all(any(key in said for said in roles[size + at]) for key, at in keys.items())
+
+
+def test_named_templates_of_a_file(tmp_path):
+    source = trained(QWEN2)
+    named = {"default": "x", "tool_use": "tools"}
+    keys = bpe_keys(source, "qwen2", {}, chat_template=[{"name": n, "template": t} for n, t in named.items()])
+    assert load_tokenizer(write(tmp_path, keys)).templates == named
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def reply(pair: Pair) -> Recorded:
 
 def piece(text: str, scores: int = 0, done: bool = False) -> Piece:
     entries = [[5, -1.0, []] for _ in range(scores)]
-    return Piece(0, text, [5], [0], [[5, -1.0, []]], entries, DONE if done else None)
+    return Piece(0, text, [5], [0], [[5, -1.0, []]], entries, DONE if done else None, [0])
 
 
 async def test_a_fault_in_the_middle_is_said(reply: Recorded) -> None:

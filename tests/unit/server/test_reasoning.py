@@ -96,7 +96,8 @@ def test_responses_have_an_item_of_their_own(text: TextCodec) -> None:
     assert body["output"][0]["content"] == [{"type": "reasoning_text", "text": "why"}]
     assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
     back = read(ResponseFields, {"input": [*body["output"], {"role": "user", "content": "and?"}]})
-    said = {"role": "assistant", "content": "so be it", "reasoning_content": "why"}
+    part = {"type": "output_text", "text": "so be it", "annotations": [], "logprobs": []}
+    said = {"role": "assistant", "content": [part], "reasoning_content": "why"}
     assert back.messages == [said, {"role": "user", "content": "and?"}], "it takes back what it gave"
     kinds = [e["type"].removeprefix("response.") for e in events]
     assert kinds.index("reasoning_text.done") < kinds.index("content_part.added") < kinds.index("output_text.delta")
@@ -119,4 +120,4 @@ async def test_templates_get_what_the_request_says(text: TextCodec) -> None:
     with pytest.raises(ApiError, match="knows no documents"):
         await written(documents=[{"text": "x"}])
     earlier = {"role": "assistant", "content": "b", "reasoning": "a"}
-    assert read(ChatFields, {"messages": [earlier]}).messages[0].plain()["reasoning_content"] == "a"
+    assert read(ChatFields, {"messages": [earlier]}).messages[0].plain() == earlier

@@ -67,26 +67,12 @@ def test_tokens_spell_their_bytes(pair: Pair) -> None:
     text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
     sample = "für 你好 🙂 the sum\n"
     ids = text.tokenizer.encode(sample)
-    assert b"".join(text.pieces.raw(i) for i in ids).decode() == sample
-    assert any("bytes:\\x" in text.pieces.text(i) for i in ids), "no token here is part of a character"
-    assert text.pieces.text(0) == "<|end|>"
-    assert text.pieces.raw(10**6) == b""
+    assert b"".join(text.tokenizer.pieces(ids)).decode() == sample
+    assert any("bytes:\\x" in text.name(i) for i in ids), "no token here is part of a character"
+    assert text.name(0) == "<|end|>"
+    assert text.tokenizer.piece(10**6) == b""
     assert text.tokenizer.render_chat([{"role": "user", "content": "x"}]) == "user: x\nassistant:"
     text.close()
-
-
-def test_sentencepiece_spellings() -> None:
-    from sameseed.server.text import Pieces
-
-    class Vocabulary:
-        def token(self, token_id: int) -> str | None:
-            return ["\u2581the", "<0xE2>", "<0xZZ>", "a\u2581b"][token_id]
-
-        def as_files(self) -> dict[str, str]:
-            return {"tokenizer.json": '{"decoder": {"type": "Sequence"}, "added_tokens": []}'}
-
-    pieces = Pieces(Vocabulary())  # type: ignore[arg-type]
-    assert [pieces.raw(i) for i in range(4)] == [b" the", b"\xe2", b"<0xZZ>", b"a b"]
 
 
 def test_counters_outlive_an_engine() -> None:

@@ -1,0 +1,144 @@
+"""Chat templates: Jinja as transformers sets it up, in a sandbox, and messages in the form that a template takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence as Seq
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sameseed.errors import RequestError
+
+MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, as in transformers
+
+
+class ChatTemplate:
+    """One compiled template. Raises RequestError, as its method does, for a template that fails."""
+
+    def __init__(self, source: str) -> None:
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            self._lists, self._texts = _content_forms(environment.parse(source))
+        except Exception as error:  # a template comes with the weights: whatever it breaks is its fault
+            raise _failed(error) from None
+        self._developer = "'developer'" in source or '"developer"' in source
+
+    def render(self, messages: Seq[Any], values: Mapping[str, Any], now: datetime) -> str:
+        """The text of `messages`, of at most MAX_ADDED characters beyond theirs. `values`: the other variables.
+
+        Templates that list the parts of a content get lists, the others text. As in transformers, a field that is None
+        is left out; a template that cannot do without the content gets "".
+        """
+        given = [self._message(m) for m in messages]
+        most = MAX_ADDED + len(json.dumps(given, ensure_ascii=False, default=str))
+        values = {"strftime_now": now.strftime, **values}
+        try:
+            try:
+                return self._text({**values, "messages": given}, most)
+            except TemplateError:
+                if all("content" in m for m in given):
+                    raise
+                return self._text({**values, "messages": [{"content": "", **m} for m in given]}, most)
+        except RequestError:
+            raise
+        except Exception as error:  # any error of the template's own code
+            raise _failed(error) from None
+
+    def _text(self, values: Mapping[str, Any], most: int) -> str:
+        kept, size = [], 0
+        for part in self._template.generate(values):
+            size += len(part)
+            if size > most:
+                raise RequestError(f"the chat template writes more than {most} characters; use a plain prompt")
+            kept.append(part)
+        return "".join(kept)
+
+    def _message(self, message: Any) -> dict[str, Any]:
+        """The message as the template takes it. Raises RequestError for one without a role or content."""
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"a message needs 'role' and 'content', both text, got {message!r}")
+        made = {name: value for name, value in message.items() if value is not None}
+        content = made.get("content")
+        if isinstance(content, str):
+            if self._lists and not self._texts:
+                made["content"] = [{"type": "text", "text": content}]
+        elif isinstance(content, list | tuple) and content and all(map(_is_text, content)):
+            parts = [{**part, "type": "text"} for part in content]
+            made["content"] = parts if self._lists else "\n".join(part["text"] for part in parts)
+        elif content is not None or made["role"] != "assistant":
+            raise RequestError(f"the content of a message must be text, or a list of text parts, got {message!r}")
+        if made["role"] == "function" or (made["role"] == "developer" and not self._developer):
+            made["role"] = {"function": "tool", "developer": "system"}[made["role"]]  # as templates call them
+        reasoning = next((made[name] for name in REASONING if name in made), None)
+        return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
+
+
+class Generation(Extension):
+    """`{% generation %}`: marks what the model is to learn; it prints its body."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # Jinja only asks what it contains
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    # Jinja's own filter escapes < > & ' for HTML, which models were not trained on.
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        how: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    extensions: list[Any] = [Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = tojson
+    return environment
+
+
+def _content_forms(tree: nodes.Template) -> tuple[bool, bool]:
+    """Whether a template goes through the parts of a content, and whether it asks if a content is text."""
+    named = {"content"} | {
+        node.target.name for node in tree.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name) and _is_content(node.node, set())
+    }  # fmt: skip
+    lists = any(_is_content(node.iter, named) for node in tree.find_all(nodes.For))
+    return lists, any(t.name == "string" and _is_content(t.node, named) for t in tree.find_all(nodes.Test))
+
+
+def _is_content(node: nodes.Node, named: set[str]) -> bool:
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
+        isinstance(node, nodes.Name) and node.name in named
+    )
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") in ("text", "input_text", "output_text")
+        and isinstance(part.get("text"), str)
+    )
+
+
+def _failed(error: Exception) -> RequestError:
+    if isinstance(error, TemplateError):
+        return RequestError(f"the chat template refuses these messages: {error}")
+    return RequestError(
+        f"the chat template fails on these messages ({type(error).__name__}: {error}); use a plain prompt"
+    )

@@ -1,0 +1,122 @@
+"""The text of output tokens is decode(prompt + output) without decode(prompt), by the tokenizers library."""
+
+from __future__ import annotations
+
+import json
+from copy import copy
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
+
+from sameseed.engine.output import OutputText
+from sameseed.server.completions import CompletionReply
+from sameseed.server.frames import Piece
+from sameseed.server.text import TextCodec
+from sameseed.tokenizer import BROKEN, Tokenizer
+
+SPACED = ["▁", "▁▁", "▁a", "a", "b", "▁bc", "é", "\n", ".", "x▁y"]
+BYTES = [f"<0x{b:02X}>" for b in (0x41, 0x0A, 0x20, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xFF)]
+STRIP = decoders.Strip(" ", 1, 0)
+FALLBACK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+WORDS = ["hello", "##ing", "##s", ".", ",", "'", "do", "n't", "##é", "not", "world"]
+DECODERS: dict[str, tuple[Any, list[str]]] = {
+    "byte-level": (decoders.ByteLevel(), [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġthe", "Ġ", "ĊĊ", "Ã©t"]),
+    "prepended space": (decoders.Sequence([*FALLBACK, STRIP]), SPACED + BYTES),
+    "no prepended space": (decoders.Sequence(FALLBACK), SPACED + BYTES),
+    "two stripped": (decoders.Sequence([*FALLBACK, decoders.Strip(" ", 2, 0)]), SPACED + BYTES),
+    "metaspace always": (decoders.Metaspace("▁", "always"), SPACED),
+    "metaspace first": (decoders.Metaspace("▁", "first"), SPACED),
+    "metaspace never": (decoders.Metaspace("▁", "never"), SPACED),
+    "word pieces": (decoders.WordPiece("##", cleanup=False), WORDS),
+    "word pieces, cleaned": (decoders.WordPiece("##", cleanup=True), WORDS),
+    "word ends": (decoders.BPEDecoder("</w>"), ["a", "b</w>", "c", "d</w>", "."]),
+    "none": (None, WORDS),
+}
+
+
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    decoder, pieces = DECODERS[kind]
+    backend = Backend(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token=pieces[0], byte_fallback=True))
+    if decoder is not None:
+        backend.decoder = decoder
+    backend.add_special_tokens(["<s>", AddedToken("</s>", lstrip=True)])
+    backend.add_tokens([AddedToken(" spaced ", rstrip=True), AddedToken("ünïcode", normalized=True), "tail ", "</w>"])
+    return Tokenizer(backend)
+
+
+def shared(one: str, other: str) -> int:
+    return next((i for i in range(min(len(one), len(other))) if one[i] != other[i]), min(len(one), len(other)))
+
+
+def right_text(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:
+    """What the output adds; where it completes the prompt's last character, that character too."""
+    known, whole = (tokenizer.decode(ids, skip) for ids in (prompt, prompt + output))
+    return whole[len(known) if whole.startswith(known) else shared(known, whole) :]
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@given(data=st.data(), skip=st.booleans(), length=st.integers(0, 60))
+@settings(max_examples=300, deadline=None)
+def test_the_text_continues_the_prompt(kind: str, data: Any, skip: bool, length: int) -> None:
+    tokenizer = tokenizer_of(kind)
+    ids = st.integers(0, tokenizer.vocab_size)  # one of them lies outside the vocabulary
+    prompt = data.draw(st.lists(ids, max_size=length))
+    output = data.draw(st.lists(ids, max_size=length))
+    right = right_text(tokenizer, prompt, output, skip)
+    decoder = tokenizer.stream(skip, prompt)
+    pieces = []
+    for n, token in enumerate(output, 1):
+        pieces.append(decoder.push(token))
+        begun = right_text(tokenizer, prompt, output[:n], skip)
+        assert ("".join(pieces) + decoder.tail).startswith(begun.rstrip(BROKEN))
+    assert "".join(pieces) + decoder.flush() == right
+    text = OutputText(tokenizer, ("never",), skip, prompt)
+    for token in output:
+        assert not text.push(token)
+    text.finish()
+    assert text.text == right
+
+
+# Not of those where the text of a token depends on the next one, or on more than one before it.
+@pytest.mark.parametrize("kind", sorted(DECODERS.keys() - {"word ends", "two stripped"}))
+@given(data=st.data(), skip=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_an_echo_with_its_tokens_is_the_whole_text(kind: str, data: Any, skip: bool) -> None:
+    """Prompt and output as one text, streamed or not, and each token's text and place in it."""
+    tokenizer = tokenizer_of(kind)
+    ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=12)
+    prompt, output = data.draw(ids), data.draw(ids)
+    whole = tokenizer.decode(prompt + output, skip)
+    text = TextCodec(tokenizer.as_files(), tokenizer.vocab_size, 64)
+    more = {"logprobs": True, "hidden": False}
+    echoes = [(tokenizer.decode(prompt, skip), prompt)]
+    replies = [CompletionReply("id", "m", text, 1, echoes=echoes, **more) for _ in range(2)]
+    written, streamed = OutputText(tokenizer, (), skip, prompt), ""
+    for n, token in enumerate(output, 1):
+        offset, ended = written.length, n == len(output)
+        written.push(token)
+        if ended:
+            written.finish()
+        done = {"finish_reason": "length"} if ended else None
+        scores = [[t, -1.0, []] for t in prompt[1:]] if n == 1 else []
+        piece = Piece(0, written.delta(), [token], [None], [[token, -1.0, []]], scores, done, [offset])
+        for reply in replies:
+            reply.prompts, reply.skip_special_tokens = [prompt], skip
+            reply.take(copy(piece))
+        for event in replies[0].events(piece):
+            streamed += json.loads(event.removeprefix(b"data: "))["choices"][0]["text"]
+    made = replies[1].whole_choice(0, replies[1].choices[0])
+    assert made["text"] == streamed == whole
+    tokens, names, places = prompt + output, made["logprobs"]["tokens"], made["logprobs"]["text_offset"]
+    assert len(names) == len(tokens)
+    if BROKEN not in whole:  # else the end of a run of bytes decides over its beginning
+        assert places == sorted(places)
+        shown = [n for n, token in enumerate(tokens) if tokenizer.has_text([token], skip)]
+        assert all(whole.startswith(names[n], places[n]) for n in shown if not names[n].startswith("bytes:"))
+        pieces = [tokenizer.piece(tokens[n], begins=n == shown[0]) for n in shown]
+        assert b"".join(pieces) == whole.encode()
+    text.close()
