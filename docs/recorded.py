@@ -146,7 +146,7 @@ def certificates(found: list[Record]) -> str:
     last: dict[tuple[object, ...], Record] = {}
     for r in found:
         c = r["config"]
-        key = (c["label"], c["format"], c["kv_format"], r["mutants"] is None, *(check["id"] for check in r["checks"]))
+        key = (c["label"], c["format"], c["kv_format"], not r.get("mutants"), *(check["id"] for check in r["checks"]))
         last.pop(key, None)  # keeps the newest certificates last in the order
         last[key] = r
     sizes = {"L1": "products", "L2": "compared_rows", "L3": "tokens", "L6": "texts", "L5": "sequences", "L5s": "draws"}
@@ -158,7 +158,7 @@ def certificates(found: list[Record]) -> str:
             cells[0] += " \\*"
         differing = sum(v for c in r["checks"] for k, v in c["statistic"].items() if k.startswith("differing"))
         passed = sum(c["status"] == "passed" for c in r["checks"])
-        c, mutants = r["config"], r["mutants"]
+        c, mutants = r["config"], r.get("mutants")
         cells += [f"{differing:,.0f}", f"{mutants['caught']} of {mutants['total']}" if mutants else ""]
         own = [name for name in checks if name not in ("A1", "C2")]  # these two are in every run
         share = "full" if r["effort"] == 1 else f"{100 * r['effort']:.2g} %"

@@ -77,25 +77,38 @@ def run(argv: Seq[str], prog: str) -> int:
     # A bad value fails here, before anything is loaded.
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
     from sameseed.cli.console import stderr_console
+    from sameseed.models.loader import resolve_model
     from sameseed.study import record, report
+    from sameseed.study.measure import fitting
     from sameseed.study.plot import plot_paths, plot_speedups
     from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
-    if args.plot is not None:
-        plot_paths(args.plot)
+    for path in plot_paths(args.plot) if args.plot is not None else ():
+        record.prepare(path, "--plot")
     out = record.destination(args.out, "bench")
     prompts = read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)
     grid = _possible(args, parsed.engine)
-    run_id, found = record.now(), list[dict[str, Any]]()
+    prompts = fitting(resolve_model(parsed.engine.model), parsed.engine.settings, prompts, _left_out)
+    run_id, found, failed = record.now(), list[dict[str, Any]](), False
     for number_format, specs in grid.items():
         ahead = 0 if found else len(grid)  # the total time is estimated once
-        found += _measure(parsed, number_format, specs, params, prompts, out, run_id, ahead)
+        try:
+            found += _measure(parsed, number_format, specs, params, prompts, out, run_id, ahead)
+        except SameseedError as error:  # what was measured is written; the other formats are still to measure
+            failed = True
+            stderr_console().print(f"failed: target in {number_format}: {error}", style="red", markup=False)
     written = [] if out is None else [f"records appended to {out}"]
-    if args.plot is not None:
+    if args.plot is not None and found:
         written += [f"written: {path}" for path in plot_speedups(found, args.plot)]
     for text in [] if args.json else [report.LEGEND, *written]:
         stderr_console().print(text, style="dim")
-    return 0 if all(r["equals_plain"] for r in found) else 1
+    return 0 if all(r["equals_plain"] for r in found) and not failed else 1
+
+
+def _left_out(text: str) -> None:
+    from sameseed.cli.console import stderr_console
+
+    stderr_console().print(f"left out: {text}", style="yellow", markup=False, soft_wrap=True)
 
 
 def _measure(
@@ -141,7 +154,6 @@ def _possible(args: BenchArgs, engine: EngineChoice) -> dict[str, list[SpecConfi
 
     Nothing is loaded. Raises ConfigError or RegistryError for a misspelt name, and the first reason if none can run.
     """
-    from sameseed.cli.console import stderr_console
     from sameseed.engine.build import check_parts
     from sameseed.engine.levels import with_heads
     from sameseed.engine.memory import plan_blocks
@@ -163,8 +175,7 @@ def _possible(args: BenchArgs, engine: EngineChoice) -> dict[str, list[SpecConfi
             grid.setdefault(number_format, []).append(spec)
         except (ConfigError, VocabularyError) as error:
             wrong.append(error)
-            text = f"left out: {draft_text(spec)}, target in {number_format}: {error}"
-            stderr_console().print(text, style="yellow", markup=False, soft_wrap=True)
+            _left_out(f"{draft_text(spec)}, target in {number_format}: {error}")
     if not grid:
         raise wrong[0]
     return grid

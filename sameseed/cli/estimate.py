@@ -46,7 +46,7 @@ class EstimateArgs:
     machine_ops: Annotated[float | None, option("TOPS")] = None  # its speed, in 1e12 operations per second
     memory: Annotated[str | None, option("SIZE")] = None  # of the machine, e.g. 24GB; unset: what is free here
     context: Annotated[int | None, option("N")] = None  # tokens of a text; unset: 1024
-    prompt_tokens: int = 512  # length of the prompt, for the time to first token
+    prompt_tokens: Annotated[int | None, option("N")] = None  # for the time to first token; unset: 512, or the context
     batch: str = "1,8"  # sequences at once, comma-separated
     threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: as many as the backend finds useful
     run: Annotated[bool, option()] = False  # load the model here and run a few rounds of each draft: grade "anchored"

@@ -75,8 +75,7 @@ def run(argv: Seq[str], prog: str) -> int:
     text = suite.PerplexityText(args.text, args.window, args.stride, args.tokens)
     out = record.destination(args.out, "eval")
     if args.compare:
-        report(args.compare, _comparing(args, engine, settings, text), out, args.json, args.plot)
-        return 0
+        return report(args.compare, _comparing(args, engine, settings, text), out, args.json, args.plot)
     if args.plot is not None:
         raise ConfigError("--plot draws comparisons; give the variants with --compare")
     engine = EngineChoice(engine.model, engine.settings | {"draft": draft_choice(args.draft, engine.model)})
@@ -146,19 +145,33 @@ def check_plot(plot: Path | None) -> None:
         record.prepare(path, "--plot")
 
 
-def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool, plot: Path | None) -> None:
+def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool, plot: Path | None) -> int:
     """Compare variants under a progress bar, append the records to `out`, and show the result.
 
-    `as_json` prints the records instead, and the warnings.
+    `as_json` prints the records instead, and the warnings. Returns 1 where a variant failed while it was measured.
     """
     from sameseed.cli.console import show_table, stages, stderr_console, stdout_console
     from sameseed.study.quality import compare, records, tables
 
+    console, errors, done = stdout_console(), stderr_console(), list[dict[str, Any]]()
+
+    def tell(text: str) -> None:
+        errors.print(text, style="yellow", markup=False, soft_wrap=True)
+
+    def keep(variant: Any, quality: Any) -> None:
+        done.append(records.make_record(variant, asked.tasks, asked.settings, asked.text, quality, {}))
+
     with stages("evaluating", as_json) as tick:
-        found = records.of_comparison(compare.report(variants, asked, tick))
-    _write(found, out, as_json)  # first, so that no later error loses them
+        try:
+            compared = compare.report(variants, asked, tick, tell, keep)
+        except BaseException:  # the baseline failed, or Ctrl-C: the qualities that were measured are kept
+            _write(done, out, as_json)
+            raise
+    found = records.of_comparison(compared)
+    _write([*found, *(r for r in done if r["config"]["label"] in compared.failed)], out, as_json)
     told = [(r["config"]["label"], r["comparison"]) for r in found]
-    console, errors = stdout_console(), stderr_console()
+    for label, why in compared.failed.items():
+        errors.print(f"failed: {label}: {why}", style="bold red", markup=False, soft_wrap=True)
     if not as_json:
         for table in tables.comparison(found, console.width):
             show_table(table)
@@ -178,6 +191,7 @@ def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool
         pages = draw(found, plot)
         if not as_json:
             errors.print(f"written: {', '.join(map(str, pages))}", style="dim")
+    return 1 if compared.failed else 0
 
 
 def _write(found: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:

@@ -31,7 +31,7 @@ class QuantizeArgs:
 
     model: Annotated[str, Positional] = "embedded"  # embedded, a folder, or a hub id
     out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
-    scheme: str = "w4a16-g128"  # a format, then rules: w4a16-g128,lm_head=w8a16,model.layers.0.*=bf16
+    scheme: str = "w4a16"  # a format, then rules: w4a16-g128,lm_head=w8a16,model.layers.0.*=bf16
     method: str = "rtn"  # rtn, gptq, awq, smooth, rotate, or some joined with +, e.g. rotate+gptq
     options: Annotated[str, option("JSON")] = "{}"  # options of the methods, e.g. '{"act_order": true}'
     calibration: Annotated[Path | None, option("FILE")] = None  # .jsonl (text, prompt or messages) or .txt; rtn: none
@@ -39,7 +39,7 @@ class QuantizeArgs:
     length: int = 512  # tokens of a row
     seed: int = 0  # of the rows' order and of rotations
     budget: Annotated[float | None, option("BITS")] = None  # average bits per weight, spent by measured sensitivity
-    candidates: str = "w4a16-g128,w4a16-g32,w8a16,bf16"  # the schemes that a budget chooses from
+    candidates: str = "w4a16,w4a16-g32,w8a16,bf16"  # the schemes that a budget chooses from
     device: str = "cpu"  # where it is computed: cpu, cuda, cuda:1, ...
     # the model is an EAGLE-3 head: adapt it to this checkpoint of method rotate
     head_for: Annotated[Path | None, option("DIR")] = None
@@ -59,7 +59,7 @@ def run(argv: Seq[str], prog: str) -> int:
     """Check, quantize, write, report the errors."""
     args = parse(QuantizeArgs, argv, prog).args
     if args.out is None:
-        raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16-g128 -o runs/w4a16")
+        raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16 -o runs/w4a16")
     if args.head_for is not None:
         return _turn_head(args, args.head_for, args.out)
     from sameseed.quantize._plan import QuantizePlan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sameseed.laws.check import Check
-    from sameseed.laws.mutant import Mutant
-    from sameseed.study.certificate import Asked, Certificate, Tick
+    from sameseed.study.certificate import Asked, Certificate
     from sameseed.study.certificate_every import Outcome
-    from sameseed.tokenizer import Tokenizer
 
 LEFT_OUT = ("n", "logprobs")
-NO_SERVER = "how the server reads the fields of a request (its packages are not installed)"
 EXIT = {"failed": 1, "not shown": 3}  # exit codes by verdict, if not 0
 GREEN, RED, YELLOW = "green", "bold red", "yellow"
 COLOURS = {  # of a check, or of a whole certificate
@@ -39,10 +35,10 @@ COLOURS = {  # of a check, or of a whole certificate
 
 @dataclass(frozen=True)
 class VerifyArgs:
-    """Certify that speculation changes no text: tokens, log-probabilities, the distribution of samples, the cache.
+    """Certify that speculation changes no output: tokens, log-probabilities, the distribution of samples, the cache.
 
-    The engine's flags are generate's. The sampling flags are for sampled texts; greedy texts are always checked too.
-    Exit code 0: all checks that ran passed; 1: one failed; 2: bad usage; 3: too little data to decide.
+    The engine's flags are generate's. The sampling flags are for sampled outputs; greedy ones are always checked too.
+    Exit code 0: all checks that ran passed; 1: one failed; 2: bad usage; 3: not enough evidence.
     """
 
     effort: str = "quick"  # quick, normal, full, or a number: the share of the full sizes (full is 1)
@@ -51,8 +47,6 @@ class VerifyArgs:
     batch: int = 8  # sequences that run together
     every: Annotated[bool, option()] = False  # one certificate for each drafter, in 8 formats, batches of 1 to 16
     only: Annotated[tuple[str, ...], option("ID")] = ()  # run these checks alone, e.g. L3 L6; unset: all
-    mutants: Annotated[bool, option()] = False  # also test wrong versions of the code: a check must reject each
-    mutant_seed: Annotated[int | None, option("N")] = None  # of the randomly drawn tenth; unset: another each run
     html: Annotated[Path | None, option("FILE")] = None  # write the certificate as one page
     out: Annotated[Path | None, option("FILE")] = None  # append the record (one JSON line) to a file
     json: Annotated[bool, option()] = False  # the record to stdout instead of tables
@@ -73,9 +67,9 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.study import certificate as suite, record
     from sameseed.study.workload import DEFAULT_PROMPTS
 
-    if args.every and (args.only or args.mutants):
-        raise ConfigError("--every chooses its checks itself; leave --only and --mutants out, or run them without it")
-    checks = chosen(args.only, known_checks())
+    if args.every and args.only:
+        raise ConfigError("--every chooses its checks itself; leave --only out, or run without --every")
+    checks = chosen(args.only)
     for path, flag in ((args.out, "--out"), (args.html, "--html")):
         if path is not None:
             record.prepare(path, flag)
@@ -87,47 +81,9 @@ def run(argv: Seq[str], prog: str) -> int:
     return _one(asked, config, parsed.params, args, checks)
 
 
-def known_checks() -> tuple[Check, ...]:
-    """All checks. The server's, if its packages are installed, goes before the last three, which judge what is left."""
-    from sameseed.laws.checks import CHECKS
-
-    try:
-        from sameseed.server.proof import requests
-    except ImportError:  # the packages of `pip install '.[server]'`
-        return CHECKS
-    return (*CHECKS[:-3], requests, *CHECKS[-3:])
-
-
-def server_mistakes() -> tuple[tuple[Mutant, ...], dict[str, tuple[str, ...]]]:
-    """Mutants of the server's code, and where more can be drawn; empty if the server's packages are missing."""
-    try:
-        from sameseed.server.mistakes import SERVER_AREA, SERVER_MISTAKES
-    except ImportError:
-        return (), {}
-    return SERVER_MISTAKES, SERVER_AREA
-
-
-def _mutants(certificate: Certificate, tokenizer: Tokenizer, args: VerifyArgs, tick: Tick) -> dict[str, Any]:
-    """The score of the hand-written mutants and, as `drawn`, of randomly drawn ones, a tenth of all mutants."""
-    from sameseed.cli.console import stderr_console
-    from sameseed.laws import held_out, mutants
-    from sameseed.laws.drawn import AREAS, Places
-
-    theirs, area = server_mistakes()
-    every, config = (*mutants.MUTANTS, *theirs), certificate.config
-    base = {"backend": config["backend"], "device": config["device"]}
-    score = mutants.try_all(tokenizer, every, tick, certificate.known, **base)
-    seed = secrets.randbelow(2**31) if args.mutant_seed is None else args.mutant_seed
-    stderr_console().print(f"drawing more mutants: --mutant-seed {seed}", style="dim")
-    places = Places({**AREAS, **area})
-    bench = held_out.MutantBench(tokenizer, certificate.known, places.files, base)
-    return score | {"drawn": held_out.try_drawn(bench, places, -(-len(every) // 9), seed, tick)}
-
-
 def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs, checks: Seq[Check]) -> int:
     """Make, write and show one certificate; returns the exit code."""
     from sameseed.cli.console import stages, stderr_console
-    from sameseed.laws.checks import CHECKS, UNSEEN
     from sameseed.study import certificate as suite, record
 
     with stages(f"loading {asked.model}", args.json) as tick:
@@ -135,11 +91,6 @@ def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: Verif
             asked, config, params, lambda done, total: tick("million weights", done // 10**6, total // 10**6)
         )
         certificate = suite.certify(subject, asked, checks, tick)
-        certificate.known = known_checks()
-        if certificate.known == CHECKS:
-            certificate.unseen = (*UNSEEN, NO_SERVER)
-        if args.mutants:
-            certificate.mutants = _mutants(certificate, subject.loaded.tokenizer, args, tick)
     found = certificate.as_dict()
     if args.out is not None:
         record.append(args.out, found)
@@ -180,7 +131,7 @@ def _show(certificate: Certificate, found: dict[str, Any]) -> None:
     words = {
         "passed": ("lossless", "bold green"),
         "failed": ("NOT lossless, or not provable", RED),
-        "not shown": ("not shown: too little was seen to say whether it is lossless", "bold yellow"),
+        "not shown": ("not shown: not enough evidence to say whether it is lossless", "bold yellow"),
     }
     verdict, style = words.get(certificate.verdict, (certificate.verdict, "bold yellow"))
     if certificate.left_out:
@@ -188,15 +139,12 @@ def _show(certificate: Certificate, found: dict[str, Any]) -> None:
     console.print(Text(f"\n{verdict}: {certificate.config['label']}", style=style))
     alarm = sum(r.found.false_alarm for r in certificate.results)
     chance = f"below {bound_text(alarm)}" if alarm else "0 (bits were compared)"
-    console.print(f"probability that a right engine fails: {chance}", style="dim")
+    console.print(f"probability that a correct engine fails: {chance}", style="dim")
 
 
 def _show_wrong(certificate: Certificate, console: Console) -> None:
-    """Print failures and warnings in detail, and mutants that no check rejected."""
+    """Print failures and warnings in detail."""
     from rich.text import Text
-
-    from sameseed.laws.held_out import COUNTS
-    from sameseed.study.certificate_words import drawn_text
 
     for r in certificate.results:
         if r.status != "passed":
@@ -205,16 +153,6 @@ def _show_wrong(certificate: Certificate, console: Console) -> None:
                 console.print(Text(f"  {note}"))
             for f in r.found.findings:
                 console.print(Text(f"  {f.where}\n    expected {f.expected}\n    found    {f.found}"))
-    if certificate.mutants is not None:
-        m = certificate.mutants
-        console.print(f"\nmutants: {m['caught']} of {m['total']} rejected")
-        for trial in m["trials"]:
-            if trial["caught_by"] is None:
-                console.print(Text(f"  not noticed: {trial['name']}", style=RED))
-        console.print(drawn_text(m["drawn"]))
-        for trial in m["drawn"]["trials"]:
-            if trial["by"] is None or trial["outcome"] == COUNTS:
-                console.print(Text(f"  {trial['outcome']}: {trial['name']}", style=YELLOW))
 
 
 # --- every drafter, in many formats ---

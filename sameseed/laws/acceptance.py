@@ -10,8 +10,9 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import Tensor
 
-from sameseed.laws.check import WARNING, Effort, Found, check
+from sameseed.laws.check import TURNS, WARNING, Effort, Found, check
 from sameseed.laws.subject import Subject
+from sameseed.request import SamplingParams
 
 LEAST_RATE = 0.01  # least share of correct first draft tokens: below it, drafting is broken or pointless
 DEVIATIONS = 4.0  # standard deviations above chance that a useful draft reaches
@@ -26,36 +27,43 @@ CAUSES = (
 @check(
     "A1",
     "zero-acceptance alarm",
-    f"0 mismatches; at least {LEAST_RATE:.0%} of first guesses right, {DEVIATIONS:g} deviations above chance",
-    least={"guesses": 50, "accepted": 5},
-    remedy="take a draft that guesses, or prompts that it knows (n-grams need repetition), or a higher --effort",
+    f"0 mismatches; at least {LEAST_RATE:.0%} of first drafts right, {DEVIATIONS:g} deviations above chance",
+    least={"first_drafts": 50, "first_accepted": 5},
 )
 def alarm(subject: Subject, effort: Effort) -> Found:
     """The first draft token is accepted exactly when it is the target's token; otherwise the check fails.
 
-    The draft also guesses better than chance; otherwise the check warns, because a useless draft costs time but never
+    The draft is also right more often than chance; otherwise the check warns: a useless draft costs time, but never
     changes a token.
     """
-    g = subject.guesses
+    g = subject.first  # L3 and L6 counted these; where they saw too few, more greedy outputs are drafted
+    while (g.num < effort.need(50) or g.taken < effort.need(5)) and subject.turn < TURNS:
+        before = g.num
+        jobs = subject.jobs(8, SamplingParams(max_tokens=subject.max_tokens, ignore_eos=True))
+        plain, engine = subject.run(subject.plain(), jobs), subject.engine()
+        subject.watch(engine, jobs, plain)
+        subject.run(engine, jobs)
+        subject.turn = subject.turn + 1 if g.num > before else TURNS
+    subject.turn = 0
     rate = g.hits / g.num if g.num else 0.0
     chance = g.by_chance / g.num if g.num else 0.0
     deviation = math.sqrt(max(chance * (1 - chance), 1e-9) / max(g.num, 1))
     above = (rate - chance) / deviation
     found = Found(
-        {"guesses": g.num, "right": g.hits, "accepted": g.taken},
+        {"first_drafts": g.num, "right": g.hits, "first_accepted": g.taken},
         {"rate": round(rate, 4), "by_chance": round(chance, 4), "deviations_above_chance": round(above, 1)},
     )
     found.statistic["mismatches"] = g.missed + g.wrong
     if g.missed:
-        found.add("first guesses that were the target's token", "all of them accepted", f"{g.missed} rejected")
+        found.add("first drafts that were the target's token", "all of them accepted", f"{g.missed} rejected")
     if g.wrong:
-        found.add("first guesses that were not the target's token", "none accepted", f"{g.wrong} accepted")
+        found.add("first drafts that were not the target's token", "none accepted", f"{g.wrong} accepted")
     if found.findings:
         return found
     if g.num and (rate < LEAST_RATE or above < DEVIATIONS):
         found.status = WARNING
         found.notes.append(
-            f"{g.hits} of {g.num} first guesses were right ({rate:.1%}; {chance:.1%} would be by chance): "
+            f"{g.hits} of {g.num} first drafts were right ({rate:.1%}; {chance:.1%} would be by chance): "
             "the texts are right, but speculation cannot pay. Likely causes: " + "; ".join(CAUSES)
         )
     return found
@@ -81,7 +89,7 @@ def weights_digest(subject: Subject) -> str:
     found = hashlib.sha256()
     for name, tensor in stored_tensors(subject.target.weights):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ from sameseed.engine.scheduler import Plan
 from sameseed.laws import textbook
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.sampled import sampling_settings
-from sameseed.laws.subject import Subject, Tokens
+from sameseed.laws.subject import FRESH, Subject, Tokens
 from sameseed.laws.texts import SAME_TEXTS, compare
 from sameseed.request import Completion, Delta, Request, SamplingParams
 
@@ -37,7 +37,7 @@ def _jobs(subject: Subject, count: int, start: int) -> list[Request]:
     """`count` requests with long prompts and the sampling settings in turn; more than an engine runs at once."""
     ways = list(sampling_settings(subject.params).values())
     jobs = []
-    for i in range(start, start + count):
+    for i in range(start + subject.turn * FRESH, start + subject.turn * FRESH + count):
         params = replace(ways[i % len(ways)], max_tokens=min(16, subject.max_tokens), ignore_eos=True)
         seed = subject.seed * 1_000_003 + i
         jobs.append(Request(f"w{i}", _long(subject, i), replace(params, seed=seed), seed, owner=f"o{i % 3}"))
@@ -53,7 +53,7 @@ def _jobs(subject: Subject, count: int, start: int) -> list[Request]:
         "preemptions": 2,
         "crowded_chunks": 2,
         **{f"aborted_{stage}": 1 for stage in STAGES},
-        "guesses": 20,
+        "drafted": 20,
         "rejections": 4,
     },
     requests=2_000,
@@ -142,7 +142,7 @@ class _Crowd:
     "P1",
     "texts that begin alike",
     SAME_TEXTS + "; 0 rows from another tenant, or without a prefix cache",
-    least={"texts": 24, "reused_tokens": 100, "refused_tenants": 2, "came_back": 1, "guesses": 20, "rejections": 4},
+    least={"texts": 24, "reused_tokens": 100, "refused_tenants": 2, "came_back": 1, "drafted": 20, "rejections": 4},
     remedy="leave --no-prefix-cache out, or take a higher --effort",
     requests=2_000,
 )
@@ -154,7 +154,7 @@ def beginnings(subject: Subject, effort: Effort) -> Found:
     """
     sizes = {"texts": 0, "reused_tokens": 0, "refused_tenants": 0, "came_back": 0}
     found = Found(sizes, {"differing_texts": 0, "rows_of_others": 0})
-    for turn in range(max(1, effort.of(2_000, 8) // 8)):
+    for turn in range(subject.turn, subject.turn + max(1, effort.of(2_000, 8) // 8)):
         jobs = _alike(subject, turn)
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
         longest = max(len(j.prompt_token_ids) for j in jobs) + jobs[0].params.max_tokens

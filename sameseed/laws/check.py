@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from sameseed.laws.subject import Subject
@@ -19,9 +17,12 @@ if TYPE_CHECKING:
 PASSED, FAILED, WARNING, NOT_SHOWN = "passed", "failed", "warning", "not shown"
 IN_PART = "these checks passed"  # verdict of a certificate that left some checks out
 EFFORTS = {"quick": 0.0005, "normal": 0.01, "full": 1.0}
-HIDDEN = "an error that the engine did not tell of"  # the engine goes on without drafts, or ends a text, and logs it
+HIDDEN = "an error that was logged but not reported"  # the engine goes on without drafts, or ends a text, and logs it
+# By the first word of a figure's name: how the figures of several runs are joined; others are added.
+EXTREMES: Mapping[str, Callable[..., Any]] = {"most": max, "largest": max, "least": min, "smallest": min}
 MOST_FINDINGS = 5  # kept for each check: the first few show what is wrong
-MORE = "take a higher --effort, more prompts or longer answers (--prompts, --max-tokens)"
+MORE = "take prompts that the draft can continue (n-grams need repetition) or longer answers (--prompts, --max-tokens)"
+TURNS = 8  # most times that a check runs, each time with other prompts and seeds, until it has seen enough
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,22 @@ class Found:
             return FAILED
         return NOT_SHOWN if self.lacking else self.status or PASSED
 
-    def weigh(self, least: Mapping[str, int], effort: Effort) -> None:
-        """Note in `lacking` each count, of sizes or statistics, that is below the least needed."""
+    def join(self, later: Found) -> None:
+        """Add what a later run of the same check saw. Figures named most_ and least_ are extremes, all others sums."""
+        for name in ("sizes", "statistic"):
+            mine: dict[str, Any] = getattr(self, name)
+            for key, value in getattr(later, name).items():
+                chosen = EXTREMES.get(key.partition("_")[0])
+                mine[key] = mine.get(key, 0) + value if chosen is None else chosen(mine.get(key, value), value)
+        self.findings += later.findings[: MOST_FINDINGS - len(self.findings)]
+        self.notes += [note for note in later.notes if note not in self.notes]
+        self.false_alarm += later.false_alarm
+        self.status = self.status or later.status
+
+    def short(self, least: Mapping[str, int], effort: Effort) -> dict[str, int | float]:
+        """The counts, of sizes or statistics, that are below the least needed."""
         seen = {**self.sizes, **self.statistic}
-        for name, count in least.items():
-            if seen.get(name, 0) < effort.need(count):
-                words = name.replace("_", " ")
-                self.lacking.append(f"{words}: {seen.get(name, 0):,g}, at least {effort.need(count):,} are needed")
+        return {name: seen.get(name, 0) for name, count in least.items() if seen.get(name, 0) < effort.need(count)}
 
 
 @dataclass(frozen=True)
@@ -112,21 +122,8 @@ class Check:
     threshold: str
     full: Mapping[str, int]
     run: Callable[[Subject, Effort], Found]
-    on_host: bool = False  # CPU arithmetic alone, whatever device the models are on
     least: Mapping[str, int] = field(default_factory=dict)
     remedy: str = MORE
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a check by the module and the qualified name of its function, which now name the check."""
-        return named, (self.run.__module__, self.run.__qualname__)
-
-
-def named(module: str, name: str) -> Any:
-    """The object that a qualified name stands for in a module; `Class.member` is returned without binding."""
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = inspect.getattr_static(found, part)
-    return found
 
 
 def check(
@@ -135,7 +132,6 @@ def check(
     threshold: str,
     *,
     least: Mapping[str, int],
-    on_host: bool = False,
     remedy: str = MORE,
     **full: int,
 ) -> Callable[[Callable[[Subject, Effort], Found]], Check]:
@@ -143,7 +139,7 @@ def check(
 
     def made(run: Callable[[Subject, Effort], Found]) -> Check:
         proves = " ".join((run.__doc__ or "").split())
-        return Check(id, name, proves, threshold, full, run, on_host, least, remedy)
+        return Check(id, name, proves, threshold, full, run, least, remedy)
 
     return made
 
@@ -205,28 +201,40 @@ def _errors() -> Iterator[list[str]]:
 
 
 def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
-    """Run one check: an exception in it counts as a failure, too little evidence as "not shown".
+    """Run one check until it has seen enough, at most TURNS times, each time with other prompts and seeds.
 
-    The sizes also get the counts of the configured draft (guesses, accepted, rejections), without those of scripted
-    trees.
+    An exception counts as a failure, too little evidence as "not shown". The sizes also get the counts of the
+    configured draft (drafted, accepted, rejections), without those of scripted trees.
     """
-    start, before = time.perf_counter(), subject.metrics.copy()
-    try:
-        with _errors() as hidden:
-            found = check.run(subject, effort)
-        for error in hidden[:1]:
-            found.add(HIDDEN, "none", error)
-    except Exception as error:  # any exception: a check that breaks down proves nothing
-        found = Found({}, {}, unfinished=True)
-        found.add(f"the check could not be finished: {type(error).__name__}", "", error)
-    if check.on_host:
-        found.notes.append("arithmetic of the host: it ran on the CPU, whatever --device says")
-    drafted = subject.metrics.since(before)
-    if drafted.num_draft_tokens:
-        found.sizes |= {
-            "guesses": drafted.num_draft_tokens,
-            "accepted": drafted.num_accepted_tokens,
-            "rejections": drafted.num_rollbacks,
-        }
-    found.weigh(check.least, effort)
+    start, before, found = time.perf_counter(), subject.metrics.copy(), Found({}, {})
+    for subject.turn in range(TURNS if check.full else 1):
+        short = found.short(check.least, effort)
+        try:
+            with _errors() as hidden:
+                found.join(check.run(subject, effort if not subject.turn else replace(effort, share=1e-9)))
+            for error in hidden[:1]:
+                found.add(HIDDEN, "none", error)
+        except (ConfigError, RequestError) as error:  # this configuration does not allow the check's requests
+            found.notes.append(f"the check could not run here: {error}")
+            break
+        except Exception as error:  # any other exception: a check that breaks down proves nothing
+            found.unfinished = True
+            found.add(f"the check could not be finished: {type(error).__name__}", "", error)
+        drafted = subject.metrics.since(before)
+        if drafted.num_draft_tokens:
+            found.sizes |= {
+                "drafted": drafted.num_draft_tokens,
+                "accepted": drafted.num_accepted_tokens,
+                "rejections": drafted.num_rollbacks,
+            }
+        left = found.short(check.least, effort)
+        if found.findings or not left or (subject.turn and left == short):  # a further turn would not help
+            break
+    found.lacking = [
+        f"{name.replace('_', ' ')}: {seen:,g}, at least {effort.need(check.least[name]):,} are needed"
+        for name, seen in found.short(check.least, effort).items()
+    ]
+    if subject.turn:
+        found.notes.append(f"ran {subject.turn + 1} times (at most {TURNS}) to see enough")
+    subject.turn = 0
     return Result(check, found, time.perf_counter() - start)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from sameseed.errors import ConfigError
-from sameseed.laws import acceptance, busy, closeness, kernels, law, logits, oracle, sampled, spelling, texts, ties
+from sameseed.laws import acceptance, busy, closeness, kernels, law, logits, oracle, sampled, spelling, texts
 from sameseed.laws.check import Check
 
 # A1 judges what the text checks counted, and C2 judges leaks of all engines: both come last.
@@ -17,7 +17,6 @@ CHECKS: tuple[Check, ...] = (
     logits.cache_rows,
     texts.greedy,
     texts.near_ties,
-    ties.equal_logits,
     oracle.texts,
     spelling.spelling,
     sampled.seeded,
@@ -26,9 +25,7 @@ CHECKS: tuple[Check, ...] = (
     busy.coming_and_going,
     busy.beginnings,
     busy.scores,
-    law.texts,
-    law.sampler,
-    law.noise,
+    law.outputs,
     acceptance.own_target,
     acceptance.alarm,
     sampled.leaks,
@@ -38,21 +35,20 @@ CHECKS: tuple[Check, ...] = (
 UNSEEN = (
     "grammars other than choices and one regular expression",
     "what a draft remembers of other requests, beyond its effect on texts",
-    "the server's network, time-outs and restarts, tools, compiled grammars, /v1/responses and lists of prompts",
+    "the server: how it reads requests, its network, tools and compiled grammars (verify-server asks a running one)",
     "other models, number formats, machines, numbers of threads and versions than those named here",
     "whether the weights, the tokenizer and the chat template are the right ones",
     "texts longer than the longest here, and prompts of other kinds",
 )
 
 
-def chosen(ids: Seq[str], checks: Seq[Check] | None = None) -> tuple[Check, ...]:
+def chosen(ids: Seq[str]) -> tuple[Check, ...]:
     """The checks with these ids, or all where none is given, in the order in which they run.
 
-    `checks`: the checks to choose from, None for all laws'. Raises ConfigError for an unknown id.
+    Raises ConfigError for an unknown id.
     """
-    checks = CHECKS if checks is None else checks
-    known = [c.id for c in checks]
+    known = [c.id for c in CHECKS]
     for name in ids:
         if name not in known:
             raise ConfigError(f"--only: no check {name!r} (there are: {', '.join(known)})")
-    return tuple(c for c in checks if not ids or c.id in ids)
+    return tuple(c for c in CHECKS if not ids or c.id in ids)

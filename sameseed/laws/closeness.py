@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sameseed import scheme
 from sameseed.laws import textbook
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.kernels import Stored, differing, own_weights, randn, random_weights, threads_kept
@@ -80,7 +79,7 @@ def _judge(found: Found, where: str, got: Tensor, expected: Floats, bound: Float
 
 def _product(found: Found, name: str, ops: Ops, w: QuantTensor, device: str) -> None:
     x, plain = randn(ROWS, w.shape[1], seed=w.shape[1], device=device), ops.unpack(w)
-    size = np.abs(array(x)) @ np.abs(array(scheme.get(plain.format).decode(plain))).T  # [T, O]
+    size = textbook.through(np.abs(array(x)), plain, np.abs)  # [T, O]
     found.sizes["products"] += 1
     bound = ops.rounding(w) * (size + 1e-30)
     _judge(found, f"{name} linear", ops.product(plain_rows(x), w), textbook.product(array(x), plain), bound)

@@ -203,7 +203,7 @@ def logits(subject: Subject, effort: Effort) -> Found:
     "C1",
     "commit equals a fresh prefill",
     "0 differing bytes",
-    least={"sequences": 3, "rows": 20, "guesses": 10, "rejections": 2},
+    least={"sequences": 3, "rows": 20, "drafted": 10, "rejections": 2},
     jobs=100,
 )
 def cache_rows(subject: Subject, effort: Effort) -> Found:

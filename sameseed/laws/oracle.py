@@ -33,6 +33,8 @@ PATTERN, LONGEST = "(?:{0}{1}|[{2}{3}]{{2,3}}){{1,2}}{0}?", 7  # over the letter
 WORDS = "words"  # name of the rule with texts of long pieces
 PIECES = (1, 1, 1, 2, 3, 3, 4, 7, 8, 8, 9, 15, 16, 16, 17)  # lengths of these pieces in letters
 PORTION = 2**25  # most logits of the textbook in memory at a time, 8 bytes each
+END = 36  # most tokens of a prompt: the textbook has no cache and computes every token anew
+MANY = 2_000  # most tokens in a list of allowed tokens, which covers the whole vocabulary
 WAIT = 4  # most tokens that one character may take
 
 
@@ -68,7 +70,7 @@ class Written(NamedTuple):
         "stops_across_tokens": 2,
         "grammar_tokens": 20,
         "largest_tree": 40,
-        "guesses": 50,
+        "drafted": 50,
         "rejections": 10,
     },
     texts=60_000,
@@ -84,7 +86,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
     written: list[Written] = []
     trees = 0
     for turn, (name, params) in enumerate(settings(subject, length, tuple(rules)).items()):
-        jobs = subject.jobs(count, replace(params, max_tokens=length), turn * count)
+        jobs = [_short(job) for job in subject.jobs(count, replace(params, max_tokens=length), turn * count)]
         rule = rules.get(name.partition(" at ")[0])
         if rule is not None:
             jobs = [replace(job, grammar=rule.make()) for job in jobs]
@@ -95,7 +97,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
             replace(job, params=replace(job.params, stop=(s,) if s else ())) for job, s in zip(jobs, stops, strict=True)
         ]
         written += [Written(f"{name}, plain", *each, rule) for each in zip(jobs, plain, strict=True)]
-        for way, engine in subject.guessing(jobs, plain, turn, nodes=NUM_NODES):
+        for way, engine in subject.drafting(jobs, plain, turn, nodes=NUM_NODES):
             done = subject.run(engine, ended)
             trees = max(trees, engine.drafter.largest if isinstance(engine.drafter, TreeDrafter) else 0)
             written += [Written(f"{name}, {way}", *each, rule) for each in zip(ended, done, strict=True)]
@@ -104,6 +106,13 @@ def texts(subject: Subject, effort: Effort) -> Found:
     if EXPRESSION not in rules:
         found.notes.append("no regular expression was tried: xgrammar is not installed, or too few letters are tokens")
     return found
+
+
+def _short(job: Request) -> Request:
+    """The job with the end of its prompt; of every second job two copies of a shorter end, for drafts by look-up."""
+    prompt = job.prompt_token_ids
+    odd = int(job.request_id[1:]) % 2
+    return replace(job, prompt_token_ids=prompt[-END // 3 :] * 2 if odd else prompt[-END:])
 
 
 def settings(subject: Subject, length: int, grammars: Seq[str]) -> dict[str, SamplingParams]:
@@ -117,8 +126,8 @@ def settings(subject: Subject, length: int, grammars: Seq[str]) -> dict[str, Sam
 
 def everything(subject: Subject, params: SamplingParams) -> SamplingParams:
     """`params` with every processor on: truncation, penalties, bias, bans, allowed tokens, a minimum length."""
-    few = tuple(t for t in range(subject.vocab_size) if t % 7 != 3)
-    stops = tuple(range(2, subject.vocab_size, 9))
+    few = tuple(range(0, subject.vocab_size, -(-subject.vocab_size // MANY)))
+    few = tuple(t for i, t in enumerate(few) if i % 7 != 3)
     return replace(
         params,
         top_k=20,
@@ -127,10 +136,10 @@ def everything(subject: Subject, params: SamplingParams) -> SamplingParams:
         repetition_penalty=1.2,
         presence_penalty=0.3,
         frequency_penalty=0.4,
-        logit_bias={5: 1.5, 9: -2.0, few[-1]: 0.7},
-        banned_token_ids=tuple(range(11, subject.vocab_size, 5)),
+        logit_bias={few[4]: 1.5, few[7]: -2.0, few[-1]: 0.7},
+        banned_token_ids=few[9::5],
         allowed_token_ids=few,
-        stop_token_ids=stops,
+        stop_token_ids=few[2::9],
         min_tokens=5,
     )
 
@@ -148,11 +157,14 @@ def ruled(subject: Subject) -> dict[str, Rule]:
     rng = random.Random(subject.seed)
     plain = [s for s in letters if s.isalnum()]  # without a special meaning in an expression
     few = rng.sample(plain if len(plain) >= LETTERS else letters, min(LETTERS, len(letters)))
-    choices = tuple(sorted({"".join(rng.choices(few, k=SPELLED)) for _ in range(CHOICES)})) if few else ()
+    found = {WORDS: _worded(subject, rng)}
+    if not few:
+        return found
+    choices = tuple(sorted({"".join(rng.choices(few, k=SPELLED)) for _ in range(CHOICES)}))
     pieces = {t: s for t, s in spelled.items() if s and set(s) <= set(few)}
     every = [pieces.get(t, "").encode() for t in range(subject.target.config.vocab_size)]
     choice = Choice(choices, Vocabulary(every, eos))
-    found = {"grammar": Rule(choices, pieces, lambda: choice), WORDS: _worded(subject, rng)}
+    found["grammar"] = Rule(choices, pieces, lambda: choice)
     if len(plain) >= LETTERS:
         pattern = PATTERN.format(*few)
         try:
@@ -194,7 +206,7 @@ def judge(subject: Subject, written: Seq[Written]) -> Found:
         found.sizes["tokens"] += len(tokens)
         found.sizes["grammar_tokens"] += len(tokens) if rule is not None else 0
         for at, token in enumerate(tokens):
-            row, before = rows[len(prompt) + at - 1], tokens[:at]
+            row, before = rows[at], tokens[:at]
             able = None if rule is None else textbook.allowed(rule.choices, rule.pieces, eos, before)
             exact, close = textbook.judge(row, job.params, job.seed, prompt, before, token, eos, near, able)
             found.sizes["exact"] += exact
@@ -207,27 +219,27 @@ def judge(subject: Subject, written: Seq[Written]) -> Found:
 
 
 def _with_logits(subject: Subject, written: Seq[Written]) -> Iterator[tuple[Written, textbook.Floats]]:
-    """Yield each item with the textbook's logits after every token.
+    """Yield each item with the textbook's logits from the last token of its prompt on.
 
     A text that begins another text shares that text's logits. Items come sorted by text, so that one portion of logits
     is in memory at a time: full sizes have tens of thousands of texts.
     """
     model, kv = subject.target, subject.kv_format
     known = {id(one): (*one.completion.prompt_token_ids, *one.completion.token_ids) for one in written}
-    order = sorted(written, key=lambda one: known[id(one)])
     every = sorted(set(known.values()))  # sorted: a prefix comes before the longer text
     whole = [a for a, b in itertools.zip_longest(every, every[1:], fillvalue=()) if b[: len(a)] != a]
-    rows, at = max(map(len, whole), default=1), 0
+    places = {id(one): bisect.bisect_left(whole, known[id(one)]) for one in written}
+    starts = [len(text) for text in whole]
+    for one in written:
+        starts[places[id(one)]] = min(starts[places[id(one)]], len(one.completion.prompt_token_ids) - 1)
+    order, at = sorted(written, key=lambda one: places[id(one)]), 0
+    rows = max((len(text) - start for text, start in zip(whole, starts, strict=True)), default=1)
     count = max(1, PORTION // (rows * model.config.vocab_size))
     for first in range(0, len(whole), count):
-        texts = whole[first : first + count]
-        logits = dict(zip(texts, textbook.forward(model, texts, kv), strict=True))
-        while at < len(order):
-            text = known[id(order[at])]
-            place = bisect.bisect_left(texts, text)
-            if place == len(texts) or texts[place][: len(text)] != text:
-                break
-            yield order[at], logits[texts[place]]
+        part = slice(first, first + count)
+        logits = textbook.forward(model, whole[part], kv, starts[part])
+        while at < len(order) and (place := places[id(order[at])]) < first + count:
+            yield order[at], logits[place - first][len(order[at].completion.prompt_token_ids) - 1 - starts[place] :]
             at += 1
 
 

@@ -34,7 +34,7 @@ def sampling_settings(own: SamplingParams) -> dict[str, SamplingParams]:
     "L6",
     "seeded sampling",
     SAME_TEXTS + "; pieces of a stream join to the text",
-    least={"texts": 64, "preemptions": 1, "guesses": 50, "rejections": 10},
+    least={"texts": 64, "preemptions": 1, "drafted": 50, "rejections": 10},
     requests=16_000,
     settings=8,
 )
@@ -91,7 +91,7 @@ def _seeded(subject: Subject, found: Found, name: str, jobs: list[Request], turn
     "L9",
     "log-probabilities",
     "0 differing texts, log-probabilities included",
-    least={"tokens": 150, "guesses": 20, "rejections": 4},
+    least={"tokens": 150, "drafted": 20, "rejections": 4},
     tokens=10_000,
 )
 def logprobs(subject: Subject, effort: Effort) -> Found:
@@ -104,7 +104,7 @@ def logprobs(subject: Subject, effort: Effort) -> Found:
         params = replace(chosen[names[turn % len(names)]], max_tokens=min(24, subject.max_tokens), logprobs=5)
         jobs = subject.jobs(4, replace(params, ignore_eos=True), turn * 4)
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
-        for way, engine in subject.guessing(jobs, plain, turn):
+        for way, engine in subject.drafting(jobs, plain, turn):
             got = subject.run(engine, jobs)
             found.sizes["tokens"] += sum(len(c.logprobs or ()) for c in got)
             compare(subject, found, f"{names[turn % len(names)]}, {way}", jobs, plain, got)
@@ -116,13 +116,13 @@ def logprobs(subject: Subject, effort: Effort) -> Found:
     "S1",
     "stops",
     SAME_TEXTS + "; no token beyond the end",
-    least={"requests": 12, "stopped": 3, "stopped_at_a_guess": 1, "guesses": 20},
+    least={"requests": 12, "stopped": 3, "stopped_at_a_draft": 1, "drafted": 20},
     requests=2_000,
 )
 def stops(subject: Subject, effort: Effort) -> Found:
     """A stop string, a stop token or the length ends the text at the same place, also inside an accepted draft path."""
     count = max(6, effort.of(2_000, 12))
-    sizes = {"requests": 0, "stopped": 0, "stopped_at_a_guess": 0}
+    sizes = {"requests": 0, "stopped": 0, "stopped_at_a_draft": 0}
     found = Found(sizes, {"differing_texts": 0, "tokens_beyond_the_end": 0})
     rng = random.Random(subject.seed)
     free = replace(subject.params, max_tokens=min(32, subject.max_tokens), ignore_eos=True)
@@ -144,11 +144,11 @@ def stops(subject: Subject, effort: Effort) -> Found:
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
         found.sizes["requests"] += len(jobs)
         found.sizes["stopped"] += sum(c.finish_reason.value == "stop" for c in plain)
-        for name, engine in subject.guessing(jobs, long, start):  # trees know the text beyond the end and draft past it
+        for name, engine in subject.drafting(jobs, long, start):  # trees know the text beyond the end and draft past it
             got = subject.run(engine, jobs)
             compare(subject, found, name, jobs, plain, got)
             for job, c in zip(jobs, got, strict=True):
-                found.sizes["stopped_at_a_guess"] += c.finish_reason.value == "stop" and c.accepted[-1]
+                found.sizes["stopped_at_a_draft"] += c.finish_reason.value == "stop" and c.accepted[-1]
                 beyond = max(0, len(c.token_ids) - job.params.max_tokens, len(c.accepted) - len(c.token_ids))
                 found.statistic["tokens_beyond_the_end"] += beyond
                 if beyond:

@@ -7,17 +7,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 
-from sameseed.config import SpecConfig
 from sameseed.laws import textbook
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.subject import Subject
 from sameseed.laws.textbook import HALF
-from sameseed.laws.toy import toy_loaded
 from sameseed.request import Completion, Delta, Request, SamplingParams
 
 LENGTH = 12  # most tokens of a text
-VOCAB = 320  # of the toy; the first tokens include those of single bytes
-WHOLE = 16  # about how many tokens of whole characters are used, beside all partial ones
+PROMPT = 8  # most tokens of a prompt
+HALVES, WHOLE = 128, 16  # about how many tokens of partial and of whole characters are used
+HOT = 5.0  # temperature: all of these tokens get a share, whatever the model prefers
 
 
 @check(
@@ -35,40 +34,39 @@ def spelling(subject: Subject, effort: Effort) -> Found:
     more or fewer characters.
     """
     found = Found({"texts": 0, "half_ends": 0, "special_tokens": 0, "held_back": 0, "places": 0}, {"misspelt": 0})
-    tokenizer = subject.loaded.tokenizer
-    size = min(VOCAB, len(tokenizer.vocabulary()))
-    config = replace(subject.config, spec=SpecConfig())
-    loaded = toy_loaded(tokenizer, size, config, subject.target.ops)
-    toy = Subject(loaded, [(3, 4, 5), (5, 4)], SamplingParams(), max_tokens=LENGTH, batch=8, seed=subject.seed)
-    half = [t for t in range(size) if tokenizer.decode([t]) == HALF]
-    able = tuple(dict.fromkeys((*half, *range(0, size, max(1, size // WHOLE)), *range(min(4, size)))))
-    whole = tuple(t for t in able if HALF not in (s := tokenizer.decode([t])) and s)
+    decode, size = subject.loaded.tokenizer.decode, subject.vocab_size
+    prompts = [prompt[-PROMPT:] for prompt in subject.prompts[:2]]
+    own = replace(subject, prompts=prompts, max_tokens=LENGTH)  # its collectors are the subject's
+    half = [t for t in range(size) if decode([t]) == HALF]
+    able = tuple(dict.fromkeys((*half[:: 1 + len(half) // HALVES], *range(0, size, 1 + size // WHOLE), *range(4))))
+    whole = tuple(t for t in able if HALF not in (s := decode([t])) and s)
     rng = random.Random(subject.seed)
     for start in range(0, effort.of(20_000, 32), 16):
-        jobs = toy.jobs(16, SamplingParams(max_tokens=LENGTH), start)
-        jobs = [_job(toy, job, able if i % 4 else whole or able, rng) for i, job in enumerate(jobs)]
-        plain = toy.run(toy.plain(), jobs)
+        jobs = own.jobs(16, SamplingParams(max_tokens=LENGTH), start)
+        jobs = [_job(own, job, able if i % 4 else whole or able, rng) for i, job in enumerate(jobs)]
+        plain = own.run(own.plain(), jobs)
         for i, c in enumerate(plain):
             if c.text and HALF not in c.text and not jobs[i].params.stop:
                 # A stop string that begins like the end of the text: streaming must hold that end back, then release
                 # it.
                 stop = (c.text[-2:] + c.text[-2:] + "!",)
                 jobs[i] = replace(jobs[i], params=replace(jobs[i].params, stop=stop))
-        for engine in (toy.plain(), toy.engine(drafter=toy.trees(jobs, plain, start))):
+        for engine in (own.plain(), own.engine(drafter=own.trees(jobs, plain, start))):
             deltas: list[Delta] = []
-            _judge(found, toy, jobs, toy.run(engine, jobs, deltas=deltas), deltas)
+            _judge(found, own, jobs, own.run(engine, jobs, deltas=deltas), deltas)
+    subject.num_emptied = own.num_emptied
     if not half:
-        found.notes.append("none of the first tokens of this vocabulary is half a character")
+        found.notes.append("no token of this vocabulary is half a character")
     return found
 
 
-def _job(toy: Subject, job: Request, able: tuple[int, ...], rng: random.Random) -> Request:
+def _job(own: Subject, job: Request, able: tuple[int, ...], rng: random.Random) -> Request:
     """The job with a random length and only the tokens `able`; half show special tokens, a quarter get a stop."""
-    spelled = [s for t in able if HALF not in (s := toy.loaded.tokenizer.decode([t])) and s]
+    spelled = [s for t in able if HALF not in (s := own.loaded.tokenizer.decode([t])) and s]
     stop = tuple(rng.sample(spelled, 1)) if spelled and rng.random() < 0.25 else ()
     params = replace(
         job.params,
-        temperature=1.5,
+        temperature=HOT,
         ignore_eos=True,
         allowed_token_ids=able,
         max_tokens=rng.randint(1, LENGTH),
@@ -78,10 +76,10 @@ def _job(toy: Subject, job: Request, able: tuple[int, ...], rng: random.Random) 
     return replace(job, params=params)
 
 
-def _judge(found: Found, toy: Subject, jobs: Seq[Request], got: Seq[Completion], deltas: Seq[Delta]) -> None:
+def _judge(found: Found, own: Subject, jobs: Seq[Request], got: Seq[Completion], deltas: Seq[Delta]) -> None:
     """Count texts that are not what their tokens decode to; of a text that a stop string ended, the part before it."""
     for job, c in zip(jobs, got, strict=True):
-        decode = partial(textbook.spelt, toy.loaded.tokenizer, job.prompt_token_ids)
+        decode = partial(textbook.spelt, own.loaded.tokenizer, job.prompt_token_ids)
         said = decode(list(c.token_ids), job.params.skip_special_tokens)
         bare = decode(list(c.token_ids), not job.params.skip_special_tokens)
         pieces = "".join(d.text for d in deltas if d.request_id == job.request_id)

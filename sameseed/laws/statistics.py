@@ -90,13 +90,3 @@ def bound_text(probability: float) -> str:
 def normal_tail(deviations: float) -> float:
     """Probability that a normal variable is more than `deviations` standard deviations from its mean (two-sided)."""
     return math.erfc(deviations / math.sqrt(2))
-
-
-def share_interval(hits: int, count: int) -> tuple[float, float]:
-    """Where the true share of hits lies with 95 % confidence (Wilson's score interval, 1927)."""
-    if count == 0:
-        return 0.0, 1.0
-    z, share = 1.959964, hits / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(0.0, middle - reach), min(1.0, middle + reach)

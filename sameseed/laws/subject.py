@@ -9,12 +9,13 @@ from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded, assemble
 from sameseed.engine.engine import Engine
 from sameseed.laws import trial
-from sameseed.laws.trees import Answers, FirstGuesses, TreeDrafter, Watched, knowing
+from sameseed.laws.trees import Answers, FirstDrafts, TreeDrafter, Watched, knowing
 from sameseed.models.llama import Llama
 from sameseed.request import Completion, Delta, Request, SamplingParams, SpecMetrics
 from sameseed.spec.drafter import Drafter
 
 Tokens = tuple[int, ...]
+FRESH = 10_007  # jobs between two turns of a check, more than one turn takes at any small effort
 ROOM = 80  # rows of cache beyond prompt and answer: a tree of 64 nodes, and half a block
 
 
@@ -34,9 +35,10 @@ class Subject:
     leaks: list[str] = field(default_factory=list)
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     scripted: SpecMetrics = field(default_factory=SpecMetrics)
-    guesses: FirstGuesses = field(default_factory=FirstGuesses)
+    first: FirstDrafts = field(default_factory=FirstDrafts)
     num_emptied: int = 0  # how often all requests had left an engine
     digest: str = ""  # of the target's weights, before anything ran
+    turn: int = 0  # how often the present check ran before: it takes other prompts and seeds each time
 
     @property
     def config(self) -> EngineConfig:
@@ -67,12 +69,15 @@ class Subject:
         return self.plain(seqs=1).runner.cache.format
 
     def jobs(self, count: int, params: SamplingParams, start: int = 0) -> list[Request]:
-        """`count` requests with seeds of their own: the prompts in turn, cut shorter from the second turn on."""
+        """`count` requests with seeds of their own: the prompts in turn, cut shorter from the second time on.
+
+        From the second turn of a check on, each prompt stands there twice: drafts by look-up find their text again.
+        """
         made = []
-        for i in range(start, start + count):
-            turn, which = divmod(i, len(self.prompts))
+        for i in range(start + self.turn * FRESH, start + self.turn * FRESH + count):
+            time, which = divmod(i, len(self.prompts))
             prompt = self.prompts[which]
-            prompt = prompt[: max(1, len(prompt) - turn % len(prompt))]
+            prompt = prompt[: max(1, len(prompt) - time % len(prompt))] * (2 if self.turn else 1)
             prompt = prompt[-max(1, self.max_len - params.max_tokens - 1) :]
             seed = self.seed * 1_000_003 + i
             made.append(Request(f"c{i}", prompt, replace(params, seed=seed), seed))
@@ -101,7 +106,7 @@ class Subject:
         the configured drafter, with at most `nodes` nodes in a tree.
         """
         seqs = self.batch if seqs is None else seqs
-        longest = max(map(len, self.prompts)) + self.max_tokens + ROOM
+        longest = max(map(len, self.prompts)) * (2 if self.turn else 1) + self.max_tokens + ROOM
         block = block or self.config.cache.block_size
         count = -(-(tokens or seqs * longest) // block) + 1
         config = replace(
@@ -119,7 +124,7 @@ class Subject:
         """A drafter of trees that contain the known texts."""
         return TreeDrafter(_answers(jobs, written), self.vocab_size, seed)
 
-    def guessing(
+    def drafting(
         self, jobs: Seq[Request], written: Seq[Completion], seed: int, nodes: int = 24
     ) -> Iterator[tuple[str, Engine]]:
         """Yield an engine with the configured draft, then one with trees that contain the known texts."""
@@ -144,7 +149,7 @@ class Subject:
         """Count the engine's first draft tokens, and how many are accepted, against the texts that it should write."""
         every = [t for c in written for t in c.token_ids]
         share = {t: every.count(t) / len(every) for t in set(every)}
-        engine.runner = Watched(engine.runner, _answers(jobs, written), share, self.guesses)
+        engine.runner = Watched(engine.runner, _answers(jobs, written), share, self.first)
 
 
 def _answers(jobs: Seq[Request], written: Seq[Completion]) -> Answers:

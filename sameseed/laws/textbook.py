@@ -7,7 +7,7 @@ weights, the meaning of their formats, and parameters. Arithmetic, noise and sam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence as Seq
+from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +25,7 @@ Floats = NDArray[np.float64]
 # Tolerances of the engine's logits, as a share of the largest logit. EXACT: sums in float32. HALVES: a cache in 16
 # bits. ROUNDED: activations or cache in 8 or 4 bits, where a value between two codes may round either way.
 EXACT, HALVES, ROUNDED = 1e-5, 0.003, 0.1
+ROWS_AT_ONCE = 2**14  # most rows of a matrix in float64 at a time: 180 MB at a width of 1,536
 HALF = "\ufffd"  # shown for a character of which tokens are still missing
 
 
@@ -50,7 +51,19 @@ def product(x: Floats, w: QuantTensor) -> Floats:
         x = (codes.astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
     elif w.activations is not None:
         x = array(scheme.float_rows(torch.from_numpy(x).float(), w))
-    return x @ array(scheme.get(w.format).decode(w)).T
+    return through(x, w)
+
+
+def through(x: Floats, w: QuantTensor, of: Callable[[Floats], Floats] = lambda values: values) -> Floats:
+    """x [T, K] times `of` the stored values of w [O, K], transposed; a head of many words is decoded in pieces."""
+    fmt = scheme.get(w.format)
+    if w.shape[0] <= ROWS_AT_ONCE:
+        return x @ of(array(fmt.decode(w))).T
+    device, found = next(iter(w.parts.values())).device, []
+    for first in range(0, w.shape[0], ROWS_AT_ONCE):
+        rows = torch.arange(first, min(first + ROWS_AT_ONCE, w.shape[0]), device=device)
+        found.append(x @ of(array(fmt.decode_rows(w, rows))).T)
+    return np.concatenate(found, -1)
 
 
 def rms_norm(x: Floats, weight: Tensor, eps: float) -> Floats:
@@ -130,8 +143,8 @@ def queries(q: Floats, scale: float, kv_format: str) -> Floats:
     )
 
 
-def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str) -> list[Floats]:
-    """Logits [S, V] after every token of each text."""
+def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str, starts: Seq[int] = ()) -> list[Floats]:
+    """Logits [S, V] after every token of each text, or after those from its place in `starts` on."""
     c, w, ops = model.config, model.weights, model.ops
 
     def linear(x: Floats, stack: QuantTensor | tuple[QuantTensor, ...], bias: Tensor | None = None) -> Floats:
@@ -157,7 +170,9 @@ def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str) -> list[Floats]:
         x = x + linear(mixed.reshape(len(x), -1), layer.o, layer.o_bias)
         gate_up = linear(rms_norm(x, layer.post_norm, c.rms_eps), layer.gate_up, layer.gate_up_bias)
         x = x + linear(silu_mul(gate_up), layer.down, layer.down_bias)
-    return np.split(linear(rms_norm(x, w.norm, c.rms_eps), w.lm_head), cuts)
+    ends = [part[start:] for part, start in zip(np.split(x, cuts), starts or [0] * len(texts), strict=True)]
+    logits = linear(rms_norm(np.concatenate(ends), w.norm, c.rms_eps), w.lm_head)
+    return np.split(logits, np.cumsum([len(part) for part in ends])[:-1])
 
 
 def tolerance(model: Llama, kv_format: str) -> float:
@@ -207,11 +222,13 @@ def kept(row: ArrayLike, params: SamplingParams, slack: float = 0.0) -> Floats:
     scaled: Floats = (values - values.max()) / max(params.temperature, 1e-200)
     border = np.log(params.min_p) - slack if params.min_p else -np.inf
     if params.top_k:
-        border = max(border, np.sort(scaled)[-min(params.top_k, len(scaled))] - slack)
+        place = len(scaled) - min(params.top_k, len(scaled))
+        border = max(border, np.partition(scaled, place)[place] - slack)
     scaled[scaled < min(border, 0.0)] = -np.inf
     if params.top_p < 1.0:
         weights = np.exp(scaled)
-        order = np.lexsort((np.arange(len(scaled)), -weights))  # likeliest first; of equals, the lower id first
+        able = np.flatnonzero(weights)  # what dropped out before need not be sorted
+        order = able[np.argsort(-weights[able], kind="stable")]  # likeliest first; of equals, the lower id first
         before = np.cumsum(weights[order]) - weights[order]
         inside = before < max(params.top_p + slack, 0.0) * weights.sum()
         inside[0] = True
@@ -220,6 +237,7 @@ def kept(row: ArrayLike, params: SamplingParams, slack: float = 0.0) -> Floats:
             scaled[scaled < border] = -np.inf
         else:
             scaled[order[~inside]] = -np.inf
+            scaled[weights == 0.0] = -np.inf
     return scaled
 
 

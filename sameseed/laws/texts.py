@@ -70,7 +70,7 @@ def settings(
     "L3",
     "greedy texts",
     SAME_TEXTS,
-    least={"tokens": 400, "guesses": 50, "rejections": 10, "accepted": 10},
+    least={"tokens": 400, "drafted": 50, "rejections": 10, "accepted": 10},
     tokens=1_000_000,
 )
 def greedy(subject: Subject, effort: Effort) -> Found:
@@ -125,7 +125,7 @@ def near_ties(subject: Subject, effort: Effort) -> Found:
             margins = [t.top[0][1] - t.top[1][1] for t in c.logprobs or () if len(t.top) > 1]
             found.sizes["near_ties"] += sum(m < NEAR for m in margins)
             found.statistic["smallest_margin"] = min([found.statistic["smallest_margin"], *margins])
-        for name, engine in subject.guessing(jobs, plain, start):
+        for name, engine in subject.drafting(jobs, plain, start):
             got = subject.run(engine, jobs)
             found.sizes["texts"] += len(got)
             compare(subject, found, name, jobs, plain, got)

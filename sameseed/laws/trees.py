@@ -70,12 +70,12 @@ def knowing(prompts: Seq[Seq[int]], texts: Seq[Seq[int]], seeds: Seq[int] | None
 
 
 @dataclass
-class FirstGuesses:
+class FirstDrafts:
     """Counts of first draft tokens: how often one was the target's token, and whether it was then accepted."""
 
     num: int = 0
     hits: int = 0
-    by_chance: float = 0.0  # expected hits of guesses that ignore the position
+    by_chance: float = 0.0  # expected hits of drafts that ignore the position
     taken: int = 0  # rounds in which a first draft token was accepted
     missed: int = 0  # right first tokens that were not accepted
     wrong: int = 0  # first tokens that were accepted though none was right
@@ -85,13 +85,13 @@ class Watched(ModelRunner):
     """A runner that counts first draft tokens, and how many are accepted, against the texts that the target writes.
 
     `answer(seq)` is the right continuation. `share`: frequency of each token in those texts, which is the hit rate of a
-    guess that ignores the position.
+    draft that ignores the position.
     """
 
-    def __init__(self, runner: ModelRunner, answer: Answers, share: Mapping[int, float], guesses: FirstGuesses) -> None:
+    def __init__(self, runner: ModelRunner, answer: Answers, share: Mapping[int, float], counts: FirstDrafts) -> None:
         super().__init__(runner.model, runner.cache, runner.captures, runner.blocks)
         self.unseen = runner.unseen
-        self.answer, self.share, self.guesses = answer, share, guesses
+        self.answer, self.share, self.counts = answer, share, counts
         self._right: dict[int, bool] = {}  # by index in the current pass: was a first draft token right?
 
     @property
@@ -113,14 +113,14 @@ class Watched(ModelRunner):
             truth = self.answer(seq)
             if first and truth:
                 self._right[b] = truth[0] in first
-                self.guesses.num += 1
-                self.guesses.hits += self._right[b]
-                self.guesses.by_chance += sum(self.share.get(t, 0.0) for t in first)
+                self.counts.num += 1
+                self.counts.hits += self._right[b]
+                self.counts.by_chance += sum(self.share.get(t, 0.0) for t in first)
         return super().forward(seqs, draft, num_pending, *more)
 
     def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
         for b, right in self._right.items():
-            self.guesses.taken += bool(nodes[b])
-            self.guesses.missed += right and not nodes[b]
-            self.guesses.wrong += bool(nodes[b]) and not right
+            self.counts.taken += bool(nodes[b])
+            self.counts.missed += right and not nodes[b]
+            self.counts.wrong += bool(nodes[b]) and not right
         return super().commit(seqs, num_pending, nodes, output)

@@ -16,6 +16,8 @@ from typing import Any
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.devices import available_memory
+from sameseed.engine.build import SELF_FORMAT
+from sameseed.engine.levels import check_below, drafter_class, levels
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
@@ -44,7 +46,7 @@ from sameseed.tuned import TunedFigure
 FORMATS = ("auto", "w8a8", "w4a8")  # estimated where no format is asked for
 TABLE = 64  # number of sequences up to which the best lengths are listed
 PADDED = 1.05  # ratio of vocabulary sizes up to which the difference is padding
-CONTEXT = 1024  # tokens of a text, where no context is given
+CONTEXT, PROMPT = 1024, 512  # tokens of a text and of its prompt, where none are given; less in a shorter context
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Question:
     draft_format: str = "auto"
     acceptance: tuple[str, ...] = ()
     context: int | None = None
-    prompt_tokens: int = 512
+    prompt_tokens: int | None = None
     batches: tuple[int, ...] = (1, 8)
     available: int | None = None
     run: bool = False
@@ -71,7 +73,7 @@ class Question:
     def __post_init__(self) -> None:
         if not self.batches or min(self.batches) < 1 or max(self.batches) > 4096:
             raise ConfigError(f"batch sizes must lie in 1..4096, got {', '.join(map(str, self.batches)) or 'none'}")
-        if self.prompt_tokens < 1 or (self.context is not None and self.context < 1):
+        if any(n is not None and n < 1 for n in (self.context, self.prompt_tokens)):
             raise ConfigError("a context and a prompt have at least 1 token")
         if "none" in self.drafts:
             raise ConfigError("decoding without a draft is always among the figures: leave out --draft none")
@@ -80,6 +82,9 @@ class Question:
                 f"{len(self.acceptance)} acceptances for {len(self.drafts)} drafts: give --acceptance once for all, or "
                 "once for each --draft, in the same order"
             )
+
+        for level in (level for draft in self.drafts for level in levels(parse_draft(draft))):
+            check_below(drafter_class(level), level)
 
     def chances(self) -> list[AcceptChances]:
         """Acceptance chances of each draft. Raises ConfigError for files that hold none."""
@@ -123,11 +128,12 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
     profile = machine if isinstance(machine, Profile) else None
     limits = machine.limits if isinstance(machine, Profile) else machine
     batches, chances = tuple(sorted(set(asked.batches))), asked.chances()
-    found, misfits = [], []
+    found, misfits, given = [], [], asked
     for target in _sheets(asked, profile):
-        context = min(CONTEXT, target.config.max_model_len) if asked.context is None else asked.context
         most = target.config.max_model_len
-        if max(context, asked.prompt_tokens) > most:
+        context = min(CONTEXT, most) if asked.context is None else asked.context
+        asked = replace(asked, prompt_tokens=given.prompt_tokens or min(PROMPT, most))
+        if max(context, asked.prompt_tokens or 0) > most:
             raise ConfigError(
                 f"{asked.model} has a context of {most} tokens: lower --context and --prompt-tokens to it"
             )
@@ -141,7 +147,9 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
         gap = GAP
         if asked.run:
             settings = {"format": target.name, "kv_format": asked.kv_format, "threads": asked.threads}
-            real = anchor(asked.model, drafts, asked.draft_format, asked.prompt_tokens, times, most, **settings)
+            real = anchor(
+                asked.model, drafts, asked.draft_format, asked.prompt_tokens or PROMPT, times, most, **settings
+            )
             times, drafts, gap = real.times, list(real.drafts), real.gap
         figures = _figures(asked, target.name, target.kv_format, context, batches, needs, times, drafts, gap)
         found.append(replace(figures, loss=target.loss))
@@ -178,19 +186,19 @@ def _figures(
     drafts: Seq[DraftPlan],
     gap: float,
 ) -> Estimate:
-    rounds = Rounds(times, context, gap)
+    rounds, prompt = Rounds(times, context, gap), asked.prompt_tokens or PROMPT
     reads = not isinstance(times, EngineTimes) or bool(times.costs.prompts)
     ttft = None
     if reads:
         own = times.prompt_spread if isinstance(times, AnchoredTimes) else None
-        ttft = figure(rounds.scattered(times.prompt(asked.prompt_tokens), asked.prompt_tokens, own), times.grade)
+        ttft = figure(rounds.scattered(times.prompt(prompt), prompt, own), times.grade)
     most = times.costs.batches[-1] if isinstance(times, EngineTimes) else max(TABLE, batches[-1])
     return Estimate(
         asked.model,
         format,
         kv_format,
         context,
-        asked.prompt_tokens,
+        prompt,
         needs,
         ttft,
         speeds(rounds, drafts, batches),
@@ -235,11 +243,9 @@ def _sheets(asked: Question, profile: Profile | None) -> list[Sheet]:
 
 
 def _owning(spec: SpecConfig) -> list[SpecConfig]:
-    """Draft levels that own a model or a head. Raises ConfigError where a cost cannot be known beforehand."""
+    """Draft levels that own a model or a head, or store the target a second time. Raises ConfigError."""
     owns = "" if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER.owns
-    if owns == "target":
-        raise ConfigError(f"what {spec.method} costs is not known beforehand: measure it with sameseed bench")
-    if owns and spec.model is None:
+    if owns and owns != "target" and spec.model is None:
         raise ConfigError(f"--draft {spec.method} needs a model: write {spec.method}:MODEL")
     below = [level for b in spec.below for level in _owning(b)]
     return [*below, spec] if owns else below
@@ -253,7 +259,11 @@ def _plan(
     sheets = []
     at_once = False
     for spec in _owning(parse_draft(text)):
-        assert spec.model is not None
+        if spec.model is None:  # the target in fewer bits
+            form = SELF_FORMAT if asked.draft_format == "auto" else asked.draft_format
+            sheets.append(sheet(asked.model, form, asked.kv_format))
+            times.append(_draft_times(sheets[-1], limits, profile))
+            continue
         path = None if spec.model.lower() in SHAPES else find(spec.model)
         if path is not None and path.is_dir() and is_head(path):
             own = head_sheet(path, asked.draft_format, asked.kv_format, target)

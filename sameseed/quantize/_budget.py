@@ -24,7 +24,7 @@ from sameseed.quantize._decoder import STAGES, Block, Linear, advance
 from sameseed.quantize._walk import Walk
 from sameseed.scheme import QuantScheme
 
-CANDIDATES = ("w4a16-g128", "w4a16-g32", "w8a16", "bf16")
+CANDIDATES = ("w4a16", "w4a16-g32", "w8a16", "bf16")
 STEPS = 20_000  # of the spare budget, in the knapsack
 
 

@@ -23,7 +23,7 @@ class QuantizePlan:
 
     model: str
     out: Path
-    scheme: str = "w4a16-g128"
+    scheme: str = "w4a16"
     method: str = "rtn"
     calibration: Path | None = None
     samples: int = 128
@@ -41,7 +41,7 @@ def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
     """Raise ConfigError, before any file is read, for settings that exclude each other or do not work here."""
     devices.check(plan.device)
     if scheme.weights == "auto" and not scheme.rules and plan.budget is None:
-        raise ConfigError("scheme 'auto' changes nothing; name one, e.g. --scheme w4a16-g128")
+        raise ConfigError("scheme 'auto' changes nothing; name one, e.g. --scheme w4a16")
     if plan.out.exists() and not plan.overwrite:
         raise ConfigError(f"{plan.out} exists; choose another -o, or replace it with --overwrite")
     if pipeline.needs and plan.calibration is None:
@@ -51,7 +51,7 @@ def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
     if plan.budget is not None:
         candidates = [QuantScheme.parse(c) for c in plan.candidates]
         if all(is_dense(c) for c in candidates):
-            raise ConfigError("a budget needs candidates of fewer bits, e.g. --candidates w4a16-g128 w8a16 bf16")
+            raise ConfigError("a budget needs candidates of fewer bits, e.g. --candidates w4a16 w8a16 bf16")
         if plan.calibration is None:
             raise ConfigError("a budget is spent by measured loss; give --calibration FILE")
         if not 0 < plan.budget < math.inf:

@@ -29,6 +29,7 @@ from sameseed.quantize._work import WorkFolder, digest, fingerprint
 from sameseed.scheme import DENSE, QuantScheme, QuantTensor
 
 log = logging.getLogger("sameseed")
+
 SCHEMA = "sameseed.quantization/1"
 FILE = "quantization.json"  # beside the weights: the settings of the run, and the error of each module
 HELD_OUT = 8  # rows that sensitivities are measured on
@@ -83,6 +84,13 @@ def quantize(plan: QuantizePlan, report: Report | None = None) -> QuantizeResult
         apart = HELD_OUT if plan.budget is not None else 0
         length = min(plan.length, config.max_model_len)
         calibration = read_calibration(plan.calibration, tokenizer, plan.samples, length, plan.seed, apart)
+        # Statistics of fewer tokens than a row has columns have no full rank: some codes then fit nothing but chance.
+        if (count := calibration.rows.numel()) < config.intermediate_size:
+            log.warning(
+                "%s gives %d tokens of calibration text, but rows have up to %d columns: give at least as many tokens, "
+                "better %d (--samples x --length)",
+                *(plan.calibration.name, count, config.intermediate_size, plan.samples * length),
+            )
         largest = int(calibration.rows.max())
         if largest >= config.vocab_size:
             raise ConfigError(

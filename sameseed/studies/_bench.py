@@ -11,16 +11,21 @@ from sameseed.config import SpecConfig
 from sameseed.engine.build import check_parts
 from sameseed.engine.levels import heeds_confidence, with_heads
 from sameseed.engine.settings import make_config
+from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.request import SamplingParams
 from sameseed.studies._setup import StudySetup
 from sameseed.studies._study import Tell
 from sameseed.study import record
-from sameseed.study.measure import Bench, Run, fitted
+from sameseed.study.measure import Bench, Run, fitted, fitting
 from sameseed.study.price import price
 from sameseed.study.workload import Arm, Workload, arms
 
 PRICED, WARM = 8, 0.7  # texts used for the price of exactness, and its temperature if the texts are greedy
+
+
+def _refuse(text: str) -> None:
+    raise ConfigError(f"{text}; leave it out of --prompts")
 
 
 Runs = Mapping[Arm, list[Run]]
@@ -65,12 +70,13 @@ class BenchCell:
         return 1.0 + sum(len(way.ks) for way in self.ways)
 
     def check(self, setup: StudySetup) -> None:
-        """Raise SameseedError if a format or a draft does not fit, or memory is short."""
+        """Raise SameseedError if a format, a draft or a prompt does not fit, or memory is short."""
         target, loaded = resolve_model(setup.source("target")), [("target", self.format)]
         for way in self.ways:
             spec = with_heads(way.spec({role: setup.source(role) for role in way.roles}))
             check_parts(target, make_config(spec, format=self.format, kv_format=self.kv_format))
             loaded += [(role, way.format) for role in way.roles or (["target"] if way.draft == "self_quant" else [])]
+        fitting(target, {}, setup.read(), _refuse)
         setup.check_memory(loaded)
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:

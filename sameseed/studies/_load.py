@@ -56,7 +56,8 @@ class LoadCell:
         return 2.0 * len(self.formats) * len(self.clients)
 
     def check(self, setup: StudySetup) -> None:
-        """Raise SameseedError if a format or a draft does not fit, or memory is short."""
+        """Raise SameseedError if a format or a draft does not fit, a package is missing, or memory is short."""
+        record.require("a server under load", "server,study", "httpx", "fastapi", "uvicorn", "msgspec")
         for form, kv in self.formats:
             spec = with_heads(make_config(setup.source(self.draft)).spec)
             config = make_config(spec, format=form, kv_format=kv)

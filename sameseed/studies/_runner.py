@@ -46,6 +46,7 @@ def _read(name: str, setup: StudySetup) -> list[dict[str, Any]]:
 def plan(name: str, setup: StudySetup, only: Seq[str] = ()) -> list[Planned]:
     """The cells of the grid; no model is loaded. `only`: patterns of cell names. Raises ConfigError if none matches."""
     study = load(name)
+    record.require("a study", "study", "matplotlib")  # it draws its plots after the last cell
     try:
         setup.read()
     except ConfigError as error:
@@ -84,9 +85,9 @@ def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str
         start = time.monotonic()
         try:
             found = p.cell.measure(setup, tell)
-        except SameseedError as error:
-            tell(f"{p.cell.name}: {error}")
-            failed[p.digest] = str(error)
+        except Exception as error:  # any cause: a failed cell is named, and the others are still to measure
+            failed[p.digest] = str(error) if isinstance(error, SameseedError) else f"{type(error).__name__}: {error}"
+            tell(f"failed: {p.cell.name}: {failed[p.digest]}")
             continue
         for made in found:
             record.append(file, {**made, "study": name, "size": setup.size, "cell": p.cell.name, "digest": p.digest})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from sameseed.study import record
 from sameseed.study.schemas import CERTIFICATE_SCHEMA
 from sameseed.study.workload import prompts_name, read_prompts
 
+log = logging.getLogger("sameseed")
+LEAST_CONTEXT = 128  # tokens: the longest requests of a check are prompts of 64 with 24 tokens and a draft after them
 LEAST_TOKENS = 8  # least --max-tokens: the compared answers must leave room for drafts
 Tick = Callable[[str, int, int], None]  # name of a check, number of checks done, number of checks
 
@@ -40,31 +43,24 @@ class Asked:
 
 @dataclass
 class Certificate:
-    """The results of all checks of one configuration.
-
-    `mutants`: result of the mutation test, if it ran. `known`: all available checks. `unseen`: what no check covers.
-    """
+    """The results of all checks of one configuration."""
 
     results: list[Result]
     config: dict[str, object]
     effort: Effort
     acceptance: dict[str, int]
     seconds: float
-    mutants: dict[str, Any] | None = None
-    known: Seq[Check] = field(default_factory=lambda: CHECKS)
-    unseen: Seq[str] = UNSEEN
 
     @property
     def left_out(self) -> list[str]:
         """Ids of the checks that were not run."""
         done = {r.check.id for r in self.results}
-        return [c.id for c in self.known if c.id not in done]
+        return [c.id for c in CHECKS if c.id not in done]
 
     @property
     def passed(self) -> bool:
-        """Did no check fail, and were all mutants caught? A warning is no failure: it concerns speed."""
-        caught = self.mutants is None or self.mutants["caught"] == self.mutants["total"]
-        return caught and all(r.status != FAILED for r in self.results)
+        """Did no check fail? A warning is no failure: it concerns speed."""
+        return all(r.status != FAILED for r in self.results)
 
     @property
     def verdict(self) -> str:
@@ -88,12 +84,9 @@ class Certificate:
             "false_alarm": float(sum(r.found.false_alarm for r in self.results)),
             "seconds": round(self.seconds, 2),
             "acceptance": self.acceptance,
-            "checks": [
-                {**r.as_dict(), "device": "cpu" if r.check.on_host else self.config["device"]} for r in self.results
-            ],
+            "checks": [r.as_dict() for r in self.results],
             "left_out": self.left_out,
-            "unseen": list(self.unseen),
-            "mutants": self.mutants,
+            "unseen": list(UNSEEN),
         }
 
 
@@ -102,11 +95,12 @@ def load_subject(
 ) -> Subject:
     """Load models and prompts.
 
-    `params`: settings of the sampled runs (others are greedy); its seed is the certificate's. Raises ConfigError if
-    nothing is drafted or an option is out of range, RequestError for prompts that do not fit.
+    `params`: settings of the sampled runs (others are greedy); its seed is the certificate's. Prompts
+    that do not fit the context are left out. Raises ConfigError if nothing is drafted or an option is out of range,
+    RequestError if no prompt fits.
     """
     if config.spec.method == "none" or config.spec.num_draft_tokens == 0:
-        raise ConfigError("nothing speculates, so there is nothing to certify; name a way to guess, e.g. --draft ngram")
+        raise ConfigError("speculation is off, so there is nothing to certify; name a draft, e.g. --draft ngram")
     ops.resolve(config.backend, config.device)  # a missing backend or device is reported before anything is loaded
     if asked.batch < 1:
         raise ConfigError(f"--batch must be at least 1, got {asked.batch}")
@@ -117,18 +111,24 @@ def load_subject(
     prompts = read_prompts(asked.prompts, asked.num_prompts)
     loaded = load_parts(asked.model, config, progress)
     limit = config.max_model_len or loaded.target.max_model_len
+    if limit < LEAST_CONTEXT:
+        raise ConfigError(
+            f"the checks need a context of at least {LEAST_CONTEXT} tokens, got {limit}; raise --max-model-len"
+        )
     encoded = [prompt.encode(loaded.tokenizer) for prompt in prompts]
-    for prompt, tokens in zip(prompts, encoded, strict=True):
-        if not tokens or len(tokens) + asked.max_tokens > limit:
-            raise RequestError(
-                f"prompt {prompt.id} has {len(tokens)} tokens; it needs at least one, and with --max-tokens "
-                f"{asked.max_tokens} at most {limit - asked.max_tokens}"
-            )
+    fitting = [tokens for tokens in encoded if tokens and len(tokens) + asked.max_tokens <= limit]
+    if not fitting:
+        raise RequestError(
+            f"no prompt fits: with --max-tokens {asked.max_tokens} a prompt may have 1 to {limit - asked.max_tokens} "
+            f"tokens, the shortest has {min(map(len, encoded))}; give shorter --prompts or a larger --max-model-len"
+        )
+    if len(fitting) < len(encoded):
+        log.warning("%d of %d prompts fit the context; the others are left out", len(fitting), len(encoded))
     seed = 1 if params.seed is None else params.seed
     # Checks generate texts of many lengths: min_tokens must not exceed the shortest of them.
     least = min(params.min_tokens, LEAST_TOKENS)
     own = replace(params, max_tokens=asked.max_tokens, min_tokens=least, n=1, logprobs=None)
-    subject = Subject(loaded, encoded, own, asked.max_tokens, asked.batch, seed)
+    subject = Subject(loaded, fitting, own, asked.max_tokens, asked.batch, seed)
     subject.digest = acceptance.weights_digest(subject)
     return subject
 
@@ -146,9 +146,9 @@ def certify(
     accepted = {
         **{name: getattr(m, name) for name in ("num_draft_tokens", "num_accepted_tokens", "num_rollbacks")},
         "num_scripted_tokens": subject.scripted.num_draft_tokens,
-        "first_guesses": subject.guesses.num,
-        "first_guesses_right": subject.guesses.hits,
-        "first_guesses_accepted": subject.guesses.taken,
+        "first_guesses": subject.first.num,
+        "first_guesses_right": subject.first.hits,
+        "first_guesses_accepted": subject.first.taken,
     }
     return Certificate(results, _config(subject, asked), asked.effort, accepted, time.perf_counter() - start)
 

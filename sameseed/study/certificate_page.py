@@ -10,7 +10,7 @@ from jinja2 import DictLoader, Environment
 from sameseed.laws.check import IN_PART, NOT_SHOWN, PASSED
 from sameseed.laws.statistics import bound_text
 from sameseed.study.certificate_every import Outcome
-from sameseed.study.certificate_words import drawn_text, summary
+from sameseed.study.certificate_words import summary
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5b6472; --line: #d9dee7; --ground: #fbfcfe; --card: #fff;
@@ -35,10 +35,7 @@ details { border-bottom: 1px solid var(--line); padding: .5rem 0; } summary { cu
 dl { margin: .6rem 0; } dt { color: var(--soft); margin-top: .5rem; } dd { margin: 0 0 0 1rem; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; padding: .5rem; font-size: .85rem;
   background: var(--ground); border: 1px solid var(--line); border-radius: .3rem; }
-table.tried td { overflow-wrap: anywhere; }
 @media (max-width: 40rem) {
-  table.tried tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line); }
-  table.tried td { display: block; border: 0; padding: .1rem .6rem; }
   table.checks thead { display: none; } table.checks tr { display: block; padding: .5rem 0;
     border-bottom: 1px solid var(--line); }
   table.checks td { display: block; border: 0; padding: .1rem .6rem; }
@@ -70,7 +67,7 @@ ONE = """{% extends "page" %}
 {% endfor %}
 <p class=soft><strong>{{ c.label }}</strong> on {{ c.model }}, weights {{ c.format }}, cache {{ c.kv_format }}, backend
 {{- " " ~ c.backend }}, device {{ c.device }}{% if c.device_name %} ({{ c.device_name }}){% endif %}</p>
-<p class=soft>{{ counts }}; {{ "{:,.0f}".format(r.seconds) }} s. A right engine
+<p class=soft>{{ counts }}; {{ "{:,.0f}".format(r.seconds) }} s. A correct engine
 fails this certificate with a probability
 {{ "below " ~ bound(r.false_alarm) if r.false_alarm else "of 0: bits were compared" }}.</p>
 {% endblock %}
@@ -91,8 +88,7 @@ fails this certificate with a probability
 <details{% if check.status != "passed" %} open{% endif %}>
 <summary>{{ mark(check.status, check.status) }} {{ check.id }} {{ check.name }}</summary>
 <dl><dt>a pass means</dt><dd>{{ check.proves }}</dd>
-{% if "device" in check %}<dt>ran on</dt><dd>{{ check.device }}</dd>{% endif %}
-{% if check.lacking %}<dt>too little was seen</dt><dd>{{ check.lacking | join("; ") }}. What to change:
+{% if check.lacking %}<dt>not enough evidence</dt><dd>{{ check.lacking | join("; ") }}. What to change:
 {{ check.remedy }}</dd>{% endif %}
 {% for note in check.notes %}<dt>note</dt><dd>{{ note }}</dd>{% endfor %}
 {% if check.false_alarm %}<dt>probability of a false alarm</dt><dd>below {{ bound(check.false_alarm) }}</dd>{% endif %}
@@ -101,30 +97,6 @@ fails this certificate with a probability
 {% endfor %}
 </dl></details>
 {% endfor %}
-{% if r.mutants is not none %}
-<h2>Mutants</h2>
-<p>{{ r.mutants.caught }} of {{ r.mutants.total }} wrong versions of the code, put in the place of the right one, were
-rejected by a check.</p>
-<table class="tried"><tbody>
-{% for t in r.mutants.trials %}
-<tr><td>{{ t.name }}</td><td>
-{{- mark("passed", "rejected by " ~ t.caught_by) if t.caught_by else mark("failed", "not noticed") -}}
-</td><td>{{ t.said }}</td></tr>
-{% endfor %}
-</tbody></table>
-{% if r.mutants.drawn %}
-<h3>Drawn anew</h3>
-<p>{{ drawn(r.mutants.drawn) }}</p>
-<table class="tried"><tbody>
-{% for t in r.mutants.drawn.trials %}
-<tr><td>{{ t.name }}</td><td>
-{{- mark("warning" if t.outcome in ("not caught", "other counts alone") else "passed",
-         t.outcome ~ (" by " ~ t.by if t.by and t.outcome == "caught" else "")) -}}
-</td><td>{{ t.said }}</td></tr>
-{% endfor %}
-</tbody></table>
-{% endif %}
-{% endif %}
 <h2>Configuration</h2>
 {{ pairs(c) }}
 <h2>Machine</h2>
@@ -157,7 +129,7 @@ TONES = {"passed": "passed", "these checks passed": "passed", "impossible": "war
 HEADLINES = {  # by verdict: the headline, and its colour
     PASSED: ("Speculation changed nothing", "passed"),
     IN_PART: ("These checks passed; others were left out", "warning"),
-    NOT_SHOWN: ("Not shown: too little was seen", "warning"),
+    NOT_SHOWN: ("Not shown: not enough evidence", "warning"),
 }
 
 
@@ -182,7 +154,7 @@ _TEMPLATES = Environment(
     keep_trailing_newline=True,
 )
 _TEMPLATES.globals.update(style=STYLE, tones=TONES, sizes=sizes_text, statistic=statistic_text, bound=bound_text)
-_TEMPLATES.globals.update(summary=summary, drawn=drawn_text)
+_TEMPLATES.globals.update(summary=summary)
 
 
 def _page(template: str, verdict: str, **values: object) -> str:

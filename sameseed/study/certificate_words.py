@@ -8,9 +8,9 @@ from typing import Any
 from sameseed.laws.check import FAILED, NOT_SHOWN, PASSED
 
 OPENINGS = {
-    PASSED: "The texts with the draft were the texts without it, wherever this certificate looked.",
+    PASSED: "Outputs with the draft equal those with speculation off, wherever this certificate looked.",
     FAILED: "Something differs, or a check broke down. The first differences stand below.",
-    NOT_SHOWN: "Nothing differed, but too little was seen to show anything. What to change stands below.",
+    NOT_SHOWN: "Nothing differed, but there is not enough evidence. What to change stands below.",
 }
 PART = "Nothing differed in the checks that ran. Others were left out, so this is no proof of the whole."
 
@@ -22,7 +22,7 @@ def summary(record: Mapping[str, Any]) -> list[str]:
     lacking = [f"{c['id']} ({'; '.join(c['lacking'])})" for c in record["checks"] if c["lacking"]]
     if lacking:
         remedies = dict.fromkeys(c["remedy"] for c in record["checks"] if c["lacking"])
-        lines.append(f"Too little was seen by {', '.join(lacking)}. To change that: {'; or '.join(remedies)}.")
+        lines.append(f"Not enough evidence: {', '.join(lacking)}. To change that, {'; or '.join(remedies)}.")
     unseen = [*record["unseen"], *([f"the checks {', '.join(record['left_out'])}"] if record["left_out"] else [])]
     lines.append(f"Not looked at: {'; '.join(unseen)}.")
     return lines
@@ -34,30 +34,23 @@ def _looked_at(checks: Mapping[str, Mapping[str, float]]) -> list[str]:
     compared = [
         f"{checks[i][key]:,.0f} {words}"
         for i, key, words in (
-            ("L3", "tokens", "tokens of greedy texts"),
-            ("L6", "texts", "sampled texts"),
+            ("L3", "tokens", "greedy tokens"),
+            ("L6", "texts", "sampled outputs"),
             ("S1", "requests", "requests that end early"),
         )
         if i in checks and key in checks[i]
     ]
     if compared:
-        lines.append(f"Written with and without drafts, and compared bit by bit: {', '.join(compared)}.")
+        lines.append(f"Generated with and without speculation, and compared bit by bit: {', '.join(compared)}.")
     oracle = checks.get("T1", {})
     if "exact" in oracle:
         lines.append(
-            f"{oracle['tokens']:,.0f} tokens were held against a textbook decoder of its own code: "
+            f"{oracle['tokens']:,.0f} tokens were compared with a textbook decoder: "
             f"{oracle['exact']:,.0f} are its choice, {oracle['near_ties']:,.0f} too near to call, "
             f"{oracle['differing_tokens']:,.0f} wrong."
         )
-    served = checks.get("V1", {})
-    if "misread" in served:
-        wrong = served["misread"] + served["differing_answers"] + served["taken_though_bad"]
-        lines.append(
-            f"{served['requests']:,.0f} requests went through the server's code, field by field and several together: "
-            f"{wrong:,.0f} were read or answered wrongly."
-        )
     if "sequences" in checks.get("L5", {}):
-        lines.append(f"{checks['L5']['sequences']:,.0f} short texts were counted against their exact probabilities.")
+        lines.append(f"{checks['L5']['sequences']:,.0f} short outputs were counted against their exact probabilities.")
     return lines
 
 
@@ -65,9 +58,9 @@ def _drafted(record: Mapping[str, Any]) -> str:
     """Counts of the configured draft; tokens of trees that the certificate makes itself are given separately."""
     a = record["acceptance"]
     return (
-        f"The draft ({record['config']['label']}) made {a['num_draft_tokens']:,} guesses: {a['num_accepted_tokens']:,} "
-        f"were accepted, and {a['num_rollbacks']:,} rounds rejected some. "
-        f"{a['num_scripted_tokens']:,} guesses of trees made to provoke mistakes are not among them."
+        f"The draft ({record['config']['label']}) proposed {a['num_draft_tokens']:,} tokens: "
+        f"{a['num_accepted_tokens']:,} were accepted, and {a['num_rollbacks']:,} rounds rejected some. "
+        f"{a['num_scripted_tokens']:,} tokens of trees made to provoke mistakes are not among them."
     )
 
 
@@ -84,16 +77,4 @@ def _share(record: Mapping[str, Any]) -> str:
     return (
         f"Effort {record['effort']:g} (quick is 0.0005, full is 1): each check looked at {low} to {high} of its full "
         "size. What is rarer than that may be missed."
-    )
-
-
-def drawn_text(drawn: Mapping[str, Any]) -> str:
-    """Results of randomly generated mutants (`laws.held_out.score`)."""
-    low, high = (100 * share for share in drawn["interval"])
-    live = drawn["caught"] + drawn["not_caught"] + drawn["other_counts_alone"]
-    return (
-        f"Drawn by seed {drawn['seed']}: {drawn['caught']} of {live} mutants that run on broke a law "
-        f"({low:.0f} to {high:.0f} %). {drawn['broke_down'] + drawn['no_end']} more broke down or had no end. Of those "
-        f"not caught, {drawn['other_counts_alone']} changed only what is counted. "
-        f"{len(drawn['unreached'])} lay on lines that no check runs."
     )

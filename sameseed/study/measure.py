@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sameseed.engine.calibrate import LONG, measure_curve, measure_rounds
@@ -100,6 +101,26 @@ def fitted(model: str, settings: dict[str, Any], prompts: Seq[Prompt], max_token
     tokenizer = load_tokenizer(folder)
     longest = max((len(p.encode(tokenizer)) + max_tokens * (1 + len(p.then)) for p in prompts), default=0) + SPARE
     return {**settings, "max_model_len": min(read_config(folder).max_model_len, max(longest, LONG + SPARE))}
+
+
+def fitting(
+    folder: Path, settings: Mapping[str, Any], prompts: Seq[Prompt], tell: Callable[[str], None]
+) -> list[Prompt]:
+    """The prompts that leave room for an answer in the model's context; `tell` gets a line for each of the others.
+
+    Nothing is loaded but the tokenizer. Raises RequestError where no prompt fits.
+    """
+    limit = settings.get("max_model_len") or read_config(folder).max_model_len
+    tokenizer, found = load_tokenizer(folder), list[Prompt]()
+    for prompt in prompts:
+        size = len(prompt.encode(tokenizer))
+        if size < limit:
+            found.append(prompt)
+        else:
+            tell(f"prompt {prompt.id}: {size} tokens, and the context holds {limit}")
+    if not found:
+        raise RequestError(f"no prompt fits the context of {limit} tokens; give shorter --prompts")
+    return found
 
 
 class Bench:

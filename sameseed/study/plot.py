@@ -8,6 +8,7 @@ from typing import Any
 
 from sameseed.errors import ConfigError
 from sameseed.study.costs import Cost, Profile
+from sameseed.study.record import require
 from sameseed.study.report import title
 
 # Colours that colour-blind readers can tell apart (after Okabe and Ito).
@@ -28,10 +29,7 @@ def plot_paths(path: Path) -> tuple[Path, Path]:
     """Paths of the PNG and the SVG for `path`. Raises ConfigError for another suffix, or without matplotlib."""
     if path.suffix.lower() not in ("", *SUFFIXES):
         raise ConfigError(f"a plot is written as .png and .svg, not as {path.suffix!r}; name it e.g. {path.stem}.png")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError("a plot needs matplotlib; install it with: pip install '.[study]'") from None
+    require("a plot", "study", "matplotlib")
     png, svg = (path.with_suffix(suffix) for suffix in SUFFIXES)
     return png, svg
 

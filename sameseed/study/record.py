@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -232,6 +233,13 @@ def prepare(path: Path, flag: str = "--out") -> None:
             path.unlink()  # a measurement that fails later should not leave an empty file
     except OSError as error:
         raise ConfigError(f"cannot write records to {path} ({error.strerror}); choose another with {flag}") from None
+
+
+def require(what: str, extra: str, *modules: str) -> None:
+    """Raise ConfigError naming the extra where one of these modules, which `what` needs, is not installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{what} needs {', '.join(missing)}; install with: pip install '.[{extra}]'")
 
 
 def destination(out: Path | None, name: str) -> Path | None:

@@ -51,8 +51,7 @@ PROFILE = _fields(
 )
 EVAL = _fields("object?: perplexity, list: tasks, object?: comparison", _RUN)
 CERTIFICATE = _fields(
-    "number: effort, text: verdict, number: false_alarm seconds, object: acceptance, list: checks left_out, object?: "
-    "mutants",
+    "number: effort, text: verdict, number: false_alarm seconds, object: acceptance, list: checks left_out",
     _MEASURED,
 )
 LOAD = _fields(

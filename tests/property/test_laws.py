@@ -16,7 +16,7 @@ from lawkit import DEVICES, NO_GPU, SAMPLED, Pair, load_pair, make_engine, rando
 from sameseed import registry
 from sameseed.engine.engine import Engine
 from sameseed.engine.overlap import Overlap
-from sameseed.laws.law import exact_law
+from sameseed.laws.law import exact_laws
 from sameseed.laws.statistics import target_law
 from sameseed.request import SamplingParams
 from sameseed.spec.drafter import goes_ahead
@@ -101,7 +101,7 @@ def test_text_follows_the_targets_law(stored: tuple[Pair, str, list[tuple[int, .
     for seed in range(6):
         asked = SamplingParams(**{**vars(params), "seed": 1000 * seed})
         counts.update(texts(run(make_engine(pair, kv=kv, seqs=100, tokens=8192), [prompt], asked)))
-    law = exact_law(pair.target, kv, params, prompt, 2)
+    law = exact_laws(pair.target, kv, {"": params}, prompt, 2)[""]
     assert len(law) == 9
     assert target_law(counts, law).good
     likeliest = max(law, key=lambda cell: law[cell])

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from prefixkit import ACTIONS, Watched, shake
+from proof.mutants import Mutant
 
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.prefix import Prefixes
-from sameseed.laws.mutants import Mutant
 
 ROUNDS = 400
 

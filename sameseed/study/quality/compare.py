@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sameseed.config import SpecConfig, draft_text
 from sameseed.devices import available_memory
+from sameseed.engine.build import check_parts
 from sameseed.engine.levels import check_options
 from sameseed.engine.llm import LLM
 from sameseed.engine.memory import demand
 from sameseed.engine.settings import make_config
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, SameseedError
 from sameseed.models.config import EMBEDDED
 from sameseed.models.loader import resolve_model, target_scheme
+from sameseed.study.measure import fitting
 from sameseed.study.quality import advice, speed, suite
 from sameseed.study.quality.advice import Recommendation
 from sameseed.study.quality.bootstrap import Interval, mean_interval
@@ -34,6 +36,7 @@ from sameseed.study.quality.tasks import Report, TaskSettings, counter, silent
 from sameseed.study.quality.variant import Footprint, Variant, footprint
 from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
+T = TypeVar("T")
 NEAR_ZERO = 0.05  # acceptance rate below which speculation only costs time
 FAR_BELOW = 0.6  # share of the baseline's acceptance rate, below which a warning is given
 LOST = 1.1  # perplexity over the baseline's, above which a warning is given
@@ -82,18 +85,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows, the baseline first. `interleaved`: were all variants loaded at once, and their runs interleaved?"""
+    """Rows, the baseline first. `interleaved`: were all variants loaded at once, and their runs interleaved?
+
+    `failed`: variants that failed while they were measured, by label, with the reason.
+    """
 
     rows: tuple[Row, ...]
     draft: str
     interleaved: bool
     asked: Comparing
+    failed: dict[str, str] = field(default_factory=dict)
 
 
-def report(variants: Seq[str | Variant], asked: Comparing | None = None, progress: Report = silent) -> Comparison:
+def report(
+    variants: Seq[str | Variant],
+    asked: Comparing | None = None,
+    progress: Report = silent,
+    tell: Callable[[str], None] = lambda text: None,
+    keep: Callable[[Variant, Quality], None] = lambda variant, quality: None,
+) -> Comparison:
     """Measure variants, each MODEL[@FORMAT[@KVFORMAT]]. The first is the baseline.
 
-    Raises ConfigError for a bad choice before any work.
+    All are checked before the first is measured: `tell` gets a line for each that cannot run, and for each prompt that
+    does not fit. `keep` gets the quality of each variant as soon as it is measured. Raises ConfigError for a bad choice
+    before any work, and what the baseline raises.
     """
     parsed = [v if isinstance(v, Variant) else Variant.parse(v) for v in variants]
     asked = asked or Comparing()
@@ -101,34 +116,70 @@ def report(variants: Seq[str | Variant], asked: Comparing | None = None, progres
         raise ConfigError("give the baseline and other variants, each once, e.g. --compare embedded embedded@w4a8")
     suite.check(asked.tasks, asked.settings, asked.text)
     prompts = read_prompts(asked.prompts, asked.num_prompts)
-    for variant in parsed:
-        resolve_model(variant.model)
-    spec = draft_spec(parsed[0], asked)
-    qualities = [_quality(v, asked, progress) for v in parsed]
-    memories = []
-    for i, v in enumerate(parsed):
-        progress("memory, in processes of their own", i, len(parsed))
-        memories.append(footprint(v, asked.engine))
-    groups = _groups(parsed, asked)
-    speeds: list[Speed] = []
-    tick = counter(partial(progress, "speed, in turns"), asked.repeat * len(prompts) * len(parsed))
-    for group in groups:
-        speeds += speed.measure(group, spec, prompts, asked.max_tokens, asked.engine, asked.repeat, tick)
+    spec, base = draft_spec(parsed[0], asked), parsed[0]
+    failed: dict[Variant, str] = {}
+
+    def checked(v: Variant) -> None:
+        config = make_config(spec, **asked.engine, **v.settings)
+        check_parts(resolve_model(v.model), config)
+
+    def each(of: Seq[Variant], run: Callable[[Variant], T], into: dict[Variant, str]) -> dict[Variant, T]:
+        """The results of those that can be run; the others are named in `into`. Raises what the baseline raises."""
+        found = {}
+        for v in of:
+            try:
+                found[v] = run(v)
+            except (SameseedError, MemoryError) as error:
+                if v is base:
+                    raise
+                into[v] = str(error) or type(error).__name__
+        return found
+
+    impossible: dict[Variant, str] = {}
+    parsed = list(each(parsed, checked, impossible))
+    for v, reason in impossible.items():
+        tell(f"left out: {v.label}: {reason}")
+    for v in parsed:
+        prompts = fitting(resolve_model(v.model), asked.engine, prompts, lambda text: tell(f"left out: {text}"))
+
+    def quality_of(v: Variant) -> Quality:
+        quality = _quality(v, asked, progress)
+        keep(v, quality)
+        return quality
+
+    def memory_of(v: Variant) -> Footprint:
+        progress("memory, in processes of their own", parsed.index(v), len(parsed))
+        return footprint(v, asked.engine)
+
+    qualities = each(parsed, quality_of, failed)
+    memories = each(list(qualities), memory_of, failed)
+    groups = _groups(list(memories), asked)
+    tick = counter(partial(progress, "speed, in turns"), asked.repeat * len(prompts) * len(memories))
+
+    def speeds_of(group: Seq[Variant]) -> dict[Variant, Speed]:
+        its = speed.measure(list(group), spec, prompts, asked.max_tokens, asked.engine, asked.repeat, tick)
         gc.collect()
+        return dict(zip(group, its, strict=True))
+
+    try:
+        speeds = {v: s for group in groups for v, s in speeds_of(group).items()}
+    except (SameseedError, MemoryError):  # one of them cannot run: each by itself, to find out which
+        groups = [[v] for v in memories]
+        speeds = each(list(memories), lambda v: speeds_of([v])[v], failed)
     seed = asked.settings.seed
     rows = []
-    for i, (v, quality, memory, its) in enumerate(zip(parsed, qualities, memories, speeds, strict=True)):
+    for i, (v, its) in enumerate(speeds.items()):
+        quality, memory = qualities[v], memories[v]
         progress("as draft of the baseline", i, len(parsed))
-        drafted, why = speed.as_draft(
-            parsed[0], v, asked.num_draft_tokens, prompts, asked.max_tokens, asked.engine, seed
-        )
+        drafted, why = speed.as_draft(base, v, asked.num_draft_tokens, prompts, asked.max_tokens, asked.engine, seed)
         notes = [] if why is None else [f"cannot draft for the baseline: {why}"]
         if speed.drafts_for_itself(v, spec):
             notes.append("it is the draft itself, so n-grams draft for it")
         rows.append(Row(v, quality, memory, its, DraftAcceptance.of(its.drafted[0], seed), drafted, notes=notes))
     _judge(rows, asked, progress)
     name = draft_text(spec) if spec.model is None else Path(spec.model).name
-    return Comparison(tuple(rows), f"{name}, {spec.num_draft_tokens} tokens", len(groups) == 1, asked)
+    draft, lost = f"{name}, {spec.num_draft_tokens} tokens", {v.label: reason for v, reason in failed.items()}
+    return Comparison(tuple(rows), draft, len(groups) == 1, asked, lost)
 
 
 def draft_spec(baseline: Variant, asked: Comparing) -> SpecConfig:

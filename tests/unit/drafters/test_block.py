@@ -11,6 +11,7 @@ import pytest
 from fixtures_block import parsed, plain_block, random_block, raw_config
 from fixtures_eagle import target_states, write_head
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
+from sameseed.laws.mutant import Mutant
 from torch import Tensor
 
 from sameseed.config import EngineConfig, SpecConfig, parse_draft
@@ -20,7 +21,6 @@ from sameseed.engine.engine import Engine
 from sameseed.engine.levels import with_heads
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
-from sameseed.laws.mutant import Mutant
 from sameseed.models.block import BlockHead
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_loader import load_head

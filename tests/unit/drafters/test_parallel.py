@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts, write_model
+from sameseed.laws.mutant import Mutant
 
 from sameseed import ops
 from sameseed.config import EngineConfig, SpecConfig, parse_draft
@@ -20,7 +21,6 @@ from sameseed.engine.levels import with_heads
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws.logits import _prefilled, _rows
-from sameseed.laws.mutant import Mutant
 from sameseed.lengths._cost import Curve, DraftCost, EngineCost
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.models.config import ModelConfig, is_parallel

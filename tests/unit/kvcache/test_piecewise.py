@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from lawkit import Pair, make_engine, random_prompts, run, texts
+from proof.mutants import toy_subject
 from torch import Tensor
 
 from sameseed import scheme
@@ -17,7 +18,6 @@ from sameseed.errors import ConfigError, RegistryError
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws import closeness, kernels, textbook
 from sameseed.laws.check import PASSED, Effort, run_check
-from sameseed.laws.mutants import toy_subject
 from sameseed.models.loader import read_config
 from sameseed.ops import reference
 from sameseed.request import SamplingParams

@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from proof import ties
+from proof.mutants import toy_subject
 
 from sameseed.drafters._eagle_context import Contexts
 from sameseed.kvcache.prefix import Prefixes
-from sameseed.laws import busy, ties, trial
+from sameseed.laws import busy, trial
 from sameseed.laws.check import FAILED, NOT_SHOWN, PASSED, Check, Effort, Result, run_check
 from sameseed.laws.logits import cache_rows
-from sameseed.laws.mutants import toy_subject
 from sameseed.laws.subject import Subject
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import verify

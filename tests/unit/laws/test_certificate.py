@@ -15,18 +15,17 @@ from typing import Any
 import pytest
 import torch
 from lawkit import Pair
+from proof import mutants
 
-from sameseed import ops as backends
 from sameseed.cli import main
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded
-from sameseed.errors import ConfigError
-from sameseed.laws import acceptance, kernels, law, mutants, texts
-from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, WARNING, Check, Effort, Found, run_check
+from sameseed.errors import ConfigError, RequestError
+from sameseed.laws import acceptance, kernels, texts
+from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, TURNS, WARNING, Check, Effort, Found, run_check
 from sameseed.laws.checks import CHECKS, UNSEEN, chosen
 from sameseed.laws.subject import Subject
-from sameseed.laws.toy import toy_model
-from sameseed.laws.trees import FirstGuesses, Watched
+from sameseed.laws.trees import FirstDrafts, Watched
 from sameseed.models.layers import LayerWeights
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
@@ -72,7 +71,7 @@ def test_a_right_engine_passes_every_check(certificate: suite.Certificate) -> No
     assert not wrong_ones
     assert certificate.passed
     found = {r.check.id: r.found for r in certificate.results}
-    assert len(found) == 22 and [*found] == [c.id for c in CHECKS]
+    assert len(found) == 19 and [*found] == [c.id for c in CHECKS]
     assert {r.check.id: r.found.lacking for r in certificate.results if r.found.lacking} == {}, "each saw enough"
     assert found["L6"].statistic["preemptions"] > 0
     assert certificate.acceptance["num_accepted_tokens"] > 50
@@ -98,7 +97,7 @@ def test_every_mutant_is_rejected(baseline: mutants.Baseline, mutant: mutants.Mu
 def test_every_mutant_still_fits_the_code() -> None:
     """No mutant is run. There are at least 80, in all areas, each with its own name and checks that should notice."""
     assert len({m.name for m in mutants.MUTANTS}) == len(mutants.MUTANTS) >= 80
-    known = {c.id for c in CHECKS}
+    known = {c.id for c in mutants.CHECKS}
     for mutant in mutants.MUTANTS:
         assert mutant.code() is not None and mutant.checks and set(mutant.checks) <= known
     places = {inspect.unwrap(m.function).__module__.split(".")[1] for m in mutants.MUTANTS}
@@ -140,14 +139,6 @@ def test_a_check_that_warns_anyway_rejects_no_mutant(tokenizer: Tokenizer) -> No
     assert "does not pass without the mutant" in trial.said
 
 
-def test_the_score_tells_of_a_mutant_that_is_not_noticed(tokenizer: Tokenizer, certificate: suite.Certificate) -> None:
-    score = mutants.try_all(tokenizer, [HARMLESS])
-    assert (score["caught"], score["total"]) == (0, 1)
-    with_score = replace(certificate, mutants=score)
-    assert not with_score.passed
-    assert "not noticed" in render(with_score.as_dict())
-
-
 # --- evidence ---
 
 
@@ -166,9 +157,47 @@ def test_a_draft_that_never_guesses_shows_nothing(pair: Pair) -> None:
     assert found.verdict == NOT_SHOWN and found.passed
     assert found.acceptance["num_draft_tokens"] == 0 < found.acceptance["num_scripted_tokens"], "trees are not its own"
     lines = summary(found.as_dict())
-    assert "too little was seen to show anything" in lines[0]
-    assert any("made 0 guesses" in line and "trees" in line for line in lines)
-    assert any("A1 (guesses: 0, at least 10 are needed" in line and "n-grams need repetition" in line for line in lines)
+    assert "not enough evidence" in lines[0]
+    assert any("proposed 0 tokens" in line and "trees" in line for line in lines)
+    assert any("A1 (first drafts: 0, at least 10 are needed" in line for line in lines)
+    assert any("n-grams need repetition" in line for line in lines), "the remedy"
+
+
+def test_a_check_goes_on_until_it_saw_enough_and_not_for_ever(pair: Pair) -> None:
+    seen: list[int] = []
+
+    def run(subject: Subject, effort: Effort) -> Found:
+        seen.append(subject.turn)
+        return Found({"texts": 2}, {"most": len(seen), "least_margin": -len(seen), "differing": 1})
+
+    own = Check("X", "made up", "nothing", "0", {"texts": 100}, run, {"texts": 5})
+    result = run_check(own, subject_of(pair), Effort.parse("quick"))
+    assert seen == [0, 1, 2] and result.status == PASSED
+    assert result.found.sizes == {"texts": 6}
+    assert result.found.statistic == {"most": 3, "least_margin": -3, "differing": 3}
+    seen.clear()
+    assert run_check(replace(own, least={"texts": 10**6}), subject_of(pair), LEAST).status == NOT_SHOWN
+    assert len(seen) == TURNS
+    seen.clear()
+    assert run_check(replace(own, least={"nothing": 1}), subject_of(pair), LEAST).status == NOT_SHOWN
+    assert len(seen) == 2, "a second run added nothing"
+
+
+def test_a_request_that_the_configuration_refuses_is_no_failure(pair: Pair) -> None:
+    def run(subject: Subject, effort: Effort) -> Found:
+        raise RequestError("the prompt is too long; give a shorter one")
+
+    result = run_check(Check("X", "", "", "", {"texts": 9}, run, {"texts": 1}), subject_of(pair), LEAST)
+    assert result.status == NOT_SHOWN and any("too long" in note for note in result.found.notes)
+
+
+def test_later_turns_take_other_prompts_and_seeds(pair: Pair) -> None:
+    subject = subject_of(pair)
+    first = subject.jobs(4, SamplingParams(max_tokens=4))
+    subject.turn = 1
+    again = subject.jobs(4, SamplingParams(max_tokens=4))
+    assert not {j.seed for j in first} & {j.seed for j in again}
+    assert all(j.prompt_token_ids[: len(j.prompt_token_ids) // 2] * 2 == j.prompt_token_ids for j in again)
 
 
 def pair_of_ngrams(pair: Pair) -> Subject:
@@ -184,8 +213,8 @@ def test_a_failure_outweighs_what_was_not_seen(pair: Pair) -> None:
 
 def test_the_summary_is_for_readers_who_know_no_check(certificate: suite.Certificate) -> None:
     lines = summary(certificate.as_dict())
-    assert lines[0].startswith("The texts with the draft were the texts without it")
-    assert any("a textbook decoder of its own code" in line and " 0 wrong" in line for line in lines)
+    assert lines[0].startswith("Outputs with the draft equal those with speculation off")
+    assert any("compared with a textbook decoder" in line and " 0 wrong" in line for line in lines)
     (share,) = [line for line in lines if "of its full size" in line]
     assert "Effort 1e-09" in share and "e+" not in share
     assert all(thing in lines[-1] for thing in UNSEEN)
@@ -283,15 +312,6 @@ def test_a_users_store_is_left_alone(pair: Pair, tmp_path: Path) -> None:
         assert not store.exists()
 
 
-def test_what_the_toy_is_stored_in_is_said(pair: Pair) -> None:
-    notes: list[str] = []
-    assert {m.format for m in toy_model(backends.resolve(), 32, "w8a8", notes=notes).weights.matrices} == {"int8"}
-    assert notes == []
-    nested = SpecConfig("self_quant", format="nested")
-    found = law.texts.run(subject_of(pair, spec=nested), Effort(1e-9, 0.01))
-    assert "no toy can be stored as nested: one model here is in fp32 instead" in found.notes
-
-
 def test_nothing_leaks_where_nothing_ran(pair: Pair) -> None:
     alone = suite.certify(subject_of(pair), asked(), chosen(["L1", "C2"]))
     assert [r.status for r in alone.results] == [PASSED, NOT_SHOWN]
@@ -308,25 +328,6 @@ def test_a_part_is_not_the_whole(certificate: suite.Certificate) -> None:
     assert "These checks passed" in text and "Speculation changed nothing" not in text
 
 
-LEVELS = {
-    "self_quant": SpecConfig("self_quant"),
-    "cascade": SpecConfig("cascade", "draft", below=(SpecConfig("ngram"),)),
-    "first": SpecConfig(
-        "first", below=(SpecConfig("suffix", options={"store": "file"}), SpecConfig("draft_model", "d"))
-    ),
-    "eagle": SpecConfig("eagle", "head", num_draft_tokens=8),
-}
-
-
-@pytest.mark.parametrize("method", LEVELS)
-def test_every_way_to_guess_has_a_toy(tokenizer: Tokenizer, method: str) -> None:
-    config = EngineConfig(spec=LEVELS[method], format="w8a8")
-    loaded = Loaded(config, tokenizer, 0, toy_model(backends.resolve(), 32, "w8a8"), ())
-    found = law.texts.run(Subject(loaded, PROMPTS, SamplingParams()), Effort(1e-9, 0.05))
-    assert found.verdict == PASSED
-    assert ("only trees" in found.notes[-1]) == (method == "eagle")
-
-
 # --- the record and the page ---
 
 
@@ -337,7 +338,7 @@ def test_the_record_is_a_record(certificate: suite.Certificate, tmp_path: Path) 
     assert record.read(tmp_path / "c.jsonl") == [found]
     about = {"id", "name", "proves", "status", "sizes", "full_sizes", "least", "lacking", "remedy", "threshold"}
     about |= {"notes", "findings"}
-    assert all(check.keys() == about | {"statistic", "false_alarm", "seconds", "device"} for check in found["checks"])
+    assert all(check.keys() == about | {"statistic", "false_alarm", "seconds"} for check in found["checks"])
     assert found["left_out"] == []
     assert {"label", "model", "model_digest", "format", "kv_format", "backend", "seed"} <= found["config"].keys()
     del found["checks"]
@@ -397,38 +398,43 @@ def test_the_page_shows_what_differs_and_no_markup_of_texts(pair: Pair, certific
 # --- the alarm ---
 
 
-def alarm_of(pair: Pair, guesses: FirstGuesses) -> Found:
+def alarm_of(pair: Pair, guesses: FirstDrafts) -> Found:
     subject = subject_of(pair)
-    subject.guesses = guesses
+    subject.first = guesses
     return run_check(acceptance.alarm, subject, Effort(1e-9)).found
 
 
 def test_the_alarm(pair: Pair) -> None:
-    useless = alarm_of(pair, FirstGuesses(1000, 6, 5.5, taken=6))
+    useless = alarm_of(pair, FirstDrafts(1000, 6, 5.5, taken=6))
     assert useless.verdict == WARNING
     assert "6 of 1000" in useless.notes[0]
     assert all(cause in useless.notes[0] for cause in ("another target", "tokenizer", "chat template"))
-    assert alarm_of(pair, FirstGuesses(400, 60, 55.0, taken=60)).verdict == WARNING, "no better than chance"
-    assert alarm_of(pair, FirstGuesses(400, 60, 8.0, taken=60)).verdict == PASSED
+    assert alarm_of(pair, FirstDrafts(400, 60, 55.0, taken=60)).verdict == WARNING, "no better than chance"
+    assert alarm_of(pair, FirstDrafts(400, 60, 8.0, taken=60)).verdict == PASSED
     for few in (
-        FirstGuesses(),
-        FirstGuesses(3, 0, 0.1),
-        FirstGuesses(400, 0, 3.0),
-        FirstGuesses(49, 20, 1.0, taken=20),
+        FirstDrafts(),
+        FirstDrafts(3, 0, 0.1),
+        FirstDrafts(400, 0, 3.0),
+        FirstDrafts(49, 20, 1.0, taken=20),
     ):
-        assert alarm_of(pair, few).verdict == NOT_SHOWN, "who never guessed, or was never right, shows nothing"
+        silent = pair_of_ngrams(pair)
+        silent.first = few
+        assert run_check(acceptance.alarm, silent, Effort(1e-9)).status == NOT_SHOWN, "never drafted, or never right"
+    started = subject_of(pair)
+    started.first = FirstDrafts(3, 1, 0.1, taken=1)
+    assert run_check(acceptance.alarm, started, Effort(1e-9)).found.sizes["first_drafts"] >= 50, "it goes on"
 
 
 def test_right_guesses_that_are_not_accepted_are_a_failure(pair: Pair) -> None:
-    missed = alarm_of(pair, FirstGuesses(400, 60, 8.0, taken=59, missed=1))
+    missed = alarm_of(pair, FirstDrafts(400, 60, 8.0, taken=59, missed=1))
     assert missed.verdict == FAILED and "1 rejected" in missed.findings[0].found
-    wrong_ones = alarm_of(pair, FirstGuesses(400, 60, 8.0, taken=62, wrong=2))
+    wrong_ones = alarm_of(pair, FirstDrafts(400, 60, 8.0, taken=62, wrong=2))
     assert wrong_ones.verdict == FAILED and "2 accepted" in wrong_ones.findings[0].found
-    assert alarm_of(pair, FirstGuesses(3, 1, 0.1, missed=1)).verdict == FAILED, "however few"
+    assert alarm_of(pair, FirstDrafts(3, 1, 0.1, missed=1)).verdict == FAILED, "however few"
 
 
 def test_first_guesses_are_counted_as_they_are_checked(pair: Pair) -> None:
-    guesses = FirstGuesses()
+    guesses = FirstDrafts()
     runner = subject_of(pair).plain().runner
     watched = Watched(runner, lambda seq: (6, 2), {7: 0.25, 6: 0.5, 1: 0.125}, guesses)
     seqs = [Sequence(i, [1, 2, 3], SamplingParams(), 0) for i in range(4)]
@@ -467,7 +473,7 @@ def test_efforts() -> None:
         (["--device", "gpu"], "use cpu, cuda, or cuda:N"),
         (["--device", "cpu", "--backend", "triton"], "backend 'triton'"),
         (["--only", "L3", "L4"], "no check 'L4'"),
-        (["--every", "--only", "L3"], "leave --only and --mutants out"),
+        (["--every", "--only", "L3"], "leave --only out"),
         (["--every", "--device", "gpu"], "use cpu, cuda, or cuda:N"),
     ],
 )
@@ -495,15 +501,15 @@ def test_the_command_writes_record_and_page(
 ) -> None:
     out, html = tmp_path / "c.jsonl", tmp_path / "c.html"
     few = command(pair_folders, tmp_path, "--out", str(out), "--html", str(html), "--json")
-    assert main(few) == 3, "two prompts: the draft guesses too little"
+    assert main(few) == 0, "two prompts are enough: the checks go on until the draft was tried"
     shown = json.loads(capsys.readouterr().out)
     assert record.read(out) == [shown]
-    assert shown["verdict"] == "not shown"
+    assert shown["verdict"] == "these checks passed"
     assert [c["id"] for c in shown["checks"]] == ["S1", "A1", "C2"]
     assert "L3" in shown["left_out"]
     assert shown["config"]["label"] == "draft_model k=4"
     assert str(tmp_path) not in json.dumps(shown), "paths are nobody's business"
-    assert "Not shown: too little was seen" in html.read_text()
+    assert "These checks passed" in html.read_text()
     few = command(pair_folders, tmp_path)
     assert main([*few[: few.index("--only")], "--only", "L1", "S1", "C2"]) == 0
     said = capsys.readouterr().out

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from proof.mutants import MUTANTS, toy_subject
 
 from sameseed.errors import RequestError
 from sameseed.grammar import Vocabulary
 from sameseed.grammar.matching import Matching
 from sameseed.laws import oracle, textbook, trees
 from sameseed.laws.check import PASSED, Effort, run_check
-from sameseed.laws.mutants import MUTANTS, toy_subject
 from sameseed.request import SamplingParams
 from sameseed.spec.sampling import gumbel_noise
 from sameseed.tokenizer import Tokenizer

@@ -14,8 +14,8 @@ from functools import cached_property
 from types import FunctionType
 from typing import Any
 
-from sameseed.laws.edits import edits, silent
-from sameseed.laws.mutant import Mutant, bare
+from proof.edits import edits, silent
+from proof.mutant import Mutant, bare
 
 # Areas of the source that are mutated, and the modules of each.
 AREAS: Mapping[str, tuple[str, ...]] = {

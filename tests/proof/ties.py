@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from proof.toy import needs_head, toy_loaded
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.subject import Subject
 from sameseed.laws.texts import GREEDY, SAME_TEXTS, compare
-from sameseed.laws.toy import needs_head, toy_loaded
 
 VOCAB, LENGTH, JOBS = 64, 16, 8
 WAYS = {"raw": {}, "biased": {1: -9.0}}  # the second goes through the code for adjusted logits
@@ -39,7 +39,7 @@ def equal_logits(subject: Subject, effort: Effort) -> Found:
         for name, bias in WAYS.items():
             jobs = toy.jobs(JOBS, replace(params, logit_bias=bias), start)
             plain = toy.run(toy.plain(seqs=1), jobs, alone=True)
-            for way, engine in (("plain", None), *toy.guessing(jobs, plain, start, nodes=64)):
+            for way, engine in (("plain", None), *toy.drafting(jobs, plain, start, nodes=64)):
                 got = plain if engine is None else toy.run(engine, jobs)
                 compare(toy, found, f"{name}, {way}", jobs, plain, got)
                 for i, c in enumerate(got):

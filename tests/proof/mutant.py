@@ -3,6 +3,8 @@
 from __future__ import annotations
 import __future__
 
+import copyreg
+import importlib
 import inspect
 import logging
 import textwrap
@@ -13,7 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from sameseed.errors import SameseedError
-from sameseed.laws.check import named
+from sameseed.laws.check import Check
 from sameseed.spec import sampling
 
 log = logging.getLogger("sameseed")
@@ -71,6 +73,18 @@ class Mutant:
             yield
         finally:
             function.__code__, sampling.HAS_NATIVE, log.handlers, log.propagate = kept
+
+
+def named(module: str, name: str) -> Any:
+    """The object that a qualified name stands for in a module; `Class.member` is returned without binding."""
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part)
+    return found
+
+
+# A check is pickled by the module and the qualified name of its function, which now name the check.
+copyreg.pickle(Check, lambda check: (named, (check.run.__module__, check.run.__qualname__)))
 
 
 def bare(found: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from proof.mutant import REFERENCE, Mutant
 from sameseed import batch, scheme
 from sameseed.engine.running import Running
 from sameseed.engine.scheduler import Scheduler
-from sameseed.laws.mutant import REFERENCE, Mutant
 from sameseed.models.runner import ModelRunner
 from sameseed.ops import reference
 from sameseed.spec import sampling, verify

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from proof.mutant import REFERENCE, Mutant
 from sameseed import batch
 from sameseed.drafters._followers import Followers
 from sameseed.drafters.parallel import ParallelDrafter
@@ -13,7 +14,6 @@ from sameseed.engine.running import Running
 from sameseed.grammar import Choice
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.prefix import Prefixes
-from sameseed.laws.mutant import REFERENCE, Mutant
 from sameseed.ops import reference
 from sameseed.spec import sampling, verify
 

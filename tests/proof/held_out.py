@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
+from proof.drawn import DrawnMutant
+from proof.mutant import REFERENCE, Mutant
+from proof.mutants import toy_subject
 from sameseed.laws import trial
 from sameseed.laws.check import FAILED, HIDDEN, PASSED, Check, Effort, Result, run_check
-from sameseed.laws.drawn import DrawnMutant, Places
-from sameseed.laws.mutant import REFERENCE, Mutant
-from sameseed.laws.mutants import toy_subject
-from sameseed.laws.statistics import share_interval
 from sameseed.tokenizer import Tokenizer
 
 # Outcomes of a mistake. Only "caught" means that a check of the laws rejected it.
@@ -180,6 +180,16 @@ def _outcome(drawn: DrawnMutant, bench: MutantBench, key: Key) -> tuple[str, str
     return (COUNTS, ", ".join(changed)) if changed and key[1] != "L5" else (MISSED, "")
 
 
+def share_interval(hits: int, count: int) -> tuple[float, float]:
+    """Where the true share of hits lies with 95 % confidence (Wilson's score interval, 1927)."""
+    if count == 0:
+        return 0.0, 1.0
+    z, share = 1.959964, hits / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
 def score(verdicts: Seq[Verdict], unreached: Seq[str], seed: int) -> dict[str, Any]:
     """Outcome counts as plain data, with a 95 % interval for the share caught.
 
@@ -196,27 +206,6 @@ def score(verdicts: Seq[Verdict], unreached: Seq[str], seed: int) -> dict[str, A
         "interval": [round(low, 4), round(high, 4)],
         "trials": [asdict(v) for v in verdicts],
     }
-
-
-def try_drawn(
-    bench: MutantBench,
-    places: Places,
-    count: int,
-    seed: int,
-    tick: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> dict[str, Any]:
-    """Draw until `count` mistakes lie on lines that some check runs, and judge each in a fresh process: see `score`."""
-    verdicts: list[Verdict] = []
-    unreached: list[str] = []
-    for drawn in places.draw(seed):
-        if len(verdicts) == count:
-            break
-        if not bench.who(drawn):
-            unreached.append(drawn.mutant.name)
-            continue
-        tick(f"drawn: {drawn.mutant.name}", len(verdicts), count)
-        verdicts.append(judge_apart(drawn, bench))
-    return score(verdicts, unreached, seed)
 
 
 @contextmanager

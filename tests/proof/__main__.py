@@ -1,7 +1,7 @@
 """Mutation test of the certificate's checks, with randomly generated mutants or with those written in the source.
 
-    .venv/bin/python benchmarks/mutants.py --seed 7 --count 60 --state drawn.jsonl    # the same command resumes
-    .venv/bin/python benchmarks/mutants.py --written --state written.jsonl
+    PYTHONPATH=tests .venv/bin/python -m proof --seed 7 --count 60 --state drawn.jsonl    # the same command resumes
+    PYTHONPATH=tests .venv/bin/python -m proof --written --state written.jsonl
 
 Each verdict is one line of `--state`; mutants with a verdict are not tried again. At the end, one record is appended to
 `--out`. `--areas` draws mutants only from the named areas.
@@ -16,23 +16,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sameseed.cli.verify_lossless import known_checks, server_mistakes
-from sameseed.laws import mutants
-from sameseed.laws.drawn import AREAS, Places
-from sameseed.laws.held_out import MutantBench, Verdict, judge_apart, score
+from proof import mutants
+from proof.drawn import AREAS, Places
+from proof.held_out import MutantBench, Verdict, judge_apart, score
+from proof.mistakes_server import SERVER_AREA, SERVER_MISTAKES
 from sameseed.study import record
 from sameseed.study.workload import ASSETS
 from sameseed.tokenizer import Tokenizer
 
-RESULTS = Path(__file__).parent / "results" / "mutants.jsonl"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mutants.jsonl"
 SCHEMA = "sameseed.mutants/1"
 UNREACHED = "unreached"
 
 
 def written(tokenizer: Tokenizer, state: State) -> dict[str, Any]:
     """Try the mutants written in the source; returns their score."""
-    baseline = mutants.Baseline(tokenizer, checks=known_checks())
-    for mutant in (*mutants.MUTANTS, *server_mistakes()[0]):
+    baseline = mutants.Baseline(tokenizer)
+    for mutant in (*mutants.MUTANTS, *SERVER_MISTAKES):
         if mutant.name not in state.done:
             state.add(vars(mutants.try_mutant(mutant, baseline)))
     trials = list(state.done.values())
@@ -41,9 +41,9 @@ def written(tokenizer: Tokenizer, state: State) -> dict[str, Any]:
 
 def drawn(tokenizer: Tokenizer, state: State, seed: int, count: int, areas: list[str]) -> dict[str, Any]:
     """Try random mutants until `count` of them lie on lines that a check runs; returns their score."""
-    every = {**AREAS, **server_mistakes()[1]}
+    every = {**AREAS, **SERVER_AREA}
     places = Places({name: modules for name, modules in every.items() if not areas or name in areas})
-    bench = MutantBench(tokenizer, known_checks(), places.files)
+    bench = MutantBench(tokenizer, mutants.CHECKS, places.files)
     for one in places.draw(seed):
         if sum(found["outcome"] != UNREACHED for found in state.done.values()) >= count:
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sameseed.laws.mutant import Mutant
+from proof.mutant import Mutant
 from sameseed.server import frames, parameters, protocol
 from sameseed.server.completions import CompletionReply
 from sameseed.server.replies import Reply
