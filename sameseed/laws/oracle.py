@@ -28,6 +28,7 @@ TEMPERATURES = (0.0, 0.05, 0.4, 1.0, 2.5)  # each with every processor on
 STOPPED = (3, 1)  # characters before a stop string begins, in turn; some fall before the minimum length
 LETTERS, CHOICES, SPELLED = 4, 24, 8  # of the grammar: letters, number of texts, letters of a text
 NUM_NODES = 64  # nodes of a draft tree
+AGAIN = ("as configured", "temperature", "greedy", "grammar at 0.9", "words at 0")  # settings of a check that goes on
 EXPRESSION = "expression"  # name of the rule with a regular expression, which xgrammar compiles
 PATTERN, LONGEST = "(?:{0}{1}|[{2}{3}]{{2,3}}){{1,2}}{0}?", 7  # over the letters, and the longest match
 WORDS = "words"  # name of the rule with texts of long pieces
@@ -85,7 +86,10 @@ def texts(subject: Subject, effort: Effort) -> Found:
     rules = ruled(subject)
     written: list[Written] = []
     trees = 0
-    for turn, (name, params) in enumerate(settings(subject, length, tuple(rules)).items()):
+    every = settings(subject, length, tuple(rules))
+    if subject.turn:  # once all settings were seen, the cheapest of each kind must bring what is still missing
+        every = {name: every[name] for name in AGAIN if name in every}
+    for turn, (name, params) in enumerate(every.items()):
         jobs = [_short(job) for job in subject.jobs(count, replace(params, max_tokens=length), turn * count)]
         rule = rules.get(name.partition(" at ")[0])
         if rule is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded, assemble
@@ -53,7 +54,7 @@ class Subject:
         """The device of models and caches."""
         return str(self.target.device)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Size of the vocabulary for prompts and scripts: the tokenizer's, or the model's where that is smaller."""
         return min(self.target.config.vocab_size, len(self.loaded.tokenizer.vocabulary()))
