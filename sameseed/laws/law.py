@@ -69,7 +69,7 @@ def exact_laws(
     "L5",
     "the law of outputs",
     FITS,
-    least={"sequences": 1_600, "tests": 28, "all_drafts": 200, "all_rejections": 50},
+    least={"sequences": 800, "tests": 28, "all_drafts": 200, "all_rejections": 50},
     sequences=4_000_000,
 )
 def outputs(subject: Subject, effort: Effort) -> Found:
@@ -88,7 +88,7 @@ def outputs(subject: Subject, effort: Effort) -> Found:
     own = replace(subject, prompts=[prompt], max_tokens=LENGTH + 2, batch=BATCH)  # its collectors are the subject's
     laws = exact_laws(own.target, own.kv_format, every, prompt, LENGTH)
     arms = list(itertools.product(every, ("the draft", "trees")))
-    share = -(-effort.of(4_000_000, 1_600) // len(arms))
+    share = -(-effort.of(4_000_000, 800) // len(arms))
     found = Found({"sequences": 0, "tests": 0}, {"least_p_value": 1.0, "most_variation_of_limit": 0.0, "impossible": 0})
     before = [m.copy() for m in (subject.metrics, subject.scripted)]
     for n, (name, draft) in enumerate(arms):

@@ -19,7 +19,7 @@ from sameseed.grammar.matching import Matching
 from sameseed.laws import textbook
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.sampled import sampling_settings
-from sameseed.laws.subject import Subject
+from sameseed.laws.subject import Subject, repeating
 from sameseed.laws.textbook import HALF
 from sameseed.laws.trees import TreeDrafter
 from sameseed.request import Completion, Grammar, Request, SamplingParams
@@ -113,10 +113,9 @@ def texts(subject: Subject, effort: Effort) -> Found:
 
 
 def _short(job: Request) -> Request:
-    """The job with the end of its prompt; of every second job two copies of a shorter end, for drafts by look-up."""
-    prompt = job.prompt_token_ids
-    odd = int(job.request_id[1:]) % 2
-    return replace(job, prompt_token_ids=prompt[-END // 3 :] * 2 if odd else prompt[-END:])
+    """The job with the end of its prompt; every second job ends in a phrase that repeats, for drafts by look-up."""
+    prompt, odd = job.prompt_token_ids, int(job.request_id[1:]) % 2
+    return replace(job, prompt_token_ids=repeating(prompt) if odd else prompt[-END:])
 
 
 def settings(subject: Subject, length: int, grammars: Seq[str]) -> dict[str, SamplingParams]:

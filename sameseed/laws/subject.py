@@ -17,6 +17,7 @@ from sameseed.spec.drafter import Drafter
 
 Tokens = tuple[int, ...]
 FRESH = 10_007  # jobs between two turns of a check, more than one turn takes at any small effort
+PERIOD, TIMES = 4, 6  # tokens of a phrase that repeats, and how often: models go on with it, and n-grams match it
 ROOM = 80  # rows of cache beyond prompt and answer: a tree of 64 nodes, and half a block
 
 
@@ -72,13 +73,14 @@ class Subject:
     def jobs(self, count: int, params: SamplingParams, start: int = 0) -> list[Request]:
         """`count` requests with seeds of their own: the prompts in turn, cut shorter from the second time on.
 
-        From the second turn of a check on, each prompt stands there twice: drafts by look-up find their text again.
+        From the second turn of a check on, each prompt ends in a phrase that repeats: drafts by look-up find it again.
         """
         made = []
         for i in range(start + self.turn * FRESH, start + self.turn * FRESH + count):
             time, which = divmod(i, len(self.prompts))
             prompt = self.prompts[which]
-            prompt = prompt[: max(1, len(prompt) - time % len(prompt))] * (2 if self.turn else 1)
+            prompt = prompt[: max(1, len(prompt) - time % len(prompt))]
+            prompt += repeating(prompt) if self.turn else ()
             prompt = prompt[-max(1, self.max_len - params.max_tokens - 1) :]
             seed = self.seed * 1_000_003 + i
             made.append(Request(f"c{i}", prompt, replace(params, seed=seed), seed))
@@ -107,7 +109,7 @@ class Subject:
         the configured drafter, with at most `nodes` nodes in a tree.
         """
         seqs = self.batch if seqs is None else seqs
-        longest = max(map(len, self.prompts)) * (2 if self.turn else 1) + self.max_tokens + ROOM
+        longest = max(map(len, self.prompts)) + PERIOD * TIMES + self.max_tokens + ROOM
         block = block or self.config.cache.block_size
         count = -(-(tokens or seqs * longest) // block) + 1
         config = replace(
@@ -151,6 +153,11 @@ class Subject:
         every = [t for c in written for t in c.token_ids]
         share = {t: every.count(t) / len(every) for t in set(every)}
         engine.runner = Watched(engine.runner, _answers(jobs, written), share, self.first)
+
+
+def repeating(prompt: Tokens) -> Tokens:
+    """The last few tokens of a prompt, again and again."""
+    return prompt[-PERIOD:] * TIMES
 
 
 def _answers(jobs: Seq[Request], written: Seq[Completion]) -> Answers:
