@@ -272,7 +272,10 @@ class Stored:
     def bits(self, name: str) -> float:
         raise NotImplementedError
 
-    def stored(self, name: str) -> QuantTensor:
+    def in_parts(self, name: str) -> bool:
+        return False
+
+    def stored(self, name: str, start: int = 0, stop: int | None = None) -> QuantTensor:
         return self.schemes[name].encode(self.tensors[name])
 
     def dtype(self, name: str) -> torch.dtype:

@@ -108,7 +108,10 @@ class Checkpoint:
         stored = self.scheme(name)
         return self.dtype(name).itemsize * 8.0 if stored is None else float(get(stored.weights).bits)
 
-    def stored(self, name: str) -> QuantTensor:
+    def in_parts(self, name: str) -> bool:
+        return name not in self._stored
+
+    def stored(self, name: str, start: int = 0, stop: int | None = None) -> QuantTensor:
         value = self._read(name)
         self._recent = None  # the caller holds the matrix now; do not keep a second reference
         if isinstance(value, QuantTensor):

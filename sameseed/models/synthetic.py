@@ -54,7 +54,10 @@ class RandomCheckpoint:
     def bits(self, name: str) -> float:
         return self._dtype.itemsize * 8.0
 
-    def stored(self, name: str) -> QuantTensor:
+    def in_parts(self, name: str) -> bool:
+        return False
+
+    def stored(self, name: str, start: int = 0, stop: int | None = None) -> QuantTensor:
         raise NotImplementedError
 
     def dtype(self, name: str) -> torch.dtype:

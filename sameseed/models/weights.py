@@ -1,16 +1,19 @@
 """Read a model's weights from a source of tensors: expected names and shapes, and encoding in a number format.
 
 A matrix is read, encoded and packed in chunks of rows, straight into its final memory. So neither its float copy nor
-its unpacked codes are ever whole in memory.
+its unpacked codes are ever whole in memory. Where a source can be read by several threads, layers are read side by
+side, and so are the chunks of the two large matrices outside the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import Protocol
+from threading import Lock
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +24,12 @@ from sameseed.formats._memory import roomy
 from sameseed.models.config import ModelConfig, layer_shapes
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.models.layouts.base import round_scheme, say_once
-from sameseed.ops import Ops
+from sameseed.ops import Ops, limit_threads, num_threads
 from sameseed.scheme import KQUANTS, QuantScheme, QuantTensor
 
 Progress = Callable[[int, int], None]
+A = TypeVar("A")
+B = TypeVar("B")
 CHUNK = 1 << 20  # values of a matrix that are floats at one time: few enough to stay in the processor's cache
 USUAL = "model.layers.0.mlp.down_proj"  # the matrix whose scheme stands for the whole model's
 WIDER = 16  # a GPU's chunks are this many times larger, because there the cost of a call dominates
@@ -40,8 +45,14 @@ class TensorSource(Protocol):
     def bits(self, name: str) -> float:
         """Bits per weight of a matrix in the source, before it is read."""
 
-    def stored(self, name: str) -> QuantTensor:
-        """A matrix that has a scheme, as stored, in its format's plain layout."""
+    def in_parts(self, name: str) -> bool:
+        """Whether some rows of a matrix can be read without the others, by several threads at once."""
+
+    def stored(self, name: str, start: int = 0, stop: int | None = None) -> QuantTensor:
+        """Rows start..stop-1 (None: all) of a matrix that has a scheme, as stored, in its format's plain layout.
+
+        Rows can be chosen only where `in_parts` says so.
+        """
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor; for a matrix with a scheme, the type of the values that `rows` returns."""
@@ -158,15 +169,28 @@ def read_weights(
     """
     weight_bytes(config, source, quant)
     reader = WeightReader(config, source, quant, ops, device, progress)
-    embedding = reader.matrix("model.embed_tokens")
-    layers = tuple(reader.layer(f"model.layers.{i}") for i in range(config.num_layers))
-    norm = reader.vector("model.norm.weight")
-    head = embedding if config.tied_embeddings else reader.matrix("lm_head")
+    with reader:
+        embedding = reader.matrix("model.embed_tokens", reader.spread)
+        layers = tuple(reader.spread(reader.layer, [f"model.layers.{i}" for i in range(config.num_layers)]))
+        norm = reader.vector("model.norm.weight")
+        head = embedding if config.tied_embeddings else reader.matrix("lm_head", reader.spread)
     return ModelWeights(embedding, layers, norm, head, dense_format(source, quant, reader.shapes))
 
 
+def _alone() -> None:
+    """Let calls of this thread compute on it alone: several of them read."""
+    torch.set_num_threads(1)
+    limit_threads(1)
+
+
+Spread = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]  # `map`, or a map on several threads
+
+
 class WeightReader:
-    """Reads the tensors of one model, or of a draft head where `shapes` lists its tensors."""
+    """Reads the tensors of one model, or of a draft head where `shapes` lists its tensors.
+
+    As a context it has threads, for `spread`, if the source can be read by several.
+    """
 
     def __init__(
         self,
@@ -184,11 +208,27 @@ class WeightReader:
         self.progress = progress
         self.total = sum(torch.Size(s).numel() for s in self.shapes.values())
         self.done = 0
+        self._lock = Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> None:
+        matrices = (name for name, shape in self.shapes.items() if len(shape) == 2)
+        if self.device == "cpu" and all(map(self.source.in_parts, matrices)):
+            self._threads = ThreadPoolExecutor(num_threads(), initializer=_alone)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def spread(self, function: Callable[[A], B], items: Iterable[A]) -> Iterable[B]:
+        """`map`, on several threads if there are any. `function` must not call this."""
+        return map(function, items) if self._threads is None else self._threads.map(function, items)
 
     def _tick(self, values: int) -> None:
-        self.done += values
-        if self.progress is not None:
-            self.progress(self.done, self.total)
+        with self._lock:
+            self.done += values
+            if self.progress is not None:
+                self.progress(self.done, self.total)
 
     def vector(self, name: str) -> Tensor:
         value = self.source.tensor(name).to(self.device).float()
@@ -221,8 +261,8 @@ class WeightReader:
             down_bias=self.biases([down], c.mlp_bias),
         )
 
-    def matrix(self, module: str) -> QuantTensor:
-        return self._alike([module], self._scheme(module))[0]
+    def matrix(self, module: str, spread: Spread = map) -> QuantTensor:
+        return self._alike([module], self._scheme(module), spread)[0]
 
     def stack(self, modules: Seq[str]) -> QuantTensor | tuple[QuantTensor, ...]:
         """Weights of some modules joined along O; one weight per run of modules with equal scheme and column order."""
@@ -250,12 +290,13 @@ class WeightReader:
             say_once(f"weights are decoded and stored as {chosen}; --format auto keeps them as {own}")
         return chosen, as_stored
 
-    def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool]) -> list[QuantTensor]:
+    def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool], spread: Spread = map) -> list[QuantTensor]:
         """Weights of modules with one scheme, joined and packed: one weight per run of equal column order."""
         chosen, as_stored = how
         names = [f"{m}.weight" for m in modules]
-        if not as_stored and chosen.rows_together == 1:
-            return [self._encoded(names, chosen)]
+        together = chosen.rows_together != 1 if not as_stored else not all(map(self.source.in_parts, names))
+        if not together and (self.device == "cpu" or not as_stored):
+            return [self._in_chunks(names, chosen, as_stored, spread)]
         weights = []
         for name in names:
             if as_stored:
@@ -274,38 +315,49 @@ class WeightReader:
             packed.append(self.pack(replace(whole, activations=chosen.activations)))
         return packed
 
-    def _encoded(self, names: Seq[str], chosen: QuantScheme) -> QuantTensor:
+    def _in_chunks(self, names: Seq[str], chosen: QuantScheme, as_stored: bool, spread: Spread) -> QuantTensor:
+        """Matrices joined along O, encoded or as stored, some rows at a time."""
         height, width = sum(self.shapes[n][0] for n in names), self.shapes[names[0]][1]
         dtypes = {self.source.dtype(n) for n in names}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         values = CHUNK * (WIDER if torch.device(self.device).type == "cuda" else 1)
         step = max(ROWS, values // width // ROWS * ROWS)
-        whole: QuantTensor | None = None
-        for start in range(0, height, step):
-            count = min(step, height - start)
-            rows = [r.to(self.device, dtype) for r in self._rows(names, start, start + count)]
-            chunk = rows[0] if len(rows) == 1 else torch.cat(rows)
-            piece = self.encode(chunk, chosen)
-            self._tick(chunk.numel())
-            if count == height:
-                return piece
-            if whole is None:  # allocate all parts by the sizes of the first chunk, which is a full one
-                parts = {}
-                for part, tensor in piece.parts.items():  # a part's first dimension is proportional to O
-                    unit = count // tensor.shape[0]  # weight rows per entry of the part: 1, or the rows of a tile
-                    parts[part] = roomy((-(-height // unit), *tensor.shape[1:]), tensor.dtype, tensor.device)
-                whole = replace(piece, shape=(height, width), parts=parts)
-            for part, tensor in piece.parts.items():
-                first = start * tensor.shape[0] // count if count == step else whole.parts[part].shape[0] - len(tensor)
-                whole.parts[part][first : first + len(tensor)] = tensor
-        assert whole is not None
-        return whole
 
-    def _rows(self, names: Seq[str], start: int, stop: int) -> Iterator[Tensor]:
+        def piece(start: int) -> QuantTensor:
+            spans = list(self._spans(names, start, min(start + step, height)))
+            if as_stored:
+                codes = [self.source.stored(*span) for span in spans]
+                whole = codes[0] if len(codes) == 1 else scheme.get(chosen.weights).concat(codes)
+                found = self.pack(replace(whole, activations=chosen.activations))
+            else:
+                rows = [self.source.rows(*span).to(self.device, dtype) for span in spans]
+                found = self.encode(rows[0] if len(rows) == 1 else torch.cat(rows), chosen)
+            self._tick(found.shape[0] * width)
+            return found
+
+        first = piece(0)
+        if height <= step:
+            return first
+        parts = {}  # allocated by the sizes of the first chunk, which is a full one
+        for part, tensor in first.parts.items():  # a part's first dimension is proportional to O
+            unit = step // tensor.shape[0]  # weight rows per entry of the part: 1, or the rows of a tile
+            parts[part] = roomy((-(-height // unit), *tensor.shape[1:]), tensor.dtype, tensor.device)
+
+        def place(start: int) -> None:
+            for part, tensor in (piece(start) if start else first).parts.items():
+                begin = start // (step // first.parts[part].shape[0])
+                parts[part][begin : begin + len(tensor)] = tensor
+
+        for _ in spread(place, range(0, height, step)):
+            pass
+        return replace(first, shape=(height, width), parts=parts)
+
+    def _spans(self, names: Seq[str], start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """The rows start..stop-1 of joined matrices: name, first row, end."""
         first = 0
         for name in names:
             height = self.shapes[name][0]
             begin, end = max(start - first, 0), min(stop - first, height)
             if begin < end:
-                yield self.source.rows(name, begin, end)
+                yield name, begin, end
             first += height

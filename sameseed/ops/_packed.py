@@ -109,6 +109,8 @@ def _plane(codes: Tensor, w: QuantTensor) -> Tensor:
 
 def by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
     """Reorder x [O, K/G] to [O/32, K/G, 32], padded with `fill`."""
+    if x.shape[0] == blocks * ROWS_PER_PACK:
+        return x.view(blocks, ROWS_PER_PACK, x.shape[1]).transpose(1, 2).contiguous()
     padded = roomy((blocks, x.shape[1], ROWS_PER_PACK), x.dtype).fill_(fill)
     whole = x.shape[0] // ROWS_PER_PACK
     padded[:whole] = x[: whole * ROWS_PER_PACK].view(whole, ROWS_PER_PACK, x.shape[1]).transpose(1, 2)

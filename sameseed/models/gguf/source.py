@@ -20,7 +20,7 @@ from sameseed.models.config import ModelConfig
 from sameseed.models.gguf import kquants
 from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
-from sameseed.models.layouts.base import ROWS, finite, round_scheme, rounded
+from sameseed.models.layouts.base import finite, round_scheme, rounded
 from sameseed.models.weights import expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
@@ -131,35 +131,39 @@ class GGUFCheckpoint:
         values, size = self._info(name).block
         return 8.0 * size / values
 
-    def stored(self, name: str) -> QuantTensor:
+    def in_parts(self, name: str) -> bool:
+        return True
+
+    def stored(self, name: str, start: int = 0, stop: int | None = None) -> QuantTensor:
         info = self._info(name)
-        height, width = info.shape
+        stop, width = info.shape[0] if stop is None else stop, info.shape[1]
         if info.type in DECODED:
-            return rounded(round_scheme(width), height, lambda start, stop: self.rows(name, start, stop))
-        scheme = KEPT[info.type]
-        parts = self._kquant(info) if info.type in kquants.TYPES else self._block32(info)
+            return rounded(round_scheme(width), stop - start, lambda a, b: self.rows(name, start + a, start + b))
+        scheme, (first, last, order) = KEPT[info.type], self._order(name, start, stop)
+        if info.type in kquants.TYPES:
+            parts = kquants.parts(info.type, self._bytes(info, first, last), last - first)
+        else:
+            parts = self._block32(info, first, last)
         if not all(parts[p].isfinite().all() for p in get(scheme.weights).scale_parts):
             raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
-        if (heads := self._heads.get(name)) is not None:
-            order = rotated(torch.arange(height), heads)
+        if order is not None:
             parts = {p: t.index_select(0, order) for p, t in parts.items()}
-        return QuantTensor(scheme.weights, (height, width), parts, scheme.activations)
+        return QuantTensor(scheme.weights, (stop - start, width), parts, scheme.activations)
 
-    def _kquant(self, info: TensorInfo) -> dict[str, Tensor]:
-        """Parts of a K-quant, read some rows at a time, because unpacking takes several times their memory."""
-        height, whole = info.shape[0], dict[str, Tensor]()
-        for start in range(0, height, ROWS):
-            stop = min(start + ROWS, height)
-            for name, piece in kquants.parts(info.type, self._bytes(info, start, stop), stop - start).items():
-                if name not in whole:
-                    whole[name] = piece.new_empty(height, piece.shape[1])
-                whole[name][start:stop] = piece
-        return whole
+    def _order(self, name: str, start: int, stop: int) -> tuple[int, int, Tensor | None]:
+        """Rows of the file, first..last-1, that hold rows start..stop-1 of a matrix, and their order among them."""
+        heads = self._heads.get(name)
+        if heads is None:
+            return start, stop, None
+        dim = self._info(name).shape[0] // heads
+        first, last = start // dim, -(-stop // dim)  # whole heads, because rows are reordered within a head
+        order = rotated(torch.arange((last - first) * dim), last - first)
+        return first * dim, last * dim, order[start - first * dim : stop - first * dim]
 
-    def _block32(self, info: TensorInfo) -> dict[str, Tensor]:
-        """Codes and scales of a matrix in blocks of 32."""
-        height, width = info.shape
-        data = self._bytes(info, 0, height)
+    def _block32(self, info: TensorInfo, start: int, stop: int) -> dict[str, Tensor]:
+        """Codes and scales of rows of a matrix in blocks of 32."""
+        height, width = stop - start, info.shape[1]
+        data = self._bytes(info, start, stop)
         if info.type == "MXFP4":  # the scale is one byte of e8m0, 255 for NaN
             exponents = data[:, 0].view(height, -1).int()
             scales = torch.ldexp(torch.ones(exponents.shape), exponents - 127).to(torch.bfloat16)
@@ -184,13 +188,9 @@ class GGUFCheckpoint:
         return rotated(value, self._heads[name]) if name in self._heads and len(info.shape) == 1 else value
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        heads = self._heads.get(name)
-        if heads is None:
-            return self._values(name, start, stop)
-        dim = self._info(name).shape[0] // heads
-        first, last = start // dim, -(-stop // dim)  # whole heads, because rows are reordered within a head
-        value = rotated(self._values(name, first * dim, last * dim), last - first)
-        return value[start - first * dim : stop - first * dim].clone()
+        first, last, order = self._order(name, start, stop)
+        value = self._values(name, first, last)
+        return value if order is None else value.index_select(0, order)
 
     def _bytes(self, info: TensorInfo, start: int, stop: int) -> Tensor:
         """Rows of a tensor as blocks, uint8 [rows * K / values, bytes]; a one-dimensional tensor is one row."""

@@ -17,6 +17,7 @@ from fixtures_gguf import as_type, gguf_bytes, info, key, text, write_gguf
 from fixtures_models import LLAMA3_ROPE, VARIANTS, all_logits, backends, load, prompt, random_tensors, write_checkpoint
 from torch import Tensor
 
+from sameseed import ops
 from sameseed.config import EngineConfig
 from sameseed.engine.memory import block_bytes, demand
 from sameseed.errors import ModelLoadError
@@ -382,6 +383,26 @@ def test_k_quants_stay_in_their_codes(kind, tmp_path, caplog):
             assert all(m.layout == "cpu" for m in model.weights.matrices)
             assert sum(m.nbytes for m in model.weights.matrices) < 1.1 * path.stat().st_size
     assert not any("rounded" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "F16"])
+def test_matrices_of_several_chunks(kind, tmp_path):
+    """Matrices above `CHUNK` values are read in chunks, by several threads; a chunk may begin within a rotated head."""
+    raw = RAW | {"vocab_size": 4999, "head_dim": 96, "num_attention_heads": 48, "tie_word_embeddings": True}
+    tensors = {n: t for n, t in random_tensors(parse_config(raw)).items() if n != "lm_head.weight"}
+    path = write_gguf(tmp_path / "model.gguf", raw, tensors, kinds(kind))
+    chosen = ops.resolve("auto")
+    with GGUFCheckpoint(path) as source:
+        config = read_config(path)
+        source.check(config)
+        model = load(path)
+        q = "model.layers.0.self_attn.q_proj.weight"
+        read = model.weights.layers[0].qkv
+        parts = read if isinstance(read, tuple) else (read,)
+        decoded = torch.cat([get(w.format).decode(chosen.unpack(w)) for w in parts])
+        assert decoded[:4608].equal(source.rows(q, 0, 4608).float())
+        embedding = get(model.weights.embedding.format).decode(chosen.unpack(model.weights.embedding))
+        assert embedding.equal(source.rows("model.embed_tokens.weight", 0, 4999).float())
 
 
 def test_k_quants_without_a_kernel_are_rounded_with_a_notice(tmp_path, caplog):
