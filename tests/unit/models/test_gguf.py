@@ -22,7 +22,7 @@ from sameseed.config import EngineConfig
 from sameseed.engine.memory import block_bytes, demand
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import parse_config
-from sameseed.models.gguf.header import GGUFFile
+from sameseed.models.gguf.header import COMMON, GGUFFile
 from sameseed.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
 from sameseed.models.layers import inverse_frequencies
 from sameseed.models.layouts import base
@@ -585,6 +585,12 @@ def test_a_sound_header_is_read(tmp_path):
     file.close()
     assert file.metadata["general.architecture"] == "llama" and file.metadata["n"].tolist() == [1, -2, 3]
     assert file.tensors["b"].shape == (2, 32) and file.tensors["b"].end - file.tensors["b"].begin == 36
+
+
+def test_common_types_are_those_of_the_package():
+    for number, (name, *block) in COMMON.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert (kind.name, tuple(block)) == (name, gguf.GGML_QUANT_SIZES[kind])
 
 
 def test_a_header_is_read_again_after_the_file_has_changed(tmp_path):
