@@ -51,6 +51,7 @@ from sameseed.tokenizer import Tokenizer, check_vocabulary
 from sameseed.tuned import Scope, Tuned
 
 Model = Llama | EagleHead | BlockHead
+FIRST_SECONDS = 0.15  # for passes, and as much for rounds, that goodput measures once per machine and model
 SELF_FORMAT = "w4a8"  # draft format of a target that drafts for itself, if none is given and none is nested
 
 
@@ -162,7 +163,7 @@ def assemble(
     limits = config.max_num_rows, config.max_num_seqs, max_len, config.max_pass_ms / 1000
     scheduler = Scheduler(runner.blocks, *limits)
     capturing = runner.beside(captures=drafter.captures)
-    policies.begin(lambda known: measure_rounds(capturing, drafter, known=known), learned)
+    policies.begin(partial(measure_rounds, capturing, drafter, FIRST_SECONDS), learned)
     return Engine(capturing, drafter, policies, tokenizer, scheduler, make_overlap(config.spec))
 
 

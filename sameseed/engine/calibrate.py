@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING
 
 from sameseed.engine.alarm import Alarm
@@ -67,20 +67,12 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = RO
 
 
 @one_thread()
-def measure_rounds(
-    runner: ModelRunner, drafter: Drafter, seconds: float = 2.0, known: EngineCost | None = None
-) -> EngineCost:
+def measure_rounds(runner: ModelRunner, drafter: Drafter, seconds: float = 2.0) -> EngineCost:
     """Measure the target's passes, then whole rounds of random texts, with and without drafts.
 
-    `known`: costs measured in another process; then only the machine's current speed is measured, to scale them. Blocks
-    and the drafter's counters are as before when this returns. The gap between passes is not set (`measure_engine`).
+    Blocks and the drafter's counters are as before when this returns. The gap between passes is not set
+    (`measure_engine`).
     """
-    if known is not None:
-        now = measure_curve(runner, rows=(FEW, MANY), longest=0)  # compared with the known times below
-        slowdown = fmean(seconds / known.target.at(m) for m, seconds in zip(now.rows, now.seconds, strict=True))
-        known.scale(min(max(slowdown, 0.25), 4.0))
-        known.gap, known.ratios = GapCost(), {}  # outdated, and soon learned again
-        return known
     cost = EngineCost(measure_curve(runner, seconds), DraftCost(type(drafter).at_once))
     counted = [(metrics, vars(metrics.copy())) for _, metrics in drafter.counted()]
     rng = random.Random(0)

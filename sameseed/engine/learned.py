@@ -1,7 +1,7 @@
 """Stores what goodput learned for the next process: costs of rounds on this machine, and acceptance counts.
 
-The key is a digest of all that both depend on: machine, weights, formats, drafters. The next process measures the
-machine's current speed again, and its requests soon outweigh the stored counts.
+The key is a digest of all that both depend on: machine, weights, formats, drafters. The first rounds of the next
+process scale the costs to the machine's current speed, and its requests soon outweigh the stored counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sameseed
 from sameseed import store
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.scope import machine_here
-from sameseed.lengths._cost import EngineCost
+from sameseed.lengths._cost import EngineCost, GapCost
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.scheme import QuantScheme
 
@@ -57,22 +57,32 @@ class LearnedTable:
         self._policy, self._key = policy, key
         self._rounds, self._next = 0, FIRST
 
-    def begin(self, measure: Callable[[EngineCost | None], EngineCost]) -> None:
-        """Take over the stored state, or measure; `measure(cost)` scales a known cost to the machine's speed now."""
+    def begin(self, measure: Callable[[], EngineCost]) -> None:
+        """Take over the stored state, or measure and store that at once.
+
+        Known costs are not measured again: the policy's first rounds scale them to the machine's speed now.
+        """
         arrays = store.read(KIND, self._key)
         known: EngineCost | None = None
         if arrays is not None:
             try:
                 known = EngineCost.from_arrays(arrays)
                 self._policy.acceptance.restore(arrays)
+                known.gap, known.ratios = GapCost(), {}  # of another hour: outdated, and soon learned again
             except ValueError as error:
                 known = None
                 store.refuse(KIND, self._key, error)
-        self._policy.calibrate(lambda: measure(known))
+        self._policy.calibrate(lambda: known or measure())
+        if known is None:
+            self._write()
 
     def passed(self) -> None:
         """Count a round, and write the state if it is time."""
         self._rounds += 1
-        if self._rounds >= self._next and self._policy.cost is not None:
+        if self._rounds >= self._next:
             self._next = self._rounds + min(3 * self._rounds, LAST)
+            self._write()
+
+    def _write(self) -> None:
+        if self._policy.cost is not None:
             store.write(KIND, self._key, {**self._policy.cost.as_arrays(), **self._policy.acceptance.as_arrays()})

@@ -53,10 +53,10 @@ class RequestPolicies:
         """Let the engine's policy measure what rounds cost, before the first round."""
         self.default.calibrate(measure)
 
-    def begin(self, measure: Callable[[EngineCost | None], EngineCost], key: str | None) -> None:
+    def begin(self, measure: Callable[[], EngineCost], key: str | None) -> None:
         """`calibrate`, from the state that an earlier process stored under `key`; new knowledge is stored there too."""
         if key is None or not isinstance(self.default, GoodputLength):
-            return self.calibrate(lambda: measure(None))
+            return self.calibrate(measure)
         self._table = LearnedTable(self.default, key)
         self._table.begin(measure)
 
