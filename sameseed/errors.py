@@ -43,6 +43,19 @@ class RegistryError(SameseedError):
     """A name that a registry does not have; the text names the nearest entry."""
 
 
+def reason(error: BaseException) -> str:
+    """Why something failed, for whoever asked for it. What an unforeseen error says may hold their data, so it is left
+    to the log.
+    """
+    if isinstance(error, SameseedError):
+        return str(error)
+    if isinstance(error, MemoryError) or any(
+        w in str(error) for w in ("out of memory", "allocate memory", "bad_alloc")
+    ):
+        return "memory ran out; lower max_num_seqs or max_model_len"
+    return f"{type(error).__name__}, an unforeseen error; the log has its trace"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A suffix for errors about an unknown word: "; did you mean 'x'?", or "" if no known word is close."""
     near = difflib.get_close_matches(word, known, n=1)

@@ -366,6 +366,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     grammar: Grammar | None = None
     ruled_out: bool = False  # did it fail because its request's own constraints left no token?
+    error: str = ""  # why it failed
     script: Seq[int] = ()  # tokens that are decided already, from the first on, and are to be scored
     state: object = None  # the sampler's state between rounds (penalty counts); derived data that may be dropped
 
@@ -462,6 +463,7 @@ class Completion(habits.Hinted):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all prompt tokens but the first
     text_offset: tuple[int, ...] = ()
     ruled_out: bool = False  # did it fail because the request's own constraints left no token?
+    error: str = ""  # why it failed, if finish_reason is "error"
     n: int = 1
     finished = True
 

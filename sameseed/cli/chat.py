@@ -94,6 +94,8 @@ def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, arg
             if not args.json:
                 writer.write(delta)
             if delta.completion is not None:
+                if delta.completion.error and not args.json:
+                    stderr_console().print(f"error: {delta.completion.error}", soft_wrap=True, markup=False)
                 if args.json:
                     print(json.dumps({"role": "assistant"} | as_json(delta.completion)), flush=True)
                 else:

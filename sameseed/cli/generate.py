@@ -107,7 +107,10 @@ def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_
         console.print(level_line(name, metrics), style="dim", soft_wrap=True)
     if params.seed is None and not params.greedy and done:
         console.print(f"seed {done[0].seed} writes this again", style="dim")
-    return 1 if any(c.finish_reason is FinishReason.ERROR for c in done) else 0
+    failed = [c for c in done if c.finish_reason is FinishReason.ERROR]
+    for completion in failed:
+        console.print(f"error: {completion.error}", soft_wrap=True, markup=False)
+    return 1 if failed else 0
 
 
 def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> int:
@@ -148,6 +151,7 @@ def as_json(completion: Completion) -> dict[str, object]:
         "accepted": list(completion.accepted),
         "finish_reason": completion.finish_reason.value,
         "seed": completion.seed,
+        **({"error": completion.error} if completion.error else {}),
         "metrics": completion.metrics.as_dict(),
     }
     if completion.logprobs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
@@ -12,7 +13,7 @@ from sameseed.engine.output import OutputText
 from sameseed.engine.policies import RequestPolicies
 from sameseed.engine.running import Running
 from sameseed.engine.scheduler import Plan, Scheduler
-from sameseed.errors import RequestError
+from sameseed.errors import RequestError, reason
 from sameseed.lengths._cost import PromptCost
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread
@@ -31,6 +32,8 @@ from sameseed.spec.drafter import Drafter, LengthPolicy, NoDrafter, Round
 from sameseed.spec.step import NO_OVERLAP, NoOverlap, decode_step
 from sameseed.spec.verify import Verified
 from sameseed.tokenizer import Tokenizer
+
+log = logging.getLogger("sameseed")
 
 
 class Engine:
@@ -172,9 +175,11 @@ class Engine:
         self._ended, self._went_on = time.perf_counter(), self.has_work
         return deltas
 
-    def fail_step(self) -> list[Delta]:
-        """Call this after a step that raised. Ends the sequences of that step with an error; the others go on."""
+    def fail_step(self, error: Exception) -> list[Delta]:
+        """Call this after a step that raised. Ends the sequences of that step with this error; the others go on."""
         failed, self._pass = self._pass, []
+        for seq in failed:
+            seq.error = f"a step of the engine failed: {reason(error)}"
         live = [self._live[seq.seq_id] for seq in failed if seq.seq_id in self._live]
         return self._deliver() + [self._finish(r, FinishReason.ERROR) for r in live]
 
@@ -248,19 +253,19 @@ class Engine:
             for metrics in (seq.metrics, self.metrics):
                 metrics.update(counts[b], num_accepted, held)
             if not counts[b]:
-                why = self._why_undrafted(seq, plan.num_draft[b], len(seq) - len(tokens))
+                cause = self._why_undrafted(seq, plan.num_draft[b], len(seq) - len(tokens))
                 for metrics in (seq.metrics, self.metrics):
-                    metrics.undrafted[why] = metrics.undrafted.get(why, 0) + 1
+                    metrics.undrafted[cause] = metrics.undrafted.get(cause, 0) + 1
             if live.first_token is None:
                 live.first_token = now
-            taken, reason = live.take(tokens)
-            if reason is None and result.failed[b]:
-                reason = FinishReason.ERROR
+            taken, why = live.take(tokens)
+            if why is None and result.failed[b]:
+                why = FinishReason.ERROR
             by = draft.node_levels(b) if num_accepted else []
             live.levels += [*(names[by[node]] for node in result.nodes[b]), None][:taken]
             seq.logprobs += result.logprobs[b][:taken]
-            if reason is not None:
-                deltas.append(self._finish(live, reason, taken))
+            if why is not None:
+                deltas.append(self._finish(live, why, taken))
                 continue
             self.scheduler.blocks.trim(seq, len(seq))
             self._undelivered.append((live, taken))
@@ -279,14 +284,16 @@ class Engine:
                 deltas.append(live.delta(taken))
         return deltas
 
-    def _finish(self, live: Running, reason: FinishReason, num_tokens: int = 0) -> Delta:
+    def _finish(self, live: Running, why: FinishReason, num_tokens: int = 0) -> Delta:
         """End a sequence; its last `num_tokens` tokens have not been given out."""
         seq = live.seq
-        if reason is FinishReason.ERROR:
+        if why is FinishReason.ERROR:
             self.scheduler.blocks.forget(seq)
+            id, level = live.request.request_id, logging.WARNING if seq.ruled_out else logging.ERROR
+            log.log(level, "request %s failed: %s", id, seq.error, extra={"request_id": id})
         self.scheduler.finish(seq)
         self.drafter.release(seq)
         self._policies.release(seq)
         del self._live[seq.seq_id]
-        completion = live.complete(reason)
+        completion = live.complete(why)
         return live.delta(num_tokens, completion)

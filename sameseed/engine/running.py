@@ -123,5 +123,6 @@ class Running:
             prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
             text_offset=tuple(self.offsets),
             ruled_out=seq.ruled_out,
+            error=seq.error,
             n=r.params.n,
         )

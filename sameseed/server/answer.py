@@ -11,6 +11,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from sameseed.errors import reason
 from sameseed.server.connection import cut
 from sameseed.server.errors import ApiError, error_response, internal
 from sameseed.server.gate import Ticket
@@ -55,7 +56,7 @@ class Answering(Response):
         work = loop.create_task(self._work(scope, receive, send))
         work.add_done_callback(lambda done: self._free())
         left = max(0.0, self._timeout - (time.monotonic() - visit.arrived))
-        error: ApiError | None
+        error: ApiError | None = None
         try:
             await asyncio.wait((work, watcher, self._stopped), timeout=left, return_when="FIRST_COMPLETED")
             if not work.done() and watcher.done():
@@ -68,7 +69,7 @@ class Answering(Response):
                 error = fault
             else:
                 log.error("a request failed", exc_info=fault, extra={"request_id": visit.id})
-                error = internal()
+                error = internal(reason(fault))
             status = self._status if error is None else error.status
             if error is not None and not await self._tell(error, scope, receive, send):
                 await cut(scope)
@@ -78,6 +79,7 @@ class Answering(Response):
             visit.outcome, took = status, time.monotonic() - visit.arrived
             self._ticket.close()
             told = {"request_id": visit.id, "client_request_id": visit.client_id, "status": status}
+            told |= {} if error is None else {"error": error.message}
             told |= {"total_ms": round(took * 1e3, 1), **self._ended(status, took)}
             log.info("answered", extra=told)
             await asyncio.gather(work, watcher, return_exceptions=True)
@@ -85,8 +87,8 @@ class Answering(Response):
     async def _tell(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> bool:
         """Send the error to the client. False if the client does not read, or if half of a plain body was sent."""
         if not self._status:
-            telling: Awaitable[None] = error_response(error)(scope, receive, send)
-        elif (last := self._last(error)) is not None:
+            telling: Awaitable[None] = error_response(error, scope["sameseed"])(scope, receive, send)
+        elif (last := self._last(error, scope["sameseed"].shown_id)) is not None:
             telling = send({"type": "http.response.body", "body": last, "more_body": False})
         else:
             return False
@@ -100,7 +102,7 @@ class Answering(Response):
         """Send the answer. Raises ApiError for an error to send instead, or at the end of a stream."""
         raise NotImplementedError
 
-    def _last(self, error: ApiError) -> bytes | None:
+    def _last(self, error: ApiError, request_id: str) -> bytes | None:
         """Bytes that end a body that has begun with this error; None if the body cannot hold an error."""
         raise NotImplementedError
 
@@ -166,8 +168,8 @@ class Answer(Answering):
             self._status = 200
             await body(scope, receive, send)
 
-    def _last(self, error: ApiError) -> bytes | None:
-        return b"".join(self._reply.fail(error)) if self._events else None
+    def _last(self, error: ApiError, request_id: str) -> bytes | None:
+        return b"".join(self._reply.fail(error, request_id)) if self._events else None
 
     def _free(self) -> None:
         self._stream.leave()

@@ -19,7 +19,7 @@ from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError, bad_request, error_response, unavailable
 from sameseed.server.gate import Gate
-from sameseed.server.guard import Count, Guard
+from sameseed.server.guard import Count, Guard, visit_of
 from sameseed.server.interface import SUMMARY, described, errors, fitted, gives, page, playground, secured
 from sameseed.server.service import TOKENIZE, Service
 
@@ -44,7 +44,9 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        return error_response(bad_request("the request's path or query is not what this route takes"))
+        return error_response(
+            bad_request("the request's path or query is not what this route takes"), visit_of(request)
+        )
 
     _add_writing(app, service)
     add_state(app, client, service.gate)
@@ -93,13 +95,14 @@ def add_state(app: FastAPI, client: EngineClient | Replicas, gate: Gate) -> None
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         words = {404: "there is nothing at this path; see /docs", 405: "this path takes another method; see /docs"}
-        made = error_response(ApiError(error.status_code, words.get(error.status_code, str(error.detail))))
+        fault = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
+        made = error_response(fault, visit_of(request))
         made.headers.update(error.headers or {})
         return made
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error_response(error)
+        return error_response(error, visit_of(request))
 
     state = errors(503) | gives("status:string")
 

@@ -224,7 +224,7 @@ class EngineClient(Supervised):
             self._serves()
         elif isinstance(frame, frames.Refused):
             if (stream := self._streams.pop(frame.id, None)) is not None:
-                stream.push(internal() if frame.message is None else bad_request(frame.message))
+                stream.push((internal if frame.inside else bad_request)(frame.message))
         else:
             self._message = frame.message
 

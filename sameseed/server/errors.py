@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse
+
+if TYPE_CHECKING:
+    from sameseed.server.guard import Visit
 
 _TYPES = {
     400: "invalid_request_error",
@@ -43,10 +46,11 @@ class ApiError(Exception):
         self.code = code
         self.retry_after = retry_after
 
-    def body(self) -> dict[str, Any]:
-        """The JSON body, or the payload of an event in a stream that has begun."""
+    def body(self, request_id: str | None = None) -> dict[str, Any]:
+        """The JSON body, or the payload of an event in a stream that has begun, with the request's id if it has one."""
         kind = _TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error} | ({} if request_id is None else {"request_id": request_id})
 
     def headers(self) -> dict[str, str]:
         """HTTP headers of the response."""
@@ -73,11 +77,12 @@ def unavailable(message: str, retry_after: int = 5) -> ApiError:
     return ApiError(503, message, code="unavailable", retry_after=retry_after)
 
 
-def internal() -> ApiError:
-    """The error 500: a fault of the server. Details are in the log, not in the body."""
-    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+def internal(why: str = "its log says why") -> ApiError:
+    """The error 500: a fault of the server. Details are in the log, under the request's id."""
+    return ApiError(500, f"the server failed on this request: {why}", code="internal_error")
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    """An error as a response, the same for every route."""
-    return JSONResponse(error.body(), error.status, error.headers())
+def error_response(error: ApiError, visit: Visit) -> JSONResponse:
+    """An error as the response to a request, the same for every route."""
+    visit.error = error.message
+    return JSONResponse(error.body(visit.shown_id), error.status, error.headers())

@@ -133,10 +133,11 @@ class Beat(Frame):
 
 
 class Refused(Frame):
-    """From the engine: the request is refused. `message` None: because of an internal error."""
+    """From the engine: the request is refused. `inside`: because of an error of the server's own."""
 
     id: str
-    message: str | None
+    message: str
+    inside: bool = False
 
 
 class Failed(Frame):
@@ -247,6 +248,7 @@ def piece(delta: Delta) -> Piece:
     completion: dict[str, Any] | None = None
     if (c := delta.completion) is not None:
         completion = {"finish_reason": c.finish_reason.value, "ruled_out": c.ruled_out, "seed": c.seed}
+        completion["error"] = c.error
         completion["metrics"] = c.metrics.as_dict()
     return Piece(
         delta.index,

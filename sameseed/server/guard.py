@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sameseed.errors import reason
 from sameseed.server import limits
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError, error_response, internal, unavailable
@@ -39,7 +40,13 @@ class Visit:
     client_id: str | None = None  # the client's own id: repeated and logged, never used
     arrived: float = field(default_factory=time.monotonic)
     method: str = ""
+    error: str | None = None  # what the client was told instead of an answer
     outcome: int | None = None  # if it is not the response's status: 499, or an error in a stream
+
+    @property
+    def shown_id(self) -> str:
+        """The id in the answer's header and in its error: the client's own, or else ours."""
+        return self.client_id or self.id
 
 
 Count = Callable[[Visit, str, int], None]
@@ -79,7 +86,7 @@ class Guard:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                own = (b"x-request-id", (visit.client_id or visit.id).encode())
+                own = (b"x-request-id", visit.shown_id.encode())
                 more = [*message.get("headers", ()), own, (b"x-content-type-options", b"nosniff")]
                 message = {**message, "headers": more}
             elif bare and message["type"] == "http.response.body":
@@ -91,16 +98,19 @@ class Guard:
             await self._app(scope, receive, answer)
         except ApiError as error:
             if not started:
-                await error_response(error)(scope, receive, answer)
+                await error_response(error, visit)(scope, receive, answer)
         except asyncio.CancelledError:  # the server ends, and no longer waits for requests
             if started:
                 raise
-            await error_response(unavailable("the server is shutting down"))(scope, receive, answer)
-        except Exception:
+            await error_response(unavailable("the server is shutting down"), visit)(scope, receive, answer)
+        except Exception as error:
             log.exception("a request failed", extra={"request_id": visit.id})
             if not started:
-                await error_response(internal())(scope, receive, answer)
+                await error_response(internal(reason(error)), visit)(scope, receive, answer)
         finally:
+            if visit.error is not None and visit.outcome is None:  # else it was logged with the answer
+                told = {"request_id": visit.id, "client_request_id": visit.client_id, "status": status}
+                log.info("refused", extra=told | {"error": visit.error})
             path = getattr(scope.get("route"), "path", None)  # its pattern: all unknown paths count as one
             self._count(visit, path if isinstance(path, str) else "other", visit.outcome or status)
 

@@ -94,7 +94,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """OpenAPI descriptions of the error responses with these statuses."""
     text, maybe = {"type": "string"}, {"type": ["string", "null"]}
     fields = {"message": text, "type": text, "param": maybe, "code": maybe}
-    inner = {"error": {"type": "object", "properties": fields}}
+    inner = {"error": {"type": "object", "properties": fields}, "request_id": text}
     schema = {"type": "object", "properties": inner, "required": ["error"]}
     return {s: {"description": "error", "content": {"application/json": {"schema": schema}}} for s in statuses}
 

@@ -59,8 +59,8 @@ class Relay(Answering):
             if events is not None and events.failed:
                 self._status = 500
 
-    def _last(self, error: ApiError) -> bytes | None:  # events were sent whole, so another may follow
-        return None if self._events is None else event(error.body()) + DONE
+    def _last(self, error: ApiError, request_id: str) -> bytes | None:  # events were sent whole, so another may follow
+        return None if self._events is None else event(error.body(request_id)) + DONE
 
     def _free(self) -> None:
         """Nothing to do: the connection to vLLM ends with the work."""

@@ -196,9 +196,9 @@ class Reply:
             yield event(last)
         yield DONE
 
-    def fail(self, error: ApiError) -> Iterator[bytes]:
+    def fail(self, error: ApiError, request_id: str) -> Iterator[bytes]:
         """Events that end a stream with an error."""
-        yield event(error.body())
+        yield event(error.body(request_id))
         yield DONE
 
 

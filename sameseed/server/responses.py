@@ -64,10 +64,10 @@ class ResponseReply(Reply):
         yield self._event("response.output_item.done", output_index=int(self._thinks), item=item)
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    def fail(self, error: ApiError) -> Iterator[bytes]:
+    def fail(self, error: ApiError, request_id: str) -> Iterator[bytes]:
         failed = self._response("failed", "".join(self.choices[0].text))
         failed["error"] = {"code": error.code or "server_error", "message": error.message}
-        yield self._event("response.failed", response=failed)
+        yield self._event("response.failed", response=failed, request_id=request_id)
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._item, "output_index": int(self._thinks), "content_index": 0}

@@ -9,11 +9,6 @@ from typing import Any
 from sameseed.server.errors import ApiError, bad_request, internal
 from sameseed.server.frames import Add, Piece
 
-NO_TOKEN = (
-    "no token was left to choose: the request's allowed or banned tokens, biases and grammar rule out all of them, "
-    "or the grammar takes too long to follow"
-)
-
 
 class Stream:
     """The pieces of one request, in the order in which they were generated."""
@@ -49,7 +44,7 @@ class Stream:
             if item.completion is not None:
                 self._num_unread -= 1
                 if item.completion["finish_reason"] == "error":
-                    raise bad_request(NO_TOKEN) if item.completion["ruled_out"] else internal()
+                    raise (bad_request if item.completion["ruled_out"] else internal)(item.completion["error"])
             yield item
 
     def leave(self, error: ApiError | None = None) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from sameseed.errors import SameseedError
+from sameseed.errors import SameseedError, reason
 from sameseed.server import frames, logs
 from sameseed.server.frames import Abort, Add, Frame, Load, ToEngine
 from sameseed.server.loading import Loader, MakeGrammar
@@ -102,10 +102,10 @@ class Worker:
                     self._step_start = time.monotonic()
                     deltas = engine.step(self._give_out)
                     failures = 0
-                except Exception:
+                except Exception as error:
                     log.exception("a step of the engine failed; the requests in it end")
                     failures += 1
-                    deltas = engine.fail_step()
+                    deltas = engine.fail_step(error)
                     if failures >= MAX_FAILURES:
                         return EXIT_FAILED
                 self._passes[bisect.bisect_left(frames.PASS_BOUNDS, engine.num_rows)] += engine.num_rows > 0
@@ -133,11 +133,11 @@ class Worker:
             for request in make_requests(frame.id, frame.prompts, frame.params, make, **shared):
                 engine.add(self._at_beginning(engine, request))
         except Exception as error:
-            known = isinstance(error, SameseedError)
-            if not known:
-                log.exception("a request could not be added")
+            inside = not isinstance(error, SameseedError)
+            if inside:
+                log.exception("a request could not be added", extra={"request_id": frame.id})
             engine.abort(frame.id)
-            self.send(frames.Refused(frame.id, str(error) if known else None))
+            self.send(frames.Refused(frame.id, reason(error), inside))
 
     def _at_beginning(self, engine: Engine, request: Request) -> Request:
         """The request; if its prompt has no text, its grammar heeds that."""

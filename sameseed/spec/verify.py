@@ -11,12 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sameseed.errors import RequestError
+from sameseed.errors import RequestError, reason
 from sameseed.request import Sequence, TokenLogprob
 from sameseed.spec.draft import Draft
 from sameseed.spec.sampling import FAILED, choose, drawable, plain_greedy, token_logprob
 
 log = logging.getLogger("sameseed")
+NO_TOKEN = (
+    "no token was left to choose: the request's allowed or banned tokens, biases and grammar rule out all of them; "
+    "loosen them"
+)
+NO_NUMBERS = "the model's logits are no finite numbers; check its weights, or try another format or backend"
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,11 @@ def verify(
                     made = best[row:end], finite[row:end]
                 _walk(path, table[row:end], seq, draft_tokens, parents, made, eos_token_ids)
             except RequestError as error:  # a grammar that took too much time
-                log.warning("choosing a token of sequence %d failed: %s", seq.seq_id, error)
                 path.failed = seq.ruled_out = True
-            except Exception:  # mostly its own parameters: only this sequence ends
+                seq.error = str(error)
+            except Exception as error:  # mostly its own parameters: only this sequence ends
                 log.exception("choosing a token of sequence %d failed", seq.seq_id)
-                path.failed = True
+                path.failed, seq.error = True, f"choosing a token failed: {reason(error)}"
             row = end
         paths.append(path)
     return Verified(
@@ -115,6 +120,7 @@ def _walk(
         if token == FAILED:
             path.failed = True
             seq.ruled_out = bool(np.isfinite(table[at].max(initial=-np.inf)))  # False: the model is at fault
+            seq.error = NO_TOKEN if seq.ruled_out else NO_NUMBERS
             return
         if seq.params.logprobs is not None:
             path.logprobs.append(token_logprob(table[at], seq, path.tokens, token, eos_token_ids))

@@ -167,13 +167,27 @@ def test_bad_clients_harm_nobody(server: Server, http: httpx.Client) -> None:
     assert not [entry for entry in server.log if "trace" in entry]
 
 
+def told(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of the log that have the id of a failed request and the reason that its client got."""
+    mine = [e for e in server.log if body["request_id"] in json.dumps(e)]
+    return [entry for entry in mine if body["error"]["message"] in (entry.get("error") or entry["message"])]
+
+
 def test_a_poisoned_request_ends_alone(server: Server, http: httpx.Client) -> None:
     """With every token banned, none can be chosen, and only the engine notices. Its neighbour must not be affected."""
     alone = complete(http)
     neighbour = Reader(http, **FIELDS)
     poison = {"prompt": "x", "banned_token_ids": list(range(304)), "max_tokens": 4}
     failed = http.post("/v1/completions", json=poison)
-    assert failed.status_code == 400 and "no token was left" in failed.json()["error"]["message"]
+    said = failed.json()
+    assert failed.status_code == 400 and "no token was left" in said["error"]["message"]
+    assert said["request_id"] == failed.headers["x-request-id"]
+    wait_until(lambda: len(told(server, said)) == 2)  # by the engine, and with the answer
+    mine = {"x-request-id": "my-own-id"}
+    for path, more in (("/v1/completions", {"stream": True}), ("/v1/completions", {"n": 99}), ("/v1/none", {})):
+        refused = http.post(path, json=poison | more, headers=mine)
+        assert "my-own-id" in refused.text
+        wait_until(lambda: told(server, {"error": json.loads(refused.text)["error"], "request_id": "my-own-id"}))  # noqa: B023
     neighbour.join(60)
     assert neighbour.lines[-1] == "[DONE]"
     assert "".join(json.loads(line)["choices"][0]["text"] for line in neighbour.lines[:-1]) == alone

@@ -224,7 +224,9 @@ def test_a_pass_that_fails_takes_its_prefixes_along(pair: Pair, monkeypatch: pyt
     if ends == "abort":
         engine.abort("bad")
     else:
-        assert [d.completion.finish_reason for d in engine.fail_step() if d.completion] == [FinishReason.ERROR]
+        assert [d.completion.finish_reason for d in engine.fail_step(RuntimeError("it failed")) if d.completion] == [
+            FinishReason.ERROR
+        ]
     assert run(engine, PROMPTS[:1], EACH[:1])[0].metrics.num_cached_tokens == 0
 
 

@@ -94,7 +94,7 @@ def test_ending_early_loses_no_text(pair: Pair, monkeypatch: pytest.MonkeyPatch)
         patch.setattr(engine.runner.model, "run", broken)
         with pytest.raises(RuntimeError, match="a GPU's error"):
             engine.step()
-        deltas += engine.fail_step()
+        deltas += engine.fail_step(RuntimeError("it failed"))
     assert not engine.has_work
     ends = {d.request_id: d.completion for d in deltas if d.completion is not None}
     for name, (text, tokens, levels, offsets) in summed(deltas).items():

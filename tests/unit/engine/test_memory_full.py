@@ -39,7 +39,7 @@ def drain(engine: Engine) -> tuple[dict[str, Any], int]:
             deltas = engine.step()
         except torch.OutOfMemoryError:
             failed += 1
-            deltas = engine.fail_step()
+            deltas = engine.fail_step(RuntimeError("it failed"))
         done |= {d.request_id: d.completion for d in deltas if d.completion is not None}
     return done, failed
 

@@ -132,10 +132,10 @@ def test_a_failed_pass_ends_those_in_it(pair: Pair, monkeypatch: pytest.MonkeyPa
         patch.setattr(engine.runner.model, "run", None)
         with pytest.raises(TypeError):
             engine.step()
-    ended = engine.fail_step()
+    ended = engine.fail_step(RuntimeError("it failed"))
     assert [d.request_id for d in ended] == ["first"]
     assert ended[0].completion is not None and ended[0].completion.finish_reason is FinishReason.ERROR
-    assert engine.fail_step() == []
+    assert engine.fail_step(RuntimeError("it failed")) == []
     last = None
     while engine.has_work:
         last = engine.step()[-1].completion

@@ -111,9 +111,9 @@ async def test_the_clock_has_run_while_the_request_was_prepared(reply: Recorded)
 async def test_whose_fault_an_error_is(ruled_out: bool, status: int) -> None:
     """A failed pass is not the fault of a request, whatever biases and grammar the request has."""
     stream = Stream(Add("r", [[1]], SamplingParams(logit_bias={1: 1.0}), choice=["a"]), lambda job_id: None)
-    done = {**DONE, "finish_reason": "error", "ruled_out": ruled_out}
+    done = {**DONE, "finish_reason": "error", "ruled_out": ruled_out, "error": "it broke"}
     stream.push(Piece(0, "", [], [], [], [], done))
     with pytest.raises(ApiError) as caught:
         async for _ in stream.pieces():
             pass
-    assert caught.value.status == status
+    assert caught.value.status == status and caught.value.message.endswith("it broke")

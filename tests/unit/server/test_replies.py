@@ -123,7 +123,7 @@ def test_an_event_is_one_line_to_whoever_splits_lines(pair: Pair) -> None:
     reply = ChatReply("chatcmpl-r", hostile, text, 1, logprobs=False)
     reply.take(Piece(0, hostile, [5], [None], [], [], None))
     events = [*reply.begin(), *reply.events(Piece(0, hostile, [5], [None], [], [], None))]
-    events += [event({"text": hostile}, "x"), *reply.fail(ApiError(503, hostile))]
+    events += [event({"text": hostile}, "x"), *reply.fail(ApiError(503, hostile), "id")]
     assert len(events) == 5
     for made in events:
         lines = made.decode().splitlines()
