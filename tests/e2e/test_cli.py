@@ -176,6 +176,13 @@ def test_info_json_names_the_registries(cli: Cli) -> None:
         assert "license: apache-2.0" in facts and any(re.search(r" \d+(\.\d+|%)", fact) for fact in facts)
 
 
+def test_info_lists_end_and_special_tokens_of_a_model(cli: Cli, pair_folders: tuple[Path, Path]) -> None:
+    code, out, _ = cli("info", "--json", model=str(pair_folders[0]))
+    (model,) = json.loads(out)["models"].values()
+    assert code == 0 and any("config.json" in line for line in model["end_tokens"])
+    assert any("<|end|>" in line and "tokenizer_config.json" in line for line in model["special_tokens"])
+
+
 def test_info_for_people_fits_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal; in a pipe, tables are printed in full

@@ -7,14 +7,16 @@ from copy import copy
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from sameseed.engine.output import OutputText
+from sameseed.grammar import Beginning, Choice
 from sameseed.server.completions import CompletionReply
 from sameseed.server.frames import Piece
-from sameseed.server.text import TextCodec
+from sameseed.server.text import TextCodec, same_at_beginning, vocabulary
 from sameseed.tokenizer import BROKEN, Tokenizer
 
 SPACED = ["▁", "▁▁", "▁a", "a", "b", "▁bc", "é", "\n", ".", "x▁y"]
@@ -60,7 +62,7 @@ def right_text(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip:
 
 @pytest.mark.parametrize("kind", DECODERS)
 @given(data=st.data(), skip=st.booleans(), length=st.integers(0, 60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_text_continues_the_prompt(kind: str, data: Any, skip: bool, length: int) -> None:
     tokenizer = tokenizer_of(kind)
     ids = st.integers(0, tokenizer.vocab_size)  # one of them lies outside the vocabulary
@@ -79,6 +81,57 @@ def test_the_text_continues_the_prompt(kind: str, data: Any, skip: bool, length:
         assert not text.push(token)
     text.finish()
     assert text.text == right
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@given(data=st.data(), first=st.integers(0, 4))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+def test_a_stop_string_ends_the_text_with_the_token_that_completes_it(kind: str, data: Any, first: int) -> None:
+    """As a search of the whole text after each token finds it, also in bytes whose run goes on."""
+    tokenizer = tokenizer_of(kind)
+    ids = st.lists(st.integers(0, tokenizer.vocab_size), max_size=12)
+    prompt, output = data.draw(ids), data.draw(ids)
+    whole = right_text(tokenizer, prompt, output, True)
+    assume(whole and BROKEN not in whole)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    stop = whole[at : at + data.draw(st.integers(1, 3))]
+    text, known, expected = OutputText(tokenizer, (stop,), True, prompt), "", whole
+    for n, token in enumerate(output, 1):
+        said = right_text(tokenizer, prompt, output[:n], True).rstrip(BROKEN)
+        found = said.find(stop, max(0, len(known) - len(stop) + 1)) if n > first and said.startswith(known) else -1
+        stopped = text.push(token, may_stop=n > first)
+        assert stopped == (found >= 0)
+        if stopped:
+            expected = said[:found]
+            break
+        known = said
+    text.finish()
+    assert text.text == expected
+
+
+@pytest.mark.parametrize("kind", sorted(DECODERS.keys() - {"word ends", "two stripped", "none"}))
+@given(data=st.data(), begins=st.booleans())
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+def test_a_grammar_sees_the_text(kind: str, data: Any, begins: bool) -> None:
+    """What a grammar allows after a prompt, or at the beginning, has the text that the grammar names."""
+    tokenizer = tokenizer_of(kind)
+    end, prompt = tokenizer.vocabulary()["</s>"], [] if begins else [0]
+    able = [t for t in range(tokenizer.vocab_size) if not tokenizer.is_silent(t)]
+    output = data.draw(st.lists(st.sampled_from(able), min_size=1, max_size=6))
+    said = right_text(tokenizer, prompt, output, True)
+    assume(said and BROKEN not in tokenizer.decode(prompt + output))
+    same = same_at_beginning(tokenizer, tokenizer.vocab_size)
+    grammar: Any = Choice([said], vocabulary(tokenizer, tokenizer.vocab_size, [end]))
+    grammar = Beginning(grammar, same) if begins else grammar
+    written: list[int] = []
+    while end not in written:
+        allowed = np.flatnonzero(grammar.allowed(written, ()))
+        if written == output[: len(written)] and len(written) < len(output) and (written or not begins):
+            assert output[len(written)] in allowed
+        if not len(allowed):
+            return  # a token that begins the text cannot be continued: these vocabularies lack many tokens
+        written.append(int(data.draw(st.sampled_from(allowed.tolist()))))
+    assert right_text(tokenizer, prompt, written[:-1], True) == said
 
 
 # Not of those where the text of a token depends on the next one, or on more than one before it.

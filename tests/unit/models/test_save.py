@@ -154,14 +154,17 @@ def test_the_compressed_tensors_package_decodes_the_same_values(text, source, tm
 
 
 def test_files_and_card(source, tmp_path):
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
     source = source.rename(tmp_path / "Llama-3.1-8B")
     out = write(
         source, tmp_path / "new" / "out", "w4a16", card="Calibrated on nothing.", files={"quantization.json": "{}"}
     )
     assert {p.name for p in out.iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "chat_template.jinja",
-        "README.md", "quantization.json",
+        "README.md", "quantization.json", "additional_chat_templates",
     }  # fmt: skip
+    assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "{{ documents }}"
     card = (out / "README.md").read_text()
     assert (
         "w4a16" in card
@@ -171,6 +174,7 @@ def test_files_and_card(source, tmp_path):
     )
     assert read_config(out).eos_token_ids == (2, 7)
     assert os.listdir(out.parent) == ["out"]
+    assert write(source, out, "w4a16", overwrite=True) == out, "a folder of templates is part of a checkpoint"
 
 
 def test_shards_and_their_index(source, tmp_path):
