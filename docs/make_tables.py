@@ -4,6 +4,7 @@ A table stands between two markers, and the text between them is replaced:
 
     <!-- table:summary -->    README's: rows of bench.jsonl and shapes.jsonl, with prompts, tokens and runs
     <!-- table:bench -->      the newest run in benchmarks/results/bench.jsonl
+    <!-- table:losses -->     what number formats cost on real models, from the same records
     <!-- table:eval -->       the newest comparison of formats in benchmarks/results/eval.jsonl
     <!-- table:quantize -->   the newest record of every method and format in quantize.jsonl
     <!-- table:gguf -->       the newest comparison with llama.cpp's logits for each file and format in gguf.jsonl
@@ -102,8 +103,8 @@ def models(_: str) -> str:
     for shape, hub in HUB.items():
         plain, eight, four = (sheet(shape, format) for format in ("bf16", "w8a8", "w4a8"))
         gib = [f"{s.weights / 2**30:.2f}" for s in (plain, eight, four)]
-        rows.append([f"`{hub}`", *gib, f"{1000 * plain.row / 2**30:.3f}", f"{READ / four.read:.0f}"])
-    return markdown(["model", "bf16", "w8a8", "w4a8", "cache of 1,000 tokens", "ceiling in w4a8"], rows)
+        rows.append([f"`{hub}`", *gib, f"{1000 * plain.row / 2**30:.3f}", f"{READ / eight.read:.0f}"])
+    return markdown(["model", "bf16", "w8a8", "w4a8", "cache of 1,000 tokens", "ceiling in w8a8"], rows)
 
 
 MAKERS: dict[str, Callable[[str], str]] = {

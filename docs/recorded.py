@@ -106,12 +106,32 @@ def evaluations(found: list[Record]) -> str:
     """The cost of number formats: the newest comparison of `sameseed eval`."""
     from sameseed.study.quality import tables
 
-    found = last_run([r for r in found if r["comparison"] is not None])
+    found = last_run([r for r in found if r["comparison"] is not None and r["config"]["model"].startswith("embedded")])
     head, rows = tables.compared(found)
     text, c = found[0]["perplexity"], found[0]["config"]
     about = f"Perplexity of {text['tokens']:,} tokens of {text['text'].split('.')[0]}; acceptance and speed of "
     about += f"{c['num_prompts']} prompts, {c['max_tokens_of_speed']} tokens each, draft {c['draft']}"
     return f"{markdown(head, rows, range(1, len(head)))}\n\n{about}. {measured_on(found[0])}."
+
+
+def losses(_: list[Record]) -> str:
+    """What number formats cost on models of others: the newest comparison of each variant in eval.jsonl."""
+    from sameseed.study.quality.tables import figures
+
+    found = [r for r in lines("eval") if r["comparison"] and not r["config"]["model"].startswith("embedded")]
+    found = [
+        r for r in newest(found, lambda r: r["config"]["label"]) if r["comparison"]["baseline"] != r["config"]["label"]
+    ]
+    if not found:
+        return hint("losses")
+    names = ("weights MB", "  over the baseline's")
+    rows = [[r["config"]["label"], *(figures(r)[n].text() for n in names)] for r in found]
+    p = found[-1]["perplexity"]
+    about = (
+        f"{p['tokens']:,} tokens of WikiText-2's test set, window {p['window']}, stride {p['stride']}; 95 % intervals"
+    )
+    about += f", paired by blocks of one stride. {measured_on(found[-1])}."
+    return f"{markdown(['variant', 'weights MB', 'perplexity over as stored'], rows, (1, 2))}\n\n{about}"
 
 
 def quantizers(found: list[Record]) -> str:
@@ -412,6 +432,7 @@ def drafters(found: list[Record]) -> str:
 OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # by table: its function, and how to write its records
     "peers": (peers, "`make peers`, then `make bench-peers` write one"),
     "gpu": (gpu, "`make bench-gpu` writes one, on a machine with a GPU"),
+    "losses": (losses, "`sameseed eval --compare` on a model of others writes some"),
     "eval": (evaluations, "`sameseed eval --compare ... --out benchmarks/results/eval.jsonl` writes one"),
     "quantize": (quantizers, "its script is in the history"),
     "gguf": (gguf, "its script is in the history"),
@@ -424,7 +445,7 @@ OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # by table: its f
     "server": (server, "its scripts are in the history"),
     "summary": (summary, "`make bench` writes some, and `sameseed bench --model TWIN`"),
 }
-COMBINED = {"server", "summary"}  # tables made from several record files
+COMBINED = {"server", "summary", "losses"}  # tables made from several record files
 
 
 def hint(name: str) -> str:
