@@ -155,14 +155,15 @@ def _memory(found: Seq[Estimate]) -> Table:
         "target",
         "draft",
         "cache a 1000 tokens",
-        "peak",
+        "at start",
+        "cache full",
         *(f"longest text at batch {b}" for b in first.max_context),
         f"most texts of {found[0].context}",
     )
     for e in found:
         m = e.memory
         assert m is not None
-        sizes = (m.weights / gib, m.draft_weights / gib, 1000 * m.cache_per_token / gib)
+        sizes = (m.weights / gib, m.draft_weights / gib, 1000 * m.cache_per_token / gib, m.start / gib)
         peak = f"{m.peak.value / gib:.2f} ({m.peak.low / gib:.2f} to {m.peak.high / gib:.2f})"
         longest = [str(n) if n else "none" for n in m.max_context.values()]
         table.add_row(e.format, e.kv_format, *(f"{s:.2f}" for s in sizes), peak, *longest, str(m.max_batch))

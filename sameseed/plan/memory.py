@@ -17,10 +17,14 @@ from sameseed.study.passes import BLOCK_SIZE
 from sameseed.study.profiler import LOADING_BYTES
 from sameseed.tuned import TunedFigure
 
+# Bytes of the interpreter with PyTorch, and of a token in the tokenizer: PyTorch 2.13 for CPUs, tokenizers 0.22, Linux,
+# with vocabularies of 1,000, 49,000 and 152,000. tests/e2e/test_peak_memory.py holds estimates against processes.
+PROGRAM, TOKEN = 236 << 20, 900
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes. `peak`: weights plus the larger of what loading holds, and the cache with a pass.
+    """Memory in bytes. `start`: of the process once it is loaded. `peak`: with the cache full, in a pass.
 
     `max_context`: the longest text of each sequence, by number of sequences; `max_batch`: most sequences of the asked
     context.
@@ -31,6 +35,7 @@ class Memory:
     draft_weights: int
     cache_per_token: int
     cache: int
+    start: int
     peak: TunedFigure
     max_context: Mapping[int, int]
     max_batch: int
@@ -51,11 +56,11 @@ def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, 
         b: max(0, min(target.config.max_model_len, room // row // b // BLOCK_SIZE * BLOCK_SIZE)) for b in batches
     }
     cache = batches[-1] * context * row
-    peak = weights + max(LOADING_BYTES // 2, cache + scratch // 2)
-    interval = (weights + cache, weights + max(LOADING_BYTES, cache + scratch))
-    figure = TunedFigure(float(peak), float(interval[0]), float(interval[1]), "paper")
+    start = PROGRAM + TOKEN * target.config.vocab_size + weights
+    interval = (start + cache, start + max(LOADING_BYTES, cache + scratch))
+    figure = TunedFigure(float(start + cache + scratch // 2), float(interval[0]), float(interval[1]), "paper")
     most = max(0, room // (row * -(-context // BLOCK_SIZE) * BLOCK_SIZE))
-    return Memory(available, target.weights, draft_weights, row, cache, figure, longest, most)
+    return Memory(available, target.weights, draft_weights, row, cache, start, figure, longest, most)
 
 
 def too_small(found: Memory, target: Sheet, model: str, kv_format: str, context: int) -> ConfigError:

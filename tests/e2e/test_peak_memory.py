@@ -1,0 +1,52 @@
+"""What `estimate` says of memory, held against processes: at the start, and with a long text in the cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sameseed.plan.estimate import Question, estimate, given_limits
+from sameseed.plan.memory import PROGRAM
+
+MIB = 2**20
+SLACK = 64 * MIB  # for what does not grow with the model: plans of passes, arenas of the allocator
+CHILD = """
+import sys
+from resource import RUSAGE_SELF, getrusage
+from sameseed.engine.llm import LLM
+
+before = getrusage(RUSAGE_SELF).ru_maxrss
+llm = LLM(sys.argv[1], draft="none")
+llm.generate([[5 + i % 500 for i in range(int(sys.argv[2]))]], max_tokens=1)
+print(getrusage(RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def model(name: str) -> str:
+    if name == "embedded":
+        return name
+    found = sorted(Path(os.environ.get("SAMESEED_MODELS", "/nowhere")).glob(f"{name}*.gguf"))
+    if not found:
+        pytest.skip(f"SAMESEED_MODELS names no folder with {name}")
+    return str(found[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory in kB, as Linux counts it")
+@pytest.mark.parametrize("tokens", [1, 800])
+@pytest.mark.parametrize("name", ["embedded", "SmolLM2-135M", "qwen2.5-coder-0.5b"])
+def test_a_process_takes_what_was_estimated(name: str, tokens: int) -> None:
+    """To 5 % and `SLACK`. The interpreter with PyTorch is left out: its size depends on PyTorch's build."""
+    path = model(name)
+    ran = subprocess.run([sys.executable, "-c", CHILD, path, str(tokens)], capture_output=True, text=True, check=True)
+    took = int(ran.stdout) * 1024
+    limits = given_limits(50.0, 1.0, 2)
+    assert limits is not None
+    memory = estimate(Question(path, ("auto",), context=tokens, prompt_tokens=tokens, batches=(1,)), limits)[0].memory
+    assert memory is not None
+    wanted = memory.start + memory.cache - PROGRAM
+    assert took == pytest.approx(wanted, abs=0.05 * wanted + SLACK)
+    assert took <= memory.peak.high - PROGRAM
