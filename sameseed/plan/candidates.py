@@ -25,13 +25,14 @@ from sameseed.plan.grid import Setting, TuneRequest, draft_specs, largest, lengt
 from sameseed.plan.replayer import Replayer
 from sameseed.plan.simulate import Interval, Simulation, best_lengths, simulate
 from sameseed.plan.texts import Texts
-from sameseed.study.measure import Bench
+from sameseed.study.measure import Bench, Run, run_batch
 from sameseed.study.quality.data import take
 from sameseed.study.workload import Arm
 from sameseed.tuned import Loser
 
 SURVIVORS = 6  # drafting settings that run, beside plain decoding
 PER_DRAFT = 2  # at most so many of them with the same draft
+PROBE = 16  # tokens of the text that says how fast plain decoding is
 REPLAYED = 12  # prompts along whose texts drafts are replayed; all in an exhaustive run
 Tell = Callable[[str, int, int], None]  # (stage, number done, total)
 
@@ -78,6 +79,15 @@ class TargetBench:
         self.costs: dict[tuple[str, int | None], RoundCost] = {}  # by `Setting.way` and threads
         self.mean_tokens = float(asked.params.max_tokens)  # mean tokens of a text
 
+    def seconds_of_text(self) -> float:
+        """Seconds that plain decoding of one prompt takes, from two short runs of it: the first warms up."""
+        plain = next(self._settings())
+        prompt, params = self.jobs[0]
+        for _ in range(2):
+            run = Run()
+            run_batch(self.engine(plain), [(prompt, replace(params, max_tokens=min(PROBE, params.max_tokens)))], run)
+        return run.seconds * params.max_tokens / max(1, run.num_tokens)
+
     def _setting(self, spec: SpecConfig, threads: int | None) -> Setting:
         return Setting(self.format, self.kv_format, spec, threads)
 
@@ -109,11 +119,11 @@ class TargetBench:
         for i, spec in enumerate(self.specs):
             way = self._setting(spec, None).way
             if time.perf_counter() > end:
-                lost.append(_no_time(f"{way}, {self.name}", self.asked))
+                lost.append(no_time(f"{way}, {self.name}", self.asked))
                 continue
             tell(f"{self.name}: replaying {way}", i, len(self.specs))
             self.replays[way] = replayer.replay(spec, texts, largest(spec))
-        found = [p for threads in self.asked.threads for p in self._promised(threads, tell)]
+        found = [p for threads in self.asked.threads for p in self._promised(threads, tell, end, lost)]
         known: dict[str, int] = {}
         for prospect in found:
             way = prospect.candidate.way
@@ -142,7 +152,7 @@ class TargetBench:
         each = [measure_rounds(engine.runner.beside(captures=d.captures), d, 1.0) for d in below]
         return replace(whole, levels=tuple(LevelCost.of(cost.draft) for cost in each))
 
-    def _promised(self, threads: int | None, tell: Tell) -> list[Prospect]:
+    def _promised(self, threads: int | None, tell: Tell, end: float, lost: list[Loser]) -> list[Prospect]:
         """Simulate all settings with this number of threads, plain decoding first.
 
         The costs of each draft come from another moment of the machine, whose speed drifts. So a draft's prediction is
@@ -156,13 +166,16 @@ class TargetBench:
         for i, spec in enumerate(measured):
             tell(f"{self.name}: costs of {self._setting(spec, threads).way}", i, len(measured))
             way = self._setting(spec, None).way
+            if moments and time.perf_counter() > end:
+                lost.append(no_time(f"{way}, {self.name}", self.asked))
+                continue
             cost = self.costs[way, threads] = self._cost(spec, threads)
             moments.append({batch: simulate(self.replays[way], cost, 0, batch) for batch in self.asked.batches})
         for batch in self.asked.batches if measured else ():
             known = sorted((m[batch] for m in moments), key=lambda sim: sim.tokens_per_s.value)
             plain.simulations[batch] = known[len(known) // 2]
             plain.tokens_per_s[batch] = plain.simulations[batch].tokens_per_s
-        ways = [self._setting(spec, None).way for spec in measured]
+        ways = [way for spec in measured if ((way := self._setting(spec, None).way), threads) in self.costs]
         return [plain, *(p for way in ways for p in self.promised(way, self.costs[way, threads], plain, threads))]
 
     def promised(self, way: str, cost: RoundCost, plain: Prospect, threads: int | None) -> list[Prospect]:
@@ -201,7 +214,8 @@ def adapted(replay: Replay, cost: RoundCost, most: int, batch: int) -> tuple[int
     return best_lengths(replay.only(sizes), cost, batch, margin=0.02, off=cost.residuals.at)
 
 
-def _no_time(setting: str, asked: TuneRequest) -> Loser:
+def no_time(setting: str, asked: TuneRequest) -> Loser:
+    """The entry of a setting that there was no time to measure."""
     note = f"none was left to measure it: give more than --seconds {asked.seconds:g}"
     return Loser({"setting": setting}, "time", note=note)
 
@@ -219,7 +233,7 @@ def load_targets(
     pairs = [(form, kv) for form in asked.formats for kv in asked.kv_formats]
     for i, (form, kv_form) in enumerate(pairs):
         if made and time.perf_counter() > end:
-            lost.append(_no_time(f"{form}, cache {kv_form}", asked))
+            lost.append(no_time(f"{form}, cache {kv_form}", asked))
             continue
         tell(f"loading {asked.model} {form}", i, len(pairs))
         fitting = []

@@ -224,6 +224,8 @@ def race(
         for batch in batches:
             groups = [range(i, min(i + batch, upto)) for i in range(done, upto, batch)]
             for g in range(0, len(groups), TURN):
+                if done and not all_run and time.perf_counter() - start > seconds:
+                    break  # not before the end of the first rung: all have run on the same prompts until now
                 first = g // TURN % len(alive)  # rotates which contestant begins
                 tell = partial(tick, f"race: {len(alive)} settings, batch {batch}", done + g * batch, num_prompts)
                 _turn(alive[first:] + alive[:first], batch, groups[g : g + TURN], reference if all_run else None, tell)

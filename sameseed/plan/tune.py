@@ -20,16 +20,21 @@ from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
 from sameseed.plan.acceptance import Replay
-from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, survivors
+from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, no_time, survivors
 from sameseed.plan.grid import TuneRequest, options_of
 from sameseed.plan.race import Aim, Contestant, anew, first_rung, race, ratio
 from sameseed.plan.refit import refitted
 from sameseed.plan.regret import Regret, regrets
 from sameseed.plan.simulate import Interval
 from sameseed.study import record
+from sameseed.study.quality.data import take
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
 
 MEASURE_SHARE = 0.6  # share of the time within which drafts are measured
+# The smallest tuning: seconds that costs of a draft take at a small model (`measure_engine`), and texts: two prompts
+# generated, replayed and run by plain decoding and one draft, with warm-ups, and passes of the costs at a large model.
+START, LEAST_TEXTS = 4.0, 13
+REPLAY_SHARE = 0.25  # share of the time left within which texts are generated and drafts are replayed
 REFIT_SHARE, RACE_SHARE = 0.3, 0.9  # shares of the time left: for runs that correct costs, and for the race
 
 
@@ -82,6 +87,8 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
     try:
         end = math.inf if asked.exhaustive else start + MEASURE_SHARE * asked.seconds
         targets = load_targets(asked, load, tell, lost, end)
+        if not asked.exhaustive:
+            asked = _within(asked, targets, time.perf_counter() - start, lost)
         known: quality.Ratios = {}
         if asked.quality is not None or any((t.format, t.kv_format) != ("auto", "auto") for t in targets):
             known = quality.measure(asked, targets, load, tell)
@@ -94,7 +101,8 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
         runners = [_contestant(t, p) for t, p in prospects if asked.exhaustive or p in wanted]
         if not asked.exhaustive:
             tokens = max(target.mean_tokens for target in targets)
-            runners = affordable(runners, asked, tokens, asked.seconds - (time.perf_counter() - start))
+            left = asked.seconds - (time.perf_counter() - start)
+            runners, asked = affordable(runners, asked, tokens, left, lost)
         for c in runners:  # warm-up of caches, pages and threads
             few = range(min(*asked.batches, len(asked.prompts)))
             anew(c).run(len(few), few)
@@ -118,10 +126,37 @@ def _raced(
     return race(runners, len(asked.prompts), asked.batches, left, Aim.of(asked), tell), None
 
 
-def affordable(runners: list[Contestant], asked: TuneRequest, tokens: float, left: float) -> list[Contestant]:
+def _within(asked: TuneRequest, targets: list[TargetBench], spent: float, lost: list[Loser]) -> TuneRequest:
+    """The request scaled to its seconds, before anything is measured but one text: batch sizes and replayed prompts.
+
+    Raises ConfigError with the least seconds that do where not even the smallest tuning fits after loading.
+    """
+    text, left = targets[0].seconds_of_text(), asked.seconds - spent
+    least = START + LEAST_TEXTS * text
+    if left < least:
+        raise ConfigError(
+            f"--seconds {asked.seconds:g} are too few: loading took {spent:.0f} s, and the smallest tuning takes "
+            f"{least:.0f} s: give --seconds {math.ceil(1.2 * (spent + least) / 10) * 10} or more, or a shorter "
+            "--max-tokens"
+        )
+    small = asked
+    while len(small.batches) > 1 and small.looked_at == small.batches and left < least * len(small.batches):
+        lost.append(no_time(f"batch {max(small.batches)}", asked))
+        small = replace(small, batches=tuple(b for b in small.batches if b != max(small.batches)))
+    for target in targets:
+        target.asked = small
+        each = text * (1 + len(target.specs)) / max(small.batches)  # a text is generated, then each draft replays it
+        num_prompts = max(2, min(len(target.replayed), int(REPLAY_SHARE * left / len(targets) / each)))
+        target.replayed = take(target.replayed, num_prompts)
+    return small
+
+
+def affordable(
+    runners: list[Contestant], asked: TuneRequest, tokens: float, left: float, lost: list[Loser]
+) -> tuple[list[Contestant], TuneRequest]:
     """Contestants whose first rung fits in the time left, with texts of `tokens` tokens: plain decoding, then the best.
 
-    Raises ConfigError, which says what would do, where not even one setting fits beside plain decoding.
+    Where not even one setting fits beside plain decoding, they run with fewer prompts, which `lost` then says.
     """
     reference, by_memory = next(c for c in runners if c.plain), asked.objective == "memory"
 
@@ -137,13 +172,12 @@ def affordable(runners: list[Contestant], asked: TuneRequest, tokens: float, lef
             found.append(c)
             taken += needed
     if taken > left and len(found) < 3:
-        spent = asked.seconds - left
-        raise ConfigError(
-            f"--seconds {asked.seconds:g} are too few: loading and measuring took {spent:.0f} s, and "
-            f"{' and '.join(c.label for c in found)} alone run for {taken:.0f} s on the first prompts: give "
-            f"--seconds {math.ceil(1.2 * (spent + taken) / 10) * 10} or more, a shorter --max-tokens, or fewer --drafts"
-        )
-    return [c for c in runners if c in found]
+        fitting = max(2, int(left / taken * first_rung(len(asked.prompts), asked.batches)))
+        if fitting < len(asked.prompts):
+            lost.append(no_time(f"{len(asked.prompts) - fitting} of {len(asked.prompts)} prompts", asked))
+            asked = replace(asked, prompts=asked.prompts[:fitting])
+    lost += [no_time(c.label, asked) for c in runners if c not in found]
+    return [c for c in runners if c in found], asked
 
 
 def _contestant(target: TargetBench, prospect: Prospect) -> Contestant:

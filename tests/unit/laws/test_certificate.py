@@ -197,7 +197,7 @@ def test_later_turns_take_other_prompts_and_seeds(pair: Pair) -> None:
     subject.turn = 1
     again = subject.jobs(4, SamplingParams(max_tokens=4))
     assert not {j.seed for j in first} & {j.seed for j in again}
-    assert all(j.prompt_token_ids[-8:-4] == j.prompt_token_ids[-4:] for j in again), "a phrase repeats"
+    assert all(j.prompt_token_ids.count(j.prompt_token_ids[-1]) > 5 for j in again), "a phrase repeats"
 
 
 def pair_of_ngrams(pair: Pair) -> Subject:

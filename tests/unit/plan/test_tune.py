@@ -235,14 +235,25 @@ def test_what_is_best_is_what_was_aimed_at(aim: Aim, winner: str) -> None:
     assert missed == ("ttft<1s missed: 9 s" if aim.slo == (Bound("ttft", 1.0),) else None)
 
 
-def test_a_budget_that_is_too_small_says_what_would_do() -> None:
+def test_a_small_budget_is_refused_before_anything_is_measured() -> None:
+    slow: Any = SimpleNamespace(seconds_of_text=lambda: 2.0, specs=[1], replayed=list(range(12)), asked=None)
+    with pytest.raises(ConfigError, match="--seconds 60 or more"):
+        tune._within(asked(seconds=40.0), [slow], 15.0, [])
+    lost: list[Loser] = []
+    small = tune._within(asked(seconds=60.0), [slow], 10.0, lost)
+    assert small.batches == (1,) and "batch 4" in lost[0].settings["setting"] and len(slow.replayed) == 3
+
+
+def test_a_small_budget_takes_fewer_settings_and_prompts() -> None:
     runners = [Runs(SpecConfig(), 10.0).contestant, *(r.contestant for r in ngrams(4)[1:])]
     # The first rung: 4 texts of 8 tokens at two batch sizes, 6.4 s of plain decoding and about 50 s of each other.
-    assert len(tune.affordable(runners, asked(), 8.0, 1000.0)) == 5
-    few = tune.affordable(runners, asked(), 8.0, 60.0)
+    assert len(tune.affordable(runners, asked(), 8.0, 1000.0, [])[0]) == 5
+    few, _ = tune.affordable(runners, asked(), 8.0, 60.0, [])
     assert [c.label for c in few] == ["plain", "ngram k=3"], "the most promising"
-    with pytest.raises(ConfigError, match=r"took 100 s, and plain and ngram k=3 alone .* --seconds 190 or more"):
-        tune.affordable(runners, asked(seconds=120.0), 8.0, 20.0)
+    lost: list[Loser] = []
+    few, small = tune.affordable(runners, asked(seconds=120.0), 8.0, 20.0, lost)
+    assert len(few) == 2 and len(small.prompts) == 2, "fewer prompts, and nothing measured is lost"
+    assert {x.why for x in lost} == {"time"} and "6 of 8 prompts" in lost[0].settings["setting"]
 
 
 def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
