@@ -96,7 +96,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
             jobs = [replace(job, grammar=rule.make()) for job in jobs]
         plain = subject.run(subject.plain(), jobs)
         stops = [c.text[STOPPED[i % 2] : STOPPED[i % 2] + 3] for i, c in enumerate(plain)]
-        stops = ["" if HALF in s else s for s in stops]
+        stops = ["" if HALF in s or subject.turn else s for s in stops]  # later, drafts are missing: no ends
         ended = [
             replace(job, params=replace(job.params, stop=(s,) if s else ())) for job, s in zip(jobs, stops, strict=True)
         ]

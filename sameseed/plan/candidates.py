@@ -80,13 +80,12 @@ class TargetBench:
         self.mean_tokens = float(asked.params.max_tokens)  # mean tokens of a text
 
     def seconds_of_text(self) -> float:
-        """Seconds that plain decoding of one prompt takes, from two short runs of it: the first warms up."""
-        plain = next(self._settings())
-        prompt, params = self.jobs[0]
-        for _ in range(2):
-            run = Run()
+        """Seconds that plain decoding of one prompt takes: the least of three short runs."""
+        plain, (prompt, params) = next(self._settings()), self.jobs[0]
+        runs = [Run() for _ in range(3)]
+        for run in runs:
             run_batch(self.engine(plain), [(prompt, replace(params, max_tokens=min(PROBE, params.max_tokens)))], run)
-        return run.seconds * params.max_tokens / max(1, run.num_tokens)
+        return min(run.seconds / max(1, run.num_tokens) for run in runs) * params.max_tokens
 
     def _setting(self, spec: SpecConfig, threads: int | None) -> Setting:
         return Setting(self.format, self.kv_format, spec, threads)
