@@ -319,11 +319,9 @@ def spelt(tokenizer: Tokenizer, prompt: Seq[int], output: Seq[int], skip_special
 def stopped(params: SamplingParams, texts: Seq[str]) -> int | None:
     """Where the first stop string begins that ends within the last token of `texts[-1]`; None if there is none.
 
-    texts[i]: the first i + 1 tokens decoded. Tokens that leave a partial character count as part of the next token.
+    texts[i]: the first i + 1 tokens decoded. A partial character at the end belongs to the token that completes it.
     """
-    text, before = texts[-1], next((t for t in texts[-2::-1] if not t.endswith(HALF)), "")
-    if text.endswith(HALF):
-        return None
+    text, before = (t.rstrip(HALF) for t in (texts[-1], texts[-2] if len(texts) > 1 else ""))
     found = [text.find(stop, max(0, len(before) - len(stop) + 1)) for stop in params.stop]
     return min((at for at in found if at >= 0), default=None)
 

@@ -144,6 +144,8 @@ def load_model(
     `progress(done, total)` counts values.
     """
     config = read_config(folder)
+    if (folder / "adapter_config.json").is_file():
+        say_once(f"{folder.name}: the adapter beside the model is not applied; merge it into the weights first")
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(config)
         weights = read_weights(config, checkpoint, quant or QuantScheme(), ops, device, progress)

@@ -71,7 +71,8 @@ def test_where_a_text_is_cut() -> None:
     assert textbook.stopped(params, ["ab", "abcd"]) == 2, "the first of several"
     assert textbook.stopped(params, ["abc", "abcd"]) == 2, "also one that began in the token before"
     assert textbook.stopped(params, ["abcd", "abcde"]) is None, "an older one was allowed to stand"
-    assert textbook.stopped(params, ["abc", "abcd\ufffd"]) is None, "half a character"
+    assert textbook.stopped(params, ["abc", "abcd\ufffd"]) == 2, "whole before half a character"
+    assert textbook.stopped(params, ["abcd\ufffd", "abcdé"]) is None, "an older one"
 
 
 @pytest.mark.parametrize("name", ["grammar", oracle.EXPRESSION])

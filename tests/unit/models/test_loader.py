@@ -26,6 +26,7 @@ from fixtures_models import (
 )
 from safetensors.torch import load_file, save_file
 
+from sameseed import ops
 from sameseed.errors import ConfigError, ModelLoadError, SameseedError
 from sameseed.models import loader, weights as weights_module
 from sameseed.models.checkpoint import Checkpoint
@@ -679,3 +680,9 @@ def test_fewer_bits_than_the_file_has_are_told(folder: Path, caplog: pytest.LogC
     for format in ("w8a8", "w4a8", "w4a8"):
         target_scheme(format, folder)
     assert [record.message.count("eval --compare") for record in caplog.records] == [1]
+
+
+def test_an_adapter_beside_the_model_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    loader.load_model(folder, ops.resolve("reference"))
+    assert "merge" in caplog.text
