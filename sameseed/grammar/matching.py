@@ -115,7 +115,8 @@ class Matching:
                 reason = _PLACE.sub("", str(error).strip().partition("\n")[0]) or "it is not valid"
                 raise RequestError(f"the {_NAMES[kind]} cannot be used: {reason}") from None
         if said:
-            raise RequestError(f"the {_NAMES[kind]} cannot be followed to the letter: {said[0]}")
+            why = re.split(r" in regex|; matching", said[0])[0]  # without the source, which may hold anything
+            raise RequestError(f"the {_NAMES[kind]} cannot be followed to the letter: {why}")
         self._try(kind, self.matched(self._language(kind, made)))
         return f"{kind} {made.serialize_json()}"
 

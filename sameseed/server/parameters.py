@@ -54,8 +54,7 @@ def check_length(max_tokens: int, text: TextCodec) -> None:
     """Raise ApiError 400 for an answer that is longer than the model's context."""
     if max_tokens > text.max_model_len:
         raise bad_request(
-            f"This model's maximum context length is {text.max_model_len} tokens, and {max_tokens} are asked for; ask "
-            "for fewer",
+            f"This model's maximum context length is {text.max_model_len} tokens; ask for at most as many",
             "max_tokens",
             "context_length_exceeded",
         )

@@ -171,7 +171,7 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
         fields = kind.model_validate(body)
     except ValidationError as error:
         # If a field may have several forms, report the fault of the form that got furthest; never the value.
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        faults = error.errors(include_url=False, include_input=False)
         fault = max(faults, key=lambda f: (not f["type"].endswith("_type"), len(f["loc"])))
         place = ""
         for part in fault["loc"]:  # skip names of forms, which stand between the fields' names
@@ -180,7 +180,9 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
             elif part in _NAMES:
                 place += f".{part}" if place else part
         param = str(fault["loc"][0])[:64] if fault["loc"] else None
-        raise bad_request(f"{place or 'body'}: {fault['msg'][:500]}", param, "invalid_value") from None
+        tags = fault["ctx"]["expected_tags"] if fault["type"] == "union_tag_invalid" else None
+        told = f"'type' must be one of {tags}" if tags else fault["msg"][:500]  # that one's message repeats the value
+        raise bad_request(f"{place or 'body'}: {told}", param, "invalid_value") from None
     unknown = sorted((fields.model_extra or {}).keys() - REFUSED.keys())
     if unknown:
         log.debug("fields that nobody reads: %s", ", ".join(repr(name[:64]) for name in unknown[:32]))

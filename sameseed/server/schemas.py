@@ -216,8 +216,8 @@ class _SchemaWalk:
         required = node.get("required", [])
         if not isinstance(required, list) or any(not isinstance(k, str) for k in required):
             raise self._fault(f"{place}.required", "must be a list of names")
-        if missing := [k for k in required if k not in properties]:
-            raise self._fault(f"{place}.required", f"names {missing[0]!r}, which 'properties' lacks")
+        if any(name not in properties for name in required):
+            raise self._fault(f"{place}.required", "names a property that 'properties' lacks")
         if "propertyNames" in node:
             if properties or isinstance(node.get("additionalProperties"), dict):
                 raise self._fault(f"{place}.propertyNames", "cannot be enforced beside schemas of properties")

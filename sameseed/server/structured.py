@@ -166,7 +166,7 @@ def of_tools(
     if isinstance(choice, NamedTool):
         named = [tool for tool in tools if tool.function.name == choice.function.name]
         if not named:
-            raise bad_request(f"tool_choice names {choice.function.name!r}, which 'tools' lacks", "tool_choice")
+            raise bad_request("tool_choice names a function that 'tools' lacks; offer it", "tool_choice")
         return _calls({"stop_after_first": True, "at_least_one": True}, named[:1], parser)
     if choice == "required":
         if not tools:
@@ -194,7 +194,7 @@ def _calls(
     for tool in tools:
         schema = tool.function.parameters or {"type": "object"}
         if schema.get("type", "object") != "object":
-            raise bad_request(f"tools: arguments of {tool.function.name!r} must be an object", "tools")
+            raise bad_request("tools: 'parameters' of a function must be a schema of type object", "tools")
         checked = schemas.check(schema, "tools")
         schema, size = json.loads(checked), size + len(checked)
         if size > limits.MAX_TOOL_SCHEMAS:

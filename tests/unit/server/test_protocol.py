@@ -76,10 +76,13 @@ def test_forms_of_a_prompt(prompt: Any, meant: Any) -> None:
         ("speculation", {"policy": "sometimes"}, "speculation.policy"),
         ("speculation", {"num_draft_tokens": 65}, "speculation.num_draft_tokens"),
         ("cache_salt", "", "cache_salt"),
+        ("response_format", {"type": "a secret"}, "response_format"),
+        ("speculation", "a secret", "speculation"),
     ],
 )
 def test_bad_values_are_named_and_not_repeated(field: str, value: Any, place: str) -> None:
     error = refusal(CompletionFields, {"prompt": "x", field: value})
+    assert "secret" not in error.message
     assert error.message.startswith(f"{place}: ")
     assert error.param == field
     assert len(error.message) < 600
