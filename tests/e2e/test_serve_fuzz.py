@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,15 +12,46 @@ from pathlib import Path
 
 import pytest
 from fixtures_server import Server, serving
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 pytest.importorskip("schemathesis")
 KEY = "key-of-the-fuzz"
 CHECKS = ["--checks", "all", "--exclude-checks", "positive_data_acceptance"]  # replaced in fixtures_fuzz.py
 
 
-@pytest.fixture(scope="module")
-def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
-    flags = ["--model", str(pair_folders[0]), "--served-model-name", "tiny", "--draft", str(pair_folders[1])]
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}[{{ m.role }}] {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def with_sentences(folder: Path, made: Path) -> Path:
+    """A copy of a model with a tokenizer as sentencepiece has it, and a template with tools."""
+    shutil.copytree(folder, made)
+    (end,) = {json.loads((folder / "config.json").read_text())["eos_token_id"]}
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "▁a", "a", "e", "▁the", '{"', '":']
+    pieces.insert(end, "</s>")
+    backend = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fallback = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(fallback)
+    backend.add_special_tokens(["</s>"])
+    backend.add_tokens(["<tool_call>", "</tool_call>"])
+    backend.save(str(made / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": "</s>"}
+    (made / "tokenizer_config.json").write_text(json.dumps(config))
+    return made
+
+
+@pytest.fixture(scope="module", params=["bytes", "sentences"])
+def server(
+    pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Server]:
+    model, draft = pair_folders
+    flags = ["--draft", str(draft)]
+    if request.param == "sentences":
+        model, flags = with_sentences(model, tmp_path_factory.mktemp("fuzz") / "target"), ["--draft", "ngram"]
+    flags += ["--model", str(model), "--served-model-name", "tiny"]
     with serving(*flags, "--max-model-len", "64", env={"SAMESEED_API_KEY": KEY}) as made:
         yield made
     assert not [entry for entry in made.log if "trace" in entry]
