@@ -135,15 +135,15 @@ def to_document(row: dict[str, object], source: SourceSettings) -> Document | No
     return Document(source.domain, str(row["source"]), text, turns)
 
 
-def source_documents(source: SourceSettings, data: Path, seed: int) -> list[Document]:
-    """All documents of one source, shuffled, cut to `max_mb`."""
+def source_documents(source: SourceSettings, data: Path, seed: int, held_out: bool = False) -> list[Document]:
+    """All documents of one source, shuffled, cut to `max_mb`; `held_out`: of kinds in MADE, the held-out ones."""
     documents: Iterable[Document]
     if source.kind in ENDLESS:  # already in random order
-        documents = made_documents(source, seed, held_out=False)
+        documents = made_documents(source, seed, held_out=held_out)
     else:
         made = source.kind in MADE
         own = list(
-            made_documents(source, seed, held_out=False) if made else matching(read_rows(data / source.file), source)
+            made_documents(source, seed, held_out=held_out) if made else matching(read_rows(data / source.file), source)
         )
         if not own:
             raise ConfigError(f"source {source.domain!r}: no row of {source.file} is named {', '.join(source.names)}")

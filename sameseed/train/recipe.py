@@ -36,6 +36,7 @@ class SourceSettings:
     epochs: float = 1.0
     max_mb: float = 1e9  # megabytes of text kept, before epochs
     ascii_only: bool = False
+    share: float = 1.0  # of the prompts of a head or a draft, beside the other sources' shares
     shown: bool = True  # do prompts for demonstrations come from it? (those for measuring always do)
 
 
