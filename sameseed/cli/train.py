@@ -43,7 +43,7 @@ class OwnArgs:
     recipe: Annotated[Path | None, Positional, option("[RECIPE.toml]")] = None
     target: Annotated[str | None, option("MODEL")] = None  # the model to learn from: a folder, a hub id, embedded
     prompts: Annotated[Path | None, option("FILE")] = None  # JSON lines with prompt, messages or text
-    data: Annotated[Path | None, option("DIR")] = None  # the corpus of the recipe's mixture, if no prompts are given
+    data: Annotated[Path | None, option("DIR")] = None  # the corpus of the recipe's sources, if no prompts are given
     measure: Annotated[Path | None, option("FILE")] = None  # held-out prompts on which acceptance is counted
     out: Annotated[Path | None, option("DIR")] = None  # texts, checkpoints and the model (required)
     format: Annotated[str | None, option("FORMAT")] = None  # number format of the target's weights, e.g. w4a8
@@ -56,6 +56,8 @@ class OwnArgs:
     new_tokens: Annotated[int | None, option("N")] = None  # most tokens of a text after its prompt
     steps: Annotated[int | None, option("N")] = None  # updates of the weights
     rows: Annotated[int | None, option("N")] = None  # texts per update
+    precision: Annotated[str | None, option("bfloat16|float32")] = None  # of matrix products in training
+    states_gb: Annotated[float | None, option("GB")] = None  # most of the disk that holds the target's states
     resume: Annotated[bool, option()] = False  # keep finished texts and go on from the last checkpoint
     json: Annotated[bool, option()] = False  # one JSON line with the result instead of progress
 
@@ -74,6 +76,7 @@ class HeadArgs(OwnArgs):
     num_layers: Annotated[int | None, option("N")] = None  # of a block head: its layers
     mask_token: Annotated[int | None, option("ID")] = None  # of a block head: mask id; unset: one that no text has
     unroll: Annotated[int | None, option("N")] = None  # steps on its own features: the draft depth it learns
+    candidates: Annotated[int | None, option("N")] = None  # tokens in the loss of a batch; 0: all, slower
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from sameseed.models.head_config import ROTATED_FOR
 from sameseed.models.llama import Llama
 from sameseed.models.safetensors_file import write_model
 from sameseed.train.block_model import BlockForTraining, BlockLayer
-from sameseed.train.head_job import NAME, candidates, dense, rope_scaling, teacher, vocabulary_tensors
+from sameseed.train.head_job import NAME, Vocabulary, dense, rope_scaling, vocabulary_tensors
 from sameseed.train.head_recipe import HeadRecipe
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed.train.model import llama_config
-from sameseed.train.states import StoredTexts, TextStates, captured_layers
+from sameseed.train.own import Own
+from sameseed.train.states import TextStates
 from sameseed.train.trainer import TrainJob
 
 
@@ -29,7 +30,8 @@ class BlockBatch:
 
     tokens int64 [B, K, G]: the text's token before each guess, so the anchor's token comes first. states float32
     [B, N, F]; anchors int64 [B, K]: positions in the text. counts bool [B, K, G]: guesses that are trained on. places
-    int64 [B, K, G]: the row of each guess in `last` [P, C], the target's last-layer states before the guessed tokens.
+    int64 [B, K, G]: the row of each guess in `last` [P, C], the target's last-layer states before the guessed tokens;
+    written int64 [P]: the tokens that the texts have there.
     """
 
     tokens: Tensor
@@ -38,6 +40,7 @@ class BlockBatch:
     counts: Tensor
     places: Tensor
     last: Tensor
+    written: Tensor
 
 
 def choose_anchors(text: TextStates, most: int, generator: torch.Generator | None) -> Tensor:
@@ -61,7 +64,7 @@ def block_batch(
     places, at = torch.zeros_like(tokens), torch.ones(len(texts), num, dtype=torch.long)
     counts = torch.zeros_like(tokens, dtype=torch.bool)
     states = torch.zeros(len(texts), longest, len(columns) * width)
-    last, before = list[Tensor](), 0
+    last, written, before = list[Tensor](), list[Tensor](), 0
     for b, (text, own) in enumerate(zip(texts, anchors, strict=True)):
         stored = text.states.view(len(text.states), -1, width)  # [N, L, C]
         states[b, : len(stored)] = stored[:, columns].flatten(1).float()
@@ -72,8 +75,9 @@ def block_batch(
         first = int(own.min()) if len(own) else len(stored)
         places[b, : len(own)] = before + inside - first
         last.append(stored[first:, -1].float())
+        written.append(text.ids[first + 1 :].long())
         before += len(stored) - first
-    parts = (tokens, states, at, counts, places, torch.cat(last))
+    parts = (tokens, states, at, counts, places, torch.cat(last), torch.cat(written))
     return BlockBatch(*(t.to(device) for t in parts))
 
 
@@ -118,37 +122,27 @@ def block_loss(
 
 
 def block_job(
-    head: BlockForTraining,
-    target: Llama,
-    texts: StoredTexts,
-    target_ids: Tensor | None,
-    recipe: HeadRecipe,
-    folder: Path,
+    head: BlockForTraining, own: Own, target_ids: Tensor | None, recipe: HeadRecipe, folder: Path
 ) -> TrainJob:
-    """The head's training on stored texts."""
-    train, captures = recipe.train, head.config.captures(target.config.num_layers)
-    stored = captured_layers(captures, target.config.num_layers)
-    columns = [stored.index(layer) for layer in captures]
+    """The head's training on the target's own texts."""
+    target = own.target
+    columns = own.columns(head.config.captures(own.num_layers))
     width, device = target.config.hidden_size, str(target.device)
     embedding = dense(target.ops, target.weights.embedding)
-    whole = dense(target.ops, target.weights.lm_head) if target_ids is None else head.lm_head.weight
+    tokens = Vocabulary(target, own.texts.counts(len(embedding)), target_ids, recipe.loss.candidates)
 
     def batch(step: int) -> BlockBatch:
-        chosen = texts.batch(step, train.rows, recipe.seed)
-        longest = train.row_tokens
-        chosen = [TextStates(t.ids[:longest], t.num_given, t.states[: longest - 1]) for t in chosen]
-        generator = torch.Generator().manual_seed(recipe.seed + step)
-        anchors = [choose_anchors(text, recipe.block.anchors, generator) for text in chosen]
-        return block_batch(chosen, anchors, columns, width, head.config.num_guesses, device)
+        texts, generator = own.batch(recipe, step), torch.Generator().manual_seed(recipe.seed + step)
+        anchors = [choose_anchors(text, recipe.block.anchors, generator) for text in texts]
+        return block_batch(texts, anchors, columns, width, head.config.num_guesses, device)
 
     def loss(batch_: BlockBatch) -> Tensor:
-        wanted, lm_head = teacher(target, batch_.last, target_ids), whole_weight(head, whole)
-        if 0 < recipe.loss.candidates < wanted.shape[1]:
-            chosen = candidates(wanted, recipe.loss.candidates)
-            wanted, lm_head = wanted[:, chosen], lm_head[chosen]
-        return block_loss(head, batch_, embedding, lm_head, wanted, recipe)
+        chosen = tokens.candidates(batch_.written)
+        lm_head = whole_weight(head, tokens.lm_head if target_ids is None else head.lm_head.weight)
+        lm_head = lm_head if chosen is None else lm_head[chosen]
+        return block_loss(head, batch_, embedding, lm_head, tokens.teach(batch_.last, chosen), recipe)
 
-    return TrainJob(NAME, head, train, batch, loss, folder, lambda b: int(b.counts.sum()))
+    return TrainJob(NAME, head, recipe.train, batch, loss, folder, lambda b: int(b.counts.sum()))
 
 
 def start_from_target(head: BlockForTraining, target: Llama, target_ids: Tensor | None) -> None:

@@ -21,11 +21,15 @@ from sameseed.train.optim import MuonAdamW
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, progress: dict[str, Any]) -> None:
-    """Write tensors and a JSON object to one file, which is replaced atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write tensors and a JSON object to one file, which is replaced atomically. Raises ConfigError on a full disk."""
     partial = path.with_suffix(".partial")
-    save_file(tensors, str(partial), metadata={"format": "pt", "progress": json.dumps(progress)})
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, str(partial), metadata={"format": "pt", "progress": json.dumps(progress)})
+        os.replace(partial, path)
+    except (SafetensorError, OSError) as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written ({error}); free space on the disk, then --resume") from None
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -15,17 +15,16 @@ from torch import Tensor
 from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
-from sameseed.models.llama import Llama
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
 from sameseed.train.checkpoint import export_model
 from sameseed.train.head_job import dense, teacher
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed.train.model import LlamaForTraining, ModelShape
-from sameseed.train.own import OwnRecipe, Sources, Trained, check_run, write_all, write_results
+from sameseed.train.own import Own, OwnRecipe, Sources, Trained, check_run, write_all, write_results
 from sameseed.train.own_card import write_draft_card
 from sameseed.train.parallel import MaskedRows, MaskSettings, mask_of, masked_rows
 from sameseed.train.recipe import TrainSettings
-from sameseed.train.states import StoredTexts, TextStates
+from sameseed.train.states import TextStates
 from sameseed.train.trainer import Log, TrainJob, train
 
 NAME = "draft"  # of the job, and so of its checkpoint
@@ -120,19 +119,19 @@ def run_draft(
     if recipe.parallel:
         masks = MaskSettings(recipe.parallel, mask_of(mask, folder, config), recipe.keep, recipe.least_kept)
     log = Log(out / "log.jsonl")
-    target, texts, _ = write_all(recipe, sources, folder, (), NAME, log, backend=backend, device=device, quiet=quiet)
+    own = write_all(recipe, sources, folder, (), NAME, log, backend=backend, device=device, quiet=quiet)
     if not recipe.begin:
         with torch.no_grad():
-            components(draft.model.embed_tokens.weight, dense(target.ops, target.weights.lm_head).cpu())
+            components(draft.model.embed_tokens.weight, dense(own.target.ops, own.target.weights.lm_head).cpu())
     draft.to(device)
-    parts = draft, target, texts, recipe, out
+    parts = draft, own, recipe, out
     job = draft_job(*parts) if masks is None else parallel_job(*parts, masks)
     said = None if masks is None else {"pard_token": masks.mask, "spd_type": "pard", "para_num": masks.tokens}
     progress = train(job, log, quiet=quiet)
     export_model(draft, out / "draft", None, config.eos_token_ids, more=said)
     for name, content in load_tokenizer(folder).as_files().items():
         (out / "draft" / name).write_text(content, encoding="utf-8")
-    results = write_results(out, recipe, texts, draft.num_parameters(), progress)
+    results = write_results(out, recipe, own.texts, draft.num_parameters(), progress)
     write_draft_card(recipe, draft.shape, results, out / "draft")
     return Trained(out / "draft", results)
 
@@ -179,12 +178,12 @@ def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTrain
 DraftBatch = tuple[Tensor, Tensor, Tensor]
 
 
-def draft_batch(texts: list[TextStates], width: int, longest: int, device: str) -> DraftBatch:
+def draft_batch(texts: list[TextStates], width: int, device: str) -> DraftBatch:
     """Padded texts: ids int64 [B, T]; counts bool [B, T]: places whose next token is trained on.
 
     The first such place of a text is its last given token. last [R, C]: the target's states at these places.
     """
-    lengths = [min(len(t.states), longest) for t in texts]
+    lengths = [len(t.states) for t in texts]
     ids = torch.zeros(len(texts), max(lengths), dtype=torch.long)
     counts = torch.zeros_like(ids, dtype=torch.bool)
     last = []
@@ -196,42 +195,37 @@ def draft_batch(texts: list[TextStates], width: int, longest: int, device: str) 
     return ids.to(device), counts.to(device), torch.cat(last).to(device)
 
 
-def draft_job(
-    draft: LlamaForTraining, target: Llama, texts: StoredTexts, recipe: DraftRecipe, folder: Path
-) -> TrainJob:
-    """The draft's training on stored texts: KL(target || draft) + argmax_weight * CE on the target's argmax."""
-    settings, device, width = recipe.train, str(target.device), target.config.hidden_size
+def draft_job(draft: LlamaForTraining, own: Own, recipe: DraftRecipe, folder: Path) -> TrainJob:
+    """The draft's training on the target's texts: KL(target || draft) + argmax_weight * CE on the target's argmax."""
+    target, device, width = own.target, str(own.target.device), own.target.config.hidden_size
 
     def batch(step: int) -> DraftBatch:
-        return draft_batch(texts.batch(step, settings.rows, recipe.seed), width, settings.row_tokens, device)
+        return draft_batch(own.batch(recipe, step), width, device)
 
     def loss(rows: DraftBatch) -> Tensor:
         ids, counts, last = rows
-        targets, entropy = soft_targets(teacher(target, last, None), recipe.argmax_weight)
+        targets, entropy = soft_targets(teacher(target, last), recipe.argmax_weight)
         shares = torch.full_like(entropy, 1.0 / max(1, len(entropy)))
         hidden = draft.hidden(ids)[counts]  # [R, C]
         cross = fused_soft_cross_entropy(hidden, draft.model.embed_tokens.weight, targets, shares)
         return cross - (shares * entropy).sum()
 
     count: Callable[[DraftBatch], int] = lambda rows: int(rows[1].sum())  # noqa: E731
-    return TrainJob(NAME, draft, settings, batch, loss, folder, count)
+    return TrainJob(NAME, draft, recipe.train, batch, loss, folder, count)
 
 
-def parallel_job(
-    draft: LlamaForTraining, target: Llama, texts: StoredTexts, recipe: DraftRecipe, folder: Path, masks: MaskSettings
-) -> TrainJob:
+def parallel_job(draft: LlamaForTraining, own: Own, recipe: DraftRecipe, folder: Path, masks: MaskSettings) -> TrainJob:
     """Like `draft_job`, with masks behind the texts' tokens: masks learn the target's distribution too."""
-    settings, device, width = recipe.train, str(target.device), target.config.hidden_size
+    target, device, width = own.target, str(own.target.device), own.target.config.hidden_size
 
     def batch(step: int) -> MaskedRows:
-        own = texts.batch(step, settings.rows, recipe.seed)
-        return masked_rows(own, width, settings.row_tokens, masks, recipe.seed + step, device)
+        return masked_rows(own.batch(recipe, step), width, masks, recipe.seed + step, device)
 
     def loss(rows: MaskedRows) -> Tensor:
-        targets, entropy = soft_targets(teacher(target, rows.last, None), recipe.argmax_weight)
+        targets, entropy = soft_targets(teacher(target, rows.last), recipe.argmax_weight)
         shares = torch.full_like(rows.places, 1.0 / max(1, len(rows.places)), dtype=entropy.dtype)
         hidden = draft.hidden_where(rows.ids, rows.positions, rows.seen)[rows.counts]  # [R, C]
         cross = fused_soft_cross_entropy(hidden, draft.model.embed_tokens.weight, targets, shares, rows.places)
         return cross - (shares * entropy[rows.places]).sum()
 
-    return TrainJob(NAME, draft, settings, batch, loss, folder, lambda rows: len(rows.places))
+    return TrainJob(NAME, draft, recipe.train, batch, loss, folder, lambda rows: len(rows.places))

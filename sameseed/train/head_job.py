@@ -21,7 +21,8 @@ from sameseed.train.head_model import GuessRows, HeadForTraining
 from sameseed.train.head_recipe import HeadRecipe, LossSettings
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed.train.model import llama_config
-from sameseed.train.states import StoredTexts, TextStates, captured_layers
+from sameseed.train.own import Own
+from sameseed.train.states import TextStates
 from sameseed.train.trainer import TrainJob
 
 NAME = "head"  # name of the job and of its checkpoint
@@ -29,11 +30,15 @@ NAME = "head"  # name of the job and of its checkpoint
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """Rows of texts: tokens int64 [B, N], states float32 [B, N, F]; last [R, C]: the target's states for R guesses."""
+    """Rows of texts: tokens int64 [B, N], states float32 [B, N, F].
+
+    last [R, C]: the target's states for R guesses; written int64 [R]: the tokens that the text has there.
+    """
 
     tokens: Tensor
     states: Tensor
     last: Tensor
+    written: Tensor
     rows: GuessRows
     unroll: int
 
@@ -46,20 +51,17 @@ def dense(ops: Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> Tensor:
     return scheme.get(plain.format).decode(plain).float()
 
 
-def make_batch(
-    texts: list[TextStates], columns: list[int], width: int, unroll: int, longest: int, device: str
-) -> HeadBatch:
+def make_batch(texts: list[TextStates], columns: list[int], width: int, unroll: int, device: str) -> HeadBatch:
     """Rows of some texts; `columns`: indices of the head's captures among the stored states, each `width` wide.
 
     Row t guesses token t + 2. It reads the target's states at t; the states at t + 1 give the target's distribution.
     """
-    texts = [TextStates(t.ids[:longest], t.num_given, t.states[: longest - 1]) for t in texts]
     num_rows = torch.tensor([max(0, len(t.states) - 1) for t in texts])
     first = torch.tensor([max(0, t.num_given - 2) for t in texts])
     wide = max(1, int(num_rows.max()))
     tokens = torch.zeros(len(texts), wide, dtype=torch.long)
     states = torch.zeros(len(texts), wide, len(columns) * width)
-    last: list[Tensor] = []
+    last, written = [torch.zeros(0, width)], [torch.zeros(0, dtype=torch.long)]
     for b, (text, n) in enumerate(zip(texts, num_rows.tolist(), strict=True)):
         if not n:
             continue
@@ -67,9 +69,10 @@ def make_batch(
         stored = text.states.view(n + 1, -1, width)  # [N + 1, L, C]
         states[b, :n] = stored[:n, columns].flatten(1).float()
         last.append(stored[1 + int(first[b]) :, -1].float())
+        written.append(text.ids[2 + int(first[b]) :].long())
     rows = GuessRows.of(num_rows, first, unroll, wide, device)
-    joined = torch.cat(last) if last else torch.zeros(0, width)
-    return HeadBatch(tokens.to(device), states.to(device), joined.to(device), rows, unroll)
+    told = torch.cat(last).to(device), torch.cat(written).to(device)
+    return HeadBatch(tokens.to(device), states.to(device), *told, rows, unroll)
 
 
 def head_loss(
@@ -92,56 +95,73 @@ def head_loss(
     return losses
 
 
-def teacher(target: Llama, last: Tensor, target_ids: Tensor | None) -> Tensor:
-    """The target's logits [R, Vd] from the output of its last layer [R, C], with its own norm, LM head and format."""
+def teacher(target: Llama, last: Tensor) -> Tensor:
+    """The target's logits [R, V] from the output of its last layer [R, C], with its own norm, LM head and format."""
     w = target.weights
     with torch.inference_mode():
         logits = target.ops.product(normed_rows(last, w.norm, target.config.rms_eps), w.lm_head)
-    logits = logits.clone()  # out of inference mode
-    return logits if target_ids is None else logits.index_select(1, target_ids)
+    return logits.clone()  # out of inference mode
 
 
-def candidates(logits: Tensor, count: int) -> Tensor:
-    """Tokens int64 [count] for the loss, from a teacher's logits [R, V]: the most likely ones, and an eighth random.
+class Vocabulary:
+    """The tokens that a head learns, and which of them the loss of a batch covers.
 
-    The argmax of every row comes first, then tokens with the most probability mass. Tokens that are left out are hardly
-    ever written by the teacher. The random ones, seeded by the logits, make sure that no token is left out for ever.
+    lm_head [Vd, C]: the target's rows of these tokens, decoded. `count`: tokens per batch (0: all of them).
     """
-    mass = torch.softmax(logits, dim=-1).sum(0)
-    mass[logits.argmax(-1)] += len(logits)
-    order = mass.argsort(descending=True)
-    best = count - count // 8
-    seed = int(mass[order[0]].double() * 1e6) % 2**31
-    others = torch.randperm(len(order) - best, generator=torch.Generator().manual_seed(seed))[: count - best]
-    return torch.cat((order[:best], order[best:][others.to(order.device)])).sort().values
+
+    def __init__(self, target: Llama, counts: Tensor, target_ids: Tensor | None, count: int) -> None:
+        """`counts` int64 [V]: how often each token is written in the texts."""
+        self._target = target
+        whole, device = dense(target.ops, target.weights.lm_head), target.device
+        ids = torch.arange(len(whole)) if target_ids is None else target_ids.cpu()
+        self.lm_head = whole if target_ids is None else whole[target_ids]
+        self._place = torch.full((len(whole),), -1).index_copy(0, ids, torch.arange(len(ids))).to(device)
+        self._share = (counts[ids] / (1 + counts.sum())).to(device)  # below 1 together
+        self._count = count if count < len(ids) else 0
+
+    def candidates(self, written: Tensor) -> Tensor | None:
+        """Tokens int64 [count] for the loss of a batch with the tokens `written` int64 [R]; None: all.
+
+        Those written come first, then the most frequent of all texts, then an eighth of random ones, seeded by the
+        batch. The target hardly ever writes the others; the random ones make sure that none is left out for ever.
+        """
+        if not self._count:
+            return None
+        own = self._place[written]
+        mass = self._share.clone()
+        mass.index_put_((own[own >= 0],), torch.ones((), device=mass.device), accumulate=True)
+        order = mass.argsort(descending=True, stable=True)
+        best = self._count - self._count // 8
+        generator = torch.Generator().manual_seed(int(written.sum()))
+        others = torch.randperm(len(order) - best, generator=generator)[: self._count - best].to(order.device)
+        return torch.cat((order[:best], order[best:][others])).sort().values
+
+    def teach(self, last: Tensor, chosen: Tensor | None) -> Tensor:
+        """The target's logits float32 [R, Vd or count] from the output of its last layer [R, C]."""
+        w = self._target.weights
+        weight = self.lm_head if chosen is None else self.lm_head[chosen]
+        with torch.no_grad(), torch.autocast(last.device.type, enabled=False):
+            rows = torch.nn.functional.rms_norm(last, w.norm.shape, w.norm, self._target.config.rms_eps)
+            return rows @ weight.T
 
 
-def head_job(
-    head: HeadForTraining,
-    target: Llama,
-    texts: StoredTexts,
-    target_ids: Tensor | None,
-    recipe: HeadRecipe,
-    folder: Path,
-) -> TrainJob:
-    """The head's training on stored texts."""
-    settings, train, captures = recipe.loss, recipe.train, head.config.captures(target.config.num_layers)
-    stored = captured_layers(captures, target.config.num_layers)
-    columns = [stored.index(layer) for layer in captures]
+def head_job(head: HeadForTraining, own: Own, target_ids: Tensor | None, recipe: HeadRecipe, folder: Path) -> TrainJob:
+    """The head's training on the target's own texts."""
+    target, settings, train = own.target, recipe.loss, recipe.train
+    columns = own.columns(head.config.captures(own.num_layers))
     width, device = target.config.hidden_size, str(target.device)
     embedding = dense(target.ops, target.weights.embedding)
-    whole = dense(target.ops, target.weights.lm_head) if target_ids is None else head.lm_head.weight
+    tokens = Vocabulary(target, own.texts.counts(len(embedding)), target_ids, settings.candidates)
 
     def batch(step: int) -> HeadBatch:
-        chosen = texts.batch(step, train.rows, recipe.seed)
         unroll = 1 if step < settings.alone * train.steps else settings.unroll
-        return make_batch(chosen, columns, width, unroll, train.row_tokens, device)
+        return make_batch(own.batch(recipe, step), columns, width, unroll, device)
 
     def loss(batch_: HeadBatch) -> Tensor:
-        wanted, lm_head = teacher(target, batch_.last, target_ids), whole
-        if 0 < settings.candidates < wanted.shape[1]:
-            chosen = candidates(wanted, settings.candidates)
-            wanted, lm_head = wanted[:, chosen], lm_head[chosen]
+        chosen = tokens.candidates(batch_.written)
+        wanted = tokens.teach(batch_.last, chosen)
+        lm_head = tokens.lm_head if target_ids is None else head.lm_head.weight
+        lm_head = lm_head if chosen is None else lm_head[chosen]
         return torch.stack(head_loss(head, batch_, embedding, lm_head, wanted, settings)).sum()
 
     count: Callable[[HeadBatch], int] = lambda b: int(b.rows.counts.sum())  # noqa: E731

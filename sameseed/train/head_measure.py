@@ -4,49 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from sameseed.models.block_config import BlockConfig
 from sameseed.models.eagle_config import read_head_config
-from sameseed.models.llama import Llama
 from sameseed.scheme import cache_format
 from sameseed.train.block_job import block_batch, choose_anchors, inputs, whole_rows, whole_weight
 from sameseed.train.block_model import BlockForTraining
 from sameseed.train.head_job import dense, make_batch
 from sameseed.train.head_model import HeadForTraining
+from sameseed.train.head_recipe import HeadRecipe
 from sameseed.train.measure import count_chains
+from sameseed.train.own import Own
 from sameseed.train.seeds import Prompt
-from sameseed.train.states import Seed, TextStates, captured_layers, new_runner, write_texts
+from sameseed.train.states import Seed, StoredTexts, TextStates, collect, digest_of
 
 NUM_DRAFT_TOKENS = 4  # the chain length that the model card reports
 NEW_TOKENS = 128
-BATCH = 32  # prompts that are continued together
 
 Guesses = list[list[bool]]  # [s][t]: whether the guess of row t at step s is right, i.e. the text's token t + 2
 
 
-def measure_head(folder: Path, target: Llama, prompts: Seq[Prompt], kv_format: str) -> dict[str, dict[str, object]]:
-    """Acceptance counts of the exported head, by domain and under `all` for all prompts, on the target's device."""
-    head = _ExportedHead(folder, target)
+def write_held_out(own: Own, prompts: Seq[Prompt], folder: Path, recipe: HeadRecipe) -> StoredTexts:
+    """What the target writes greedily to held-out prompts: NEW_TOKENS tokens at most, kept in `folder`."""
     seeds = [Seed(ids, NEW_TOKENS) for ids, _ in prompts]
-    cache, batch = cache_format(kv_format, target.weights.dense), min(BATCH, len(seeds))
-    runner = new_runner(target, head.stored, batch, max(len(s.ids) for s in seeds) + NEW_TOKENS, cache)
+    cache, batch = cache_format(recipe.kv_format, own.target.weights.dense), min(recipe.batch, len(seeds))
+    found = collect(own.target, seeds, folder / digest_of(seeds), batch=batch, kv_format=cache, seed=0)
+    return StoredTexts([path for _, path in found])
+
+
+def measure_head(folder: Path, own: Own, texts: StoredTexts, domains: Seq[str]) -> dict[str, dict[str, object]]:
+    """Acceptance counts of the exported head on held-out texts, by domain and under `all` for all of them."""
+    head = _ExportedHead(folder, own)
     groups: dict[str, list[Guesses]] = {"all": []}
-    for (_, domain), text in zip(prompts, write_texts(runner, seeds, batch, 0), strict=True):
-        groups["all"].append(head.guesses(text))
+    for domain, ids, given in zip(domains, texts.ids, texts.num_given, strict=True):
+        (read,) = own.states.of([(ids, given)])
+        groups["all"].append(head.guesses(read))
         groups.setdefault(domain, []).append(groups["all"][-1])
     return {domain: summary(group) for domain, group in groups.items()}
 
 
 class _ExportedHead:
-    """A head loaded from its folder, for its target; `stored`: the target's layers whose states are captured."""
+    """A head loaded from its folder, for its target."""
 
-    def __init__(self, folder: Path, target: Llama) -> None:
-        config, weights, num_layers = read_head_config(folder), target.weights, target.config.num_layers
-        self.stored = captured_layers(config.captures(num_layers), num_layers)
-        self._columns = [self.stored.index(c) for c in config.captures(num_layers)]
+    def __init__(self, folder: Path, own: Own) -> None:
+        config, target = read_head_config(folder), own.target
+        weights = target.weights
+        self._columns = own.columns(config.captures(own.num_layers))
         self._width, self._device = target.config.hidden_size, str(target.device)
         head = BlockForTraining(config, 0) if isinstance(config, BlockConfig) else HeadForTraining(config, 0)
         tensors = load_file(str(folder / "model.safetensors"))
@@ -67,7 +74,7 @@ class _ExportedHead:
         whole = TextStates(text.ids, 0, text.states)
         if len(text.states) < 2:
             return [[] for _ in range(NUM_DRAFT_TOKENS)]
-        rows = make_batch([whole], self._columns, self._width, NUM_DRAFT_TOKENS, len(text.ids), self._device)
+        rows = make_batch([whole], self._columns, self._width, NUM_DRAFT_TOKENS, self._device)
         outputs = self._head(self._embedding[rows.tokens], rows.states, rows.rows, NUM_DRAFT_TOKENS)
         first = max(0, text.num_given - 1)  # the first token comes from the pass over the prompt
         best = (self._ids[(out @ self._lm_head.T).argmax(-1).cpu()] for out in outputs)
@@ -87,6 +94,16 @@ class _ExportedHead:
             for g in range(min(NUM_DRAFT_TOKENS, count - k)):
                 right[g][k + g] = int(best[k, g]) == int(text.ids[anchor + 1 + g])
         return right
+
+
+def curve(rows: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Acceptance against updates, tokens trained on and different tokens, from the log's rows; the last of a step."""
+    found = {}
+    for row in rows:
+        whole = row["acceptance"]["all"]
+        counts = {name: row[name] for name in ("step", "tokens", "text_tokens")}
+        found[row["step"]] = {**counts, "rate": whole["rate"], "agreement": whole["agreement"]}
+    return [found[step] for step in sorted(found)]
 
 
 def summary(texts: list[Guesses]) -> dict[str, object]:

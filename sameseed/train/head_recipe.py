@@ -32,14 +32,14 @@ class LossSettings:
     `unroll`: steps that the head takes on its own features; step s has the weight falloff^s. `alone`: share of updates,
     from the start, that train only the first step, at a fraction of the cost. `argmax_weight`: weight of the cross
     entropy on the target's most likely token, beside the KL divergence. `candidates`: number of tokens in the loss of
-    a batch: most of them the target's most likely ones, the others random (0: all tokens).
+    a batch: those that its texts have, the most frequent, and some random ones (0: all tokens).
     """
 
     unroll: int = 4
     falloff: float = 0.8
     alone: float = 0.5
     argmax_weight: float = 0.5
-    candidates: int = 0
+    candidates: int = 2048
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ KINDS = {"eagle3": ("unroll",), "block": ("block_size", "markov_rank", "num_laye
 
 
 # Learning rates are small enough not to destroy at once the layer that is copied from the target.
-TRAINING = TrainSettings(600, rows=24, row_tokens=512, warmup=20, decay=0.5, optim=OptimSettings(0.02, 0.002))
+TRAINING = TrainSettings(
+    600, rows=24, row_tokens=512, warmup=20, decay=0.5, precision="bfloat16", optim=OptimSettings(0.02, 0.002)
+)
 
 
 @dataclass(frozen=True)

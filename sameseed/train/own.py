@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
@@ -16,10 +17,10 @@ from sameseed.models.config import ModelConfig
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
 from sameseed.scheme import cache_format
-from sameseed.train.recipe import TrainSettings, read_table
-from sameseed.train.resume import digest_of, settle_texts, write_record
+from sameseed.train.recipe import SourceSettings, TrainSettings, load_recipe, read_table
+from sameseed.train.resume import settle, write_record
 from sameseed.train.seeds import TextSettings, file_seeds, recipe_seeds
-from sameseed.train.states import Seed, StoredTexts, collect
+from sameseed.train.states import Seed, States, StoredTexts, TextStates, captured_layers, collect, digest_of
 from sameseed.train.trainer import Log, checkpoint_path, progress_bar
 
 LEARNED = 2  # a text needs at least this many tokens of the target, so that one row is trained on
@@ -29,9 +30,10 @@ LEARNED = 2  # a text needs at least this many tokens of the target, so that one
 class OwnRecipe:
     """The settings that recipes of heads and drafts share.
 
-    `mixture`: a pair's recipe, in the folder of this one, whose sources give the prompts. `format`, `kv_format`:
-    formats of the target's weights and KV cache. `batch`: texts that are written together. `threads` 0: the defaults
-    of torch and the backend.
+    `source`: where prompts come from; `mixture`: a pair's recipe, in the folder of this one, that has them instead.
+    `format`, `kv_format`: formats of the target's weights and KV cache. `batch`: texts that are written together.
+    `states_gb`: most gigabytes of the target's states that are kept on the disk. `threads` 0: the defaults of torch and
+    the backend.
     """
 
     name: str = ""
@@ -40,7 +42,9 @@ class OwnRecipe:
     format: str = "auto"
     kv_format: str = "auto"
     mixture: str = ""
-    batch: int = 64
+    source: tuple[SourceSettings, ...] = ()
+    batch: int = 32
+    states_gb: float = 20.0
     threads: int = 0
     texts: TextSettings = field(default_factory=TextSettings)
     train: TrainSettings = field(default_factory=lambda: TrainSettings(600))
@@ -61,12 +65,12 @@ def load_own_recipe(kind: type[R], path: Path | None, own: str) -> R:
     if path is None:
         return kind()
     recipe: R = read_table(kind, path, own)
-    return replace(recipe, mixture=str(path.parent / recipe.mixture)) if recipe.mixture else recipe
+    return replace(recipe, source=load_recipe(path.parent / recipe.mixture).source) if recipe.mixture else recipe
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of prompts: a file of JSON lines, or the data folder of the recipe's mixture.
+    """The sources of prompts: a file of JSON lines, or the data folder of the recipe's sources.
 
     `measure`: a file of held-out prompts to measure a head's acceptance on.
     """
@@ -88,8 +92,8 @@ def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> t
     """The target's folder and config. Checks the run early: raises ConfigError or ModelLoadError."""
     if not recipe.target:
         raise ConfigError("no target; name the model to learn from with --target")
-    if sources.prompts is None and (not recipe.mixture or sources.data is None):
-        raise ConfigError("nothing to write from; give --prompts FILE, or a recipe with a mixture and --data DIR")
+    if sources.prompts is None and (not recipe.source or sources.data is None):
+        raise ConfigError("nothing to write from; give --prompts FILE, or a recipe with sources and --data DIR")
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"{out} is not empty; add --resume to go on, or choose another folder with --out")
     folder = resolve_model(recipe.target)
@@ -102,17 +106,20 @@ def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> t
     return folder, config
 
 
-def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path, num_texts: int) -> list[Seed]:
-    """The seeds of `num_texts` texts of the target in `folder`. Raises ConfigError."""
-    settings = replace(recipe.texts, num_texts=num_texts)
+def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path) -> list[Seed]:
+    """The seeds of the texts of the target in `folder`. Raises ConfigError."""
+    tokenizer = load_tokenizer(folder)
     if sources.prompts is not None:
-        seeds = file_seeds(sources.prompts, load_tokenizer(folder), settings, recipe.seed)
+        stream = file_seeds(sources.prompts, tokenizer, recipe.texts, recipe.seed)
     else:
         assert sources.data is not None
-        file = folder / "tokenizer.json"
-        seeds = recipe_seeds(Path(recipe.mixture), sources.data, file, settings, recipe.seed)
+        stream = recipe_seeds(recipe.source, sources.data, tokenizer, recipe.texts, recipe.seed)
+    seeds = list(itertools.islice(stream, recipe.texts.num_texts))
     if not seeds:
-        raise ConfigError("no prompt is long enough to learn from; give others with --prompts")
+        raise ConfigError(
+            "no prompt to learn from: texts must have at least 4 tokens, conversations at most texts.prompt_tokens "
+            f"({recipe.texts.prompt_tokens}); give others with --prompts, or raise it"
+        )
     shortest, kept = min(len(seed.ids) for seed in seeds), recipe.train.row_tokens
     if kept < shortest + LEARNED:
         raise ConfigError(
@@ -120,6 +127,28 @@ def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path, num_texts: int
             f"{shortest}); raise it, or lower texts.prompt_tokens"
         )
     return seeds
+
+
+@dataclass(frozen=True)
+class Own:
+    """The target in the recipe's format, its texts, the number of texts in the first run, and a reader of states."""
+
+    target: Llama
+    texts: StoredTexts
+    num_first: int
+    states: States
+
+    @property
+    def num_layers(self) -> int:
+        return self.target.config.num_layers
+
+    def columns(self, captures: Seq[int]) -> list[int]:
+        """The indices of some layers among those whose states are read."""
+        return [self.states.captures.index(layer) for layer in captures]
+
+    def batch(self, recipe: OwnRecipe, step: int) -> list[TextStates]:
+        """The texts of a training step, with their states."""
+        return self.states.of(self.texts.batch(step, recipe.train.rows, recipe.seed, recipe.train.row_tokens))
 
 
 def write_all(
@@ -130,38 +159,39 @@ def write_all(
     job: str,
     log: Log,
     *,
+    longest: int = 0,
     backend: str,
     device: str,
     quiet: bool,
-) -> tuple[Llama, StoredTexts, int]:
-    """The target in the recipe's format, and its texts for training job `job`, which reads the inputs of `layers`.
+) -> Own:
+    """Load the target and write its missing texts, for training job `job`, which reads the inputs of `layers`.
 
-    Missing texts are written; each lot (`resume.settle_texts`) has its own folder. Also returns the number of texts in
-    the first lot. Raises ConfigError before anything is written.
+    `longest`: tokens of the longest other text whose states will be read. Raises ConfigError before anything is
+    written.
     """
     out = log.path.parent
     checkpoint = checkpoint_path(out, job)
-    lots, begun = settle_texts(recipe, layers, checkpoint, lambda n: read_seeds(recipe, sources, folder, n))
+    seeds = read_seeds(recipe, sources, folder)
+    begun = settle(recipe, layers, checkpoint, seeds)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
         ops.set_num_threads(recipe.threads)
     target = load_model(folder, ops.resolve(backend, device), target_scheme(recipe.format, folder), None, device)
     write_record(begun, checkpoint)
     cache, captures = cache_format(recipe.kv_format, target.weights.dense), tuple(i - 1 for i in layers)
-    paths, before, parts = list[Path](), 0, 0
+    how = (recipe.target, recipe.format, cache)
+    texts, paths = out / "texts" / digest_of((*how, recipe.seed)), list[Path]()
     with progress_bar(quiet) as bar:
-        task = bar.add_task("texts", total=sum(map(len, lots)), said="")
-        for seeds in lots:
-            kept = digest_of((recipe.target, recipe.format, recipe.kv_format, recipe.seed, captures, seeds))
-            texts, noise = out / "texts" / kept, recipe.seed + parts
-            written = collect(target, captures, seeds, texts, batch=recipe.batch, kv_format=cache, seed=noise)
-            for done, tokens in written:
-                log.write(stage="texts", texts=before + done, tokens=tokens)
-                bar.update(task, completed=before + done)
-                parts += 1
-            before += len(seeds)
-            paths += sorted(texts.glob("*.safetensors"))
-    return target, StoredTexts(paths), len(lots[0])
+        task = bar.add_task("texts", total=len(seeds), said="")
+        for done, path in collect(target, seeds, texts, batch=recipe.batch, kv_format=cache, seed=recipe.seed):
+            paths.append(path)
+            log.write(stage="texts", texts=done)
+            bar.update(task, completed=done)
+    stored = captured_layers(captures, target.config.num_layers)
+    kept = out / "states" / digest_of((*how, stored))
+    longest = max(longest, recipe.texts.prompt_tokens + recipe.texts.new_tokens)
+    states = States(target, stored, cache, longest, kept, recipe.states_gb * 1e9)
+    return Own(target, StoredTexts(paths), begun.num_texts, states)
 
 
 def write_results(

@@ -12,7 +12,6 @@ from sameseed.train.head_measure import NEW_TOKENS, NUM_DRAFT_TOKENS
 from sameseed.train.head_recipe import HeadRecipe
 from sameseed.train.model import ModelShape
 from sameseed.train.own import OwnRecipe
-from sameseed.train.recipe import load_recipe
 
 
 def write_head_card(recipe: HeadRecipe, config: HeadConfig, results: dict[str, Any], folder: Path) -> None:
@@ -33,9 +32,18 @@ def write_head_card(recipe: HeadRecipe, config: HeadConfig, results: dict[str, A
         f"{training(recipe, results)} At {loss.unroll} steps on its own features (training-time test; step s "
         f"counts {loss.falloff:g}^s; the first {loss.alone:.0%} of the updates learn step 0 alone) the "
         f"loss is KL(target || head) plus {loss.argmax_weight:g} times the cross entropy on the target's argmax."
-        " The layer began as the target's last.\n\n"
+        f" The layer began as the target's last. {computed(results)}\n\n"
     )
     write_card(recipe, results, text, acceptance(results) if "acceptance" in results else "", folder)
+
+
+def computed(results: dict[str, Any]) -> str:
+    """The card's sentence on what the head was trained against."""
+    own = results["recipe"]
+    return (
+        f"It was trained against what the engine computes for the target in format {own['format']} (embedding: "
+        f"{results['embedding']}, KV cache: {own['kv_format']}), not against weights before their rounding."
+    )
 
 
 def _block(recipe: HeadRecipe, config: BlockConfig, what: str, results: dict[str, Any]) -> str:
@@ -78,11 +86,9 @@ def write_draft_card(recipe: OwnRecipe, shape: ModelShape, results: dict[str, An
 def write_card(recipe: OwnRecipe, results: dict[str, Any], text: str, measured: str, folder: Path) -> None:
     """Write README.md: title, text, the mixture's sources and licences (if used), measurements, the recipe's note."""
     data = ""
-    if recipe.mixture and Path(recipe.mixture).is_file():
-        sources = source_table(load_recipe(Path(recipe.mixture)).source)
-        data = (
-            f"## Data\n\nPrompts and documents come from the target's own mixture; none is held out:\n\n{sources}\n\n"
-        )
+    if recipe.source:
+        sources = source_table(recipe.source)
+        data = f"## Data\n\nPrompts come from these sources; none is held out:\n\n{sources}\n\n"
     parts = [FRONT_MATTER, f"# sameseed {recipe.name}\n\n", text, data, measured, note(results)]
     (folder / "README.md").write_text("".join(parts), encoding="utf-8")
 
@@ -108,10 +114,20 @@ def acceptance(results: dict[str, Any]) -> str:
     for domain, v in results["acceptance"].items():
         shares = (f"{share:.3f}" for share in (v["rate"], *v["agreement"]))
         rows.append((domain, v["tokens"], v["drafted"], v["accepted"], *shares))
+    guesses = " | ".join(f"guess {i + 1}" for i in range(k))
+    curve = table(
+        f"updates | guesses trained on | different tokens | acceptance | {guesses}",
+        0,
+        [
+            (v["step"], v["tokens"], v["text_tokens"], *(f"{share:.3f}" for share in (v["rate"], *v["agreement"])))
+            for v in results["curve"]
+        ],
+    )
     return (
         f"## Acceptance\n\nGreedy, chains of {k} guesses (what follows a rejected one counts as drafted; none is past "
         f'the text\'s end), on what the target writes to held-out prompts, {NEW_TOKENS} tokens at most. "guess i": how '
         f"often the head's i-th guess is right after i - 1 right ones, over all places.\n\n{table(head, 1, rows)}\n\n"
+        f"While training, at rates of learning that had not yet fallen but for the last of each run:\n\n{curve}\n\n"
     )
 
 

@@ -57,11 +57,9 @@ def chain_lengths(count: int, settings: MaskSettings, generator: torch.Generator
 TextRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def text_rows(
-    text: TextStates, width: int, longest: int, settings: MaskSettings, generator: torch.Generator
-) -> TextRows:
+def text_rows(text: TextStates, width: int, settings: MaskSettings, generator: torch.Generator) -> TextRows:
     """One text's ids, positions [S], seen [S, S] and counts [S], as in `MaskedRows`, and its `last` [., C]."""
-    n = min(len(text.states), longest)
+    n = len(text.states)
     first = min(n, max(0, text.num_given - 1))
     known, starts = torch.arange(n), torch.arange(first, n)
     lengths = torch.minimum(chain_lengths(len(starts), settings, generator), n - 1 - starts)
@@ -76,12 +74,10 @@ def text_rows(
     return ids, positions, seen, positions >= first, text.states[first:n, -width:].float()
 
 
-def masked_rows(
-    texts: list[TextStates], width: int, longest: int, settings: MaskSettings, seed: int, device: str
-) -> MaskedRows:
-    """Texts cut to `longest` tokens, with masks after tokens to train on; `width`: C; `seed`: of the random drop."""
+def masked_rows(texts: list[TextStates], width: int, settings: MaskSettings, seed: int, device: str) -> MaskedRows:
+    """Texts with masks after tokens to train on; `width`: C; `seed`: of the random drop."""
     generator = torch.Generator().manual_seed(seed)
-    each = [text_rows(text, width, longest, settings, generator) for text in texts]
+    each = [text_rows(text, width, settings, generator) for text in texts]
     size = max(len(ids) for ids, *_ in each)
     ids, positions = torch.zeros(2, len(texts), size, dtype=torch.long)
     counts = torch.zeros(len(texts), size, dtype=torch.bool)

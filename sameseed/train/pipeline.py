@@ -19,7 +19,7 @@ from sameseed.train.distill import draft_job, rollout_rows, training_prompts
 from sameseed.train.measure import measure
 from sameseed.train.model import LlamaForTraining, ModelShape
 from sameseed.train.recipe import Recipe
-from sameseed.train.resume import digest_of
+from sameseed.train.states import digest_of
 from sameseed.train.tokenizer import BEGIN, END, PAD, save_tokenizer, token_id, train_tokenizer
 from sameseed.train.trainer import Log, TrainJob, checkpoint_path, train
 from sameseed.train.unlikelihood import unlikelihood_job

@@ -7,12 +7,15 @@ the standard library is put into a request ("Summarize", "Explain", "Continue", 
 from __future__ import annotations
 
 import ast
+import itertools
 import random
 import textwrap
 import zlib
 from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 
+from sameseed.tokenizer import Tokenizer
 from sameseed.train.data import HELD_OUT_PER_MILLE, Document, source_documents
 from sameseed.train.recipe import MADE, SourceSettings
 
@@ -33,7 +36,7 @@ ABOUT_TITLE = (
     "Explain: {0}",
     "What should I know about {0}?",
     "Write a short essay about {0}.",
-    "Write a blog post titled \"{0}\".",
+    'Write a blog post titled "{0}".',
     "I have to give a talk on {0}. Give me an outline.",
     "Tell me something interesting about {0}.",
     "Write an email to a friend about {0}.",
@@ -56,7 +59,7 @@ ABOUT_CODE = (
 ABOUT_DOCSTRING = (
     "Write a Python function `{1}`. {0}",
     "How do I do this in Python? {0}",
-    "Write a Python function named {1} with this docstring:\n\n\"\"\"{0}\"\"\"",
+    'Write a Python function named {1} with this docstring:\n\n"""{0}"""',
 )
 
 
@@ -102,14 +105,37 @@ def about_code(document: Document, rng: random.Random) -> str | None:
     return rng.choice(ABOUT_CODE).format(code) if 0 < len(code) <= PASSAGE else None
 
 
-def conversation(document: Document, source: SourceSettings, rng: random.Random) -> list[Message] | None:
-    """What a target is asked, from a document of a source; None if the document does not suit."""
+@dataclass(frozen=True)
+class Asked:
+    """A conversation that ends with the user, its document and source, and how often the document came before."""
+
+    source: SourceSettings
+    document: Document
+    messages: list[Message]
+    times: int
+
+    def prompt(self, tokenizer: Tokenizer) -> list[int]:
+        """Token ids of the conversation, rendered for an answer; none where the document does not suit."""
+        return tokenizer.chat(self.messages, True) if self.messages else []
+
+    def whole(self, tokenizer: Tokenizer) -> list[int]:
+        """Token ids of the whole document: its text, or all of its turns."""
+        turns = messages_of(self.document.turns)
+        return tokenizer.chat(turns, False) if turns else tokenizer.encode(self.document.text)
+
+
+def messages_of(turns: Seq[tuple[str, str]]) -> list[Message]:
+    """Turns as messages of a chat."""
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def conversation(document: Document, source: SourceSettings, rng: random.Random) -> list[Message]:
+    """What a target is asked, from a document of a source; empty if the document does not suit."""
     if document.turns:
         asked = [i for i, (role, _) in enumerate(document.turns) if role == "user"]
-        until = rng.choice(asked) + 1 if asked else 0
-        return [{"role": role, "content": content} for role, content in document.turns[:until]] or None
+        return messages_of(document.turns[: rng.choice(asked) + 1]) if asked else []
     request = about_code(document, rng) if source.kind == "stdlib" else about_text(document, rng)
-    return [{"role": "user", "content": request}] if request else None
+    return messages_of([("user", request)]) if request else []
 
 
 def is_held_out(document: Document) -> bool:
@@ -118,24 +144,20 @@ def is_held_out(document: Document) -> bool:
     return zlib.crc32(asked.encode()) % 1000 < HELD_OUT_PER_MILLE
 
 
-def conversations(
-    sources: Seq[SourceSettings], data: Path, seed: int, *, held_out: bool
-) -> Iterator[tuple[SourceSettings, list[Message], int]]:
-    """An endless stream: source, messages, and how often their document came before.
+def conversations(sources: Seq[SourceSettings], data: Path, seed: int, *, held_out: bool) -> Iterator[Asked]:
+    """An endless stream of conversations from training documents, or from held-out ones.
 
-    Sources are drawn by their `share`; the documents of one come in their order, again and again. Raises ConfigError
-    for a source without documents.
+    Sources are drawn by their `share`; the documents of one come in their order, again and again. The messages are
+    empty where a document does not suit. Raises ConfigError for a source without documents.
     """
     rng = random.Random(f"{seed}/prompts/{held_out}")
-    documents = [
+    found = [
         [d for d in source_documents(s, data, seed, held_out) if s.kind in MADE or is_held_out(d) == held_out]
         for s in sources
     ]
-    taken = [0] * len(sources)
-    while True:
-        (i,) = rng.choices(range(len(sources)), [source.share for source in sources])
-        times, place = divmod(taken[i], len(documents[i]))
-        taken[i] += 1
-        messages = conversation(documents[i][place], sources[i], rng)
-        if messages:
-            yield sources[i], messages, times
+    filled = [(source, own, itertools.count()) for source, own in zip(sources, found, strict=True) if own]
+    shares = [source.share for source, _, _ in filled]
+    while filled:
+        ((source, own, taken),) = rng.choices(filled, shares)
+        times, place = divmod(next(taken), len(own))
+        yield Asked(source, own[place], conversation(own[place], source, rng), times)

@@ -39,6 +39,17 @@ class SourceSettings:
     share: float = 1.0  # of the prompts of a head or a draft, beside the other sources' shares
     shown: bool = True  # do prompts for demonstrations come from it? (those for measuring always do)
 
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            hint = nearest(self.kind, KINDS) + f" (there are: {', '.join(KINDS)})"
+            raise ConfigError(f"source kind {self.kind!r} is unknown{hint}")
+        if self.kind in ENDLESS and self.max_mb > 1000:
+            raise ConfigError(f"source {self.domain!r} needs 'max_mb': {self.kind} have no end")
+        if self.kind not in MADE and not (self.file and self.names):
+            raise ConfigError(f"source {self.domain!r} needs 'file' and 'names'")
+        if self.share <= 0:
+            raise ConfigError(f"source {self.domain!r}: share must be above 0, got {self.share:g}")
+
 
 @dataclass(frozen=True)
 class TokenizerSettings:
@@ -135,14 +146,6 @@ def load_recipe(path: Path) -> Recipe:
     recipe, where = read_table(Recipe, path, "recipes/embedded.toml"), path.name
     if not recipe.source:
         raise ConfigError(f"{where}: no [[source]]; name at least one")
-    for source in recipe.source:
-        if source.kind not in KINDS:
-            hint = nearest(source.kind, KINDS) + f" (there are: {', '.join(KINDS)})"
-            raise ConfigError(f"{where}: source kind {source.kind!r} is unknown{hint}")
-        if source.kind in ENDLESS and source.max_mb > 1000:
-            raise ConfigError(f"{where}: source {source.domain!r} needs 'max_mb': {source.kind} have no end")
-        if source.kind not in MADE and not (source.file and source.names):
-            raise ConfigError(f"{where}: source {source.domain!r} needs 'file' and 'names'")
     for name, settings in (("target", recipe.target), ("draft", recipe.draft)):
         shape = settings.shape
         for wrong, words in (

@@ -1,23 +1,26 @@
-"""Seeds of training texts: prompts and documents from a file, or from a recipe's mixture."""
+"""Seeds of training texts: prompts and documents from a file, or from a recipe's sources.
+
+The first n seeds are the same however many are asked for, so that a run may add texts.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer as HFTokenizer
-
 from sameseed.errors import ConfigError
-from sameseed.lines import KINDS, read_lines
+from sameseed.lines import KINDS, Line, read_lines
 from sameseed.tokenizer import Tokenizer
-from sameseed.train import data as corpus
-from sameseed.train.distill import training_prompts
-from sameseed.train.recipe import load_recipe
+from sameseed.train.prompts import conversations
+from sameseed.train.recipe import SourceSettings
 from sameseed.train.states import Seed
 
 Prompt = tuple[tuple[int, ...], str]  # its tokens, its domain
+MISSES = 10000  # prompts in a row that may be too long
+LEAST = 4  # tokens of a given text that is learned from: two guesses
 
 
 @dataclass(frozen=True)
@@ -43,40 +46,72 @@ class TextSettings:
                 raise ConfigError(f"{name} must lie in 0..1, got {getattr(self, name)}")
 
 
-def recipe_seeds(path: Path, data: Path, tokenizer_file: Path, settings: TextSettings, seed: int) -> list[Seed]:
-    """Seeds from the sources of a recipe, by their shares. The tokenizer must come from such a recipe."""
+def recipe_seeds(
+    sources: Seq[SourceSettings], data: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int
+) -> Iterator[Seed]:
+    """Endless seeds from the sources of a recipe, by their shares. Raises ConfigError."""
     if not data.is_dir():
         raise ConfigError(f"no data folder at {data}; give the folder that holds the recipe's files with --data")
-    recipe = load_recipe(path)
-    tokenizer = HFTokenizer.from_file(str(tokenizer_file))
-    num_prompts = round(settings.num_texts * (1 - settings.corpus_share))
-    rollouts = replace(recipe.draft.rollouts, num_prompts=num_prompts, prompt_tokens=settings.prompt_tokens)
-    own = replace(recipe, draft=replace(recipe.draft, rollouts=rollouts))
-    prompts = training_prompts(own, data, tokenizer)
-    documents = corpus.training_order(recipe, data)[: settings.num_texts - num_prompts]
-    longest = settings.prompt_tokens + settings.new_tokens
-    texts = [corpus.encode(tokenizer, d)[:longest] for d in documents]
-    return mixed(prompts, texts, settings, seed)
+    rng, longest, missed = random.Random(f"{seed}/seeds"), settings.prompt_tokens, 0
+    for asked in conversations(sources, data, seed, held_out=False):
+        given, greedy = rng.random() < settings.corpus_share, rng.random() < settings.greedy and not asked.times
+        ids = asked.whole(tokenizer)[: longest + settings.new_tokens] if given else asked.prompt(tokenizer)
+        fits = len(ids) >= LEAST if given else 0 < len(ids) <= longest
+        missed = 0 if fits else missed + 1
+        if missed > MISSES:
+            raise ConfigError(
+                f"of {MISSES} prompts none has at most {longest} tokens; raise texts.prompt_tokens, or change sources"
+            )
+        if fits:
+            heat = 0.0 if greedy or given else settings.temperature
+            yield Seed(tuple(ids), 0 if given else settings.new_tokens, heat)
 
 
-def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int) -> list[Seed]:
-    """Seeds from JSON lines with `prompt`, `messages` or `text` (a given text, trained on as it is).
+def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int) -> Iterator[Seed]:
+    """Seeds from JSON lines with `prompt`, `messages` or `text` (a given text, trained on as it is), in seeded order.
 
-    If the file has fewer than `num_texts`, prompts are repeated and sampled. Raises ConfigError naming the line.
+    Prompts are repeated without end, then all sampled; given texts are not. Raises ConfigError naming the line.
     """
     if not path.is_file():
         raise ConfigError(f"no prompts at {path}; give a file of JSON lines with 'prompt', 'messages' or 'text'")
-    prompts, texts = list[Seq[int]](), list[Seq[int]]()
-    for line in read_lines(path, *KINDS):
-        longest = settings.prompt_tokens + (settings.new_tokens if line.kind == "text" else 0)
-        (texts if line.kind == "text" else prompts).append(line.encode(tokenizer)[:longest])
-    if not prompts and not texts:
+    lines = [(line.kind, _fitting(line, tokenizer, settings)) for line in read_lines(path, *KINDS)]
+    if not lines:
         raise ConfigError(f"{path} holds no prompts; give JSON lines with 'prompt', 'messages' or 'text'")
-    num_corpus = min(len(texts), round(settings.num_texts * settings.corpus_share) if prompts else len(texts))
-    wanted = settings.num_texts - num_corpus if prompts else 0
-    repeated = [prompts[i % len(prompts)] for i in range(wanted)]
-    seeds = mixed(repeated[: len(prompts)], texts[:num_corpus], settings, seed)
-    return seeds + [Seed(tuple(ids), settings.new_tokens, settings.temperature) for ids in repeated[len(prompts) :]]
+    prompts = [ids for kind, ids in lines if ids and kind != "text"]
+    texts = [ids for kind, ids in lines if ids and kind == "text"]
+    rng = random.Random(seed)
+    rng.shuffle(prompts)
+    rng.shuffle(texts)
+    asked = itertools.count()
+    while texts or prompts:
+        if texts and (not prompts or rng.random() < settings.corpus_share):
+            yield Seed(texts.pop(), 0)
+        elif prompts:
+            times, place = divmod(next(asked), len(prompts))
+            greedy = rng.random() < settings.greedy and not times
+            yield Seed(prompts[place], settings.new_tokens, 0.0 if greedy else settings.temperature)
+
+
+def _fitting(line: Line, tokenizer: Tokenizer, settings: TextSettings) -> tuple[int, ...]:
+    """A line's ids, cut to the recipe's lengths; none if a conversation is too long to be cut, or a text too short."""
+    ids = line.encode(tokenizer)
+    if line.kind == "text":
+        return ids[: settings.prompt_tokens + settings.new_tokens] if len(ids) >= LEAST else ()
+    if line.kind == "messages" and len(ids) > settings.prompt_tokens:
+        return ()  # its end asks for the answer
+    return ids[: settings.prompt_tokens]
+
+
+def recipe_held_out(
+    sources: Seq[SourceSettings], data: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int, count: int
+) -> list[Prompt]:
+    """The first `count` different prompts from held-out documents of a recipe's sources, with their domains."""
+    found: dict[tuple[int, ...], str] = {}
+    for asked in itertools.islice(conversations(sources, data, seed, held_out=True), 20 * count):
+        ids = tuple(asked.prompt(tokenizer))
+        if 0 < len(ids) <= settings.prompt_tokens and len(found) < count:
+            found[ids] = asked.source.domain
+    return list(found.items())
 
 
 def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) -> list[Prompt]:
@@ -98,14 +133,3 @@ def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) ->
     if not found:
         raise ConfigError(f"{path} holds no prompts to measure on; give JSON lines with 'prompt' or 'messages'")
     return found
-
-
-def mixed(prompts: Seq[Seq[int]], texts: Seq[Seq[int]], settings: TextSettings, seed: int) -> list[Seed]:
-    """Seeds of prompts (about `settings.greedy` of them greedy) and of texts (not very short ones), in seeded order."""
-    rng = random.Random(seed)
-    seeds = [Seed(tuple(ids), 0) for ids in texts if len(ids) > 3]
-    for ids in prompts:
-        heat = 0.0 if rng.random() < settings.greedy else settings.temperature
-        seeds.append(Seed(tuple(ids), settings.new_tokens, heat))
-    rng.shuffle(seeds)
-    return seeds

@@ -1,19 +1,21 @@
-"""Texts that a target writes, with its hidden states: the training data of draft heads.
+"""Texts that a target writes, and its hidden states on them: the training data of draft heads.
 
-sameseed's own ModelRunner writes them. So a head can be trained for any model and number format that the engine runs,
-on the same states that the head will read in use. (EAGLE: Li et al., 2024; EAGLE-3: Li et al., 2025.)
+sameseed's own ModelRunner writes and reads them. So a head can be trained for any model and number format that the
+engine runs, on the same states that the head will read in use. (EAGLE: Li et al., 2024; EAGLE-3: Li et al., 2025.)
+Only tokens are stored for good. A prompt pass computes a text's states again, bit for bit; a cache of bounded size
+keeps them for the next time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
+import shutil
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sameseed.errors import ConfigError
@@ -21,11 +23,13 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.llama import Llama
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
-from sameseed.train.checkpoint import save_tensors
+from sameseed.train.checkpoint import read_tensors, save_tensors
 
-PART = 256  # texts per file, and so the most that an interruption loses
+PART = 128  # texts per file, and so the most that an interruption loses
 BLOCK = 16  # tokens in a block of the KV cache
 MAX_ROWS = 1024  # rows of one pass
+READ = 4  # texts that are read together for their states: enough for a pass of MAX_ROWS, little cache memory
+LEAST_FREE = 2e9  # bytes of the disk that the cache of states leaves to others
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Seed:
 class TextStates:
     """ids int32 [T], the first `num_given` not written by the target; states [T - 1, L * C] of all but the last token.
 
-    With `num_given` 0 all tokens are trained on.
+    With `num_given` 0 all tokens are trained on. L is 0 where the runner captures nothing.
     """
 
     ids: Tensor
@@ -97,8 +101,8 @@ def write_texts(runner: ModelRunner, seeds: Seq[Seed], batch: int, seed: int) ->
         now = list(running)
         out = runner.forward(now, _NoNodes(), pending)
         states = runner.commit(now, pending, [[]] * len(now), out)
-        assert states is not None
-        for seq, rows in zip(now, states.cpu().to(torch.bfloat16).split_with_sizes(pending), strict=True):
+        states = torch.zeros(sum(pending), 0) if states is None else states.cpu()
+        for seq, rows in zip(now, states.to(torch.bfloat16).split_with_sizes(pending), strict=True):
             kept[seq.seq_id].append(rows)
         whole = [seq for seq, wanted in zip(now, out.wants_logits, strict=True) if wanted]
         chosen = choose([seeds[s.seq_id].temperature for s in whole], out.logits.cpu(), generator) if whole else []
@@ -126,58 +130,90 @@ def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator)
 
 
 def collect(
-    target: Llama, captures: Seq[int], seeds: Seq[Seed], folder: Path, *, batch: int, kv_format: str, seed: int
-) -> Iterator[tuple[int, int]]:
-    """Write the texts of all seeds into files of `folder`, skipping existing files. Yields (texts done, tokens).
+    target: Llama, seeds: Seq[Seed], folder: Path, *, batch: int, kv_format: str, seed: int
+) -> Iterator[tuple[int, Path]]:
+    """Write the texts of all seeds into files of `folder`, after those that are there. Yields (texts done, file).
 
-    A file holds PART texts: ids and states, one text after another.
+    A file holds the ids of up to PART texts, one after another. Raises ConfigError for files of other seeds.
     """
-    layers = captured_layers(captures, target.config.num_layers)
-    longest = max(len(s.ids) + s.num_new for s in seeds)
-    runner = new_runner(target, layers, batch, longest, kv_format)
+    runner = new_runner(target, (), batch, max(len(s.ids) + s.num_new for s in seeds), kv_format)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # users' texts
-    for number, start in enumerate(range(0, len(seeds), PART)):
+    done = number = 0
+    while done < len(seeds):
         path = folder / f"{number:04}.safetensors"
-        own = list(seeds[start : start + PART])
-        if not path.exists():
+        if path.exists():
+            said = read_tensors(path)[1]
+            own = list(seeds[done : done + int(said["texts"])])
+            if said["seeds"] != digest_of(own):
+                raise ConfigError(f"{path} holds texts of other prompts; take another --out, or delete the folder")
+        else:
+            own = list(seeds[done : done + PART])
             texts = write_texts(runner, own, batch, seed + number)
             tensors = {
                 "ids": torch.cat([t.ids for t in texts]),
                 "lengths": torch.tensor([len(t.ids) for t in texts], dtype=torch.int32),
                 "given": torch.tensor([t.num_given for t in texts], dtype=torch.int32),
-                "states": torch.cat([t.states for t in texts]),
             }
-            save_tensors(tensors, path, {"texts": len(texts)})
-        yield start + len(own), StoredTexts([path]).num_tokens
+            save_tensors(tensors, path, {"texts": len(own), "seeds": digest_of(own)})
+        done, number = done + len(own), number + 1
+        yield done, path
+
+
+def digest_of(settings: object) -> str:
+    """A short digest of settings or seeds."""
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+
+
+class States:
+    """Reads the target's states on texts: from the cache in `folder`, else in a prompt pass.
+
+    `captures`: the layers whose outputs are read, the last one included. The cache grows to `most` bytes, and leaves
+    LEAST_FREE on the disk. It may be deleted at any time.
+    """
+
+    def __init__(
+        self, target: Llama, captures: Seq[int], kv_format: str, longest: int, folder: Path, most: float
+    ) -> None:
+        self.captures = tuple(captures)
+        self._runner = new_runner(target, self.captures, READ, longest, kv_format)
+        self._folder, self._left = folder, most
+        if folder.is_dir():
+            self._left -= sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+    def of(self, texts: Seq[tuple[Tensor, int]]) -> list[TextStates]:
+        """Texts, given as ids and number of given tokens, with the states of all but their last tokens."""
+        paths = [self._path(ids) for ids, _ in texts]
+        new = [i for i, path in enumerate(paths) if not path.exists()]
+        read = write_texts(self._runner, [Seed(tuple(texts[i][0].tolist()), 0) for i in new], READ, 0)
+        found = {i: text.states for i, text in zip(new, read, strict=True)}
+        for i, states in found.items():
+            size = states.numel() * states.element_size()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if size <= self._left and shutil.disk_usage(self._folder).free > LEAST_FREE + size:
+                save_tensors({"states": states.contiguous()}, paths[i], {})
+                self._left -= size
+        found |= {i: read_tensors(path)[0]["states"] for i, path in enumerate(paths) if i not in found}
+        return [TextStates(*text, found[i]) for i, text in enumerate(texts)]
+
+    def _path(self, ids: Tensor) -> Path:
+        name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:20]
+        return self._folder / name[:2] / f"{name}.safetensors"
 
 
 class StoredTexts:
-    """Stored texts: ids and lengths are in memory; states stay on the disk and are read on demand."""
+    """The texts in files that `collect` wrote: ids int32 and the number of given tokens of each."""
 
     def __init__(self, paths: Seq[Path]) -> None:
         """Raises ConfigError for a file that cannot be read, or for an empty list of files."""
         if not paths:
-            raise ConfigError(
-                "no texts to learn from; name prompts with --prompts or a recipe with --recipe and --data"
-            )
-        self._files: list[Any] = []
-        self._places: list[tuple[int, int]] = []  # per text: its file, and its first state in the file
+            raise ConfigError("no texts to learn from; give --prompts FILE, or a recipe with sources and --data DIR")
         self._order: tuple[tuple[int, int], list[list[int]]] | None = None  # batches of the last requested epoch
         self.ids: list[Tensor] = []
         self.num_given: list[int] = []
         for path in paths:
-            try:
-                file: Any = safe_open(str(path), framework="pt")
-                lengths = file.get_tensor("lengths").tolist()
-                self.ids += file.get_tensor("ids").split_with_sizes(lengths)
-                self.num_given += file.get_tensor("given").tolist()
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} cannot be read ({error}); delete it and run again") from None
-            first = 0
-            for length in lengths:
-                self._places.append((len(self._files), first))
-                first += length - 1
-            self._files.append(file.get_slice("states"))
+            tensors = read_tensors(path)[0]
+            self.ids += tensors["ids"].split_with_sizes(tensors["lengths"].tolist())
+            self.num_given += tensors["given"].tolist()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -187,13 +223,13 @@ class StoredTexts:
         """The number of tokens that are trained on: written by the target, or of given texts."""
         return sum(len(ids) - given for ids, given in zip(self.ids, self.num_given, strict=True))
 
-    def __getitem__(self, i: int) -> TextStates:
-        file, first = self._places[i]
-        states = self._files[file][first : first + len(self.ids[i]) - 1]
-        return TextStates(self.ids[i], self.num_given[i], states)
+    def counts(self, vocab_size: int, first: int | None = None) -> Tensor:
+        """How often each token is written, int64 [vocab_size], in all texts or in the `first` ones."""
+        written = [ids[given:].long() for ids, given in zip(self.ids[:first], self.num_given[:first], strict=True)]
+        return torch.bincount(torch.cat(written), minlength=vocab_size)
 
-    def batch(self, step: int, rows: int, seed: int) -> list[TextStates]:
-        """The texts of a training step, of similar lengths. Every epoch has its own seeded order."""
+    def batch(self, step: int, rows: int, seed: int, longest: int) -> list[tuple[Tensor, int]]:
+        """A training step's texts, cut to `longest` tokens, of similar lengths. Each epoch has its own seeded order."""
         epoch, place = divmod(step, -(-len(self) // rows))
         if self._order is None or self._order[0] != (seed + epoch, rows):
             rng = random.Random(seed + epoch)
@@ -205,4 +241,4 @@ class StoredTexts:
                 batches += [pool[i : i + rows] for i in range(0, len(pool), rows)]
             rng.shuffle(batches)
             self._order = (seed + epoch, rows), batches
-        return [self[i] for i in self._order[1][place]]
+        return [(self.ids[i][:longest], self.num_given[i]) for i in self._order[1][place]]

@@ -68,6 +68,11 @@ class Log:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
+    def read(self, stage: str) -> list[dict[str, Any]]:
+        """The rows of a stage."""
+        with self.path.open(encoding="utf-8") as file:
+            return [row for row in map(json.loads, file) if row["stage"] == stage]
+
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list[int]]:

@@ -48,7 +48,7 @@ def test_rows_are_what_drafting_sees(tmp_path: Path) -> None:
     """Every row, also of masks, has the logits of the exported model after that text and as many masks."""
     texts = [text_of(12, 4, 1), text_of(9, 0, 2)]
     settings = MaskSettings(4, MASK, keep=0.9)
-    rows = masked_rows(texts, 4, 64, settings, 5, "cpu")
+    rows = masked_rows(texts, 4, settings, 5, "cpu")
     draft = LlamaForTraining(SHAPE, 3)
     with torch.no_grad():
         logits = draft.hidden_where(rows.ids, rows.positions, rows.seen) @ draft.model.embed_tokens.weight.T
@@ -77,8 +77,8 @@ def test_rows_are_what_drafting_sees(tmp_path: Path) -> None:
 
 
 def test_places_point_at_the_targets_states() -> None:
-    texts = [text_of(12, 4, 1), text_of(9, 0, 2), text_of(5, 5, 3)]
-    rows = masked_rows(texts, 4, 10, MaskSettings(5, MASK), 1, "cpu")
+    texts = [text_of(11, 4, 1), text_of(9, 0, 2), text_of(5, 5, 3)]
+    rows = masked_rows(texts, 4, MaskSettings(5, MASK), 1, "cpu")
     assert len(rows.places) == int(rows.counts.sum()) > len(rows.last)
     wanted = []
     for b in range(3):

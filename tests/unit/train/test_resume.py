@@ -14,7 +14,6 @@ from lawkit import write_model
 from safetensors.torch import load_file
 
 from sameseed.errors import ConfigError
-from sameseed.train import states
 from sameseed.train.draft import DraftRecipe, DraftSize, run_draft
 from sameseed.train.head import run_head
 from sameseed.train.head_recipe import HeadRecipe, LossSettings, SizeSettings
@@ -22,9 +21,8 @@ from sameseed.train.optim import OptimSettings
 from sameseed.train.own import Sources, load_own_recipe
 from sameseed.train.own_card import note
 from sameseed.train.recipe import TrainSettings
-from sameseed.train.resume import added
 from sameseed.train.seeds import TextSettings
-from sameseed.train.states import Seed, StoredTexts
+from sameseed.train.states import StoredTexts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -126,42 +124,23 @@ def test_a_checkpoint_from_before_is_accepted_aloud(
         train_head(folder, begun)
 
 
-def test_texts_may_become_more(folder: Path, begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_may_become_more(folder: Path, begun: Path) -> None:
     """Existing texts stay, only the new ones are written, and the head's own tokens stay the same."""
     before = {p: p.read_bytes() for p in (begun / "texts").rglob("*.safetensors")}
     tokens = load_file(str(begun / "head" / "model.safetensors"))["d2t"]
-    asked = []
-    real = states.write_texts
-
-    def noted(runner: Any, seeds: list[Seed], batch: int, noise: int) -> Any:
-        asked.append((len(seeds), noise))
-        return real(runner, seeds, batch, noise)
-
-    monkeypatch.setattr(states, "write_texts", noted)
     for number in (20, 20, 25):
         train_head(folder, begun, stop=None, texts=TextSettings(number, 32, 12))
         assert json.loads((begun / "results.json").read_text())["texts"] == number
-    assert asked == [(12, 2), (5, 3)]  # each file has its own noise
     assert all(path.read_bytes() == old for path, old in before.items())
     assert torch.equal(load_file(str(begun / "head" / "model.safetensors"))["d2t"], tokens)
-    lots = sorted((begun / "texts").iterdir(), key=lambda p: len(StoredTexts(sorted(p.iterdir()))))
-    assert [len(StoredTexts(sorted(p.iterdir()))) for p in lots] == [5, 8, 12]
+    assert [len(StoredTexts([p])) for p in sorted((begun / "texts").rglob("*.safetensors"))] == [8, 12, 5]
 
 
 def test_without_a_checkpoint_a_run_begins_anew(folder: Path, begun: Path) -> None:
     (begun / "head.checkpoint.safetensors").unlink()
-    head = train_head(folder, begun, layers=(1, 1, 2), texts=TextSettings(6, 32, 12))
+    head = train_head(folder, begun, layers=(1, 1, 2))
     config = json.loads((head / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 1, 2]
-
-
-def test_added_texts_are_those_that_are_new() -> None:
-    def make(*ids: int) -> list[Seed]:
-        return [Seed((i,), 4) for i in ids]
-
-    assert added([], make(1, 2)) == make(1, 2)
-    assert added([make(1, 2, 2)], make(2, 3, 1, 2, 2, 4)) == make(3, 2, 4)
-    assert added([make(1, 2)], make(3, 4, 5)) == make(3)  # no more than were asked for
 
 
 def test_a_draft_is_refused_alike(folder: Path, tmp_path: Path) -> None:
