@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence as Seq
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, progress: dict[st
         save_file(tensors, str(partial), metadata={"format": "pt", "progress": json.dumps(progress)})
         os.replace(partial, path)
     except (SafetensorError, OSError) as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise ConfigError(f"{path} cannot be written ({error}); free space on the disk, then --resume") from None
 
 

@@ -24,7 +24,7 @@ from sameseed.train.seeds import Prompt, held_out, recipe_held_out
 from sameseed.train.states import StoredTexts
 from sameseed.train.trainer import Log, train
 
-FIRST_MEASURED = 250  # updates
+FIRST_MEASURED = 64  # updates
 NUM_MEASURED = 128  # held-out prompts of a recipe's sources
 CURVE = "acceptance"  # the stage of log.jsonl
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,9 @@ class Vocabulary:
         """The target's logits float32 [R, Vd or count] from the output of its last layer [R, C]."""
         w = self._target.weights
         weight = self.lm_head if chosen is None else self.lm_head[chosen]
-        with torch.no_grad(), torch.autocast(last.device.type, enabled=False):
+        kind = last.device.type
+        exact = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        with torch.no_grad(), exact:
             rows = torch.nn.functional.rms_norm(last, w.norm.shape, w.norm, self._target.config.rms_eps)
             return rows @ weight.T
 
