@@ -293,7 +293,7 @@ GOOD = '{"prompt": "the sum of"}\n'
             GOOD + json.dumps({"prompt": "the list is empty " * 80}),
             f"jsonl:2 has .* at most {256 - NEW_TOKENS}",
         ),
-        ("measure", GOOD + '{"messages": [{"role": "user"}]}', "jsonl:2: .*'content'"),
+        ("measure", GOOD + '{"messages": [{"role": "user"}]}', "jsonl:2: .*content"),
         ("measure", GOOD + '{"messages": ["hello"]}', "jsonl:2: .*'content'"),
         ("measure", "\udcff", "UTF-8"),
     ],
