@@ -48,6 +48,11 @@ inline Codes low_nibbles(Codes a) {
     return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
 }
 inline Codes high_nibbles(Codes a) { return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)}); }
+// Bytes of `table` [16] at the indices `nibbles`.
+inline Codes look_up(const uint8_t* table, Codes nibbles) {
+    const __m256i both = _mm256_broadcastsi128_si256(half_at(table));
+    return {_mm256_shuffle_epi8(both, nibbles.lo), _mm256_shuffle_epi8(both, nibbles.hi)};
+}
 // Bytes whose high nibbles are the low (high) nibbles of `high`, and whose low nibbles are the low (high) nibbles of
 // `low`.
 inline __m256i join_nibbles(__m256i high, __m256i low) {
@@ -103,6 +108,8 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
 // Operations for super-blocks. Without VNNI, products are added in 16 bits, as many as fit. Then pairs of these sums
 // are multiplied by steps and added.
 constexpr int super_tile = 4;
+template <int M>
+constexpr int super_halves = M == 1 ? 2 : 1;
 template <int shift, int mask>
 inline Codes with_bits(Codes low, Codes high) {
     auto merge = [](__m256i a, __m256i b) {

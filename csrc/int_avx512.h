@@ -36,6 +36,10 @@ inline Codes load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_codes(uint8_t* p, Codes a) { _mm512_storeu_si512(p, a.r); }
 inline Codes low_nibbles(Codes a) { return {_mm512_and_si512(a.r, _mm512_set1_epi8(15))}; }
 inline Codes high_nibbles(Codes a) { return {_mm512_and_si512(_mm512_srli_epi16(a.r, 4), _mm512_set1_epi8(15))}; }
+// Bytes of `table` [16] at the indices `nibbles`.
+inline Codes look_up(const uint8_t* table, Codes nibbles) {
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen_at(table)), nibbles.r)};
+}
 // Bytes whose high nibbles are the low (high) nibbles of `high`, and whose low nibbles are the low (high) nibbles of
 // `low`. 0xd8 selects the second operand's bits where the mask is set.
 inline Codes join_low_nibbles(Codes high, Codes low) {
@@ -92,11 +96,12 @@ INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
 
 // Operations for super-blocks. Without VNNI, products are added in 16 bits, as many as fit. Then pairs of these sums
 // are multiplied by steps and added.
-#ifdef HAS_VNNI
 constexpr int super_tile = 8;
+template <int M>
+constexpr int super_halves = M <= 6 ? 2 : 1;
+#ifdef HAS_VNNI
 constexpr int fold_quads(int) { return 8; }
 #else
-constexpr int super_tile = 8;
 constexpr int fold_quads(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : 2; }
 #endif
 template <int shift, int mask>

@@ -59,6 +59,10 @@ inline Codes low_nibbles(const Codes& a) {
 inline Codes high_nibbles(const Codes& a) {
     return each_code([&](int i) { return a.r[i] >> 4; });
 }
+// Bytes of `table` [16] at the indices `nibbles`.
+inline Codes look_up(const uint8_t* table, const Codes& nibbles) {
+    return each_code([&](int i) { return table[nibbles.r[i]]; });
+}
 // Bytes whose high nibbles are the low (high) nibbles of `high`, and whose low nibbles are the low (high) nibbles of
 // `low`.
 inline Codes join_low_nibbles(const Codes& high, const Codes& low) {
@@ -81,6 +85,8 @@ inline void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* 
 // Operations for super-blocks: add four products per output; multiply the sums of sub-blocks by their steps; multiply
 // minima by sums of x.
 constexpr int super_tile = 2;
+template <int M>
+constexpr int super_halves = 1;
 constexpr int fold_quads(int) { return 8; }
 template <int shift, int mask>
 inline Codes with_bits(const Codes& low, const Codes& high) {

@@ -23,32 +23,55 @@ inline void store_part(float* p, V a, int64_t n) {
     for (int64_t i = 0; i < n; i++) p[i] = padded[i];
 }
 
-// Storage of weights in one plane or two. `get` returns the codes of four columns for 16 outputs.
+// Storage of weights in one plane or two. `get` returns the codes of four columns for 16 outputs: quad `quad` of a piece
+// of 32 columns, at address w in the first plane.
 struct Nibbles {
-    static constexpr int64_t bytes = 128;  // of 8 columns in a plane
-    static constexpr bool small = true, two_planes = false, keeps = false;
-    static Codes get(const uint8_t* w, const uint8_t*, int64_t quad, int64_t half) {
+    static constexpr int64_t bytes = 128;  // of 8 columns in the first plane
+    static constexpr int64_t second = 0;   // and in the second
+    static constexpr int bits = 4;
+    static constexpr bool keeps = false;
+    template <int quad>
+    static Codes get(const uint8_t* w, const uint8_t*, int64_t half) {
         const Codes pairs = load_codes(w + half * 64);
-        return quad ? high_nibbles(pairs) : low_nibbles(pairs);
+        return quad % 2 ? high_nibbles(pairs) : low_nibbles(pairs);
+    }
+};
+struct FiveBits : Nibbles {  // the second plane has the fifth bits of a piece
+    static constexpr int64_t second = 32;
+    static constexpr int bits = 5;
+    template <int quad>
+    static Codes get(const uint8_t* w, const uint8_t* high, int64_t half) {
+        return with_bits<quad - 4, 16>(Nibbles::get<quad>(w, nullptr, half), load_codes(high + half * 64));
+    }
+};
+struct TableCodes : Nibbles {  // indices of iq4_nl's values, which become bytes
+    static constexpr int bits = 8;
+    template <int quad>
+    static Codes get(const uint8_t* w, const uint8_t*, int64_t half) {
+        return look_up(iq4_bytes, Nibbles::get<quad>(w, nullptr, half));
     }
 };
 struct KeptNibbles : Nibbles {  // also written to memory in bytes, for the tiles that follow
     static constexpr bool keeps = true;
 };
 struct Nested {  // 8-bit codes in two planes: high nibbles and low nibbles
-    static constexpr int64_t bytes = 128;
-    static constexpr bool small = false, two_planes = true, keeps = false;
-    static Codes get(const uint8_t* w, const uint8_t* low, int64_t quad, int64_t half) {
+    static constexpr int64_t bytes = 128, second = 128;
+    static constexpr int bits = 8;
+    static constexpr bool keeps = false;
+    template <int quad>
+    static Codes get(const uint8_t* w, const uint8_t* low, int64_t half) {
         const Codes high = load_codes(w + half * 64), rest = load_codes(low + half * 64);
-        return quad ? join_high_nibbles(high, rest) : join_low_nibbles(high, rest);
+        return quad % 2 ? join_high_nibbles(high, rest) : join_low_nibbles(high, rest);
     }
 };
-template <bool is_small>
+template <int code_bits>
 struct Bytes {
-    static constexpr int64_t bytes = 256;
-    static constexpr bool small = is_small, two_planes = false, keeps = false;
-    static Codes get(const uint8_t* w, const uint8_t*, int64_t quad, int64_t half) {
-        return load_codes(w + quad * 128 + half * 64);
+    static constexpr int64_t bytes = 256, second = 0;
+    static constexpr int bits = code_bits;
+    static constexpr bool keeps = false;
+    template <int quad>
+    static Codes get(const uint8_t* w, const uint8_t*, int64_t half) {
+        return load_codes(w + quad % 2 * 128 + half * 64);
     }
 };
 
@@ -60,7 +83,7 @@ struct Tile {
     const int8_t* x;
     const float* x_scales;
     const int32_t* starts;
-    const char* scales;
+    const char *scales, *least;  // minima of the groups, or null
     Format scale_format;
     const uint8_t* zeros;
     float* state;  // [M][32]: sums so far; integers (int32) for a split group
@@ -82,23 +105,29 @@ INLINE V load_scales(const char* p, Format format, int64_t i) {
     }
 }
 
+// Adds the minima of a group, `least` times minus the sum of the row's codes: entry `at` of the starts.
+INLINE void add_minimum(float* sum, const Tile& t, int64_t at, V least) {
+    store(sum, fma(set1(static_cast<float>(t.starts[at])), mul(least, set1(t.x_scales[at])), load(sum)));
+}
+
 // Whether the products of these codes are first added by `add_quad` for the eight quads of a piece of x, then by
 // `add_steps`.
 template <class W>
-constexpr bool fold_first = W::small && !dots_add_four;
+constexpr bool fold_first = W::bits < 8 && !dots_add_four;
 
 constexpr int16_t once_each[2] = {1, 1};
 
 // Bytes of a code of x.
 template <class W>
-constexpr int64_t x_bytes = wide_codes && !W::small ? 2 : 1;
+constexpr int64_t x_bytes = wide_codes && W::bits == 8 ? 2 : 1;
 
-template <int M, int sets, class W>
+// Adds a step: quads `first` and `first` + 1 of a piece.
+template <int M, int sets, class W, int first>
 INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, uint8_t* kept, const int8_t* x, I (&sums)[sets][M][halves]) {
     unroll<2>([&](auto quad) INLINE_LAMBDA {
         Codes codes[halves];
         unroll<halves>([&](auto h) INLINE_LAMBDA {
-            codes[h] = W::get(w, low, quad, h);
+            codes[h] = W::template get<first + quad>(w, low, h);
             if constexpr (W::keeps) store_codes(kept + quad * 128 + h * 64, codes[h]);
         });
         unroll<M>([&](auto m) INLINE_LAMBDA {
@@ -107,7 +136,7 @@ INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, uint8_t* kept, 
                     sums[0][m][h] = add_quad(sums[0][m][h], codes[h], x + m * code_step + quad * 4);
                 });
             else
-                add_dots<W::small, m % 2 == 1>(sums[quad % sets][m], codes, x + (m * code_step + quad * 4) * x_bytes<W>);
+                add_dots<(W::bits < 8), m % 2 == 1>(sums[quad % sets][m], codes, x + (m * code_step + quad * 4) * x_bytes<W>);
         });
     });
 }
@@ -118,7 +147,7 @@ template <int M, class W, int lines>
 INLINE void integer_half(const Tile& t, int64_t half) {
     constexpr int sets = fold_first<W> ? 1 : sum_sets<M>;
     const uint8_t* w = t.codes + half * 64;
-    const uint8_t* low = W::two_planes ? t.low + half * 64 : nullptr;
+    const uint8_t* low = W::second > 0 ? t.low + half * 64 : nullptr;
     uint8_t* kept = W::keeps ? t.bytes + half * 64 : nullptr;
     const int8_t* x = t.x;
     const char *ahead = t.ahead, *ahead_low = t.ahead_low;
@@ -131,8 +160,9 @@ INLINE void integer_half(const Tile& t, int64_t half) {
                 sums[0][i / halves][i % halves] = load_ints(reinterpret_cast<const int32_t*>(state(i / halves, i % halves)));
             });
         else if (t.zeros == nullptr)
-            unroll<M * halves>([&](auto i)
-                                   INLINE_LAMBDA { sums[0][i / halves][i % halves] = set1_int(t.starts[g * M + i / halves]); });
+            unroll<M * halves>([&](auto i) INLINE_LAMBDA {
+                sums[0][i / halves][i % halves] = set1_int(t.least == nullptr ? t.starts[g * M + i / halves] : 0);
+            });
         else
             unroll<M * halves>([&](auto i) INLINE_LAMBDA {
                 sums[0][i / halves][i % halves] =
@@ -147,39 +177,38 @@ INLINE void integer_half(const Tile& t, int64_t half) {
             else
                 return sums;
         }();
-        auto step = [&](int64_t j) INLINE_LAMBDA {
+        auto fold = [&]() INLINE_LAMBDA {
+            unroll<M * halves>([&](auto i) INLINE_LAMBDA {
+                I &sum = sums[0][i / halves][i % halves], &dot = dots[0][i / halves][i % halves];
+                sum = add_steps(sum, dot, set1_pair(once_each));
+                dot = set1_int(0);
+            });
+        };
+        if constexpr (fold_first<W>)
+            unroll<M * halves>([&](auto i) INLINE_LAMBDA { dots[0][i / halves][i % halves] = set1_int(0); });
+        auto step = [&](auto j) INLINE_LAMBDA {
             unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead + i * 64); });
             ahead += t.ahead_step;
-            if constexpr (W::two_planes) {
+            if constexpr (W::second == W::bytes) {
                 unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead_low + i * 64); });
                 ahead_low += t.ahead_step;
             }
-            multiply_codes<M, sets, W>(w, low, kept, x + j * 8 * x_bytes<W>, part);
+            multiply_codes<M, sets, W, 2 * j>(w, low, kept, x + j * 8 * x_bytes<W>, part);
             w += W::bytes;
-            if constexpr (W::keeps) kept += Bytes<W::small>::bytes;
-            if constexpr (W::two_planes) low += W::bytes;
-        };
-        auto begin_piece = [&]() INLINE_LAMBDA {
-            if constexpr (fold_first<W>)
-                unroll<M * halves>([&](auto i) INLINE_LAMBDA { dots[0][i / halves][i % halves] = set1_int(0); });
-        };
-        auto end_piece = [&]() INLINE_LAMBDA {
-            if constexpr (fold_first<W>)
-                unroll<M * halves>([&](auto i) INLINE_LAMBDA {
-                    I& sum = sums[0][i / halves][i % halves];
-                    sum = add_steps(sum, dots[0][i / halves][i % halves], set1_pair(once_each));
-                });
+            if constexpr (W::keeps) kept += Bytes<W::bits>::bytes;
+            if constexpr (W::second == W::bytes) low += W::second;
+            if constexpr (fold_first<W> && (2 * j + 2) % fold_quads(W::bits) == 0) fold();
         };
         int64_t left = t.steps;
         for (; left >= 4; left -= 4, x += M * code_step * x_bytes<W>) {
-            begin_piece();
             unroll<4>(step);
-            end_piece();
+            if constexpr (W::second > 0 && W::second < W::bytes) low += 4 * W::second;
         }
         if (left > 0) {
-            begin_piece();
-            for (int64_t j = 0; j < left; j++) step(j);
-            end_piece();
+            unroll<3>([&](auto j) INLINE_LAMBDA {
+                if (j < left) step(j);
+            });
+            if constexpr (fold_first<W>) fold();
         }
         if constexpr (sets == 2)
             unroll<M * halves>([&](auto i) INLINE_LAMBDA {
@@ -194,6 +223,11 @@ INLINE void integer_half(const Tile& t, int64_t half) {
             continue;
         }
         V scales[halves];
+        if (t.least != nullptr)
+            unroll<halves>([&](auto h) INLINE_LAMBDA {
+                const V least = load_scales(t.least, t.scale_format, column + h * lanes);
+                unroll<M>([&](auto m) INLINE_LAMBDA { add_minimum(state(m, h), t, g * M + m, least); });
+            });
         unroll<halves>([&](auto h) INLINE_LAMBDA { scales[h] = load_scales(t.scales, t.scale_format, column + h * lanes); });
         unroll<M>([&](auto m) INLINE_LAMBDA {
             const V x_scale = set1(t.x_scales[g * M + m]);
@@ -234,21 +268,38 @@ inline void release_tiles() {}
 // Unpacks a span of nibbles to bytes, which all tiles then share.
 template <class W>
 inline void unpack(const uint8_t* codes, const uint8_t* low, int64_t steps, uint8_t* bytes) {
-    for (int64_t j = 0; j < steps; j++, codes += W::bytes, bytes += Bytes<true>::bytes) {
-        unroll<4>([&](auto i) INLINE_LAMBDA { store_codes(bytes + i * 64, W::get(codes, low, i / 2, i % 2)); });
-        if constexpr (W::two_planes) low += W::bytes;
+    auto step = [&](auto j) INLINE_LAMBDA {
+        unroll<4>([&](auto i) INLINE_LAMBDA { store_codes(bytes + i * 64, W::template get<2 * j + i / 2>(codes, low, i % 2)); });
+        codes += W::bytes, bytes += Bytes<W::bits>::bytes;
+        if constexpr (W::second == W::bytes) low += W::second;
+    };
+    for (; steps >= 4; steps -= 4) {
+        unroll<4>(step);
+        if constexpr (W::second > 0 && W::second < W::bytes) low += 4 * W::second;
     }
+    unroll<3>([&](auto j) INLINE_LAMBDA {
+        if (j < steps) step(j);
+    });
 }
 
 // The kernel for M rows. `alone`: there is only one tile. `unpacked`: tiles share unpacked weights; with several tiles,
-// weights in two planes are always unpacked.
+// all codes but plain nibbles and bytes are unpacked.
 inline TileKernel choose(const IntegerArgs& a, int64_t M, bool alone, bool unpacked) {
     if (matrix_rows > 0 && M >= matrix_rows && (unpacked || !a.nibbles))
         return unpacked ? tiled_kernel<1>() : alone ? tiled_kernel<4>() : tiled_kernel<2>();
     if (a.low && !unpacked) return kernel_for<Nested, 2>(M);
-    if (a.low || !a.nibbles) return alone ? kernel_for<Bytes<false>, 4>(M) : kernel_for<Bytes<false>, 2>(M);
-    if (unpacked) return kernel_for<Bytes<true>, 1>(M);
+    if (a.high) return unpacked ? kernel_for<Bytes<dots_add_four ? 4 : 5>, 1>(M) : kernel_for<FiveBits, 2>(M);
+    if (a.table && !unpacked) return kernel_for<TableCodes, 2>(M);
+    if (a.code_bits() == 8) return alone ? kernel_for<Bytes<8>, 4>(M) : kernel_for<Bytes<8>, 2>(M);
+    if (unpacked) return kernel_for<Bytes<4>, 1>(M);
     return alone ? kernel_for<Nibbles, 2>(M) : kernel_for<Nibbles, 1>(M);
+}
+
+inline void unpack_any(const IntegerArgs& a, const uint8_t* codes, const uint8_t* second, int64_t steps, uint8_t* bytes) {
+    if (a.low) return unpack<Nested>(codes, second, steps, bytes);
+    if (a.high) return unpack<FiveBits>(codes, second, steps, bytes);
+    if (a.table) return unpack<TableCodes>(codes, second, steps, bytes);
+    unpack<Nibbles>(codes, second, steps, bytes);
 }
 
 // Prefetches the outputs of row t. Rows of the result are far apart, so each one usually needs another page
@@ -281,9 +332,9 @@ inline void write_outputs(const Args& a, int64_t block, int64_t t, const float* 
 inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, int64_t end, float* sums, uint8_t* bytes) {
     const int64_t groups = a.depth / a.group, tiles = end - begin, row = begin * a.tile;
     const int64_t rows = (end * a.tile < a.rows ? end * a.tile : a.rows) - row;
-    const int64_t step_bytes = a.nibbles ? Nibbles::bytes : Bytes<false>::bytes;
-    const bool matrices = matrix_rows > 0 && a.tile >= matrix_rows;
-    const bool unpacked = a.nibbles && (matrices || tiles >= (a.low ? 2 : unpack_tiles)), alone = tiles == 1 && !unpacked;
+    const int64_t step_bytes = a.nibbles ? Nibbles::bytes : Bytes<8>::bytes;
+    const bool plain = !a.low && !a.high && !a.table, matrices = matrix_rows > 0 && a.tile >= matrix_rows;
+    const bool unpacked = a.nibbles && (matrices || tiles >= (plain ? unpack_tiles : 2)), alone = tiles == 1 && !unpacked;
     const bool split = groups == 1 && !alone && a.depth > integer_span;
     const int64_t scale_bytes = bytes_of(a.scale_format), x_row = round_up(a.depth, code_step);
     // Columns of a span: all columns for one tile, else as many as fit in the L1 cache.
@@ -292,22 +343,23 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
                          : a.group >= integer_span ? a.group
                                                    : integer_span / a.group * a.group;
     if (!split) __builtin_memset(sums, 0, static_cast<uint64_t>(rows * block_outputs) * sizeof(float));
-    const int64_t start = block * (a.depth / 8) * step_bytes, code_bytes = wide_codes && (a.low || !a.nibbles) ? 2 : 1;
+    const int64_t start = block * (a.depth / 8) * step_bytes, code_bytes = wide_codes && a.code_bits() == 8 ? 2 : 1;
     for (int64_t k = 0; k < a.depth; k += span) {
         const int64_t width = span < a.depth - k ? span : a.depth - k, g = k / a.group;
         const uint8_t* packed = a.codes + start + k / 8 * step_bytes;
         const uint8_t* low = a.low ? a.low + start + k / 8 * step_bytes : nullptr;
-        const bool keep = unpacked && !low && !matrices;  // the first tile unpacks them as it goes
-        if (unpacked && !keep)
-            low ? unpack<Nested>(packed, low, width / 8, bytes) : unpack<Nibbles>(packed, low, width / 8, bytes);
+        const uint8_t* high = a.high ? a.high + block * a.depth * 4 + k * 4 : nullptr;
+        const bool keep = unpacked && plain && !matrices;  // the first tile unpacks them as it goes
+        if (unpacked && !keep) unpack_any(a, packed, low ? low : high, width / 8, bytes);
         Tile t{};
         t.bytes = bytes;
-        t.low = unpacked ? nullptr : low;
+        t.low = unpacked ? nullptr : low ? low : high;
         t.groups = split ? 1 : width / a.group;
         t.steps = split ? width / 8 : a.group / 8;
         t.split = split, t.first = k == 0, t.last = k + width == a.depth;
         t.scale_format = a.scale_format;
         t.scales = static_cast<const char*>(a.scales) + (block * groups + g) * block_outputs * scale_bytes;
+        if (a.least) t.least = static_cast<const char*>(a.least) + (block * groups + g) * block_outputs * scale_bytes;
         if (a.zeros) t.zeros = a.zeros + (block * groups + g) * block_outputs;
         for (int64_t i = begin; i < end; i++) {
             const int64_t first = i * a.tile, M = a.tile < a.rows - first ? a.tile : a.rows - first;

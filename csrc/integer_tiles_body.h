@@ -56,7 +56,7 @@ void tiled_rows(const Tile& t) {
         for (int64_t h = 0; h < 2; h++) {
             const int64_t column = g * block_outputs + h * lanes;
             for (int64_t m = 0; m < M; m++) {
-                const I start = set1_int(t.starts[g * M + m]);
+                const I start = set1_int(t.least == nullptr ? t.starts[g * M + m] : 0);
                 const int32_t* before = reinterpret_cast<const int32_t*>(t.state + m * block_outputs + h * lanes);
                 store_ints(sums[h][m], t.split && !t.first  ? load_ints(before)
                                        : t.zeros == nullptr ? start
@@ -82,6 +82,10 @@ void tiled_rows(const Tile& t) {
         w += rest * 256;
         for (int64_t h = 0; h < 2; h++) {
             const V scale = load_scales(t.scales, t.scale_format, g * block_outputs + h * lanes);
+            if (t.least != nullptr) {
+                const V least = load_scales(t.least, t.scale_format, g * block_outputs + h * lanes);
+                for (int64_t m = 0; m < M; m++) add_minimum(t.state + m * block_outputs + h * lanes, t, g * M + m, least);
+            }
             for (int64_t m = 0; m < M; m++) {
                 float* at = t.state + m * block_outputs + h * lanes;
                 const I sum = load_ints(sums[h][m]);

@@ -39,9 +39,13 @@ enum class Format : int {
     q4_k = 10,
     q5_k = 11,
     q6_k = 12,
-    q2_k = 13
+    q2_k = 13,
+    q4_1 = 14,
+    q5_0 = 15,
+    q5_1 = 16,
+    iq4_nl = 17
 };
-constexpr int num_formats = 14;
+constexpr int num_formats = 18;
 
 constexpr int64_t bytes_of(Format format) {  // bytes of one number in a dense format
     return format == Format::fp32 ? 4 : 2;
@@ -147,8 +151,11 @@ struct PairArgs {
 struct IntegerArgs {
     const uint8_t* codes;  // [O/32][K/8][2][16][4] nibbles, or [O/32][K/4][2][16][4] bytes
     const uint8_t* low;  // same layout: low nibbles of 8-bit codes whose high nibbles are in `codes`; or null
+    const uint8_t* high;  // the bits of codes above the nibbles in `codes` (pack.h); or null
     bool nibbles;
+    bool table;  // nibbles are indices of iq4_nl's values
     const void* scales;  // [O/32][K/G][32]
+    const void* least;   // minima, same layout and format; or null. `starts` are then -(sum of the group's codes)
     Format scale_format;
     const uint8_t* zeros;  // [O/32][K/G][32] or null
     const int8_t* x;
@@ -158,6 +165,8 @@ struct IntegerArgs {
     const float* residual;  // [T, O], contiguous, or null; may be `out`
     float* out;  // [T, O], contiguous
     int64_t rows, outputs, depth, group, tile;  // depth and group are rounded up to a multiple of 8
+
+    int code_bits() const { return low || table || !nibbles ? 8 : high ? 5 : 4; }  // as the product sees codes
 };
 
 // The same product for weights in super-blocks of 256 columns (K-quants), packed as in pack.h. Rows of x are laid out
@@ -208,6 +217,9 @@ struct AttentionTile {
     const int32_t* next_table = nullptr;
     int64_t next_begin = 0, next_end = 0;
 };
+
+// The sixteen values of iq4_nl plus 128 (ggml's kvalues_iq4nl).
+constexpr uint8_t iq4_bytes[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 constexpr int64_t lanes = 16;
 constexpr int64_t depth_step = 16;  // columns of a step of `linear`: 2 x 8 lanes, as bf16 columns are read in pairs

@@ -41,6 +41,10 @@ void linear(const Product& product) {
         case Format::int4:
             return product.weight->integer_rows ? linear_integer(product) : linear_float(product);
         case Format::int8n:
+        case Format::q4_1:
+        case Format::q5_0:
+        case Format::q5_1:
+        case Format::iq4_nl:
             if (product.weight->integer_rows) return linear_integer(product);
             throw std::invalid_argument("no native kernel for this weight");
         case Format::q2_k:
@@ -80,6 +84,10 @@ void embedding(const Embedding& e) {
         case Format::int8:
         case Format::int4:
         case Format::int8n:
+        case Format::q4_1:
+        case Format::q5_0:
+        case Format::q5_1:
+        case Format::iq4_nl:
             return by_rows(rows, w.depth, [&](int64_t begin, int64_t end) {
                 for (int64_t t = begin; t < end; t++) decode_packed_row(w, token_ids[t], out + t * w.depth);
             });

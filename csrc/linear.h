@@ -26,11 +26,12 @@ struct Weight {
     Format scale_format;      // fp32, bf16 or fp16
     const uint8_t* zeros;     // zero points; null: the middle of the range
     const uint8_t* low;       // int8n: the low nibbles, if the high nibbles in `codes` are not used alone; else null
-    // Fields of K-quants. Their `codes` are nibbles (q2_k: pairs of bits), and their `scales` belong to super-blocks.
+    // Fields of llama.cpp's formats.
     const uint8_t* high;   // the bits of codes above the lowest four, or null
+    const void* least;     // minima, same layout as `scales`; or null
+    // K-quants: their `codes` are nibbles (q2_k: pairs of bits), and `scales` and `least` belong to super-blocks.
     const int8_t* steps;   // scales of sub-blocks, as multiples of the super-block's scale
     const int8_t* minima;  // minima of sub-blocks, as multiples of the super-block's `least`; or null
-    const void* least;     // same layout as `scales`
 };
 
 // Rows of x: unchanged (plain), rms_norm(x) with the weight `norm_weight` [K], or silu_mul(x), where x has 2 K columns.
@@ -78,7 +79,7 @@ RowView prepare_rows(const RowSource& source, int64_t depth, int64_t begin, int6
 void linear_dense(const Product& product);
 void linear_float(const Product& product);    // packed, rows as float32
 void linear_pairs(const Product& product);    // packed bf16, rows rounded to bf16
-void linear_integer(const Product& product);  // packed int4 or int8, rows quantized
+void linear_integer(const Product& product);  // packed integers with a scale per group, rows quantized
 void linear_super(const Product& product);    // K-quants, rows quantized
 
 // Cuts `blocks` blocks into tasks of at most `most` blocks; returns the end of each task. Long tasks come first,

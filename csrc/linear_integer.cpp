@@ -21,13 +21,14 @@ const std::vector<int64_t>& cut_blocks(int64_t blocks, int64_t most) {
 void linear_integer(const Product& p) {
     const Kernels& table = kernels();
     const Weight& w = *p.weight;
-    const bool nested = w.format == Format::int8n, nibbles = nested || w.format == Format::int4, whole = w.low || !nibbles;
+    const bool nested = w.format == Format::int8n, nibbles = w.format != Format::int8, from_table = w.format == Format::iq4_nl;
+    const bool whole = w.low || from_table || !nibbles;
     const int64_t rows = p.rows, depth = w.depth, groups = depth / w.group;
     const int64_t padded = round_up(depth, 8), pieces = round_up(depth, code_step);
     const int64_t code_bytes = whole && table.wide_codes ? 2 : 1;
     const int64_t tiles = (rows + table.integer_tile - 1) / table.integer_tile, tile = (rows + tiles - 1) / tiles;
-    // With zero points, the kernel multiplies by them later. int8n stores both nibbles plus 8: 16 * 8 + 8 = 136.
-    const int32_t middle = w.zeros ? 1 : w.low ? 136 : nibbles ? 8 : 128;
+    // With zero points or minima, the kernel multiplies by them later. int8n stores both nibbles plus 8: 16 * 8 + 8 = 136.
+    const int32_t middle = w.zeros || w.least ? 1 : w.low ? 136 : w.high ? 16 : from_table || !nibbles ? 128 : 8;
 
     float* x_scales = scratch(packed_area, rows * (2 * groups + pieces * code_bytes / 4 + 16));
     int32_t* starts = reinterpret_cast<int32_t*>(x_scales + rows * groups);
@@ -50,8 +51,11 @@ void linear_integer(const Product& p) {
 
     const IntegerArgs args{static_cast<const uint8_t*>(w.codes),
                            w.low,
+                           w.high,
                            nibbles,
+                           from_table,
                            w.scales,
+                           w.least,
                            w.scale_format,
                            w.zeros,
                            codes,

@@ -72,7 +72,7 @@ void unpack_codes(const PackArgs& a, uint8_t* plain) {
 }
 
 void decode_packed_row(const Weight& w, int64_t o, float* out) {
-    const bool nested = w.format == Format::int8n, nibbles = nested || w.format == Format::int4;
+    const bool nested = w.format == Format::int8n, nibbles = w.format != Format::int8, table = w.format == Format::iq4_nl;
     const int64_t padded = round_up(w.depth, 8), groups = w.depth / w.group, scale_bytes = bytes_of(w.scale_format);
     const auto plane = [&](const void* codes) {
         return quad_at(static_cast<uint8_t*>(const_cast<void*>(codes)), padded, nibbles, o, 0);
@@ -86,10 +86,16 @@ void decode_packed_row(const Weight& w, int64_t o, float* out) {
         const int64_t at = (o / block_outputs * groups + g) * block_outputs + o % block_outputs;
         float scale;
         kernels().decode[static_cast<int>(w.scale_format)](static_cast<const char*>(w.scales) + at * scale_bytes, 1, &scale);
-        const int32_t zero = w.zeros ? w.zeros[at] : nibbles ? 8 : 128;
+        float least = 0.0f;
+        if (w.least)
+            kernels().decode[static_cast<int>(w.scale_format)](static_cast<const char*>(w.least) + at * scale_bytes, 1, &least);
+        const int32_t zero = w.zeros ? w.zeros[at] : w.least ? 0 : w.high ? 16 : table || !nibbles ? 128 : 8;
         for (int64_t k = g * w.group; k < (g + 1) * w.group; k++) {
-            const int32_t code = code_at(in, k) - zero;
-            out[k] = static_cast<float>(nested ? 16 * code + (low ? code_at(low, k) - 8 : 0) : code) * scale;
+            int32_t code = table ? iq4_bytes[code_at(in, k)] : code_at(in, k);
+            if (w.high) code |= (w.high[high_at(o, k, w.depth, 32)] >> k % 32 / 4 & 1) << 4;
+            code -= zero;
+            const float value = static_cast<float>(nested ? 16 * code + (low ? code_at(low, k) - 8 : 0) : code) * scale;
+            out[k] = w.least ? value - least : value;
         }
     }
 }

@@ -46,8 +46,13 @@ struct EncodeArgs {
 };
 void encode_packed(const EncodeArgs& args);
 
-// Decodes row `o` of a packed int4, int8 or int8n weight to floats [K]: (code - zero) * scale.
+// Decodes row `o` of a packed weight with a scale per group to floats [K]: (code - zero) * scale, less the minimum.
 void decode_packed_row(const Weight& weight, int64_t o, float* out);
+
+// Where the bits above the lowest four of a code are, in a plane whose bytes span P = `part` columns.
+inline int64_t high_at(int64_t o, int64_t k, int64_t depth, int64_t part) {
+    return (o / block_outputs * (depth / part) + k / part) * 128 + o % block_outputs * 4 + k % 4;
+}
 
 // Packs the bits above the lowest four of contiguous codes [O, K] of `bits` bits into a plane. unpack_high adds them to
 // the nibbles in `plain`. Codes of two bits, shifted left by four, are stored only in such a plane.

@@ -7,13 +7,6 @@
 #include "tasks.h"
 
 namespace sameseed {
-namespace {
-
-int64_t high_at(int64_t o, int64_t k, int64_t depth, int64_t part) {
-    return (o / block_outputs * (depth / part) + k / part) * 128 + o % block_outputs * 4 + k % 4;
-}
-
-}  // namespace
 
 void pack_high(const uint8_t* plain, uint8_t* high, int64_t outputs, int64_t depth, int64_t bits) {
     const int64_t blocks = round_up(outputs, block_outputs) / block_outputs, extra = bits - 4, part = 32 / extra;

@@ -49,69 +49,94 @@ INLINE Codes super_codes(const Codes& line, const Codes& high) {
     }
 }
 
-// sums[m] = sum over sub-blocks of weight * (sum of x), where `weights` are the minima or the steps of the sub-blocks.
-template <int M, class W>
-INLINE void sum_offsets(const int8_t* weights, const int16_t* x_sums, I (&sums)[M]) {
-    unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = set1_int(0); });
+// The functions below compute H halves of a block (16 outputs each), from half `half` on.
+
+// sums[h][m] = sum over sub-blocks of weight * (sum of x), where `weights` are the minima or the steps of the
+// sub-blocks.
+template <int M, class W, int H>
+INLINE void sum_offsets(const int8_t* weights, const int16_t* x_sums, I (&sums)[H][M]) {
+    unroll<H * M>([&](auto i) INLINE_LAMBDA { sums[i / M][i % M] = set1_int(0); });
     int64_t pairs = W::pairs;
     asm("" : "+r"(pairs));  // else compilers unroll the loop, sum in a tree, and run out of registers
     for (int64_t p = 0; p < pairs; p++) {
-        const I pair = widen_pairs(weights + p * 2 * block_outputs);
-        unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = add_pairs(sums[m], pair, set1_pair(x_sums + (p * M + m) * 2)); });
+        I pair[H];
+        unroll<H>([&](auto h) INLINE_LAMBDA { pair[h] = widen_pairs(weights + p * 2 * block_outputs + h * 2 * lanes); });
+        unroll<M>([&](auto m) INLINE_LAMBDA {
+            const I x = set1_pair(x_sums + (p * M + m) * 2);
+            unroll<H>([&](auto h) INLINE_LAMBDA { sums[h][m] = add_pairs(sums[h][m], pair[h], x); });
+        });
     }
 }
 
-// sums[m] += step * (dot product of a sub-block), for the first (`second` = 0) or second sub-block of a pair.
-template <int M, class W, int second>
-INLINE void sum_part(const uint8_t* codes, const uint8_t* high, I pair, const int8_t* x, I (&sums)[M]) {
-    const I step = second ? second_step(pair) : first_step(pair);
-    const Codes top = load_codes(W::bits != 4 ? high : codes);
-    if constexpr (W::bits != 4) prefetch(high + integer_prefetch / 2);
-    I dots[M];
-    unroll<M>([&](auto m) INLINE_LAMBDA { dots[m] = set1_int(0); });
+// sums[h][m] += step * (dot product of a sub-block), for the first (`second` = 0) or second sub-block of a pair.
+template <int M, class W, int H, int second>
+INLINE void sum_part(const uint8_t* codes, const uint8_t* high, const I (&pair)[H], const int8_t* x, I (&sums)[H][M]) {
+    I step[H];
+    unroll<H>([&](auto h) INLINE_LAMBDA { step[h] = second ? second_step(pair[h]) : first_step(pair[h]); });
+    Codes top[H];
+    unroll<H>([&](auto h) INLINE_LAMBDA {
+        top[h] = load_codes((W::bits != 4 ? high : codes) + h * 64);
+        if constexpr (W::bits != 4 && M > 1) prefetch(high + h * 64 + integer_prefetch / 2);
+    });
+    I dots[H][M];
+    unroll<H * M>([&](auto i) INLINE_LAMBDA { dots[i / M][i % M] = set1_int(0); });
     unroll<W::quads / 2>([&](auto j) INLINE_LAMBDA {
-        const Codes line = W::bits > 2 ? load_codes(codes + j * 128) : top;
-        if constexpr (W::bits > 2) prefetch(codes + j * 128 + integer_prefetch);
+        Codes line[H];
+        unroll<H>([&](auto h) INLINE_LAMBDA {
+            line[h] = W::bits > 2 ? load_codes(codes + j * 128 + h * 64) : top[h];
+            if constexpr (W::bits > 2 && M > 1) prefetch(codes + j * 128 + h * 64 + integer_prefetch);
+        });
         unroll<2>([&](auto q) INLINE_LAMBDA {
-            const Codes four = super_codes<W, 2 * j + q>(line, top);
-            unroll<M>([&](auto m) INLINE_LAMBDA { dots[m] = add_quad(dots[m], four, x + m * code_step + (2 * j + q) * 4); });
+            Codes four[H];
+            unroll<H>([&](auto h) INLINE_LAMBDA { four[h] = super_codes<W, 2 * j + q>(line[h], top[h]); });
+            unroll<M>([&](auto m) INLINE_LAMBDA {
+                unroll<H>([&](auto h)
+                              INLINE_LAMBDA { dots[h][m] = add_quad(dots[h][m], four[h], x + m * code_step + (2 * j + q) * 4); });
+            });
         });
         if constexpr ((2 * j + 2) % fold_quads(W::bits) == 0 || 2 * j + 2 == W::quads)
-            unroll<M>([&](auto m) INLINE_LAMBDA {
-                sums[m] = add_steps(sums[m], dots[m], step);
-                dots[m] = set1_int(0);
+            unroll<H * M>([&](auto i) INLINE_LAMBDA {
+                constexpr int h = i / M, m = i % M;
+                sums[h][m] = add_steps(sums[h][m], dots[h][m], step[h]);
+                dots[h][m] = set1_int(0);
             });
     });
 }
 
-// Adds super-block g for the 16 outputs of half `half`.
-template <int M, class W>
-INLINE void super_half(const SuperTile& t, int64_t g, int64_t half) {
+// Adds super-block g.
+template <int M, class W, int H>
+INLINE void add_super_block(const SuperTile& t, int64_t g, int64_t half) {
     const int64_t pair = (g * W::pairs * 2 + half) * block_outputs, column = g * block_outputs + half * lanes;
     const int16_t* x_sums = t.x_sums + g * W::pairs * M * 2;
     float* state = t.state + half * lanes;
-    auto add_scaled = [&](const char* scales, const I(&sums)[M], bool negative) INLINE_LAMBDA {
-        const V scale = load_scales(scales, t.scale_format, column);
-        unroll<M>([&](auto m) INLINE_LAMBDA {
-            const V sum = to_floats(sums[m]);
-            float* at = state + m * block_outputs;
-            store(at, fma(negative ? sub(zero(), sum) : sum, mul(scale, set1(t.x_scales[g * M + m])), load(at)));
+    auto add_scaled = [&](const char* scales, const I(&sums)[H][M], bool negative) INLINE_LAMBDA {
+        unroll<H>([&](auto h) INLINE_LAMBDA {
+            const V scale = load_scales(scales, t.scale_format, column + h * lanes);
+            unroll<M>([&](auto m) INLINE_LAMBDA {
+                const V sum = to_floats(sums[h][m]);
+                float* at = state + m * block_outputs + h * lanes;
+                store(at, fma(negative ? sub(zero(), sum) : sum, mul(scale, set1(t.x_scales[g * M + m])), load(at)));
+            });
         });
     };
-    I sums[M];
-    sum_offsets<M, W>((W::minima ? t.minima : t.steps) + pair, x_sums, sums);
+    I sums[H][M];
+    sum_offsets<M, W, H>((W::minima ? t.minima : t.steps) + pair, x_sums, sums);
     if constexpr (W::minima) add_scaled(t.least, sums, true);
-    unroll<M>([&](auto m) INLINE_LAMBDA { sums[m] = W::minima ? set1_int(0) : mul_ints(sums[m], set1_int(-W::zero)); });
+    unroll<H * M>([&](auto i) INLINE_LAMBDA {
+        I& sum = sums[i / M][i % M];
+        sum = W::minima ? set1_int(0) : mul_ints(sum, set1_int(-W::zero));
+    });
     constexpr int64_t part_bytes = W::quads / 2 * 128;
     const uint8_t* codes = W::bits > 2 ? t.codes + g * super_columns / 8 * 128 + half * 64 : nullptr;
     const uint8_t* high = W::bits != 4 ? t.high + g * super_columns / W::part * 128 + half * 64 : nullptr;
     const int8_t* x = t.x + g * super_columns * M;
     for (int64_t p = 0; p < W::pairs; p++) {
-        const I steps = widen_pairs(t.steps + pair + p * 2 * block_outputs);
+        I steps[H];
+        unroll<H>([&](auto h) INLINE_LAMBDA { steps[h] = widen_pairs(t.steps + pair + p * 2 * block_outputs + h * 2 * lanes); });
         constexpr int64_t next = W::part < code_step ? W::part : code_step * M;  // offset of the second sub-block's x
-        sum_part<M, W, 0>(codes, high, steps, x, sums);
+        sum_part<M, W, H, 0>(codes, high, steps, x, sums);
         BARRIER;
-        sum_part<M, W, 1>(codes + (W::bits > 2 ? part_bytes : 0), high + (W::bits != 4 ? 128 : 0), steps, x + next, sums);
+        sum_part<M, W, H, 1>(codes + (W::bits > 2 ? part_bytes : 0), high + (W::bits != 4 ? 128 : 0), steps, x + next, sums);
         if constexpr (W::bits > 2) codes += 2 * part_bytes;
         if constexpr (W::bits != 4) high += 256;
         x += 2 * W::part * M;
@@ -122,8 +147,9 @@ INLINE void super_half(const SuperTile& t, int64_t g, int64_t half) {
 
 template <int M, class W>
 void super_rows(const SuperTile& t) {
+    constexpr int H = super_halves<M>;
     for (int64_t g = 0; g < t.groups; g++)
-        for (int64_t half = 0; half < 2; half++) super_half<M, W>(t, g, half);
+        for (int64_t half = 0; half < 2; half += H) add_super_block<M, W, H>(t, g, half);
 }
 
 using SuperKernel = void (*)(const SuperTile&);

@@ -20,6 +20,7 @@ from sameseed.errors import ConfigError, RegistryError, nearest
 
 DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 KQUANTS = {"q2_k": 2, "q4_k": 4, "q5_k": 5, "q6_k": 6}  # bits of a code, in super-blocks of 256 (llama.cpp)
+BLOCKS = {"q4_1": 4, "q5_0": 5, "q5_1": 5, "iq4_nl": 4}  # bits of a code, in blocks of 32 (llama.cpp)
 GROUPS = (32, 64, 128)  # group sizes: numbers of values along a row that share a scale
 CHANNEL = -1  # stands for a group of the whole row: one scale per output channel
 OUTLIER = 6.0  # activations of larger magnitude are outliers, for weights that keep these as floats (LLM.int8)

@@ -21,7 +21,7 @@ from sameseed.models.weights import (
     resolve_scheme,
     weight_bytes,
 )
-from sameseed.scheme import DENSE, KQUANTS, QuantScheme, get
+from sameseed.scheme import BLOCKS, DENSE, KQUANTS, QuantScheme, get
 
 BESIDE_DENSE = QuantScheme.parse("w8a8")  # for drafts of dense targets on a CPU: half the bytes, equally good guesses
 
@@ -52,9 +52,9 @@ def draft_scheme(draft: Path, target: Path, quant: QuantScheme, device: str = "c
 def few_bits(quant: QuantScheme, device: str = "cpu") -> QuantScheme:
     """The scheme without its rules; for a scheme of 16 bits or more, the default of a draft on this device.
 
-    A K-quant becomes w4a8 or w8a8, because no kernel supports K-quants on GPUs or in rows that 256 does not divide.
+    A format of llama.cpp becomes w4a8 or w8a8, because no kernel supports these on GPUs or in rows of any width.
     """
-    if quant.weights in KQUANTS:
+    if quant.weights in KQUANTS | BLOCKS:
         return QuantScheme.parse("w4a8" if get(quant.weights).bits <= 4 else "w8a8")
     if quant.weights in ("auto", *DENSE.values()):
         return BESIDE_DENSE if device == "cpu" else QuantScheme()

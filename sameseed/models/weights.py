@@ -25,7 +25,7 @@ from sameseed.models.config import ModelConfig, layer_shapes
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.models.layouts.base import round_scheme, say_once
 from sameseed.ops import Ops, limit_threads, num_threads
-from sameseed.scheme import KQUANTS, QuantScheme, QuantTensor
+from sameseed.scheme import BLOCKS, KQUANTS, QuantScheme, QuantTensor
 
 Progress = Callable[[int, int], None]
 A = TypeVar("A")
@@ -147,7 +147,11 @@ def matrix_bits(
 ) -> float:
     """Bits per weight that one matrix will take. Raises ConfigError where the scheme cannot store its rows."""
     chosen, own = resolve_scheme(config, source, quant, name.removesuffix(".weight")), source.scheme(name)
-    if own is not None and own.weights == chosen.weights in KQUANTS and (device, chosen.activations) != ("cpu", "int8"):
+    if (
+        own is not None
+        and own.weights == chosen.weights in KQUANTS | BLOCKS
+        and (device, chosen.activations) != ("cpu", "int8")
+    ):
         chosen = round_scheme(shape[1])  # no kernel supports these K-quants: see WeightReader
     try:
         return chosen.bits_per_weight(shape[1], source.dtype(name))
@@ -280,7 +284,7 @@ class WeightReader:
         if own is None:
             return chosen, False
         as_stored = replace(chosen, activations=None) == replace(own, activations=None)
-        if as_stored and chosen.weights in KQUANTS and not self.has_kernel(chosen):
+        if as_stored and chosen.weights in KQUANTS | BLOCKS and not self.has_kernel(chosen):
             to = round_scheme(self.shapes[f"{module}.weight"][1])
             say_once(
                 f"no kernel here has weights in {chosen}; they are rounded once to {to} (--format fp32: not at all)"

@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sameseed import scheme
 from sameseed.formats._memory import roomy
 from sameseed.formats.nf4 import single
-from sameseed.scheme import KQUANTS, QuantScheme, QuantTensor
+from sameseed.scheme import BLOCKS, QuantScheme, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
     from sameseed import _native
@@ -37,9 +38,13 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("q5_k", "int8"): 11,
     ("q6_k", "int8"): 12,
     ("q2_k", "int8"): 13,
+    ("q4_1", "int8"): 14,
+    ("q5_0", "int8"): 15,
+    ("q5_1", "int8"): 16,
+    ("iq4_nl", "int8"): 17,
 }  # enum Format by (format, activations), for packed weights
 ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
-_NIBBLES = frozenset({"int4", "mxfp4", "nf4", "qoq"})
+_NIBBLES = frozenset({"int4", "mxfp4", "nf4", "qoq", *BLOCKS})
 _NESTED = ("int8n", "int8")  # packed as nibbles: a plane of upper halves and a plane of lower halves
 _PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed in pairs of columns
 _ZEROS = frozenset({"int4", "int8", "qoq"})  # formats that may have zero points
@@ -61,6 +66,11 @@ def _sizes(w: QuantTensor) -> tuple[int, int, int, int]:
 def _codes_shape(w: QuantTensor) -> tuple[int, ...]:
     blocks, padded, _, columns = _sizes(w)
     return (blocks, padded // 2, ROWS_PER_PACK, 2) if columns == 2 else (blocks, padded // columns, 2, 16, 4)
+
+
+def _high_shape(w: QuantTensor) -> tuple[int, ...]:
+    """Shape of the plane of fifth bits."""
+    return (_sizes(w)[0], w.shape[1] // 32, 2, 16, 4)
 
 
 def _pack_pairs(w: QuantTensor) -> QuantTensor:
@@ -129,7 +139,7 @@ def pack(w: QuantTensor) -> QuantTensor:
         return w
     if (w.group != depth and w.group % 32) or depth % w.group:
         return w
-    if "zeros" in w.parts and w.format not in _ZEROS:
+    if ("zeros" in w.parts and w.format not in _ZEROS) or (w.format in BLOCKS and w.group != 32):
         return w
     w = single(w)
     (blocks, _, groups, columns), (name, codes), nested = _sizes(w), _codes(w), (w.format, w.activations) == _NESTED
@@ -151,6 +161,11 @@ def pack(w: QuantTensor) -> QuantTensor:
     parts = {"codes": packed, "scales": by_block(w.parts["scales"].reshape(-1, groups), blocks, 0)}
     if zeros is not None:
         parts["zeros"] = by_block(zeros, blocks, 0)
+    if BLOCKS.get(w.format) == 5:
+        parts["high"] = roomy(_high_shape(w), torch.uint8)
+        _native.pack_high(codes.data_ptr(), parts["high"].data_ptr(), *w.shape, 5)
+    if "least" in w.parts:
+        parts["least"] = by_block(w.parts["least"], blocks, 0)
     if "channel" in w.parts:  # no kernel reads it, but it separates the two levels of scales
         parts["channel"] = by_block(w.parts["channel"], blocks, 0)
     return replace(w, parts=parts, layout="cpu")
@@ -214,6 +229,8 @@ def unpack(w: QuantTensor) -> QuantTensor:
         _native.unpack_pairs(packed.data_ptr(), codes.data_ptr(), *w.shape, codes.element_size())
     else:
         _native.unpack_codes(packed.data_ptr(), codes.data_ptr(), *w.shape, columns == 8)
+    if BLOCKS.get(w.format) == 5:
+        _native.unpack_high(w.parts["high"].data_ptr(), codes.data_ptr(), *w.shape, 5)
     parts = {key: codes}
     for name in w.parts.keys() - {key, "high", "low", "nans"}:
         parts[name] = w.parts[name].transpose(1, 2).flatten(0, 1)[: w.shape[0]].contiguous()
@@ -236,6 +253,10 @@ def describe(w: QuantTensor) -> _native.Weight:
         wanted["low"] = wanted[name]
     if name != "weight":
         wanted["scales"] = (blocks, groups, ROWS_PER_PACK), tuple(SCALES)
+    if BLOCKS.get(w.format) == 5:
+        wanted["high"] = _high_shape(w), (torch.uint8,)
+    if w.format in BLOCKS and "least" in scheme.get(w.format).scale_parts:
+        wanted["least"] = (blocks, groups, ROWS_PER_PACK), (w.parts["scales"].dtype,)
     marks = "nans" if w.format == "fp8_e4m3" else "zeros"
     if marks in w.parts:
         wanted[marks] = (blocks, groups, ROWS_PER_PACK), (torch.uint8,)
@@ -274,7 +295,7 @@ def native_weight(
         scale_format=0 if scales is None else SCALES[scales.dtype],
         zeros=0 if zeros is None else zeros.data_ptr(),
         low=at("low"),
-        high=at("high") if w.format in KQUANTS else 0,
+        high=at("high") if "codes" in w.parts else 0,
         steps=at("steps"),
         minima=at("minima"),
         least=at("least"),

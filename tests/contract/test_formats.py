@@ -338,6 +338,8 @@ INTEGERS = [
     "w4a8-qoq",
     "w4a8-qoq-mse-g32",
     "q6_k-a8",
+    "q5_0-a8",
+    "iq4_nl-a8",
     "ternary-a8",
     "ternary-a8-g32",
 ]
@@ -362,6 +364,8 @@ SCHEMES = [
     "q2_k-a8",
     "q4_k-a8",
     "q5_k-a8",
+    "q4_1-a8",
+    "q5_1-a8",
     "fp8-a8",
     "fp8_e5m2-a8",
     "fp8-a8-b128",

@@ -115,11 +115,12 @@ class GGUFFile(TensorFile):
                     f"newest: {newest.name}, {newest.value}); update it (pip install -U gguf), or take another file"
                 ) from None
         values = math.prod(shape)
-        if (
-            not 0 < values < 2**62
-            or shape[-1] % block[0]
-            or values // block[0] * block[1] > self.size - min(offset, self.size)
-        ):
+        if shape[-1] % block[0]:
+            raise self.unsound(
+                f"tensor {name[:80]!r} in {type_} has rows of {shape[-1]} values, which blocks of {block[0]} do "
+                "not divide"
+            )
+        if not 0 < values < 2**62 or values // block[0] * block[1] > self.size - min(offset, self.size):
             raise self.unsound(f"tensor {name[:80]!r}, {type_} {list(shape)} at {offset}, does not fit the file")
         return TensorInfo(type_, (block[0], block[1]), shape, offset, offset + values // block[0] * block[1])
 

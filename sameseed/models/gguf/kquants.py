@@ -1,8 +1,8 @@
-"""Convert K-quants of a GGUF file to our formats q2_k, q4_k, q5_k and q6_k, with unchanged codes and scales.
+"""Convert K-quants of a GGUF file to our formats of the same names, with unchanged codes and scales.
 
 Blocks of 256 values are laid out as in ggml (block_q2_K to block_q6_K in ggml-common.h). Q3_K, which is Q6_K with 3-bit
-codes, is stored as q6_k here and uses its kernel. IQ4_XS uses the sixteen values of IQ4_NL, with one scale per 32 of
-them (a 6-bit multiple of a larger scale); it is stored exactly as int8.
+codes, is stored as q6_k here and uses its kernel. IQ4_XS uses the codes of IQ4_NL, with one scale per 32 of them (a
+6-bit multiple of a larger scale); it is stored as iq4_nl.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from sameseed.scheme import KQUANTS, QuantScheme
 # Activation rows are rounded to int8 by super-block, as in llama.cpp (Q8_K).
 TYPES = {name.upper(): QuantScheme(name, activations="int8") for name in KQUANTS}
 TYPES["Q3_K"] = TYPES["Q6_K"]
-TYPES["IQ4_XS"] = QuantScheme("int8", 32)
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml's kvalues_iq4nl
+TYPES["IQ4_XS"] = QuantScheme("iq4_nl", activations="int8")
 
 
 def parts(kind: str, blocks: Tensor, height: int) -> dict[str, Tensor]:
@@ -24,12 +23,6 @@ def parts(kind: str, blocks: Tensor, height: int) -> dict[str, Tensor]:
     read = {"Q2_K": _q2, "Q3_K": _q3, "Q4_K": _q45, "Q5_K": _q45, "Q6_K": _q6, "IQ4_XS": _iq4}[kind]
     found = read(blocks)
     return {name: t.reshape(height, -1) for name, t in found.items()}
-
-
-def iq4_values(indices: Tensor) -> Tensor:
-    """The int8 values of IQ4 codes uint8 [n, k]."""
-    values = torch.tensor(IQ4, dtype=torch.int8)  # looked up in chunks, because an index takes 8 bytes
-    return torch.cat([values[part.long()] for part in indices.chunk(1 + len(indices) // (1 << 16))])
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -102,4 +95,4 @@ def _iq4(blocks: Tensor) -> dict[str, Tensor]:
     low = _bits(blocks[:, 4:8], 2, 4).transpose(1, 2).flatten(1)
     steps = (low | high << 4).view(torch.int8) - 32
     codes = _bits(blocks[:, 8:].reshape(-1, 16), 2, 4).view(-1, 256)
-    return {"codes": iq4_values(codes), "scales": _half(blocks, 0).float() * steps}
+    return {"codes": codes, "scales": _half(blocks, 0).float() * steps}

@@ -1,9 +1,8 @@
 """The weights of a GGUF file as a `TensorSource` with Hugging Face names; codes are kept where one of our formats fits.
 
-Q4_0, Q5_0, Q8_0 and IQ4_NL (with its sixteen values) become int4 or int8 in groups of 32 with fp16 scales, with
-unchanged codes. MXFP4 becomes mxfp4; Q2_K, Q4_K, Q5_K and Q6_K have formats of the same names; Q3_K becomes q6_k and
-IQ4_XS int8. All other block types are decoded exactly by the gguf package, some rows at a time, and rounded to 8 bits
-in groups of 32.
+Q4_0 and Q8_0 become int4 and int8 in groups of 32 with fp16 scales, with unchanged codes. Most other types have formats
+of the same names; Q3_K becomes q6_k and IQ4_XS iq4_nl. Rows are multiplied in int8, as in llama.cpp. All other types
+are decoded exactly by the gguf package, some rows at a time, and rounded to 8 bits in groups of 32.
 """
 
 from __future__ import annotations
@@ -22,20 +21,17 @@ from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
 from sameseed.models.layouts.base import finite, round_scheme, rounded
 from sameseed.models.weights import expected_shapes
-from sameseed.scheme import QuantScheme, QuantTensor, get
+from sameseed.scheme import BLOCKS, QuantScheme, QuantTensor, get
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEPT = {
-    "Q4_0": QuantScheme("int4", 32),
-    "Q5_0": QuantScheme("int8", 32),
-    "Q8_0": QuantScheme("int8", 32),
-    "IQ4_NL": QuantScheme("int8", 32),
+    "Q4_0": QuantScheme("int4", 32, activations="int8"),
+    "Q8_0": QuantScheme("int8", 32, activations="int8"),
+    **{name.upper(): QuantScheme(name, activations="int8") for name in BLOCKS},
     "MXFP4": QuantScheme("mxfp4"),
     **kquants.TYPES,
 }
-DECODED = frozenset(
-    {"Q4_1", "Q5_1", "IQ3_S", "IQ3_XXS", "IQ2_S"} | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"}
-)
+DECODED = frozenset({"IQ3_S", "IQ3_XXS", "IQ2_S"} | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"})
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -175,12 +171,13 @@ class GGUFCheckpoint:
         else:  # the first 16 codes of a block are in the low nibbles
             low = data[:, -16:]
             codes = torch.cat([low & 15, low >> 4], dim=1)
-            if info.type == "Q5_0":  # an int32 holds the fifth bits of all 32 codes
-                bits = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-                codes = (codes | bits.flatten(1) << 4).view(torch.int8) - 16
-            if info.type == "IQ4_NL":
-                codes = kquants.iq4_values(codes)
-        return {"codes": codes.reshape(height, width), "scales": scales}
+            if info.type in ("Q5_0", "Q5_1"):  # the four bytes before hold the fifth bits of all 32 codes
+                bits = (data[:, -20:-16, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+                codes = codes | bits.flatten(1) << 4
+        parts = {"codes": codes.reshape(height, width), "scales": scales}
+        if info.type in ("Q4_1", "Q5_1"):  # the smallest value, of which our formats hold the negative
+            parts["least"] = -data[:, 2:4].contiguous().view(torch.float16).view(height, -1)
+        return parts
 
     def tensor(self, name: str) -> Tensor:
         info = self._info(name)

@@ -138,7 +138,9 @@ def kinds(kind: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text_"), [("Q4_0", "w4a16-g32"), ("Q5_0", "w8a16-g32"), ("Q8_0", "w8a16-g32"), ("MXFP4", "mxfp4")]
+    ("kind", "text_"),
+    [("Q4_0", "w4a8-g32"), ("Q8_0", "w8a8-g32"), ("MXFP4", "mxfp4")]
+    + [(kind, f"{kind.lower()}-a8") for kind in ("Q4_1", "Q5_0", "Q5_1")],
 )
 def test_types_that_kernels_have_keep_their_codes(kind, text_, tmp_path, caplog):
     """Decoded codes equal the values of the gguf package's own reader, row by row, permuted or not."""
@@ -160,7 +162,10 @@ def test_types_that_kernels_have_keep_their_codes(kind, text_, tmp_path, caplog)
     for backend in backends():
         model = load(path, backend)
         assert {m.format for m in model.weights.matrices} == {get(q.format).name}
-        assert (all_logits(model, prompt(12)) - want).abs().max() < 2e-3
+        got = all_logits(model, prompt(12))
+        assert (got - want).norm() < (1e-4 if kind == "MXFP4" else 0.05) * want.norm()  # int8 rows, but for MXFP4
+        if backend == "cpu":  # in the file's own size; MXFP4's exponents are stored as bf16
+            assert sum(m.nbytes for m in model.weights.matrices) < 1.1 * path.stat().st_size
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
@@ -187,7 +192,7 @@ def test_the_cache_is_as_wide_as_the_matrices_whatever_the_norms(kind, other, ca
     assert load(path, weights="fp32").weights.dense == "fp32"
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1"])
+@pytest.mark.parametrize("kind", ["TQ2_0"])
 def test_types_that_no_kernel_has_are_rounded_with_a_notice_and_exact_on_demand(kind, tmp_path, caplog):
     tensors = random_tensors(parse_config(RAW))
     path = write_gguf(tmp_path / "model.gguf", RAW, tensors, kinds(kind))
@@ -201,7 +206,7 @@ def test_types_that_no_kernel_has_are_rounded_with_a_notice_and_exact_on_demand(
     weight = tensors["model.layers.0.mlp.down_proj.weight"].numpy()
     meant = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight, type_), type_))
     down = model.weights.layers[0].down
-    assert 0.001 < (get(down.format).decode(down) - meant).norm() / meant.norm() < 0.007
+    assert 0.0 < (get(down.format).decode(down) - meant).norm() / meant.norm() < 0.007
     assert load(path, weights="fp32").weights.layers[0].down.parts["weight"].equal(meant)
 
 
@@ -327,8 +332,8 @@ def random_blocks(height: int, width: int, kind: str, *scales_at: int) -> np.nda
     [
         ("Q2_K", (80, 82), "q2_k-a8"),
         ("Q3_K", (108,), "q6_k-a8"),
-        ("IQ4_NL", (0,), "w8a16-g32"),
-        ("IQ4_XS", (0,), "w8a16-g32"),
+        ("IQ4_NL", (0,), "iq4_nl-a8"),
+        ("IQ4_XS", (0,), "iq4_nl-a8"),
     ],
 )
 def test_types_that_the_gguf_package_cannot_write(kind, at, text_, tmp_path, caplog):
@@ -426,21 +431,24 @@ def test_memory_is_planned_for_what_k_quants_become(tmp_path):
         assert weight_bytes(config, source, QuantScheme.parse("q4_k")) == rounded  # with float rows
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
-def test_k_quants_cut_short_or_impossible(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_blocks_cut_short_or_impossible(kind, tmp_path):
     type_ = gguf.GGMLQuantizationType[kind]
-    size = gguf.GGML_QUANT_SIZES[type_][1]
+    values, size = gguf.GGML_QUANT_SIZES[type_]
     path = tmp_path / "model.gguf"
-    for width, data in ((128, size), (384, 2 * size), (512, size), (512, 2 * size - 1)):
+    for blocks, data in ((0.5, size), (1.5, 2 * size), (2, size), (2, 2 * size - 1)):
+        width = int(blocks * values)
         path.write_bytes(gguf_bytes(KEYS[:1], [info("a", [width], type_, 0)], bytes(data)))
-        with pytest.raises(ModelLoadError, match=r"'a'.*(does not fit the|ends behind the) file"):
+        with pytest.raises(
+            ModelLoadError, match=r"'a'.*(blocks of \d+ do not divide|does not fit the file|ends behind the file)"
+        ):
             GGUFFile(path)
     tensors = random_tensors(parse_config(RAW))
     whole = write_gguf(tmp_path / "whole.gguf", RAW, tensors, kinds(kind)).read_bytes()
     path.write_bytes(whole[: -size - 32])
     refused(path, "ends behind the file", "download it again")
     name = "model.layers.0.mlp.up_proj.weight"
-    for at in (208,) if kind == "Q6_K" else (0, 2):
+    for at in (208,) if kind == "Q6_K" else (0, 2) if kind in ("Q4_K", "Q5_K", "Q4_1", "Q5_1") else (0,):
         data = as_type(tensors[name], kind)
         data[3, at : at + 2] = [0, 0x7C]  # infinity
         refused(write_gguf(path, RAW, tensors, blobs={gguf_name(name): (data, kind)}), "ffn_up", "NaN or infinity")
@@ -555,7 +563,7 @@ SOUND = [info("a", [4], 0, 0), info("b", [32, 2], 2, 32)]
         (gguf_bytes(KEYS, [info("a", [1] * 5, 0, 0)], bytes(68)), "5 dimensions"),
         (gguf_bytes(KEYS, [info("a", [0], 0, 0)], bytes(68)), "does not fit"),
         (gguf_bytes(KEYS, [info("a", [2**40, 2**40], 0, 0)], bytes(68)), "does not fit"),
-        (gguf_bytes(KEYS, [info("a", [31], 2, 0)], bytes(68)), "does not fit"),
+        (gguf_bytes(KEYS, [info("a", [31], 2, 0)], bytes(68)), "which blocks of 32 do not divide"),
         (gguf_bytes(KEYS, [info("a", [4], 0, 2**63)], bytes(68)), "does not fit"),
         (gguf_bytes(KEYS, [info("a", [4], 0, 16)], bytes(68)), "unaligned"),
         (gguf_bytes(KEYS, [info("a", [12], 0, 0), info("b", [4], 0, 32)], bytes(68)), "overlaps"),

@@ -1,4 +1,4 @@
-"""Products of weights in super-blocks (q2_k, q4_k, q5_k, q6_k): the reference's bits on every instruction set."""
+"""Products of weights in llama.cpp's blocks of 256 and of 32: the reference's bits on every instruction set."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from hypothesis import given, settings, strategies as st
 
 from sameseed import scheme
 from sameseed.ops import cpu, gated_rows, normed_rows, plain_rows, resolve
-from sameseed.scheme import QuantTensor
+from sameseed.scheme import BLOCKS, KQUANTS, QuantTensor
 
 pytestmark = pytest.mark.bits
 
 REFERENCE = resolve("reference")
-NAMES = ["q2_k", "q4_k", "q5_k", "q6_k"]
+NAMES = [*KQUANTS, *BLOCKS]
+BITS = KQUANTS | BLOCKS
 every_name = pytest.mark.parametrize("name", NAMES)
 
 
 def weight(name: str, O: int, K: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> QuantTensor:  # noqa: E741
     """A weight of random codes and steps, including the extreme ones."""
     rng = torch.Generator().manual_seed(seed)
-    bits, parts = int(name[1]), K // (16 if name in ("q2_k", "q6_k") else 32)
+    parts = K // (16 if name in ("q2_k", "q6_k") else 32)
     low, high = (-128, 128) if name == "q6_k" else (0, 64)
 
     def scales() -> torch.Tensor:
-        return ((torch.rand(O, K // 256, generator=rng) - 0.3) * 0.01).to(dtype)
+        return ((torch.rand(O, K // (256 if name in KQUANTS else 32), generator=rng) - 0.3) * 0.01).to(dtype)
 
     def multiples() -> torch.Tensor:
         return torch.randint(low, high, (O, parts), generator=rng).to(torch.int8)
 
-    codes = torch.randint(0, 1 << bits, (O, K), generator=rng).to(torch.uint8)
-    found = {"codes": codes, "steps": multiples(), "scales": scales()}
-    found |= {} if name == "q6_k" else {"minima": multiples(), "least": scales()}
+    found = {"codes": torch.randint(0, 1 << BITS[name], (O, K), generator=rng).to(torch.uint8), "scales": scales()}
+    found |= {"least": scales()} if "least" in scheme.get(name).scale_parts else {}
+    if name in KQUANTS:
+        found |= {"steps": multiples()} | ({"minima": multiples()} if "least" in found else {})
     return QuantTensor(name, (O, K), found, "int8")
 
 
@@ -79,7 +81,7 @@ def test_rows_in_any_number_have_the_same_bits(isa, name):
 def test_the_largest_sums_are_exact(isa, name, sign):
     """Codes, steps and minima have full size and one sign, so that saturation or overflow would show."""
     w = weight(name, 40, 512)
-    w.parts["codes"].fill_((1 << int(name[1])) - 1)
+    w.parts["codes"].fill_((1 << BITS[name]) - 1)
     for part in w.parts.keys() & {"steps", "minima"}:
         w.parts[part].fill_(-128 if name == "q6_k" else 127)
     x = sign * torch.ones(3, 512)
@@ -94,7 +96,7 @@ def test_the_largest_sums_are_exact(isa, name, sign):
 def test_every_code_is_read_in_its_place(isa, name):
     """One column of x at a time is not zero, so each output shows that column's value and nothing else."""
     w = weight(name, 33, 256)
-    for part, fill in (("steps", 1), ("minima", 0), ("scales", 1.0)):
+    for part, fill in (("steps", 1), ("least", 0), ("scales", 1.0)):
         if part in w.parts:
             w.parts[part].fill_(fill)
     with instructions(isa):
@@ -136,7 +138,7 @@ def test_broken_rows_stay_alone(isa, name):
 def test_packing_and_back_and_rows_of_an_embedding(name, outputs):
     w = weight(name, outputs, 512)
     packed = cpu.pack(w)
-    assert packed.layout == "cpu" and cpu.serves(packed) and packed.group == 256
+    assert packed.layout == "cpu" and cpu.serves(packed) and packed.group == w.group
     back = cpu.unpack(packed)
     assert back.parts.keys() == w.parts.keys() and all(back.parts[p].equal(w.parts[p]) for p in w.parts)
     ids = torch.arange(outputs).flip(0).int()
@@ -149,14 +151,14 @@ def test_packing_and_back_and_rows_of_an_embedding(name, outputs):
 def test_bits_beyond_a_code_do_not_count(name):
     """One of our files may hold any byte: kernels and reference must use the same bits of it."""
     w = weight(name, 8, 256)
-    w.parts["codes"].add_(64 if name == "q6_k" else 1 << int(name[1]))
+    w.parts["codes"].add_(1 << BITS[name])
     x = randn(2, 256)
     assert cpu.product(plain_rows(x), cpu.pack(w)).equal(REFERENCE.product(plain_rows(x), w))
 
 
 @every_name
 def test_what_no_kernel_serves_stays_plain(name):
-    for other in (replace(weight(name, 8, 256), activations=None), scheme.get(name).encode(randn(8, 96))):
+    for other in (replace(weight(name, 8, 256), activations=None), scheme.get(name).encode(randn(8, 40))):
         assert cpu.pack(other) is other and not cpu.serves(other)
     assert cpu.has_kernel(name, "int8") and not cpu.has_kernel(name, None)
 
@@ -173,6 +175,10 @@ def test_what_no_kernel_serves_stays_plain(name):
         ("q4_k", "minima", lambda t: t.view(torch.uint8), TypeError),
         ("q4_k", "least", lambda t: t.float(), TypeError),
         ("q5_k", "scales", lambda t: t[:, :0], ValueError),
+        ("q5_0", "high", lambda t: t[:1], ValueError),
+        ("q5_1", "high", lambda t: t.view(torch.int8), TypeError),
+        ("q4_1", "least", lambda t: t.bfloat16(), TypeError),
+        ("iq4_nl", "codes", lambda t: t[:, :8], ValueError),
     ],
 )
 def test_corrupt_packed_tensors_are_refused(name, part, wrong, error):
