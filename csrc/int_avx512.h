@@ -79,7 +79,7 @@ inline void widen_codes(int8_t* piece) {
     _mm512_storeu_si512(piece, _mm512_cvtepi8_epi16(_mm256_shuffle_epi8(codes, order)));
 }
 // sums[h] += the dot product of four codes of each output with four codes of x, which `widen_codes` has converted. Not
-// for `small` codes (at most 15): integer_body.h uses add_quad for those, with x in bytes.
+// for `small` codes (at most 31): integer_body.h uses add_quad for those, with x in bytes.
 template <bool small, bool>
 INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
     static_assert(!small, "those are added by add_quad");
