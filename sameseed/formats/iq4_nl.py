@@ -30,7 +30,7 @@ class IQ4NL(Block32):
 
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
         table = VALUES.to(codes.device)  # looked up in chunks, because an index takes 8 bytes
-        return torch.cat([table[part.bitwise_and(15).long()] for part in codes.split(1024)])
+        return torch.cat([table[part.bitwise_and(15).long()] for part in torch.split(codes, 1024)])
 
 
 FORMAT = IQ4NL()
