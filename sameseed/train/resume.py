@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 from sameseed.errors import ConfigError
 from sameseed.store import replacing
 from sameseed.train.states import Seed, digest_of
-
-log = logging.getLogger("sameseed.train")
 
 # Settings that may change before a resume: duration, learning rates, threads and batch, and the text of the card.
 # `texts.num_texts` may only grow. The path of the prompts may change, but not the prompts themselves.
@@ -43,13 +40,6 @@ def settle(recipe: Any, layers: Seq[int], checkpoint: Path, seeds: Seq[Seed]) ->
     settings = {name: value for name, value in flat(dataclasses.asdict(recipe)).items() if name not in EDITABLE}
     now = Begun(settings, list(layers), len(seeds), digest_of(list(seeds)))
     if not checkpoint.exists():
-        return now
-    if not record_path(checkpoint).exists():
-        log.warning(
-            "%s says nothing of the recipe that it was made by: going on with this one, unchecked; if layers, "
-            "formats, sizes or prompts were others, the result is wrong: then train anew, with another --out",
-            checkpoint,
-        )
         return now
     begun = read_record(record_path(checkpoint))
     then, asked = ({**b.settings, "layers": b.layers} for b in (begun, now))
