@@ -49,12 +49,10 @@ def test_too_little_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     monkeypatch.setattr(memory, "available_memory", lambda: 2**29)
     assert main(["demo", "--fetch-seconds", "0"]) == 0  # with the embedded pair only
     out = capsys.readouterr().out
-    assert (
-        "Same output: yes" in out and "Real size is left out: weights in w4a8 take 0." in out and "0.5 GiB are" in out
-    )
+    assert "Same output: yes" in out and "Real size is left out: weights in w4a8 take 0." in out and "0.5 GiB" in out
     assert main(["demo", "--shape", "llama-3.1-8b"]) == 2
     err = capsys.readouterr().err
-    assert "0.5 GiB are free: take a smaller model" in err
+    assert "take a smaller model" in err
 
 
 def test_a_trained_model_answers_where_it_is_there(

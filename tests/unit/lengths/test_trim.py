@@ -289,7 +289,7 @@ def test_broad_trees_near_the_end_of_a_text(pair: Pair, monkeypatch: pytest.Monk
     """A tree is limited to 64 nodes and the free rows, its depth to the tokens that may still be written."""
     prompts, forward = random_prompts(4, seed=4), ModelRunner.forward
     for limits in ({"max_len": 60}, {}):
-        params = SamplingParams(max_tokens=9 if not limits else 200, seed=2, ignore_eos=True)
+        params = SamplingParams(max_tokens=9 if not limits else 60, seed=2, ignore_eos=True)
         plain = texts(run(make_engine(pair, **limits), prompts, params))
         engine = tree_engine(pair, prompts, plain, **limits)
         seen: list[tuple[int, int]] = []

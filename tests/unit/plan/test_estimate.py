@@ -267,7 +267,6 @@ def test_memory_that_is_too_small_names_what_would_fit() -> None:
         ({"batches": (0,)}, ConfigError, "batch sizes"),
         ({"drafts": ("none",)}, ConfigError, "leave out"),
         ({"drafts": ("draft_model",)}, ConfigError, "draft_model:MODEL"),
-        ({"drafts": ("self_quant",)}, ConfigError, "sameseed bench"),
         ({"drafts": ("suffix",), "acceptance": ("1.5",)}, ConfigError, "0..1"),
         ({"drafts": ("suffix",), "acceptance": ("none.json",)}, ConfigError, "conditional_accept_rates"),
         ({"drafts": ("suffix",), "acceptance": ("0.5", "0.6")}, ConfigError, "same order"),

@@ -77,7 +77,7 @@ def test_a_short_text_gives_what_it_has(tmp_path: Path, tokenizer: Tokenizer) ->
         ("a.jsonl", '{"text": 3}\n', r"a.jsonl:1: found text"),
         ("a.jsonl", '["text"]\n', r"a.jsonl:1: found list"),
         ("a.jsonl", '{"text": "open\n', r"a.jsonl:1 is no JSON"),
-        ("a.jsonl", '{"messages": [{"role": "user"}]}\n', r"a.jsonl:1: a message needs 'role' and 'content'"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}\n', r"a.jsonl:1: .*content"),
         ("a.jsonl", '{"messages": []}\n', r"a.jsonl:1: found messages; write .* not empty"),
         ("a.parquet", "x", "is a .jsonl or a .txt file"),
     ],
