@@ -553,12 +553,20 @@ def test_stacked_tensors_of_two_types(folder):
     assert w.layers[0].gate_up.parts["weight"].equal(torch.cat(stacked))
 
 
-def test_a_group_that_does_not_divide_is_refused_before_any_weight_is_read(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ("w4a8-g32", ["groups of 32 do not divide", "leave the"]),
+        ("q4_k-a8", ["blocks of 256 do not divide", "w4a8"]),
+        ("q5_0-a8", ["blocks of 32 do not divide", "w4a8"]),
+    ],
+)
+def test_a_group_that_does_not_divide_is_refused_before_any_weight_is_read(weights, words, folder, monkeypatch):
     monkeypatch.setattr(Checkpoint, "rows", lambda *a: pytest.fail("read a weight"))
     monkeypatch.setattr(Checkpoint, "tensor", lambda *a: pytest.fail("read a weight"))
     with pytest.raises(ConfigError) as caught:
-        load(folder, weights="w4a8-g32")
-    for word in ("model.embed_tokens.weight [97, 48]", "w4a8-g32", "groups of 32 do not divide", "48", "leave the"):
+        load(folder, weights=weights)
+    for word in ("model.embed_tokens.weight [97, 48]", weights, "48", *words):
         assert word in str(caught.value)
 
 
