@@ -76,6 +76,7 @@ class HeadArgs(OwnArgs):
     num_layers: Annotated[int | None, option("N")] = None  # of a block head: its layers
     mask_token: Annotated[int | None, option("ID")] = None  # of a block head: mask id; unset: one that no text has
     unroll: Annotated[int | None, option("N")] = None  # steps on its own features: the draft depth it learns
+    store: Annotated[str | None, option("FORMATS")] = None  # write it to OUT/packed in few bits too, e.g. w8a8
     candidates: Annotated[int | None, option("N")] = None  # tokens in the loss of a batch; 0: all, slower
 
 

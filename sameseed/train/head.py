@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig
 from sameseed.models.head_config import rotation_of
 from sameseed.models.loader import load_tokenizer
+from sameseed.scheme import QuantScheme
 from sameseed.train import block_job, head_measure
 from sameseed.train.block_model import BlockForTraining
-from sameseed.train.head_job import NAME, export_head, head_job, start_from_target
+from sameseed.train.head_job import NAME, export_head, head_job, pack_head, start_from_target
 from sameseed.train.head_model import HeadForTraining
 from sameseed.train.head_recipe import HeadRecipe, head_config
 from sameseed.train.own import Sources, Trained, check_run, write_all, write_results
@@ -85,6 +87,9 @@ def run_head(
         more |= {"acceptance": found, "curve": head_measure.curve(log.read(CURVE))}
     results = write_results(out, recipe, own.texts, head.num_parameters(), progress, **more)
     write_head_card(recipe, config, results, out / "head")
+    if recipe.store:
+        pack_head(out / "head", out / "packed", QuantScheme.parse(recipe.store))
+        shutil.copy(out / "head" / "README.md", out / "packed")
     return Trained(out / "head", results)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -9,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sameseed import scheme
+from sameseed.errors import ConfigError
 from sameseed.models.config import RopeConfig
 from sameseed.models.head_config import ROTATED_FOR
 from sameseed.models.llama import Llama
 from sameseed.models.safetensors_file import write_model
 from sameseed.ops import Ops, normed_rows
-from sameseed.scheme import QuantTensor
+from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.train.head_model import GuessRows, HeadForTraining
 from sameseed.train.head_recipe import HeadRecipe, LossSettings
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
@@ -230,6 +233,31 @@ def export_head(
     }
     turned = {} if rotation is None else {ROTATED_FOR: rotation}
     write_model(folder, tensors, {"config.json": config | turned})
+
+
+def pack_head(folder: Path, out: Path, quant: QuantScheme) -> None:
+    """Write the head in `folder` to `out` with its matrices in the formats of `quant`, in compressed-tensors' layout.
+
+    Raises ConfigError for a format that has no such layout.
+    """
+    tensors, groups = dict[str, Tensor](), dict[str, dict[str, Any]]()
+    for name, tensor in load_file(str(folder / "model.safetensors")).items():
+        module = name.removesuffix(".weight")
+        if tensor.ndim != 2 or module.endswith("embed_tokens") or "markov" in module:
+            tensors[name] = tensor
+            continue
+        own = quant.at(module)
+        q = own.encode(tensor)
+        said = scheme.get(q.format).config(q)
+        if not said:
+            raise ConfigError(f"a head cannot be stored as {own.weights}; --store takes e.g. w8a8 or w4a16-g32")
+        tensors |= scheme.get(q.format).checkpoint(module, q)
+        (group,) = said["config_groups"].values()  # type: ignore[attr-defined]
+        group = groups.setdefault(json.dumps(group), {**group, "targets": []})
+        group["targets"].append(module)
+        layout = {**said, "config_groups": {f"group_{i}": g for i, g in enumerate(groups.values())}, "ignore": []}
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_model(out, tensors, {"config.json": config | {"quantization_config": layout}})
 
 
 def vocabulary_tensors(target_ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:

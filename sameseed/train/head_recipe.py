@@ -10,6 +10,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig, RopeConfig
 from sameseed.models.head_config import HeadConfig
+from sameseed.scheme import QuantScheme
 from sameseed.train.optim import OptimSettings
 from sameseed.train.own import OwnRecipe
 from sameseed.train.recipe import TrainSettings
@@ -74,12 +75,14 @@ class HeadRecipe(OwnRecipe):
     """Everything that determines a head's weights, except the data and the machine's arithmetic.
 
     `kind`: "eagle3", or "block" (which uses only `argmax_weight` and `candidates` of `loss`).
+    `store`: formats in which `out/packed` has the head once more, e.g. "w8a8,lm_head=w4a16-g32" (empty: none).
     `layers`: the target's layers whose inputs the head reads (the number n of layers means the last layer's output);
     empty: the published choice 2, n / 2, n - 3.
     """
 
     name: str = "head"
     kind: str = "eagle3"
+    store: str = ""
     layers: tuple[int, ...] = ()
     size: SizeSettings = field(default_factory=SizeSettings)
     loss: LossSettings = field(default_factory=LossSettings)
@@ -88,6 +91,7 @@ class HeadRecipe(OwnRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        QuantScheme.parse(self.store or "auto")
         if self.kind not in KINDS:
             raise ConfigError(f"kind must be {' or '.join(KINDS)}, got {self.kind!r}")
         block = self.block

@@ -16,7 +16,7 @@ from sameseed.train.states import Seed, digest_of
 # Settings that may change before a resume: duration, learning rates, threads and batch, and the text of the card.
 # `texts.num_texts` may only grow. The path of the prompts may change, but not the prompts themselves.
 EDITABLE = {
-    *("name", "note", "threads", "batch", "mixture", "source", "states_gb", "texts.num_texts", "train.steps"),
+    *("name", "note", "store", "threads", "batch", "mixture", "source", "states_gb", "texts.num_texts", "train.steps"),
     *("train.checkpoint_minutes", "train.optim.matrix_lr", "train.optim.lr"),
 }
 

@@ -247,6 +247,20 @@ def test_layout_is_the_published_one(folder: Path, tmp_path: Path) -> None:
     assert counts[left_out].max() <= counts[ids].min()
 
 
+def test_a_head_is_also_written_in_few_bits(folder: Path, tmp_path: Path, target: Llama) -> None:
+    """The inference head reads the packed copy, whose matrices are the trained ones, rounded."""
+    recipe = recipe_for(folder, size=SizeSettings(draft_vocab_size=150), store="w8a8,lm_head=w8a16")
+    out = run(folder, tmp_path / "out", recipe, stop_after=1).folder.parent
+    dense_head, packed = (load_head(out / name, target, target.ops) for name in ("head", "packed"))
+    assert (packed.weights.lm_head.activations, packed.weights.layer.o.activations) == (None, "int8")
+    for name in ("lm_head", "fc"):
+        wanted, found = (dense(target.ops, getattr(h.weights, name)) for h in (dense_head, packed))
+        torch.testing.assert_close(found, wanted, atol=0.1 * float(wanted.abs().max()), rtol=0.0)
+    assert (out / "packed" / "README.md").is_file()
+    with pytest.raises(ConfigError, match="w8a8"):
+        run(folder, tmp_path / "out", replace(recipe, store="fp32"), resume=True, stop_after=1)
+
+
 def test_a_quantized_target_teaches(folder: Path, tmp_path: Path) -> None:
     """Texts and hidden states come from the quantized target."""
     recipe = recipe_for(folder, format="int8")
