@@ -32,7 +32,7 @@ def write_held_out(own: Own, prompts: Seq[Prompt], folder: Path, recipe: HeadRec
     """What the target writes greedily to held-out prompts: NEW_TOKENS tokens at most, kept in `folder`."""
     seeds = [Seed(ids, NEW_TOKENS) for ids, _ in prompts]
     cache, batch = cache_format(recipe.kv_format, own.target.weights.dense), min(recipe.batch, len(seeds))
-    found = collect(own.target, seeds, folder / digest_of(seeds), batch=batch, kv_format=cache, seed=0)
+    found = collect(own.target, seeds, folder / digest_of(seeds), own.states, batch=batch, kv_format=cache, seed=0)
     return StoredTexts([path for _, path in found])
 
 

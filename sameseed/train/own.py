@@ -181,16 +181,16 @@ def write_all(
     cache, captures = cache_format(recipe.kv_format, target.weights.dense), tuple(i - 1 for i in layers)
     how = (recipe.target, recipe.format, cache)
     texts, paths = out / "texts" / digest_of((*how, recipe.seed)), list[Path]()
-    with progress_bar(quiet) as bar:
-        task = bar.add_task("texts", total=len(seeds), said="")
-        for done, path in collect(target, seeds, texts, batch=recipe.batch, kv_format=cache, seed=recipe.seed):
-            paths.append(path)
-            log.write(stage="texts", texts=done)
-            bar.update(task, completed=done)
     stored = captured_layers(captures, target.config.num_layers)
     kept = out / "states" / digest_of((*how, stored))
     longest = max(longest, recipe.texts.prompt_tokens + recipe.texts.new_tokens)
     states = States(target, stored, cache, longest, kept, recipe.states_gb * 1e9)
+    with progress_bar(quiet) as bar:
+        task = bar.add_task("texts", total=len(seeds), said="")
+        for done, path in collect(target, seeds, texts, states, batch=recipe.batch, kv_format=cache, seed=recipe.seed):
+            paths.append(path)
+            log.write(stage="texts", texts=done)
+            bar.update(task, completed=done)
     return Own(target, StoredTexts(paths), begun.num_texts, states)
 
 

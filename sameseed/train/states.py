@@ -48,7 +48,7 @@ class Seed:
 class TextStates:
     """ids int32 [T], the first `num_given` not written by the target; states [T - 1, L * C] of all but the last token.
 
-    With `num_given` 0 all tokens are trained on. L is 0 where the runner captures nothing.
+    With `num_given` 0 all tokens are trained on.
     """
 
     ids: Tensor
@@ -101,8 +101,8 @@ def write_texts(runner: ModelRunner, seeds: Seq[Seed], batch: int, seed: int) ->
         now = list(running)
         out = runner.forward(now, _NoNodes(), pending)
         states = runner.commit(now, pending, [[]] * len(now), out)
-        states = torch.zeros(sum(pending), 0) if states is None else states.cpu()
-        for seq, rows in zip(now, states.to(torch.bfloat16).split_with_sizes(pending), strict=True):
+        assert states is not None
+        for seq, rows in zip(now, states.cpu().to(torch.bfloat16).split_with_sizes(pending), strict=True):
             kept[seq.seq_id].append(rows)
         whole = [seq for seq, wanted in zip(now, out.wants_logits, strict=True) if wanted]
         chosen = choose([seeds[s.seq_id].temperature for s in whole], out.logits.cpu(), generator) if whole else []
@@ -130,13 +130,14 @@ def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator)
 
 
 def collect(
-    target: Llama, seeds: Seq[Seed], folder: Path, *, batch: int, kv_format: str, seed: int
+    target: Llama, seeds: Seq[Seed], folder: Path, states: States, *, batch: int, kv_format: str, seed: int
 ) -> Iterator[tuple[int, Path]]:
     """Write the texts of all seeds into files of `folder`, after those that are there. Yields (texts done, file).
 
-    A file holds the ids of up to PART texts, one after another. Raises ConfigError for files of other seeds.
+    A file holds the ids of up to PART texts, one after another. `states` keeps what their states were while they were
+    written. Raises ConfigError for files of other seeds.
     """
-    runner = new_runner(target, (), batch, max(len(s.ids) + s.num_new for s in seeds), kv_format)
+    runner = new_runner(target, states.captures, batch, max(len(s.ids) + s.num_new for s in seeds), kv_format)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # users' texts
     done = number = 0
     while done < len(seeds):
@@ -155,6 +156,8 @@ def collect(
                 "given": torch.tensor([t.num_given for t in texts], dtype=torch.int32),
             }
             save_tensors(tensors, path, {"texts": len(own), "seeds": digest_of(own)})
+            for text in texts:
+                states.keep(text)
         done, number = done + len(own), number + 1
         yield done, path
 
@@ -185,15 +188,19 @@ class States:
         paths = [self._path(ids) for ids, _ in texts]
         new = [i for i, path in enumerate(paths) if not path.exists()]
         read = write_texts(self._runner, [Seed(tuple(texts[i][0].tolist()), 0) for i in new], READ, 0)
+        for text in read:
+            self.keep(text)
         found = {i: text.states for i, text in zip(new, read, strict=True)}
-        for i, states in found.items():
-            size = states.numel() * states.element_size()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if size <= self._left and shutil.disk_usage(self._folder).free > LEAST_FREE + size:
-                save_tensors({"states": states.contiguous()}, paths[i], {})
-                self._left -= size
         found |= {i: read_tensors(path)[0]["states"] for i, path in enumerate(paths) if i not in found}
         return [TextStates(*text, found[i]) for i, text in enumerate(texts)]
+
+    def keep(self, text: TextStates) -> None:
+        """Put a text's states into the cache, if they have room."""
+        size = text.states.numel() * text.states.element_size()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if size <= self._left and shutil.disk_usage(self._folder).free > LEAST_FREE + size:
+            save_tensors({"states": text.states.contiguous()}, self._path(text.ids), {})
+            self._left -= size
 
     def _path(self, ids: Tensor) -> Path:
         name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:20]
