@@ -64,10 +64,19 @@ class BlockSettings:
 KINDS = {"eagle3": ("unroll",), "block": ("block_size", "markov_rank", "num_layers", "mask_token")}
 
 
-# Learning rates are small enough not to destroy at once the layer that is copied from the target.
-TRAINING = TrainSettings(
-    600, rows=24, row_tokens=512, warmup=20, decay=0.5, precision="bfloat16", optim=OptimSettings(0.02, 0.002)
-)
+@dataclass(frozen=True)
+class HeadTraining(TrainSettings):
+    """Length and schedule of a head's training, also where a recipe names only some of them.
+
+    Learning rates are small enough not to destroy at once the layer that is copied from the target.
+    """
+
+    steps: int = 600
+    rows: int = 24
+    warmup: int = 20
+    decay: float = 0.5
+    precision: str = "bfloat16"
+    optim: OptimSettings = field(default_factory=lambda: OptimSettings(0.02, 0.002))
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class HeadRecipe(OwnRecipe):
     size: SizeSettings = field(default_factory=SizeSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     block: BlockSettings = field(default_factory=BlockSettings)
-    train: TrainSettings = TRAINING
+    train: HeadTraining = field(default_factory=HeadTraining)
 
     def __post_init__(self) -> None:
         super().__post_init__()
