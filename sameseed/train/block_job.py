@@ -131,10 +131,12 @@ def block_job(
     embedding = dense(target.ops, target.weights.embedding)
     tokens = Vocabulary(target, own.texts.counts(len(embedding)), target_ids, recipe.loss.candidates)
 
-    def batch(step: int) -> BlockBatch:
-        texts, generator = own.batch(recipe, step), torch.Generator().manual_seed(recipe.seed + step)
-        anchors = [choose_anchors(text, recipe.block.anchors, generator) for text in texts]
-        return block_batch(texts, anchors, columns, width, head.config.num_guesses, device)
+    def batch(step: int) -> list[BlockBatch]:
+        generator, batches = torch.Generator().manual_seed(recipe.seed + step), list[BlockBatch]()
+        for texts in own.parts(recipe, step):
+            anchors = [choose_anchors(text, recipe.block.anchors, generator) for text in texts]
+            batches.append(block_batch(texts, anchors, columns, width, head.config.num_guesses, device))
+        return batches
 
     def loss(batch_: BlockBatch) -> Tensor:
         chosen = tokens.candidates(batch_.written)

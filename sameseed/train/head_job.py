@@ -159,9 +159,9 @@ def head_job(head: HeadForTraining, own: Own, target_ids: Tensor | None, recipe:
     embedding = dense(target.ops, target.weights.embedding)
     tokens = Vocabulary(target, own.texts.counts(len(embedding)), target_ids, settings.candidates)
 
-    def batch(step: int) -> HeadBatch:
+    def batch(step: int) -> list[HeadBatch]:
         unroll = 1 if step < settings.alone * train.steps else settings.unroll
-        return make_batch(own.batch(recipe, step), columns, width, unroll, device)
+        return [make_batch(part, columns, width, unroll, device) for part in own.parts(recipe, step)]
 
     def loss(batch_: HeadBatch) -> Tensor:
         chosen = tokens.candidates(batch_.written)

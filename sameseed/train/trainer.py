@@ -36,7 +36,7 @@ class TrainJob:
     name: str
     model: nn.Module
     settings: TrainSettings
-    batch: Callable[[int], Any]  # step -> what `loss` takes: rows [B, S+1], or a head's Batch
+    batch: Callable[[int], Any]  # step -> what `loss` takes, rows [B, S+1] or a head's batch, or a list of such parts
     loss: Callable[[Any], Tensor]  # batch -> a scalar
     folder: Path
     count: Callable[[Any], int] = lambda rows: rows[:, 1:].numel()  # tokens that a batch trains on
@@ -110,16 +110,20 @@ def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log:
     """
     started, step, rate = time.monotonic(), progress["step"], schedule(progress["step"], job.settings)
     batch = job.batch(step)
-    with precision(job):
-        loss = job.loss(batch)
-    value = loss.detach().item()
-    if value != value or value == float("inf"):
-        raise SameseedError(f"{job.name}: the loss of step {step} is {value}; lower matrix_lr and lr, then resume")
-    loss.backward()  # type: ignore[no-untyped-call]
+    parts = batch if isinstance(batch, list) else [batch]
+    counts = [job.count(part) for part in parts]
+    value, tokens = 0.0, sum(counts)
+    for part, count in zip(parts, counts, strict=True):  # one after another, so that memory is that of one part
+        with precision(job):
+            loss = job.loss(part) * (count / max(1, tokens))
+        value += loss.detach().item()
+        if value != value or value == float("inf"):
+            raise SameseedError(f"{job.name}: the loss of step {step} is {value}; lower matrix_lr and lr, then resume")
+        loss.backward()  # type: ignore[no-untyped-call]
     norm = float(torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.settings.clip))
     optimizer.step(rate)
     job.model.zero_grad(set_to_none=True)
-    tokens, seconds = job.count(batch), time.monotonic() - started
+    seconds = time.monotonic() - started
     progress = {
         "step": step + 1,
         "tokens": progress["tokens"] + tokens,

@@ -100,3 +100,13 @@ def test_schedule_warms_up_stays_and_falls() -> None:
     assert all(a > b for a, b in pairwise(rates[60:])) and rates[-1] == pytest.approx(1 / 40)
     # With fewer steps on resume, the decay begins earlier and never raises the rate.
     assert all(schedule(s, TrainSettings(steps=50, warmup=10, decay=0.4)) <= rates[s] for s in range(50))
+
+
+def test_parts_of_a_batch_train_like_the_whole(tmp_path: Path) -> None:
+    """A list of parts gives one update, by their tokens, in less memory."""
+    whole, parts = toy_job(tmp_path / "whole", 3), toy_job(tmp_path / "parts", 3)
+    cut = replace(parts, batch=lambda step: [parts.batch(step)[:1], parts.batch(step)[1:]])
+    go(whole)
+    go(cut)
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
