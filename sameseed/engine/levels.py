@@ -90,7 +90,7 @@ def check_below(cls: type[Drafter], spec: SpecConfig) -> None:
     least, most = cls.num_below
     wanted = f"{least} drafter(s)" if least == most else "two drafters or more" if least == 2 else f"up to {most}"
     if not least <= len(spec.below) <= most:
-        first = spec.below[0].method if spec.below else "ngram"
+        first = spec.below[0].method if spec.below else ""
         fitting = f"'{first} + {spec.method}'" if most == 0 else "'ngram > MODEL'" if most == 1 else "'suffix + MODEL'"
         raise ConfigError(
             f"drafter {spec.method!r} works with {wanted} below it, not {len(spec.below)}; write e.g. --draft {fitting}"

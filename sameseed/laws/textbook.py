@@ -221,7 +221,7 @@ def kept(row: ArrayLike, params: SamplingParams, slack: float = 0.0) -> Floats:
     values: Floats = np.array(row, np.float64)
     scaled: Floats = (values - values.max()) / max(params.temperature, 1e-200)
     border = np.log(params.min_p) - slack if params.min_p else -np.inf
-    if params.top_k:
+    if params.top_k > 0:  # 0 or -1: off
         place = len(scaled) - min(params.top_k, len(scaled))
         border = max(border, np.partition(scaled, place)[place] - slack)
     scaled[scaled < min(border, 0.0)] = -np.inf

@@ -120,7 +120,8 @@ def report(
     failed: dict[Variant, str] = {}
 
     def checked(v: Variant) -> None:
-        config = make_config(spec, **asked.engine, **v.settings)
+        drafts = "ngram" if speed.drafts_for_itself(v, spec) else spec
+        config = make_config(drafts, **asked.engine, **v.settings)
         check_parts(resolve_model(v.model), config)
 
     def each(of: Seq[Variant], run: Callable[[Variant], T], into: dict[Variant, str]) -> dict[Variant, T]:
@@ -139,6 +140,8 @@ def report(
     parsed = list(each(parsed, checked, impossible))
     for v, reason in impossible.items():
         tell(f"left out: {v.label}: {reason}")
+    if impossible and len(parsed) == 1:
+        raise ConfigError(f"there is nothing to compare: {reason}")
     for v in parsed:
         prompts = fitting(resolve_model(v.model), asked.engine, prompts, lambda text: tell(f"left out: {text}"))
 

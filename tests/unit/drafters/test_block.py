@@ -11,7 +11,7 @@ import pytest
 from fixtures_block import parsed, plain_block, random_block, raw_config
 from fixtures_eagle import target_states, write_head
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
-from sameseed.laws.mutant import Mutant
+from proof.mutant import Mutant
 from torch import Tensor
 
 from sameseed.config import EngineConfig, SpecConfig, parse_draft

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts, write_model
-from sameseed.laws.mutant import Mutant
+from proof.mutant import Mutant
 
 from sameseed import ops
 from sameseed.config import EngineConfig, SpecConfig, parse_draft

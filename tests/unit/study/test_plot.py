@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import builtins
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,13 +36,6 @@ def test_both_files_are_written(case: tuple[tuple[int, ...], tuple[int, ...]], t
 def test_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"not as '\.pdf'.*c\.png"):
         plot_paths(Path("c.pdf"))
-    real = builtins.__import__
-
-    def missing(name: str, *args: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"\.\[study\]"):
         plot_paths(Path("c.png"))

@@ -15,7 +15,7 @@ from lawkit import write_model
 from sameseed import LLM
 from sameseed.cli.console import show_table
 from sameseed.config import SpecConfig
-from sameseed.errors import ConfigError, ModelLoadError, RegistryError
+from sameseed.errors import ConfigError, RegistryError
 from sameseed.study import record, schemas
 from sameseed.study.quality import advice, compare, plots, records, speed, tables
 from sameseed.study.quality.compare import Comparing, Comparison
@@ -250,7 +250,7 @@ def test_bad_choices_fail_before_any_work(
     target = str(pair_folders[0])
     with pytest.raises(ConfigError, match="each once"):
         compare.report([target, target], asked)
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ConfigError, match="nowhere"):
         compare.report([target, "nowhere/at/all"], asked)
     with pytest.raises(ConfigError, match="no task"):
         compare.report([target], replace(asked, tasks=("perplexitty",)))
