@@ -108,7 +108,7 @@ def test_how_a_comparison_drafts_is_what_was_asked(
 ) -> None:
     seen: list[Comparing] = []
 
-    def stopped(variants: object, asked: Comparing, tick: object) -> None:
+    def stopped(variants: object, asked: Comparing, *more: object) -> None:
         seen.append(asked)
         raise ConfigError("seen")
 
