@@ -162,7 +162,7 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
         "model_digest": subject.digest,
         "num_parameters": subject.target.config.num_parameters,
         **record.speculation(spec),
-        "format": subject.target.weights.embedding.format if c.format == "auto" else c.format,
+        "format": record.stored_formats(subject.target.weights) if c.format == "auto" else c.format,
         "kv_format": subject.kv_format,
         "backend": subject.target.ops.name,
         "row_invariant": subject.target.ops.row_invariant,

@@ -25,6 +25,7 @@ from sameseed.devices import cpu_name as cpu_name, native_isa as native_isa, nat
 from sameseed.engine.alarm import is_useless
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
+from sameseed.models.layers import ModelWeights
 from sameseed.models.loader import resolve_model
 from sameseed.study.measure import Bench, Run
 from sameseed.study.schemas import BENCH_SCHEMA, check
@@ -107,6 +108,11 @@ def _anonymous(spec: Any) -> dict[str, object]:
     return changed
 
 
+def stored_formats(weights: ModelWeights) -> str:
+    """The formats that a model's matrices are stored in, e.g. "int8+q4_1"."""
+    return "+".join(sorted({m.format for m in weights.matrices}))
+
+
 def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[str, object]:
     """The resolved configuration of an arm (without "auto" values), for its record."""
     engine, c, params = llm.engine, llm.config, workload.params
@@ -118,7 +124,7 @@ def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[s
         "num_parameters": engine.runner.model.config.num_parameters,
         **speculation(arm.spec),
         "draft_digest": store.weights_key(resolve_model(arm.spec.model)) if arm.spec.model else None,
-        "format": weights.embedding.format if c.format == "auto" else c.format,
+        "format": stored_formats(weights) if c.format == "auto" else c.format,
         "kv_format": engine.runner.cache.layers[0].format,
         "backend": engine.runner.model.ops.name,
         "device": c.device,
