@@ -185,7 +185,7 @@ def asked(seed: int) -> tuple[list[list[int]], SamplingParams]:
     return random_prompts(2, longest=12), SamplingParams(max_tokens=6, seed=seed, **more)
 
 
-# Functions above the ops that make the host wait for a device: docs/guides/gpu.md counts them.
+# Functions above the ops that make the host wait for a device.
 WAITS = {
     "devices.put",
     "spec.verify.on_host",
