@@ -11,8 +11,8 @@ from itertools import count
 from statistics import median
 from typing import TYPE_CHECKING
 
+from sameseed.cost.running import SHORT, Curve, DraftCost, EngineCost, GapCost
 from sameseed.engine.alarm import Alarm
-from sameseed.lengths._cost import SHORT, Curve, DraftCost, EngineCost, GapCost
 from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread

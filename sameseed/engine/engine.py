@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 
 from sameseed.batch import MAX_NODES
+from sameseed.cost.running import PromptCost
 from sameseed.engine.alarm import Alarm
 from sameseed.engine.output import OutputText
 from sameseed.engine.policies import RequestPolicies
 from sameseed.engine.running import Running
 from sameseed.engine.scheduler import Plan, Scheduler
 from sameseed.errors import RequestError, reason
-from sameseed.lengths._cost import PromptCost
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread
 from sameseed.request import (

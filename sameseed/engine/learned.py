@@ -13,8 +13,8 @@ from pathlib import Path
 import sameseed
 from sameseed import store
 from sameseed.config import EngineConfig, SpecConfig
+from sameseed.cost.running import EngineCost, GapCost
 from sameseed.engine.scope import machine_here
-from sameseed.lengths._cost import EngineCost, GapCost
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.scheme import QuantScheme
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence as Seq
 
 from sameseed import registry
 from sameseed.config import MAX_DRAFT_TOKENS, SpecConfig
+from sameseed.cost.running import EngineCost
 from sameseed.engine.learned import LearnedTable
-from sameseed.lengths._cost import EngineCost
 from sameseed.lengths.disco import DiscoLength
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength

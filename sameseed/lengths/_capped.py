@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
-from sameseed.lengths._cost import EngineCost
+from sameseed.cost.running import EngineCost
 from sameseed.lengths.fixed import FixedLength
 from sameseed.spec.drafter import LengthPolicy
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from sameseed.lengths._cost import Prices
+from sameseed.cost.running import Prices
 
 MARGIN = 0.02  # drafting must be expected to be faster than plain decoding by this share
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # upper limits of the draft length that are compared for a batch

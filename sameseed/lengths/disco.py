@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 
+from sameseed.cost.running import EngineCost
 from sameseed.lengths._acceptance import Acceptance, DraftNodes
-from sameseed.lengths._cost import EngineCost
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round

@@ -1,9 +1,9 @@
 """goodput: in each round as many draft tokens as pay, which may be 0 (TurboSpec: Liu et al., 2024; DSpark, 2026).
 
 Goodput is the expected number of accepted tokens of a round (the bonus token included) over the round's expected time.
-Draft lengths are chosen to maximize goodput, from acceptance estimates (`_acceptance.py`) and measured costs
-(`_cost.py`). After drafting, nodes are kept in order of probability as long as each brings more tokens than its time is
-worth. While no draft pays, trials find out whether that has changed, and lose at most a fixed share of the time
+Draft lengths are chosen to maximize goodput, from acceptance estimates (`_acceptance.py`) and measured costs (`cost`).
+After drafting, nodes are kept in order of probability as long as each brings more tokens than its time is worth. While
+no draft pays, trials find out whether that has changed, and lose at most a fixed share of the time
 (`_budget.py`).
 
 A "round" is one pass of the target with its proposal. "Plain" rounds have no drafts. A "rest" is a run of plain rounds
@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 
+from sameseed.cost.running import Curve, DraftCost, EngineCost, Prices
 from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates, likelihood
 from sameseed.lengths._budget import TRIAL_ROUNDS, TRIAL_TOKENS, Budget
-from sameseed.lengths._cost import Curve, DraftCost, EngineCost, Prices
 from sameseed.lengths._search import Offers, alone, shared
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft

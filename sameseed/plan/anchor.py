@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from sameseed.config import parse_draft
+from sameseed.cost.running import SHORT, EngineCost
 from sameseed.engine.calibrate import LONG, measure_engine
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
-from sameseed.lengths._cost import SHORT, EngineCost
 from sameseed.plan.cost import RoundCost
 from sameseed.plan.outlook import DraftPlan
 from sameseed.plan.simulate import Z90

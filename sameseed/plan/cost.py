@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sameseed.lengths._cost import UNIT, Curve, DraftCost, EngineCost
+from sameseed.cost.running import UNIT, Curve, DraftCost, EngineCost
 from sameseed.study.costs import Profile
 
 Floats = NDArray[np.float64]

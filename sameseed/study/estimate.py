@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from sameseed.lengths._cost import Curve
+from sameseed.cost.running import Curve
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SpecMetrics
 from sameseed.spec.drafter import Drafter

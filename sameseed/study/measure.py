@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sameseed.cost.running import Curve
 from sameseed.engine.calibrate import LONG, measure_curve, measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.levels import check_overlap
@@ -18,7 +19,6 @@ from sameseed.engine.llm import LLM
 from sameseed.engine.overlap import make_overlap
 from sameseed.engine.policies import make_policy
 from sameseed.errors import RequestError
-from sameseed.lengths._cost import Curve
 from sameseed.models.loader import load_tokenizer, read_config, resolve_model
 from sameseed.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from sameseed.spec.drafter import LengthPolicy, level_metrics

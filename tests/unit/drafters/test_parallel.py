@@ -14,6 +14,7 @@ from proof.mutant import Mutant
 
 from sameseed import ops
 from sameseed.config import EngineConfig, SpecConfig, parse_draft
+from sameseed.cost.running import Curve, DraftCost, EngineCost
 from sameseed.drafters.parallel import ParallelDrafter
 from sameseed.engine.build import build_engine
 from sameseed.engine.engine import Engine
@@ -21,7 +22,6 @@ from sameseed.engine.levels import with_heads
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws.logits import _prefilled, _rows
-from sameseed.lengths._cost import Curve, DraftCost, EngineCost
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.models.config import ModelConfig, is_parallel
 from sameseed.models.llama import Llama

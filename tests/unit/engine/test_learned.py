@@ -9,10 +9,10 @@ import pytest
 
 from sameseed import store
 from sameseed.config import SpecConfig
+from sameseed.cost.running import Curve, EngineCost
 from sameseed.engine.learned import FIRST, KIND, LearnedTable
 from sameseed.engine.llm import LLM
 from sameseed.lengths._acceptance import KEPT, Acceptance, DraftNodes
-from sameseed.lengths._cost import Curve, EngineCost
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import SamplingParams
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from sameseed.cost.running import PromptCost
 from sameseed.engine.scheduler import LEAST_ROWS, PATIENCE, Plan, Scheduler
 from sameseed.kvcache.blocks import BlockManager
-from sameseed.lengths._cost import PromptCost
 from sameseed.request import SamplingParams, Sequence
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from lawkit import Pair, make_engine, random_prompts, run, texts
 
+from sameseed.cost.running import Curve, EngineCost, FadingFit
 from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
 from sameseed.lengths._acceptance import HALF_LIFE, PRIOR_RATE, Acceptance, DraftNodes
 from sameseed.lengths._budget import FIRST, MOST, SHARE, Budget
-from sameseed.lengths._cost import Curve, EngineCost, FadingFit
 from sameseed.lengths._search import MARGIN, hopeless, shared
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from sameseed.cost.running import Curve, EngineCost
 from sameseed.lengths import goodput
-from sameseed.lengths._cost import Curve, EngineCost
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import SamplingParams, Sequence, TimeSplit

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
 
+from sameseed.cost.running import Curve, DraftCost, EngineCost
 from sameseed.engine.engine import Engine
 from sameseed.engine.policies import RequestPolicies
 from sameseed.lengths._acceptance import Acceptance, DraftNodes
-from sameseed.lengths._cost import Curve, DraftCost, EngineCost
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit

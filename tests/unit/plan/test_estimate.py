@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from sameseed import cli, ops
+from sameseed.cost.running import Curve
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError, SameseedError, VocabularyError
-from sameseed.lengths._cost import Curve
 from sameseed.models.loader import load_model, resolve_model
 from sameseed.plan import anchor, paper
 from sameseed.plan.cost import LevelCost, RoundCost

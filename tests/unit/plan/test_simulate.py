@@ -9,9 +9,9 @@ from lawkit import random_prompts
 
 from sameseed import store
 from sameseed.config import SpecConfig
+from sameseed.cost.running import Curve, EngineCost
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
-from sameseed.lengths._cost import Curve, EngineCost
 from sameseed.plan.acceptance import Replay
 from sameseed.plan.cost import Bools, CostSpread, Floats, LevelCost, RoundCost, curve_of
 from sameseed.plan.replayer import Replayer

@@ -14,10 +14,10 @@ import pytest
 from sameseed import LLM
 from sameseed.cli import main
 from sameseed.config import SpecConfig
+from sameseed.cost.running import Curve
 from sameseed.engine.levels import may_branch, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
-from sameseed.lengths._cost import Curve
 from sameseed.plan import quality, regret, tune
 from sameseed.plan.candidates import Prospect, TargetBench, load_targets, survivors
 from sameseed.plan.cost import LevelCost, RoundCost

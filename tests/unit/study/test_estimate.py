@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sameseed.lengths._cost import Curve
+from sameseed.cost.running import Curve
 from sameseed.request import SpecMetrics
 from sameseed.study.estimate import RunCounts, predict
 
