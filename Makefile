@@ -22,6 +22,9 @@ PIP_TORCH_ARGS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || { $(PYTHON) -
 # Compiles the GPU's kernels, and interprets them where there is no GPU: the version that PyTorch's CUDA build asks for.
 TRITON ?= triton==3.7.1
 
+# What lives beside the package, each with its own commands and tests.
+COMPANIONS := $(patsubst %/pyproject.toml,./%,$(wildcard packages/*/pyproject.toml))
+
 RECORDS ?= benchmarks/results
 
 # Tests run in so many processes; a file's tests stay together, for they share what was set up for them,
@@ -170,8 +173,10 @@ $(SERVER): pyproject.toml | $(READY)
 	@$(STEP) "set-up: the server's libraries" $(PIP) install 'sameseed[server]' $(BARS)
 	@touch $@
 
-$(DEV): pyproject.toml | $(SERVER)
-	@$(STEP) "set-up: tools for tests and checks" $(PIP) install 'sameseed[dev,docs,train]' $(BARS)
+# Companions come first: pip finds them installed when an extra names them.
+$(DEV): pyproject.toml $(wildcard packages/*/pyproject.toml) | $(SERVER)
+	@$(STEP) "set-up: the companions" $(PIP) install $(COMPANIONS:%=--editable %) $(BARS)
+	@$(STEP) "set-up: tools for tests and checks" $(PIP) install 'sameseed[dev,docs]' $(BARS)
 	@touch $@
 
 $(WHEEL_TOOLS): | $(BIN)/python

@@ -31,7 +31,7 @@ def counted() -> dict[str, Counter[str]]:
             found["package"][rest[0] if len(rest) > 1 else "leaves"] += lines
         elif part == "packages":
             found["tests" if "tests" in rest else "companions"][rest[0]] += lines
-        elif part == "tests":
+        elif part in ("tests", "conftest.py"):
             found["tests"]["tests"] += lines
     return found
 

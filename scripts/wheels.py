@@ -65,7 +65,7 @@ def build(python: str) -> None:
 
 
 def main() -> None:
-    """Wheels of the Pythons named; the sdist."""
+    """Wheels of the Pythons named; the sdist; the companions."""
     shutil.rmtree(DIST, ignore_errors=True)
     pythons = interpreters(sys.argv[1:])
     if not pythons:
@@ -73,6 +73,8 @@ def main() -> None:
     for python in pythons:
         build(python)
     run(sys.executable, "-m", "build", "--sdist", "--outdir", str(DIST), ".")
+    for project in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        run(sys.executable, "-m", "build", "--wheel", "--outdir", str(DIST), str(project.parent))
     made = sorted(str(path) for path in DIST.iterdir())
     run("twine", "check", "--strict", *made)
     for path in made:

@@ -1,4 +1,7 @@
-"""The `sameseed` command. Each subcommand is a module of this package with a dataclass of its flags and `run`.
+"""The `sameseed` command. Each subcommand is a module with a dataclass of its flags and `run(argv, prog)`.
+
+Most are modules of this package. Companions, and any other installed package, add theirs by entry points of the group
+`sameseed.commands`.
 
 Heavy modules are imported only when a subcommand runs, so that help answers at once. An error that the user can fix is
 one line on stderr and exit code 2. Ctrl-C gives exit code 130, and so does SIGTERM (but `serve` finishes its requests).
@@ -18,6 +21,7 @@ import textwrap
 import threading
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager
+from types import ModuleType
 
 COMMANDS = {
     "generate": "continue a prompt, with the text streaming as it is written",
@@ -41,6 +45,7 @@ COMMANDS = {
     "completion": "what makes bash or zsh complete commands and flags: source <(sameseed completion)",
     "demo": "watch guesses being accepted, and what they bring to a model of real size",
 }
+COMPANIONS = {"train": "sameseed-train", "vocabulary": "sameseed-train"}  # commands, and the package that has each
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -65,20 +70,18 @@ def main(argv: Seq[str] | None = None) -> int:
 
         print(f"sameseed {__version__}")
         return 0
-    if name not in COMMANDS:
-        from sameseed.errors import nearest
-
-        print(
-            f"error: no command {name!r}{nearest(name, COMMANDS)} (there are: {', '.join(COMMANDS)})", file=sys.stderr
-        )
-        return EXIT_USAGE
     return _run(name, argv[1:])
 
 
 def overview() -> str:
     """The text of `sameseed --help`."""
+    from sameseed import registry
+
+    installed = registry.names("commands")
+    missing = {name: f"{COMMANDS[name]} (pip install {p})" for name, p in COMPANIONS.items() if name not in installed}
+    commands = {**COMMANDS, **missing, **{name: "from another package" for name in installed if name not in COMMANDS}}
     width = shutil.get_terminal_size((200, 24)).columns
-    lines = [textwrap.fill(f"  {n:<17}{text}", width, subsequent_indent=" " * 19) for n, text in COMMANDS.items()]
+    lines = [textwrap.fill(f"  {n:<17}{text}", width, subsequent_indent=" " * 19) for n, text in commands.items()]
     return "\n".join(
         [
             "usage: sameseed COMMAND [OPTIONS]",
@@ -102,8 +105,7 @@ def _run(name: str, argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # do not fail on a character that the terminal cannot show
     try:
-        own = f"sameseed.cli.{name.replace('-', '_')}"
-        module = importlib.import_module("sameseed.demo" if name == "demo" else own)
+        module = _module(name)
         with _ended_as_by_ctrl_c():
             code: int = module.run(argv, f"sameseed {name}")
         sys.stdout.flush()
@@ -137,6 +139,22 @@ def _run(name: str, argv: list[str]) -> int:
         return EXIT_USAGE
     finally:
         gc.freeze()  # the interpreter, as it ends, need not search what is left: 0.4 s with PyTorch
+
+
+def _module(name: str) -> ModuleType:
+    """The module of a command. Raises RegistryError for an unknown one, and for one whose package is not installed."""
+    from sameseed import registry
+    from sameseed.errors import RegistryError, nearest
+
+    installed = registry.names("commands")
+    if name in installed:
+        return registry.load("commands", name)
+    if name in COMPANIONS:
+        raise RegistryError(f"`sameseed {name}` is part of {COMPANIONS[name]}: pip install {COMPANIONS[name]}")
+    known = sorted({*COMMANDS, *installed})
+    if name not in known:
+        raise RegistryError(f"no command {name!r}{nearest(name, known)} (there are: {', '.join(known)})")
+    return importlib.import_module("sameseed.demo" if name == "demo" else f"sameseed.cli.{name.replace('-', '_')}")
 
 
 @contextmanager

@@ -1,0 +1,186 @@
+"""`sameseed train`: a recipe makes a pair of models; `train head` and `train draft` learn from any target."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional
+
+from sameseed.cli.options import option, parse
+from sameseed.errors import ConfigError
+
+DEFAULT_RECIPE = Path("recipes/embedded.toml")
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """Train the models of a recipe. A run that was stopped goes on with --resume.
+
+    `sameseed train head` and `sameseed train draft` train a draft head, or a small draft, for any target that runs
+    here: see their --help.
+    """
+
+    recipe: Annotated[Path | None, Positional, option("[RECIPE.toml]")] = None  # default: recipes/embedded.toml
+    data: Annotated[Path | None, option("DIR")] = None  # the corpus (required)
+    out: Annotated[Path | None, option("DIR")] = None  # where checkpoints and models go (required)
+    device: str = "cpu"  # where models are trained: cpu, cuda, cuda:1, ...
+    resume: Annotated[bool, option()] = False  # skip finished stages and go on from the last checkpoint
+    json: Annotated[bool, option()] = False  # one JSON line with the result instead of progress
+
+
+@dataclass(frozen=True)
+class OwnArgs:
+    """Flags of `train head` and `train draft`. A flag that is not given is as in the recipe, or its default."""
+
+    recipe: Annotated[Path | None, Positional, option("[RECIPE.toml]")] = None
+    target: Annotated[str | None, option("MODEL")] = None  # the model to learn from: a folder, a hub id, embedded
+    prompts: Annotated[Path | None, option("FILE")] = None  # JSON lines with prompt, messages or text
+    data: Annotated[Path | None, option("DIR")] = None  # the corpus of the recipe's sources, if no prompts are given
+    measure: Annotated[Path | None, option("FILE")] = None  # held-out prompts on which acceptance is counted
+    out: Annotated[Path | None, option("DIR")] = None  # texts, checkpoints and the model (required)
+    format: Annotated[str | None, option("FORMAT")] = None  # number format of the target's weights, e.g. w4a8
+    kv_format: Annotated[str | None, option("FORMAT")] = None  # number format of the target's KV cache
+    device: str = "cpu"  # cpu, cuda, cuda:1, ...
+    backend: str = "auto"  # backend (kernels) that runs the target
+    threads: Annotated[int | None, option("N")] = None  # CPU threads
+    seed: Annotated[int | None, option("N")] = None  # of texts, initial weights and data order
+    num_texts: Annotated[int | None, option("N")] = None  # texts that the target writes
+    new_tokens: Annotated[int | None, option("N")] = None  # most tokens of a text after its prompt
+    steps: Annotated[int | None, option("N")] = None  # updates of the weights
+    rows: Annotated[int | None, option("N")] = None  # texts per update
+    precision: Annotated[str | None, option("bfloat16|float32")] = None  # of matrix products in training
+    states_gb: Annotated[float | None, option("GB")] = None  # most of the disk that holds the target's states
+    resume: Annotated[bool, option()] = False  # keep finished texts and go on from the last checkpoint
+    json: Annotated[bool, option()] = False  # one JSON line with the result instead of progress
+
+
+@dataclass(frozen=True)
+class HeadArgs(OwnArgs):
+    """Train a draft head for a target, on the target's own texts and hidden states: EAGLE-3, or a block head (DFlash,
+    DSpark). Use: --draft OUT/head
+    """
+
+    layers: Annotated[tuple[int, ...] | None, option("N N N")] = None  # it reads the inputs of these target layers
+    draft_vocab_size: Annotated[int | None, option("N")] = None  # tokens it can guess: the target's most frequent
+    kind: Annotated[str | None, option("eagle3|block")] = None  # block: guesses all tokens of a draft in one pass
+    block_size: Annotated[int | None, option("N")] = None  # of a block head: tokens guessed at once
+    markov_rank: Annotated[int | None, option("N")] = None  # of a block head: rank of the last token's bias; 0: none
+    num_layers: Annotated[int | None, option("N")] = None  # of a block head: its layers
+    mask_token: Annotated[int | None, option("ID")] = None  # of a block head: mask id; unset: one that no text has
+    unroll: Annotated[int | None, option("N")] = None  # steps on its own features: the draft depth it learns
+    store: Annotated[str | None, option("FORMATS")] = None  # write it to OUT/packed in few bits too, e.g. w8a8
+    candidates: Annotated[int | None, option("N")] = None  # tokens in the loss of a batch; 0: all, slower
+
+
+@dataclass(frozen=True)
+class DraftArgs(OwnArgs):
+    """Train a small Llama draft for a target, on the target's own texts. Use: --draft OUT/draft"""
+
+    begin: Annotated[str | None, option("MODEL")] = None  # a draft to start from, in place of new weights
+    parallel: Annotated[int | None, option("K")] = None  # learn to guess K tokens in one pass, over mask tokens
+    mask_token: Annotated[int | None, option("ID")] = None  # the mask's id; unset: one that no text has
+    num_layers: Annotated[int | None, option("N")] = None  # number of layers; sizes as in config.json
+    hidden_size: Annotated[int | None, option("N")] = None  # width of a token's hidden state
+    num_heads: Annotated[int | None, option("N")] = None  # query heads
+    num_kv_heads: Annotated[int | None, option("N")] = None  # key and value heads
+    head_dim: Annotated[int | None, option("N")] = None  # width of one head
+    intermediate_size: Annotated[int | None, option("N")] = None  # inner width of a layer's feed-forward
+
+
+OWN: dict[str, type[OwnArgs]] = {"head": HeadArgs, "draft": DraftArgs}
+
+
+def with_flags(recipe: Any, args: OwnArgs) -> Any:
+    """The recipe, with the given flags put in, also into its tables."""
+    parts = [f.name for f in dataclasses.fields(recipe) if dataclasses.is_dataclass(getattr(recipe, f.name))]
+    for name, value in vars(args).items():
+        if value is not None and name != "recipe" and hasattr(recipe, name):
+            recipe = dataclasses.replace(recipe, **{name: value})
+        for part in parts:
+            if value is not None and hasattr(getattr(recipe, part), name):
+                changed = dataclasses.replace(getattr(recipe, part), **{name: value})
+                recipe = dataclasses.replace(recipe, **{part: changed})
+    return recipe
+
+
+def refuse_unused(flags: Seq[str], args: OwnArgs, need: str) -> None:
+    """Raise ConfigError if one of these flags is given: they have an effect only with `need`."""
+    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name, None) is not None]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: only with {need}; add that, or leave it out")
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Context in which an interruption prints how to resume."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        raise
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse and hand over to `sameseed_train.run`, or to the training of a head or a draft alone."""
+    if argv and argv[0] in OWN and not Path(argv[0]).is_file():
+        return run_own(argv[0], argv[1:], f"{prog} {argv[0]}")
+    args = parse(TrainArgs, argv, prog).args
+    for name in ("data", "out"):
+        if getattr(args, name) is None:
+            raise ConfigError(f"--{name} is missing; e.g. sameseed train --data corpus --out runs/embedded")
+    assert args.data is not None and args.out is not None
+    from sameseed_train import run as run_recipe
+    from sameseed_train.recipe import recipe_file
+
+    recipe = recipe_file(args.recipe or DEFAULT_RECIPE)
+    with resumable():
+        done = run_recipe(recipe, data=args.data, out=args.out, device=args.device, resume=args.resume, quiet=args.json)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(done), default=str))
+    else:
+        print(f"target: {done.target}\ndraft:  {done.draft}\nloss:   {done.loss_plot}")
+    return 0
+
+
+def run_own(what: str, argv: Seq[str], prog: str) -> int:
+    """Parse, train, say where the result lies; `what` is "head" or "draft"."""
+    args = parse(OWN[what], argv, prog).args
+    if args.out is None:
+        raise ConfigError(
+            f"--out is missing; e.g. sameseed train {what} --target MODEL --prompts FILE --out runs/{what}"
+        )
+    from sameseed_train.draft import DraftRecipe, run_draft
+    from sameseed_train.head import run_head
+    from sameseed_train.head_recipe import KINDS, HeadRecipe
+    from sameseed_train.own import Sources, load_own_recipe
+
+    sources = Sources(args.prompts, args.data, args.measure)
+    how: dict[str, Any] = {"backend": args.backend, "device": args.device, "resume": args.resume, "quiet": args.json}
+    with resumable():
+        if what == "head":
+            head = with_flags(load_own_recipe(HeadRecipe, args.recipe), args)
+            for kind, flags in KINDS.items():
+                if kind != head.kind:
+                    refuse_unused(flags, args, f"--kind {kind}")
+            done = run_head(head, sources, args.out, **how)
+        else:
+            draft = with_flags(load_own_recipe(DraftRecipe, args.recipe), args)
+            if not draft.parallel:
+                refuse_unused(("mask_token",), args, "--parallel K")
+            done = run_draft(draft, sources, args.out, **how)
+    if args.json:
+        print(json.dumps({what: str(done.folder), "results": done.results}))
+        return 0
+    print(f"{what}: {done.folder}")
+    if "acceptance" in done.results:
+        whole = done.results["acceptance"]["all"]
+        print(f"greedy chains of 4 on held-out prompts: {whole['rate']:.1%} of {whole['drafted']} guesses accepted")
+    print(f"to draft with it: sameseed generate '...' --model {done.results['recipe']['target']} --draft {done.folder}")
+    return 0

@@ -1,0 +1,129 @@
+"""The trainable EAGLE-3 head, unrolled on its own features as in drafting (training-time test: Li et al., 2025).
+
+Row t of a text pairs the target's hidden states at position t with token t + 1 and guesses token t + 2. At unrolled
+step s, the feature of row t is the head's own output of row t - 1 at step s - 1. The row attends to the rows up to
+t - s of step 0, which drafting would find in its KV cache, and to its own path. Parameter names are those of the
+published checkpoint.
+
+Letters as in `models.eagle`; B texts of a batch, N rows of a text, A rows that are run, S steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sameseed.models.config import ModelConfig
+from sameseed.models.head_config import HeadConfig
+from sameseed.models.layers import rope_table
+from sameseed_train.model import Attention, Mlp, RMSNorm, rotate
+
+
+class HeadLayer(nn.Module):
+    """The decoder layer of a head; q, k and v read [norm(embedding); norm(feature)]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.mlp = Mlp(config.hidden_size, config.intermediate_size)
+
+
+@dataclass(frozen=True)
+class GuessRows:
+    """The rows of a batch of texts that are run as queries. All rows give keys and values.
+
+    `index` int64 [A]: indices, ascending, in the flattened [B, N] of rows that guess or lead to a row that guesses.
+    `counts` bool [A]: the rows whose guesses are trained on.
+    """
+
+    index: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, num_rows: Tensor, first: Tensor, num_steps: int, width: int, device: str = "cpu") -> GuessRows:
+        """Rows that guess are `first`[b] to num_rows[b] - 1; the `num_steps` - 1 before them lead to these."""
+        place = torch.arange(width)[None, :]  # [1, N]
+        inside = place < num_rows[:, None]
+        runs = inside & (place >= first[:, None] - num_steps + 1)
+        index = runs.flatten().nonzero().flatten()
+        counts = (inside & (place >= first[:, None])).flatten()[index]
+        return cls(index.to(device), counts.to(device))
+
+
+class HeadForTraining(nn.Module):
+    """An EAGLE-3 head. The embedding, and with a whole vocabulary the LM head, are the target's and are not trained."""
+
+    def __init__(self, config: HeadConfig, seed: int) -> None:
+        """Initial weights are normal with standard deviation 0.02."""
+        super().__init__()
+        self.config, c = config, config.layer
+        self.fc = nn.Linear(config.num_captures * config.target_hidden_size, c.hidden_size, bias=False)
+        self.midlayer = HeadLayer(c)
+        self.norm = RMSNorm(c.hidden_size, c.rms_eps)
+        if config.draft_vocab_size < c.vocab_size:
+            self.lm_head = nn.Linear(c.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("rope", rope_table(c.rope, c.head_dim, c.max_model_len), persistent=False)  # [P, D]
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in self.parameters():
+                if weight.ndim == 2:
+                    weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+
+    def forward(self, embedding: Tensor, states: Tensor, rows: GuessRows, num_steps: int) -> list[Tensor]:
+        """embedding [B, N, C] of each row's token, states [B, N, F] -> per step, normed outputs [A, C].
+
+        At step s only rows t >= s are valid, because their path begins at row t - s.
+        """
+        layer, a = self.midlayer, self.midlayer.self_attn
+        (b, n, _), d = states.shape, self.config.layer.head_dim
+        cos, sin = self.rope[:n].chunk(2, dim=-1)  # type: ignore[index]  # [N, D/2]
+        features = self.fc(states)  # [B, N, C]
+        entering = layer.input_layernorm(embedding)
+        keys, values, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
+        for step in range(num_steps):
+            x = torch.cat((entering, layer.hidden_norm(features)), dim=-1)  # [B, N, 2 C]
+            q, k, v = (p(x).view(b, n, -1, d).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
+            q = rotate(q, cos, sin)  # [B, H, N, D]
+            keys.append(rotate(k, cos, sin))  # [B, Hk, N, D]
+            values.append(v)
+            attended = self._attend(q, keys, values, rows)  # [A, H D]
+            h = features.flatten(0, 1)[rows.index] + layer.self_attn.o_proj(attended)
+            h = h + layer.mlp(layer.post_attention_layernorm(h))
+            outputs.append(self.norm(h))
+            if step + 1 < num_steps:
+                own = torch.zeros_like(features).flatten(0, 1).index_copy(0, rows.index, h)
+                features = _later(own.view_as(features), 1, dim=1)
+        return outputs
+
+    def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], rows: GuessRows) -> Tensor:
+        """Attention [A, H D] at step s, of row t: to rows up to t - s of step 0, and row t - s + r of step r = 1..s."""
+        b, heads, n, d = q.shape
+        step, group = len(keys) - 1, heads // self.config.layer.num_kv_heads
+        q = q.view(b, -1, group, n, d)  # [B, Hk, G, N, D]
+        scores = q.flatten(2, 3) @ keys[0].transpose(-1, -2)  # [B, Hk, G N, N]
+        hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1 - step)  # key j > t - s
+        scores = scores.view(b, -1, group, n, n).masked_fill(hidden, float("-inf"))
+        path = [_later(k, step - r, dim=2).unsqueeze(2) for r, k in enumerate(keys) if r]  # [B, Hk, 1, N, D]
+        own = [(q * k).sum(-1, keepdim=True) for k in path]  # [B, Hk, G, N, 1]
+        weights = torch.softmax(torch.cat([scores, *own], dim=-1) * d**-0.5, dim=-1)
+        out = (weights[..., :n].flatten(2, 3) @ values[0]).view_as(q)
+        for r in range(1, step + 1):
+            out = out + weights[..., n + r - 1 : n + r] * _later(values[r], step - r, dim=2).unsqueeze(2)
+        return out.reshape(b, heads, n, d).transpose(1, 2).reshape(b * n, heads * d)[rows.index]
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+def _later(x: Tensor, count: int, dim: int) -> Tensor:
+    """Shift x along `dim`: entry t becomes the old entry t - count; the first `count` entries are zeros."""
+    if not count:
+        return x
+    size = x.shape[dim]
+    count = min(count, size)
+    return torch.cat((torch.zeros_like(x.narrow(dim, 0, count)), x.narrow(dim, 0, size - count)), dim=dim)

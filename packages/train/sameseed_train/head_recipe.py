@@ -1,0 +1,154 @@
+"""The recipe of a head: an optional .toml file; the defaults suit any Llama-like target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sameseed.batch import MAX_NODES
+from sameseed.errors import ConfigError
+from sameseed.models.block_config import BlockConfig
+from sameseed.models.config import ModelConfig, RopeConfig
+from sameseed.models.head_config import HeadConfig
+from sameseed.scheme import QuantScheme
+from sameseed_train.optim import OptimSettings
+from sameseed_train.own import OwnRecipe
+from sameseed_train.recipe import TrainSettings
+
+
+@dataclass(frozen=True)
+class SizeSettings:
+    """Sizes of the head; 0: the target's. `draft_vocab_size`: number of most frequent tokens to keep (0: all)."""
+
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    intermediate_size: int = 0
+    draft_vocab_size: int = 0
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Settings of the loss.
+
+    `unroll`: steps that the head takes on its own features; step s has the weight falloff^s. `alone`: share of updates,
+    from the start, that train only the first step, at a fraction of the cost. `argmax_weight`: weight of the cross
+    entropy on the target's most likely token, beside the KL divergence. `candidates`: number of tokens in the loss of
+    a batch: those that its texts have, the most frequent, and some random ones (0: all tokens).
+    """
+
+    unroll: int = 4
+    falloff: float = 0.8
+    alone: float = 0.5
+    argmax_weight: float = 0.5
+    candidates: int = 2048
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """Settings of a block head.
+
+    `num_layers`: its decoder layers; `block_size`: tokens that it guesses in one pass; `markov_rank`: rank of the
+    Markov head, whose bias depends on the token before (0: none); `mask_token`: id of the masks (-1: one that no text
+    has). Each text in a batch gives `anchors` blocks; guess g of a block has the weight exp(-g / `decay`).
+    """
+
+    num_layers: int = 3
+    block_size: int = 7
+    markov_rank: int = 64
+    mask_token: int = -1
+    anchors: int = 24
+    decay: float = 4.0
+
+
+# Kind of head -> the settings that only this kind uses.
+KINDS = {"eagle3": ("unroll",), "block": ("block_size", "markov_rank", "num_layers", "mask_token")}
+
+
+@dataclass(frozen=True)
+class HeadTraining(TrainSettings):
+    """Length and schedule of a head's training, also where a recipe names only some of them.
+
+    Learning rates are small enough not to destroy at once the layer that is copied from the target.
+    """
+
+    steps: int = 600
+    rows: int = 24
+    warmup: int = 20
+    decay: float = 0.5
+    precision: str = "bfloat16"
+    optim: OptimSettings = field(default_factory=lambda: OptimSettings(0.02, 0.002))
+
+
+@dataclass(frozen=True)
+class HeadRecipe(OwnRecipe):
+    """Everything that determines a head's weights, except the data and the machine's arithmetic.
+
+    `kind`: "eagle3", or "block" (which uses only `argmax_weight` and `candidates` of `loss`).
+    `store`: formats in which `out/packed` has the head once more, e.g. "w8a8,lm_head=w4a16-g32" (empty: none).
+    `layers`: the target's layers whose inputs the head reads (the number n of layers means the last layer's output);
+    empty: the published choice 2, n / 2, n - 3.
+    """
+
+    name: str = "head"
+    kind: str = "eagle3"
+    store: str = ""
+    layers: tuple[int, ...] = ()
+    size: SizeSettings = field(default_factory=SizeSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    block: BlockSettings = field(default_factory=BlockSettings)
+    train: HeadTraining = field(default_factory=HeadTraining)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        QuantScheme.parse(self.store or "auto")
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind must be {' or '.join(KINDS)}, got {self.kind!r}")
+        block = self.block
+        if not (block.num_layers >= 1 and 4 <= block.block_size <= MAX_NODES and block.markov_rank >= 0):
+            raise ConfigError(
+                f"a block head has at least 1 layer, blocks of 4 to {MAX_NODES} tokens and a markov_rank of at least "
+                f"0, got {block.num_layers}, {block.block_size} and {block.markov_rank}"
+            )
+        if block.anchors < 1 or block.decay <= 0:
+            raise ConfigError(f"anchors must be at least 1 and decay above 0, got {block.anchors} and {block.decay}")
+        if self.loss.unroll < 1:
+            raise ConfigError(
+                f"unroll (the depth that a head is trained for) must be at least 1, got {self.loss.unroll}"
+            )
+
+
+def head_config(recipe: HeadRecipe, target: ModelConfig, mask_token: int | None = None) -> HeadConfig:
+    """The config of the head for a target; `mask_token`: of a block head.
+
+    The rotary embedding is the target's if a head's config.json can describe it, else one with only the target's base.
+    Raises ConfigError for tokens or layers that the target does not have, or a number of heads that KV heads do not
+    divide.
+    """
+    size, n = recipe.size, target.num_layers
+    vocab = size.draft_vocab_size or target.vocab_size
+    heads, kv_heads = size.num_heads or target.num_heads, size.num_kv_heads or target.num_kv_heads
+    layers = tuple(recipe.layers or (2, n // 2, n - 3))
+    if not 1 <= vocab <= target.vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size {vocab} is not in 1..{target.vocab_size}, the target's vocabulary; lower it"
+        )
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})")
+    if (len(layers) != 3 and recipe.kind == "eagle3") or any(not 1 <= i <= n for i in layers):
+        raise ConfigError(
+            f"layers {list(layers)}: a head reads three (a block head any number) of what enters the target's layers 1 "
+            f"to {n}; name them"
+        )
+    rope = target.rope if target.rope.kind in ("linear", "llama3") else RopeConfig(theta=target.rope.theta)
+    layer = replace(target, num_heads=heads, num_kv_heads=kv_heads, rope=rope)
+    layer = replace(layer, num_layers=1, windows=(None,), qkv_bias=False, o_bias=False, mlp_bias=False)
+    layer = replace(layer, intermediate_size=size.intermediate_size or target.intermediate_size)
+    if recipe.kind != "block":
+        return HeadConfig("eagle3", layer, vocab, target.hidden_size, layers)
+    if mask_token is None:
+        raise ConfigError("a block head needs a mask token; name one that no text has with --mask-token ID")
+    block, architecture = recipe.block, "Qwen3ForCausalLM" if layer.qk_norm else "LlamaForCausalLM"
+    windows = (None,) * block.num_layers
+    layer = replace(layer, architecture=architecture, num_layers=block.num_layers, windows=windows)
+    own: dict[str, Any] = {"block_size": block.block_size, "mask_token": mask_token, "markov_rank": block.markov_rank}
+    return BlockConfig("block", layer, vocab, target.hidden_size, layers, from_anchor=True, **own)

@@ -1,0 +1,214 @@
+"""Shared code for training heads and drafts: any target that the engine runs writes the training texts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from sameseed import ops
+from sameseed.errors import ConfigError
+from sameseed.models.config import ModelConfig
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
+from sameseed.scheme import cache_format
+from sameseed_train.recipe import SourceSettings, TrainSettings, load_recipe, read_table
+from sameseed_train.resume import settle, write_record
+from sameseed_train.seeds import TextSettings, file_seeds, recipe_seeds
+from sameseed_train.states import Seed, States, StoredTexts, TextStates, captured_layers, collect, digest_of
+from sameseed_train.trainer import Log, checkpoint_path, progress_bar
+
+# Rows, padding included, of texts whose activations are in memory together. On a CPU 2,048 rows fill the matrix units;
+# four steps on them take about 0.8 GB at a width of 576. A GPU needs more rows at once.
+PART_ROWS, GPU_ROWS = 2048, 32768
+LEARNED = 2  # a text needs at least this many tokens of the target, so that one row is trained on
+
+
+@dataclass(frozen=True)
+class OwnRecipe:
+    """The settings that recipes of heads and drafts share.
+
+    `source`: where prompts come from; `mixture`: a pair's recipe, in the folder of this one, that has them instead.
+    `format`, `kv_format`: formats of the target's weights and KV cache. `batch`: texts that are written together.
+    `states_gb`: most gigabytes of the target's states that are kept on the disk. `threads` 0: the defaults of torch and
+    the backend.
+    """
+
+    name: str = ""
+    seed: int = 1
+    target: str = ""
+    format: str = "auto"
+    kv_format: str = "auto"
+    mixture: str = ""
+    source: tuple[SourceSettings, ...] = ()
+    batch: int = 32
+    states_gb: float = 20.0
+    threads: int = 0
+    texts: TextSettings = field(default_factory=TextSettings)
+    train: TrainSettings = field(default_factory=lambda: TrainSettings(600))
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ConfigError(f"batch must be at least 1, got {self.batch}")
+        if self.train.compile:
+            raise ConfigError("train.compile is for a pair: here the rows of every step are of another length")
+
+
+R = TypeVar("R", bound=OwnRecipe)
+
+
+def load_own_recipe(kind: type[R], path: Path | None) -> R:
+    """Read and check a recipe; None: all defaults. Raises ConfigError naming the key and the remedy."""
+    if path is None:
+        return kind()
+    recipe: R = read_table(kind, path)
+    return replace(recipe, source=load_recipe(path.parent / recipe.mixture).source) if recipe.mixture else recipe
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of prompts: a file of JSON lines, or the data folder of the recipe's sources.
+
+    `measure`: a file of held-out prompts to measure a head's acceptance on.
+    """
+
+    prompts: Path | None = None
+    data: Path | None = None
+    measure: Path | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The folder of the trained head or draft, and its results (also in `out/results.json`)."""
+
+    folder: Path
+    results: dict[str, Any]
+
+
+def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> tuple[Path, ModelConfig]:
+    """The target's folder and config. Checks the run early: raises ConfigError or ModelLoadError."""
+    if not recipe.target:
+        raise ConfigError("no target; name the model to learn from with --target")
+    if sources.prompts is None and (not recipe.source or sources.data is None):
+        raise ConfigError("nothing to write from; give --prompts FILE, or a recipe with sources and --data DIR")
+    if out.exists() and any(out.iterdir()) and not resume:
+        raise ConfigError(f"{out} is not empty; add --resume to go on, or choose another folder with --out")
+    folder = resolve_model(recipe.target)
+    config = read_config(folder)
+    longest = recipe.texts.prompt_tokens + recipe.texts.new_tokens
+    if longest > config.max_model_len:
+        raise ConfigError(
+            f"prompt_tokens + new_tokens = {longest} exceed the target's context of {config.max_model_len}; lower one"
+        )
+    return folder, config
+
+
+def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path) -> list[Seed]:
+    """The seeds of the texts of the target in `folder`. Raises ConfigError."""
+    tokenizer = load_tokenizer(folder)
+    if sources.prompts is not None:
+        stream = file_seeds(sources.prompts, tokenizer, recipe.texts, recipe.seed)
+    else:
+        assert sources.data is not None
+        stream = recipe_seeds(recipe.source, sources.data, tokenizer, recipe.texts, recipe.seed)
+    seeds = list(itertools.islice(stream, recipe.texts.num_texts))
+    if not seeds:
+        raise ConfigError(
+            "no prompt to learn from: texts must have at least 4 tokens, conversations at most texts.prompt_tokens "
+            f"({recipe.texts.prompt_tokens}); give others with --prompts, or raise it"
+        )
+    shortest, kept = min(len(seed.ids) for seed in seeds), recipe.train.row_tokens
+    if kept < shortest + LEARNED:
+        raise ConfigError(
+            f"train.row_tokens {kept} cuts every text before the target's own tokens (the shortest prompt has "
+            f"{shortest}); raise it, or lower texts.prompt_tokens"
+        )
+    return seeds
+
+
+@dataclass(frozen=True)
+class Own:
+    """The target in the recipe's format, its texts, the number of texts in the first run, and a reader of states."""
+
+    target: Llama
+    texts: StoredTexts
+    num_first: int
+    states: States
+
+    @property
+    def num_layers(self) -> int:
+        return self.target.config.num_layers
+
+    def columns(self, captures: Seq[int]) -> list[int]:
+        """The indices of some layers among those whose states are read."""
+        return [self.states.captures.index(layer) for layer in captures]
+
+    def batch(self, recipe: OwnRecipe, step: int) -> list[TextStates]:
+        """The texts of a training step, with their states."""
+        return self.states.of(self.texts.batch(step, recipe.train.rows, recipe.seed, recipe.train.row_tokens))
+
+    def parts(self, recipe: OwnRecipe, step: int) -> list[list[TextStates]]:
+        """The texts of a training step, in parts that a device has memory for."""
+        texts = self.batch(recipe, step)
+        most = PART_ROWS if self.target.device.type == "cpu" else GPU_ROWS
+        count = max(1, most // max(len(text.ids) for text in texts))
+        return [texts[i : i + count] for i in range(0, len(texts), count)]
+
+
+def write_all(
+    recipe: OwnRecipe,
+    sources: Sources,
+    folder: Path,
+    layers: Seq[int],
+    job: str,
+    log: Log,
+    *,
+    longest: int = 0,
+    backend: str,
+    device: str,
+    quiet: bool,
+) -> Own:
+    """Load the target and write its missing texts, for training job `job`, which reads the inputs of `layers`.
+
+    `longest`: tokens of the longest other text whose states will be read. Raises ConfigError before anything is
+    written.
+    """
+    out = log.path.parent
+    checkpoint = checkpoint_path(out, job)
+    seeds = read_seeds(recipe, sources, folder)
+    begun = settle(recipe, layers, checkpoint, seeds)
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+        ops.set_num_threads(recipe.threads)
+    target = load_model(folder, ops.resolve(backend, device), target_scheme(recipe.format, folder), None, device)
+    write_record(begun, checkpoint)
+    cache, captures = cache_format(recipe.kv_format, target.weights.dense), tuple(i - 1 for i in layers)
+    how = (recipe.target, recipe.format, cache)
+    texts, paths = out / "texts" / digest_of((*how, recipe.seed)), list[Path]()
+    stored = captured_layers(captures, target.config.num_layers)
+    kept = out / "states" / digest_of((*how, stored))
+    longest = max(longest, recipe.texts.prompt_tokens + recipe.texts.new_tokens)
+    states = States(target, stored, cache, longest, kept, recipe.states_gb * 1e9)
+    with progress_bar(quiet) as bar:
+        task = bar.add_task("texts", total=len(seeds), said="")
+        for done, path in collect(target, seeds, texts, states, batch=recipe.batch, kv_format=cache, seed=recipe.seed):
+            paths.append(path)
+            log.write(stage="texts", texts=done)
+            bar.update(task, completed=done)
+    return Own(target, StoredTexts(paths), begun.num_texts, states)
+
+
+def write_results(
+    out: Path, recipe: OwnRecipe, texts: StoredTexts, parameters: int, progress: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Write the results of a finished run to `out/results.json`, and return them."""
+    counts = {"parameters": parameters, "texts": len(texts), "text_tokens": texts.num_tokens}
+    results = {"recipe": asdict(recipe), **counts, "training": progress, **more}
+    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return results

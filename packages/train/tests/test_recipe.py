@@ -1,0 +1,74 @@
+"""A recipe with a mistake is refused before anything runs, and the message names the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sameseed.errors import SameseedError
+from sameseed_train import run
+from sameseed_train.recipe import load_recipe
+
+
+def test_recipe_reads_every_value(recipe_path: Path) -> None:
+    recipe = load_recipe(recipe_path)
+    assert [s.domain for s in recipe.source] == ["sums", "talk", "prose", "small-sums"]
+    assert recipe.source[0].epochs == 1.5
+    assert recipe.target.shape.hidden_size == 32
+    assert recipe.draft.rollouts.new_tokens == 12
+
+
+@pytest.mark.parametrize("name", ["embedded"])
+def test_the_projects_own_recipes_are_valid(name: str) -> None:
+    recipe = load_recipe(Path(__file__).parents[3] / "recipes" / f"{name}.toml")
+    names = {name for source in recipe.source for name in source.names}
+    assert names and not any(name.startswith(("sgd", "topical-chat")) for name in names), "share-alike sources stay out"
+    assert all(source.licence for source in recipe.source)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("hidden_size = 32", "hiden_size = 32", "did you mean 'hidden_size'"),
+        ("steps = 12", 'steps = "many"', "must be of type int"),
+        ("steps = 12", "steps = true", "must be of type int"),
+        ("steps = 12\n", "", "'steps' is missing"),
+        ("steps = 12", "steps = 0", "steps >= 1"),
+        ('kind = "chat"', 'kind = "chats"', "did you mean 'chat'"),
+        ('names = ["talk"]', "names = []", "needs 'file' and 'names'"),
+        ("num_kv_heads = 2", "num_kv_heads = 3", "multiple of num_kv_heads"),
+        ("head_dim = 8", "head_dim = 7", "must be even"),
+        ("vocab_size = 320\nsample", "vocab_size = 300\nsample", "must equal tokenizer.vocab_size"),
+        ("row_tokens = 64", "row_tokens = 1024", "exceeds shape.max_positions"),
+        ("seed = 3", "seed = = 3", "no valid TOML"),
+        ("warmup = 3", "warmup = 3\ndecay = 1.5", "decay must lie in 0..1"),
+        ("[draft.shape]", "[draft]\nlayers = [0, 1]\n[draft.shape]", "0 to 1, for each of the draft's 1"),
+        ("[draft.shape]", "[draft]\nlayers = [2]\n[draft.shape]", "names one layer of the target, 0 to 1"),
+        (
+            "[draft.shape]",
+            "[draft]\nlayers = [1]\n[draft.shape]",
+            "a draft of the target's sizes in all but num_layers",
+        ),
+    ],
+)
+def test_bad_recipe(recipe_path: Path, old: str, new: str, message: str) -> None:
+    text = recipe_path.read_text(encoding="utf-8")
+    assert old in text
+    recipe_path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(SameseedError, match=message):
+        load_recipe(recipe_path)
+
+
+def test_missing_recipe(tmp_path: Path) -> None:
+    with pytest.raises(SameseedError, match=r"embedded-head\.toml"):
+        load_recipe(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("lacking", ["", "talk.jsonl.gz", "valid.jsonl.gz"])
+def test_lack_of_data_leaves_nothing(recipe_path: Path, data: Path, tmp_path: Path, lacking: str) -> None:
+    """The same command can then be given again, without --resume."""
+    (data / lacking).rename(tmp_path / "elsewhere")
+    with pytest.raises(SameseedError, match="--data"):
+        run(recipe_path, data=data, out=tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,169 @@
+"""A run resumes as it was begun: other settings and prompts are refused, more texts are added."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lawkit import write_model
+from safetensors.torch import load_file
+
+from sameseed.errors import ConfigError
+from sameseed_train.draft import DraftRecipe, DraftSize, run_draft
+from sameseed_train.head import run_head
+from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
+from sameseed_train.optim import OptimSettings
+from sameseed_train.own import Sources, load_own_recipe
+from sameseed_train.own_card import note
+from sameseed_train.recipe import TrainSettings
+from sameseed_train.seeds import TextSettings
+from sameseed_train.states import StoredTexts
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("resume")
+    write_model(root / "target", num_hidden_layers=3)
+    for name, word in (("prompts", "loop"), ("others", "list")):
+        rows = [{"prompt": f"the {word} ends when {i}"} for i in range(6)]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return root
+
+
+def head_recipe(folder: Path, **changes: Any) -> HeadRecipe:
+    recipe = HeadRecipe(
+        target=str(folder / "target"),
+        layers=(1, 2, 3),
+        size=SizeSettings(draft_vocab_size=60),
+        texts=TextSettings(num_texts=8, prompt_tokens=32, new_tokens=12),
+        loss=LossSettings(unroll=2, alone=0.0),
+        train=TrainSettings(4, rows=4, row_tokens=64, warmup=1, optim=OptimSettings(0.02, 0.002)),
+    )
+    return replace(recipe, **changes)
+
+
+def train_head(folder: Path, out: Path, prompts: str = "prompts", stop: int | None = 2, **changes: Any) -> Path:
+    sources = Sources(folder / f"{prompts}.jsonl")
+    done = run_head(head_recipe(folder, **changes), sources, out, quiet=True, resume=out.exists(), stop_after=stop)
+    return done.folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def begun(folder: Path, tmp_path: Path) -> Path:
+    train_head(folder, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_a_checkpoint_of_other_settings_is_refused(folder: Path, begun: Path) -> None:
+    """Nothing is written or loaded; the message has both values and the remedy."""
+    before = content(begun)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"layers": (1, 1, 2)}, r"layers \[1, 2, 3\] \(now \[1, 1, 2\]\)"),
+        ({"format": "w4a8"}, r"format auto \(now w4a8\)"),
+        ({"kv_format": "int8"}, "kv_format"),
+        ({"seed": 2}, "seed 1"),
+        ({"size": SizeSettings(draft_vocab_size=60, num_kv_heads=4)}, "size.num_kv_heads 0"),
+        ({"loss": LossSettings(unroll=3, alone=0.0)}, "loss.unroll 2"),
+        ({"texts": TextSettings(8, 32, 16)}, "texts.new_tokens 12"),
+        ({"texts": TextSettings(7, 32, 12)}, "may grow on a resume, not fall to 7"),
+        ({"prompts": "others"}, "other prompts"),
+    ]
+    for change, words in cases:
+        with pytest.raises(ConfigError, match=words) as caught:
+            train_head(folder, begun, **change)
+        assert "--out" in str(caught.value)
+    assert content(begun) == before
+
+
+def test_default_layers_are_those_that_they_stand_for(folder: Path, tmp_path: Path) -> None:
+    """For a target of six layers, the published choice of layers is 2, 3 and 3."""
+    write_model(tmp_path / "six", num_hidden_layers=6)
+    where = {"target": str(tmp_path / "six")}
+    train_head(folder, tmp_path / "out", **where, layers=())
+    train_head(folder, tmp_path / "out", **where, layers=(2, 3, 3))
+    with pytest.raises(ConfigError, match="layers"):
+        train_head(folder, tmp_path / "out", **where, layers=(2, 3, 4))
+
+
+def test_what_may_be_edited_is_accepted(folder: Path, begun: Path) -> None:
+    """Card and results get the new note, and the weights are kept."""
+    train = TrainSettings(6, rows=4, row_tokens=64, warmup=1, optim=OptimSettings(0.01, 0.001))
+    head = train_head(folder, begun, stop=None, train=train, note="Mind the gap.", threads=1, batch=4, name="other")
+    results = json.loads((begun / "results.json").read_text())
+    assert results["training"]["step"] == 6
+    weights = (head / "model.safetensors").read_bytes()
+    train_head(folder, begun, stop=None, train=train, note="Mind the step.")
+    assert (head / "model.safetensors").read_bytes() == weights
+    words = json.loads((begun / "results.json").read_text())["recipe"]["note"]
+    assert words == "Mind the step."
+    assert f"## Limits\n\n{words}\n" in (head / "README.md").read_text()
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_checkpoint_without_a_record_is_refused(folder: Path, begun: Path, content: str | None) -> None:
+    (begun / "head.run.json").unlink()
+    if content is not None:
+        (begun / "head.run.json").write_text(content)
+    with pytest.raises(ConfigError, match="train anew"):
+        train_head(folder, begun)
+
+
+def test_texts_may_become_more(folder: Path, begun: Path) -> None:
+    """Existing texts stay, only the new ones are written, and the head's own tokens stay the same."""
+    before = {p: p.read_bytes() for p in (begun / "texts").rglob("*.safetensors")}
+    tokens = load_file(str(begun / "head" / "model.safetensors"))["d2t"]
+    for number in (20, 20, 25):
+        train_head(folder, begun, stop=None, texts=TextSettings(number, 32, 12))
+        assert json.loads((begun / "results.json").read_text())["texts"] == number
+    assert all(path.read_bytes() == old for path, old in before.items())
+    assert torch.equal(load_file(str(begun / "head" / "model.safetensors"))["d2t"], tokens)
+    assert [len(StoredTexts([p])) for p in sorted((begun / "texts").rglob("*.safetensors"))] == [8, 12, 5]
+
+
+def test_without_a_checkpoint_a_run_begins_anew(folder: Path, begun: Path) -> None:
+    (begun / "head.checkpoint.safetensors").unlink()
+    head = train_head(folder, begun, layers=(1, 1, 2))
+    config = json.loads((head / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 1, 2]
+
+
+def test_a_draft_is_refused_alike(folder: Path, tmp_path: Path) -> None:
+    recipe = DraftRecipe(
+        target=str(folder / "target"),
+        size=DraftSize(num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=1),
+        texts=TextSettings(num_texts=8, prompt_tokens=32, new_tokens=12),
+        train=TrainSettings(2, rows=4, row_tokens=64, warmup=1),
+    )
+    sources = Sources(folder / "prompts.jsonl")
+    run_draft(recipe, sources, tmp_path / "out", quiet=True)
+    with pytest.raises(ConfigError, match=r"argmax_weight 0\.5"):
+        run_draft(replace(recipe, argmax_weight=0.1), sources, tmp_path / "out", quiet=True, resume=True)
+    longer = replace(recipe, train=replace(recipe.train, steps=4), texts=replace(recipe.texts, num_texts=10))
+    done = run_draft(longer, sources, tmp_path / "out", quiet=True, resume=True)
+    assert done.results["training"]["step"] == 4
+    with pytest.raises(ConfigError, match="sameseed bench"):
+        run_draft(recipe, replace(sources, measure=sources.prompts), tmp_path / "new")
+
+
+def test_the_embedded_heads_papers_agree() -> None:
+    """Card, results, recipe and config.json describe the same head."""
+    recipe = load_own_recipe(HeadRecipe, Path("embedded-head.toml"))
+    head = ROOT / "sameseed" / "assets" / "head"
+    results = json.loads((head / "results.json").read_text(encoding="utf-8"))
+    card = (head / "README.md").read_text(encoding="utf-8")
+    assert results["recipe"]["note"] == recipe.note
+    assert note(results) in card
+    config = json.loads((head / "config.json").read_text())
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert layers == results["layers"] == list(recipe.layers)
+    assert f"layers {', '.join(map(str, layers))}" in card
