@@ -62,7 +62,7 @@ help: ## this list
 	@printf 'sameseed: make <target>\n\n'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 
-demo: $(READY) ## set up, then write with and without guesses, small and at the size of a real model
+demo: $(READY) ## set up, then show a model with speculation off and on
 	$(BIN)/sameseed demo
 
 serve: $(SERVER) ## set up, then serve the embedded pair: OpenAI's API, and a page to try it

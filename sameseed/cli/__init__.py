@@ -40,12 +40,16 @@ COMMANDS = {
     "train": "make a pair by a recipe, or a draft head (train head) or a draft (train draft) for any target",
     "study": "a published study by one command: its grid measured here, their figures beside ours",
     "twin": "a checkpoint of a real model's shape that computes a small model's function",
+    "twin-demo": "the demo at a real model's size, with a twin of the packaged pair",
     "vocabulary": "a list of frequent tokens, for drafts that guess only these",
     "info": "this machine, its backends, formats, drafters and the embedded models",
     "completion": "what makes bash or zsh complete commands and flags: source <(sameseed completion)",
-    "demo": "watch guesses being accepted, and what they bring to a model of real size",
+    "demo": "watch drafts being accepted, and what they bring",
 }
-COMPANIONS = {"train": "sameseed-train", "vocabulary": "sameseed-train"}  # commands, and the package that has each
+COMPANIONS = {  # commands, and the package that has each
+    **dict.fromkeys(("train", "vocabulary"), "sameseed-train"),
+    **dict.fromkeys(("study", "twin", "twin-demo"), "sameseed-lab"),
+}
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

@@ -19,8 +19,8 @@ import recorded
 from sameseed import cli, registry
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.drafter import parse_options
-from sameseed.studies import rivals
 from sameseed.study.schemas import BENCH_SCHEMA
+from sameseed_lab.studies import rivals
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]

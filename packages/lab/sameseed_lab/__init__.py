@@ -1,0 +1,1 @@
+"""Companion of sameseed: published studies repeated here, and twins of real models' shapes."""

@@ -1,0 +1,104 @@
+"""`sameseed study`: repeats the study of a published system: measures its grid here, and shows both results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional
+
+from sameseed.cli.options import option, parse
+
+if TYPE_CHECKING:
+    from sameseed_lab.studies._runner import Planned
+
+
+@dataclass(frozen=True)
+class StudyArgs:
+    """Measure a published study's grid here, cell by cell; write records, plots and a page of their figures and ours.
+
+    `study list` lists the studies. Measured cells are skipped, so an interrupted study goes on. Delete its records to
+    measure again. Exit code 1 if a cell failed, or its texts differed from plain decoding's.
+    """
+
+    name: Annotated[str, Positional]  # name of the study, or list
+    size: str = "small"  # small: the embedded family, minutes; true: twins at true shapes, hours (26 GB of disk)
+    out: Annotated[Path | None, option("DIR")] = None  # records, plots, page; unset: studies/NAME
+    # only these cells, by the names of --dry-run, e.g. 'lengths'
+    only: Annotated[tuple[str, ...], option("PATTERN")] = ()
+    dry_run: Annotated[bool, option()] = False  # print the grid, and which cells cannot run and why
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: packaged
+    num_prompts: Annotated[int, option("N")] = 12  # take N of them, spread over the file
+    max_tokens: int = 64  # longest text
+    repeat: int = 3  # runs of each setting, in turns
+    threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: all cores
+    data: Annotated[Path | None, option("DIR")] = None  # evaluation sets, for cells that ask for one (HumanEval)
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse, plan, measure, draw."""
+    args = parse(StudyArgs, argv, prog).args
+    if args.name == "list":
+        return _list()
+    from sameseed.cli.console import progress, stderr_console, warn_if_busy
+    from sameseed_lab.studies import _runner
+    from sameseed_lab.studies._setup import StudySetup
+
+    with progress(args.name) as bar:
+        setup = StudySetup(
+            args.size,
+            args.out or Path("studies") / args.name,
+            args.prompts,
+            args.num_prompts,
+            args.max_tokens,
+            args.repeat,
+            args.threads,
+            args.data,
+            lambda title, done, total: bar.update(bar.tasks[0].id, description=title, completed=done, total=total),
+        )
+        planned = _runner.plan(args.name, setup, args.only)
+        if not args.dry_run:
+            warn_if_busy()
+            for p in planned:
+                if p.wrong:
+                    bar.console.print(f"left out: {p.cell.name}: {p.wrong}", style="yellow", markup=False)
+            tried = _runner.run(
+                args.name, setup, planned, lambda text: bar.console.print(text, markup=False, highlight=False)
+            )
+            written = _runner.write(args.name, setup, tried)
+    if args.dry_run:
+        _show(planned)
+        return 0
+    for path in written:
+        stderr_console().print(f"written: {path}", style="dim", markup=False)
+    failed = any(after.wrong and not before.wrong for before, after in zip(planned, tried))
+    return 0 if _runner.same_texts(args.name, setup, planned) and not failed else 1
+
+
+def _list() -> int:
+    """The studies' names and titles."""
+    from sameseed import registry
+    from sameseed.cli.console import stdout_console
+    from sameseed_lab.studies import _runner
+
+    for name in registry.names("studies"):
+        stdout_console().print(f"{name:<12} {_runner.load(name).title}", markup=False)
+    return 0
+
+
+def _show(planned: Seq[Planned]) -> None:
+    """The grid as a table."""
+    from rich.text import Text
+
+    from sameseed.cli.console import show_table
+    from sameseed.study.report import blank
+
+    table = blank(f"{len(planned)} cells")
+    for name in ("cell", "ways", "state"):
+        table.add_column(name)
+    for p in planned:
+        state = Text("measured", "green") if p.done else Text(p.wrong, "yellow") if p.wrong else Text("to measure")
+        table.add_row(p.cell.name, f"{p.cell.weight:g}", state)
+    show_table(table)

@@ -1,0 +1,76 @@
+"""`sameseed twin`: a checkpoint of a real model's shape that computes a small model's function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
+
+from sameseed.cli.options import option, parse
+from sameseed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sameseed_lab.twin import HeadTwin, Twin
+
+OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
+
+
+@dataclass(frozen=True)
+class TwinArgs:
+    """Write a Llama checkpoint of a real model's shape that computes a small model's function. It has the speed of the
+    real size, and real acceptance, in this engine and others. Its text is the small model's.
+    """
+
+    shape: Annotated[str | None, option("NAME")] = None  # a known shape (see profile --list), or a model's folder
+    of: str = "embedded-target"  # the small model or draft head: embedded-target, embedded-draft, a folder, a hub id
+    target: str = "embedded-target"  # for a head: the small model that it drafts for
+    draft_vocab: Annotated[int | None, option("N")] = None  # for a head: tokens it may guess; unset: 32000, or all
+    out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
+    seed: int = 0  # of the random weights
+    device: str = "cpu"  # where matrices are put together: cpu, cuda, cuda:1, ...
+    overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
+    json: Annotated[bool, option()] = False  # one JSON object instead of text
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Check, write, and print what was written."""
+    args = parse(TwinArgs, argv, prog).args
+    example = "e.g. sameseed twin --shape llama-3.2-1b --of embedded-target -o twins/1b"
+    if args.shape is None:
+        raise ConfigError(f"--shape is missing; {example}")
+    if args.out is None:
+        raise ConfigError(f"-o is missing; {example}")
+    from sameseed import devices
+    from sameseed.cli.console import weights_progress
+    from sameseed.models.head_config import is_head
+    from sameseed.models.loader import resolve_model
+    from sameseed_lab.twin import find_shape, kind_of, make_head_twin, make_twin
+
+    devices.check(args.device)
+    of_head = is_head(resolve_model(args.of))
+    if args.draft_vocab is not None and not of_head:
+        raise ConfigError(f"--draft-vocab is for twins of draft heads, and {args.of} is a model; leave it out")
+    shared: dict[str, Any] = {"seed": args.seed, "device": args.device, "overwrite": args.overwrite}
+    twin: Twin | HeadTwin
+    with weights_progress(f"twin of {args.of}", args.json) as report:
+        shape, shared = find_shape(args.shape), shared | {"name": args.shape, "progress": report}
+        if of_head:
+            twin = made = make_head_twin(shape, args.of, args.target, args.out, num_tokens=args.draft_vocab, **shared)
+            head = made.head.config
+            facts = {"draft_vocab_size": head.draft_vocab_size, "aux_layers": list(head.aux_layers or ())}
+            what = f"{kind_of(head)} with {head.draft_vocab_size} tokens for the twin of {args.target}"
+            does = f"drafts what {args.of} drafts"
+        else:
+            twin = make_twin(shape, args.of, args.out, **shared)
+            facts, small = twin.layout.as_dict(), twin.layout.small.num_parameters / 1e6
+            what = f"{twin.layout.config.num_parameters / 1e6:,.0f} million parameters"
+            does = f"computes what {args.of} ({small:.1f} million) computes"
+    if args.json:
+        print(json.dumps({"folder": str(twin.folder), "bytes": twin.num_bytes, **facts}))
+    else:
+        print(f"{twin.folder}: {twin.num_bytes / 1e9:.2f} GB, {what} in the shape of {args.shape}; it {does}")
+    return 0

@@ -1,0 +1,140 @@
+"""A cell that interleaves drafts with plain decoding on one loaded target, as in `sameseed bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from sameseed.config import SpecConfig
+from sameseed.engine.build import check_parts
+from sameseed.engine.levels import heeds_confidence, with_heads
+from sameseed.engine.settings import make_config
+from sameseed.errors import ConfigError
+from sameseed.models.loader import resolve_model
+from sameseed.request import SamplingParams
+from sameseed.study import record
+from sameseed.study.measure import Bench, Run, fitted, fitting
+from sameseed.study.workload import Arm, Workload, arms
+from sameseed_lab.studies._price import price
+from sameseed_lab.studies._setup import StudySetup
+from sameseed_lab.studies._study import Tell
+
+PRICED, WARM = 8, 0.7  # texts used for the price of exactness, and its temperature if the texts are greedy
+
+
+def _refuse(text: str) -> None:
+    raise ConfigError(f"{text}; leave it out of --prompts")
+
+
+Runs = Mapping[Arm, list[Run]]
+
+
+@dataclass(frozen=True)
+class SpecSetting:
+    """A speculation setting. `draft`: as for --draft, with roles in braces ("{head} > {1b}"). `name`: for tables."""
+
+    draft: str
+    ks: tuple[int, ...]
+    format: str = "auto"
+    confidence: float | None = None
+    options: tuple[tuple[str, object], ...] = ()
+    name: str = ""
+    policy: str = "fixed"
+
+    def spec(self, models: Mapping[str, str]) -> SpecConfig:
+        """The SpecConfig with these models. Raises ConfigError."""
+        given: dict[str, Any] = {"policy": self.policy, "draft_options": dict(self.options) or None}
+        spec = make_config(self.draft.format(**models), draft_format=self.format, **given).spec
+        return replace(spec, confidence=self.confidence) if heeds_confidence(spec) else spec
+
+    @property
+    def roles(self) -> list[str]:
+        return [part.split("}")[0] for part in self.draft.split("{")[1:]]
+
+
+@dataclass(frozen=True)
+class BenchCell:
+    """The target in one format, with several ways to speculate and one sampling setting."""
+
+    name: str
+    format: str
+    ways: tuple[SpecSetting, ...]
+    temperature: float = 0.0
+    kv_format: str = "auto"
+    batch: int = 1
+
+    @property
+    def weight(self) -> float:
+        return 1.0 + sum(len(way.ks) for way in self.ways)
+
+    def check(self, setup: StudySetup) -> None:
+        """Raise SameseedError if a format, a draft or a prompt does not fit, or memory is short."""
+        target, loaded = resolve_model(setup.source("target")), [("target", self.format)]
+        for way in self.ways:
+            spec = with_heads(way.spec({role: setup.source(role) for role in way.roles}))
+            check_parts(target, make_config(spec, format=self.format, kv_format=self.kv_format))
+            loaded += [(role, way.format) for role in way.roles or (["target"] if way.draft == "self_quant" else [])]
+        fitting(target, {}, setup.read(), _refuse)
+        setup.check_memory(loaded)
+
+    def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
+        """One record per way and draft length, plain decoding first."""
+        roles = dict.fromkeys(role for way in self.ways for role in way.roles)
+        models, model = {role: setup.model(role) for role in roles}, setup.model("target")
+        found = [(way, arm) for way in self.ways for arm in arms([way.spec(models)], way.ks)]
+        ways = {arm: way for way, arm in found if not arm.plain}
+        plain = next(arm for _, arm in found if arm.plain)
+        prompts = setup.read()
+        settings: dict[str, Any] = {"format": self.format, "kv_format": self.kv_format, "max_num_seqs": self.batch}
+        settings |= {"threads": setup.threads} if setup.threads else {}
+        bench = Bench(model, [plain, *ways], fitted(model, settings, prompts, setup.max_tokens))
+        params = SamplingParams(
+            max_tokens=setup.max_tokens, temperature=self.temperature, top_p=0.95 if self.temperature else 1.0, seed=1
+        )
+        workload = bench.workload(setup.prompts_name, prompts, params, self.batch)
+        batches = -(-len(prompts) // self.batch)
+        tell(f"about {max(1.0, bench.warm_up(workload) * batches * setup.repeat):.0f} s")
+        done, total = 0, setup.repeat * batches * len(bench.arms)
+
+        def tick(label: str) -> None:
+            nonlocal done
+            setup.progress(f"{self.name}: {label}", done := done + 1, total)
+
+        runs = bench.measure(workload, setup.repeat, tick)
+        made = record.make_records(bench, model, workload, runs, record.now(), record.machine())
+        return [self._more(bench, arm, ways.get(arm), r, workload, runs) for arm, r in zip(bench.arms, made)]
+
+    def _more(
+        self, bench: Bench, arm: Arm, way: SpecSetting | None, made: dict[str, Any], workload: Workload, runs: Runs
+    ) -> dict[str, Any]:
+        """The record with the way's name, costs of a round, and, for a draft model, the price of exactness added."""
+        made["way"] = None if way is None else way.name or way.draft
+        made["first_steps"] = [asdict(step) for step in runs[arm][0].first_steps]
+        made["prompt_tokens"] = [len(prompt) for prompt in workload.prompts]
+        if way is None:
+            return made
+        pairs = list(zip(runs[arm], runs[bench.arms[0]], strict=True))
+        checked, drafted = zip(*(_costs(mine, plain, self.batch) for mine, plain in pairs), strict=True)
+        made |= {"verify_cost": median(checked), "draft_cost": median(drafted)}
+        runner = getattr(bench.install(arm).drafter, "runner", None)
+        if runner is not None and arm.spec.method == "draft_model":
+            jobs = [job for batch in workload.batches() for job in batch][:PRICED]
+            warm = self.temperature or WARM
+            texts = [
+                (p, text, replace(params, temperature=warm)) for (p, params), text in zip(jobs, runs[arm][0].texts)
+            ]
+            if found := price(bench.llm.engine.runner, runner, texts):
+                made["price"] = {**found.as_dict(), "temperature": warm}
+        return made
+
+
+def _costs(mine: Run, plain: Run, batch: int) -> tuple[float, float]:
+    """Costs of verifying and of drafting in a mean round, each divided by a plain decode step of the same turns.
+
+    The prefill is left out of the target's time.
+    """
+    done, before = mine.counted(batch), plain.counted(batch)
+    one = max(1e-9, plain.times.target - before.prefill) / before.num_steps
+    return max(0.0, mine.times.target - done.prefill) / done.num_steps / one, mine.times.draft / done.num_steps / one

@@ -1,0 +1,121 @@
+"""The runner of all studies: measures a grid cell by cell, appends each finished cell, and skips recorded cells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from sameseed import ops, registry
+from sameseed.errors import ConfigError, SameseedError
+from sameseed.study import record
+from sameseed_lab.studies import _page, _picture
+from sameseed_lab.studies._setup import StudySetup
+from sameseed_lab.studies._study import Cell, Study, same_text
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell with its digest. `done`: whether it has records already. `wrong`: why it cannot run, or ""."""
+
+    cell: Cell
+    digest: str
+    done: bool
+    wrong: str = ""
+
+
+def load(name: str) -> Study:
+    """A study by its name. Raises RegistryError that suggests the nearest name."""
+    found: Study = registry.load("studies", name).STUDY
+    return found
+
+
+def records_file(name: str, setup: StudySetup) -> Path:
+    """The path of a study's record file."""
+    return setup.out / f"{name}.jsonl"
+
+
+def _read(name: str, setup: StudySetup) -> list[dict[str, Any]]:
+    file = records_file(name, setup)
+    return record.read(file, skip_broken=True) if file.exists() else []
+
+
+def plan(name: str, setup: StudySetup, only: Seq[str] = ()) -> list[Planned]:
+    """The cells of the grid; no model is loaded. `only`: patterns of cell names. Raises ConfigError if none matches."""
+    study = load(name)
+    record.require("a study", "study", "matplotlib")  # it draws its plots after the last cell
+    try:
+        setup.read()
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {study.data}") from None
+    chosen = [c for c in study.cells(setup.size) if not only or any(fnmatch(c.name, f"*{p}*") for p in only)]
+    if not chosen:
+        names = ", ".join(c.name for c in study.cells(setup.size))
+        raise ConfigError(f"--only {' '.join(only)} leaves no cell of {name} (there are: {names})")
+    known = {r.get("digest") for r in _read(name, setup)}
+    planned = []
+    for cell in chosen:
+        digest, wrong = setup.digest(cell), ""
+        try:
+            cell.check(setup)
+        except SameseedError as error:
+            wrong = str(error)
+        planned.append(Planned(cell, digest, digest in known, wrong))
+    return planned
+
+
+def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str], None]) -> list[Planned]:
+    """Measure the cells that are neither done nor impossible. A cell's records are appended together when it ends.
+
+    Returns the cells, with the errors of those that failed; a failed cell does not stop the others.
+    """
+    file = records_file(name, setup)
+    record.prepare(file)
+    if setup.threads is not None:
+        ops.set_num_threads(setup.threads)
+    todo, failed = [p for p in planned if not p.done and not p.wrong], dict[str, str]()
+    spent = weight = 0.0
+    for number, p in enumerate(todo, 1):
+        rest = sum(q.cell.weight for q in todo[number - 1 :])
+        ahead = f", about {spent / weight * rest / 60:.0f} min to go" if weight else ""
+        tell(f"{number} of {len(todo)}{ahead}: {p.cell.name}")
+        start = time.monotonic()
+        try:
+            found = p.cell.measure(setup, tell)
+        except Exception as error:  # any cause: a failed cell is named, and the others are still to measure
+            failed[p.digest] = str(error) if isinstance(error, SameseedError) else f"{type(error).__name__}: {error}"
+            tell(f"failed: {p.cell.name}: {failed[p.digest]}")
+            continue
+        for made in found:
+            record.append(file, {**made, "study": name, "size": setup.size, "cell": p.cell.name, "digest": p.digest})
+        spent, weight = spent + time.monotonic() - start, weight + p.cell.weight
+    return [replace(p, wrong=failed.get(p.digest, p.wrong)) for p in planned]
+
+
+def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
+    """Write the plots and the HTML page from the records of these cells; returns the files' paths.
+
+    Raises ConfigError if there are no records.
+    """
+    study, wanted = load(name), {p.digest for p in planned}
+    found = [r for r in _read(name, setup) if r.get("digest") in wanted]
+    if not found:
+        raise ConfigError(f"nothing of {name} is measured; `sameseed study {name} --dry-run` says what cannot run")
+    report = study.report(found)
+    pictures = {plot.name: _picture.draw(plot, setup.out / f"{name}-{plot.name}") for plot in report.plots}
+    page = setup.out / f"{name}.html"
+    left_out = [
+        (p.cell.name, p.wrong or "not measured yet") for p in planned if p.digest not in {r["digest"] for r in found}
+    ]
+    svgs = {plot: svg.read_bytes() for plot, (_, svg) in pictures.items()}
+    page.write_text(_page.render(name, study, report, found, left_out, svgs), encoding="utf-8")
+    return [page, *(path for pair in pictures.values() for path in pair)]
+
+
+def same_texts(name: str, setup: StudySetup, planned: Seq[Planned]) -> bool:
+    """Whether speculation generated the texts of plain decoding in all records of these cells."""
+    wanted = {p.digest for p in planned}
+    return all(same_text(r) is not False for r in _read(name, setup) if r.get("digest") in wanted)

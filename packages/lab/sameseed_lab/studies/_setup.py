@@ -1,0 +1,124 @@
+"""The setup of a study: models of a size, prompts, lengths, threads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sameseed import ops
+from sameseed.devices import available_memory
+from sameseed.errors import ConfigError
+from sameseed.models.head_config import is_head
+from sameseed.models.loader import resolve_model
+from sameseed.plan.paper import sheet
+from sameseed.study.prompt_sets import Prompt
+from sameseed.study.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
+from sameseed_lab.twin import find_shape, make_head_twin, make_twin
+
+GIB = 2**30
+Progress = Callable[[str, int, int], None]
+SIZES = ("small", "true")
+TARGET, HEAD = "embedded-target", "embedded-head"
+SMALL: Mapping[str, str] = {"target": TARGET, "1b": "embedded-draft", "head": HEAD}
+TRUE: Mapping[str, tuple[str, str]] = {  # by role: the twin's shape, and the small model whose function it computes
+    "target": ("llama-3.1-8b", TARGET),
+    "1b": ("llama-3.2-1b", "embedded-draft"),
+    "3b": ("llama-3.2-3b", "embedded-draft"),
+    "head": ("llama-3.1-8b", HEAD),
+}
+
+
+def role_name(role: str, size: str) -> str:
+    """The name of a role's model in tables and plots: the model's name at size "small", else the role."""
+    return SMALL.get(role, role) if size == "small" else role
+
+
+@dataclass(frozen=True)
+class StudySetup:
+    """The settings of a study's run.
+
+    `size`: "small" uses the embedded family; "true" uses its twins at true shapes, written once to `out`/twins. `data`:
+    folder of evaluation sets, for cells that measure quality. Raises ConfigError for an unknown size or counts below 1.
+    """
+
+    size: str
+    out: Path
+    prompts: Path | None = None
+    num_prompts: int = 12
+    max_tokens: int = 64
+    repeat: int = 3
+    threads: int | None = None
+    data: Path | None = None
+    progress: Progress = field(default=lambda title, done, total: None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise ConfigError(f"--size is {' or '.join(SIZES)}, got {self.size!r}")
+        for name in ("num_prompts", "max_tokens", "repeat", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+    def read(self) -> list[Prompt]:
+        """The prompts. Raises ConfigError."""
+        return read_prompts(self.prompts or DEFAULT_PROMPTS, self.num_prompts)
+
+    def text(self) -> str:
+        """The joined texts of all prompts without later turns, also those beyond `num_prompts`. Raises ConfigError."""
+        return "\n\n".join(p.said for p in read_prompts(self.prompts or DEFAULT_PROMPTS) if not p.then)
+
+    @property
+    def prompts_name(self) -> str:
+        return prompts_name(self.prompts) if self.prompts else "packaged prompts"
+
+    @property
+    def cores(self) -> int:
+        return self.threads or ops.available_cores()
+
+    def source(self, role: str) -> str:
+        """The small (embedded) model of a role. Raises ConfigError if this size has no such role."""
+        if self.size == "small":
+            if role not in SMALL:
+                raise ConfigError(f"the embedded family has no {role!r}; --size true has one")
+            return SMALL[role]
+        return TRUE[role][1]
+
+    def model(self, role: str) -> str:
+        """Name or folder of a role's model. A missing twin is made first. Raises what `make_twin` raises."""
+        of = self.source(role)
+        if self.size == "small":
+            return of
+        shape = TRUE[role][0]
+        folder = self.out / "twins" / f"{role}-{shape}"
+        if not folder.exists():
+
+            def report(done: int, total: int) -> None:
+                self.progress(f"twin {shape} (million weights)", done // 10**6, total // 10**6)
+
+            if is_head(resolve_model(of)):
+                make_head_twin(find_shape(shape), of, TARGET, folder, name=shape, progress=report)
+            else:
+                make_twin(find_shape(shape), of, folder, name=shape, progress=report)
+        return str(folder)
+
+    def check_memory(self, loaded: Seq[tuple[str, str]]) -> None:
+        """Raise ConfigError if these models do not fit in free memory. `loaded`: their roles and weight formats."""
+        if self.size == "small":
+            return
+        models = {(TRUE[r][0], form): sheet(TRUE[r][0], form).weights for r, form in loaded if r != "head"}
+        others = GIB * (2 if any(role == "head" for role, _ in loaded) else 1)
+        need, free = sum(models.values()) + others, available_memory()
+        if need > free:
+            parts = ", ".join(f"{shape} {form} {n / GIB:.1f}" for (shape, form), n in models.items())
+            what = f"{parts}, caches and heads {others / GIB:.0f}"
+            raise ConfigError(f"{need / GIB:.1f} GiB are needed ({what}) and {free / GIB:.1f} are free")
+
+    def digest(self, cell: Any) -> str:
+        """Hash of everything that determines a cell's results, except the code and the machine."""
+        texts = [(p.id, *p.facts) for p in self.read()]
+        facts = [type(cell).__name__, asdict(cell), self.size, self.max_tokens, self.repeat, self.cores, texts]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

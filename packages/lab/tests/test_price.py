@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sameseed import LLM
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.sampling import choose
+from sameseed_lab.studies._price import _logits, _shared, price
+
+
+@pytest.fixture(scope="module")
+def pair(pair_folders: tuple[Path, Path]) -> LLM:
+    target, draft = map(str, pair_folders)
+    return LLM(target, draft, policy="fixed", num_draft_tokens=3)
+
+
+def test_the_targets_own_text_is_what_it_chooses(pair: LLM) -> None:
+    params = SamplingParams(max_tokens=80, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
+    prompt = pair.tokenizer.encode("the sum of")
+    text = pair.generate("the sum of", params)[0].token_ids
+    free, seq = pair.engine.runner.blocks.num_free, Sequence(-1, prompt, params, 5)
+    rows = _logits(pair.engine.runner, prompt, text, params)
+    assert [choose(row, seq, text[:i], ()) for i, row in enumerate(rows)] == list(text), "over two stretches of nodes"
+    assert pair.engine.runner.blocks.num_free == free
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_model_that_drafts_for_itself_loses_nothing(pair: LLM, temperature: float) -> None:
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
+    prompt = pair.tokenizer.encode("def add(a")
+    text = pair.generate("def add(a", params)[0].token_ids
+    jobs = [(prompt, text, params)]
+    runner = pair.engine.runner
+    same = price(runner, runner, jobs)
+    assert same is not None and same.coupled == 1.0 and same.min_pq == pytest.approx(1.0)
+    other = price(runner, pair.engine.drafter.runner, jobs)  # type: ignore[attr-defined]
+    assert other is not None and other.positions == len(text)
+    if temperature == 0.0:
+        assert other.coupled == other.min_pq, "greedy decoding pays nothing"
+    assert price(runner, runner, []) is None
+
+
+def test_the_shared_probability() -> None:
+    params = SamplingParams(temperature=1.0)
+    p, q = (np.log(np.array(row, np.float32)) for row in ([0.5, 0.3, 0.2], [0.2, 0.3, 0.5]))
+    assert _shared(p, q, params) == pytest.approx(0.7)
+    assert _shared(p, np.append(q, np.float32(-1e9)), params) == pytest.approx(0.7), "a padded vocabulary"
+    assert _shared(p, q, SamplingParams(temperature=0.0)) == 0.0

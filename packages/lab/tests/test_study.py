@@ -1,0 +1,266 @@
+"""`sameseed study` at toy size: every study measures, resumes, draws its plots and writes its page."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures_models import llama_shape
+from fixtures_quality import write_data
+
+from sameseed import registry
+from sameseed.cli import main
+from sameseed.errors import ConfigError
+from sameseed.study import record, shapes
+from sameseed.study.plot import plot_paths
+from sameseed_lab.studies import _depth, _picture, _runner, _setup, assisted, concurrency, rivals, serving
+from sameseed_lab.studies._bench import BenchCell
+from sameseed_lab.studies._setup import SIZES, StudySetup
+from sameseed_lab.studies._study import Plot, Study, Tell
+
+TOY = ("--num-prompts", "2", "--max-tokens", "6", "--repeat", "1")
+CELLS = {  # enough cells of each study to draw every plot
+    "assisted": ("lengths sampled", "mixes of w4a8", "perplexity in"),
+    "concurrency": ("k=4", "head"),
+    "formats": ("w8a8", "w4a8-qoq"),
+    "serving": ("rounds", "200-20"),
+}
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plot, Path], tuple[Path, Path]]:
+    """Leave plots empty, for a study draws its plots anew each time; returns what draws them."""
+    draw = _picture.draw
+
+    def leave(plot: Plot, path: Path) -> tuple[Path, Path]:
+        paths = plot_paths(path)
+        for empty in paths:
+            empty.write_bytes(b"")
+        return paths
+
+    monkeypatch.setattr(_picture, "draw", leave)
+    return draw
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_study(
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    undrawn: Callable[[Plot, Path], tuple[Path, Path]],
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(concurrency, "CLIENTS", (1, 3))
+    monkeypatch.setattr(serving, "CLIENTS", (2,))
+    monkeypatch.setattr(serving, "FORMATS", serving.FORMATS[::2])  # fewer servers
+    flags = ["study", name, *TOY, "--out", str(tmp_path)]
+    first, *rest = CELLS[name]
+    assert main([*flags, "--only", first, "--dry-run"]) == 0
+    assert "to measure" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+    assert main([*flags, "--only", first]) == 0
+    found = record.read(tmp_path / f"{name}.jsonl")
+    assert found and all(r["study"] == name and r["size"] == "small" for r in found)
+    assert main([*flags, "--only", first, *rest]) == 0
+    again = record.read(tmp_path / f"{name}.jsonl")
+    assert again[: len(found)] == found and len(again) > len(found), "what was there is not measured again"
+    monkeypatch.setattr(_picture, "draw", undrawn)
+    assert main([*flags, "--only", first, *rest]) == 0
+    assert len(record.read(tmp_path / f"{name}.jsonl")) == len(again)
+    assert all(r["usage"]["cpu_share"] is not None for r in again)
+    page = html.unescape((tmp_path / f"{name}.html").read_text())
+    assert all(drawn.stat().st_size > 1000 for suffix in ("svg", "png") for drawn in tmp_path.glob(f"*.{suffix}"))
+    assert _runner.load(name).source.split(",")[0] in page
+    assert page.count("data:image/svg+xml") == len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.png")))
+    assert not re.search(r"<(script|link)|src=.http", page), "the page needs nothing else"
+
+
+def test_every_study_is_tested() -> None:
+    assert {*CELLS, "rivals"} == set(registry.names("studies"))
+
+
+def test_engines_that_are_not_here_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEERS_HOME", str(tmp_path / "none"))
+    assert main(["study", "rivals", "--dry-run", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert all(engine in shown for engine in rivals.ENGINES) and shown.count("make peers") == 2 * len(rivals.ENGINES)
+    assert main(["study", "rivals", "--out", str(tmp_path)]) == 2
+    assert "nothing of rivals is measured" in capsys.readouterr().err
+    monkeypatch.setattr(rivals, "PEERS", tmp_path / "gone")
+    assert "a checkout" in _runner.plan("rivals", StudySetup("small", tmp_path))[0].wrong
+
+
+def test_a_comparison_with_engines_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: Callable[[Plot, Path], tuple[Path, Path]]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(_picture, "draw", undrawn)
+    lines = (Path(__file__).parents[2] / "benchmarks/results/peers.jsonl").read_text().splitlines()
+    made = rivals.split(json.loads(lines[-1]))
+    monkeypatch.setattr(rivals.PeerCell, "check", lambda cell, setup: None)
+    monkeypatch.setattr(rivals.PeerCell, "measure", lambda cell, setup, tell: made)
+    assert main(["study", "rivals", "--only", "llama_cpp passes", "--out", str(tmp_path)]) == 0
+    assert len(record.read(tmp_path / "rivals.jsonl")) == len(made)
+    page = (tmp_path / "rivals.html").read_text()
+    assert "sameseed w4a8 / llama.cpp Q4_0" in page and "no publication" in page
+
+
+@pytest.mark.parametrize("name", registry.names("studies"))
+@pytest.mark.parametrize("size", SIZES)
+def test_the_grid_of_a_size(name: str, size: str, tmp_path: Path) -> None:
+    study = _runner.load(name)
+    assert isinstance(study, Study) and study.source and study.data and study.differs
+    names = [cell.name for cell in study.cells(size)]
+    assert names and len(set(names)) == len(names)
+    planned = _runner.plan(name, StudySetup(size, tmp_path))
+    assert not any(p.done for p in planned) and len({p.digest for p in planned}) == len(planned)
+    if size == "small" and name in CELLS:
+        wrong = {p.cell.name: p.wrong for p in planned if p.wrong}
+        assert all("HumanEval" in cell and "--data DIR: fetch HumanEval.jsonl.gz" in why for cell, why in wrong.items())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_target_of_70b_by_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cell measures part of the large shape; the gain is tokens per round over the costs of the paper's model."""
+    pytest.importorskip("matplotlib")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    base = {**shapes.SHAPES["smollm2-135m"], **sizes, "vocab_size": 512}
+    large, small = ({**base, "num_hidden_layers": n} for n in (9, 2))
+    monkeypatch.setattr(shapes, "SHAPES", {_depth.LARGE: large, _depth.MIDDLE: small})
+    flags = ["study", "formats", "--size", "true", "--only", "70b", *TOY, "--out", str(tmp_path)]
+    assert main(flags) == 0
+    (deep,) = record.read(tmp_path / "formats.jsonl")
+    assert deep["shape"]["num_layers"] == 9 and deep["measured_layers"] == [2, 6] and deep["draft"]["costs"]
+    assert "Left out" not in (tmp_path / "formats.html").read_text()
+    model = {"accepted_per_pos": [80, 60, 45], "mean_acceptance_length": 2.85}  # of 100 drafts
+    plan = _depth.hierarchy(deep, model, 2.0)
+    assert [plan.tokens[k] for k in (1, 2, 3)] == pytest.approx([1.8, 2.4, 2.85])
+    assert plan.tokens[4] == pytest.approx(2.85 + 0.45 * 0.75), "it falls on as before"
+    assert plan.alone_ms == 2.0 * plan.token_ms
+    assert plan.gain(2) == pytest.approx(2.4 / (plan.checks[2] + 2 * plan.token_ms / plan.plain_ms))
+    assert plan.gain(plan.best) == max(plan.gain(k) for k in plan.checks)
+    assert len(plan.table().rows) == _depth.LONGEST and "8B model that has a head" in plan.finding()
+
+
+def test_settings_decide_what_is_there(tmp_path: Path) -> None:
+    cell = _runner.load("assisted").cells("small")[0]
+    keys = {
+        StudySetup("small", tmp_path, **more).digest(cell)
+        for more in ({}, {"repeat": 2}, {"max_tokens": 9}, {"num_prompts": 3}, {"threads": 1})
+    }
+    assert len(keys) in (4, 5)  # a machine with one core cannot use another number of threads
+
+
+def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, says in (
+        (["asisted"], "did you mean 'assisted'"),
+        (["assisted", "--size", "huge"], "--size is small or true"),
+        (["assisted", "--repeat", "0"], "--repeat must be at least 1"),
+        (["assisted", "--only", "nothing"], "there are: embedded-draft lengths greedy"),
+        (["assisted", "--prompts", str(tmp_path / "wikitext.txt")], "--prompts wikitext fetches the set"),
+        (["formats", "--prompts", f"spec-bench:{tmp_path}"], "fetch Spec-Bench's question.jsonl"),
+    ):
+        assert main(["study", *flags, "--out", str(tmp_path)]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["study", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in registry.names("studies"))
+
+
+def test_quality_by_format(tmp_path: Path) -> None:
+    """Perplexity and HumanEval beside published values, also if no speed was measured; plots name the small draft."""
+    pytest.importorskip("matplotlib")
+    write_data(tmp_path)
+    flags = ["study", "assisted", *TOY, "--data", str(tmp_path), "--out", str(tmp_path)]
+    assert main([*flags, "--only", "HumanEval in bf16", "perplexity in bf16", "perplexity in nf4"]) == 0
+    made = {(r["config"]["format"], *r["config"]["tasks"], r["config"]["temperature"]): r for r in _records(tmp_path)}
+    assert set(made) == {
+        ("bf16", "perplexity", 0.0),
+        ("nf4", "perplexity", 0.0),
+        ("bf16", "humaneval", 0.0),
+        ("bf16", "humaneval", 0.7),
+    }
+    assert made["bf16", "humaneval", 0.7]["tasks"][0]["num_questions"] == 2
+    report = assisted.STUDY.report(_records(tmp_path))
+    ours = {p.what: p.ours for p in report.published}
+    ratio = (
+        made["nf4", "perplexity", 0.0]["perplexity"]["value"] / made["bf16", "perplexity", 0.0]["perplexity"]["value"]
+    )
+    assert ours["perplexity in 4 bit (nf4) over bf16"] == ratio
+    assert ours["HumanEval pass@1 in bf16, sampled"] == 0.0 and ours["perplexity in 8 bit over bf16"] is None
+    assert "no speed was measured" in (tmp_path / "assisted.html").read_text()
+    assert main([*flags, "--only", "mixes of w4a8"]) == 0
+    (lengths,) = [p for p in assisted.STUDY.report(_records(tmp_path)).plots if p.name == "mixes"]
+    assert {s.label for panel in lengths.panels for s in panel.series} == {"embedded-draft, target w4a8"}
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return record.read(folder / "assisted.jsonl")
+
+
+def test_only_what_ran_now_decides_the_exit_code(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    flags = ["study", "assisted", "--only", "mixes of w4a8", *TOY, "--out", str(tmp_path)]
+    assert main(flags) == 0
+    found = _records(tmp_path)
+    for r, digest in ((found[-1], "another"), (found[-1], found[-1]["digest"])):
+        record.append(tmp_path / "assisted.jsonl", {**r, "equals_plain": False, "digest": digest})
+        assert main(flags) == (0 if digest == "another" else 1)
+
+
+def test_a_true_size_that_memory_does_not_hold_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_setup, "available_memory", lambda: 12 * 2**30)
+    wrong = {p.cell.name: p.wrong for p in _runner.plan("assisted", StudySetup("true", tmp_path))}
+    assert "llama-3.1-8b bf16 15.0" in wrong["1b lengths greedy"] and "12.0 are free" in wrong["1b lengths greedy"]
+    assert not wrong["1b mixes of w4a8"]
+
+
+def test_twins_are_made_once_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    shapes = {
+        "llama-3.1-8b": llama_shape(512, (16, 4, 32), vocab=4200, inner=800, layers=10),
+        "llama-3.2-1b": llama_shape(400, (12, 4, 32), vocab=4200, inner=600, layers=3),
+    }
+    monkeypatch.setattr(_setup, "find_shape", shapes.__getitem__)
+    monkeypatch.setattr(_setup, "available_memory", lambda: 2**40)  # the check is of the true shapes
+    flags = ["study", "assisted", "--size", "true", "--only", "1b mixes of w4a8", *TOY, "--out", str(tmp_path)]
+    assert main(flags) == 0
+    made = {folder.name: folder.stat().st_mtime_ns for folder in (tmp_path / "twins").iterdir()}
+    assert set(made) == {"target-llama-3.1-8b", "1b-llama-3.2-1b"}
+    found = record.read(tmp_path / "assisted.jsonl")
+    assert {r["config"]["model"] for r in found} == {"target-llama-3.1-8b"} and {r["size"] for r in found} == {"true"}
+    assert all(r["equals_plain"] for r in found)
+    (tmp_path / "assisted.jsonl").unlink()
+    assert main(flags) == 0
+    assert made == {folder.name: folder.stat().st_mtime_ns for folder in (tmp_path / "twins").iterdir()}
+
+
+def test_a_cell_that_fails_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    measure = BenchCell.measure
+
+    def failing(cell: BenchCell, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
+        if cell.format == "nf4":
+            raise ConfigError("no luck with nf4")
+        return measure(cell, setup, tell)
+
+    monkeypatch.setattr(BenchCell, "measure", failing)
+    flags = ["study", "assisted", "--only", "of nf4", "of w4a8", *TOY, "--out", str(tmp_path)]
+    assert main(flags) == 1
+    assert "embedded-draft mixes of nf4: no luck" in capsys.readouterr().err
+    assert {r["config"]["format"] for r in record.read(tmp_path / "assisted.jsonl")} == {"w4a8"}
+    assert "no luck with nf4" in (tmp_path / "assisted.html").read_text()
+    monkeypatch.setattr(BenchCell, "measure", measure)
+    assert main(flags) == 0 and "no luck" not in (tmp_path / "assisted.html").read_text()
