@@ -30,6 +30,7 @@ HEADS = {
 BLOCKS = ("dflash", "dspark")  # speculators_model_type of block heads
 LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type of a speculator's layer
 ROTATED_FOR = "rotated_for"  # key of config.json: the seed of the target's rotation that a head was adapted to
+TARGET_SIGNS = "target_signs"  # key of config.json: `eagle_loader.embedding_signs` of the target
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # if missing: the target's (2), none, no offsets
 
 

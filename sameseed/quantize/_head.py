@@ -19,7 +19,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import read_json
 from sameseed.models.eagle_loader import open_head
-from sameseed.models.head_config import ROTATED_FOR, HeadConfig, is_head, rotation_of
+from sameseed.models.head_config import ROTATED_FOR, TARGET_SIGNS, HeadConfig, is_head, rotation_of
 from sameseed.models.loader import open_checkpoint, read_config
 from sameseed.models.safetensors_file import write_file, write_safetensors
 from sameseed.models.save import check_destination, copy_files, new_folder
@@ -55,11 +55,12 @@ def turn_head(head: Path, target: Path, out: Path, original: Path | None = None,
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = _lm_head(head, config, original)
     _fold(tensors, config, layer, seed)
+    plain = {key: value for key, value in raw.items() if key != TARGET_SIGNS}  # the rotated embedding has others
     with new_folder(out, overwrite, head) as folder:
         copy_files(head, folder)
         write_safetensors(folder / "model.safetensors", tensors)
         card = f"# {head.name}, for {target.name}\n\nWritten by sameseed from {head.name}: turned with its target.\n"
-        for name, text in {"config.json": json.dumps({**raw, ROTATED_FOR: seed}, indent=2), "README.md": card}.items():
+        for name, text in {"config.json": json.dumps({**plain, ROTATED_FOR: seed}, indent=2), "README.md": card}.items():
             write_file(folder / name, [text.encode()])
     return out
 

@@ -20,7 +20,7 @@ from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_config import parse_head_config, read_head_config
-from sameseed.models.eagle_loader import head_bytes, load_head, with_vocabulary
+from sameseed.models.eagle_loader import embedding_signs, head_bytes, load_head, with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, Level
 from sameseed.models.head_config import HeadConfig, expected_tensors, is_head
 from sameseed.models.llama import Llama
@@ -352,3 +352,20 @@ def test_old_heads_are_known_by_their_fc(folder: Path, tmp_path: Path) -> None:
     assert read_head_config(head).kind == "eagle"
     assert not is_head(folder)
     assert not is_head(target_folder(tmp_path / "one", num_hidden_layers=1))
+
+
+def test_a_head_is_refused_by_the_signs_of_another_targets_embedding(folder: Path, tmp_path: Path) -> None:
+    head, _, _, _ = made(tmp_path / "head", "eagle3")
+    target = load_model(folder, ops.resolve("reference"))
+    raw = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**raw, "target_signs": embedding_signs(target)}))
+    rounded = load_model(folder, ops.resolve("reference"), QuantScheme.parse("w4a8-g32,lm_head=w4a8-g32"))
+    for same in (target, rounded):
+        load_head(head, same, same.ops)
+    write_model(tmp_path / "other", num_hidden_layers=3, seed=77)
+    other = load_model(tmp_path / "other", ops.resolve("reference"))
+    with pytest.raises(ConfigError, match="trained for this target"):
+        load_head(head, other, other.ops)
+    (head / "config.json").write_text(json.dumps({**raw, "target_signs": "zz"}))
+    with pytest.raises(ModelLoadError, match="download"):
+        load_head(head, target, target.ops)
