@@ -29,10 +29,8 @@ from sameseed.scheme import QuantScheme, QuantTensor
 
 SPARE = ("d2t", "t2d")  # integer tensors; t2d is redundant and not read
 UNREAD = "confidence_head."  # prefix of block heads' unused tensors: a length policy measures confidence itself
-SIGNS = 64  # rows of an embedding, and columns of each, whose signs identify a target
-# Of SIGNS^2 signs of two unrelated embeddings half are equal, with a deviation of 0.8 %. Rounding to 4 bits changes only
-# signs of values below half a step, a few per cent of all.
-LEAST_EQUAL = 0.75
+SIGNS = 64  # rows of an embedding, and columns of each, whose signs tell targets apart
+MOST_DIFFERING = 0.25  # unrelated: half of all signs, +- 0.8 %; the same rounded to 4 bits: those below half a step
 CHUNK = 4096  # rows of an LM head that are floats at one time
 
 
@@ -122,14 +120,11 @@ def check_signs(folder: Path, target: Llama) -> None:
     if recorded is None:
         return
     try:
-        both = np.frombuffer(bytes.fromhex(recorded) + bytes.fromhex(embedding_signs(target)), np.uint8).reshape(2, -1)
-    except (TypeError, ValueError):
+        differing = (int(str(recorded), 16) ^ int(embedding_signs(target), 16)).bit_count()
+    except ValueError:
         raise ModelLoadError(f"{folder}: {TARGET_SIGNS} in config.json is damaged; download the head again") from None
-    if 1 - np.unpackbits(both[0] ^ both[1]).mean() < LEAST_EQUAL:
-        raise ConfigError(
-            f"the head {folder} was trained for another target: the signs of its embedding differ from those of this "
-            "one; use a head that was trained for this target"
-        )
+    if differing > MOST_DIFFERING * SIGNS**2:
+        raise ConfigError(f"the head {folder} was trained for another target; use one that was trained for this target")
 
 
 def read_head(

@@ -43,6 +43,7 @@ def turn_head(head: Path, target: Path, out: Path, original: Path | None = None,
     if not is_head(head):
         raise ConfigError(f"{head} is no draft head; --head-for turns one, e.g. sameseed quantize HEAD --head-for DIR")
     raw, seed = read_json(head / "config.json"), _seed(target)
+    raw.pop(TARGET_SIGNS, None)  # the rotated embedding has others
     if ROTATED_FOR in raw:
         raise ConfigError(
             f"{head} was turned before, for a rotation of seed {raw[ROTATED_FOR]}; give the head as it was"
@@ -55,13 +56,12 @@ def turn_head(head: Path, target: Path, out: Path, original: Path | None = None,
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = _lm_head(head, config, original)
     _fold(tensors, config, layer, seed)
-    plain = {key: value for key, value in raw.items() if key != TARGET_SIGNS}  # the rotated embedding has others
     with new_folder(out, overwrite, head) as folder:
         copy_files(head, folder)
         write_safetensors(folder / "model.safetensors", tensors)
         card = f"# {head.name}, for {target.name}\n\nWritten by sameseed from {head.name}: turned with its target.\n"
-        for name, text in {"config.json": json.dumps({**plain, ROTATED_FOR: seed}, indent=2), "README.md": card}.items():
-            write_file(folder / name, [text.encode()])
+        write_file(folder / "config.json", [json.dumps({**raw, ROTATED_FOR: seed}, indent=2).encode()])
+        write_file(folder / "README.md", [card.encode()])
     return out
 
 

@@ -111,20 +111,6 @@ def test_compose_starts_what_we_have(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert made["command"] == container()["args"] and made["image"] == container()["image"]
 
 
-def test_compose_reads_the_metrics() -> None:
-    made = compose()
-    (settings,) = documents("prometheus.yml")
-    (job,) = settings["scrape_configs"]
-    (secret,) = made["services"]["prometheus"]["secrets"]
-    assert job["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
-    assert made["secrets"][secret]["environment"] == KEY_VARIABLE
-    ((target,),) = [static["targets"] for static in job["static_configs"]]
-    host, _, port = target.partition(":")
-    assert f"--port={port}" in made["services"][host]["command"]
-    (mount,) = made["services"]["prometheus"]["volumes"]
-    assert (DEPLOY / mount.split(":")[0]).is_file()
-
-
 async def test_the_paths_are_served() -> None:
     (job,) = documents("prometheus.yml")[0]["scrape_configs"]
     (monitor,) = documents("podmonitor.yaml")
