@@ -9,9 +9,7 @@ import torch
 from fixtures_eagle import LAYER, _norm, _rotate, target_states, write_head
 from torch import Tensor
 
-from sameseed.models.block_config import BlockConfig
-from sameseed.models.eagle_config import parse_head_config
-from sameseed.models.head_config import expected_tensors
+from sameseed.models.head_config import BlockConfig, expected_tensors, parse_head_config
 from sameseed.models.llama import Llama
 
 LAYOUTS = ("z-lab", "DeepSpec", "dflash", "dspark")

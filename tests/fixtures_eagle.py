@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.eagle_config import parse_head_config
-from sameseed.models.head_config import HeadConfig, expected_tensors
+from sameseed.models.head_config import HeadConfig, expected_tensors, parse_head_config
 from sameseed.models.llama import Llama
 
 LAYER = {

@@ -168,8 +168,7 @@ def _first_line(text: str | None) -> str:
 def _model(name: str) -> dict[str, Any]:
     """Shape and size of an embedded model, and the path of its card; for a missing model the reason."""
     from sameseed.errors import ModelLoadError
-    from sameseed.models.eagle_config import read_head_config
-    from sameseed.models.head_config import expected_tensors, is_head
+    from sameseed.models.head_config import expected_tensors, is_head, read_head_config
     from sameseed.models.loader import read_config, resolve_model
 
     folder = resolve_model(name)

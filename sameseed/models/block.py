@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.block_config import BlockConfig
+from sameseed.models.head_config import BlockConfig
 from sameseed.models.layers import LayerWeights, rope_table, run_layer
 from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantTensor

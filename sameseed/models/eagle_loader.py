@@ -15,12 +15,17 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.block import BlockHead, BlockWeights
-from sameseed.models.block_config import BlockConfig
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.eagle import EagleHead, HeadWeights
-from sameseed.models.eagle_config import read_head_config
-from sameseed.models.head_config import OPTIONAL, TARGET_SIGNS, HeadConfig, expected_tensors
+from sameseed.models.head_config import (
+    OPTIONAL,
+    TARGET_SIGNS,
+    BlockConfig,
+    HeadConfig,
+    expected_tensors,
+    read_head_config,
+)
 from sameseed.models.llama import Llama
 from sameseed.models.vocabulary import take_rows
 from sameseed.models.weights import Progress, WeightReader, dense_format, weight_bytes

@@ -19,8 +19,7 @@ from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.formats import _losses
 from sameseed.models.config import EMBEDDED, ModelConfig, read_json
 from sameseed.models.draft_format import few_bits, following
-from sameseed.models.eagle_config import read_head_config
-from sameseed.models.head_config import HeadConfig, expected_tensors, is_head
+from sameseed.models.head_config import HeadConfig, expected_tensors, is_head, read_head_config
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import (

@@ -43,11 +43,8 @@ def turn_head(head: Path, target: Path, out: Path, original: Path | None = None,
     if not is_head(head):
         raise ConfigError(f"{head} is no draft head; --head-for turns one, e.g. sameseed quantize HEAD --head-for DIR")
     raw, seed = read_json(head / "config.json"), _seed(target)
-    raw.pop(TARGET_SIGNS, None)  # the rotated embedding has others
     if ROTATED_FOR in raw:
-        raise ConfigError(
-            f"{head} was turned before, for a rotation of seed {raw[ROTATED_FOR]}; give the head as it was"
-        )
+        raise ConfigError(f"{head} was turned before, for the seed {raw[ROTATED_FOR]}; give the head as it was")
     with open_head(head, read_config(target)) as (config, files, shapes, layer):
         _check(head, config, files, shapes)
         tensors = {name: files.tensor(name) for name in shapes}
@@ -60,8 +57,9 @@ def turn_head(head: Path, target: Path, out: Path, original: Path | None = None,
         copy_files(head, folder)
         write_safetensors(folder / "model.safetensors", tensors)
         card = f"# {head.name}, for {target.name}\n\nWritten by sameseed from {head.name}: turned with its target.\n"
-        write_file(folder / "config.json", [json.dumps({**raw, ROTATED_FOR: seed}, indent=2).encode()])
-        write_file(folder / "README.md", [card.encode()])
+        config_text = json.dumps({**raw, ROTATED_FOR: seed, TARGET_SIGNS: None}, indent=2)
+        for name, text in {"config.json": config_text, "README.md": card}.items():
+            write_file(folder / name, [text.encode()])
     return out
 
 

@@ -20,10 +20,9 @@ from sameseed.engine.engine import Engine
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.models.block import BlockHead
-from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig, read_json
-from sameseed.models.eagle_config import parse_head_config, read_head_config
 from sameseed.models.eagle_loader import load_head
+from sameseed.models.head_config import BlockConfig, parse_head_config, read_head_config
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantScheme

@@ -15,7 +15,7 @@ from lawkit import MODEL_VOCAB, write_model
 
 from sameseed import devices
 from sameseed.errors import ConfigError
-from sameseed.models.eagle_config import parse_head_config
+from sameseed.models.head_config import parse_head_config
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed_lab.twin import make_head_twin, make_twin
 from sameseed_lab.twin.source import TwinSource

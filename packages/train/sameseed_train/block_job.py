@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from sameseed.models.block_config import BlockConfig
-from sameseed.models.head_config import ROTATED_FOR
+from sameseed.models.head_config import BlockConfig
 from sameseed.models.llama import Llama
 from sameseed.models.safetensors_file import write_model
 from sameseed_train.block_model import BlockForTraining, BlockLayer
@@ -185,7 +184,7 @@ def export_block(
     target_ids: Tensor | None,
     folder: Path,
     dtype: str = "bfloat16",
-    rotation: int | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> None:
     """Write the head in the layout of speculators (`dspark`, or `dflash` without a Markov head).
 
@@ -200,6 +199,5 @@ def export_block(
         "rope_scaling": rope_scaling(c.layer.rope),
         "tie_word_embeddings": False,
     }
-    turned = {} if rotation is None else {ROTATED_FOR: rotation}
-    config = {**c.settings(), "torch_dtype": dtype, "transformer_layer_config": layer, **turned}
+    config = {**c.settings(), "torch_dtype": dtype, "transformer_layer_config": layer} | (facts or {})
     write_model(folder, tensors, {"config.json": config})

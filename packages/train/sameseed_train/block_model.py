@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig
+from sameseed.models.head_config import BlockConfig
 from sameseed.models.layers import rope_table
 from sameseed_train.model import Attention, Mlp, RMSNorm, rotate
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig
-from sameseed.models.head_config import rotation_of
+from sameseed.models.eagle_loader import embedding_signs
+from sameseed.models.head_config import ROTATED_FOR, TARGET_SIGNS, BlockConfig, rotation_of
+from sameseed.models.llama import Llama
 from sameseed.models.loader import load_tokenizer
 from sameseed.scheme import QuantScheme
 from sameseed_train import block_job, head_measure
@@ -69,15 +70,15 @@ def run_head(
         start_from_target(head, own.target, target_ids)
         job = head_job(head.to(device), own, target_ids, recipe, out)
     texts = head_measure.write_held_out(own, prompts, out / "held-out", recipe) if prompts else None
-    rotation, progress, found = rotation_of(folder), dict[str, Any](), dict[str, Any]()
+    facts, progress, found = target_facts(folder, own.target), dict[str, Any](), dict[str, Any]()
     for point in measured_at(recipe.train.steps, stop_after):
         progress = train(job, log, quiet=quiet, stop_after=point)
         if progress["step"] > point:  # measured before a resume
             continue
         if isinstance(head, BlockForTraining):
-            block_job.export_block(head, target_ids, out / "head", rotation=rotation)
+            block_job.export_block(head, target_ids, out / "head", facts=facts)
         else:
-            export_head(head, target_ids, out / "head", rotation=rotation)
+            export_head(head, target_ids, out / "head", facts=facts)
         if texts is not None:
             found = head_measure.measure_head(out / "head", own, texts, [domain for _, domain in prompts])
             counts = {"step": progress["step"], "tokens": progress["tokens"], "text_tokens": own.texts.num_tokens}
@@ -91,6 +92,12 @@ def run_head(
         pack_head(out / "head", out / "packed", QuantScheme.parse(recipe.store))
         shutil.copy(out / "head" / "README.md", out / "packed")
     return Trained(out / "head", results)
+
+
+def target_facts(folder: Path, target: Llama) -> dict[str, Any]:
+    """What a head's config.json says of its target: the signs of its embedding, and the seed of a rotation."""
+    rotation = rotation_of(folder)
+    return {TARGET_SIGNS: embedding_signs(target)} | ({} if rotation is None else {ROTATED_FOR: rotation})
 
 
 def held_out_prompts(recipe: HeadRecipe, sources: Sources, folder: Path, target: ModelConfig) -> list[Prompt]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.models.config import RopeConfig
-from sameseed.models.head_config import ROTATED_FOR
 from sameseed.models.llama import Llama
 from sameseed.models.safetensors_file import write_model
 from sameseed.ops import Ops, normed_rows
@@ -210,13 +209,13 @@ def export_head(
     target_ids: Tensor | None,
     folder: Path,
     dtype: str = "bfloat16",
-    rotation: int | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> None:
     """Write the head in the plain EAGLE-3 layout (`LlamaForCausalLMEagle3`), which vLLM reads too.
 
     `target_ids` int64 [Vd]: the target's token id of each token of the head. d2t int64 [Vd] holds offsets
     (id = i + d2t[i]); t2d bool [V] marks the tokens that the head has. The embedding is not written, because it is the
-    target's; nor is the LM head if the vocabulary is whole. `rotation`: the seed of the target's rotation, if any.
+    target's; nor is the LM head if the vocabulary is whole. `facts`: more of its config.json (`head.target_facts`).
     """
     c, layer = head.config, head.config.layer
     tensors = {n: p.to(getattr(torch, dtype)) for n, p in head.named_parameters()}
@@ -231,8 +230,7 @@ def export_head(
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
     }
-    turned = {} if rotation is None else {ROTATED_FOR: rotation}
-    write_model(folder, tensors, {"config.json": config | turned})
+    write_model(folder, tensors, {"config.json": config | (facts or {})})
 
 
 def pack_head(folder: Path, out: Path, quant: QuantScheme) -> None:

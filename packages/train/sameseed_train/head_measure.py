@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from sameseed.models.block_config import BlockConfig
-from sameseed.models.eagle_config import read_head_config
+from sameseed.models.head_config import BlockConfig, read_head_config
 from sameseed.scheme import cache_format
 from sameseed_train.block_job import block_batch, choose_anchors, inputs, whole_rows, whole_weight
 from sameseed_train.block_model import BlockForTraining

@@ -7,9 +7,8 @@ from typing import Any
 
 from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
-from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig, RopeConfig
-from sameseed.models.head_config import HeadConfig
+from sameseed.models.head_config import BlockConfig, HeadConfig
 from sameseed.scheme import QuantScheme
 from sameseed_train.optim import OptimSettings
 from sameseed_train.own import OwnRecipe

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sameseed.models.block_config import BlockConfig
-from sameseed.models.head_config import HeadConfig
+from sameseed.models.head_config import BlockConfig, HeadConfig
 from sameseed_train.card import FRONT_MATTER, source_table, table
 from sameseed_train.head_measure import NEW_TOKENS, NUM_DRAFT_TOKENS
 from sameseed_train.head_recipe import HeadRecipe

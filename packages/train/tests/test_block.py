@@ -15,18 +15,17 @@ from lawkit import MODEL_VOCAB, write_model
 from safetensors.torch import load_file
 
 from sameseed import ops
-from sameseed.cli import train as cli
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.block import BlockHead
-from sameseed.models.block_config import BlockConfig
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_loader import load_head
+from sameseed.models.head_config import BlockConfig
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
-from sameseed_train import head_measure
+from sameseed_train import command, head_measure
 from sameseed_train.block_job import block_batch, choose_anchors, export_block, inputs, whole_rows, whole_weight
 from sameseed_train.block_model import BlockForTraining
 from sameseed_train.head import run_head
@@ -181,7 +180,7 @@ def test_recipes_that_cannot_be(folder: Path, tmp_path: Path, changes: dict[str,
 
 
 def test_flags_stand_for_settings(folder: Path) -> None:
-    args = cli.HeadArgs(kind="block", num_layers=5, markov_rank=0, draft_vocab_size=100)
-    recipe = cli.with_flags(HeadRecipe(), args)
+    args = command.HeadArgs(kind="block", num_layers=5, markov_rank=0, draft_vocab_size=100)
+    recipe = command.with_flags(HeadRecipe(), args)
     assert (recipe.kind, recipe.block.num_layers, recipe.block.markov_rank) == ("block", 5, 0)
     assert recipe.size.draft_vocab_size == 100

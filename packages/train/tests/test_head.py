@@ -19,10 +19,9 @@ from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.eagle_config import read_head_config
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner, Level
-from sameseed.models.head_config import expected_tensors
+from sameseed.models.head_config import expected_tensors, read_head_config
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence

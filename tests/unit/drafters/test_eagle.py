@@ -26,8 +26,8 @@ from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.lengths.confidence import ConfidenceLength
-from sameseed.models.eagle_config import parse_head_config
 from sameseed.models.eagle_loader import load_head
+from sameseed.models.head_config import parse_head_config
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
 from sameseed.spec.drafter import Span, level_metrics

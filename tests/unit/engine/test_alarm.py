@@ -17,8 +17,8 @@ from sameseed import ops
 from sameseed.config import SpecConfig
 from sameseed.engine.alarm import Alarm, is_useless
 from sameseed.lengths import _budget
-from sameseed.models.eagle_config import parse_head_config
 from sameseed.models.eagle_loader import load_head
+from sameseed.models.head_config import parse_head_config
 from sameseed.request import SamplingParams, SpecMetrics
 from sameseed.spec.drafter import Drafter, NoDrafter
 

@@ -17,11 +17,9 @@ from sameseed import ops
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.block import BlockHead
-from sameseed.models.block_config import BlockConfig
 from sameseed.models.block_runner import BlockRunner
-from sameseed.models.eagle_config import read_head_config
 from sameseed.models.eagle_loader import head_bytes, load_head, with_vocabulary
-from sameseed.models.head_config import is_block, is_head
+from sameseed.models.head_config import BlockConfig, is_block, is_head, read_head_config
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence

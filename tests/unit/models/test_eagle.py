@@ -19,10 +19,9 @@ from sameseed.batch import Rows, build_batch
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle import EagleHead
-from sameseed.models.eagle_config import parse_head_config, read_head_config
 from sameseed.models.eagle_loader import embedding_signs, head_bytes, load_head, with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, Level
-from sameseed.models.head_config import HeadConfig, expected_tensors, is_head
+from sameseed.models.head_config import HeadConfig, expected_tensors, is_head, parse_head_config, read_head_config
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.ops import plain_rows

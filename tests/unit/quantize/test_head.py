@@ -18,9 +18,9 @@ from sameseed.engine.build import assemble, build_engine
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.eagle_config import parse_head_config
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
+from sameseed.models.head_config import parse_head_config
 from sameseed.models.loader import load_model
 from sameseed.quantize._head import turn_head
 from sameseed.quantize._plan import QuantizePlan

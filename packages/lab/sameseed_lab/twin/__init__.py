@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sameseed import devices
-from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.eagle_loader import open_head, target_ids
-from sameseed.models.head_config import HeadConfig
+from sameseed.models.head_config import BlockConfig, HeadConfig
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.safetensors_file import write_file
 from sameseed.models.save import SHARD, copy_files, new_folder, source_config

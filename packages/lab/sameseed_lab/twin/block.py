@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sameseed.models.block_config import BlockConfig
+from sameseed.models.head_config import BlockConfig
 from sameseed_lab.twin.head import HeadTwinSource
 from sameseed_lab.twin.source import QUIET, RANDOM, Image
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.models.block_config import BlockConfig
-from sameseed.models.head_config import HeadConfig, expected_tensors
+from sameseed.models.head_config import BlockConfig, HeadConfig, expected_tensors
 from sameseed.models.weights import TensorSource
 from sameseed_lab.twin.layout import PENALTY, TwinLayout, make_layout
 from sameseed_lab.twin.source import NONE, QUIET, Image, TwinSource

@@ -10,10 +10,10 @@ from sameseed.engine.build import Loaded
 from sameseed.engine.levels import with_heads
 from sameseed.engine.memory import demand_of, plan_blocks
 from sameseed.models.block import BlockHead
-from sameseed.models.block_config import BlockConfig
 from sameseed.models.config import ModelConfig
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import read_block, read_head
+from sameseed.models.head_config import BlockConfig
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.models.weights import Progress, WeightReader, read_weights
