@@ -119,7 +119,7 @@ test-vllm: $(DEV) ## set up vLLM's CPU build and Ray apart, then hold what is wr
 	$(BIN)/python benchmarks/peers/environments.py --home $(PEERS_HOME) vllm
 	$(PEERS_HOME)/vllm/bin/python -m pip install --quiet '$(RAY)'
 	SAMESEED_VLLM_PYTHON=$(abspath $(PEERS_HOME))/vllm/bin/python \
-	  $(BIN)/python -m pytest -m slow tests/e2e/test_vllm_parses.py tests/e2e/test_real_vllm.py
+	  $(BIN)/python -m pytest -m slow packages/vllm/tests/test_vllm_parses.py packages/vllm/tests/test_real_vllm.py
 
 build: ## compile csrc/ again and install it (only what changed is compiled)
 	@rm -f $(READY)

@@ -49,6 +49,7 @@ COMMANDS = {
 COMPANIONS = {  # commands, and the package that has each
     **dict.fromkeys(("train", "vocabulary"), "sameseed-train"),
     **dict.fromkeys(("study", "twin", "twin-demo"), "sameseed-lab"),
+    "export": "sameseed-vllm",
 }
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130

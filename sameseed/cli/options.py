@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from itertools import pairwise
+from types import ModuleType
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -26,7 +27,7 @@ from tyro.conf import arg
 
 from sameseed import hub, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft, parse_options
-from sameseed.errors import RegistryError, RequestError
+from sameseed.errors import ConfigError, RegistryError, RequestError
 from sameseed.request import SamplingParams
 
 T = TypeVar("T")
@@ -285,14 +286,19 @@ def _engine(flags: dict[str, Any], engine: str) -> EngineChoice:
     model = flags.pop("model")
     if "draft" in flags:
         choose: Callable[[str], SpecConfig | None] = partial(draft_choice, model=model)
-        if engine == "vllm":
-            from sameseed.export.vllm_draft import OWN
-
-            choose = parse_draft if flags["draft"].partition(":")[0] in OWN else choose  # only vLLM has these
+        if engine == "vllm":  # some methods only vLLM has
+            choose = parse_draft if flags["draft"].partition(":")[0] in companion("vllm").OWN else choose
         flags["draft"] = choose(flags["draft"])
     if "draft_options" in flags:
         flags["draft_options"] = parse_options(flags["draft_options"])
     return EngineChoice(model, flags)
+
+
+def companion(engine: str) -> ModuleType:
+    """The module of another engine, as `--engine` names it. Raises ConfigError if its package is not installed."""
+    if engine not in registry.names("engines"):
+        raise ConfigError(f"--engine {engine} needs the package sameseed-{engine}: pip install sameseed-{engine}")
+    return registry.load("engines", engine)
 
 
 def _params(flags: dict[str, Any]) -> SamplingParams:

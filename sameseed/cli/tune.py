@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from sameseed import registry
-from sameseed.cli.options import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_HEAD, EngineChoice, draft_choice, option, parse
+from sameseed.cli.options import (
+    EMBEDDED,
+    EMBEDDED_DRAFT,
+    EMBEDDED_HEAD,
+    EngineChoice,
+    companion,
+    draft_choice,
+    option,
+    parse,
+)
 from sameseed.cli.profile import numbers
 from sameseed.errors import ConfigError
 from sameseed.request import SamplingParams
@@ -22,7 +31,6 @@ if TYPE_CHECKING:
     from sameseed.plan.grid import TuneRequest
     from sameseed.plan.regret import Regret
     from sameseed.plan.tune import TuneOutcome
-    from sameseed.plan.tune_server import ServerTuneRequest
     from sameseed.tuned import Loser, Tuned
 
 
@@ -75,9 +83,8 @@ def run(argv: Seq[str], prog: str) -> int:
     """Parse, measure, write; exit code 1 if a text differed from plain decoding's."""
     args = parse(TuneArgs, argv, prog).args
     if args.engine == "vllm":
-        from sameseed.cli.tune_vllm import run_vllm
-
-        return run_vllm(_asked_of_server(args), args.model, args.cost, args.out, args.json)
+        code: int = companion("vllm").tune(args)
+        return code
     if args.url is not None:
         raise ConfigError("--url is for --engine vllm: sameseed's own engine is started here")
     from sameseed.cli.console import keep, load_llm, stages
@@ -139,28 +146,6 @@ def _asked(args: TuneArgs) -> TuneRequest:
         args.seconds,
         args.exhaustive,
         {"device": args.device},
-    )
-
-
-def _asked_of_server(args: TuneArgs) -> ServerTuneRequest:
-    from sameseed.cli.bench_serve import read_key
-    from sameseed.plan.tune_server import ServerTuneRequest
-    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
-
-    if args.url is None:
-        raise ConfigError("--engine vllm measures a vLLM that runs: give its address with --url")
-    if len(args.drafts) != 1:
-        raise ConfigError("--engine vllm: name the one draft that it runs with, or would, with --drafts")
-    if not args.seconds > 0:
-        raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
-    return ServerTuneRequest(
-        args.url,
-        args.drafts[0],
-        tuple(read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)),
-        SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed),
-        numbers("batch", args.batch),
-        args.seconds,
-        read_key(args.api_key_file),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,9 +22,7 @@ from sameseed.server.gate import Gate
 from sameseed.server.guard import Count, Guard, visit_of
 from sameseed.server.interface import SUMMARY, described, errors, fitted, gives, page, playground, secured
 from sameseed.server.service import TOKENIZE, Service
-
-if TYPE_CHECKING:
-    from sameseed.server.replicas import Replicas
+from sameseed.server.supervised import Backend
 
 
 def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Service]:
@@ -89,7 +87,7 @@ def guarded(app: ASGIApp, config: ServerConfig, count: Count) -> ASGIApp:
     return made
 
 
-def add_state(app: FastAPI, client: EngineClient | Replicas, gate: Gate) -> None:
+def add_state(app: FastAPI, client: Backend, gate: Gate) -> None:
     """Add the routes /health and /ready, and the handlers that turn exceptions into error responses."""
 
     @app.exception_handler(HTTPException)

@@ -16,9 +16,9 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence as Seq
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -30,9 +30,7 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.connection import Patient
 from sameseed.server.errors import unavailable
 from sameseed.server.gate import Gate
-
-if TYPE_CHECKING:
-    from sameseed.server.replicas import Replicas
+from sameseed.server.supervised import Backend
 
 log = logging.getLogger("sameseed.server")
 KEEP_ALIVE = 75  # seconds that an idle connection stays open, long enough for clients that pool connections
@@ -48,7 +46,7 @@ OnFailure = Callable[[str], None]
 class Served(NamedTuple):
     """The parts of a server. `renew`: starts a rolling restart on SIGHUP; None without several replicas."""
 
-    client: EngineClient | Replicas
+    client: Backend
     app: ASGIApp
     gate: Gate
     renew: Callable[[], None] | None = None
@@ -80,42 +78,6 @@ def serve(model: str, settings: Mapping[str, Any], config: ServerConfig) -> int:
         return Served(client, app, service.gate)
 
     return asyncio.run(Runner(own, config).run())
-
-
-def serve_vllm(
-    arguments: Seq[str],
-    facts: Mapping[str, Any],
-    config: ServerConfig,
-    *,
-    python: str | None = None,
-    environments: Seq[Mapping[str, str]] = ({},),
-    notes: Seq[str] = (),
-) -> int:
-    """Serve with vLLM as the engine, otherwise as `serve`. For `arguments`, `facts` and `python` see `VllmClient`.
-
-    `environments`: environment variables of each replica. `notes`: warnings to the operator, for the log.
-    """
-    for note in notes:
-        log.warning(note)
-    try:
-        from sameseed.server.proxy import create_proxy
-        from sameseed.server.replicas import Replicas
-        from sameseed.server.vllm import VllmClient
-    except ImportError as error:
-        raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install '.[server]'") from None
-
-    several = len(environments) > 1
-
-    def one(number: int, on_failure: OnFailure) -> VllmClient:
-        more: dict[str, Any] = {"load_timeout": config.load_timeout, "on_failure": on_failure}
-        more["name"] = f"vLLM (replica {number})" if several else "vLLM"
-        return VllmClient(arguments, facts, python=python, environment=environments[number], **more)
-
-    def theirs(on_failure: OnFailure) -> Served:
-        replicas = Replicas(one, len(environments), on_failure)
-        return Served(replicas, *create_proxy(replicas, config), replicas.renew if several else None)
-
-    return asyncio.run(Runner(theirs, config).run())
 
 
 class Runner:

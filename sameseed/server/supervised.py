@@ -7,8 +7,8 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 from sameseed.server.errors import ApiError, unavailable
 
@@ -16,6 +16,20 @@ log = logging.getLogger("sameseed.server")
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before a restart, doubled each time
 STEADY = 60.0  # seconds of service after which earlier deaths no longer count
 PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # a temporary lack of descriptors, processes, memory
+
+
+class Backend(Protocol):
+    """What answers the server's requests, as the server sees it. `state`: as of Supervised; `told`: for /health."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def told(self) -> Mapping[str, Any]: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+    async def wait_ready(self) -> None: ...
+    def check_ready(self) -> None: ...
+    def end_all(self, error: ApiError) -> None: ...
 
 
 class NotStartedError(Exception):

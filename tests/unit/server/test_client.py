@@ -16,17 +16,15 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fixtures_server import pretender, program, until
+from fixtures_server import pretender, until
 from lawkit import Pair
 
 from sameseed.request import SamplingParams
-from sameseed.server import connection, frames, logs, process, run, vllm
+from sameseed.server import connection, frames, logs, process, run
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add
-from sameseed.server.link import Link
 from sameseed.server.stream import Stream
-from sameseed.server.vllm import VllmClient
 
 PRETENDER = """
 import os, socket, sys, time
@@ -168,47 +166,6 @@ async def test_what_breaks_here_is_a_death_too(start: Start, monkeypatch: pytest
     assert said[0] == "the engine's process could not be seen through (TimeoutError)"
     assert client.state == "failed" and len(pids) == 2
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    await client.close()
-
-
-async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vLLM that reports no facts still serves; then it dies, and it cannot be started again."""
-    said: list[str] = []
-    python = program(tmp_path / "python", "exec sleep 60")
-
-    async def well(link: Link, patience: float) -> bool:
-        return True
-
-    async def page(link: Link, path: str) -> bytes:
-        return b'{"data": null}'
-
-    monkeypatch.setattr(Link, "healthy", well)
-    monkeypatch.setattr(Link, "get", page)
-    monkeypatch.setattr(vllm, "LOADING", 0.0)
-    client = VllmClient([], {}, python=str(python), max_restarts=2, on_failure=said.append, first_delay=0.01)
-    client.start()
-    await asyncio.wait_for(client.wait_ready(), 20)
-    python.unlink()
-    os.kill(client.pid or 0, 9)
-    await until(lambda: said)
-    assert said[0] == "vLLM could not be started: No such file or directory"
-    await client.close()
-
-
-async def test_a_vllm_that_cannot_be_minded_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    python = program(tmp_path / "python", "exec sleep 60")
-
-    async def broken(client: VllmClient, pid: int, link: Link) -> int:
-        raise TypeError("what it says")
-
-    monkeypatch.setattr(VllmClient, "_mind", broken)
-    client = VllmClient([], {}, python=str(python), on_failure=said.append)
-    client.start()
-    with pytest.raises(ApiError, match="has stopped"):
-        await asyncio.wait_for(client.wait_ready(), 20)
-    assert said == ["vLLM could not be seen through (TypeError)"]
-    assert not Path(f"/proc/{client.pid}").exists(), "and waited for"
     await client.close()
 
 

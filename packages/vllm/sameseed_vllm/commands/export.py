@@ -30,8 +30,8 @@ class ExportArgs:
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, translate, print."""
     args = parse(ExportArgs, argv, prog).args
-    from sameseed.plan.export import export
     from sameseed.tuned import Tuned
+    from sameseed_vllm.export import export
 
     made = export(Tuned.read(args.profile), args.engine)
     if args.out is not None:

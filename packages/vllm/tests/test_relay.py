@@ -18,9 +18,9 @@ from sameseed.server.connection import CUT, Patient
 from sameseed.server.errors import unavailable
 from sameseed.server.gate import Gate
 from sameseed.server.guard import Visit
-from sameseed.server.proxy import create_proxy
-from sameseed.server.relay import Relay
-from sameseed.server.routing import RoutedCall
+from sameseed_vllm.proxy import create_proxy
+from sameseed_vllm.relay import Relay
+from sameseed_vllm.routing import RoutedCall
 
 EVENT = b'data: {"choices":[]}\n\n'
 STREAM, WHOLE = "text/event-stream; charset=utf-8", "application/json"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sameseed.server import relay
 from sameseed.server.errors import ApiError
-from sameseed.server.relay import Events, without_places
+from sameseed_vllm import relay
+from sameseed_vllm.relay import Events, without_places
 
 SECRET = "no /srv/secret/x.py at http://10.0.0.1:80/a, tcp://node:5555 or 10.0.0.2:443, 0x7f00aabbccdd"
 

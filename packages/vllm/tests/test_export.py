@@ -10,10 +10,10 @@ import pytest
 
 from sameseed.cli import main
 from sameseed.errors import ConfigError
-from sameseed.export import vllm
-from sameseed.plan.export import STALLS, export
 from sameseed.plan.profile_file import write
 from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
+from sameseed_vllm import flags as vllm
+from sameseed_vllm.export import STALLS, export
 
 CHOSEN = Chosen(draft="embedded-head", num_draft_tokens=5, max_num_seqs=16, threads=3)
 TABLE = ((1, 5), (3, 2), (9, 0))

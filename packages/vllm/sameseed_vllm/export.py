@@ -15,12 +15,12 @@ from typing import Any
 
 from sameseed.config import SpecConfig, parse_draft, written_as
 from sameseed.errors import ConfigError, SameseedError
-from sameseed.export import vllm
 from sameseed.models.config import GGUF, is_parallel
 from sameseed.models.draft_format import draft_scheme
 from sameseed.models.head_config import is_block, is_head
 from sameseed.scheme import QuantScheme
 from sameseed.tuned import TABLE_END, Chosen, Tuned
+from sameseed_vllm import flags as vllm
 
 STALLS = "a 0 in vLLM's table was reported to stall batches at its edge (vllm-project/vllm issue 49548): measure it"
 GGUF_TYPES = {"w8a8": "Q8_0", "w4a8": "Q4_0", "w4a16": "Q4_0", "bf16": "BF16", "fp16": "F16", "fp32": "F32"}

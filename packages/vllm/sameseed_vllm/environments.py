@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sameseed.errors import ConfigError
-from sameseed.export.vllm import BIND, Installed, environment
-from sameseed.export.vllm_cores import cores_of_replicas
-from sameseed.export.vllm_draft import Spread
+from sameseed_vllm.cores import cores_of_replicas
+from sameseed_vllm.draft import Spread
+from sameseed_vllm.flags import BIND, Installed, environment
 
 GPUS = "CUDA_VISIBLE_DEVICES"  # vLLM's builds for AMD GPUs read it too
 

@@ -14,15 +14,15 @@ import pytest
 
 from sameseed.cli import main
 from sameseed.errors import ConfigError
-from sameseed.plan import tune_server
-from sameseed.plan.export import export
 from sameseed.plan.metrics import Counted
 from sameseed.plan.times import EngineCosts, EnginePass, read_costs
-from sameseed.plan.tune_server import ServerTuneRequest, added, best_of, look_of, measure, next_run, rows_of
 from sameseed.request import SamplingParams
 from sameseed.study.load.wire import Exchange, exchange
 from sameseed.study.prompt_sets import Prompt
 from sameseed.tuned import Tuned
+from sameseed_vllm import tune_server
+from sameseed_vllm.export import export
+from sameseed_vllm.tune_server import ServerTuneRequest, added, best_of, look_of, measure, next_run, rows_of
 
 RIGHT = (0.8, 0.6, 0.3)
 

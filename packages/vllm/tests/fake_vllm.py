@@ -1,6 +1,6 @@
 """Stands in for vLLM's process: `fake_vllm.py START FD ARGUMENT... --uds PATH`. The prompt selects its behaviour.
 
-As `fake_vllm.py .../vllm_look.py MODULE...` it reports which vLLM is installed: FAKE_VLLM_INSTALLED, or a recent one.
+As `fake_vllm.py .../look.py MODULE...` it reports which vLLM is installed: FAKE_VLLM_INSTALLED, or a recent one.
 
 It appends what it receives, as one line of JSON each, to the file that FAKE_VLLM_SEEN names.
 """
@@ -83,7 +83,7 @@ async def complete(request: Request) -> Response:
 
 
 def main() -> None:
-    if sys.argv[1].endswith("vllm_look.py"):
+    if sys.argv[1].endswith("look.py"):
         told = {"version": "0.33.0", "cpu": False, "flags": [], "modules": sys.argv[2:]}
         print(json.dumps({**told, **json.loads(os.environ.get("FAKE_VLLM_INSTALLED", "{}"))}))
         return

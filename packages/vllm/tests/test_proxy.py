@@ -15,16 +15,15 @@ import pytest
 from fixtures_server import program, visiting
 
 from sameseed.errors import ConfigError
-from sameseed.export import vllm_installed
-from sameseed.export.vllm_installed import look
-from sameseed.server import relay, vllm
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
-from sameseed.server.link import Link
-from sameseed.server.passable import REFUSED, check
-from sameseed.server.proxy import PATHS, create_proxy, salt
-from sameseed.server.replicas import Replicas
-from sameseed.server.vllm import VllmClient
+from sameseed_vllm import client as vllm, installed as vllm_installed, relay
+from sameseed_vllm.client import VllmClient
+from sameseed_vllm.installed import look
+from sameseed_vllm.link import Link
+from sameseed_vllm.passable import REFUSED, check
+from sameseed_vllm.proxy import PATHS, create_proxy, salt
+from sameseed_vllm.replicas import Replicas
 
 KEY = "a-key-for-the-test"
 FACTS = {"max_num_seqs": 2, "method": "none"}

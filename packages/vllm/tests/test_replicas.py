@@ -15,18 +15,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sameseed.cli.serve import run
 from sameseed.errors import ConfigError
-from sameseed.export import vllm_replicas
-from sameseed.export.vllm import BIND, Installed
-from sameseed.export.vllm_cores import cores_of_replicas
-from sameseed.export.vllm_draft import Spread
-from sameseed.export.vllm_replicas import GPUS, environments
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError, unavailable
-from sameseed.server.link import Link, NotReachedError
-from sameseed.server.pages import joined
-from sameseed.server.proxy import create_proxy
-from sameseed.server.replicas import Replicas
-from sameseed.server.routing import CUTS, LONGEST, Known, RoutedCall, Standing, beginnings, best
+from sameseed_vllm import environments as vllm_replicas
+from sameseed_vllm.cores import cores_of_replicas
+from sameseed_vllm.draft import Spread
+from sameseed_vllm.environments import GPUS, environments
+from sameseed_vllm.flags import BIND, Installed
+from sameseed_vllm.link import Link, NotReachedError
+from sameseed_vllm.pages import joined
+from sameseed_vllm.proxy import create_proxy
+from sameseed_vllm.replicas import Replicas
+from sameseed_vllm.routing import CUTS, LONGEST, Known, RoutedCall, Standing, beginnings, best
 
 CHAT = "/v1/chat/completions"
 FACTS = {"max_num_seqs": 4, "method": "none"}

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from sameseed.errors import ConfigError
-from sameseed.export.vllm import Installed
+from sameseed_vllm.flags import Installed
 
-LOOK = Path(__file__).with_name("vllm_look.py")
+LOOK = Path(__file__).with_name("look.py")
 PATIENCE = 120.0  # seconds for an interpreter to start, on a busy machine
-_GET = "install it: pip install '.[vllm]', or name the python of an environment that has it with --vllm-python"
+_GET = "install it: pip install vllm, or name the python of an environment that has it with --vllm-python"
 
 
 def interpreter(python: str | None) -> str:

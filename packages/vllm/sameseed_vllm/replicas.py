@@ -14,10 +14,10 @@ from typing import Any
 
 from sameseed.server.answer import Answering
 from sameseed.server.errors import ApiError
-from sameseed.server.link import NotReachedError, Response
-from sameseed.server.routing import Known, RoutedCall, Standing, best
 from sameseed.server.supervised import not_ready
-from sameseed.server.vllm import VllmClient
+from sameseed_vllm.client import VllmClient
+from sameseed_vllm.link import NotReachedError, Response
+from sameseed_vllm.routing import Known, RoutedCall, Standing, best
 
 log = logging.getLogger("sameseed.server")
 POLL = 0.05  # seconds between checks while waiting

@@ -8,38 +8,66 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sameseed.errors import ConfigError
+from sameseed.request import SamplingParams
+
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sameseed.plan.tune_server import LengthRow, Look, ServerTuneRequest
+    from sameseed.cli.tune import TuneArgs
+    from sameseed_vllm.tune_server import LengthRow, Look, ServerTuneRequest
 
 
-def run_vllm(asked: ServerTuneRequest, model: str, cost: Path, out: Path, as_json: bool) -> int:
-    """Measure, add to the costs in `cost`, and, once lengths can be compared, write the profile to `out`."""
+def tune(args: TuneArgs) -> int:
+    """Measure, add to the costs in `args.cost`, and, once lengths can be compared, write the profile to `args.out`."""
     from sameseed.cli.console import stages
-    from sameseed.plan import tune_server
     from sameseed.plan.profile_file import write
+    from sameseed_vllm import tune_server
 
-    before = tune_server.read_before(cost)
-    with stages(f"tuning {asked.url}", as_json) as tell:
+    asked = _request(args)
+    before = tune_server.read_before(args.cost)
+    with stages(f"tuning {asked.url}", args.json) as tell:
         looks = tune_server.measure(asked, tell)
     costs = tune_server.added(before, looks, asked.draft)
-    tune_server.write_costs(costs, cost)
+    tune_server.write_costs(costs, args.cost)
     rows, todo = tune_server.rows_of(costs), tune_server.next_run(costs)
     if rows:
-        write(tune_server.as_tuned(asked, model, costs), out)
-    if as_json:
+        write(tune_server.as_tuned(asked, args.model, costs), args.out)
+    if args.json:
         said = {"looks": [asdict(x) for x in looks], "rows": [asdict(r) for r in rows], "restart": todo}
         print(json.dumps(said))
     else:
-        _show(looks, rows, todo, out)
+        _show(looks, rows, todo, args.out)
     return 0
+
+
+def _request(args: TuneArgs) -> ServerTuneRequest:
+    from sameseed.cli.bench_serve import read_key
+    from sameseed.cli.profile import numbers
+    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
+    from sameseed_vllm.tune_server import ServerTuneRequest
+
+    if args.url is None:
+        raise ConfigError("--engine vllm measures a vLLM that runs: give its address with --url")
+    if len(args.drafts) != 1:
+        raise ConfigError("--engine vllm: name the one draft that it runs with, or would, with --drafts")
+    if not args.seconds > 0:
+        raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
+    return ServerTuneRequest(
+        args.url,
+        args.drafts[0],
+        tuple(read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)),
+        SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed),
+        numbers("batch", args.batch),
+        args.seconds,
+        read_key(args.api_key_file),
+    )
 
 
 def _show(looks: Seq[Look], rows: list[LengthRow], todo: str | None, out: Path) -> None:
     """Show what was measured, which length pays, and what to run next."""
     from sameseed.cli.console import show_table, stdout_console
-    from sameseed.plan.tune_server import best_of
+    from sameseed_vllm.tune_server import best_of
 
     console = stdout_console()
     for x in looks:

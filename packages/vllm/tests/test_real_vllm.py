@@ -22,11 +22,11 @@ from fixtures_server import Server, children, serving, wait_until
 from fixtures_vllm import real_pythons, stream
 
 from sameseed import LLM, SamplingParams
-from sameseed.export.vllm_draft import model_path
-from sameseed.export.vllm_installed import look
 from sameseed.plan.replay import replay
 from sameseed.plan.texts import Text, Texts
 from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
+from sameseed_vllm.draft import model_path
+from sameseed_vllm.installed import look
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 
-NODE = Path(__file__).parents[1] / "vllm_node.py"
+NODE = Path(__file__).with_name("vllm_node.py")
 START = 1800.0  # seconds: vLLM imports a lot, in three processes
 
 

@@ -1,6 +1,6 @@
 """Prints which vLLM an interpreter has, as a line of JSON. Run by that interpreter; imports neither sameseed nor vLLM.
 
-`python vllm_look.py MODULE...` prints its version, whether it is a build for CPUs, every flag that its sources name,
+`python look.py MODULE...` prints its version, whether it is a build for CPUs, every flag that its sources name,
 and which of these modules are installed.
 """
 

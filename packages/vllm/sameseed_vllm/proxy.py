@@ -22,12 +22,12 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.gate import Gate
 from sameseed.server.guard import visit_of
 from sameseed.server.metrics import CONTENT_TYPE
-from sameseed.server.pages import joined
-from sameseed.server.passable import check, check_greedy, num_prompts
 from sameseed.server.reading import INLINE, Intake
-from sameseed.server.relay import Relay
-from sameseed.server.replicas import Replica, Replicas
-from sameseed.server.routing import RoutedCall, beginnings
+from sameseed_vllm.pages import joined
+from sameseed_vllm.passable import check, check_greedy, num_prompts
+from sameseed_vllm.relay import Relay
+from sameseed_vllm.replicas import Replica, Replicas
+from sameseed_vllm.routing import RoutedCall, beginnings
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 _PREFIX = re.compile(rb"^(# (?:HELP|TYPE) )?vllm:", re.MULTILINE)

@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from sameseed.export.vllm_installed import interpreter
 from sameseed.server.answer import Answering
 from sameseed.server.errors import ApiError, unavailable
-from sameseed.server.link import Link
 from sameseed.server.process import SECRETS, end
 from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
+from sameseed_vllm.installed import interpreter
+from sameseed_vllm.link import Link
 
 log = logging.getLogger("sameseed.server")
 START = Path(__file__).with_name("vllm_start.py")

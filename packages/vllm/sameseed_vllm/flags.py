@@ -17,8 +17,9 @@ from typing import Any
 
 from sameseed.config import CacheConfig, EngineConfig
 from sameseed.errors import ConfigError
-from sameseed.export.vllm_cores import cores_of_workers
-from sameseed.export.vllm_draft import (
+from sameseed.models.config import read_json
+from sameseed_vllm.cores import cores_of_workers
+from sameseed_vllm.draft import (
     NGRAM_AHEAD,
     OLDEST,
     ON_ONE,
@@ -31,7 +32,6 @@ from sameseed.export.vllm_draft import (
     model_path as model_path,
     speculative_config as speculative_config,
 )
-from sameseed.models.config import read_json
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # fp8 has one scale per layer, which all vLLM kernels support; the others have one per token and head, as in sameseed.

@@ -15,10 +15,10 @@ from starlette.types import Receive, Scope, Send
 from sameseed.server.answer import Answering
 from sameseed.server.errors import ApiError, clean, internal, unavailable
 from sameseed.server.gate import Ticket
-from sameseed.server.link import read_some
-from sameseed.server.replicas import Replicas
 from sameseed.server.replies import DONE, event
-from sameseed.server.routing import RoutedCall
+from sameseed_vllm.link import read_some
+from sameseed_vllm.replicas import Replicas
+from sameseed_vllm.routing import RoutedCall
 
 log = logging.getLogger("sameseed.server")
 MAX_EVENT = 64 * 2**20  # bytes: the log-probabilities of a long prompt are one event

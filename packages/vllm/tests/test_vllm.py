@@ -13,9 +13,9 @@ import pytest
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.export import vllm, vllm_draft
-from sameseed.export.vllm import Installed, Spread
-from sameseed.export.vllm_cores import cores_of_workers
+from sameseed_vllm import draft as vllm_draft, flags as vllm
+from sameseed_vllm.cores import cores_of_workers
+from sameseed_vllm.flags import Installed, Spread
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 SUFFIX = {
@@ -216,7 +216,7 @@ def test_flags_that_are_sameseeds(more: str) -> None:
 
 def test_no_torch() -> None:
     code = (
-        "import sys; from sameseed.config import SpecConfig; from sameseed.export import vllm; "
+        "import sys; from sameseed.config import SpecConfig; from sameseed_vllm import flags as vllm; "
         "[vllm.arguments('embedded', {'draft': SpecConfig(m, d)}, vllm.Spread(), ('m',)) for m, d in "
         "(('ngram', None), ('suffix', None), ('draft_model', 'embedded-head'))]; print('torch' in sys.modules)"
     )

@@ -15,11 +15,11 @@ from fixtures_vllm import real_pythons
 
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError
-from sameseed.export import vllm
-from sameseed.export.vllm import Spread
-from sameseed.export.vllm_installed import look
+from sameseed_vllm import flags as vllm
+from sameseed_vllm.flags import Spread
+from sameseed_vllm.installed import look
 
-PARSE = Path(__file__).parents[1] / "parse_with_vllm.py"
+PARSE = Path(__file__).with_name("parse_with_vllm.py")
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,

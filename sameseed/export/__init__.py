@@ -1,1 +1,0 @@
-"""Translates sameseed's settings into the settings of other engines."""
