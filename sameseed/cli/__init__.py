@@ -30,7 +30,7 @@ COMMANDS = {
     "bench": "measure speculative against plain decoding; one JSON line a measurement",
     "eval": "measure perplexity and tasks; compare formats in quality, memory, speed and acceptance",
     "verify-lossless": "prove that speculation changes nothing: tokens, sampling, cache; an HTML certificate",
-    "verify-server": "whether a server keeps its texts, under load and later: ours, vLLM, SGLang, llama.cpp, OpenVINO",
+    "verify-server": "check that a server returns the same text for the same request, under load and over time",
     "profile": "measure what a pass over M rows costs in each number format, and this machine's limits",
     "estimate": "memory and speed of a model, plain and with drafts, before its weights are downloaded",
     "tune": "find the draft, formats and lengths that are fastest here, and write them to a file",
@@ -50,6 +50,7 @@ COMPANIONS = {  # commands, and the package that has each
     **dict.fromkeys(("train", "vocabulary"), "sameseed-train"),
     **dict.fromkeys(("study", "twin", "twin-demo"), "sameseed-lab"),
     "export": "sameseed-vllm",
+    "verify-server": "sameseed-verify",
 }
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130

@@ -12,7 +12,6 @@ EVAL_SCHEMA = "sameseed.eval/1"
 CERTIFICATE_SCHEMA = "sameseed.certificate/1"
 LOAD_SCHEMA = "sameseed.load/1"
 TUNE_SCHEMA = "sameseed.tune/1"
-SERVER_SCHEMA = "sameseed.server/1"
 PEER_SCHEMA = "sameseed.peer/1"
 
 Fields = dict[str, tuple[type, ...]]
@@ -61,10 +60,6 @@ LOAD = _fields(
     _RUN,
 )
 TUNE = _fields("number: seconds, text: best, object: choice baselines errors, list: settings", _MEASURED)
-SERVER = _fields(
-    "text: schema commit time, object: config, text: verdict ended, flag: died, number: seconds, count: requests, "
-    "object: failures, list: promises not_asked texts"
-)
 PEER = _fields("text: engine, list: rows, object: missing", _RUN)
 FIELDS: dict[str, tuple[str, Fields]] = {  # by schema: the command that writes the record, and the fields
     BENCH_SCHEMA: ("bench", BENCH),
@@ -73,7 +68,6 @@ FIELDS: dict[str, tuple[str, Fields]] = {  # by schema: the command that writes 
     CERTIFICATE_SCHEMA: ("verify-lossless", CERTIFICATE),
     LOAD_SCHEMA: ("bench serve", LOAD),
     TUNE_SCHEMA: ("tune --exhaustive", TUNE),
-    SERVER_SCHEMA: ("verify-server", SERVER),
     PEER_SCHEMA: ("study rivals", PEER),
 }
 

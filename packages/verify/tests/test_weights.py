@@ -9,18 +9,18 @@ import httpx
 import pytest
 from lawkit import Pair, write_model
 
-from sameseed.errors import ConfigError
 from sameseed.laws import textbook
-from sameseed.study.load.wire import Endpoint
-from sameseed.study.promises.ask import Asker, RequestBudget
-from sameseed.study.promises.evidence import BROKEN, HOLDS, Evidence
-from sameseed.study.promises.inquiry import Inquiry
-from sameseed.study.promises.oracle import acquaint, oracle
-from sameseed.study.promises.reading import ServedText
-from sameseed.study.promises.weights import Weights, load_weights
-from sameseed.study.prompt_sets import Prompt
+from sameseed_verify import VerifyError
+from sameseed_verify.ask import Asker, RequestBudget
+from sameseed_verify.evidence import BROKEN, HOLDS, Evidence
+from sameseed_verify.inquiry import Inquiry
+from sameseed_verify.oracle import acquaint, oracle
+from sameseed_verify.prompts import Prompt
+from sameseed_verify.reading import ServedText
+from sameseed_verify.weights import Weights, load_weights
+from sameseed_verify.wire import Endpoint
 
-PROMPTS = [Prompt(str(i), "", text) for i, text in enumerate(("the sum of", "a whole; ", "def add(a, b)", "café"))]
+PROMPTS = [Prompt(str(i), text) for i, text in enumerate(("the sum of", "a whole; ", "def add(a, b)", "café"))]
 LENGTH = 16
 
 
@@ -38,7 +38,7 @@ def written(weights: Weights, prompt: Prompt) -> ServedText:
 def inquiry(reference_pair: Pair) -> Inquiry:
     """An inquiry in which each prompt was answered alone."""
     weights = Weights(reference_pair.target, reference_pair.tokenizer, "fp32", textbook.EXACT)
-    asker = Asker(httpx.AsyncClient(), Endpoint("server", "http://fake"), RequestBudget(1, 1.0), 1.0)
+    asker = Asker(httpx.AsyncClient(), Endpoint("http://fake"), RequestBudget(1, 1.0), 1.0)
     made = Inquiry(asker, PROMPTS, LENGTH, 2, 1, weights=weights)
     made.alone = [written(weights, prompt) for prompt in PROMPTS]
     return made
@@ -84,7 +84,7 @@ def test_a_strangers_folder_is_refused(inquiry: Inquiry, tmp_path: Path) -> None
     own = inquiry.weights
     inquiry.weights = load_weights(str(tmp_path), "auto", "fp32", None)
     assert inquiry.weights.share == textbook.EXACT
-    with pytest.raises(ConfigError, match=r"of 64 tokens that the server wrote, \d+ are what .* another model"):
+    with pytest.raises(VerifyError, match=r"of 64 tokens that the server wrote, \d+ are what .* another model"):
         acquaint(inquiry)
     inquiry.weights = own
     first = inquiry.alone[0]
@@ -94,5 +94,5 @@ def test_a_strangers_folder_is_refused(inquiry: Inquiry, tmp_path: Path) -> None
         (replace(first, token_ids=(5, 999)), "a token 999"),
     ):
         inquiry.alone[0] = changed
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(VerifyError, match=says):
             acquaint(inquiry)

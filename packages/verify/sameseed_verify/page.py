@@ -1,14 +1,13 @@
-"""A report as a self-contained HTML page, in the style of the certificate's page."""
+"""A report as a self-contained HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import DictLoader, Environment
+from jinja2 import Environment
 
-from sameseed.study.certificate_page import PAGE, STYLE
-from sameseed.study.promises.evidence import BROKEN, HOLDS, NOT_SHOWN
+from sameseed_verify.evidence import BROKEN, HOLDS, NOT_SHOWN
 
 HEADLINES = {  # by verdict: the headline, and its colour
     HOLDS: ("The server keeps its promises", "passed"),
@@ -16,9 +15,29 @@ HEADLINES = {  # by verdict: the headline, and its colour
     NOT_SHOWN: ("Not shown: something could not be asked, or too little was", "warning"),
 }
 TONES = {HOLDS: "passed", BROKEN: "failed", NOT_SHOWN: "warning"}
-BODY = """{% extends "page" %}
-{% macro mark(status) %}<span class="mark {{ tones[status] }}">{{ status }}</span>{% endmacro %}
-{% block about %}
+PAGE = """{% macro mark(status) %}<span class="mark {{ tones[status] }}">{{ status }}</span>{% endmacro %}
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; --soft: #7a8494; --line: #8886; }
+body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; font: 16px/1.5 system-ui, sans-serif; }
+.soft, th, dt { color: var(--soft); } .passed { color: #1f8a4c; } .failed { color: #d0342c; }
+.warning { color: #b07a10; }
+.verdict { border: 1px solid var(--line); border-left: .5rem solid currentColor; padding: 1rem 1.2rem; }
+.verdict p { color: CanvasText; } .mark { font-weight: 600; white-space: nowrap; }
+table { border-collapse: collapse; width: 100%; font-size: .93rem; } td.n { font-variant-numeric: tabular-nums; }
+th, td { text-align: left; vertical-align: top; padding: .5rem .6rem; border-bottom: 1px solid var(--line);
+  overflow-wrap: anywhere; }
+details { border-bottom: 1px solid var(--line); padding: .5rem 0; } summary { cursor: pointer; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .5rem; border: 1px solid var(--line); }
+</style>
+</head>
+<body>
+<div class="verdict {{ tone }}"><h1>{{ head }}</h1>
 <p><strong>{{ c.model }}</strong> on {{ c.engine if c.engine != "unknown" else "a server that does not say which" }},
 asked {{ "as a conversation" if c.chat else "for completions" }}.</p>
 <p>{{ r.requests }} requests in {{ "{:,.0f}".format(r.seconds) }} s: {{ c.num_prompts }} prompts
@@ -30,8 +49,7 @@ asked {{ "as a conversation" if c.chat else "for completions" }}.</p>
 {{- ", " if not loop.last }}{% endfor %}.</p>{% endif %}
 <p class=soft>Texts were compared from outside. Equal texts show that these requests came out equal, no more: with n
 equal texts the true rate of differences is below 3 / n (95 %).</p>
-{% endblock %}
-{% block body %}
+</div>
 <h2>Promises</h2>
 <table class="checks"><thead><tr><th></th><th>promise</th><th>first where, or why</th><th>compared</th>
 <th>changed</th></tr></thead>
@@ -63,7 +81,8 @@ equal texts the true rate of differences is below 3 / n (95 %).</p>
 <tr><td>{{ name }}</td><td>{{ value }}</td></tr>
 {% endfor %}
 </tbody></table>
-{% endblock %}
+</body>
+</html>
 """
 
 
@@ -95,10 +114,9 @@ def counts_text(report: Mapping[str, Any]) -> str:
     return ", ".join(f"{n} {words[s][n != 1]}" for n, s in said)
 
 
-_TEMPLATES = Environment(
-    loader=DictLoader({"page": PAGE, "server": BODY}), autoescape=True, trim_blocks=True, keep_trailing_newline=True
-)
-_TEMPLATES.globals.update(style=STYLE, tones=TONES, compared=compared_text, first=first_text, numbers=numbers_text)
+_ENVIRONMENT = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
+_ENVIRONMENT.globals.update(tones=TONES, compared=compared_text, first=first_text, numbers=numbers_text)
+_TEMPLATE = _ENVIRONMENT.from_string(PAGE)
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -106,4 +124,4 @@ def render(report: Mapping[str, Any]) -> str:
     head, tone = HEADLINES[report["verdict"]]
     title = f"Promises of a server: {report['config']['model']}"
     values = {"r": report, "c": report["config"], "counts": counts_text(report)}
-    return _TEMPLATES.get_template("server").render(head=head, tone=tone, title=title, **values)
+    return _TEMPLATE.render(head=head, tone=tone, title=title, **values)

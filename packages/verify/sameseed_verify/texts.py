@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Seq
 
-from sameseed.study.load import prompts
-from sameseed.study.promises.ask import ServerQuestion
-from sameseed.study.promises.evidence import Evidence
-from sameseed.study.promises.inquiry import Inquiry, promise
-from sameseed.study.promises.reading import ServedText
+from sameseed_verify import prompts
+from sameseed_verify.ask import ServerQuestion
+from sameseed_verify.evidence import Evidence
+from sameseed_verify.inquiry import Inquiry, promise
+from sameseed_verify.reading import ServedText
 
 LONG = 1200  # characters of a prompt for the prefix cache, enough for many cache blocks
 MOST_LONG = 4  # number of these long prompts

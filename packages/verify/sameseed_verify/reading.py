@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sameseed.study.load import outcome
-from sameseed.study.load.wire import Exchange
+from sameseed_verify.wire import Exchange, events
 
 BUSY = ("HTTP 408", "HTTP 429")  # errors that do not mean a refusal
 
@@ -77,7 +76,7 @@ def _bodies(exchange: Exchange, streamed: bool) -> Iterator[tuple[float, dict[st
     if not streamed:
         yield exchange.chunks[-1][0], json.loads(b"".join(chunk for _, chunk in exchange.chunks))
         return
-    for moment, data in outcome.events(exchange.chunks):
+    for moment, data in events(exchange.chunks):
         if data != b"[DONE]":
             yield moment, json.loads(data)
 

@@ -12,11 +12,10 @@ import httpx
 import pytest
 from fixtures_promises import PromiseServer
 
-from sameseed.errors import ConfigError
-from sameseed.study import schemas
-from sameseed.study.load.wire import Endpoint
-from sameseed.study.promises.page import render
-from sameseed.study.promises.verify import EXIT_CODES, LEAST_REQUESTS, ORDER, ServerSettings, verify
+from sameseed_verify import VerifyError
+from sameseed_verify.page import render
+from sameseed_verify.verify import EXIT_CODES, LEAST_REQUESTS, ORDER, ServerSettings, verify
+from sameseed_verify.wire import Endpoint
 
 SETTINGS = ServerSettings(seconds=1e6)
 ASKED = [name for name in ORDER if name not in ("again", "oracle")]
@@ -25,10 +24,9 @@ ASKED = [name for name in ORDER if name not in ("again", "oracle")]
 async def inquire(
     server: Any, settings: ServerSettings = SETTINGS, chat: bool = False, earlier: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The report on a made-up server; checks that it is a valid record and has a page."""
+    """The report on a made-up server; checks that it is plain data and has a page."""
     async with httpx.AsyncClient(transport=httpx.MockTransport(server)) as client:
-        made = await verify(client, Endpoint("server", "http://fake", chat=chat), settings, earlier=earlier)
-    schemas.check(made)
+        made = await verify(client, Endpoint("http://fake", chat=chat), settings, earlier=earlier)
     assert json.loads(json.dumps(made)) == made
     page = render(made)
     assert "<script" not in page and all(p["name"] in page for p in made["promises"])
@@ -172,7 +170,7 @@ async def test_requests_and_seconds_are_bounds() -> None:
     assert len(server.seen) == made["requests"] <= LEAST_REQUESTS and made["config"]["num_prompts"] == 4
     assert made["verdict"] == "holds", "the fewest requests are enough"
     server = PromiseServer()
-    with pytest.raises(ConfigError, match="were over before"):
+    with pytest.raises(VerifyError, match="were over before"):
         await inquire(server, replace(SETTINGS, seconds=1e-9))
     assert not server.seen
 
@@ -214,7 +212,7 @@ async def test_an_earlier_report_is_compared() -> None:
     made = await inquire(PromiseServer(), earlier=before)
     assert "none of these prompts" in entry(made, "again")["why"]
     before["config"]["model"] = "other"
-    with pytest.raises(ConfigError, match="model 'other'"):
+    with pytest.raises(VerifyError, match="model 'other'"):
         await inquire(PromiseServer(), earlier=before)
 
 
@@ -235,7 +233,7 @@ async def test_what_is_no_such_server_is_said() -> None:
         (lambda r: httpx.Response(404), "name the model with --name"),
         (lambda r: httpx.Response(401), "API key"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(VerifyError, match=says):
             await inquire(server)
 
 
@@ -248,11 +246,11 @@ def test_bad_settings_are_refused() -> None:
         ({"num_prompts": 0}, "--num-prompts"),
         ({"only": ("lode",)}, "no promise 'lode'"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(VerifyError, match=says):
             ServerSettings(**bad)
 
 
 async def test_promises_that_need_something_say_so() -> None:
     for name, flag in (("again", "--again FILE"), ("oracle", "--model FOLDER")):
-        with pytest.raises(ConfigError, match=flag):
+        with pytest.raises(VerifyError, match=flag):
             await inquire(PromiseServer(), replace(SETTINGS, only=(name,)))

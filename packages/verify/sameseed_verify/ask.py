@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sameseed.study.load import drive, wire
-from sameseed.study.load.wire import Endpoint
-from sameseed.study.promises.reading import ServedText, read
+import httpx
 
-if TYPE_CHECKING:
-    import httpx
+from sameseed_verify import wire
+from sameseed_verify.reading import ServedText, read
+from sameseed_verify.wire import Endpoint
 
 MAX_RETRIES = 3  # if the server is busy
 NOT_SENT = "not sent"
@@ -113,13 +113,19 @@ class Asker:
 
     async def ask_together(self, questions: Seq[ServerQuestion], concurrency: int) -> list[ServedText]:
         """Answers in the order of the questions, with `concurrency` requests at once."""
-        return await drive.closed(self.ask, questions, concurrency)
+        answers: dict[int, ServedText] = {}
+        waiting = iter(enumerate(questions))
+
+        async def client() -> None:
+            for index, question in waiting:
+                answers[index] = await self.ask(question)
+
+        await asyncio.gather(*(client() for _ in range(min(concurrency, len(questions)))))
+        return [answers[i] for i in range(len(questions))]
 
     async def _alive(self) -> bool:
-        import httpx
-
         try:
-            await self.client.get(f"{self.endpoint.url}/{self.endpoint.version}/models", timeout=10.0)
+            await self.client.get(f"{self.endpoint.routes}/models", timeout=10.0)
         except httpx.HTTPError:
             return False
         return True

@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from sameseed.study.load import prompts
-from sameseed.study.promises.ask import Asker, ServerQuestion
-from sameseed.study.promises.evidence import Evidence
-from sameseed.study.promises.reading import ServedText
-from sameseed.study.promises.weights import Weights
-from sameseed.study.prompt_sets import Prompt
+from sameseed_verify import prompts
+from sameseed_verify.ask import Asker, ServerQuestion
+from sameseed_verify.evidence import Evidence
+from sameseed_verify.prompts import Prompt
+from sameseed_verify.reading import ServedText
+from sameseed_verify.weights import Weights
 
 
 @dataclass

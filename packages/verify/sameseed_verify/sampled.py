@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sameseed.study.promises.evidence import Evidence
-from sameseed.study.promises.inquiry import Inquiry, promise
-from sameseed.study.promises.reading import ServedText
+from sameseed_verify.evidence import Evidence
+from sameseed_verify.inquiry import Inquiry, promise
+from sameseed_verify.reading import ServedText
 
 MOST_SEEDED = 6  # most prompts asked with seeds
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}

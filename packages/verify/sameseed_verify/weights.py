@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from sameseed import ops
-from sameseed.laws import textbook
-from sameseed.models.llama import Llama
-from sameseed.models.loader import load_model, load_tokenizer, resolve_model, target_scheme
-from sameseed.study.promises.reading import ServedText
-from sameseed.study.prompt_sets import Prompt
-from sameseed.tokenizer import Tokenizer
+from sameseed_verify import VerifyError
+from sameseed_verify.prompts import Prompt
+from sameseed_verify.reading import ServedText
+
+if TYPE_CHECKING:
+    from sameseed.models.llama import Llama
+    from sameseed.tokenizer import Tokenizer
 
 Read = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of a prompt, and of the text generated after it
 Verdict = tuple[int, bool, bool]  # a token; whether it is the textbook's choice; whether it is near the choice
@@ -31,7 +32,7 @@ class Weights:
         if chat and prompt.text is not None:
             return tuple(self.tokenizer.chat([{"role": "user", "content": prompt.text}]))
         if chat:
-            return prompt.encode(self.tokenizer)
+            return tuple(self.tokenizer.chat(list(prompt.messages)))
         return tuple(self.tokenizer.encode(prompt.said))
 
     def tokens(self, prompt: Prompt, chat: bool, answer: ServedText) -> Read | None:
@@ -47,8 +48,19 @@ class Weights:
 
 
 def load_weights(model: str, format: str, kv_format: str, share: float | None) -> Weights:
-    """Load a model and its tokenizer. `share` None: the textbook's tolerance. Raises ModelLoadError, ConfigError."""
-    folder = resolve_model(model)
-    llama = load_model(folder, ops.resolve("reference"), target_scheme(format, folder))
+    """Load a model and its tokenizer. `share` None: the textbook's tolerance. Raises VerifyError."""
+    try:
+        from sameseed import ops
+        from sameseed.errors import SameseedError
+        from sameseed.laws import textbook
+        from sameseed.models.loader import load_model, load_tokenizer, resolve_model, target_scheme
+    except ModuleNotFoundError:
+        raise VerifyError("--model reads weights with sameseed: pip install 'sameseed-verify[weights]'") from None
     kv = "bf16" if kv_format == "auto" else kv_format
-    return Weights(llama, load_tokenizer(folder), kv, textbook.tolerance(llama, kv) if share is None else share)
+    try:
+        folder = resolve_model(model)
+        llama = load_model(folder, ops.resolve("reference"), target_scheme(format, folder))
+        tokenizer = load_tokenizer(folder)
+    except SameseedError as error:
+        raise VerifyError(str(error)) from None
+    return Weights(llama, tokenizer, kv, textbook.tolerance(llama, kv) if share is None else share)

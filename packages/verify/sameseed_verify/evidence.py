@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sameseed.study.promises.reading import ServedText
+from sameseed_verify.reading import ServedText
 
 HOLDS, BROKEN, NOT_SHOWN = "holds", "broken", "not shown"
 LEAST_TEXTS, LEAST_TOKENS = 4, 64  # least amounts compared for a promise to hold

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sameseed.study.promises.ask import ServerQuestion
-from sameseed.study.promises.evidence import Evidence
-from sameseed.study.promises.inquiry import Inquiry, promise
-from sameseed.study.promises.reading import ScoredToken, ServedText
+from sameseed_verify.ask import ServerQuestion
+from sameseed_verify.evidence import Evidence
+from sameseed_verify.inquiry import Inquiry, promise
+from sameseed_verify.reading import ScoredToken, ServedText
 
 NUM_TOP = 5
 TIE = 1e-4  # tolerance in log-probability: a token this close to the likeliest counts as equally likely

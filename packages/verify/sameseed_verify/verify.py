@@ -6,28 +6,24 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sameseed.errors import ConfigError
-from sameseed.study import record
-from sameseed.study.load import prompts as load_prompts, wire
-from sameseed.study.load.wire import Endpoint
-from sameseed.study.promises import numbers, oracle, sampled, texts, ties  # each registers its promises
-from sameseed.study.promises.advice import advice, engine_of
-from sameseed.study.promises.ask import NOT_SENT, Asker, RequestBudget, ServerQuestion
-from sameseed.study.promises.evidence import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, Evidence
-from sameseed.study.promises.inquiry import PROMISES, Inquiry
-from sameseed.study.promises.reading import ServedText
-from sameseed.study.promises.weights import Weights
-from sameseed.study.prompt_sets import Prompt
-from sameseed.study.quality.data import take
-from sameseed.study.schemas import SERVER_SCHEMA
-from sameseed.study.workload import ASSETS, prompts_name, read_prompts
+import httpx
 
-if TYPE_CHECKING:
-    import httpx
+from sameseed_verify import VerifyError, numbers, oracle, sampled, texts, ties, wire  # each registers its promises
+from sameseed_verify.advice import advice, engine_of
+from sameseed_verify.ask import NOT_SENT, Asker, RequestBudget, ServerQuestion
+from sameseed_verify.evidence import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, Evidence
+from sameseed_verify.inquiry import PROMISES, Inquiry
+from sameseed_verify.prompts import BUILT_IN, Prompt, as_prompt, read_prompts, take
+from sameseed_verify.reading import ServedText
+from sameseed_verify.weights import Weights
+from sameseed_verify.wire import Endpoint
 
+SCHEMA = "sameseed.server/1"
 ORDER = ("logprobs", "ties", "repeat", "load", "stream", "prefix", "speculation", "seeds", "later", "again", "oracle")
 ON_DEMAND = {"again": "--again FILE", "oracle": "--model FOLDER"}  # promises tested only if the user gives this option
 # Requests of all promises: FIXED in total, 4 for each seeded prompt, and EACH for every prompt. The latter are those of
@@ -52,7 +48,7 @@ class ServerSettings:
     """Settings of an inquiry. `requests` and `seconds` are upper bounds; `concurrency`: requests at once under load.
 
     `prompts` None: the package's own, as texts for completions and as conversations for chat. `only`: ids of the
-    promises to test; empty: all. Raises ConfigError for a value out of range.
+    promises to test; empty: all. Raises VerifyError for a value out of range.
     """
 
     prompts: Path | None = None
@@ -67,17 +63,17 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if self.requests < LEAST_REQUESTS:
-            raise ConfigError(f"--requests must be at least {LEAST_REQUESTS}: fewer show nothing, got {self.requests}")
+            raise VerifyError(f"--requests must be at least {LEAST_REQUESTS}: fewer show nothing, got {self.requests}")
         for name, least in (("max_tokens", 16), ("concurrency", 2)):
             if getattr(self, name) < least:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+                raise VerifyError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
         if self.num_prompts is not None and self.num_prompts < 1:
-            raise ConfigError(f"--num-prompts must be at least 1, got {self.num_prompts}")
+            raise VerifyError(f"--num-prompts must be at least 1, got {self.num_prompts}")
         for name in ("seconds", "timeout"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name} must be above 0, got {getattr(self, name):g}")
+                raise VerifyError(f"--{name} must be above 0, got {getattr(self, name):g}")
         if unknown := [name for name in self.only if name not in PROMISES]:
-            raise ConfigError(f"--only knows no promise {unknown[0]!r} (there are: {', '.join(ORDER)})")
+            raise VerifyError(f"--only knows no promise {unknown[0]!r} (there are: {', '.join(ORDER)})")
 
 
 async def verify(
@@ -88,12 +84,12 @@ async def verify(
     earlier: Mapping[str, Any] | None = None,
     tick: Tick = lambda name, done, total: None,
 ) -> dict[str, Any]:
-    """Test all promises; returns the report. Raises ConfigError if the server is missing or cannot be asked.
+    """Test all promises; returns the report. Raises VerifyError if the server is missing or cannot be asked.
 
     A server that goes away later is no error: the report then holds the results until that moment.
     """
     if missing := [name for name in settings.only if not _given(name, weights, earlier)]:
-        raise ConfigError(f"--only {missing[0]} needs {ON_DEMAND[missing[0]]}")
+        raise VerifyError(f"--only {missing[0]} needs {ON_DEMAND[missing[0]]}")
     chosen = [n for n in ORDER if n in (settings.only or ORDER) and _given(n, weights, earlier)]
     asker, about = await meet(client, endpoint, settings)
     limit = about.get("max_model_len")
@@ -129,9 +125,9 @@ async def meet(
 ) -> tuple[Asker, Mapping[str, Any]]:
     """Find out what the server accepts: the model's name, completions or chat, fields beyond OpenAI's.
 
-    Returns an Asker, and what the server says of its model. Raises ConfigError.
+    Returns an Asker, and what the server says of its model. Raises VerifyError.
     """
-    about = await wire.introduce(client, endpoint, "--name")
+    about = await wire.introduce(client, endpoint)
     endpoint = replace(endpoint, model=endpoint.model or str(about.get("id", "")))
     budget = RequestBudget(settings.requests, settings.seconds)
     first = ServedText()
@@ -139,16 +135,16 @@ async def meet(
         for extras in (True, False):
             asker = Asker(client, replace(endpoint, chat=chat), budget, settings.timeout)
             asker.extras = extras
-            first = await asker.ask(ServerQuestion(load_prompts.as_prompt("one two three four", chat), 16))
+            first = await asker.ask(ServerQuestion(as_prompt("one two three four", chat), 16))
             if first.error is None:
                 return asker, about
             if first.error == NOT_SENT:
-                raise ConfigError(f"{budget.ended} before anything could be asked; give more")
+                raise VerifyError(f"{budget.ended} before anything could be asked; give more")
             if not first.refused or first.error in ("HTTP 404", "HTTP 405"):
                 break  # the request did not fail because of the additional fields
         if first.error not in ("HTTP 404", "HTTP 405"):
             break
-    raise ConfigError(
+    raise VerifyError(
         f"{endpoint.url} does not answer as a server with OpenAI's API ({first.error}: {first.detail}); give the "
         "address of one, and the model's --name"
     )
@@ -159,21 +155,21 @@ def choose_prompts(settings: ServerSettings, chat: bool) -> list[Prompt]:
     if settings.prompts is not None:
         every = read_prompts(settings.prompts)
     else:
-        every = [p for name in load_prompts.BUILT_IN for p in read_prompts(ASSETS / name)]
+        every = [p for path in BUILT_IN for p in read_prompts(path)]
         if not chat:  # half of each text: after a whole turn without a chat template, the answer may end at once
-            every = [Prompt(p.id, p.domain, p.said[: len(p.said) // 2].rstrip()) for p in every]
+            every = [Prompt(p.id, p.said[: len(p.said) // 2].rstrip()) for p in every]
     allowed = [n for n in range(1, len(every) + 1) if needed(n) <= settings.requests]
     return take(every, min(len(allowed), settings.num_prompts or len(every)))
 
 
 async def ask_alone(inquiry: Inquiry, settings: ServerSettings) -> None:
-    """Ask each prompt alone, as many as requests and seconds allow. Raises ConfigError if the first one is refused."""
+    """Ask each prompt alone, as many as requests and seconds allow. Raises VerifyError if the first one is refused."""
     chosen = choose_prompts(settings, inquiry.chat)
     inquiry.prompts, start = chosen, time.monotonic()
     for i in range(len(chosen)):
         answer = await inquiry.asker.ask(inquiry.question(i))
         if i == 0 and answer.refused:
-            raise ConfigError(f"the server refuses prompt {chosen[0].id} ({answer.error}: {answer.detail})")
+            raise VerifyError(f"the server refuses prompt {chosen[0].id} ({answer.error}: {answer.detail})")
         inquiry.alone.append(answer)
         each = (time.monotonic() - start) / (i + 1)
         if i + 1 >= LEAST_TEXTS and each * needed(i + 2) > SHARE * settings.seconds:
@@ -181,12 +177,17 @@ async def ask_alone(inquiry: Inquiry, settings: ServerSettings) -> None:
     inquiry.prompts = chosen[: len(inquiry.alone)]
 
 
+def model_name(model: str) -> str:
+    """A model's name in a report: for a folder or file, its name without the path, which may be private."""
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
 def _comparable(earlier: Mapping[str, Any], endpoint: Endpoint, settings: ServerSettings) -> None:
-    """Raise ConfigError if an earlier report has another model, API or length, and so cannot be compared."""
-    mine = {"model": record.model_name(endpoint.model), "chat": endpoint.chat, "max_tokens": settings.max_tokens}
+    """Raise VerifyError if an earlier report has another model, API or length, and so cannot be compared."""
+    mine = {"model": model_name(endpoint.model), "chat": endpoint.chat, "max_tokens": settings.max_tokens}
     for name, value in mine.items():
         if (told := earlier["config"].get(name)) != value:
-            raise ConfigError(
+            raise VerifyError(
                 f"the report of --again has {name} {told!r}, this run {value!r}: give a report of the same"
             )
 
@@ -208,9 +209,9 @@ def report(inquiry: Inquiry, settings: ServerSettings, engine: str, found: Mappi
             }
         )
     return {
-        "schema": SERVER_SCHEMA,
-        "time": record.now(),
-        "commit": record.commit(),
+        "schema": SCHEMA,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": f"sameseed-verify {version('sameseed-verify')}",
         "config": _config(inquiry, settings, engine),
         "verdict": overall([e["status"] for e in entries], budget.died),
         "ended": budget.ended,
@@ -235,10 +236,10 @@ def _config(inquiry: Inquiry, settings: ServerSettings, engine: str) -> dict[str
     weights = inquiry.weights
     return {
         "engine": engine or "unknown",
-        "model": record.model_name(inquiry.asker.endpoint.model),
+        "model": model_name(inquiry.asker.endpoint.model),
         "chat": inquiry.chat,
         "extra_fields": inquiry.asker.extras,
-        "prompts": "built-in" if settings.prompts is None else prompts_name(settings.prompts),
+        "prompts": "built-in" if settings.prompts is None else model_name(str(settings.prompts)),
         "num_prompts": len(inquiry.prompts),
         **{name: getattr(settings, name) for name in ("max_tokens", "requests", "seconds", "concurrency", "seed")},
         "tolerance": None if weights is None else weights.share,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sameseed.study.promises.ask import ServerQuestion
-from sameseed.study.promises.evidence import LEAST_TEXTS, Evidence
-from sameseed.study.promises.inquiry import Inquiry, promise
-from sameseed.study.promises.numbers import wanted
+from sameseed_verify.ask import ServerQuestion
+from sameseed_verify.evidence import LEAST_TEXTS, Evidence
+from sameseed_verify.inquiry import Inquiry, promise
+from sameseed_verify.numbers import wanted
 
 MOST_TIES = 8
 MOST_BIASED = 4  # ties that are also requested with a logit bias that makes both tokens equally likely

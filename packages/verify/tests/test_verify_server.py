@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,3 +78,13 @@ def test_what_is_wrong_is_said(
     monkeypatch.delenv("SAMESEED_API_KEY")
     assert main(["verify-server", server.url]) == 2
     assert "wants an API key" in capsys.readouterr().err
+
+
+def test_it_needs_neither_the_engine_nor_pytorch(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('sameseed', 'torch', 'numpy')))\n"
+        "from sameseed_verify import command, page, verify\n"
+        "sys.exit(command.run(['http://127.0.0.1:9', '--model', 'embedded'], 'x'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "is it running" in done.stderr, done.stderr

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from sameseed.errors import ConfigError
-from sameseed.laws import textbook
-from sameseed.request import SamplingParams
-from sameseed.study.promises.evidence import Evidence
-from sameseed.study.promises.inquiry import Inquiry, promise
-from sameseed.study.promises.reading import ServedText
-from sameseed.study.promises.weights import Read, Verdict, Weights
+from sameseed_verify import VerifyError
+from sameseed_verify.evidence import Evidence
+from sameseed_verify.inquiry import Inquiry, promise
+from sameseed_verify.reading import ServedText
+from sameseed_verify.weights import Read, Verdict, Weights
 
 STRANGER = 0.9  # if a smaller share of tokens is (nearly) the textbook's choice, the weights are another model's
 AT_ONCE = 4  # texts that the textbook decoder reads together
 FOLDER, ANOTHER = "the folder of --model", "it holds another model; give the one that is served"
-GREEDY = SamplingParams(ignore_eos=True)
 
 
 def judge(inquiry: Inquiry, heard: list[tuple[int, ServedText]]) -> Iterator[tuple[str, int, int, bool, bool]]:
@@ -37,34 +32,39 @@ def judge(inquiry: Inquiry, heard: list[tuple[int, ServedText]]) -> Iterator[tup
 
 
 def _read(weights: Weights, some: list[Read]) -> None:
-    """Judge texts with the textbook decoder. Raises ConfigError for tokens outside the model's vocabulary."""
-    size = weights.model.config.vocab_size
+    """Judge texts with the textbook decoder. Raises VerifyError for tokens outside the model's vocabulary."""
+    import numpy as np
+
+    from sameseed.laws import textbook
+    from sameseed.request import SamplingParams
+
+    size, greedy = weights.model.config.vocab_size, SamplingParams(ignore_eos=True)
     if (largest := max(t for both in some for part in both for t in part)) >= size:
-        raise ConfigError(f"the server has a token {largest}, and {FOLDER} {size} tokens: {ANOTHER}")
+        raise VerifyError(f"the server has a token {largest}, and {FOLDER} {size} tokens: {ANOTHER}")
     logits = textbook.forward(weights.model, [(*prompt, *tokens) for prompt, tokens in some], weights.kv_format)
     for (prompt, tokens), rows in zip(some, logits, strict=True):
         near, found = weights.share * float(np.abs(rows).max()), list[Verdict]()
         for at, token in enumerate(tokens):
             row = rows[len(prompt) + at - 1]
-            found.append((token, *textbook.judge(row, GREEDY, 0, prompt, tokens[:at], token, (), near)))
+            found.append((token, *textbook.judge(row, greedy, 0, prompt, tokens[:at], token, (), near)))
         weights.judged[prompt, tokens] = found
 
 
 def acquaint(inquiry: Inquiry) -> None:
-    """Check that the server has the same weights. Raises ConfigError if it cannot."""
+    """Check that the server has the same weights. Raises VerifyError if it cannot."""
     weights = inquiry.weights
     assert weights is not None
     for prompt, answer in zip(inquiry.prompts, inquiry.alone, strict=True):
         own = weights.encode(prompt, inquiry.chat)
         if answer.prompt_token_ids and answer.prompt_token_ids != own:
-            raise ConfigError(f"{FOLDER} makes other tokens of prompt {prompt.id} than the server: {ANOTHER}")
+            raise VerifyError(f"{FOLDER} makes other tokens of prompt {prompt.id} than the server: {ANOTHER}")
         if answer.num_prompt not in (None, len(own)):
             told = f"{len(own)} tokens of prompt {prompt.id}, the server {answer.num_prompt}"
-            raise ConfigError(f"{FOLDER} makes {told}: {ANOTHER}")
+            raise VerifyError(f"{FOLDER} makes {told}: {ANOTHER}")
     some = [(i, a) for i, a in enumerate(inquiry.alone) if a.error is None]
     close = [is_close for *_, is_close in judge(inquiry, some)]
     if close and sum(close) < STRANGER * len(close):
-        raise ConfigError(
+        raise VerifyError(
             f"of {len(close)} tokens that the server wrote, {sum(close)} are what {FOLDER} would choose: {ANOTHER}, or "
             "its numbers in another --format"
         )

@@ -1,0 +1,79 @@
+"""Prompts: the built-in ones, or those of a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sameseed_verify import VerifyError
+
+BUILT_IN = tuple(Path(__file__).with_name(name) for name in ("prompts.jsonl", "prompts_heldout.jsonl"))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, or the messages of a conversation."""
+
+    id: str
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+
+    @property
+    def said(self) -> str:
+        """The text; for a conversation, the contents of its messages, one per line."""
+        return self.text if self.text is not None else "\n".join(m["content"] for m in self.messages)
+
+
+def as_prompt(text: str, chat: bool) -> dict[str, Any]:
+    """A text as fields of a request's body: a user message for chat, else a prompt."""
+    return {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read prompts from a file, or from a set that sameseed knows, e.g. gsm8k:DIR.
+
+    A .jsonl file has {"prompt"} or {"messages"} per line, with an optional "id"; another has one prompt per line.
+    Raises VerifyError.
+    """
+    if not path.is_file() and ":" in str(path):
+        return _of_set(path)
+    try:
+        lines = [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise VerifyError(f"cannot read prompts from {path} ({error}); give a .jsonl or .txt file") from None
+    if not lines:
+        raise VerifyError(f"{path} holds no prompts; write one a line")
+    if path.suffix != ".jsonl":
+        return [Prompt(str(n), line) for n, line in lines]
+    return [_prompt(line, n, f"{path}, line {n}") for n, line in lines]
+
+
+def _prompt(line: str, number: int, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+        name = str(row.get("id", number))
+        if isinstance(row.get("prompt"), str):
+            return Prompt(name, row["prompt"])
+        return Prompt(name, None, tuple({"role": m["role"], "content": str(m["content"])} for m in row["messages"]))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise VerifyError(f'{where}: write {{"prompt": text}} or {{"messages": [{{"role", "content"}}]}}') from None
+
+
+def _of_set(path: Path) -> list[Prompt]:
+    try:
+        from sameseed.errors import SameseedError
+        from sameseed.study import workload
+    except ModuleNotFoundError:
+        raise VerifyError(f"--prompts {path}: sets need sameseed; pip install sameseed, or give a file") from None
+    try:
+        return [Prompt(p.id, p.text, p.messages) for p in workload.read_prompts(path)]
+    except SameseedError as error:
+        raise VerifyError(str(error)) from None
+
+
+def take(items: Seq[Prompt], limit: int) -> list[Prompt]:
+    """At most `limit` prompts, spread evenly."""
+    return list(items) if limit >= len(items) else [items[i * len(items) // limit] for i in range(limit)]

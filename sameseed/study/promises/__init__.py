@@ -1,1 +1,0 @@
-"""Promises: test any server with OpenAI's API for whether its texts depend on other requests or on chance."""
