@@ -103,7 +103,7 @@ def test_a_comparison_with_engines_is_read(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(_picture, "draw", undrawn)
-    lines = (Path(__file__).parents[2] / "benchmarks/results/peers.jsonl").read_text().splitlines()
+    lines = (Path(__file__).parents[3] / "benchmarks/results/peers.jsonl").read_text().splitlines()
     made = rivals.split(json.loads(lines[-1]))
     monkeypatch.setattr(rivals.PeerCell, "check", lambda cell, setup: None)
     monkeypatch.setattr(rivals.PeerCell, "measure", lambda cell, setup, tell: made)

@@ -80,9 +80,13 @@ def test_what_is_wrong_is_said(
     assert "wants an API key" in capsys.readouterr().err
 
 
-def test_it_needs_neither_the_engine_nor_pytorch(tmp_path: Path) -> None:
+def test_it_needs_neither_the_engine_nor_pytorch() -> None:
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(('sameseed', 'torch', 'numpy')))\n"
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, *more):\n"
+        "        if name in ('sameseed', 'torch', 'numpy'):\n            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
         "from sameseed_verify import command, page, verify\n"
         "sys.exit(command.run(['http://127.0.0.1:9', '--model', 'embedded'], 'x'))"
     )
