@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sameseed_verify.wire import Endpoint
 
 COLOURS = {"holds": "green", "broken": "bold red", "not shown": "yellow"}
-EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 WIDE = 200  # columns of a table that is not for a terminal
 
 
@@ -71,6 +71,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
 
 
 def run(argv: Seq[str], prog: str) -> int:
