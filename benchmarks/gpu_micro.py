@@ -103,9 +103,9 @@ def measure_attention(
             if seqs > 1 and context != min(sizes.contexts):
                 continue
             blocks = -(-(context + rows) // PAGE)
-            one = KVCache(1, seqs * blocks, PAGE, kv_heads, dim, format, device)
+            one = KVCache([(kv_heads, dim)], seqs * blocks, PAGE, format, device)
             count = 1 if device == "cpu" else min(MOST, max(2, -(-CACHES // one.nbytes)))
-            cache = KVCache(count, seqs * blocks, PAGE, kv_heads, dim, format, device)
+            cache = KVCache([(kv_heads, dim)] * count, seqs * blocks, PAGE, format, device)
             fill(cache)
             parts = [
                 Rows([1], context - 1, [1] * (rows - 1), list(range(-1, rows - 2)),

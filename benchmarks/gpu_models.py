@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed.models.config import ModelConfig, read_json
+from sameseed.models.config import ModelConfig, family, read_json
+from sameseed.models.decoder import Decoder
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head, open_head, read_head, target_ids
 from sameseed.models.layers import LayerWeights, ModelWeights
-from sameseed.models.llama import Llama
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.save import source_config
 from sameseed.models.synthetic import RandomCheckpoint
@@ -102,7 +102,7 @@ def assembled(
     device: str,
     longest: int,
     own: Seq[int] = (),
-) -> Llama:
+) -> Decoder:
     """A model that reads only the layers in `own` and one other layer. All remaining layers are copies of that one.
 
     The model takes as much memory as a normal one, but is made in a fraction of the time.
@@ -119,15 +119,15 @@ def assembled(
     head = embedding if config.tied_embeddings else reader.matrix("lm_head")
     dense = quant.dense_for(source.dtype("model.embed_tokens.weight"))
     weights = ModelWeights(embedding, tuple(layers), reader.vector("model.norm.weight"), head, dense)
-    return Llama(config, weights, ops, longest)
+    return family(config.architecture)(config, weights, ops, longest)
 
 
-def random_model(config: ModelConfig, ops: Ops, quant: QuantScheme, longest: int, device: str) -> Llama:
+def random_model(config: ModelConfig, ops: Ops, quant: QuantScheme, longest: int, device: str) -> Decoder:
     """A model of that shape with random weights."""
     return assembled(config, Made(RandomCheckpoint(config), device), quant, ops, device, longest)
 
 
-def twin(of: str, shape: str, quant: QuantScheme, ops: Ops, device: str, longest: int = LONGEST) -> Llama:
+def twin(of: str, shape: str, quant: QuantScheme, ops: Ops, device: str, longest: int = LONGEST) -> Decoder:
     """The twin of an embedded model in a shape, made directly in the device's memory."""
     folder = resolve_model(of)
     small = read_config(folder)
@@ -152,7 +152,7 @@ def head_source(shape: str, device: str) -> Iterator[tuple[Any, Any]]:
         yield head, Made(source, device)
 
 
-def head_twin(shape: str, target: Llama, quant: QuantScheme, ops: Ops, device: str) -> EagleHead:
+def head_twin(shape: str, target: Decoder, quant: QuantScheme, ops: Ops, device: str) -> EagleHead:
     """The twin of the embedded head for the target's twin in a shape."""
     if shape == "embedded":
         return load_head(resolve_model(HEAD), target, ops, quant, device)

@@ -14,7 +14,7 @@ from gpu_plan import Sizes
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import assemble
 from sameseed.engine.engine import Engine
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.ops import Ops
 from sameseed.request import FinishReason, SamplingParams
@@ -45,7 +45,7 @@ class Arm:
 class Stage:
     """A loaded target on which arms run, with the runs of plain decoding by batch size."""
 
-    def __init__(self, sizes: Sizes, shape: str, target: Llama, format: str, device: str, tell: Tell) -> None:
+    def __init__(self, sizes: Sizes, shape: str, target: Decoder, format: str, device: str, tell: Tell) -> None:
         self.sizes, self.target, self.device, self.tell = sizes, target, device, tell
         self.shared = {"part": "speculation", "shape": shape, "format": format}
         self.tokenizer = load_tokenizer(resolve_model(TARGET))

@@ -141,7 +141,7 @@ def target_states(
     c = target.config
     found = []
     for text in texts:
-        cache = KVCache(c.num_layers, 16, 16, c.num_kv_heads, c.head_dim, kv)
+        cache = KVCache(c.kv_shapes, 16, 16, kv)
         batch = build_batch([Rows(text, 0, [], [], list(range(16)), True)], 16)
         rows = torch.arange(len(text), dtype=torch.int32)
         logits, hidden = target.forward(replace(batch, logit_rows=rows), cache, captures)

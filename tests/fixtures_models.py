@@ -17,8 +17,8 @@ from torch import Tensor
 from sameseed import ops, registry, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import ModelConfig, parse_config
-from sameseed.models.llama import Llama
+from sameseed.models.config import ModelConfig, family, parse_config
+from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import expected_shapes, read_weights
@@ -80,7 +80,7 @@ class Variant:
     architecture: str
     settings: dict[str, Any] = field(default_factory=dict)
     length: int = 24
-    without: Callable[[Llama], None] | None = None
+    without: Callable[[Decoder], None] | None = None
 
     @property
     def raw(self) -> dict[str, Any]:
@@ -90,23 +90,23 @@ class Variant:
         return {"architectures": [self.architecture], "model_type": kind, **BASE, **rope, **self.settings}
 
 
-def _no_window(model: Llama) -> None:
+def _no_window(model: Decoder) -> None:
     model.config = replace(model.config, windows=(None,) * model.config.num_layers)
 
 
-def _window_everywhere(model: Llama) -> None:
+def _window_everywhere(model: Decoder) -> None:
     window = next(w for w in model.config.windows if w is not None)
     model.config = replace(model.config, windows=(window,) * model.config.num_layers)
 
 
-def _plain_rope(model: Llama) -> None:
+def _plain_rope(model: Decoder) -> None:
     from sameseed.models.layers import rope_table
 
     model.rope = rope_table(replace(model.config.rope, kind="default"), model.config.head_dim, model.max_model_len)
 
 
-def _drop(*names: str) -> Callable[[Llama], None]:
-    def without(model: Llama) -> None:
+def _drop(*names: str) -> Callable[[Decoder], None]:
+    def without(model: Decoder) -> None:
         layers = tuple(replace(layer, **dict.fromkeys(names)) for layer in model.weights.layers)
         model.weights = replace(model.weights, layers=layers)
 
@@ -228,20 +228,20 @@ def oracle_logits(folder: Path, token_ids: Seq[int]) -> Tensor:
     return logits
 
 
-def load(folder: Path, backend: str = "reference", weights: str = "auto") -> Llama:
+def load(folder: Path, backend: str = "reference", weights: str = "auto") -> Decoder:
     return load_model(folder, ops.resolve(backend), QuantScheme.parse(weights))
 
 
-def make_runner(model: Llama, block_size: int = 16, num_blocks: int = 64, kv_format: str = "fp32") -> ModelRunner:
+def make_runner(model: Decoder, block_size: int = 16, num_blocks: int = 64, kv_format: str = "fp32") -> ModelRunner:
     c = model.config
-    return ModelRunner(model, KVCache(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv_format))
+    return ModelRunner(model, KVCache(c.kv_shapes, num_blocks, block_size, kv_format))
 
 
 def make_sequence(token_ids: Iterable[int], seq_id: int = 0) -> Sequence:
     return Sequence(seq_id, list(token_ids), SamplingParams(), 0)
 
 
-def all_logits(model: Llama, token_ids: Seq[int], kv_format: str = "fp32") -> Tensor:
+def all_logits(model: Decoder, token_ids: Seq[int], kv_format: str = "fp32") -> Tensor:
     """Logits [T, V] of every position, in one pass."""
     runner = make_runner(model, kv_format=kv_format)
     blocks = list(range(-(-len(token_ids) // 16)))
@@ -293,12 +293,13 @@ class Stored:
 
 
 @cache
-def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> Llama:
+def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> Decoder:
     """A random model, without files, for tests that need any model."""
     config = parse_config(VARIANTS[name].raw)
     chosen = ops.resolve(backend)
     source = Stored(random_tensors(config))
-    return Llama(config, read_weights(config, source, QuantScheme.parse(weights), chosen), chosen)
+    weights_ = read_weights(config, source, QuantScheme.parse(weights), chosen)
+    return family(config.architecture)(config, weights_, chosen)
 
 
 def llama_shape(

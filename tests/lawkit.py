@@ -21,9 +21,9 @@ from sameseed.laws import trial
 from sameseed.laws.trees import TreeDrafter as TreeDrafter, knowing as knowing
 from sameseed.models.block import BlockHead
 from sameseed.models.config import parse_config
+from sameseed.models.decoder import Decoder
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head
-from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import expected_shapes
@@ -48,10 +48,10 @@ WORDS = (
 class Pair:
     """A loaded target with its draft model, draft heads and tokenizer; `low`: the target in a lower format."""
 
-    target: Llama
-    draft: Llama
+    target: Decoder
+    draft: Decoder
     tokenizer: Tokenizer
-    low: Llama | None = None
+    low: Decoder | None = None
     head: EagleHead | None = None
     block: BlockHead | None = None
 
@@ -139,7 +139,7 @@ def below_of(method: str) -> tuple[SpecConfig, ...]:
     return BELOW.get(method, (SpecConfig("ngram", num_draft_tokens=3),) * least)
 
 
-def models_of(spec: SpecConfig, pair: Pair, target: Llama) -> list[Llama | EagleHead | BlockHead]:
+def models_of(spec: SpecConfig, pair: Pair, target: Decoder) -> list[Decoder | EagleHead | BlockHead]:
     """The models that the drafters of a SpecConfig own, for all levels. A head always belongs to the target."""
     drafter = None if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER
     if drafter is not None and drafter.owns == "head":

@@ -35,12 +35,12 @@ from sameseed.lengths._capped import CappedLength
 from sameseed.models.block import BlockHead
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.config import ModelConfig
+from sameseed.models.decoder import Decoder
 from sameseed.models.draft_format import draft_scheme, is_smaller
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.head_config import is_head
-from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
 from sameseed.models.nested import is_nested, nested_view
 from sameseed.models.runner import ModelRunner
@@ -50,7 +50,7 @@ from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts, parse_opt
 from sameseed.tokenizer import Tokenizer, check_vocabulary
 from sameseed.tuned import Scope, Tuned
 
-Model = Llama | EagleHead | BlockHead
+Model = Decoder | EagleHead | BlockHead
 FIRST_SECONDS = 0.15  # for passes, and as much for rounds, that goodput measures once per machine and model
 SELF_FORMAT = "w4a8"  # draft format of a target that drafts for itself, if none is given and none is nested
 
@@ -62,7 +62,7 @@ class Loaded:
     config: EngineConfig
     tokenizer: Tokenizer
     num_blocks: int
-    target: Llama
+    target: Decoder
     drafts: tuple[Model, ...]
     learned: str | None = None  # the key under which such engines store what they learn
 
@@ -80,7 +80,7 @@ def build_engine(
 
 
 def load_parts(
-    model: str, config: EngineConfig, progress: Progress | None = None, target: Llama | None = None
+    model: str, config: EngineConfig, progress: Progress | None = None, target: Decoder | None = None
 ) -> Loaded:
     """Load the target (unless it is given) and the drafts, for `assemble`. Raises as `build_engine`."""
     if config.threads is not None:
@@ -107,7 +107,7 @@ def load_parts(
     for m in models:
         if m.is_head or m.is_view:
             owner = target if m.owner is None else drafts[m.owner]
-            assert isinstance(owner, Llama)
+            assert isinstance(owner, Decoder)
             head = None if m.is_view else load_head(m.folder, owner, backend, m.quant, config.device, progress)
             drafts.append(head or nested_view(owner))
             continue
@@ -146,7 +146,7 @@ def assemble(
     config: EngineConfig,
     tokenizer: Tokenizer,
     num_blocks: int,
-    target: Llama | ModelRunner,
+    target: Decoder | ModelRunner,
     drafts: Seq[Model] = (),
     learned: str | None = None,
 ) -> Engine:
@@ -300,11 +300,11 @@ def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant:
     return found
 
 
-def _runner(model: Llama, config: EngineConfig, num_blocks: int) -> ModelRunner:
+def _runner(model: Decoder, config: EngineConfig, num_blocks: int) -> ModelRunner:
     blocks = BlockManager(num_blocks, config.cache.block_size, config.cache.prefix_cache)
     return ModelRunner(model, _cache(model.config, model.weights.dense, config, num_blocks), blocks=blocks)
 
 
 def _cache(c: ModelConfig, dense: str, config: EngineConfig, num_blocks: int) -> KVCache:
-    shape = (c.num_layers, num_blocks, config.cache.block_size, c.num_kv_heads, c.head_dim)
-    return KVCache(*shape, cache_format(config.cache.format, dense), config.device)
+    name = cache_format(config.cache.format, dense)
+    return KVCache(c.kv_shapes, num_blocks, config.cache.block_size, name, config.device)

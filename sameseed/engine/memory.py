@@ -71,8 +71,7 @@ def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: 
 
 def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:
     """Bytes of one block of keys and values of all layers, scales included."""
-    row = scheme.kv_row_bytes(name, shape.head_dim)
-    return shape.num_layers * block_size * shape.num_kv_heads * row
+    return block_size * sum(heads * scheme.kv_row_bytes(name, dim) for heads, dim in shape.kv_shapes)
 
 
 def pass_bytes(shape: ModelConfig, num_rows: int, num_logits: int) -> int:

@@ -16,7 +16,7 @@ from sameseed.errors import SameseedError
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws.check import EFFORTS, Effort, Found, check
 from sameseed.laws.subject import Subject
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import PRESETS, QuantScheme, QuantTensor
 
@@ -144,7 +144,7 @@ def _products(name: str, ops: Ops, w: QuantTensor, device: str) -> Iterator[Prod
 
 def own_weights(subject: Subject) -> Iterator[tuple[str, Ops, QuantTensor]]:
     """Yield (name, ops that multiply it, weight) of the loaded models, one weight of each shape and format."""
-    models = [m for m in (subject.target, *subject.loaded.drafts) if isinstance(m, Llama)]
+    models = [m for m in (subject.target, *subject.loaded.drafts) if isinstance(m, Decoder)]
     seen: set[object] = set()
     for model in models:
         ops, weights = model.ops, model.weights
@@ -228,10 +228,10 @@ def attention(subject: Subject, effort: Effort) -> Found:
 class Stored:
     """Keys and values [2, S, Hk, D] of one sequence, stored in a cache of one layer."""
 
-    def __init__(self, model: Llama, name: str, block: int, kv: Tensor, blocks: list[int]) -> None:
+    def __init__(self, model: Decoder, name: str, block: int, kv: Tensor, blocks: list[int]) -> None:
         c, device = model.config, model.device
         self.model, self.block, self.blocks = model, block, blocks
-        self.cache = KVCache(1, len(blocks), block, c.num_kv_heads, c.head_dim, name, str(device))
+        self.cache = KVCache(c.kv_shapes[:1], len(blocks), block, name, str(device))
         slots = [blocks[i // block] * block + i % block for i in range(kv.shape[1])]
         model.ops.store_kv(kv[0], kv[1], self.cache.layers[0], torch.tensor(slots, dtype=torch.int32, device=device))
 

@@ -16,7 +16,7 @@ from sameseed.laws.statistics import ALPHA, Cell, marginal, target_law
 from sameseed.laws.subject import Subject, Tokens
 from sameseed.laws.textbook import Floats, adjusted, probabilities
 from sameseed.laws.trees import TreeDrafter
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.request import Request, SamplingParams
 from sameseed.spec import sampling
 
@@ -36,17 +36,17 @@ PLACES = ((0, 1, 2), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))  # the joint law,
 FITS = f"every p-value of the G-test above {ALPHA:g}, total variation below 1.25 of its expectation, 0 impossible"
 
 
-def _logits(model: Llama, kv_format: str, tokens: Seq[int]) -> Floats:
+def _logits(model: Decoder, kv_format: str, tokens: Seq[int]) -> Floats:
     """The model's own logits [V] after `tokens`, in float64."""
     c, blocks = model.config, list(range(-(-len(tokens) // 16)))
-    cache = KVCache(c.num_layers, len(blocks), 16, c.num_kv_heads, c.head_dim, kv_format, str(model.device))
+    cache = KVCache(c.kv_shapes, len(blocks), 16, kv_format, str(model.device))
     batch = build_batch([Rows(list(tokens), 0, [], [], blocks, True)], 16, model.device)
     row: Floats = model.forward(batch, cache)[0][0].double().cpu().numpy()
     return row
 
 
 def exact_laws(
-    model: Llama, kv_format: str, every: Mapping[str, SamplingParams], prompt: Seq[int], length: int
+    model: Decoder, kv_format: str, every: Mapping[str, SamplingParams], prompt: Seq[int], length: int
 ) -> dict[str, dict[Cell, float]]:
     """By name of the parameters: the probability of every possible output of `length` tokens."""
     known: dict[Cell, Floats] = {}

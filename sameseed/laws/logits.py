@@ -16,7 +16,7 @@ from sameseed.laws import trial
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.kernels import differing, threads_kept
 from sameseed.laws.subject import Subject, Tokens
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
@@ -24,9 +24,9 @@ from sameseed.spec.draft import Draft
 Way = Callable[["_Paths", random.Random], Tensor]
 
 
-def _fresh_runner(model: Llama, kv: str, num_blocks: int, block_size: int) -> ModelRunner:
+def _fresh_runner(model: Decoder, kv: str, num_blocks: int, block_size: int) -> ModelRunner:
     c = model.config
-    cache = KVCache(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv, str(model.device))
+    cache = KVCache(c.kv_shapes, num_blocks, block_size, kv, str(model.device))
     return ModelRunner(model, cache)
 
 

@@ -11,7 +11,7 @@ from sameseed.engine.build import Loaded, assemble
 from sameseed.engine.engine import Engine
 from sameseed.laws import trial
 from sameseed.laws.trees import Answers, FirstDrafts, TreeDrafter, Watched, knowing
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.request import Completion, Delta, Request, SamplingParams, SpecMetrics
 from sameseed.spec.drafter import Drafter
 
@@ -47,7 +47,7 @@ class Subject:
         return self.loaded.config
 
     @property
-    def target(self) -> Llama:
+    def target(self) -> Decoder:
         return self.loaded.target
 
     @property

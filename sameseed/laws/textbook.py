@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantTensor
 from sameseed.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ def queries(q: Floats, scale: float, kv_format: str) -> Floats:
     )
 
 
-def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str, starts: Seq[int] = ()) -> list[Floats]:
+def forward(model: Decoder, texts: Seq[Seq[int]], kv_format: str, starts: Seq[int] = ()) -> list[Floats]:
     """Logits [S, V] after every token of each text, or after those from its place in `starts` on."""
     c, w, ops = model.config, model.weights, model.ops
 
@@ -175,7 +175,7 @@ def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str, starts: Seq[int]
     return np.split(logits, np.cumsum([len(part) for part in ends])[:-1])
 
 
-def tolerance(model: Llama, kv_format: str) -> float:
+def tolerance(model: Decoder, kv_format: str) -> float:
     """The tolerance that the model and its cache need: EXACT, HALVES or ROUNDED."""
     if any(m.activations is not None for m in model.weights.matrices):
         return ROUNDED

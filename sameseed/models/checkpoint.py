@@ -25,6 +25,13 @@ from sameseed.scheme import QuantScheme, QuantTensor, get
 
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
+# Where a model that also sees or hears has its language model, and the names of its other parts.
+TEXT_PARTS = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head": "lm_head"}
+OTHER_PARTS = tuple(
+    f"{outer}{part}"
+    for outer in ("", "model.")
+    for part in ("vision_", "visual.", "multi_modal_projector.", "embed_vision.", "audio_", "embed_audio.")
+)
 
 
 class Checkpoint:
@@ -63,6 +70,9 @@ class Checkpoint:
                     f"tensor {astray[:80]} is missing from {self.folder / places[astray]}, where the index has it; "
                     "download both again"
                 )
+            for prefix, short in TEXT_PARTS.items():
+                if any(n.startswith(prefix) for n in self._files):
+                    self.rename(prefix, short)
         except BaseException:
             self._stack.close()
             raise
@@ -191,15 +201,19 @@ class Checkpoint:
     def names(self) -> Iterator[str]:
         return iter(self._files)
 
-    def drop_prefix(self, prefix: str) -> None:
-        """Remove `prefix` from all tensor names. Raises ModelLoadError where two tensors would get the same name."""
-        shorter = {n.removeprefix(prefix): file for n, file in self._files.items()}
-        if len(shorter) < len(self._files):
-            twice = next(n for n in self._files if n.startswith(prefix) and n.removeprefix(prefix) in self._files)
-            raise ModelLoadError(f"{self.folder} has {twice} and {twice.removeprefix(prefix)}; take one of them out")
+    def rename(self, prefix: str, short: str = "") -> None:
+        """Replace `prefix` of tensor names by `short`. Raises ModelLoadError where two would get the same name."""
+
+        def renamed(name: str) -> str:
+            return short + name.removeprefix(prefix) if name.startswith(prefix) else name
+
+        files = {renamed(n): file for n, file in self._files.items()}
+        if len(files) < len(self._files):
+            twice = next(n for n in self._files if n.startswith(prefix) and renamed(n) in self._files)
+            raise ModelLoadError(f"{self.folder} has {twice} and {renamed(twice)}; take one of them out")
         for file in set(self._files.values()):
-            file.entries = {n.removeprefix(prefix): entry for n, entry in file.entries.items()}
-        self._files = shorter
+            file.entries = {renamed(n): entry for n, entry in file.entries.items()}
+        self._files = files
 
     def check(self, config: ModelConfig, shapes: Shapes | None = None, spare: Seq[str] = ()) -> None:
         """Check names, shapes and types against the config, before any weight is read. Raises ModelLoadError.
@@ -229,6 +243,9 @@ class Checkpoint:
             extra = [n for n in extra if not n.startswith("lm_head.")]
         if self._layout is not None:
             extra = [n for n in extra if not self._layout.spare(n, self)]
+        if other := [n for n in extra if n.startswith(OTHER_PARTS)]:
+            say_once(f"{self.folder.name}: {len(other)} tensors beside the language model (vision, audio) are left out")
+            extra = [n for n in extra if n not in other]
         if extra:
             raise ModelLoadError(
                 f"{self.folder}: unexpected tensor {sorted(extra)[0]} ({len(extra)} in all); a {config.architecture} "

@@ -1,4 +1,4 @@
-"""ModelConfig: shape and flags of a Llama-family model, read from a Hugging Face config.json."""
+"""ModelConfig: shape and flags of a model, read from a Hugging Face config.json; and the table of families."""
 
 from __future__ import annotations
 
@@ -8,23 +8,36 @@ import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import ModelLoadError
 
+if TYPE_CHECKING:
+    from sameseed.models.decoder import Decoder
+
 log = logging.getLogger("sameseed.models")
 
-# Architecture -> its fixed flags: biases on q, k and v; norms on q and k.
+# Architecture in config.json -> the file of its family in this folder.
 ARCHITECTURES = {
-    "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
-    "MistralForCausalLM": {"qkv_bias": False, "qk_norm": False},
-    "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
-    "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "llama",
+    "Qwen3ForCausalLM": "llama",
+}
+# llama.cpp's architecture -> architecture and model_type in an equivalent config.json.
+GGUF_ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
 
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft", "embedded-head": "head"}
+SILU = ("silu", "swish")
+# Entries that a config.json with a text_config has outside it.
+OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id")
 GGUF = ".gguf"  # suffix of a model that is one file
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # AMD's and vLLM's key for the mask token; -1: none
 PARALLEL = ("pard", "pard2")  # spd_type of models that guess several tokens in one pass
@@ -78,6 +91,11 @@ class ModelConfig:
     num_parallel: int = 0
 
     @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and head size of each layer of the KV cache; a layer that owns no cache has no entry."""
+        return ((self.num_kv_heads, self.head_dim),) * self.num_layers
+
+    @property
     def num_parameters(self) -> int:
         """Number of weights in embedding, layers and LM head, without norms and biases."""
         width = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -112,9 +130,25 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """ModelConfig from a parsed config.json."""
+    """ModelConfig from a parsed config.json, read by its family; of a model that also sees, its language model's."""
     architecture = _architecture(raw, where)
-    flags = ARCHITECTURES[architecture]
+    if isinstance(text := raw.get("text_config"), dict):
+        raw = {**raw, **text, **{k: raw[k] for k in OUTER if raw.get(k) is not None}}
+    return family(architecture).parse({**raw, "architectures": [architecture]}, where)
+
+
+def family(architecture: str) -> type[Decoder]:
+    """The class of a family of models, by a name in ARCHITECTURES."""
+    module: Any = import_module(f"sameseed.models.{ARCHITECTURES[architecture]}")
+    model: type[Decoder] = module.MODEL
+    return model
+
+
+def base_config(
+    raw: Mapping[str, Any], where: str, *, qkv_bias: bool = False, qk_norm: bool = False, act: Seq[str] = SILU
+) -> ModelConfig:
+    """The fields that all families have; `act`: the names of the family's activation. Raises ModelLoadError."""
+    architecture: str = raw["architectures"][0]
     whole = partial(whole_number, raw, where)
     hidden, heads, vocab_size = whole("hidden_size"), whole("num_attention_heads"), whole("vocab_size")
     kv_heads = whole("num_key_value_heads", heads)
@@ -123,8 +157,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
         raise ModelLoadError(
             f"{where}: {heads} heads must be a multiple of {kv_heads} KV heads, and head_dim {head_dim} must be even"
         )
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelLoadError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
+    if raw.get("hidden_act", act[0]) not in act:
+        raise ModelLoadError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; only {act[0]!r} is")
     layers, max_len = whole("num_hidden_layers", most=MAX_LAYERS), whole("max_position_embeddings", 2048)
     bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
@@ -140,10 +174,10 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
         rms_eps=_number(raw, "rms_norm_eps", 1e-6, where),
         rope=_rope(raw, max_len, where),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=flags["qkv_bias"] or bias,
-        o_bias=bias and not flags["qkv_bias"],
+        qkv_bias=qkv_bias or bias,
+        o_bias=bias and not qkv_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=flags["qk_norm"],
+        qk_norm=qk_norm,
         windows=_windows(raw, layers, architecture, where),
         eos_token_ids=_token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id", vocab_size),
         bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id", vocab_size)), None),

@@ -17,6 +17,7 @@ from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.block import BlockHead, BlockWeights
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ModelConfig, read_json
+from sameseed.models.decoder import Decoder
 from sameseed.models.eagle import EagleHead, HeadWeights
 from sameseed.models.head_config import (
     OPTIONAL,
@@ -26,7 +27,6 @@ from sameseed.models.head_config import (
     expected_tensors,
     read_head_config,
 )
-from sameseed.models.llama import Llama
 from sameseed.models.vocabulary import take_rows
 from sameseed.models.weights import Progress, WeightReader, dense_format, weight_bytes
 from sameseed.ops import Ops
@@ -50,7 +50,7 @@ def open_head(
     config = read_head_config(folder)
     with Checkpoint(folder) as files:
         if any(n.startswith("model.fc.") for n in files.names()):
-            files.drop_prefix("model.")
+            files.rename("model.")
         # Speculators builds Qwen3 layers, with norms of queries and keys, also where it writes another model_type.
         if config.kind == "block" and "layers.0.self_attn.q_norm.weight" in files:
             config = replace(config, layer=replace(config.layer, qk_norm=True))
@@ -90,7 +90,7 @@ def head_bytes(folder: Path, quant: QuantScheme, target: ModelConfig) -> tuple[M
 
 def load_head(
     folder: Path,
-    target: Llama,
+    target: Decoder,
     ops: Ops,
     quant: QuantScheme | None = None,
     device: str = "cpu",
@@ -111,7 +111,7 @@ def load_head(
         return read_head(config, reader, layer, ids, target, ops)
 
 
-def embedding_signs(target: Llama) -> str:
+def embedding_signs(target: Decoder) -> str:
     """Signs of SIGNS x SIGNS values of the target's embedding, as hexadecimal digits: they survive quantization."""
     rows = torch.linspace(0, target.config.vocab_size - 1, SIGNS).int().to(target.device)
     values = target.ops.embedding(rows, target.weights.embedding).cpu()  # [SIGNS, C]
@@ -119,7 +119,7 @@ def embedding_signs(target: Llama) -> str:
     return np.packbits(values[:, columns].numpy() > 0).tobytes().hex()
 
 
-def check_signs(folder: Path, target: Llama) -> None:
+def check_signs(folder: Path, target: Decoder) -> None:
     """Raise ConfigError if the head's config.json holds the signs of another target's embedding."""
     recorded = read_json(folder / "config.json").get(TARGET_SIGNS)
     if recorded is None:
@@ -133,7 +133,7 @@ def check_signs(folder: Path, target: Llama) -> None:
 
 
 def read_head(
-    config: HeadConfig, reader: WeightReader, layer: str, ids: Tensor | None, target: Llama, ops: Ops
+    config: HeadConfig, reader: WeightReader, layer: str, ids: Tensor | None, target: Decoder, ops: Ops
 ) -> EagleHead:
     """An EAGLE head from the tensors of `reader`; `layer`: name of its decoder layer; `ids`: as `target_ids`."""
     shapes, source, quant = reader.shapes, reader.source, reader.quant
@@ -157,7 +157,7 @@ def read_head(
     return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
 
 
-def read_block(config: BlockConfig, reader: WeightReader, ids: Tensor | None, target: Llama, ops: Ops) -> BlockHead:
+def read_block(config: BlockConfig, reader: WeightReader, ids: Tensor | None, target: Decoder, ops: Ops) -> BlockHead:
     """A block head from the tensors of `reader`; `ids`: as `target_ids`."""
     embedding, lm_head = _ends(reader, target, ops)
     markov = [reader.matrix(f"markov_head.markov_w{i}") for i in (1, 2)] if config.markov_rank else None
@@ -175,7 +175,7 @@ def read_block(config: BlockConfig, reader: WeightReader, ids: Tensor | None, ta
     return BlockHead(config, weights, ops, target.max_model_len)
 
 
-def _ends(reader: WeightReader, target: Llama, ops: Ops) -> tuple[QuantTensor, QuantTensor]:
+def _ends(reader: WeightReader, target: Decoder, ops: Ops) -> tuple[QuantTensor, QuantTensor]:
     """Embedding and LM head: the head's own or the target's, the LM head in the requested format."""
     own = "embed_tokens.weight" in reader.shapes
     embedding = reader.matrix("embed_tokens") if own else target.weights.embedding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class ModelWeights:
     """
 
     embedding: QuantTensor  # [V, C]
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[Any, ...]  # of the family's class: LayerWeights or alike
     norm: Tensor  # [C]
     lm_head: QuantTensor  # [V, C]
     dense: str = "fp32"

@@ -11,11 +11,11 @@ from sameseed import hub, registry
 from sameseed.errors import ModelLoadError, nearest
 from sameseed.formats import _losses
 from sameseed.models.checkpoint import Checkpoint
-from sameseed.models.config import ASSETS, EMBEDDED, GGUF, ModelConfig, parse_config, read_json
+from sameseed.models.config import ASSETS, EMBEDDED, GGUF, ModelConfig, family, parse_config, read_json
+from sameseed.models.decoder import Decoder
 from sameseed.models.gguf.config import read_gguf_config
 from sameseed.models.gguf.header import MAGIC
 from sameseed.models.layouts.base import say_once
-from sameseed.models.llama import Llama
 from sameseed.models.weights import Progress, read_weights, rounds
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, get
@@ -137,7 +137,7 @@ def load_model(
     max_model_len: int | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
-) -> Llama:
+) -> Decoder:
     """The model in `folder` (or in a GGUF file), its weights stored by `quant` (default: as in the checkpoint).
 
     Raises ModelLoadError naming the tensor that is missing, extra, of the wrong shape or not finite.
@@ -149,7 +149,7 @@ def load_model(
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(config)
         weights = read_weights(config, checkpoint, quant or QuantScheme(), ops, device, progress)
-    return Llama(config, weights, ops, max_model_len)
+    return family(config.architecture)(config, weights, ops, max_model_len)
 
 
 def named_tokens(folder: Path) -> tuple[dict[int, list[str]], dict[int, list[str]]]:

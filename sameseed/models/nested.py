@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.models.loader import open_checkpoint, read_config
 from sameseed.models.weights import expected_shapes, resolve_scheme
 from sameseed.scheme import QuantScheme, QuantTensor
@@ -25,7 +25,7 @@ def is_nested(folder: Path, quant: QuantScheme) -> bool:
         return any(rows is not None and rows == activations for rows, activations in nesting)
 
 
-def nested_view(model: Llama) -> Llama:
+def nested_view(model: Decoder) -> Decoder:
     """The model with each matrix replaced by the 4-bit matrix inside it, where there is one.
 
     Nothing is copied. The embedding keeps its precision, because a pass reads only a few of its rows. Raises
@@ -40,7 +40,7 @@ def nested_view(model: Llama) -> Llama:
     if all(a is b for a, b in zip(mine, its, strict=True)):
         formats = ", ".join(sorted({m.format for m in w.matrices}))
         raise ConfigError(f"weights in {formats} hold no 4-bit ones; load the target with --format w8a8n")
-    return Llama(model.config, weights, model.ops, model.max_model_len)
+    return type(model)(model.config, weights, model.ops, model.max_model_len)
 
 
 def _each(w: QuantTensor | tuple[QuantTensor, ...]) -> QuantTensor | tuple[QuantTensor, ...]:

@@ -14,8 +14,8 @@ from sameseed import devices
 from sameseed.batch import GREEDY, UNKNOWN, Batch, Draw, Draws, Rows, ancestor_masks, build_batch, int_tensors
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
+from sameseed.models.decoder import Decoder
 from sameseed.models.drawn import Drawn, LateNodes, steps_after
-from sameseed.models.llama import Llama
 from sameseed.ops import Ends, Grown
 from sameseed.request import Sequence
 
@@ -85,7 +85,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         cache: KVCache,
         captures: tuple[int, ...] = (),
         blocks: BlockManager | None = None,
@@ -101,7 +101,7 @@ class ModelRunner:
 
     def beside(
         self,
-        model: Llama | None = None,
+        model: Decoder | None = None,
         captures: tuple[int, ...] = (),
         unseen: Callable[[Sequence], tuple[int, int]] = lambda seq: (0, 0),
     ) -> ModelRunner:
@@ -170,7 +170,7 @@ class ModelRunner:
         return drawn
 
     def grow(self, trees: Seq[Any], seqs: Seq[Sequence], logits: Tensor, ends: Ends | None) -> Grown | None:
-        """Grow a chain after each sequence, whose rows are all cached, from its last logits [B, V] (`Llama.grow`).
+        """Grow a chain after each sequence, whose rows are all cached, from its last logits [B, V] (`Decoder.grow`).
 
         Returns None, and writes nothing, where the backend cannot do this, or a sequence has unseen blocks.
         """
@@ -261,7 +261,7 @@ class ModelRunner:
             return hidden
         moved, to, rows = int_tensors((src, dst, kept), self.model.device)
         if src:
-            self.model.ops.move_all(self.cache.layers, self.cache.stacked, moved, to)
+            self.model.ops.move_all(self.cache.stacks, moved, to)
         if hidden is None or not kept:
             return hidden
         if hidden.device.type == "cpu":  # with NumPy: waiting threads of PyTorch would slow the next pass down

@@ -8,8 +8,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from sameseed.models.config import ModelConfig
-from sameseed.models.llama import Llama
+from sameseed.models.config import ModelConfig, family
+from sameseed.models.decoder import Decoder
 from sameseed.models.weights import Progress, Shapes, expected_shapes, read_weights
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
@@ -100,9 +100,8 @@ def random_model(
     seed: int = 0,
     device: str = "cpu",
     progress: Progress | None = None,
-) -> Llama:
+) -> Decoder:
     """A model of that shape with random weights, stored by `quant` (default: bf16) as a loaded one would be."""
     source = RandomCheckpoint(config, seed)
-    return Llama(
-        config, read_weights(config, source, quant or QuantScheme(), ops, device, progress), ops, max_model_len
-    )
+    weights = read_weights(config, source, quant or QuantScheme(), ops, device, progress)
+    return family(config.architecture)(config, weights, ops, max_model_len)

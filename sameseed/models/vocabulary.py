@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.ops import Ops
 from sameseed.scheme import QuantTensor
 
@@ -27,7 +27,7 @@ def take_rows(ops: Ops, w: QuantTensor, rows: Tensor) -> QuantTensor:
     return ops.pack(taken)
 
 
-def with_tokens(model: Llama, ids: Tensor) -> Llama:
+def with_tokens(model: Decoder, ids: Tensor) -> Decoder:
     """The model with an LM head over the tokens `ids` [n] only; other tokens get the logit -inf. The rest is shared.
 
     Ids outside the model's vocabulary are left out. Raises ConfigError where none is left.
@@ -38,4 +38,4 @@ def with_tokens(model: Llama, ids: Tensor) -> Llama:
             "the draft model has none of the tokens of `vocabulary`; name others, or leave the option out"
         )
     weights = replace(model.weights, lm_head=take_rows(model.ops, model.weights.lm_head, kept))
-    return Llama(model.config, weights, model.ops, model.max_model_len, token_ids=kept)
+    return type(model)(model.config, weights, model.ops, model.max_model_len, token_ids=kept)

@@ -21,7 +21,7 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.formats._memory import roomy
-from sameseed.models.config import ModelConfig, layer_shapes
+from sameseed.models.config import ModelConfig, family
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.models.layouts.base import round_scheme, say_once
 from sameseed.ops import Ops, limit_threads, num_threads
@@ -66,13 +66,7 @@ class TensorSource(Protocol):
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must hold, by Hugging Face name, with its shape."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-    for i in range(config.num_layers):
-        shapes |= layer_shapes(config, f"model.layers.{i}", ("input_layernorm", "post_attention_layernorm"))
-    shapes["model.norm.weight"] = (config.hidden_size,)
-    if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    return shapes
+    return family(config.architecture).shapes(config)
 
 
 def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme, module: str) -> QuantScheme:
@@ -180,11 +174,7 @@ def read_weights(
     weight_bytes(config, source, quant)
     reader = WeightReader(config, source, quant, ops, device, progress)
     with reader:
-        embedding = reader.matrix("model.embed_tokens", reader.spread)
-        layers = tuple(reader.spread(reader.layer, [f"model.layers.{i}" for i in range(config.num_layers)]))
-        norm = reader.vector("model.norm.weight")
-        head = embedding if config.tied_embeddings else reader.matrix("lm_head", reader.spread)
-    return ModelWeights(embedding, layers, norm, head, dense_format(source, quant, reader.shapes))
+        return family(config.architecture).read(reader, dense_format(source, quant, reader.shapes))
 
 
 def _alone() -> None:

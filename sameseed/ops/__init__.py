@@ -253,15 +253,13 @@ class Ops:
     def move_kv(self, layer: KVLayer, src: Tensor, dst: Tensor) -> None:
         self._kv("move_kv", layer)(layer, src, dst)
 
-    def move_all(self, layers: Seq[KVLayer], stacked: KVLayer, src: Tensor, dst: Tensor) -> None:
-        """`move_kv` in every layer of a cache. A backend may do this in one call.
-
-        `stacked` has the same tensors as `layers`, with the layers as first axis.
-        """
+    def move_all(self, stacks: Seq[tuple[KVLayer, Seq[KVLayer]]], src: Tensor, dst: Tensor) -> None:
+        """`move_kv` in every layer of a cache (`KVCache.stacks`). A backend may move a stack's layers in one call."""
         at_once: Callable[[KVLayer, Tensor, Tensor], bool] | None = getattr(self.backend, "move_stacked", None)
-        if at_once is None or not at_once(stacked, src, dst):
-            for layer in layers:
-                self.move_kv(layer, src, dst)
+        for stacked, layers in stacks:
+            if at_once is None or not at_once(stacked, src, dst):
+                for layer in layers:
+                    self.move_kv(layer, src, dst)
 
     def attention(self, q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
         return self._kv("attention", layer)(q, layer, batch, scale, window)

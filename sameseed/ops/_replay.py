@@ -82,6 +82,9 @@ class Recorder:
         self._on = row_ops.Executor(_native.Plan(), self._pool.take)
         self.parts.append(self._on.calls)
 
+    def __getattr__(self, op: str) -> Any:
+        raise NotRecordableError(f"the op {op}")
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not weight.is_contiguous():
             raise NotRecordableError("a norm that is no contiguous tensor")

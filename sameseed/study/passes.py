@@ -11,9 +11,10 @@ import torch
 from sameseed import scheme
 from sameseed.batch import MAX_NODES
 from sameseed.config import CacheConfig
+from sameseed.engine.memory import block_bytes
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
@@ -76,13 +77,13 @@ class PassWork:
 class TimedModel:
     """A loaded model with a KV cache full of noise: timings depend on reading the cache, not on its values."""
 
-    def __init__(self, model: Llama, kv_format: str, passes: Iterable[Pass]) -> None:
+    def __init__(self, model: Decoder, kv_format: str, passes: Iterable[Pass]) -> None:
         """`kv_format` "auto": the format that the engine would choose. The cache fits the largest of `passes`."""
         c = self.config = model.config
         self.kv_format = scheme.cache_format(kv_format, model.weights.dense)
         num_blocks = max(p.num_blocks for p in passes)
         device = str(model.device)
-        cache = KVCache(c.num_layers, num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim, self.kv_format, device)
+        cache = KVCache(c.kv_shapes, num_blocks, BLOCK_SIZE, self.kv_format, device)
         fill(cache)
         self.runner = ModelRunner(model, cache)
         self.kv_row_bytes = cache.nbytes / (num_blocks * BLOCK_SIZE)
@@ -163,9 +164,9 @@ def fill(cache: KVCache) -> None:
     """Write noise into every cache row: memory never written maps to one zero page, whose reading costs nothing."""
     formats = scheme.kv_formats(cache.format)
     generator = torch.Generator().manual_seed(0)
-    for layer in cache.layers:
+    for layer, (_, head_dim) in zip(cache.layers, cache.shapes, strict=True):
         for fmt, stored, scale in zip(formats, (layer.k, layer.v), (layer.k_scale, layer.v_scale)):
-            codes, scales = fmt.encode_kv(torch.randn(*stored.shape[1:3], cache.head_dim, generator=generator))
+            codes, scales = fmt.encode_kv(torch.randn(*stored.shape[1:3], head_dim, generator=generator))
             stored.copy_(codes.to(stored.device).expand(stored.shape))  # expand on the device: not whole on the host
             if scale is not None and scales is not None:
                 scale.copy_(scales.to(scale.device).expand(scale.shape))
@@ -173,5 +174,4 @@ def fill(cache: KVCache) -> None:
 
 def cache_bytes(config: ModelConfig, kv_format: str, passes: Seq[Pass]) -> int:
     """Bytes of a KV cache that fits the largest of `passes`."""
-    row = scheme.kv_row_bytes(kv_format, config.head_dim) * config.num_kv_heads * config.num_layers
-    return row * BLOCK_SIZE * max(p.num_blocks for p in passes)
+    return block_bytes(config, kv_format, BLOCK_SIZE) * max(p.num_blocks for p in passes)

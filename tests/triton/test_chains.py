@@ -85,7 +85,7 @@ def sequences(runner: Any, lengths: list[int], seed: int, params: list[SamplingP
 
 def draft_runner(model: Llama, kv: str = "fp32") -> ModelRunner:
     c = model.config
-    return ModelRunner(model, KVCache(c.num_layers, 24, 4, c.num_kv_heads, c.head_dim, kv))
+    return ModelRunner(model, KVCache(c.kv_shapes, 24, 4, kv))
 
 
 def same_rows(a: Any, b: Any) -> bool:
@@ -137,7 +137,7 @@ def test_a_heads_chain(tmp_path: Path, chains: list[int], copies: list[int], mon
     c = loaded.config.layer
     made: list[Any] = []
     for window, names in ((None, ("unequal", "equal", "one", "one")), (3, ("equal", "unequal"))):
-        runners = [HeadRunner(loaded, KVCache(1, 24, 4, c.num_kv_heads, c.head_dim, "fp32"), window) for _ in range(2)]
+        runners = [HeadRunner(loaded, KVCache(c.kv_shapes, 24, 4, "fp32"), window) for _ in range(2)]
         generator, cases = torch.Generator().manual_seed(1), []
         width = target.config.hidden_size
         for counts in map(LENGTHS.__getitem__, names):

@@ -31,7 +31,7 @@ def model(tmp_path):
 
 def make_cache(model, kv="fp32"):
     c = model.config
-    return KVCache(c.num_layers, 4, 16, c.num_kv_heads, c.head_dim, kv)
+    return KVCache(c.kv_shapes, 4, 16, kv)
 
 
 @pytest.fixture(autouse=True)

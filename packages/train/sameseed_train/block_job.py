@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sameseed.models.decoder import Decoder
 from sameseed.models.head_config import BlockConfig
-from sameseed.models.llama import Llama
 from sameseed.models.safetensors_file import write_model
 from sameseed_train.block_model import BlockForTraining, BlockLayer
 from sameseed_train.head_job import NAME, Vocabulary, dense, rope_scaling, vocabulary_tensors
@@ -146,7 +146,7 @@ def block_job(
     return TrainJob(NAME, head, recipe.train, batch, loss, folder, lambda b: int(b.counts.sum()))
 
 
-def start_from_target(head: BlockForTraining, target: Llama, target_ids: Tensor | None) -> None:
+def start_from_target(head: BlockForTraining, target: Decoder, target_ids: Tensor | None) -> None:
     """Initialize the head from the target's last layers where the shapes allow it, reading the last captured states."""
     own, c, ops = head.config.layer, target.config, target.ops
     kept = target.weights.layers[-len(head.layers) :]

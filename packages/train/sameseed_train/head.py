@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from sameseed.models.config import ModelConfig
+from sameseed.models.decoder import Decoder
 from sameseed.models.eagle_loader import embedding_signs
 from sameseed.models.head_config import ROTATED_FOR, TARGET_SIGNS, BlockConfig, rotation_of
-from sameseed.models.llama import Llama
 from sameseed.models.loader import load_tokenizer
 from sameseed.scheme import QuantScheme
 from sameseed_train import block_job, head_measure
@@ -94,7 +94,7 @@ def run_head(
     return Trained(out / "head", results)
 
 
-def target_facts(folder: Path, target: Llama) -> dict[str, Any]:
+def target_facts(folder: Path, target: Decoder) -> dict[str, Any]:
     """What a head's config.json says of its target: the signs of its embedding, and the seed of a rotation."""
     rotation = rotation_of(folder)
     return {TARGET_SIGNS: embedding_signs(target)} | ({} if rotation is None else {ROTATED_FOR: rotation})

@@ -16,7 +16,7 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.models.config import RopeConfig
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.models.safetensors_file import write_model
 from sameseed.ops import Ops, normed_rows
 from sameseed.scheme import QuantScheme, QuantTensor
@@ -98,7 +98,7 @@ def head_loss(
     return losses
 
 
-def teacher(target: Llama, last: Tensor) -> Tensor:
+def teacher(target: Decoder, last: Tensor) -> Tensor:
     """The target's logits [R, V] from the output of its last layer [R, C], with its own norm, LM head and format."""
     w = target.weights
     with torch.inference_mode():
@@ -112,7 +112,7 @@ class Vocabulary:
     lm_head [Vd, C]: the target's rows of these tokens, decoded. `count`: tokens per batch (0: all of them).
     """
 
-    def __init__(self, target: Llama, counts: Tensor, target_ids: Tensor | None, count: int) -> None:
+    def __init__(self, target: Decoder, counts: Tensor, target_ids: Tensor | None, count: int) -> None:
         """`counts` int64 [V]: how often each token is written in the texts."""
         self._target = target
         whole, device = dense(target.ops, target.weights.lm_head), target.device
@@ -173,7 +173,7 @@ def head_job(head: HeadForTraining, own: Own, target_ids: Tensor | None, recipe:
     return TrainJob(NAME, head, train, batch, loss, folder, count)
 
 
-def start_from_target(head: HeadForTraining, target: Llama, target_ids: Tensor | None) -> None:
+def start_from_target(head: HeadForTraining, target: Decoder, target_ids: Tensor | None) -> None:
     """Initialize the head from the target's last layer, reading the last captured states.
 
     Attention is copied only where the head counts allow it; a KV head of the target may be copied to several. Weights

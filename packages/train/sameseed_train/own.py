@@ -14,7 +14,7 @@ import torch
 from sameseed import ops
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
 from sameseed.scheme import cache_format
 from sameseed_train.recipe import SourceSettings, TrainSettings, load_recipe, read_table
@@ -136,7 +136,7 @@ def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path) -> list[Seed]:
 class Own:
     """The target in the recipe's format, its texts, the number of texts in the first run, and a reader of states."""
 
-    target: Llama
+    target: Decoder
     texts: StoredTexts
     num_first: int
     states: States

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.llama import Llama
+from sameseed.models.decoder import Decoder
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed_train.checkpoint import read_tensors, save_tensors
@@ -68,12 +68,12 @@ def captured_layers(captures: Seq[int], num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({*captures, num_layers - 1}))
 
 
-def new_runner(target: Llama, captures: tuple[int, ...], batch: int, longest: int, kv_format: str) -> ModelRunner:
+def new_runner(target: Decoder, captures: tuple[int, ...], batch: int, longest: int, kv_format: str) -> ModelRunner:
     """A runner for `batch` texts of at most `longest` tokens."""
     c = target.config
     blocks = batch * -(-longest // BLOCK)
     device = str(target.device)
-    cache = KVCache(c.num_layers, blocks, BLOCK, c.num_kv_heads, c.head_dim, kv_format, device)
+    cache = KVCache(c.kv_shapes, blocks, BLOCK, kv_format, device)
     return ModelRunner(target, cache, captures)
 
 
@@ -130,7 +130,7 @@ def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator)
 
 
 def collect(
-    target: Llama, seeds: Seq[Seed], folder: Path, states: States, *, batch: int, kv_format: str, seed: int
+    target: Decoder, seeds: Seq[Seed], folder: Path, states: States, *, batch: int, kv_format: str, seed: int
 ) -> Iterator[tuple[int, Path]]:
     """Write the texts of all seeds into files of `folder`, after those that are there. Yields (texts done, file).
 
@@ -175,7 +175,7 @@ class States:
     """
 
     def __init__(
-        self, target: Llama, captures: Seq[int], kv_format: str, longest: int, folder: Path, most: float
+        self, target: Decoder, captures: Seq[int], kv_format: str, longest: int, folder: Path, most: float
     ) -> None:
         self.captures = tuple(captures)
         self._runner = new_runner(target, self.captures, READ, longest, kv_format)

@@ -78,7 +78,7 @@ def test_guesses_like_the_inference_head(tmp_path: Path, architecture: str, draf
     c, compared = config.layer, 0
     for b, text in enumerate(texts):
         for k, anchor in enumerate(anchors[b].tolist()):
-            runner = BlockRunner(loaded, KVCache(2, 4, 16, c.num_kv_heads, c.head_dim))
+            runner = BlockRunner(loaded, KVCache(c.kv_shapes, 4, 16))
             holder = Sequence(0, (), SamplingParams(), 0)
             assert runner.blocks.reserve(holder, anchor + 4)
             runner.extend([holder], [[1] * anchor], [text.states[:anchor]], False)

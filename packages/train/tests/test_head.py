@@ -85,7 +85,7 @@ def test_guesses_like_the_inference_head(target: Llama, tmp_path: Path, changes:
 def chain(loaded: object, tokens: torch.Tensor, states: torch.Tensor, base: int) -> list[torch.Tensor]:
     """Logits [Vd] of STEPS guesses: after rows 0..base with the target's states, then along the text."""
     c = loaded.config.layer  # type: ignore[attr-defined]
-    runner = HeadRunner(loaded, KVCache(1, 4, 16, c.num_kv_heads, c.head_dim))  # type: ignore[arg-type]
+    runner = HeadRunner(loaded, KVCache(c.kv_shapes, 4, 16))  # type: ignore[arg-type]
     holder = Sequence(0, (), SamplingParams(), 0)
     assert runner.blocks.reserve(holder, base + 1 + STEPS)
     logits, feature, _ = runner.extend([holder], [tokens[: base + 1].tolist()], [states[: base + 1]], True)

@@ -67,7 +67,7 @@ def test_rows_are_what_drafting_sees(tmp_path: Path) -> None:
             if r >= n and not rows.counts[b, r]:
                 continue  # padding
             known = text.ids[: position + 1 - depth].tolist()
-            runner = ModelRunner(model, KVCache(2, 8, 16, 1, 8, "fp32"))
+            runner = ModelRunner(model, KVCache([(1, 8)] * 2, 8, 16, "fp32"))
             seq = Sequence(0, known, SamplingParams(), 0)
             runner.blocks.reserve(seq, len(known) + depth)
             out = runner.forward([seq], Draft.chains([[MASK] * depth]), [len(known)])

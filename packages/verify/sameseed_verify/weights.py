@@ -10,7 +10,7 @@ from sameseed_verify.prompts import Prompt
 from sameseed_verify.reading import ServedText
 
 if TYPE_CHECKING:
-    from sameseed.models.llama import Llama
+    from sameseed.models.decoder import Decoder
     from sameseed.tokenizer import Tokenizer
 
 Read = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of a prompt, and of the text generated after it
@@ -21,7 +21,7 @@ Verdict = tuple[int, bool, bool]  # a token; whether it is the textbook's choice
 class Weights:
     """A model's weights and tokenizer. `share`: tolerated difference of logits, as a share of the largest logit."""
 
-    model: Llama
+    model: Decoder
     tokenizer: Tokenizer
     kv_format: str
     share: float

@@ -12,16 +12,10 @@ import numpy as np
 import torch
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig, RopeConfig, parse_config
+from sameseed.models.config import GGUF_ARCHITECTURES, ModelConfig, RopeConfig, family, parse_config
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import inverse_frequencies
 
-# GGUF's architecture -> Hugging Face's architecture and model_type.
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
 FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
 # Control tokens that end an answer, as in llama.cpp; a file may name only one of them.
 ENDS = {
@@ -47,9 +41,9 @@ def _architecture(file: GGUFFile) -> str:
     """llama.cpp's name of the architecture. Raises ModelLoadError for an unsupported one, and for a split file."""
     meta, where = file.metadata, file.path
     arch = meta.get("general.architecture")
-    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
         raise ModelLoadError(
-            f"{where}: architecture {str(arch)[:80]!r} cannot be read; these can: {', '.join(ARCHITECTURES)}"
+            f"{where}: architecture {str(arch)[:80]!r} cannot be read; these can: {', '.join(GGUF_ARCHITECTURES)}"
         )
     if isinstance(meta.get("split.count"), int) and meta["split.count"] > 1:
         raise ModelLoadError(f"{where} is one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
@@ -57,14 +51,14 @@ def _architecture(file: GGUFFile) -> str:
 
 
 def raw_config(file: GGUFFile) -> dict[str, Any]:
-    """The config.json of the file's model. Raises ModelLoadError for features that the Llama family does not have."""
+    """The config.json of the file's model. Raises ModelLoadError for features that its family does not have."""
     meta, where, arch = file.metadata, file.path, _architecture(file)
-    get = partial(_number, file, arch)
+    get = partial(number, file, arch)
     hidden, heads, dim = _sizes(file, arch)
     qkv_bias, o_bias = ("blk.0.attn_q.bias" in file.tensors), ("blk.0.attn_output.bias" in file.tensors)
-    name, kind = ARCHITECTURES[arch]
+    name, kind = GGUF_ARCHITECTURES[arch]
     if kind == "llama" and qkv_bias and not o_bias:
-        name, kind = ARCHITECTURES["qwen2"]  # a Llama with these biases equals Qwen2
+        name, kind = GGUF_ARCHITECTURES["qwen2"]  # a Llama with these biases equals Qwen2
     rope = {"rope_theta": float(get("rope.freq_base", 10000.0)), **_scaling(file, arch)}
     raw: dict[str, Any] = {
         "architectures": [name],
@@ -88,12 +82,13 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         raw |= {"attention_bias": qkv_bias}
     if "blk.0.ffn_up.bias" in file.tensors:
         raw |= {"mlp_bias": True}
+    raw |= family(name).gguf_config(file, raw)
     rope |= _factors(file, parse_config(raw, where=str(where)))
     return raw
 
 
 def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
-    get = partial(_number, file, arch)
+    get = partial(number, file, arch)
     if get("expert_count", 0):
         raise ModelLoadError(f"{file.path}: mixtures of experts are not supported")
     embedding = file.tensors.get("token_embd.weight")
@@ -108,7 +103,7 @@ def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
     return hidden, heads, dim
 
 
-def _number(file: GGUFFile, arch: str, name: str, default: Any = None) -> Any:
+def number(file: GGUFFile, arch: str, name: str, default: Any = None) -> Any:
     """The number in a key of the architecture; an array by layer must hold equal numbers. Raises ModelLoadError."""
     value = file.metadata.get(f"{arch}.{name}", default)
     if isinstance(value, np.ndarray):

@@ -7,6 +7,7 @@ are decoded exactly by the gguf package, some rows at a time, and rounded to 8 b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.checkpoint import notice_rounded
-from sameseed.models.config import ModelConfig
+from sameseed.models.config import GGUF_ARCHITECTURES, ModelConfig, family
+from sameseed.models.decoder import Decoder
 from sameseed.models.gguf import kquants
 from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
-from sameseed.models.layouts.base import finite, round_scheme, rounded
+from sameseed.models.layouts.base import finite, round_scheme, rounded, say_once
 from sameseed.models.weights import expected_shapes
 from sameseed.scheme import BLOCKS, QuantScheme, QuantTensor, get
 
@@ -32,29 +34,16 @@ KEPT = {
     **kquants.TYPES,
 }
 DECODED = frozenset({"IQ3_S", "IQ3_XXS", "IQ2_S"} | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"})
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+OTHER_PARTS = ("v.", "mm.", "a.")  # tensors of vision and audio towers begin so
 
 
-def gguf_name(name: str) -> str:
-    """GGUF's name of a tensor that Hugging Face calls `name`."""
+def gguf_name(name: str, names: Mapping[str, str] = Decoder.gguf_names) -> str:
+    """GGUF's name of a tensor that Hugging Face calls `name`; `names`: its family's (`Decoder.gguf_names`)."""
     stem, _, kind = name.rpartition(".")
-    if stem in OUTSIDE:
-        return f"{OUTSIDE[stem]}.{kind}"
+    if stem in names:
+        return f"{names[stem]}.{kind}"
     _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.{kind}"
+    return f"blk.{layer}.{names[rest]}.{kind}"
 
 
 class GGUFCheckpoint:
@@ -66,36 +55,44 @@ class GGUFCheckpoint:
 
     def __enter__(self) -> GGUFCheckpoint:
         self._file = GGUFFile(self.path)
+        arch = GGUF_ARCHITECTURES.get(self._file.metadata.get("general.architecture"))
+        self._names = family(arch[0]).gguf_names if arch else {}
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._file.close()
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and gguf_name(name) in self._file.tensors
+        return isinstance(name, str) and self._name(name) in self._file.tensors
+
+    def _name(self, name: str) -> str:
+        return gguf_name(name, self._names)
 
     def check(self, config: ModelConfig) -> None:
         expected, tensors = expected_shapes(config), self._file.tensors
-        wanted = {gguf_name(n): n for n in expected}
+        wanted = {self._name(n): n for n in expected}
         missing = [n for n in wanted if n not in tensors]
         if missing:
             raise ModelLoadError(f"{self.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
         extra = sorted(tensors.keys() - wanted.keys() - {FACTORS})
+        if other := [n for n in extra if n.startswith(OTHER_PARTS)]:
+            say_once(f"{self.path.name}: {len(other)} tensors beside the language model (vision, audio) are left out")
+            extra = [n for n in extra if n not in other]
         if extra:
             raise ModelLoadError(
                 f"{self.path}: unexpected tensor {extra[0][:80]} ({len(extra)} in all); {config.architecture} has none"
             )
         decoded = {}
         for name, shape in expected.items():
-            info = tensors[gguf_name(name)]
+            info = tensors[self._name(name)]
             if info.shape != shape:
                 raise ModelLoadError(
-                    f"{self.path}: tensor {gguf_name(name)} has shape {list(info.shape)}, its keys say {list(shape)}"
+                    f"{self.path}: tensor {self._name(name)} has shape {list(info.shape)}, its keys say {list(shape)}"
                 )
             readable = DENSE.keys() if len(shape) == 1 else DENSE.keys() | KEPT.keys() | DECODED
             if info.type not in readable:
                 raise ModelLoadError(
-                    f"{self.path}: tensor {gguf_name(name)} is {info.type}, which cannot be read; these can: "
+                    f"{self.path}: tensor {self._name(name)} is {info.type}, which cannot be read; these can: "
                     f"{', '.join(sorted(readable))}"
                 )
             if info.type in DECODED:
@@ -112,7 +109,7 @@ class GGUFCheckpoint:
     # --- Source ---
 
     def _info(self, name: str) -> TensorInfo:
-        return self._file.tensors[gguf_name(name)]
+        return self._file.tensors[self._name(name)]
 
     def dtype(self, name: str) -> torch.dtype:
         return DENSE.get(self._info(name).type, torch.float32)
@@ -141,7 +138,7 @@ class GGUFCheckpoint:
         else:
             parts = self._block32(info, first, last)
         if not all(parts[p].isfinite().all() for p in get(scheme.weights).scale_parts):
-            raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
+            raise ModelLoadError(f"tensor {self._name(name)} in {self.path} holds NaN or infinity; the file is damaged")
         if order is not None:
             parts = {p: t.index_select(0, order) for p, t in parts.items()}
         return QuantTensor(scheme.weights, (stop - start, width), parts, scheme.activations)
@@ -205,7 +202,7 @@ class GGUFCheckpoint:
             with np.errstate(all="ignore"):  # NaN and infinity are checked below
                 value = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[info.type]))
         if not finite(value):
-            raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
+            raise ModelLoadError(f"tensor {self._name(name)} in {self.path} holds NaN or infinity; the file is damaged")
         return value.reshape(stop - start, info.shape[-1])
 
 

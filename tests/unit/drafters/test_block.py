@@ -126,7 +126,7 @@ def test_the_cache_after_every_round_is_that_of_fresh_states(pair: Pair, kv: str
                 continue
             head = head_of(pair)
             c, cache = head.config.layer, drafter.runner.cache
-            fresh = BlockRunner(head, KVCache(c.num_layers, 64, 4, c.num_kv_heads, c.head_dim, kv))
+            fresh = BlockRunner(head, KVCache(c.kv_shapes, 64, 4, kv))
             kept = Sequence(0, (), SamplingParams(), 0)
             assert fresh.blocks.reserve(kept, holder.num_cached)
             ((states, _),) = target_states(pair.target, [seq.token_ids[: holder.num_cached]], drafter.captures, kv)

@@ -58,7 +58,7 @@ def by_hand(model: Llama, seq: Sequence, count: int) -> list[int]:
     chain: list[int] = []
     c = model.config
     for i in range(count):
-        runner = ModelRunner(model, KVCache(c.num_layers, 16, 16, c.num_kv_heads, c.head_dim, "fp32"))
+        runner = ModelRunner(model, KVCache(c.kv_shapes, 16, 16, "fp32"))
         text = Sequence(0, [*seq.token_ids, *[MASK] * i], SamplingParams(), 0)
         assert runner.blocks.reserve(text, len(text))
         logits = runner.forward([text], Draft.empty(1), [len(text)]).logits

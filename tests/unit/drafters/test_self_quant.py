@@ -222,7 +222,7 @@ def test_rows_attend_to_what_is_seen_as_if_nothing_else_were(nested: Pair) -> No
     """Attention without the middle blocks has the bits of attention over the other blocks alone, direct or replayed."""
     model, ops = nested.target, nested.target.ops
     shape = model.config
-    cache = KVCache(1, 8, 4, shape.num_kv_heads, shape.head_dim)
+    cache = KVCache(shape.kv_shapes[:1], 8, 4)
     for part in (cache.layers[0].k, cache.layers[0].v):
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
     blocks, kept = [3, 1, 6, 0, 5, 2], [3, 5, 2]
@@ -234,7 +234,7 @@ def test_rows_attend_to_what_is_seen_as_if_nothing_else_were(nested: Pair) -> No
     for chosen in (ops, resolve("reference")):
         outs = [chosen.attention(q, cache.layers[0], batch, 0.5) for batch in (part, alone)]
         assert outs[0].equal(outs[1])
-    full = KVCache(shape.num_layers, 8, 4, shape.num_kv_heads, shape.head_dim)
+    full = KVCache(shape.kv_shapes, 8, 4)
     with torch.inference_mode():
         replayed = model.forward(part, full)[0].clone()
         assert replayed.equal(model._forward(ops, part, full, ())[0])

@@ -30,7 +30,7 @@ def free(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"])
 def test_block_bytes_are_those_of_the_cache(name):
-    cache = KVCache(SHAPE.num_layers, 7, 16, SHAPE.num_kv_heads, SHAPE.head_dim, name)
+    cache = KVCache(SHAPE.kv_shapes, 7, 16, name)
     assert block_bytes(SHAPE, name, 16) * 7 == cache.nbytes
 
 

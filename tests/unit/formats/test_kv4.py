@@ -139,7 +139,7 @@ def test_odd_dimensions_are_refused(name):
     with pytest.raises(ConfigError, match=f"KV cache in '{name}' needs an even head dimension, not 33"):
         scheme.get(name).encode_kv(randn(1, 1, 33))
     with pytest.raises(ConfigError, match="even head dimension"):
-        KVCache(1, 2, 4, 1, 33, name)
+        KVCache([(1, 33)], 2, 4, name)
 
 
 def test_rows_of_another_width_are_refused():
@@ -149,7 +149,7 @@ def test_rows_of_another_width_are_refused():
 
 @pytest.mark.parametrize(("name", "width"), [("int4", 34), ("int4_sparse", 40)])
 def test_a_cache_holds_packed_rows(name, width):
-    cache = KVCache(2, 3, 4, 2, 64, name)
+    cache = KVCache([(2, 64)] * 2, 3, 4, name)
     layer = cache.layers[1]
     assert layer.k.shape == layer.v.shape == (3, 4, 2, width) and layer.k.dtype == torch.uint8
     assert cache.nbytes == 2 * 2 * 12 * 2 * (width + 4)

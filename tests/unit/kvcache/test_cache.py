@@ -12,7 +12,7 @@ from sameseed.errors import RegistryError
 from sameseed.kvcache.cache import KVCache
 
 MIB = 2**20
-SHAPE = (3, 5, 4, 2, 8)  # layers, blocks, block size, KV heads, head dim
+SHAPE = ([(2, 8)] * 3, 5, 4)  # KV heads and head size of each layer, blocks, block size
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,14 @@ def test_layers_share_nothing() -> None:
     assert len({t.data_ptr() for t in tensors}) == 6
 
 
+def test_layers_may_differ_in_shape() -> None:
+    cache = KVCache([(2, 8), (1, 16), (2, 8)], 5, 4)
+    assert [layer.k.shape[2:] for layer in cache.layers] == [(2, 8), (1, 16), (2, 8)]
+    assert [len(layers) for _, layers in cache.stacks] == [2, 1]
+    assert len({t.data_ptr() for layer in cache.layers for t in (layer.k, layer.v)}) == 6
+    assert cache.layers[2].k.data_ptr() == cache.stacks[0][0].k[1].data_ptr()
+
+
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(RegistryError, match="did you mean 'int8'"):
         KVCache(*SHAPE, "int9")
@@ -62,7 +70,7 @@ def resident() -> int:
 @pytest.mark.parametrize("format", ["fp32", "int8", "int4", "int8/bf16", "bf16+int4"])
 def test_rows_take_memory_once_they_are_stored(format: str) -> None:
     before = resident()
-    cache = KVCache(4, 8192, 16, 8, 64, format)
+    cache = KVCache([(8, 64)] * 4, 8192, 16, format)
     assert cache.nbytes > 200 * MIB
     assert resident() - before < 16 * MIB
     for layer in cache.layers:

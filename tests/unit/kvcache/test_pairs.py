@@ -31,13 +31,13 @@ def test_one_name_is_both() -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_each_half_is_stored_in_its_own(name: str) -> None:
     keys, values = name.split("/")
-    both = KVCache(1, 4, 8, 2, 32, name)
-    assert both.nbytes == sum(KVCache(1, 4, 8, 2, 32, half).nbytes for half in (keys, values)) // 2
+    both = KVCache([(2, 32)], 4, 8, name)
+    assert both.nbytes == sum(KVCache([(2, 32)], 4, 8, half).nbytes for half in (keys, values)) // 2
     x = torch.randn(2, 5, 2, 32, generator=torch.Generator().manual_seed(1))
     slots = torch.tensor([3, 9, 30, 0, 17], dtype=torch.int32)
     reference.store_kv(x[0], x[1], both.layers[0], slots)
     for half, mine in ((keys, "k"), (values, "v")):
-        alone = KVCache(1, 4, 8, 2, 32, half)
+        alone = KVCache([(2, 32)], 4, 8, half)
         reference.store_kv(x[0], x[1], alone.layers[0], slots)
         for part in (mine, f"{mine}_scale"):
             got, want = getattr(both.layers[0], part), getattr(alone.layers[0], part)

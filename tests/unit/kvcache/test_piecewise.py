@@ -72,7 +72,7 @@ def test_memory_is_that_of_the_near_ones(name: str, pair_folders: tuple[Path, Pa
     near = "/".join(half.partition("+")[0] for half in name.split("/"))
     config = read_config(pair_folders[0])
     assert block_bytes(config, name, 16) == block_bytes(config, near, 16)
-    assert KVCache(1, 4, 8, 2, 32, name).nbytes == KVCache(1, 4, 8, 2, 32, near).nbytes
+    assert KVCache([(2, 32)], 4, 8, name).nbytes == KVCache([(2, 32)], 4, 8, near).nbytes
 
 
 @pytest.mark.parametrize("name", ["bf16+int4", "int8/bf16+int8"])
@@ -114,7 +114,7 @@ def test_bad_names_are_said(pair_folders: tuple[Path, Path]) -> None:
 def test_under_a_window_groups_stay_where_they_are(window: int) -> None:
     """If a window begins within a group of 32, its tokens share scales with tokens outside the window."""
     name, length = "bf16+int4", 300
-    layer = KVCache(1, 20, 16, 2, 16, name).layers[0]
+    layer = KVCache([(2, 16)], 20, 16, name).layers[0]
     x, q = noise(2, length, 2, 16), noise(9, 4, 16, seed=1)
     reference.store_kv(x[0], x[1], layer, torch.arange(length, dtype=torch.int32))
     batch = build_batch([Rows([0] * 9, length - 9, [], [], list(range(19)), False)], 16)

@@ -65,7 +65,7 @@ def made(root: Path, kind: str) -> tuple[Path, BlockConfig, dict[str, Tensor]]:
 def runner_of(head: Any, block: int = 4) -> BlockRunner:
     assert isinstance(head, BlockHead)
     c = head.config.layer
-    return BlockRunner(head, KVCache(c.num_layers, 24, block, c.num_kv_heads, c.head_dim))
+    return BlockRunner(head, KVCache(c.kv_shapes, 24, block))
 
 
 @pytest.mark.parametrize("kind", KINDS)

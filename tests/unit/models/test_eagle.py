@@ -79,7 +79,7 @@ def made(root: Path, kind: str) -> tuple[Path, HeadConfig, dict[str, Tensor], st
 
 def make_runner(head: EagleHead, window: int | None = None) -> HeadRunner:
     c = head.config.layer
-    return HeadRunner(head, KVCache(1, 16, 4, c.num_kv_heads, c.head_dim), window)
+    return HeadRunner(head, KVCache(c.kv_shapes, 16, 4), window)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -235,13 +235,13 @@ def test_stored_weights_and_small_vocabularies_move_too(pair_folders):
 def test_formats_compute_elsewhere(name, kv):
     reference, plain = ops.resolve("reference"), QuantScheme.parse(name).encode(randn(8, 64, seed=1))
     x = randn(3, 64)
-    cache = [KVCache(1, 2, 4, 2, 16, kv) for _ in range(2)]
+    cache = [KVCache([(2, 16)], 2, 4, kv) for _ in range(2)]
     slots, rows = torch.tensor([5, 0, 3], dtype=torch.int32), randn(3, 2, 16, seed=2)
     reference.store_kv(rows, rows, cache[0].layers[0], slots)
     with pretended_device() as there:
         moved = replace(plain, parts={k: t.to(there) for k, t in plain.parts.items()})
         assert reference.product(plain_rows(x.to(there)), moved).cpu().equal(reference.product(plain_rows(x), plain))
-        away = KVCache(1, 2, 4, 2, 16, kv, there)
+        away = KVCache([(2, 16)], 2, 4, kv, there)
         reference.store_kv(rows.to(there), rows.to(there), away.layers[0], slots.to(there))
         assert away.layers[0].k.cpu().view(torch.uint8).equal(cache[0].layers[0].k.view(torch.uint8))
 

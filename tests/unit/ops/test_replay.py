@@ -27,7 +27,7 @@ BLOCK, NUM_BLOCKS = 4, 64
 
 def make_cache(model, format="fp32"):
     c = model.config
-    return KVCache(c.num_layers, NUM_BLOCKS, BLOCK, c.num_kv_heads, c.head_dim, format)
+    return KVCache(c.kv_shapes, NUM_BLOCKS, BLOCK, format)
 
 
 def make_batch(seed, vocab, num_seqs=2, most_pending=6, most_nodes=5):

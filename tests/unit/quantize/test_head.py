@@ -67,7 +67,7 @@ def guesses(folder: Path, model: Path, turned: bool) -> tuple[torch.Tensor, torc
     target = load_model(model, ops.resolve("reference"))
     head = load_head(folder, target, target.ops)
     c = head.config.layer
-    runner = HeadRunner(head, KVCache(1, 16, 4, c.num_kv_heads, c.head_dim))
+    runner = HeadRunner(head, KVCache(c.kv_shapes, 16, 4))
     generator = torch.Generator().manual_seed(2)
     states = torch.randn(9, head.config.num_captures, 32, generator=generator)
     tokens = torch.randint(0, MODEL_VOCAB, (9,), generator=generator).tolist()

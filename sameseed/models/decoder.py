@@ -1,0 +1,161 @@
+"""Decoder: what all families of models share. A family is one file in this folder, whose MODEL is a subclass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence as Seq
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from sameseed.batch import Batch, Steps
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import ModelConfig, base_config, layer_shapes
+from sameseed.models.layers import ModelWeights, rope_table
+from sameseed.ops import Ends, Grown, Ops
+
+if TYPE_CHECKING:
+    from sameseed.models.gguf.header import GGUFFile
+    from sameseed.models.weights import Shapes, WeightReader
+
+
+class Decoder:
+    """A decoder with its weights and the ops that run it; the batch and the KV cache are arguments of each pass.
+
+    A family defines `_forward`, and overrides what differs from Llama: how its config and its weights are read.
+    """
+
+    norms: ClassVar[Seq[str]] = ("input_layernorm", "post_attention_layernorm")  # of a layer, in Hugging Face's names
+    # GGUF's names of a layer's modules, and of those outside layers, by Hugging Face's.
+    gguf_names: ClassVar[Mapping[str, str]] = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+    }
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
+        """The config from a config.json, or from what stands for it (`gguf_config`). Raises ModelLoadError."""
+        return base_config(raw, where)
+
+    @classmethod
+    def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """What the family adds to the config.json `raw` of a GGUF file, or replaces there. Raises ModelLoadError.
+
+        It may add keys of its own that say how GGUF stores tensors differently, for `parse`.
+        """
+        return {}
+
+    @classmethod
+    def shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a checkpoint by Hugging Face name."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+        for i in range(config.num_layers):
+            shapes |= cls.layer_shapes(config, i)
+        shapes["model.norm.weight"] = (config.hidden_size,)
+        if not config.tied_embeddings:
+            shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+        return shapes
+
+    @classmethod
+    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
+        return layer_shapes(config, f"model.layers.{layer}", cls.norms)
+
+    @classmethod
+    def read(cls, reader: WeightReader, dense: str) -> ModelWeights:
+        """All weights of a model."""
+        c = reader.config
+        embedding = reader.matrix("model.embed_tokens", reader.spread)
+        layers = tuple(reader.spread(lambda i: cls.read_layer(reader, i), range(c.num_layers)))
+        norm = cls.read_norm(reader, "model.norm")
+        head = embedding if c.tied_embeddings else reader.matrix("lm_head", reader.spread)
+        return ModelWeights(embedding, layers, norm, head, dense)
+
+    @classmethod
+    def read_layer(cls, reader: WeightReader, layer: int) -> Any:
+        """Weights of one layer, an object with `matrices` as LayerWeights; layers are read side by side."""
+        return reader.layer(f"model.layers.{layer}")
+
+    @classmethod
+    def read_norm(cls, reader: WeightReader, module: str) -> Tensor:
+        return reader.vector(f"{module}.weight")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: Ops,
+        max_model_len: int | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """`token_ids` int64 [n]: the tokens of the LM head's rows, if it does not have a row for every token."""
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.device = weights.norm.device
+        self.token_ids = token_ids
+        self.max_model_len = max_model_len or config.max_model_len
+        self.rope = rope_table(config.rope, config.head_dim, self.max_model_len).to(self.device)
+        # A weak reference: a cycle would keep gigabytes of weights alive until the next garbage collection.
+        forward = weakref.WeakMethod(self._forward)
+        self._run = ops.replayer(lambda *args: cast(Any, forward())(*args))
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """Run the rows of `batch`, and store their keys and values in the cache.
+
+        Returns logits float32 [R, V] of `batch.logit_rows`, and, if `captures` names layers, the outputs of these
+        layers for every row, side by side: float32 [T, len(captures) * C].
+        """
+        logits, hidden, _ = self.run(batch, cache, captures)
+        return logits, hidden
+
+    @torch.inference_mode()
+    def run(
+        self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`forward`, and the tokens int32 [R] drawn by `batch.draws`; None where the backend cannot draw."""
+        logits, hidden, chosen = self._run(batch, cache, captures)
+        if chosen is None and batch.draws is not None:  # the pass itself did not choose
+            chosen = self.ops.choose(logits, batch.draws.on(self.device), self.token_ids)
+        if self.token_ids is not None:
+            whole = logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf)
+            logits = whole.index_copy_(1, self.token_ids, logits)
+        return logits, hidden, chosen
+
+    @torch.inference_mode()
+    def chain(self, batch: Batch, steps: Steps, cache: KVCache) -> Tensor | None:
+        """Run all `steps` of a chain in one call and return its tokens (`Ops.replayer`); None if unsupported."""
+        chain = getattr(self._run, "chain", None)
+        return None if chain is None else cast("Tensor | None", chain(batch, steps, cache, ()))
+
+    def grow(self, trees: Seq[Any], num_rows: int, logits: Tensor, cache: KVCache, ends: Ends | None) -> Grown | None:
+        """Grow draft trees on the backend, one `forward` pass per level; None where the backend cannot.
+
+        logits [B, V] are those after the last known rows; see `PlanReplay.grow` for arguments and result.
+        """
+        grow = getattr(self._run, "grow", None)
+        if grow is None or self.token_ids is not None:  # noise is keyed by token id, not by row of the LM head
+            return None
+        return cast("Grown | None", grow(trees, num_rows, logits, None, cache, (), ends))
+
+    def _forward(
+        self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """One pass: logits [R, V], captured states, and tokens that the backend drew.
+
+        Everything that reads rows goes through `ops`: a backend may record the calls and replay them.
+        """
+        raise NotImplementedError
