@@ -55,7 +55,7 @@ class GGUFCheckpoint:
 
     def __enter__(self) -> GGUFCheckpoint:
         self._file = GGUFFile(self.path)
-        arch = GGUF_ARCHITECTURES.get(self._file.metadata.get("general.architecture"))
+        arch = GGUF_ARCHITECTURES.get(str(self._file.metadata.get("general.architecture")))
         self._names = family(arch[0]).gguf_names if arch else {}
         return self
 
