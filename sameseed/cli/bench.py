@@ -78,9 +78,10 @@ def run(argv: Seq[str], prog: str) -> int:
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
     from sameseed.cli.console import stderr_console
     from sameseed.models.loader import resolve_model
+    from sameseed.report.plot import plot_paths
     from sameseed.study import record, report
     from sameseed.study.measure import fitting
-    from sameseed.study.plot import plot_paths, plot_speedups
+    from sameseed.study.plots import plot_speedups
     from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
     for path in plot_paths(args.plot) if args.plot is not None else ():

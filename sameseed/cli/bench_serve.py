@@ -72,7 +72,7 @@ def run(argv: Seq[str], prog: str) -> int:
     args = parse(BenchServeArgs, argv, prog).args
     settings, arms = _settings(args), _arms(args)
     if args.plot is not None:
-        from sameseed.study.plot import plot_paths
+        from sameseed.report.plot import plot_paths
 
         plot_paths(args.plot)
     from sameseed.study import record

@@ -135,31 +135,15 @@ def _limits(args: EstimateArgs) -> tuple[Limits, str]:
     return limits, f"{name}: {reads}{limits.fp32 / 1e12:.2f} float32 tera-operations/s{note}"
 
 
-def _table(title: str, *heads: str) -> Table:
-    from rich.table import Table
-
-    table = Table(*heads, title=title, title_justify="left", title_style="bold")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
-
-
 def _memory(found: Seq[Estimate]) -> Table:
+    from sameseed.report import table as layout
+
     gib = 2**30
     first = found[0].memory
     assert first is not None
-    table = _table(
-        f"memory in GiB (paper), of {first.available / gib:.1f} there",
-        "format",
-        "KV",
-        "target",
-        "draft",
-        "cache a 1000 tokens",
-        "at start",
-        "cache full",
-        *(f"longest text at batch {b}" for b in first.max_context),
-        f"most texts of {found[0].context}",
-    )
+    heads = ["format", "KV", "target", "draft", "cache a 1000 tokens", "at start", "cache full"]
+    heads += [*(f"longest text at batch {b}" for b in first.max_context), f"most texts of {found[0].context}"]
+    table = layout.table(f"memory in GiB (paper), of {first.available / gib:.1f} there", heads)
     for e in found:
         m = e.memory
         assert m is not None
@@ -171,11 +155,13 @@ def _memory(found: Seq[Estimate]) -> Table:
 
 
 def _speeds(found: Seq[Estimate]) -> Table:
+    from sameseed.report import table as layout
+
     grades = {s.speedup.grade for e in found for s in e.speeds}
     grade = f" ({grades.pop()})" if len(grades) == 1 else ""
     title = f"speed{grade} after {found[0].context} tokens, with 80 % intervals; all texts of a batch together"
     heads = ("format", "draft", "batch", "k", "tokens/s", "times plain", "tokens a round", "draft share")
-    table = _table(title, *heads, *(() if grade else ("grade",)))
+    table = layout.table(title, [*heads, *(() if grade else ("grade",))])
     for e in found:
         for s in e.speeds:
             its = () if grade else (s.speedup.grade,)

@@ -96,7 +96,7 @@ def _check_outputs(args: ProfileArgs) -> None:
 
     paths = [(RECORDS, "--record in another folder")] if args.record else []
     if args.plot is not None:
-        from sameseed.study.plot import plot_paths
+        from sameseed.report.plot import plot_paths
 
         paths += [(path, "--plot") for path in plot_paths(args.plot)]
     if args.json is not None and str(args.json) != "-":
@@ -148,7 +148,7 @@ def _write(args: ProfileArgs, found: Profile) -> None:
         said = "a read share above 100 %: other work ran while limits were measured; profile again when it is over"
         stderr_console().print(f"warning: {said}", style="yellow")
     if args.plot is not None and found.costs:
-        from sameseed.study.plot import plot
+        from sameseed.study.plots import plot
 
         written += plot(found, args.plot)
     if written:
@@ -156,14 +156,12 @@ def _write(args: ProfileArgs, found: Profile) -> None:
 
 
 def _list() -> None:
-    from rich.table import Table
-
     from sameseed.cli.console import show_table
+    from sameseed.report import table as layout
     from sameseed.study.shapes import NAMES, get_shape
 
-    table = Table(title="shapes", title_justify="left", title_style="bold")
-    for i, head in enumerate(("name", "parameters", "layers", "hidden", "inner", "heads/KV", "vocabulary", "context")):
-        table.add_column(head, justify="left" if i == 0 else "right", no_wrap=i == 0)
+    heads = ("name", "parameters", "layers", "hidden", "inner", "heads/KV", "vocabulary", "context")
+    table = layout.table("shapes", heads)
     for name in NAMES:
         c = get_shape(name)
         size = f"{c.num_parameters / 1e9:.2f} B" if c.num_parameters >= 1e9 else f"{c.num_parameters / 1e6:.1f} M"

@@ -144,15 +144,13 @@ def quantized(plan: QuantizePlan, quiet: bool = False) -> QuantizeResult:
 
 
 def _show(result: QuantizeResult) -> None:
-    from rich.table import Table
-
     from sameseed.cli.console import show_table, stdout_console
+    from sameseed.report import table as layout
 
     found, console = result.quantization, stdout_console()
     if found["sensitivity"]:
-        table = Table(title="what got which bits", title_justify="left", title_style="bold")
-        for head in ("part", "scheme", "bits", "loss if it alone is stored so (nats/token)"):
-            table.add_column(head, justify="left" if head in ("part", "scheme") else "right")
+        heads = ("part", "scheme", "bits", "loss if it alone is stored so (nats/token)")
+        table = layout.table("what got which bits", heads, left=(0, 1))
         stored = {m["module"]: m["scheme"] for m in found["modules"]}
         for s in found["sensitivity"]:
             if stored.get(s["modules"][0]) == s["scheme"]:

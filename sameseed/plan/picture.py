@@ -5,40 +5,46 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sameseed.errors import ConfigError
+from sameseed.plan.simulate import Interval
 from sameseed.plan.tune import TuneOutcome
+from sameseed.report.plot import Panel, Series, draw as draw_panels
+from sameseed.study import record
 
 
-def draw(found: TuneOutcome, path: Path) -> None:
-    """Write a PNG: predicted against measured speed-ups of settings that ran, and formats by speed and quality.
+def draw(outcome: TuneOutcome, path: Path) -> tuple[Path, Path]:
+    """Write a PNG and an SVG: predicted against measured speed-ups of settings that ran, formats by speed and quality.
 
     Right predictions lie on the diagonal. Raises ConfigError where matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; pip install '.[study]', or leave it out") from None
-    several = len(frontier(found)) > 1
-    figure = Figure(figsize=(12.4 if several else 6.4, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 1 + several, squeeze=False)[0]
-    _predictions(panels[0], found)
-    if several:
-        _frontier(panels[1], found)
-    for panel in panels:
-        panel.grid(alpha=0.25, linewidth=0.6)
-    figure.savefig(path, dpi=150)
+    asked = outcome.asked
+    series = []
+    for batch in sorted(asked.batches):
+        pairs = [(outcome.speedup(c, batch), outcome.predicted(c.prospect, batch)) for c in outcome.order]
+        series.append(_points(f"batch {batch}", pairs, [c.label for c in outcome.order]))
+    x = "measured: speed over plain decoding"
+    panels = [Panel("predicted against measured", x, series, "points", "predicted", diagonal=True)]
+    if len(rows := frontier(outcome)) > 1:
+        kinds = {"fastest at its quality": True, "slower than a format as good": False}
+        shown = {label: [row for row in rows if row[3] == best] for label, best in kinds.items()}
+        series = [
+            _points(label, [(cost, speed) for _, cost, speed, _ in its], [row[0] for row in its])
+            for label, its in shown.items()
+            if its
+        ]
+        x, y = "perplexity over the checkpoint's (95 % interval)", "speed over plain decoding of the first format"
+        panels.append(Panel("speed against quality", x, series, "points", y))
+    about = f"{record.machine()['cpu']}  ·  {len(asked.prompts)} prompts, 80 % intervals  ·  commit {record.commit()}"
+    return draw_panels(panels, path, str(asked.model), about)
 
 
-def frontier(found: TuneOutcome) -> list[tuple[str, Any, Any, bool]]:
+def frontier(outcome: TuneOutcome) -> list[tuple[str, Any, Any, bool]]:
     """For each format that ran: name, perplexity ratio, speed-up of its fastest setting, and is it Pareto-optimal?"""
     made: dict[tuple[str, str], tuple[str, Any, Any]] = {}
-    for c in found.order:
+    for c in outcome.order:
         setting = c.prospect.candidate
-        key, speed = (setting.format, setting.kv_format), found.speedup(c)
-        if key in found.quality and (key not in made or speed.value > made[key][2].value):
-            made[key] = setting.formats or "auto", found.quality[key], speed
+        key, speed = (setting.format, setting.kv_format), outcome.speedup(c)
+        if key in outcome.quality and (key not in made or speed.value > made[key][2].value):
+            made[key] = setting.formats or "auto", outcome.quality[key], speed
     rows = sorted(made.values(), key=lambda row: row[1].value)
     return [
         (name, cost, speed, not any(s.value > speed.value and q.value <= cost.value for _, q, s in rows))
@@ -46,39 +52,7 @@ def frontier(found: TuneOutcome) -> list[tuple[str, Any, Any, bool]]:
     ]
 
 
-def _frontier(panel: Any, found: TuneOutcome) -> None:
-    rows = frontier(found)
-    for name, cost, speed, best in rows:
-        _points(panel, [(cost, speed)], "o", color="C0" if best else "0.6")
-        panel.annotate(name, (cost.value, speed.value), (5, -8), textcoords="offset points", fontsize=7)
-    edge = [(cost.value, speed.value) for _, cost, speed, best in rows if best]
-    panel.step([x for x, _ in edge], [y for _, y in edge], where="post", color="C0", linewidth=0.8)
-    if found.asked.quality is not None:
-        panel.axvline(found.asked.quality, color="C3", linewidth=0.8, label=f"--quality {found.asked.quality:g}")
-        panel.legend()
-    panel.set_xlabel("perplexity over the checkpoint's (95 % interval)")
-    panel.set_ylabel("speed over plain decoding of the first format")
-    panel.set_title("speed against quality", loc="left")
-
-
-def _points(panel: Any, pairs: list[tuple[Any, Any]], marker: str, **given: Any) -> None:
-    """Plot pairs of figures with their intervals in both directions."""
-    values = [[x.value for x in axis] for axis in zip(*pairs, strict=True)]
-    bars = [[[x.value - x.low for x in axis], [x.high - x.value for x in axis]] for axis in zip(*pairs, strict=True)]
-    panel.errorbar(*values, xerr=bars[0], yerr=bars[1], fmt=marker, markersize=5, elinewidth=0.7, **given)
-
-
-def _predictions(panel: Any, found: TuneOutcome) -> None:
-    top = 1.0
-    for batch, marker in zip(sorted(found.asked.batches), "os^Dv<>*PX"):
-        points = [(found.speedup(c, batch), found.predicted(c.prospect, batch), c) for c in found.order]
-        _points(panel, [(m, p) for m, p, _ in points], marker, label=f"batch {batch}")
-        top = max(top, *(max(m.value, p.value) for m, p, _ in points))
-        for m, p, c in points:
-            panel.annotate(c.label, (m.value, p.value), (5, -8), textcoords="offset points", fontsize=6)
-    panel.plot([0, 1.1 * top], [0, 1.1 * top], color="0.6", linewidth=0.8)
-    panel.axvline(1.0, color="0.8", linewidth=0.8)
-    panel.set_xlabel("measured: speed over plain decoding")
-    panel.set_ylabel("predicted")
-    panel.set_title(f"{found.asked.model}: predicted against measured", loc="left")
-    panel.legend()
+def _points(label: str, pairs: list[tuple[Interval, Interval]], names: list[str]) -> Series:
+    """Pairs of figures with their intervals in both directions."""
+    points = [(x.value, y.value) for x, y in pairs]
+    return Series(label, points, [(y.low, y.high) for _, y in pairs], [(x.low, x.high) for x, _ in pairs], names)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from sameseed.report import table as layout
 from sameseed.study.costs import Profile
 
 LEGEND = (
@@ -26,9 +27,8 @@ def tables(profile: Profile) -> Iterator[Table]:
 def limits_table(profile: Profile) -> Table:
     """The machine's limits, and the instruction or method that each was measured with."""
     limits = profile.limits
-    table = _table(
-        f"machine: {profile.machine.get('cpu', '')}, {profile.threads} threads", "limit", "", "measured with"
-    )
+    title = f"machine: {profile.machine.get('cpu', '')}, {profile.threads} threads"
+    table = layout.table(title, ("limit", "", "measured with"))
     table.add_row(
         "read", f"{limits.read / 1e9:.1f} GB/s", "huge pages and prefetch" if limits.source == "native" else "torch"
     )
@@ -50,7 +50,7 @@ def curve_table(profile: Profile) -> Table:
     if profile.measured_layers:
         few, many = profile.measured_layers
         title += f"; extended from {few} and {many} of {profile.shape['num_layers']} layers"
-    table = _table(title, *heads)
+    table = layout.table(title, heads)
     for name in profile.formats:
         for context in profile.contexts(name):
             found = {x.rows: x for x in profile.costs if x.format == name and x.context == context}
@@ -66,9 +66,8 @@ def format_table(profile: Profile) -> Table:
     prompt = next((x.tokens for x in profile.prefill), None)
     heads = ["format", "weights", "read a token", "read share", "load peak"]
     heads += [f"prefill {prompt}", "peak share"] if prompt else []
-    table = _table(
-        f"{profile.shape['name']}: formats; prefill and batch in tokens/s", *heads, *(f"batch {size}" for size in sizes)
-    )
+    title = f"{profile.shape['name']}: formats; prefill and batch in tokens/s"
+    table = layout.table(title, [*heads, *(f"batch {size}" for size in sizes)])
     prefill = {x.format: x for x in profile.prefill}
     batch = {(x.format, x.batch_size): x for x in profile.batch}
     for x in profile.stored:
@@ -84,13 +83,6 @@ def format_table(profile: Profile) -> Table:
             cells += ["-", "-"] if one is None else [f"{one.tokens_per_s:.0f}", f"{one.peak_share:.0%} {x.peak}"]
         found = (batch.get((x.format, size)) for size in sizes)
         table.add_row(*cells, *("-" if b is None else f"{b.tokens_per_s:.1f}" for b in found))
-    return table
-
-
-def _table(title: str, *heads: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="left" if i == 0 else "right", no_wrap=i == 0)
     return table
 
 

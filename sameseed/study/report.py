@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from sameseed.engine.alarm import REMEDY
+from sameseed.report import table as layout
 from sameseed.request import SamplingParams
 
 COLUMNS = (
@@ -78,18 +78,11 @@ def levels(record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def blank(name: str) -> Table:
-    """An empty table without columns, titled `name`."""
-    return Table(title=name, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-
-
 def table(records: Seq[Mapping[str, Any]]) -> Table:
     """A table of records that differ only in how they decode; the fastest row is bold."""
     repeated = records[0].get("repeated")
     said = "" if repeated is None else f"\n{repeated:.0%} of the 8-grams of plain decoding's texts repeat earlier ones"
-    made = blank(title(records[0]["config"]) + said)
-    for name in COLUMNS:
-        made.add_column(name.replace(" ", "\n"), justify="left" if name == "decoding" else "right", no_wrap=True)
+    made = layout.table(title(records[0]["config"]) + said, [name.replace(" ", "\n") for name in COLUMNS])
     best = max(records, key=lambda r: float(r["tokens_per_s"]))
     for record in records:
         row = cells(record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from fixtures_quality import write_data
 from sameseed import registry
 from sameseed.cli import main
 from sameseed.errors import ConfigError
+from sameseed.report import plot as drawing
+from sameseed.report.plot import plot_paths
 from sameseed.study import record, shapes
-from sameseed.study.plot import plot_paths
-from sameseed_lab.studies import _depth, _picture, _runner, _setup, assisted, concurrency, rivals, serving
+from sameseed_lab.studies import _depth, _runner, _setup, assisted, concurrency, rivals, serving
 from sameseed_lab.studies._bench import BenchCell
 from sameseed_lab.studies._setup import SIZES, StudySetup
-from sameseed_lab.studies._study import Plot, Study, Tell
+from sameseed_lab.studies._study import Panel, Study, Tell
 
 TOY = ("--num-prompts", "2", "--max-tokens", "6", "--repeat", "1")
 CELLS = {  # enough cells of each study to draw every plot
@@ -33,17 +34,17 @@ CELLS = {  # enough cells of each study to draw every plot
 
 
 @pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plot, Path], tuple[Path, Path]]:
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Path, Path]]:
     """Leave plots empty, for a study draws its plots anew each time; returns what draws them."""
-    draw = _picture.draw
+    draw = drawing.draw
 
-    def leave(plot: Plot, path: Path) -> tuple[Path, Path]:
+    def leave(panels: Seq[Panel], path: Path, *more: str) -> tuple[Path, Path]:
         paths = plot_paths(path)
         for empty in paths:
             empty.write_bytes(b"")
         return paths
 
-    monkeypatch.setattr(_picture, "draw", leave)
+    monkeypatch.setattr(drawing, "draw", leave)
     return draw
 
 
@@ -53,7 +54,7 @@ def test_a_study(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    undrawn: Callable[[Plot, Path], tuple[Path, Path]],
+    undrawn: Callable[..., tuple[Path, Path]],
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(concurrency, "CLIENTS", (1, 3))
@@ -70,7 +71,7 @@ def test_a_study(
     assert main([*flags, "--only", first, *rest]) == 0
     again = record.read(tmp_path / f"{name}.jsonl")
     assert again[: len(found)] == found and len(again) > len(found), "what was there is not measured again"
-    monkeypatch.setattr(_picture, "draw", undrawn)
+    monkeypatch.setattr(drawing, "draw", undrawn)
     assert main([*flags, "--only", first, *rest]) == 0
     assert len(record.read(tmp_path / f"{name}.jsonl")) == len(again)
     assert all(r["usage"]["cpu_share"] is not None for r in again)
@@ -99,10 +100,10 @@ def test_engines_that_are_not_here_are_named(
 
 
 def test_a_comparison_with_engines_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: Callable[[Plot, Path], tuple[Path, Path]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: Callable[..., tuple[Path, Path]]
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(_picture, "draw", undrawn)
+    monkeypatch.setattr(drawing, "draw", undrawn)
     lines = (Path(__file__).parents[3] / "benchmarks/results/peers.jsonl").read_text().splitlines()
     made = rivals.split(json.loads(lines[-1]))
     monkeypatch.setattr(rivals.PeerCell, "check", lambda cell, setup: None)

@@ -226,7 +226,7 @@ async def test_no_unused_connection_outlives_vllms_patience() -> None:
 
 def test_no_vllm_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_installed.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"pip install '\.\[vllm\]'"):
+    with pytest.raises(ConfigError, match="pip install vllm"):
         VllmClient([], FACTS)
     with pytest.raises(ConfigError, match="--vllm-python"):
         VllmClient([], FACTS, python="/nowhere/python")

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sameseed.study.report import blank
+from sameseed.report import table as layout
 
 LEGEND = (
     "load: clients at once, or requests a second; good/s: requests a second within --ttft-slo and --tpot-slo; times in "
@@ -58,9 +58,7 @@ def table(records: Seq[Mapping[str, Any]]) -> Table:
     """Table of the load levels of one shape, without empty columns."""
     rows = [cells(r) for r in records]
     shown = [name for name in rows[0] if any(row[name] for row in rows)]
-    made = blank(title(records[0]["config"]))
-    for name in shown:
-        made.add_column(name, justify="left" if name == "arm" else "right")
+    made = layout.table(title(records[0]["config"]), shown, left=[shown.index("arm")])
     for record, row in zip(records, rows, strict=True):
         for name in ("same\ntext", "failed"):
             if row[name]:

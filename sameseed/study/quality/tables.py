@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from sameseed.report.table import table
 from sameseed.study.quality.speed import CHAIN, CONTEXT
-from sameseed.study.report import blank
 
 LEGEND = (
     "in brackets: 95 % bootstrap intervals (over questions; of perplexity over stretches of text; of ratios paired). "
@@ -79,16 +79,10 @@ def comparison(records: Seq[Record], width: int) -> list[Table]:
     count = max(2, (width - NAMES_WIDTH) // COLUMN_WIDTH)
     tables = []
     for i in range(0, len(records), count):
-        made = blank(title)
-        made.add_column("")
         each = [figures(r) for r in records[i : i + count]]
-        for r in records[i : i + count]:
-            made.add_column(r["config"]["label"].replace(" ", "\n"), justify="right")
-        for name in each[0]:
-            cells = [its[name].text("\n") for its in each]
-            if any(cells):
-                made.add_row(name, *cells)
-        tables.append(made)
+        rows = [(name, *(its[name].text("\n") for its in each)) for name in each[0]]
+        heads = ["", *(r["config"]["label"].replace(" ", "\n") for r in records[i : i + count])]
+        tables.append(table(title, heads, [row for row in rows if any(row[1:])]))
     return tables
 
 
@@ -103,9 +97,8 @@ def compared(records: Seq[Record]) -> tuple[list[str], list[list[str]]]:
 def quality(record: Record) -> Table:
     """Table of one model's perplexity and task scores, from its record."""
     c, p = record["config"], record["perplexity"]
-    made = blank(f"{c['model']}, {c['format']}, KV {c['kv_format']}")
-    for i, name in enumerate(("task", "metric", "value (95 % interval)", "n", "")):
-        made.add_column(name, justify="right" if i in (2, 3) else "left")
+    heads = ("task", "metric", "value (95 % interval)", "n", "")
+    made = table(f"{c['model']}, {c['format']}, KV {c['kv_format']}", heads, left=(0, 1, 4))
     if p is not None:
         about = f"window {p['window']}, stride {p['stride']}"
         if p["bits_per_byte"] is not None:

@@ -93,11 +93,9 @@ def _show(planned: Seq[Planned]) -> None:
     from rich.text import Text
 
     from sameseed.cli.console import show_table
-    from sameseed.study.report import blank
+    from sameseed.report import table as layout
 
-    table = blank(f"{len(planned)} cells")
-    for name in ("cell", "ways", "state"):
-        table.add_column(name)
+    table = layout.table(f"{len(planned)} cells", ("cell", "ways", "state"), left=(0, 2))
     for p in planned:
         state = Text("measured", "green") if p.done else Text(p.wrong, "yellow") if p.wrong else Text("to measure")
         table.add_row(p.cell.name, f"{p.cell.weight:g}", state)

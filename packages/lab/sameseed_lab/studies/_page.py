@@ -6,9 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
-from jinja2 import DictLoader, Environment
-
-from sameseed.study.certificate_page import PAGE, STYLE
+from sameseed.report.page import templates
 from sameseed_lab.studies._study import Records, Report, Study, same_text
 
 BODY = """{% extends "page" %}
@@ -74,10 +72,7 @@ width="{{ [100, 34 * plot.panels | length] | min }}%" style="background: #fff"><
 </tbody></table>
 {% endblock %}
 """
-_TEMPLATES = Environment(
-    loader=DictLoader({"page": PAGE, "study": BODY}), autoescape=True, trim_blocks=True, keep_trailing_newline=True
-)
-_TEMPLATES.globals.update(style=STYLE, tone="passed", number=lambda value: f"{value:.3g}")
+_TEMPLATES = templates({"study": BODY}, tone="passed", number=lambda value: f"{value:.3g}")
 
 
 def render(

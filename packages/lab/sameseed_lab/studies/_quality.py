@@ -123,14 +123,14 @@ def panels(found: Records, formats: Mapping[str, str], theirs: Theirs) -> list[P
         base = theirs["bf16"][0]
         published = [(formats[form], 100.0 * (row[0] / base - 1.0)) for form, row in theirs.items() if form != "bf16"]
         series = [Series("perplexity", list(lost.items())), Series("perplexity", published, True)]
-        made.append(Panel("perplexity: % above bf16's", "", series, True, 0.0))
+        made.append(Panel("perplexity: % above bf16's", "", series, "bars", level=0.0))
     solved = []
     for column, (temperature, mode) in enumerate(MODES.items(), 1):
         bars = [(name, v) for form, name in formats.items() if (v := passed(found, form, temperature)) is not None]
         if bars:
             solved.append(Series(mode, bars))
             solved.append(Series(mode, [(formats[form], row[column]) for form, row in theirs.items()], True))
-    return [*made, *([Panel("HumanEval pass@1", "", solved, True)] if solved else [])]
+    return [*made, *([Panel("HumanEval pass@1", "", solved, "bars")] if solved else [])]
 
 
 def table(found: Records, formats: Mapping[str, str]) -> Table:

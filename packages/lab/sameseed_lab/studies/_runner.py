@@ -11,8 +11,9 @@ from typing import Any
 
 from sameseed import ops, registry
 from sameseed.errors import ConfigError, SameseedError
+from sameseed.report import plot as drawing
 from sameseed.study import record
-from sameseed_lab.studies import _page, _picture
+from sameseed_lab.studies import _page
 from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Cell, Study, same_text
 
@@ -105,7 +106,8 @@ def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
     if not found:
         raise ConfigError(f"nothing of {name} is measured; `sameseed study {name} --dry-run` says what cannot run")
     report = study.report(found)
-    pictures = {plot.name: _picture.draw(plot, setup.out / f"{name}-{plot.name}") for plot in report.plots}
+    about = drawing.origin(found[-1], f"runs of each setting: {setup.repeat}", f"{setup.num_prompts} prompts")
+    pictures = {p.name: drawing.draw(p.panels, setup.out / f"{name}-{p.name}", p.title, about) for p in report.plots}
     page = setup.out / f"{name}.html"
     left_out = [
         (p.cell.name, p.wrong or "not measured yet") for p in planned if p.digest not in {r["digest"] for r in found}

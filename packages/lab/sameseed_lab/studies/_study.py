@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sameseed.report.plot import Panel as Panel, Series as Series
 from sameseed_lab.studies._setup import StudySetup
 
 WIDTH = 20  # tokens per bar in the histogram of prompt lengths
@@ -40,27 +41,6 @@ class Published:
     theirs: float
     ours: float | None
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Series:
-    """A line, or bars of one colour. A published series has our series' label, and is drawn dashed or hatched."""
-
-    label: str
-    points: Seq[tuple[Any, float]]
-    published: bool = False
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One diagram. `level`: y of a horizontal line, e.g. 1 for no gain. `stacked`: bars on top of each other."""
-
-    title: str
-    x: str
-    series: Seq[Series]
-    bars: bool = False
-    level: float | None = None
-    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,4 +116,4 @@ def prompt_panel(records: Records) -> Panel:
     """Histogram of prompt lengths, one bar per `WIDTH` tokens."""
     counts = Counter(n // WIDTH * WIDTH for n in records[-1]["prompt_tokens"])
     bars = [(f"{low}+", float(counts[low])) for low in sorted(counts)]
-    return Panel(f"prompts by tokens, {WIDTH} a bar", "tokens", [Series("prompts", bars)], True)
+    return Panel(f"prompts by tokens, {WIDTH} a bar", "tokens", [Series("prompts", bars)], "bars")

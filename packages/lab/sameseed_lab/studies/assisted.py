@@ -234,7 +234,7 @@ def _mix_panels(records: Records, base: Mapping[str, Any] | None) -> list[Panel]
                 theirs = [(d, MIXES[role, target, d][column]) for d in BITS if column and (role, target, d) in MIXES]
                 if found and theirs:
                     series.append(Series(label, theirs, True))
-        panels.append(Panel(title, "format of the draft", series, True, level))
+        panels.append(Panel(title, "format of the draft", series, "bars", level=level))
     return panels
 
 

@@ -174,10 +174,10 @@ def _plot(records: Records, base: Mapping[str, Any] | None) -> Plot:
         Series(TREE, [(f, A100[f][1]) for f, _ in tree], True),
         Series(CHAIN, chain),
     ]
-    panels = [Panel("speed over plain bf16 (theirs: A100)", "", speeds, True, 1.0)] if plain else []
+    panels = [Panel("speed over plain bf16 (theirs: A100)", "", speeds, "bars", level=1.0)] if plain else []
     for title, of, level in terms:
         found = [(way, [(f, of(r)) for f in A100 if (r := only(records, way=way, format=f))]) for way in WAYS]
-        panels.append(Panel(title, "", [Series(way, bars) for way, bars in found if bars], True, level))
+        panels.append(Panel(title, "", [Series(way, bars) for way, bars in found if bars], "bars", level=level))
     return Plot("formats", "By the target's format", panels)
 
 

@@ -189,7 +189,7 @@ def _bars(title: str, records: Records, what: str) -> Panel:
         Series(who, [(name, median(figures)) for (mine, name), figures in found.items() if mine is ours])
         for who, ours in (("ours", True), ("theirs", False))
     ]
-    return Panel(title, "", bars, True, stacked=True)
+    return Panel(title, "", bars, "bars", stacked=True)
 
 
 def _times(record: Mapping[str, Any], rows: int) -> list[float]:
@@ -242,7 +242,7 @@ def _text_panels(texts: Records) -> list[Panel]:
             Series(who, [(_name(r), r["texts"]["median"]) for r in of])
             for who, of in (("ours", ours), ("theirs", others))
         ]
-        panels.append(Panel(f"{place[1]}: tokens/s", "", bars, True, stacked=True))
+        panels.append(Panel(f"{place[1]}: tokens/s", "", bars, "bars", stacked=True))
     return panels
 
 

@@ -164,7 +164,7 @@ def _round_plots(rounds: Records) -> list[Plot]:
     """Plots of draft lengths, and of the time split of rounds; two plots, so that each has enough colours."""
     drafted = [r for r in rounds if r["way"]]
     lengths = [Series(r["way"], [(n, float(v)) for n, v in enumerate(r["draft_lengths"])]) for r in drafted]
-    drafts = Plot("drafts", "What rounds draft", [Panel("rounds by tokens drafted", "draft tokens", lengths, True)])
+    drafts = Plot("drafts", "What rounds draft", [Panel("rounds by tokens drafted", "draft tokens", lengths, "bars")])
     panels = []
     for name in ("threshold 0.2", "disco", "goodput"):
         if r := only(rounds, way=name):
@@ -173,7 +173,7 @@ def _round_plots(rounds: Records) -> list[Plot]:
                 Series(part, [(n, 1e3 * step[part]) for n, step in enumerate(steps, 2)])
                 for part in ("draft", "target", "verify", "schedule")
             ]
-            panels.append(Panel(f"ms of each round, {name}", "round", parts, True, stacked=True))
+            panels.append(Panel(f"ms of each round, {name}", "round", parts, "bars", stacked=True))
     return [drafts, *([Plot("rounds", "Where the time of rounds goes", panels)] if panels else [])]
 
 

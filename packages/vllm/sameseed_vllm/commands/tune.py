@@ -82,9 +82,10 @@ def _show(looks: Seq[Look], rows: list[LengthRow], todo: str | None, out: Path) 
 
 def _table(rows: list[LengthRow], best: dict[int, LengthRow]) -> Table:
     """A table of each length at each batch size."""
-    from rich.table import Table
+    from sameseed.report import table as layout
 
-    table = Table("at once", "draft tokens", "tokens a round", "ms a round", "times plain decoding", "")
+    heads = ("at once", "draft tokens", "tokens a round", "ms a round", "times plain decoding", "")
+    table = layout.table("", heads, left=(5,))
     for r in rows:
         said = " ".join(word for word, holds in (("best", best[r.batch] == r), ("computed", not r.measured)) if holds)
         table.add_row(str(r.batch), str(r.k or "off"), f"{r.tokens:.2f}", f"{r.round_ms:.2f}", f"{r.speedup:.2f}", said)

@@ -1,0 +1,224 @@
+"""One kind of plot: panels of lines, bars or points, with what a reader must know below them, as PNG and SVG."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sameseed.errors import ConfigError
+
+# Colours that colour-blind readers can tell apart (after Okabe and Ito).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "0.6")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+DOTTED = (0, (1, 1.4))
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "svg.hashsalt": "sameseed",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+SUFFIXES = (".png", ".svg")
+Spread = Seq[tuple[float, float]]  # low and high of each point
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one colour, which its label decides; a label may stand in several panels.
+
+    `spread` of y: a band, or intervals; `spread_x` and `names` are for points. A `published` series is dashed or
+    hatched; a `limit` is a dotted line without points or a place in the legend.
+    """
+
+    label: str
+    points: Seq[tuple[Any, float]]
+    spread: Spread = ()
+    spread_x: Spread = ()
+    names: Seq[str] = ()
+    published: bool = False
+    limit: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram. `bars` stand, or lie beside long names (`across`); the points of `points` are not joined.
+
+    `level`: a line at y (of bars that lie: at x, where they begin), e.g. 1 for no gain. `diagonal`: x = y.
+    """
+
+    title: str
+    x: str
+    series: Seq[Series]
+    kind: Literal["lines", "bars", "across", "points"] = "lines"
+    y: str = ""
+    level: float | None = None
+    stacked: bool = False
+    diagonal: bool = False
+    form: str = ""  # number format of values beside bars that lie
+
+
+def plot_paths(path: Path) -> tuple[Path, Path]:
+    """Paths of the PNG and the SVG for `path`. Raises ConfigError for another suffix, or without matplotlib."""
+    if path.suffix.lower() not in ("", *SUFFIXES):
+        raise ConfigError(f"a plot is written as .png and .svg, not as {path.suffix!r}; name it e.g. {path.stem}.png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("a plot needs matplotlib; install it: pip install 'sameseed[study]'")
+    png, svg = (path.with_suffix(suffix) for suffix in SUFFIXES)
+    return png, svg
+
+
+def origin(record: Mapping[str, Any], *more: str) -> str:
+    """What a plot shown alone must say of its source: model, machine, `more`, commit and day of a record."""
+    machine, config = record["machine"], record.get("config", {})
+    cores = f"{machine['cores']} cores" if machine.get("cores") else ""
+    parts = (config.get("model", ""), machine.get("gpu") or machine.get("cpu") or "", cores, *more)
+    day = str(record.get("time", ""))[:10]
+    return "  ·  ".join(str(p) for p in (*parts, f"commit {record['commit']}", day) if p)
+
+
+def draw(panels: Seq[Panel], path: Path, title: str = "", about: str = "", columns: int = 3) -> tuple[Path, Path]:
+    """Draw panels, at most `columns` in a row; returns the paths of the PNG and the SVG.
+
+    Raises ConfigError for another suffix, or without matplotlib.
+    """
+    paths = plot_paths(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    across = min(columns, len(panels))
+    down = -(-len(panels) // across)
+    rows = max((len(s.points) for p in panels if p.kind == "across" for s in p.series), default=0)
+    labels = list(dict.fromkeys(s.label for panel in panels for s in panel.series))
+    colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(labels)}
+    kinds = {"lines": _lines, "bars": _bars, "across": _across, "points": _points}
+    with pyplot.rc_context(STYLE):
+        size = ((5.4 if across < 3 else 4.1) * across, max(3.2, 1.6 + 0.34 * rows) * down + 0.4)
+        figure, grid = pyplot.subplots(down, across, figsize=size, squeeze=False)
+        flat = list(grid.flat)
+        for axes in flat[len(panels) :]:
+            axes.set_axis_off()
+        for axes, panel in zip(flat, panels):
+            kinds[panel.kind](axes, panel, colours)
+            axes.set_title(textwrap.fill(panel.title, int(12 * size[0] / across)), loc="left", fontsize=9)
+            axes.set(xlabel=panel.x, ylabel=panel.y)
+            axes.grid(alpha=0.25, linewidth=0.6, axis={"bars": "y", "across": "x"}.get(panel.kind, "both"))
+            axes.set_axisbelow(True)
+            if panel.level is not None:
+                (axes.axvline if panel.kind == "across" else axes.axhline)(panel.level, color="0.5", linestyle=DOTTED)
+        _finish(figure, flat, title, about)
+        for file in paths:
+            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+        pyplot.close(figure)
+    return paths
+
+
+def _finish(figure: Any, flat: Seq[Any], title: str, about: str) -> None:
+    """The title above all panels; one legend, and what the reader must know, below them."""
+    handles = {name: h for axes in flat for h, name in zip(*axes.get_legend_handles_labels()) if name}
+    inches = 0.6 + 0.07 * max(map(len, handles), default=0)  # width of the longest entry
+    columns, height = max(1, min(4, int(figure.get_figwidth() / inches))), figure.get_figheight()
+    note = textwrap.fill(about, int(19 * figure.get_figwidth()))
+    foot = 0.16 * (1 + note.count("\n")) * bool(about) / height
+    below = 0.26 * (-(-len(handles) // columns) + 0.5) / height if handles else 0.0
+    if below:
+        look = {"loc": "lower center", "bbox_to_anchor": (0.5, foot), "ncol": columns, "frameon": False, "fontsize": 8}
+        figure.legend(list(handles.values()), list(handles), **look)
+    if title:
+        figure.suptitle(title, x=0.012, ha="left", weight="bold")
+    figure.text(0.012, 0.05 / height, note, fontsize=6.5, color="0.35")
+    figure.tight_layout(rect=(0, below + foot, 1, 1))
+
+
+def _name(s: Series) -> str:
+    return f"{s.label} (published)" if s.published else s.label
+
+
+def _with_spread(s: Series) -> list[tuple[tuple[Any, float], tuple[float, float]]]:
+    """Each point with the low and the high of its y."""
+    return list(zip(s.points, s.spread or [(y, y) for _, y in s.points]))
+
+
+def _lines(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+    ticks = sorted({x for s in panel.series for x, _ in s.points if not s.limit})
+    names = list(colours)
+    for s in panel.series:
+        i, (x, y) = names.index(s.label), ([p[0] for p in s.points], [p[1] for p in s.points])
+        look: dict[str, Any] = {"color": colours[s.label], "label": _name(s), "marker": MARKERS[i % len(MARKERS)]}
+        look |= {"markersize": 5, "linestyle": ("-", "-.")[i // len(COLOURS) % 2]}
+        if s.published:
+            look |= {"linestyle": "--", "markerfacecolor": "none", "alpha": 0.6}
+        if s.limit:
+            look |= {"linestyle": DOTTED, "marker": "", "label": "", "linewidth": 1.4}
+        axes.plot(x, y, **look)
+        if s.spread:
+            axes.fill_between(x, *zip(*s.spread), color=look["color"], alpha=0.13, linewidth=0)
+    highest = [max(y, *high) for s in panel.series if not s.limit for (_, y), high in _with_spread(s)]
+    top = 1.08 * max(highest, default=1.0) or 1.0
+    if panel.diagonal and ticks:
+        line = [ticks[0] * (top / ticks[0]) ** (i / 64) for i in range(65)]  # a curve where the axis is logarithmic
+        axes.plot(line, line, color="0.6", linewidth=0.8, linestyle=DOTTED)
+    if ticks and ticks[-1] > 8 * max(ticks[0], 1):
+        axes.set_xscale("log", base=2)
+    if len(ticks) <= 12:
+        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axes.minorticks_off()
+    axes.set_ylim(0, top)
+    if ticks:  # not as far as a diagonal reaches
+        axes.set_xlim(ticks[0] / 1.1, 1.1 * ticks[-1])
+
+
+def _bars(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+    names = list(dict.fromkeys(x for s in panel.series for x, _ in s.points))
+    beside = 1 if panel.stacked else max(1, len(panel.series))
+    width, below = 0.8 / beside, dict.fromkeys(names, 0.0)
+    for n, s in enumerate(panel.series):
+        shift = 0.0 if panel.stacked else (n - (beside - 1) / 2) * width
+        place = [names.index(x) + shift for x, _ in s.points]
+        look: dict[str, Any] = {"color": colours[s.label]}
+        if s.published:
+            look = {"color": "none", "edgecolor": colours[s.label], "hatch": "///", "linewidth": 0.8}
+        if panel.stacked:
+            look["bottom"] = [below[x] for x, _ in s.points]
+            below |= {x: below[x] + y for x, y in s.points}
+        axes.bar(place, [y for _, y in s.points], width, label=_name(s), **look)
+    turned = max((len(str(n)) for n in names), default=0) * len(names) > 36
+    axes.set_xticks(range(len(names)), [str(n) for n in names], rotation=35 if turned else 0, fontsize=8)
+    for text in axes.get_xticklabels() if turned else ():
+        text.set_ha("right")
+
+
+def _across(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+    """Bars that lie, with intervals and values: one group a name, one bar a series."""
+    names = list(dict.fromkeys(x for s in panel.series for x, _ in s.points))
+    step, start = 0.8 / max(1, len(panel.series)), panel.level or 0.0
+    for n, s in enumerate(panel.series):
+        for (name, value), (low, high) in _with_spread(s):
+            y = names.index(name) - 0.4 + step * (n + 0.5)
+            axes.barh(y, value - start, 0.9 * step, left=start, color=colours[s.label], label=s.label, alpha=0.85)
+            axes.plot([low, high], [y, y], color="0.15", linewidth=1.1, marker="|" if low < high else "", markersize=5)
+            where = (max(value, high), y)
+            axes.annotate(f"{value:{panel.form}}", where, (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.margins(x=0.22)
+
+
+def _points(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+    for n, s in enumerate(panel.series):
+        x, y = [p[0] for p in s.points], [p[1] for p in s.points]
+        bars = [
+            [[v - low for v, (low, _) in zip(values, spread)], [high - v for v, (_, high) in zip(values, spread)]]
+            for values, spread in ((x, s.spread_x or [(v, v) for v in x]), (y, s.spread or [(v, v) for v in y]))
+        ]
+        look = {"color": colours[s.label], "fmt": MARKERS[n % len(MARKERS)], "markersize": 5, "elinewidth": 0.7}
+        axes.errorbar(x, y, xerr=bars[0], yerr=bars[1], label=s.label, **look)
+        for name, place in zip(s.names, s.points):
+            axes.annotate(name, place, (5, -8), textcoords="offset points", fontsize=6)
+    if panel.diagonal:
+        top = 1.1 * max((v for s in panel.series for p in s.points for v in p), default=1.0)
+        axes.plot([0, top], [0, top], color="0.6", linewidth=0.8)
