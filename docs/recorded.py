@@ -248,7 +248,7 @@ LOST = 0.98
 
 
 def regrets(found: list[Record]) -> str:
-    """Results of `tune --exhaustive`: the newest run for each workload and number of threads.
+    """Results of `sameseed regret`: the newest run for each workload and number of threads.
 
     Older records, without `repeats`, judged by the run that had also found the best.
     """
@@ -438,7 +438,7 @@ OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # by table: its f
     "gguf": (gguf, "its script is in the history"),
     "certificates": (certificates, "`sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one"),
     "policies": (policies, "`benchmarks/policies.py` writes one"),
-    "tune": (regrets, "`sameseed tune embedded --exhaustive --records benchmarks/results/tune.jsonl` writes one"),
+    "tune": (regrets, "`sameseed regret embedded --records benchmarks/results/tune.jsonl` writes one"),
     "drafters_1b": (drafters, "`sameseed bench --model TWIN --out benchmarks/results/drafters_1b.jsonl` writes one"),
     "drafters_8b": (drafters, "`sameseed bench --model TWIN --out benchmarks/results/drafters_8b.jsonl` writes one"),
     "load": (load, "`sameseed bench serve --compare-speculation` writes one"),

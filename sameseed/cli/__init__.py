@@ -34,6 +34,7 @@ COMMANDS = {
     "profile": "measure what a pass over M rows costs in each number format, and this machine's limits",
     "estimate": "memory and speed of a model, plain and with drafts, before its weights are downloaded",
     "tune": "find the draft, formats and lengths that are fastest here, and write them to a file",
+    "regret": "how far the choice of tune is behind the best setting of its whole grid",
     "doctor": "why speculation does not pay: on a server of sameseed, vLLM, SGLang or llama.cpp, and what to set",
     "export": "a tuned profile as the command line of vLLM, SGLang or llama.cpp",
     "quantize": "store a model's weights in fewer bits, by a method, as a checkpoint",
@@ -48,7 +49,7 @@ COMMANDS = {
 }
 COMPANIONS = {  # commands, and the package that has each
     **dict.fromkeys(("train", "vocabulary"), "sameseed-train"),
-    **dict.fromkeys(("study", "twin", "twin-demo"), "sameseed-lab"),
+    **dict.fromkeys(("regret", "study", "twin", "twin-demo"), "sameseed-lab"),
     "export": "sameseed-vllm",
     "verify-server": "sameseed-verify",
 }

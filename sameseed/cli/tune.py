@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sameseed.plan.grid import TuneRequest
-    from sameseed.plan.regret import Regret
     from sameseed.plan.tune import TuneOutcome
     from sameseed.tuned import Loser, Tuned
 
@@ -65,15 +64,12 @@ class TuneArgs:
     quality_text: Annotated[Path | None, option("FILE")] = None  # text for --quality; unset: our held-out prompts
     quality_tokens: int = 2048  # tokens of that text to read
     seconds: float = 120.0  # time to spend, loading included
-    # run every setting: half of the prompts to choose, half to check how good the choice was
-    exhaustive: Annotated[bool, option()] = False
     device: str = "cpu"  # cpu, cuda, cuda:1, ...
     engine: Literal["sameseed", "vllm"] = "sameseed"  # vllm: measure the vLLM at --url; --drafts names its draft
     url: str | None = None  # vllm: the server's URL
     cost: Annotated[Path, option("FILE")] = Path("vllm-costs.json")  # vllm: measured costs; read and added to
     api_key_file: Annotated[Path | None, option("FILE")] = None  # vllm: its key, on the first line
     out: Annotated[Path, OUT] = Path("tuned.toml")  # the profile
-    records: Annotated[Path | None, option("FILE")] = None  # with --exhaustive: append the record of regrets here
     check: Annotated[Path | None, option("FILE")] = None  # instead measure a profile's choice again, and show its drift
     plot: Annotated[Path | None, option("FILE.png")] = None  # predicted against measured, speed against quality, as PNG
     json: Annotated[bool, option()] = False  # one JSON object instead of tables
@@ -87,7 +83,7 @@ def run(argv: Seq[str], prog: str) -> int:
         return code
     if args.url is not None:
         raise ConfigError("--url is for --engine vllm: sameseed's own engine is started here")
-    from sameseed.cli.console import keep, load_llm, stages
+    from sameseed.cli.console import stages, stdout_console
     from sameseed.plan.picture import draw
     from sameseed.plan.profile_file import write
     from sameseed.plan.tune import as_tuned, tune
@@ -95,32 +91,35 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.tuned import Tuned
 
     before = None if args.check is None else Tuned.read(args.check)
-    asked = _asked(args if before is None else _again(args, before))
+    asked = requested(args if before is None else _again(args, before))
     for path, flag in ((args.out, "-o"), *(((args.plot, "--plot"),) if args.plot else ())):
         record.prepare(path, flag)
-    records = record.destination(args.records, "tune") if args.exhaustive else None
-
-    def load(model: str, draft: Any, **given: Any) -> Any:
-        return load_llm(EngineChoice(model, given | {"draft": draft}), quiet=True)
-
     with stages(f"tuning {args.model}", args.json) as tell:
         found = tune(asked, load, tell)
     made = as_tuned(found)
-    if found.regret is not None:
-        keep([found.regret.as_record(asked, found.seconds)], records, False)
     if before is None:
         write(made, args.out)
     if args.plot is not None:
         draw(found, args.plot)
     if args.json:
-        regret = {} if found.regret is None else {"regret": found.regret.as_record(asked, found.seconds)}
-        print(json.dumps({**asdict(made), "seconds": found.seconds, **regret}))
+        print(json.dumps({**asdict(made), "seconds": found.seconds}))
     else:
-        _show(found, made, args, before)
+        show(found, made, before)
+        if before is None:
+            said = f"written: {args.out}; use it: sameseed serve --profile {args.out}"
+            stdout_console().print(said, style="dim", markup=False)
     return 1 if found.differing else 0
 
 
-def _asked(args: TuneArgs) -> TuneRequest:
+def load(model: str, draft: Any, **given: Any) -> Any:
+    """An LLM, as `tune` loads one."""
+    from sameseed.cli.console import load_llm
+
+    return load_llm(EngineChoice(model, given | {"draft": draft}), quiet=True)
+
+
+def requested(args: TuneArgs) -> TuneRequest:
+    """What to tune. Raises ConfigError, RegistryError."""
     from sameseed.plan.grid import TuneRequest, parse_slo
     from sameseed.study.quality.data import text_of
     from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
@@ -144,8 +143,7 @@ def _asked(args: TuneArgs) -> TuneRequest:
         "" if args.quality_text is None else text_of(args.quality_text),
         args.quality_tokens,
         args.seconds,
-        args.exhaustive,
-        {"device": args.device},
+        settings={"device": args.device},
     )
 
 
@@ -173,7 +171,8 @@ def _again(args: TuneArgs, before: Tuned) -> TuneArgs:
     )
 
 
-def _show(found: TuneOutcome, made: Tuned, args: TuneArgs, before: Tuned | None) -> None:
+def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:
+    """Show what ran, the best of it, and what lost; or, beside an earlier profile, the drift."""
     from sameseed.cli.console import show_table, stdout_console
 
     console = stdout_console()
@@ -198,10 +197,7 @@ def _show(found: TuneOutcome, made: Tuned, args: TuneArgs, before: Tuned | None)
                 console.print(f"{name}: {old.value:.2f} then, {new.value:.2f} now ({new.value / old.value - 1:+.0%})")
         return
     show_table(_lost(made))
-    if found.regret is not None:
-        show_table(_regret(found.regret))
     console.print(f"{len(found.prospects)} settings simulated, {len(found.order)} ran, {found.seconds:.0f} s")
-    console.print(f"written: {args.out}; use it: sameseed serve --profile {args.out}", style="dim", markup=False)
 
 
 def _lost(made: Tuned) -> Table:
@@ -221,22 +217,6 @@ def _lost(made: Tuned) -> Table:
             table.add_row(str(x.settings["setting"]), f"{why}: {x.note}" if x.note else why, speed)
         if len(shown) < len(group):
             table.add_row(f"and {len(group) - len(shown)} more", f"{why}: they are in the profile", "")
-    return table
-
-
-def _regret(regret: Regret) -> Table:
-    """Table of how far the choice, and usual choices, are behind the best of all on held-out prompts."""
-    from rich.table import Table
-
-    title = f"behind the best on held-out prompts, {regret.best} (80 % intervals)"
-    table = Table("choice", "setting", "behind", title=title, title_justify="left", title_style="bold")
-    for name, x in {"tune": regret.choice, **regret.baselines}.items():
-        table.add_row(name, x.setting, f"{x.share.value:.1%} ({x.share.low:.1%} to {x.share.high:.1%})")
-    e = regret.errors
-    table.caption = (
-        f"predicted speed-ups are {e.median:.1%} off (median; p90 {e.p90:.1%}, worst {e.worst:.1%}); "
-        f"{e.coverage:.0%} of {e.count} agree within 80 % intervals"
-    )
     return table
 
 

@@ -88,7 +88,7 @@ class TuneRequest:
         if self.quality is not None and not 1.0 <= self.quality < 100.0:
             raise ConfigError(f"--quality is a ratio of perplexities, 1 or more, e.g. 1.02; got {self.quality:g}")
         if self.exhaustive and (self.objective in ("ttft", "memory") or len(self.prompts) < 4):
-            raise ConfigError("--exhaustive tells regrets of speed, half of the prompts held out: give four or more")
+            raise ConfigError("regret is of speed, on half of the prompts: give four or more, another objective")
 
     @property
     def looked_at(self) -> tuple[int, ...]:

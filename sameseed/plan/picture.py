@@ -55,4 +55,5 @@ def frontier(outcome: TuneOutcome) -> list[tuple[str, Any, Any, bool]]:
 def _points(label: str, pairs: list[tuple[Interval, Interval]], names: list[str]) -> Series:
     """Pairs of figures with their intervals in both directions."""
     points = [(x.value, y.value) for x, y in pairs]
-    return Series(label, points, [(y.low, y.high) for _, y in pairs], [(x.low, x.high) for x, _ in pairs], names)
+    across = [(x.low, x.high) for x, _ in pairs]
+    return Series(label, points, spread=[(y.low, y.high) for _, y in pairs], spread_x=across, names=names)

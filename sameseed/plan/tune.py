@@ -24,12 +24,12 @@ from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, 
 from sameseed.plan.grid import TuneRequest, options_of
 from sameseed.plan.race import Aim, Contestant, anew, first_rung, race, ratio
 from sameseed.plan.refit import refitted
-from sameseed.plan.regret import Regret, regrets
 from sameseed.plan.simulate import Interval
 from sameseed.study import record
 from sameseed.study.quality.data import take
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
 
+Judge = Callable[[list[Contestant], list[Prospect], TuneRequest, Tell], list[Contestant]]
 MEASURE_SHARE = 0.6  # share of the time within which drafts are measured
 # The smallest tuning: seconds that costs of a draft take at a small model (`measure_engine`), and texts: two prompts
 # generated, replayed and run by plain decoding and one draft, with warm-ups, and passes of the costs at a large model.
@@ -44,7 +44,7 @@ class TuneOutcome:
 
     `prospects`: all that were simulated; `lost`: what could not be tried, and why; `differing`: labels of settings
     whose texts differ from plain decoding in their format (if there are any, something is broken). `quality`:
-    perplexity ratios by formats. `missed`: the bounds that even the best does not keep. `regret`: of an exhaustive run.
+    perplexity ratios by formats. `missed`: the bounds that even the best does not keep.
     """
 
     asked: TuneRequest
@@ -57,7 +57,6 @@ class TuneOutcome:
     seconds: float
     quality: quality.Ratios = field(default_factory=dict)
     missed: str | None = None
-    regret: Regret | None = None
 
     @property
     def best(self) -> Contestant:
@@ -79,8 +78,16 @@ class TuneOutcome:
         return self.predicted(contestant.prospect, batch).value / self.speedup(contestant, batch).value - 1.0
 
 
-def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage, done, total: None) -> TuneOutcome:
-    """Measure, simulate, race. `load` makes an LLM, as for a Bench. Raises ConfigError where nothing can be tried."""
+def tune(
+    asked: TuneRequest,
+    load: Callable[..., Any],
+    tell: Tell = lambda stage, done, total: None,
+    judge: Judge | None = None,
+) -> TuneOutcome:
+    """Measure, simulate, race. `load` makes an LLM, as for a Bench. Raises ConfigError where nothing can be tried.
+
+    `judge` orders all contestants of an exhaustive run, the best first; unset: a race within the seconds left.
+    """
     start, threads = time.perf_counter(), ops.num_threads()
     asked = asked.alternating() if asked.exhaustive else asked
     lost: list[Loser] = []
@@ -107,23 +114,17 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
             few = range(min(*asked.batches, len(asked.prompts)))
             anew(c).run(len(few), few)
         left = RACE_SHARE * (asked.seconds - (time.perf_counter() - start))
-        order, regret = _raced(runners, wanted, asked, left, tell)
+        if judge is None:
+            order = race(runners, len(asked.prompts), asked.batches, left, Aim.of(asked), tell)
+        else:
+            order = judge(runners, wanted, asked, tell)
     finally:
         ops.set_num_threads(threads)
     plain = next(c for c in runners if c.plain)
     replays = {name: found for target in targets for name, found in target.replays.items()}
     seconds = time.perf_counter() - start
     every, missed = [p for _, p in prospects], Aim.of(asked).missed(order[0])
-    return TuneOutcome(asked, order, plain, every, replays, lost, _differing(runners), seconds, known, missed, regret)
-
-
-def _raced(
-    runners: list[Contestant], wanted: list[Prospect], asked: TuneRequest, left: float, tell: Tell
-) -> tuple[list[Contestant], Regret | None]:
-    """The contestants, the best first; and the regret of the choice, where all of the grid ran."""
-    if asked.exhaustive:
-        return regrets(runners, wanted, asked, tell)
-    return race(runners, len(asked.prompts), asked.batches, left, Aim.of(asked), tell), None
+    return TuneOutcome(asked, order, plain, every, replays, lost, _differing(runners), seconds, known, missed)
 
 
 def _within(asked: TuneRequest, targets: list[TargetBench], spent: float, lost: list[Loser]) -> TuneRequest:

@@ -35,10 +35,10 @@ class Series:
 
     label: str
     points: Seq[tuple[Any, float]]
+    published: bool = False
     spread: Spread = ()
     spread_x: Spread = ()
     names: Seq[str] = ()
-    published: bool = False
     limit: bool = False
 
 

@@ -30,7 +30,7 @@ def plot_speedups(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Pa
     panels = []
     for name, lines in workloads.items():
         series = [
-            Series(draft, [p[:2] for p in sorted(points)], [p[2] for p in sorted(points)])
+            Series(draft, [p[:2] for p in sorted(points)], spread=[p[2] for p in sorted(points)])
             for draft, points in lines.items()
         ]
         panels.append(Panel(name, "draft tokens", series, y="times plain decoding", level=1.0))
@@ -82,7 +82,11 @@ def _curves(profile: Profile) -> list[tuple[str, list[Cost]]]:
 
 def _series(profile: Profile, y: Callable[[Cost], float]) -> list[Series]:
     return [
-        Series(label, [(p.rows, y(p)) for p in points], [(y(p) * p.p10 / p.ms, y(p) * p.p90 / p.ms) for p in points])
+        Series(
+            label,
+            [(p.rows, y(p)) for p in points],
+            spread=[(y(p) * p.p10 / p.ms, y(p) * p.p90 / p.ms) for p in points],
+        )
         for label, points in _curves(profile)
     ]
 

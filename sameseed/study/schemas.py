@@ -67,7 +67,7 @@ FIELDS: dict[str, tuple[str, Fields]] = {  # by schema: the command that writes 
     EVAL_SCHEMA: ("eval", EVAL),
     CERTIFICATE_SCHEMA: ("verify-lossless", CERTIFICATE),
     LOAD_SCHEMA: ("bench serve", LOAD),
-    TUNE_SCHEMA: ("tune --exhaustive", TUNE),
+    TUNE_SCHEMA: ("regret", TUNE),
     PEER_SCHEMA: ("study rivals", PEER),
 }
 

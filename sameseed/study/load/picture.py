@@ -37,5 +37,5 @@ def _panel(title: str, records: Seq[Mapping[str, Any]], of: Callable[[Any], floa
         mine.sort(key=lambda r: r["config"][x])
         each = [[v for s in r["repetitions"] if (v := of(s)) is not None] for r in mine]
         points = [(r["config"][x], value) for r in mine if (value := of(r)) is not None]
-        series.append(Series(label, points, [(min(v), max(v)) for v in each]))
+        series.append(Series(label, points, spread=[(min(v), max(v)) for v in each]))
     return Panel(title, "clients at once" if closed else "requests a second", series)

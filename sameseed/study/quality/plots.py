@@ -62,5 +62,5 @@ def _panel(
         form = next((f.form for f in values.values()), form)
         points = [(variant, f.value) for variant, f in values.items() if f.value is not None]
         spread = [(low, high) for f in values.values() for low, high in [f.interval or (f.value, f.value)]]
-        series.append(Series(label, points, spread))  # type: ignore[arg-type]  # values without one are left out
+        series.append(Series(label, points, spread=spread))  # type: ignore[arg-type]  # values without one are left out
     return Panel(title, "", series, "across", level=start, form=form)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -18,7 +17,7 @@ from sameseed.cost.running import Curve
 from sameseed.engine.levels import may_branch, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
-from sameseed.plan import quality, regret, tune
+from sameseed.plan import quality, tune
 from sameseed.plan.candidates import Prospect, TargetBench, load_targets, survivors
 from sameseed.plan.cost import LevelCost, RoundCost
 from sameseed.plan.grid import Bound, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
@@ -256,47 +255,6 @@ def test_a_small_budget_takes_fewer_settings_and_prompts() -> None:
     assert {x.why for x in lost} == {"time"} and "6 of 8 prompts" in lost[0].settings["setting"]
 
 
-def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
-    runs = ngrams(6)
-    for r in runs:  # copies share `run`; without it, each records its own measurements
-        vars(r.contestant).pop("run"), vars(r.contestant).pop("warm")
-    speeds = {r.contestant.label: r.speed for r in runs}
-    seen: set[int] = set()
-    lucky: set[tuple[int, ...]] = set()
-
-    class Timed(Contestant):
-        def warm(self, batch: int, members: Seq[int]) -> None:
-            pass
-
-        def run(self, batch: int, members: Seq[int]) -> None:
-            numbers = tuple(i for (i,) in self.jobs(batch, members))
-            luck = self.label == "ngram k=1" and numbers[0] >= 4 and (batch, *numbers) not in lucky
-            seen.update(numbers)
-            lucky.update({(batch, *numbers)} if luck else ())
-            self.tokens.setdefault(batch, []).append(100 * len(members))
-            self.seconds.setdefault(batch, []).append(100 * len(members) / speeds[self.label] / (1 + luck))
-            for times in (self.ttft, self.itl):
-                times.setdefault(batch, []).extend([0.1] * len(members))
-
-    timed = [Timed(r.contestant.prospect, r.contestant.engine, lambda b, m: [(i,) for i in m]) for r in runs]  # type: ignore[misc]
-    wanted = [c.prospect for c in timed[:4]]  # the prediction did not want the best two
-    order, found = regret.regrets(timed, wanted, asked(exhaustive=True), lambda *_: None)
-    assert seen == set(range(8)), "both halves ran"
-    assert [p.id for p in asked(exhaustive=True).alternating().fitted] == ["0", "2", "4", "6"], "from all domains"
-    assert max(found.settings, key=lambda row: row["measured"]["1"]["value"])["setting"] == "ngram k=1", "once, by luck"
-    assert (order[0].label, found.choice.setting, found.best) == ("ngram k=2", "ngram k=2", "ngram k=5")
-    assert found.choice.share.value == pytest.approx(1 - 1.2 / 1.5)
-    assert {name: x.setting for name, x in found.baselines.items()} == {
-        "plain": "plain",
-        "longest acceptance": "ngram k=5",
-        "k = 4": "ngram k=4",
-    }
-    lucky_ones = 2  # one at each batch size
-    assert (found.errors.median, found.errors.worst) == (pytest.approx(0.0), pytest.approx(0.5))
-    assert (found.errors.coverage, found.errors.count) == (1 - lucky_ones / 12, 12)
-    assert found.as_record(asked(), 3.0)["schema"] == "sameseed.tune/1"
-
-
 def test_formats_beyond_the_bound_are_dropped_and_named() -> None:
     targets: Any = [SimpleNamespace(format=f, kv_format="auto", name=f) for f in ("auto", "w8a8", "w4a8")]
     ratios = {("w8a8", "auto"): Interval(1.03, 1.01, 1.05), ("w4a8", "auto"): Interval(1.2, 1.1, 1.3)}
@@ -325,7 +283,7 @@ def test_a_draft_that_fits_nowhere() -> None:
 def test_from_prompts_to_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"The {word} is" for word in ("cat", "sun", "house", "river")))
-    out, plot, records = tmp_path / "tuned.toml", tmp_path / "tuned.png", tmp_path / "records.jsonl"
+    out, plot = tmp_path / "tuned.toml", tmp_path / "tuned.png"
     argv = f"tune embedded --prompts {prompts} --max-tokens 8 --batch 1,2 --seconds 900 --slo itl<9s --threads 1"
     argv += " --formats auto w8a8 --quality 9 --quality-tokens 300 --drafts ngram"
     assert main([*argv.split(), "-o", str(out), "--plot", str(plot)]) == 0
@@ -338,7 +296,3 @@ def test_from_prompts_to_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture
     llm = LLM(profile=str(out))
     plain = LLM("embedded", format=tuned.chosen.format or "auto").generate(["The cat is"], PARAMS)
     assert llm.generate(["The cat is"], PARAMS)[0].text == plain[0].text
-    argv = f"tune embedded --prompts {prompts} --max-tokens 4 --batch 1 --drafts ngram --exhaustive"
-    assert main([*argv.split(), "-o", str(out), "--records", str(records)]) == 0
-    assert "behind the best" in capsys.readouterr().out
-    assert json.loads(records.read_text())["errors"]["count"] == 7

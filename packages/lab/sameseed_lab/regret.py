@@ -98,6 +98,18 @@ class _Recorded(Contestant):
             own += its[len(own) : len(own) + count]
 
 
+class Judge:
+    """Takes the place of `tune`'s race; `regret` is known once it has judged."""
+
+    regret: Regret
+
+    def __call__(
+        self, runners: Seq[Contestant], wanted: Seq[Prospect], asked: TuneRequest, tell: Tell
+    ) -> list[Contestant]:
+        order, self.regret = regrets(runners, wanted, asked, tell)
+        return order
+
+
 def regrets(
     runners: Seq[Contestant], wanted: Seq[Prospect], asked: TuneRequest, tell: Tell
 ) -> tuple[list[Contestant], Regret]:

@@ -1,0 +1,67 @@
+"""`sameseed regret`: how far the choice of `tune` is behind the best setting of the whole grid."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from sameseed.cli.options import option, parse
+from sameseed.cli.tune import TuneArgs
+
+if TYPE_CHECKING:
+    from sameseed_lab.regret import Regret
+
+
+@dataclass(frozen=True)
+class RegretArgs(TuneArgs):
+    """Run every setting that `tune` would weigh: half of the prompts to choose, half to check how good the choice was.
+
+    The flags are those of `tune`, but time is not limited and no profile is written.
+    """
+
+    records: Annotated[Path | None, option("FILE")] = None  # append the result here
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse, measure, show; exit code 1 if an output differed from plain decoding's."""
+    args = parse(RegretArgs, argv, prog).args
+    from sameseed.cli.console import keep, stages
+    from sameseed.cli.tune import load, requested, show
+    from sameseed.plan.tune import as_tuned, tune
+    from sameseed.study import record
+    from sameseed_lab.regret import Judge
+
+    asked, judge = replace(requested(args), exhaustive=True), Judge()
+    records = record.destination(args.records, "tune")
+    with stages(f"tuning {args.model}", args.json) as tell:
+        outcome = tune(asked, load, tell, judge)
+    line = judge.regret.as_record(asked, outcome.seconds)
+    keep([line], records, False)
+    if args.json:
+        print(json.dumps(line))
+    else:
+        show(outcome, as_tuned(outcome))
+        _show(judge.regret)
+    return 1 if outcome.differing else 0
+
+
+def _show(regret: Regret) -> None:
+    """Show how far the choice, and usual choices, are behind the best of all on held-out prompts."""
+    from sameseed.cli.console import show_table
+    from sameseed.report import table as layout
+
+    rows = [
+        (name, x.setting, f"{x.share.value:.1%} ({x.share.low:.1%} to {x.share.high:.1%})")
+        for name, x in {"tune": regret.choice, **regret.baselines}.items()
+    ]
+    title = f"behind the best on held-out prompts, {regret.best} (80 % intervals)"
+    table = layout.table(title, ("choice", "setting", "behind"), rows, left=(0, 1))
+    e = regret.errors
+    table.caption = (
+        f"predicted speed-ups are {e.median:.1%} off (median; p90 {e.p90:.1%}, worst {e.worst:.1%}); "
+        f"{e.coverage:.0%} of {e.count} agree within 80 % intervals"
+    )
+    show_table(table)

@@ -1,0 +1,83 @@
+"""Regret: on known speeds, and of the embedded model by its command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sameseed.cli import main
+from sameseed.config import SpecConfig
+from sameseed.plan.candidates import Prospect
+from sameseed.plan.grid import Setting, TuneRequest
+from sameseed.plan.race import Contestant
+from sameseed.plan.simulate import Interval
+from sameseed.request import SamplingParams
+from sameseed.study.prompt_sets import Prompt
+from sameseed_lab import regret
+
+PROMPTS = tuple(Prompt(str(i), "text", f"Number {i} is") for i in range(8))
+
+
+def asked(**given: Any) -> TuneRequest:
+    return TuneRequest("embedded", PROMPTS, SamplingParams(max_tokens=8, seed=1), ("ngram",), **given)
+
+
+def prospect(spec: SpecConfig) -> Prospect:
+    value = 1.0 + 0.1 * spec.num_draft_tokens if spec.method != "none" else 1.0
+    speeds = {b: Interval(value, 0.9 * value, 1.1 * value) for b in (1, 4)}
+    simulated: Any = {b: SimpleNamespace(tokens_per_round=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
+    return Prospect(Setting("auto", "auto", spec), speeds, simulated, 0)
+
+
+def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
+    speeds = {"plain": 1.0, **{f"ngram k={k}": 1.0 + 0.1 * k for k in range(6)}}
+    specs = [SpecConfig(), *(SpecConfig("ngram", num_draft_tokens=k) for k in range(6))]
+    seen: set[int] = set()
+    lucky: set[tuple[int, ...]] = set()
+
+    class Timed(Contestant):
+        def warm(self, batch: int, members: Seq[int]) -> None:
+            pass
+
+        def run(self, batch: int, members: Seq[int]) -> None:
+            numbers = tuple(i for (i,) in self.jobs(batch, members))
+            luck = self.label == "ngram k=1" and numbers[0] >= 4 and (batch, *numbers) not in lucky
+            seen.update(numbers)
+            lucky.update({(batch, *numbers)} if luck else ())
+            self.tokens.setdefault(batch, []).append(100 * len(members))
+            self.seconds.setdefault(batch, []).append(100 * len(members) / speeds[self.label] / (1 + luck))
+            for times in (self.ttft, self.itl):
+                times.setdefault(batch, []).extend([0.1] * len(members))
+
+    none: Any = SimpleNamespace()
+    timed = [Timed(prospect(spec), lambda: none, lambda b, m: [(i,) for i in m]) for spec in specs]  # type: ignore[misc]
+    wanted = [c.prospect for c in timed[:4]]  # the prediction did not want the best two
+    order, found = regret.regrets(timed, wanted, asked(exhaustive=True), lambda *_: None)
+    assert seen == set(range(8)), "both halves ran"
+    assert [p.id for p in asked(exhaustive=True).alternating().fitted] == ["0", "2", "4", "6"], "from all domains"
+    assert max(found.settings, key=lambda row: row["measured"]["1"]["value"])["setting"] == "ngram k=1", "once, by luck"
+    assert (order[0].label, found.choice.setting, found.best) == ("ngram k=2", "ngram k=2", "ngram k=5")
+    assert found.choice.share.value == pytest.approx(1 - 1.2 / 1.5)
+    assert {name: x.setting for name, x in found.baselines.items()} == {
+        "plain": "plain",
+        "longest acceptance": "ngram k=5",
+        "k = 4": "ngram k=4",
+    }
+    lucky_ones = 2  # one at each batch size
+    assert (found.errors.median, found.errors.worst) == (pytest.approx(0.0), pytest.approx(0.5))
+    assert (found.errors.coverage, found.errors.count) == (1 - lucky_ones / 12, 12)
+    assert found.as_record(asked(), 3.0)["schema"] == "sameseed.tune/1"
+
+
+def test_the_command_runs_the_whole_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, records = tmp_path / "prompts.txt", tmp_path / "records.jsonl"
+    prompts.write_text("\n".join(f"The {word} is" for word in ("cat", "sun", "house", "river")))
+    argv = f"regret embedded --prompts {prompts} --max-tokens 4 --batch 1 --drafts ngram --records {records}"
+    assert main(argv.split()) == 0
+    assert "behind the best" in capsys.readouterr().out
+    assert json.loads(records.read_text())["errors"]["count"] == 7
