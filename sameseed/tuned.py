@@ -53,7 +53,7 @@ class TunedModel:
 
 @dataclass(frozen=True)
 class Scope:
-    """What the choice was measured for. Outside of it the choice is a guess, so goodput decides draft lengths there.
+    """What the choice was measured for. Outside of it the choice is unmeasured, so goodput decides draft lengths there.
 
     `prompt_tokens` and `output_tokens`: (shortest, longest); `context`: most tokens of a text; `batch`: the batch sizes
     that were tried.

@@ -42,7 +42,7 @@ COMMANDS = {
     "study": "a published study by one command: its grid measured here, their figures beside ours",
     "twin": "a checkpoint of a real model's shape that computes a small model's function",
     "twin-demo": "the demo at a real model's size, with a twin of the packaged pair",
-    "vocabulary": "a list of frequent tokens, for drafts that guess only these",
+    "vocabulary": "a list of frequent tokens, for drafts from these only",
     "info": "this machine, its backends, formats, drafters and the embedded models",
     "completion": "what makes bash or zsh complete commands and flags: source <(sameseed completion)",
     "demo": "watch drafts being accepted, and what they bring",
@@ -94,7 +94,7 @@ def overview() -> str:
             "usage: sameseed COMMAND [OPTIONS]",
             "",
             textwrap.fill(
-                "Speculative decoding that never changes the text: guess cheaply, check exactly, count what it bought.",
+                "Speculative decoding that never changes the output: draft cheaply, verify exactly.",
                 width,
             ),
             "",

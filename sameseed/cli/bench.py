@@ -284,8 +284,8 @@ def _with_overlaps(args: BenchArgs, chosen: list[SpecConfig]) -> list[SpecConfig
     able = [can_overlap(spec) for spec in chosen]
     if max(args.overlaps) > 0 and not any(able):
         raise ConfigError(
-            f"--overlaps {max(args.overlaps)}: none of these drafts ({', '.join(args.drafts)}) can guess on while the "
-            "target checks; add a draft model to --drafts, e.g. embedded-draft"
+            f"--overlaps {max(args.overlaps)}: none of these drafts ({', '.join(args.drafts)}) can draft ahead "
+            "while the target checks; add a draft model to --drafts, e.g. embedded-draft"
         )
     pairs = itertools.product(zip(chosen, able, strict=True), args.overlaps)
     specs = [dataclasses.replace(spec, overlap=threads) for (spec, can), threads in pairs if can or threads <= 0]

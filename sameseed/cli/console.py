@@ -209,9 +209,9 @@ def legend(text_stream: IO[str], own_stream: IO[str]) -> str:
 
 
 def level_line(name: str, metrics: SpecMetrics) -> str:
-    """One line about a drafter below another one, whose guesses are counted separately."""
+    """One line about a drafter below another one, whose drafts are counted separately."""
     if not metrics.num_drafts:
-        return f"{name}: no guess"
+        return f"{name}: no draft"
     return (
         f"{name}: {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafted accepted "
         f"({metrics.acceptance_rate:.0%}) | {metrics.mean_acceptance_length:.2f} tokens a draft"

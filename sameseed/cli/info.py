@@ -154,7 +154,7 @@ def registries() -> dict[str, dict[str, Any]]:
 
 
 def _needs(drafter: type[Drafter]) -> str:
-    """What a drafter needs: a model of its own, drafters below it (whose guesses are counted separately)."""
+    """What a drafter needs: a model of its own, drafters below it (whose drafts are counted separately)."""
     own = {"": "", "model": "a draft model", "head": "a draft head", "target": "the target's weights"}[drafter.owns]
     least, most = drafter.num_below
     below = "" if most == 0 else "a drafter below" if most == 1 else "two drafters or more below"
@@ -232,7 +232,7 @@ def _facts(name: str, folder: Path) -> list[str]:
         facts.append(f"greedy texts repeat {measured['repeated']['all']:.0%} of their 8-grams")
     else:
         rates = ", ".join(f"{domain} {value['rate']:.0%}" for domain, value in measured["acceptance"].items())
-        facts.append(f"guesses accepted, four in a row: {rates}")
+        facts.append(f"drafts accepted, chains of four: {rates}")
     return facts
 
 

@@ -51,7 +51,7 @@ class ChainDrafter(Drafter):
         if beyond is not None and not self._said:
             self._said = True
             log.warning(
-                "drafter %r: trained for %d tokens at once, not %d; it guesses so many", self.name, most, beyond
+                "drafter %r: was trained for %d tokens per pass, not %d; it drafts that many", self.name, most, beyond
             )
         return [min(k, most) for k in lengths]
 

@@ -93,7 +93,7 @@ class DraftModelDrafter(Following, ChainDrafter):
     def ahead(
         self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]
     ) -> list[list[int]]:
-        """After a full-length draft: a guess of the target's next token if all is accepted, and a chain after it."""
+        """After a full-length draft: predict the target's next token if all is accepted, and a chain after it."""
         blocks, guesses = self.runner.blocks, [Chain() for _ in seqs]
         if self.options.siblings:  # which path of a tree will be accepted is unknown
             return [[] for _ in seqs]

@@ -1,4 +1,4 @@
-"""first drafter: several drafters in turn, for each sequence the first that has a guess (a cache, then a model).
+"""first drafter: several drafters in turn, for each sequence the first that has a draft (a lookup, then a model).
 
 A lookup costs almost nothing compared with a model's pass, so it is tried first (as SAM-Decoding: Hu et al., 2024).
 """

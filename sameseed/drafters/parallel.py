@@ -1,4 +1,4 @@
-"""parallel drafter (PARD: An et al., 2025): a small model guesses a whole chain in one pass, over mask tokens.
+"""parallel drafter (PARD: An et al., 2025): a small model drafts a whole chain in one pass, over mask tokens.
 
 Its pass reads the tokens that became certain since the last pass, then a mask token for each draft token but the first.
 The masks' rows are dropped after the pass. The next pass reads accepted tokens as themselves, so that the cache is the

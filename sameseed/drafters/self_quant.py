@@ -1,4 +1,4 @@
-"""self_quant drafter: the target's own weights in a lower precision guess a chain (QSpec: Zhao et al., 2024).
+"""self_quant drafter: the target's own weights in a lower precision draft a chain (QSpec: Zhao et al., 2024).
 
 The drafter reads the target's own cache, so it needs no second cache and no pass over the prompt. It writes rows of its
 own for tokens that the target has not verified yet. The target's pass overwrites these rows before it reads them. At

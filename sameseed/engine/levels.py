@@ -42,7 +42,7 @@ def check_overlap(spec: SpecConfig) -> None:
     if not goes_ahead(cls) or any(b.overlap for level in spec.below for b in levels(level)):
         able = [n for n, module in registry.loaded("drafters").items() if goes_ahead(module.DRAFTER)]
         raise ConfigError(
-            f"--overlap {spec.overlap}: drafter {spec.method!r} cannot guess on while the target checks; "
+            f"--overlap {spec.overlap}: drafter {spec.method!r} cannot draft ahead while the target verifies; "
             f"{' and '.join(able)} can, as the only level"
         )
     if spec.overlap >= cores:

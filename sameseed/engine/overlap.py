@@ -97,7 +97,7 @@ class Overlap(NoOverlap):
             return drafter.ahead(seqs, draft, num_draft, going)
         except Exception:  # only draft tokens are lost: the request goes on
             if not self._failed:
-                log.exception("guessing ahead failed; the drafts of such rounds begin anew")
+                log.exception("drafting ahead failed; the drafts of such rounds begin anew")
             self._failed = True
             return []
         finally:

@@ -114,10 +114,10 @@ class RequestPolicies:
     def why_none(self, seq: Sequence, num_draft: int) -> str:
         """Why a sequence had no draft in this round, in which `num_draft` tokens were asked for.
 
-        "off": none was wanted; "cost": it would not pay; "no guess": the drafter had none.
+        "off": none was wanted; "cost": it would not pay; "no draft": the drafter had none.
         """
         if num_draft:
-            return "cost" if seq.seq_id in self._trimmed else "no guess"
+            return "cost" if seq.seq_id in self._trimmed else "no draft"
         may, policy = True, self.default
         if seq.speculation is not None or not self._unbounded:
             may = self._forced(seq) is None and (seq.speculation is None or seq.speculation.of(1) > 0)

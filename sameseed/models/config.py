@@ -40,7 +40,7 @@ SILU = ("silu", "swish")
 OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id")
 GGUF = ".gguf"  # suffix of a model that is one file
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # AMD's and vLLM's key for the mask token; -1: none
-PARALLEL = ("pard", "pard2")  # spd_type of models that guess several tokens in one pass
+PARALLEL = ("pard", "pard2")  # spd_type of models that draft several tokens in one pass
 MAX_LAYERS = 10_000  # a bound, because names and shapes of all layers are listed before any file is read
 
 
@@ -64,8 +64,8 @@ class RopeConfig:
 class ModelConfig:
     """Shape and flags of a model. `windows[i]` is layer i's sliding window in tokens, None for full attention.
 
-    `mask_token`: for a model that guesses several tokens in one pass, the id that stands for a token not known yet
-    (PARD: An et al., 2025). `num_parallel`: the number of tokens it was trained to guess, 0 if config.json has none.
+    `mask_token`: for a model that drafts several tokens in one pass, the id that stands for a token not known yet
+    (PARD: An et al., 2025). `num_parallel`: the number of tokens it was trained to draft, 0 if config.json has none.
     """
 
     architecture: str
@@ -210,7 +210,7 @@ def sizes_of(shape: Any) -> dict[str, int]:
 
 
 def is_parallel(folder: Path) -> bool:
-    """Whether a folder holds a model that guesses several tokens in one pass: its config.json names a mask token."""
+    """Whether a folder holds a model that drafts several tokens in one pass: its config.json names a mask token."""
     if folder.is_file() or not (folder / "config.json").exists():
         return False
     raw = read_json(folder / "config.json")

@@ -113,7 +113,7 @@ class BlockConfig(HeadConfig):
     """Shape and flags of a block head; `layer` holds the number and the sizes of its layers.
 
     `block_size`: tokens of a block, which are the last known token and masks (`mask_token`). `from_anchor`: every place
-    guesses the token after itself, also the known token's place; otherwise each mask guesses the token in its own
+    predicts the token after itself, also the known token's place; otherwise each mask predicts the token in its own
     place. `markov_rank`: rank of the Markov head, whose bias depends on the token before; 0 for none.
     """
 
@@ -124,7 +124,7 @@ class BlockConfig(HeadConfig):
 
     @property
     def num_guesses(self) -> int:
-        """The number of tokens that the head was trained to guess."""
+        """The number of tokens that the head was trained to draft."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
     def settings(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def check_rotation(head: Path, target: Path) -> None:
         from sameseed.models.layouts.base import say_once  # late: it loads torch, which vLLM's CLI avoids
 
         say_once(
-            f"{target} was rotated, so a head for the model before it guesses badly: turn it (sameseed quantize "
+            f"{target} was rotated, so a head for the model before it drafts badly: turn it (sameseed quantize "
             f"{head} --head-for {target} -o DIR). One that was trained for the rotated model is right as it is"
         )
 

@@ -29,7 +29,7 @@ NO_DRAFT_WHY = {
     "no drafter": ("no drafter", "the server has no drafter", "--draft MODEL"),
     "off": ("off", "drafts are off: by the request's speculation, or by --k 0", "--k 4"),
     "cost": ("cost", "goodput found that drafts would not pay at this load: that is no fault", ""),
-    "no guess": ("no guess", "the drafter finds nothing to guess from: these texts do not repeat", "--draft HEAD"),
+    "no draft": ("no draft", "the drafter finds nothing to draft from: these outputs do not repeat", "--draft HEAD"),
     "no room": (
         "no room",
         "there was no room for drafts: rows of a pass, or blocks of the cache",
@@ -82,7 +82,7 @@ def undrafted(counted: Counted) -> Fault:
         says = "nothing was drafted: this server runs without a draft, or its n-gram drafter found nothing"
         return Fault("no drafter", says, (START[engine],))
     return Fault(
-        "no guess",
+        "no draft",
         "speculation is on, but nothing was drafted: an n-gram drafter found nothing, or a table says 0 here",
         (START[engine],),
     )
@@ -107,29 +107,27 @@ def _guesses(state: State) -> Iterator[Fault]:
     engine, first, rest = state.counted.engine, state.conditional[0], state.conditional[1:]
     if first < USELESS:
         says = (
-            f"{first:.1%} of first guesses are right: a draft of another target, other layers of it, another "
+            f"{first:.1%} of first draft tokens are right: a draft of another target, other layers of it, another "
             "tokenizer or template; or a head that quantizing broke"
         )
         flags = ("--draft-format bf16",) if engine == "sameseed" else ()
         yield Fault("useless draft", says, (*flags, "take a draft of this very target, in bf16", *PLAIN[engine]))
     elif len(rest) >= 2 and first <= SPLIT and min(rest) >= FLAT:
         says = (
-            f"the first guess is right in {first:.0%} of drafts, and after it nearly all are ({min(rest):.0%}): two "
-            "kinds of text; most likely some lie beyond the draft's context window"
+            f"the first draft token is right in {first:.0%} of drafts, and after it nearly all are ({min(rest):.0%}): "
+            "two kinds of text; most likely some lie beyond the draft's context window"
         )
         own = {"vllm": '"max_model_len" of --speculative-config', "sameseed": "--draft 'ngram' for long texts"}
         yield Fault("draft context", says, (own.get(engine, "a draft whose context is the target's"),))
     elif first < WEAK and (state.counted.temperature or 0.0) >= 1.0:
-        says = (
-            f"{first:.0%} of first guesses are right at temperature {state.counted.temperature:g}: sampling this flat"
-        )
+        says = f"{first:.0%} of first drafts are right at temperature {state.counted.temperature:g}: sampling this flat"
         yield Fault(
             "sampling", says + " leaves drafts few chances; so do penalties and grammars", ("--temperature 0.8",)
         )
     elif first < WEAK:
         says = (
-            f"only {first:.0%} of first guesses are right: a head in too few bits, texts unlike its training, another "
-            "chat template, a high temperature, penalties or a grammar"
+            f"only {first:.0%} of first draft tokens are right: a head in too few bits, texts unlike its training, "
+            "another chat template, a high temperature, penalties or a grammar"
         )
         flag = "--draft-format bf16" if engine == "sameseed" else "the draft in bf16"
         yield Fault("weak draft", says, (flag, *length_flags(engine, 1)))

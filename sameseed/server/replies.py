@@ -203,7 +203,7 @@ class Reply:
 
 
 def shown_tokens(part: ReplyChoice | Piece) -> dict[str, Any]:
-    """Token ids, where in the text each begins, whether it was a draft token, and which drafter level guessed it."""
+    """Token ids, where in the text each begins, whether it was a draft token, and which drafter level drafted it."""
     accepted = [int(level is not None) for level in part.levels]
     fields = {"token_ids": part.token_ids, "accepted": accepted}
     return {**fields, "levels": part.levels, "text_offset": part.text_offset}

@@ -128,7 +128,7 @@ def test_chat_shows_who_guessed_each_token(page: Browser, server: Server) -> Non
     assert len({tuple(look) for look in looks}) == 3
     assert [look[:2] for look in looks] == [["underline", "solid"], ["underline", "dashed"], ["none", "solid"]]
     titles = {s.get_attribute("title") for s in page.all(".answer .guess")}
-    assert titles == {f"guessed by {name}, accepted by the model" for name in ("n-gram lookup", "draft model")}
+    assert titles == {f"drafted by {name}, accepted by the model" for name in ("n-gram lookup", "draft model")}
     counts = [item.text for item in page.all("#legend li")]
     assert counts == [
         f"{name} {made['levels'].count(level)}"

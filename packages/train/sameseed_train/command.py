@@ -68,7 +68,7 @@ class HeadArgs(OwnArgs):
     """
 
     layers: Annotated[tuple[int, ...] | None, option("N N N")] = None  # it reads the inputs of these target layers
-    draft_vocab_size: Annotated[int | None, option("N")] = None  # tokens it can guess: the target's most frequent
+    draft_vocab_size: Annotated[int | None, option("N")] = None  # tokens it can draft: the target's most frequent
     kind: Annotated[str | None, option("eagle3|block")] = None  # block: guesses all tokens of a draft in one pass
     block_size: Annotated[int | None, option("N")] = None  # of a block head: tokens guessed at once
     markov_rank: Annotated[int | None, option("N")] = None  # of a block head: rank of the last token's bias; 0: none
@@ -84,7 +84,7 @@ class DraftArgs(OwnArgs):
     """Train a small Llama draft for a target, on the target's own texts. Use: --draft OUT/draft"""
 
     begin: Annotated[str | None, option("MODEL")] = None  # a draft to start from, in place of new weights
-    parallel: Annotated[int | None, option("K")] = None  # learn to guess K tokens in one pass, over mask tokens
+    parallel: Annotated[int | None, option("K")] = None  # learn to draft K tokens in one pass, over mask tokens
     mask_token: Annotated[int | None, option("ID")] = None  # the mask's id; unset: one that no text has
     num_layers: Annotated[int | None, option("N")] = None  # number of layers; sizes as in config.json
     hidden_size: Annotated[int | None, option("N")] = None  # width of a token's hidden state
@@ -181,6 +181,6 @@ def run_own(what: str, argv: Seq[str], prog: str) -> int:
     print(f"{what}: {done.folder}")
     if "acceptance" in done.results:
         whole = done.results["acceptance"]["all"]
-        print(f"greedy chains of 4 on held-out prompts: {whole['rate']:.1%} of {whole['drafted']} guesses accepted")
+        print(f"greedy chains of 4 on held-out prompts: {whole['rate']:.1%} of {whole['drafted']} drafts accepted")
     print(f"to draft with it: sameseed generate '...' --model {done.results['recipe']['target']} --draft {done.folder}")
     return 0

@@ -1,6 +1,6 @@
 """`sameseed train draft`: train a small Llama on a target's distribution, over texts that the target writes.
 
-With `parallel` the draft learns to guess that many tokens in one pass (`train/parallel.py`).
+With `parallel` the draft learns to draft that many tokens in one pass (`train/parallel.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DraftSize:
 class DraftRecipe(OwnRecipe):
     """Everything that determines a draft's weights, except the data and the machine's arithmetic.
 
-    `begin`: an existing draft whose weights and sizes training starts from. `parallel`: number of tokens to guess in
+    `begin`: an existing draft whose weights and sizes training starts from. `parallel`: number of tokens to draft in
     one pass, over mask tokens (0: one token per pass); `mask_token`: id of the masks (-1: one that no text has).
     `keep`, `least_kept`: a share max(keep^i, least_kept) of the guesses behind i masks is trained on.
     """

@@ -1,4 +1,4 @@
-"""`sameseed train head`: the target writes texts, a head is trained to guess them, and its acceptance is measured."""
+"""`sameseed train head`: the target writes texts, a head is trained to predict them, and its acceptance is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sameseed vocabulary`: the most frequent tokens of a text, for drafts that guess only these."""
+"""`sameseed vocabulary`: the most frequent tokens of a text, for drafts from these only."""
 
 from __future__ import annotations
 

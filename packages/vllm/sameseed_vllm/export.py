@@ -121,7 +121,7 @@ def _kind(spec: SpecConfig) -> str:
 
 
 def _parallel_note(spec: SpecConfig, engine: str, notes: list[str]) -> None:
-    """Note that a parallel draft, which guesses all tokens in one pass, runs as an ordinary draft model there."""
+    """Note that a parallel draft, which drafts all tokens in one pass, runs as an ordinary draft model there."""
     assert spec.model is not None
     if spec.method == "parallel" or (not spec.model.endswith(GGUF) and is_parallel(Path(vllm.model_path(spec.model)))):
         notes.append(f"{engine} has no parallel drafting: the draft writes a token a pass; measure again")

@@ -90,7 +90,7 @@ def test_control_characters_do_not_reach_a_terminal(tokenizer: Tokenizer, monkey
 
 def test_a_line_for_each_level() -> None:
     metrics = SpecMetrics()
-    assert level_line("level 1: ngram", metrics) == "level 1: ngram: no guess"
+    assert level_line("level 1: ngram", metrics) == "level 1: ngram: no draft"
     metrics.update(4, 3)
     metrics.update(4, 0)
     assert level_line("level 1: ngram", metrics) == (

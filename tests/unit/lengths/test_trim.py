@@ -352,7 +352,7 @@ def test_reasons(pair: Pair) -> None:
     done = []
     while engine.has_work:
         done += [d.completion for d in engine.step() if d.completion]
-    assert done[0].metrics.spec.undrafted == {"prompt": 1, "no guess": 1, "last token": 1}
+    assert done[0].metrics.spec.undrafted == {"prompt": 1, "no draft": 1, "last token": 1}
 
 
 def test_kept_and_shallow() -> None:

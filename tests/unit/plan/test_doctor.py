@@ -73,7 +73,7 @@ STAGED = {
     "weak draft": (ours([250, 80, 30, 10], (4, 10, 0.5)), None),
     "draft context": (ours(GOOD, (1, 10, 0.5), draft_context=900), None),
     "no room": (ours(GOOD, (1, 10, 0.5), no_room=900), None),
-    "no guess": (ours(GOOD, (1, 10, 0.5), no_guess=3000), None),
+    "no draft": (ours(GOOD, (1, 10, 0.5), no_draft=3000), None),
     "draft too large": (ours(GOOD, (24, 10, 0.5)), None),
     "draft share": (ours(GOOD, (9, 10, 0.5)), None),
     "overhead": (ours(GOOD, (1, 10, 9)), None),
@@ -127,7 +127,7 @@ def test_vllm_behind_our_server_is_advised_in_its_own_words() -> None:
             "ngram_gpu",
         ),
         (page("vllm", {"generation_tokens_total": 900}), None, "no drafter", "--speculative-config"),
-        (drafted("vllm", [0, 0], drafts=0, generation_tokens_total=900), None, "no guess", "--speculative-config"),
+        (drafted("vllm", [0, 0], drafts=0, generation_tokens_total=900), None, "no draft", "--speculative-config"),
         (page("llama.cpp", {"tokens_predicted_total": 900}), None, "no drafter", "-md"),
         (drafted("llama.cpp", [], drafts=0, tokens_predicted_total=900), None, "no drafter", "-md"),
         (
@@ -188,7 +188,7 @@ def test_costs_of_the_server_itself_are_used() -> None:
     )  # 9 rows lie an eighth of the way from 8 to 16
     measured = LLM("embedded", "embedded-draft", policy="goodput")
     measured.generate("One day", SamplingParams(max_tokens=24))
-    assert {"1", "8"} <= measured.engine.pass_costs.keys() and not LLM("embedded", policy="fixed").engine.pass_costs
+    assert "1" in measured.engine.pass_costs and not LLM("embedded", policy="fixed").engine.pass_costs
 
 
 def test_rounds_that_goodput_left_alone_are_a_remark_behind_the_fault() -> None:
@@ -241,7 +241,7 @@ def short_sighted(folder: Path) -> Path:
 def test_faults_staged_in_real_engines_are_named(tmp_path: Path) -> None:
     plain = of_engine("embedded")
     assert (plain.engine, plain.faults[0].name) == ("sameseed", "no drafter")
-    assert of_engine("embedded", "ngram", draft_options={"min_ngram": 9, "max_ngram": 9}).faults[0].name == "no guess"
+    assert of_engine("embedded", "ngram", draft_options={"min_ngram": 9, "max_ngram": 9}).faults[0].name == "no draft"
     assert of_engine("embedded", "embedded-draft", num_draft_tokens=0).faults[0].name == "off"
     assert of_engine("embedded", scrambled(tmp_path / "head")).faults[0].name == "useless draft"
     assert "draft context" in {f.name for f in of_engine("embedded", short_sighted(tmp_path / "draft"), 80).faults}

@@ -18,4 +18,4 @@ def test_the_curl_line_is_one_that_a_shell_takes(locked: bool) -> None:
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == "it's mine"
     assert ("Authorization: Bearer $SAMESEED_API_KEY" in words) is locked
-    assert "guesses by suffix" in said and "http://127.0.0.1:8000/\n" in said
+    assert "drafter: suffix" in said and "http://127.0.0.1:8000/\n" in said

@@ -28,7 +28,7 @@ class TwinArgs:
     shape: Annotated[str | None, option("NAME")] = None  # a known shape (see profile --list), or a model's folder
     of: str = "embedded-target"  # the small model or draft head: embedded-target, embedded-draft, a folder, a hub id
     target: str = "embedded-target"  # for a head: the small model that it drafts for
-    draft_vocab: Annotated[int | None, option("N")] = None  # for a head: tokens it may guess; unset: 32000, or all
+    draft_vocab: Annotated[int | None, option("N")] = None  # for a head: tokens it may draft; unset: 32000, or all
     out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
     seed: int = 0  # of the random weights
     device: str = "cpu"  # where matrices are put together: cpu, cuda, cuda:1, ...

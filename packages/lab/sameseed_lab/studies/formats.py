@@ -205,7 +205,7 @@ def _table(records: Records, base: Mapping[str, Any] | None) -> Table:
 
 
 STUDY = Study(
-    title="Ways to guess in number formats: costs of checking and drafting, tokens a round, speed-up",
+    title="Drafters in number formats: costs of checking and drafting, tokens a round, speed-up",
     source="SpecMQuant, 2025 (arXiv 2505.22179): Llama-3-8B on an A100 and a 3090, 70B on an A100; read off its figure",
     differs=(
         "Theirs are trained models with EAGLE-2 heads. Ours at --size small is the embedded target with its EAGLE-3 "
