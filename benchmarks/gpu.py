@@ -5,8 +5,8 @@
 
 Writes one record per measurement as soon as it is done, and a last record that names what was left out, and why. Each
 part runs in its own process, so a part that fails, hangs or breaks the device does not affect the others. At the end it
-prints a table of aims and results, and writes a page with plots beside the records (`gpu_page.py`). It needs only the
-checkout: no installed package and no native module (docs/guides/gpu.md).
+prints a table of aims and results. It needs only the checkout: no installed package, no native module
+(docs/guides/gpu.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from types import FrameType
 from typing import Any
 
 import gpu_checkout  # noqa: F401  # finds the package
-import gpu_page
 import gpu_summary
 import torch
 from gpu_crew import Crew
@@ -224,9 +223,6 @@ def main() -> int:
             book.write({"part": "end", "seconds": 60 * sizes.minutes - work.clock.left(), "left_out": left_out})
             print(f"records in {book.path}, errors in {log}")
             print(gpu_summary.text(book.lines), flush=True)  # table of aims and results
-            shown = args.out.with_suffix(".html")
-            shown.write_text(gpu_page.page(book.lines), encoding="utf-8")
-            print(f"plots in {shown}")
     return 0
 
 

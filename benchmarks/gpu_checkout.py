@@ -1,4 +1,4 @@
-"""Lets these scripts run from a plain checkout: if sameseed is not installed, the checkout's package is imported."""
+"""Lets these scripts run from a plain checkout: packages that are not installed are imported from it."""
 
 from __future__ import annotations
 
@@ -6,5 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-if importlib.util.find_spec("sameseed") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+for package, folder in (("sameseed", ROOT), ("sameseed_lab", ROOT / "packages" / "lab")):
+    if importlib.util.find_spec(package) is None:
+        sys.path.insert(0, str(folder))

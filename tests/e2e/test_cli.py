@@ -340,6 +340,17 @@ def test_help_answers_without_loading_the_engine() -> None:
     assert all(f"usage: sameseed {name}" in done.stdout for name in ("COMMAND", *COMMANDS))
 
 
+def test_a_command_whose_package_is_missing_names_it() -> None:
+    code = (
+        "import sys, importlib.metadata as m; m.entry_points = lambda group: ()\n"
+        "from sameseed.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    for name, words in (("train", ["train"]), ("vllm", ["serve", "--engine", "vllm"])):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"pip install sameseed-{name}" in done.stderr
+
+
 @pytest.mark.parametrize("name", [*COMMANDS, "bench serve", "train head", "train draft"])
 def test_help_fits_a_terminal_and_explains_every_flag(name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -1,8 +1,8 @@
 """How a product is cut into programs: a function of the weight's kind and shape, never of the number of rows.
 
-The parameters were measured: `benchmarks/gpu_sweep.py` times every cut of an 8B model's products with one row. On an
-H200, four warps per program, and enough shares for two programs per multiprocessor, were the fastest or within 3 % of
-the fastest for every format (docs/log.md).
+The parameters were measured for every cut of an 8B model's products with one row (benchmarks/results/gpu_sweep.jsonl).
+On an H200, four warps per program, and enough shares for two programs per multiprocessor, were the fastest or within
+3 % of the fastest for every format (docs/log.md).
 """
 
 from __future__ import annotations

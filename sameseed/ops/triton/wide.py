@@ -39,7 +39,7 @@ class Way:
 
 
 def way(how: Tiling, form: str, grouped: bool, num_rows: int, capability: tuple[int, int]) -> Way | None:
-    """The larger tiles for `num_rows` rows, or None; chosen from compiled code (`benchmarks/gpu_static.py`).
+    """The larger tiles for `num_rows` rows, or None; chosen from compiled code (benchmarks/results/gpu_static.jsonl).
 
     nf4, and wide tiles of codes below compute capability 9.0, would spill registers. Products of float32 use no tensor
     cores.
