@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from sameseed.config import SpecConfig, parse_draft
-from sameseed.cost.running import Curve
+from sameseed.cost.curve import Curve
 from sameseed.request import SamplingParams
 from sameseed.study import record
 from sameseed.study.measure import Bench, Run, run_batch

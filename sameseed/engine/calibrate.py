@@ -11,7 +11,8 @@ from itertools import count
 from statistics import median
 from typing import TYPE_CHECKING
 
-from sameseed.cost.running import SHORT, Curve, DraftCost, EngineCost, GapCost
+from sameseed.cost.curve import SHORT, Curve
+from sameseed.cost.running import DraftCost, EngineCost, GapCost
 from sameseed.engine.alarm import Alarm
 from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner

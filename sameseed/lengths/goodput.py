@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 
-from sameseed.cost.running import Curve, DraftCost, EngineCost, Prices
+from sameseed.cost.curve import Curve
+from sameseed.cost.running import DraftCost, EngineCost, Prices
 from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates, likelihood
 from sameseed.lengths._budget import TRIAL_ROUNDS, TRIAL_TOKENS, Budget
 from sameseed.lengths._search import Offers, alone, shared

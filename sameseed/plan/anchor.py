@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from sameseed.config import parse_draft
-from sameseed.cost.running import SHORT, EngineCost
+from sameseed.cost.curve import SHORT
+from sameseed.cost.running import EngineCost
 from sameseed.engine.calibrate import LONG, measure_engine
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError

@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sameseed.cost.running import UNIT, Curve, DraftCost, EngineCost
+from sameseed.cost.curve import Curve
+from sameseed.cost.running import UNIT, DraftCost, EngineCost
 from sameseed.study.costs import Profile
 
 Floats = NDArray[np.float64]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sameseed.cost.running import interpolate
+from sameseed.cost.curve import interpolate
 from sameseed.plan.metrics import Counted
 from sameseed.tuned import PassCosts
 

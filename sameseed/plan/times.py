@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sameseed import fields
-from sameseed.cost.running import Curve
+from sameseed.cost.curve import Curve
 from sameseed.errors import ConfigError
 from sameseed.plan.cost import RoundCost
 from sameseed.plan.paper import LEVEL_SPREAD, SHAPE_SPREAD, STUDENT, Sheet

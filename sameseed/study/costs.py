@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from sameseed.cost.running import interpolate
+from sameseed.cost.curve import interpolate
 from sameseed.errors import ConfigError, nearest
 from sameseed.study.limits import Limits
 from sameseed.study.schemas import PROFILE_SCHEMA

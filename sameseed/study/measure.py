@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sameseed.cost.running import Curve
-from sameseed.engine.calibrate import LONG, measure_curve, measure_rounds
+from sameseed.cost.curve import Curve
+from sameseed.engine.calibrate import LONG, ROWS, measure_curve, measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.levels import check_overlap
 from sameseed.engine.llm import LLM
@@ -66,7 +66,15 @@ class Run:
         prefill = sum(max(c.metrics.time_to_first_token for c in batch) for batch in batches)
         context = sum(c.metrics.num_prompt_tokens + c.metrics.num_output_tokens / 2 for c in done) / max(1, len(done))
         steps, rounds = max(1, self.num_steps - len(batches)), max(1, self.metrics.num_rounds - len(done))
-        return RunCounts(self.metrics, steps, rounds, self.seconds, prefill, self.times.draft, self.overhead, context)
+        prompts = tuple(c.metrics.num_prompt_tokens for c in done)
+        return RunCounts(
+            self.metrics, steps, rounds, self.seconds, prefill, self.times.draft, self.overhead, context, prompts
+        )
+
+    def decoded_per_s(self, batch_size: int) -> float:
+        """Tokens/s after the first tokens, of batches of `batch_size`; 0 if no completion has a second token."""
+        more = self.num_tokens - len(self.completions)
+        return more / (self.seconds - self.counted(batch_size).prefill) if more > 0 else 0.0
 
     @property
     def repeated(self) -> float | None:
@@ -169,8 +177,8 @@ class Bench:
         key = _key(arm)
         if self._target is None:
             self._target = measure_curve(engine.runner)
-        if key not in self._curves:
-            self._curves[key] = draft_curve(engine.drafter, measure_curve)
+        if key not in self._curves:  # up to the rows of a prompt, which the draft model reads too
+            self._curves[key] = draft_curve(engine.drafter, partial(measure_curve, rows=(*ROWS, 128)))
         done, before = run.counted(batch_size), plain.counted(batch_size)
         return predict(done, before, self._target, self._curves[key], type(engine.drafter).at_once)
 

@@ -159,9 +159,12 @@ def make_record(
 ) -> dict[str, Any]:
     """The record of one arm. `runs[i]` and `plain[i]` were interleaved, so `speedup` is the median of their ratios.
 
-    `tokens_per_s` is plain decoding's median times `speedup`: the arm's own median could contradict `speedup`.
+    `decode_speedup`: the same after the first tokens. `tokens_per_s` is plain decoding's median times `speedup`: the
+    arm's own median could contradict `speedup`.
     """
     ratios = [mine.tokens_per_s / its.tokens_per_s for mine, its in zip(runs, plain, strict=True)]
+    batch = int(str(config.get("batch_size", 1)))
+    later = [(mine.decoded_per_s(batch), its.decoded_per_s(batch)) for mine, its in zip(runs, plain, strict=True)]
     equal = [mine.texts == its.texts for mine, its in zip(runs, plain, strict=True)]
     metrics = runs[0].metrics
     done = [c.metrics for run in runs for c in run.completions]
@@ -182,6 +185,7 @@ def make_record(
         "rollbacks": metrics.num_rollbacks,
         "accepted_per_pos": list(metrics.num_accepted_tokens_per_pos),
         "speedup": median(ratios),
+        "decode_speedup": median(a / b for a, b in later) if all(b for _, b in later) else None,
         "equals_plain": all(equal),
         "time_split": {name: median(_split(run)[name] for run in runs) for name in _split(runs[0])},
         "overhead_ms_per_round": median(run.overhead / run.num_steps for run in runs) * 1e3,

@@ -15,6 +15,7 @@ COLUMNS = (
     "decoding",
     "tokens/s",
     "speed-up",
+    "after prompt",
     "accepted",
     "per draft",
     "rolled back",
@@ -23,7 +24,8 @@ COLUMNS = (
     "same text",
 )
 LEGEND = (
-    "speed-up: in brackets as costs and acceptance predict it; "
+    "speed-up: of the whole run, in brackets as costs and acceptance predict it; after prompt: without the time to "
+    "first tokens; "
     "accepted: share of the drafted tokens; per draft: tokens that a draft yields, the target's own one included; "
     "rolled back: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
     "models' passes; same text: token for token as plain decoding"
@@ -52,11 +54,13 @@ def cells(record: Mapping[str, Any]) -> list[str]:
     plain = record["config"]["draft"] == "none"
     prediction = record.get("prediction")
     predicted = "" if prediction is None else f" ({prediction['speedup']:.2f}x)"
+    later = None if plain else record.get("decode_speedup")
     rate, length, first = record["acceptance_rate"], record["mean_acceptance_length"], record["ttft_s"]["median"]
     return [
         record["config"]["label"],
         f"{record['tokens_per_s']:.1f}",
         "1" if plain else f"{record['speedup']:.2f}x{predicted}",
+        "" if later is None else f"{later:.2f}x",
         "" if rate is None else f"{rate:.0%}",
         "" if length is None else f"{length:.2f}",
         "" if plain else str(record["rollbacks"]),

@@ -14,7 +14,8 @@ from proof.mutant import Mutant
 
 from sameseed import ops
 from sameseed.config import EngineConfig, SpecConfig, parse_draft
-from sameseed.cost.running import Curve, DraftCost, EngineCost
+from sameseed.cost.curve import Curve
+from sameseed.cost.running import DraftCost, EngineCost
 from sameseed.drafters.parallel import ParallelDrafter
 from sameseed.engine.build import build_engine
 from sameseed.engine.engine import Engine

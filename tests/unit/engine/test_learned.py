@@ -9,7 +9,8 @@ import pytest
 
 from sameseed import store
 from sameseed.config import SpecConfig
-from sameseed.cost.running import Curve, EngineCost
+from sameseed.cost.curve import Curve
+from sameseed.cost.running import EngineCost
 from sameseed.engine.learned import FIRST, KIND, LearnedTable
 from sameseed.engine.llm import LLM
 from sameseed.lengths._acceptance import KEPT, Acceptance, DraftNodes

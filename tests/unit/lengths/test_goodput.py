@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from lawkit import Pair, make_engine, random_prompts, run, texts
 
-from sameseed.cost.running import Curve, EngineCost, FadingFit
+from sameseed.cost.curve import Curve
+from sameseed.cost.running import EngineCost, FadingFit
 from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
 from sameseed.lengths._acceptance import HALF_LIFE, PRIOR_RATE, Acceptance, DraftNodes

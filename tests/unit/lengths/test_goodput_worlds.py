@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sameseed.cost.running import Curve, EngineCost
+from sameseed.cost.curve import Curve
+from sameseed.cost.running import EngineCost
 from sameseed.lengths import goodput
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
 
-from sameseed.cost.running import Curve, DraftCost, EngineCost
+from sameseed.cost.curve import Curve
+from sameseed.cost.running import DraftCost, EngineCost
 from sameseed.engine.engine import Engine
 from sameseed.engine.policies import RequestPolicies
 from sameseed.lengths._acceptance import Acceptance, DraftNodes

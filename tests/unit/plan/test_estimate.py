@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sameseed import cli, ops
-from sameseed.cost.running import Curve
+from sameseed.cost.curve import Curve
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError, SameseedError, VocabularyError
 from sameseed.models.loader import load_model, resolve_model
 from sameseed.plan import anchor, paper

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sameseed.cost.running import Curve
+from sameseed.cost.curve import Curve
 from sameseed.plan.acceptance import Replay
 from sameseed.plan.cost import LevelCost, Residuals, RoundCost
 from sameseed.plan.refit import NOISE, PARTS, Probe, left_of, refit, ridge

@@ -9,7 +9,8 @@ from lawkit import random_prompts
 
 from sameseed import store
 from sameseed.config import SpecConfig
-from sameseed.cost.running import Curve, EngineCost
+from sameseed.cost.curve import Curve
+from sameseed.cost.running import EngineCost
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
 from sameseed.plan.acceptance import Replay

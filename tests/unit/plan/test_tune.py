@@ -13,7 +13,7 @@ import pytest
 from sameseed import LLM
 from sameseed.cli import main
 from sameseed.config import SpecConfig
-from sameseed.cost.running import Curve
+from sameseed.cost.curve import Curve
 from sameseed.engine.levels import may_branch, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError

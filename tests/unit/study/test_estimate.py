@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from sameseed.cost.running import Curve
+from sameseed.cost.curve import Curve
 from sameseed.request import SpecMetrics
 from sameseed.study.estimate import RunCounts, predict
 
@@ -40,8 +41,12 @@ def test_a_machine_whose_costs_are_known(batch: int, known: bool, at_once: bool)
     before = RunCounts(plain, plain_steps, plain_steps * batch, alone + 0.1, 0.1, 0.0, plain_steps * 0.0005, context)
     after = RunCounts(metrics, steps, steps * batch, seconds + 0.1, 0.1, drafting, 9.0, context)
     found = predict(after, before, target, draft if known else None, at_once)
+    read = replace(after, prompts=(100,) * batch, seconds=after.seconds + batch * draft.at(100))
+    if known:  # then the draft model's passes over the prompts are counted, too
+        assert abs(predict(read, before, target, draft, at_once).error) < 0.01
     assert found.speedup == pytest.approx((alone + 0.1) / (seconds + 0.1), rel=0.01)
-    assert abs(found.error) < 0.01
+    assert abs(found.error) < 0.01 and abs(found.decode_error) < 0.01
+    assert found.decode_speedup == pytest.approx(alone / seconds, rel=0.01)
     assert found.draft_cost == ("curve" if known else "run")
     assert found.tokens_per_round == pytest.approx(tokens / metrics.num_rounds)
     assert found.as_dict()["rows_per_round"] == pytest.approx(batch * (k + 1))

@@ -1,0 +1,104 @@
+"""Curve: seconds of a pass by its rows and contexts, piecewise linear between measured points."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+SHORT = 64  # cached tokens of a sequence for which a curve's points are measured
+LEARN = 0.1  # weight of a new round in the corrections of a curve and in the running means of `EngineCost.ratios`
+
+
+def interpolate(xs: Seq[float], ys: Seq[float], x: float) -> float:
+    """Piecewise linear through the points (xs ascending); constant before them, extrapolated by the last two after."""
+    if x <= xs[0] or len(xs) == 1:
+        return ys[0]
+    i = min(bisect_right(xs, x), len(xs) - 1)
+    return ys[i - 1] + (x - xs[i - 1]) / (xs[i] - xs[i - 1]) * (ys[i] - ys[i - 1])
+
+
+class Curve:
+    """Seconds of a pass by its number of rows: piecewise linear between measured points, corrected by later rounds.
+
+    The points hold for sequences with `context` cached tokens. Each cached token beyond that adds `per_token` seconds,
+    and `per_row` seconds for each row of the sequence that attends to it.
+    """
+
+    def __init__(
+        self, points: Seq[tuple[int, float]], context: int = SHORT, per_token: float = 0.0, per_row: float = 0.0
+    ) -> None:
+        """`points`: (rows, seconds), ascending in rows. Seconds are made ascending too: larger passes are no faster."""
+        self.rows = [float(r) for r, _ in points]
+        self.seconds = [s for _, s in points]
+        self.context = context
+        self.per_token = per_token
+        self.per_row = per_row
+        self._ascend()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all times by `factor`."""
+        self.seconds = [factor * s for s in self.seconds]
+        self.per_token *= factor
+        self.per_row *= factor
+
+    def _ascend(self) -> None:
+        for i in range(1, len(self.seconds)):
+            self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
+
+    def at(self, rows: float) -> float:
+        """Seconds of a pass over `rows` rows; extrapolated from the last two points beyond the last one."""
+        return interpolate(self.rows, self.seconds, rows)
+
+    def at_many(self, rows: Floats | np.float64) -> Floats:
+        """`at` for several numbers of rows, in any order."""
+        xs, ys = self.rows, self.seconds
+        found: Floats = np.asarray(np.interp(rows, xs, ys))
+        if len(xs) > 1:
+            found = found + (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) * np.maximum(rows - xs[-1], 0.0)
+        return found
+
+    def cost(self, rows: float, batch: float = 1.0, context: float = 0.0) -> float:
+        """Seconds of a pass over `rows` rows of `batch` sequences with `context` cached tokens each."""
+        cached = max(batch * context - self.context, 0.0) * self.per_token
+        return self.at(rows) + cached + rows * max(context - self.context, 0.0) * self.per_row
+
+    def extra(self, contexts: Seq[int], num_rows: Seq[float]) -> float:
+        """Seconds that long contexts add to a pass; `contexts`, `num_rows`: cached tokens and rows per sequence."""
+        if not (self.per_token or self.per_row):
+            return 0.0
+        beyond = ((max(0, c - self.context), n) for c, n in zip(contexts, num_rows, strict=True))
+        return sum(c * (self.per_token + self.per_row * n) for c, n in beyond)
+
+    def slower(self, rows: float, seconds: float, extra: float = 0.0) -> float:
+        """The relative correction of known times after a pass of `seconds`; `extra`: seconds expected for contexts.
+
+        The measured ratio is clamped to 0.5..2 and weighted by `LEARN`, so that one slow round changes little.
+        """
+        return LEARN * (min(max(seconds / (self.at(rows) + extra), 0.5), 2.0) - 1.0)
+
+    def correct(self, rows: float, seconds: float, extra: float = 0.0) -> None:
+        """Correct the curve after a pass over `rows` rows took `seconds`; `extra`: seconds expected for contexts.
+
+        All points move by half of the correction, and the points on both sides of `rows` by up to all of it. Most
+        changes are in the time to read memory, which all passes share.
+        """
+        change = self.slower(rows, seconds, extra)
+        moved = change * self.at(rows)
+        for j, share in enumerate(self._shares(rows)):
+            self.seconds[j] = max(self.seconds[j] + moved * (0.5 + 0.5 * share), 0.5 * self.seconds[j])
+        if extra > 0.0:
+            self.per_token *= 1.0 + change / 4
+            self.per_row *= 1.0 + change / 4
+        self._ascend()
+
+    def _shares(self, rows: float) -> list[float]:
+        """The interpolation weight of each point at `rows`."""
+        if len(self.rows) == 1:
+            return [1.0]
+        i = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
+        upper = min(max((rows - self.rows[i - 1]) / (self.rows[i] - self.rows[i - 1]), 0.0), 1.0)
+        return [1.0 - upper if j == i - 1 else upper if j == i else 0.0 for j in range(len(self.rows))]

@@ -1,0 +1,251 @@
+"""RoundCost: what a round costs, on paper, from a profile or from passes that ran; `expected`: what it then brings.
+
+A round is one pass of the target with its proposal. It pays where its tokens exceed the ratio of its time to that of
+plain decoding (Leviathan et al., 2023, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from sameseed.tuned import TABLE_END
+
+PAYS = 1.02  # speed-up over plain decoding from which drafts are advised: benches of one setting differ by as much
+MAX_NUM_ROWS = 512  # of a pass over a prompt, as in EngineConfig
+
+
+class Passes(Protocol):
+    """Passes of a model."""
+
+    def cost(self, rows: float, batch: float = 1.0, context: float = 0.0) -> float:
+        """Seconds of a pass over `rows` rows in all, of `batch` sequences with `context` cached tokens each."""
+
+
+class Proposal(Protocol):
+    """Proposals of one draft level."""
+
+    def seconds(self, steps: float, batch: float, context: float, decided: float = 1.0) -> float:
+        """Seconds of a proposal for `batch` sequences; `decided`: tokens of each since the last one."""
+
+    def prompt(self, tokens: float) -> float:
+        """Seconds in which the level reads a prompt."""
+
+
+class Between(Protocol):
+    """Time outside the models: Python, launches, sampling."""
+
+    def at(self, rows: float, drafted: bool) -> float:
+        """Seconds of a round with `rows` rows, with a draft or without."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Constant seconds outside the models, of rounds without a draft and with one."""
+
+    plain: float = 0.0
+    drafted: float = 0.0
+
+    def at(self, rows: float, drafted: bool) -> float:
+        return self.drafted if drafted else self.plain
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Proposals of a model: one pass for each draft token, or one for all (`at_once`).
+
+    The first pass reads the tokens decided since the last proposal. `start`: seconds of each sequence's proposal beside
+    its passes; without `passes` (a search in the text) there is nothing else.
+    """
+
+    passes: Passes | None = None
+    at_once: bool = False
+    start: float = 0.0
+
+    def seconds(self, steps: float, batch: float, context: float, decided: float = 1.0) -> float:
+        found = self.start * batch
+        if self.passes is None or not steps:
+            return found
+        if self.at_once:
+            return found + self.passes.cost(batch * (decided + steps - 1.0), batch, context)
+        first = self.passes.cost(batch * min(2.0, decided), batch, context)
+        return found + first + (steps - 1.0) * self.passes.cost(batch, batch, context)
+
+    def prompt(self, tokens: float) -> float:
+        return read(self.passes, tokens) if self.passes is not None else 0.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Uncertainty of costs, as standard deviations of logarithms.
+
+    `level`: of all passes of the target; `shape`: more for those over 16 rows, in proportion to the logarithm of rows;
+    `draft`: of proposals; `gap`: of the time outside the models.
+    """
+
+    level: float = 0.0
+    shape: float = 0.0
+    draft: float = 0.0
+    gap: float = 0.0
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """Seconds of the parts of a round. `levels`: proposals, the lowest level first; the last one serves all above it.
+
+    `prompts`: seconds of the passes over a prompt of so many tokens; None: as other passes. `grade`: "paper" (bytes and
+    operations), "profiled" (measured passes), "anchored" (and real rounds) or "measured".
+    """
+
+    passes: Passes
+    levels: tuple[Proposal, ...] = ()
+    between: Between = Gap()
+    prompts: Callable[[float], float] | None = None
+    grade: str = "measured"
+    spread: Spread = Spread()
+
+    def target(self, rows: float, batch: float = 1.0, context: float = 0.0) -> float:
+        """Seconds of a pass of the target."""
+        return self.passes.cost(rows, batch, context)
+
+    def draft(
+        self, steps: float, batch: float = 1.0, context: float = 0.0, decided: float = 1.0, level: int = 0
+    ) -> float:
+        """Seconds of a proposal of one level; 0 where there is none."""
+        return (
+            self.levels[min(level, len(self.levels) - 1)].seconds(steps, batch, context, decided)
+            if self.levels
+            else 0.0
+        )
+
+    def gap(self, rows: float, drafted: bool) -> float:
+        """Seconds of a round outside the models."""
+        return self.between.at(rows, drafted)
+
+    def prompt(self, tokens: float, drafted: bool = False) -> float:
+        """Seconds of the passes over a prompt; with those of the draft's models, if it is `drafted` for."""
+        own = read(self.passes, tokens) if self.prompts is None else self.prompts(tokens)
+        return own + (sum(level.prompt(tokens) for level in self.levels) if drafted else 0.0)
+
+
+def read(passes: Passes, tokens: float) -> float:
+    """Seconds of the passes over a prompt, MAX_NUM_ROWS rows each."""
+    starts = range(0, math.ceil(tokens), MAX_NUM_ROWS)
+    return sum(passes.cost(min(MAX_NUM_ROWS, tokens - at), 1.0, at) for at in starts)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The mean round of a sequence: accepted draft tokens, and drafted rows.
+
+    `levels`: for each draft level the share of rounds that use it, and its steps in these.
+    """
+
+    accepted: float
+    rows: float
+    levels: tuple[tuple[float, float], ...]
+
+
+class Acceptance(Protocol):
+    """What drafts of any length bring."""
+
+    def drafted(self, k: int) -> Drafted:
+        """The mean round with drafts of at most `k` tokens."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Acceptance by place: the rate of a draft token where all before it were accepted; the last rate repeats."""
+
+    rates: Seq[float]
+
+    def drafted(self, k: int) -> Drafted:
+        alive, accepted = 1.0, 0.0
+        for i in range(k):
+            alive *= self.rates[min(i, len(self.rates) - 1)]
+            accepted += alive
+        return Drafted(accepted, k, ((1.0, k),))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A round of `batch` sequences and a plain one: tokens of each sequence, and seconds of the parts."""
+
+    tokens: float
+    target: float
+    draft: float
+    gap: float
+    plain_target: float
+    plain_gap: float
+    batch: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the round."""
+        return self.target + self.draft + self.gap
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a round without a draft."""
+        return self.plain_target + self.plain_gap
+
+    @property
+    def speedup(self) -> float:
+        """Tokens a second over those of plain decoding, prompts aside."""
+        return self.tokens * self.plain / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of all sequences, prompts aside."""
+        return self.batch * self.tokens / self.seconds
+
+    def whole(self, prompt: float, drafted_prompt: float, num_tokens: float) -> float:
+        """The speed-up of `num_tokens` tokens after a prompt, whose passes take so long without and with a draft."""
+        before = prompt + num_tokens * self.plain
+        return before / (drafted_prompt + num_tokens / self.tokens * self.seconds)
+
+    def varied(self, level: float = 0.0, rows: float = 0.0, draft: float = 0.0, gap: float = 0.0) -> Expected:
+        """The same with other costs, as changes of logarithms; `rows`: of the drafted pass over a plain one."""
+        return replace(
+            self,
+            target=self.target * math.exp(level + rows),
+            draft=self.draft * math.exp(draft),
+            gap=self.gap * math.exp(gap),
+            plain_target=self.plain_target * math.exp(level),
+            plain_gap=self.plain_gap * math.exp(gap),
+        )
+
+
+def expected(cost: RoundCost, acceptance: Acceptance, k: int, batch: float, context: float = 0.0) -> Expected:
+    """What rounds of `batch` sequences cost and bring, with drafts of at most `k` tokens each."""
+    plain = cost.target(batch, batch, context), cost.gap(batch, False)
+    if not k:
+        return Expected(1.0, plain[0], 0.0, plain[1], *plain, batch)
+    of, draft = acceptance.drafted(k), 0.0
+    for level, (share, steps) in enumerate(of.levels):
+        used = 1.0 - (1.0 - min(share, 1.0)) ** batch  # chance that a sequence of the batch uses the level
+        if used > 0.0:
+            draft += used * cost.draft(steps, batch * share / used, context, 1.0 + of.accepted, level)
+    rows = batch * (1.0 + of.rows)
+    return Expected(1.0 + of.accepted, cost.target(rows, batch, context), draft, cost.gap(rows, True), *plain, batch)
+
+
+def best(
+    cost: RoundCost, acceptance: Acceptance, ks: Seq[int], batch: float, context: float = 0.0, least: float = PAYS
+) -> tuple[int, float]:
+    """The draft length with the highest speed-up, and that speed-up; (0, 1.0) where none reaches `least`."""
+    found = [(expected(cost, acceptance, k, batch, context).speedup, -k) for k in ks]
+    speed, k = max(found, default=(0.0, 0))
+    return (-k, speed) if speed >= least else (0, 1.0)
+
+
+def lengths_by_batch(
+    cost: RoundCost, acceptance: Acceptance, ks: Seq[int], most: int, context: float = 0.0
+) -> tuple[tuple[int, int, int], ...]:
+    """Best lengths by number of sequences, as (first, last, length); the last row ends at TABLE_END."""
+    lengths = [best(cost, acceptance, ks, b, context)[0] for b in range(1, most + 1)]
+    starts = [i for i in range(most) if i == 0 or lengths[i] != lengths[i - 1]]
+    ends = [*starts[1:], TABLE_END]
+    return tuple((i + 1, end, lengths[i]) for i, end in zip(starts, ends, strict=True))
