@@ -79,8 +79,9 @@ def run(argv: Seq[str], prog: str) -> int:
 def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
     """The estimates, and the machine in words. Raises ConfigError for flags that contradict each other."""
     from sameseed.cli.profile import numbers
+    from sameseed.cost.engines import read_costs
     from sameseed.plan.estimate import Question, estimate, estimate_engine, read_bytes
-    from sameseed.plan.times import EngineCosts, read_costs
+    from sameseed.study.costs import Profile
     from sameseed.study.shapes import get_shape
 
     if args.shape is not None:
@@ -108,11 +109,12 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
         return estimate(asked, limits), source
     if args.machine_read is not None or args.machine_ops is not None:
         raise ConfigError("--cost says what the machine can do: leave out --machine-read and --machine-ops")
-    costs = read_costs(args.cost, args.engine)
-    if isinstance(costs, EngineCosts):
-        return [estimate_engine(asked, costs)], f"{costs.engine}, {costs.machine or 'a machine that it does not name'}"
-    where = f"{costs.machine.get('cpu', '?')}, {costs.threads} threads, as profiled {costs.date[:10]}"
-    return estimate(asked, costs), where
+    if args.engine != "sameseed":
+        other = read_costs(args.cost, args.engine)
+        return [estimate_engine(asked, other)], f"{other.engine}, {other.machine or 'a machine that it does not name'}"
+    costs = Profile.read(args.cost)
+    cpu = costs.machine.get("cpu", "?")
+    return estimate(asked, costs), f"{cpu}, {costs.threads} threads, as profiled {costs.date[:10]}"
 
 
 def _limits(args: EstimateArgs) -> tuple[Limits, str]:

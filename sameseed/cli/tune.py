@@ -60,7 +60,7 @@ class TuneArgs:
     threads: str = ""  # CPU threads to try, e.g. 1,2; unset: as many as the backend finds useful
     objective: str = "balanced"  # latency (the smallest batch), throughput (the largest), balanced, ttft, or memory
     slo: str = ""  # bounds that nine of ten requests must keep: 'ttft<2s', 'itl<50ms', or both with a comma
-    quality: Annotated[float | None, option("RATIO")] = None  # highest perplexity over the checkpoint's, e.g. 1.02
+    quality: Annotated[float, option("RATIO")] = 1.03  # highest perplexity of --formats over the checkpoint's
     quality_text: Annotated[Path | None, option("FILE")] = None  # text for --quality; unset: our held-out prompts
     quality_tokens: int = 2048  # tokens of that text to read
     seconds: float = 120.0  # time to spend, loading included
@@ -79,8 +79,7 @@ def run(argv: Seq[str], prog: str) -> int:
     """Parse, measure, write; exit code 1 if a text differed from plain decoding's."""
     args = parse(TuneArgs, argv, prog).args
     if args.engine == "vllm":
-        code: int = companion("vllm").tune(args)
-        return code
+        return int(companion("vllm").tune(args))
     if args.url is not None:
         raise ConfigError("--url is for --engine vllm: sameseed's own engine is started here")
     from sameseed.cli.console import stages, stdout_console
@@ -174,11 +173,11 @@ def _again(args: TuneArgs, before: Tuned) -> TuneArgs:
 def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:
     """Show what ran, the best of it, and what lost; or, beside an earlier profile, the drift."""
     from sameseed.cli.console import show_table, stdout_console
+    from sameseed.plan.tune import reasons
 
     console = stdout_console()
     show_table(_table(found))
-    best, sizes = found.best, ", ".join(map(str, found.asked.looked_at))
-    over = found.speedup(best)
+    best, over, sizes = found.best, found.speedup(found.best), ", ".join(map(str, found.asked.looked_at))
     if best.prospect.candidate == found.plain.prospect.candidate:
         console.print(f"[bold]Plain decoding is the best here[/] (batch {sizes}): none of the drafts pays.")
     else:
@@ -191,13 +190,13 @@ def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:
     if found.differing:
         console.print(f"[red]texts differ from plain decoding's[/]: {', '.join(found.differing)}; please report this")
     if before is not None:
-        for name, old in before.measured.items():
-            if name in made.measured and name.startswith("speedup"):
-                new = made.measured[name]
-                console.print(f"{name}: {old.value:.2f} then, {new.value:.2f} now ({new.value / old.value - 1:+.0%})")
+        for name in (n for n in before.measured if n in made.measured and n.startswith("speedup")):
+            old, new = before.measured[name], made.measured[name]
+            console.print(f"{name}: {old.value:.2f} then, {new.value:.2f} now ({new.value / old.value - 1:+.0%})")
         return
+    console.print("\n".join(f"{k}: {v} ({why})" for k, v, why in reasons(found)), markup=False, soft_wrap=True)
     show_table(_lost(made))
-    console.print(f"{len(found.prospects)} settings simulated, {len(found.order)} ran, {found.seconds:.0f} s")
+    console.print(f"{len(found.prospects)} settings predicted, {len(found.order)} ran, {found.seconds:.0f} s")
 
 
 def _lost(made: Tuned) -> Table:
@@ -225,9 +224,8 @@ def _table(found: TuneOutcome) -> Table:
     from rich.table import Table
 
     batches = found.asked.batches
-    table = Table(
-        title="speed over plain decoding (80 % intervals), in turns", title_justify="left", title_style="bold"
-    )
+    title = "speed over plain decoding (80 % intervals), in turns"
+    table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("setting")
     for b in batches:
         table.add_column(f"predicted, batch {b}", justify="right")
@@ -235,8 +233,7 @@ def _table(found: TuneOutcome) -> Table:
     table.add_column("prompts", justify="right")
     for c in found.order:
         cells = []
-        for b in batches:
-            p, m = found.predicted(c.prospect, b), found.speedup(c, b)
+        for p, m in ((found.predicted(c.prospect, b), found.speedup(c, b)) for b in batches):
             cells += [f"{p.value:.2f}", f"{m.value:.2f} ({m.low:.2f}-{m.high:.2f})"]
         table.add_row(c.label, *cells, str(c.out_at or len(found.asked.prompts)))
     return table

@@ -29,7 +29,7 @@ class Curve:
     """
 
     def __init__(
-        self, points: Seq[tuple[int, float]], context: int = SHORT, per_token: float = 0.0, per_row: float = 0.0
+        self, points: Seq[tuple[float, float]], context: int = SHORT, per_token: float = 0.0, per_row: float = 0.0
     ) -> None:
         """`points`: (rows, seconds), ascending in rows. Seconds are made ascending too: larger passes are no faster."""
         self.rows = [float(r) for r, _ in points]

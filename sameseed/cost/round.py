@@ -56,16 +56,17 @@ class Gap:
 class Steps:
     """Proposals of a model: one pass for each draft token, or one for all (`at_once`).
 
-    The first pass reads the tokens decided since the last proposal. `start`: seconds of each sequence's proposal beside
-    its passes; without `passes` (a search in the text) there is nothing else.
+    The first pass reads the tokens decided since the last proposal. `start` and `each`: seconds of a proposal, and of
+    each of its sequences, beside its passes; without `passes` (a search in the text) there is nothing else.
     """
 
     passes: Passes | None = None
     at_once: bool = False
     start: float = 0.0
+    each: float = 0.0
 
     def seconds(self, steps: float, batch: float, context: float, decided: float = 1.0) -> float:
-        found = self.start * batch
+        found = self.start + self.each * batch
         if self.passes is None or not steps:
             return found
         if self.at_once:
@@ -171,7 +172,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Expected:
-    """A round of `batch` sequences and a plain one: tokens of each sequence, and seconds of the parts."""
+    """A round of `batch` sequences and a plain one: tokens of each sequence, and seconds of the parts.
+
+    `k`: the most draft tokens of each.
+    """
 
     tokens: float
     target: float
@@ -180,6 +184,7 @@ class Expected:
     plain_target: float
     plain_gap: float
     batch: float = 1.0
+    k: int = 0
 
     @property
     def seconds(self) -> float:
@@ -206,16 +211,12 @@ class Expected:
         before = prompt + num_tokens * self.plain
         return before / (drafted_prompt + num_tokens / self.tokens * self.seconds)
 
-    def varied(self, level: float = 0.0, rows: float = 0.0, draft: float = 0.0, gap: float = 0.0) -> Expected:
-        """The same with other costs, as changes of logarithms; `rows`: of the drafted pass over a plain one."""
-        return replace(
-            self,
-            target=self.target * math.exp(level + rows),
-            draft=self.draft * math.exp(draft),
-            gap=self.gap * math.exp(gap),
-            plain_target=self.plain_target * math.exp(level),
-            plain_gap=self.plain_gap * math.exp(gap),
-        )
+    def varied(
+        self, plain: float = 0.0, target: float = 0.0, draft: float = 0.0, gap: float = 0.0, plain_gap: float = 0.0
+    ) -> Expected:
+        """The same with other costs, given as changes of the parts' logarithms."""
+        changes = {"plain_target": plain, "target": target, "draft": draft, "gap": gap, "plain_gap": plain_gap}
+        return replace(self, **{name: getattr(self, name) * math.exp(by) for name, by in changes.items()})
 
 
 def expected(cost: RoundCost, acceptance: Acceptance, k: int, batch: float, context: float = 0.0) -> Expected:
@@ -229,7 +230,7 @@ def expected(cost: RoundCost, acceptance: Acceptance, k: int, batch: float, cont
         if used > 0.0:
             draft += used * cost.draft(steps, batch * share / used, context, 1.0 + of.accepted, level)
     rows = batch * (1.0 + of.rows)
-    return Expected(1.0 + of.accepted, cost.target(rows, batch, context), draft, cost.gap(rows, True), *plain, batch)
+    return Expected(1.0 + of.accepted, cost.target(rows, batch, context), draft, cost.gap(rows, True), *plain, batch, k)
 
 
 def best(

@@ -16,6 +16,7 @@ from operator import mul
 import numpy as np
 
 from sameseed.cost.curve import LEARN, Curve, Floats
+from sameseed.cost.round import RoundCost
 from sameseed.spec.drafter import Round
 from sameseed.store import numbers
 
@@ -136,14 +137,24 @@ class DraftCost(FadingFit):
         start, start_seq, step, step_seq, token = self.coefficients
         return start + start_seq * num_seqs, step + num_seqs * (step_seq + token * context / UNIT)
 
-    def seconds(self, steps: float, batch: float, context: float, decided: float = 1.0) -> float:
-        """Seconds of a proposal of `steps` steps."""
-        start, step = self.terms(batch, context)
-        return start + step * steps
-
     def learn(self, steps: float, num_seqs: float, context: float, seconds: float) -> None:
         """Learn from a proposal that took `seconds`. With 0 steps (nothing was drafted) all of it is the start."""
         self.correct((1.0, num_seqs, steps, steps * num_seqs, steps * num_seqs * context / UNIT), seconds)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Proposals as measured, and `per_token` seconds of the drafter for each token of a prompt."""
+
+    draft: DraftCost
+    per_token: float
+
+    def seconds(self, steps: float, batch: float, context: float, decided: float = 1.0) -> float:
+        start, step = self.draft.terms(batch, context)
+        return start + step * steps
+
+    def prompt(self, tokens: float) -> float:
+        return self.per_token * tokens
 
 
 class PromptCost(FadingFit):
@@ -219,6 +230,11 @@ class EngineCost:
     gap: GapCost = field(default_factory=GapCost)
     catch_up: float = 0.0  # seconds per token that the drafter has not processed yet when it is asked
     ratios: dict[tuple[bool, int], float] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> RoundCost:
+        """The costs of rounds, for `expected`."""
+        return RoundCost(self.target, (Reading(self.draft, self.catch_up),), self.gap)
 
     def as_arrays(self) -> dict[str, Floats]:
         """The whole state as arrays, to be stored for another process."""

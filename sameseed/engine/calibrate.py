@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 16, 32)
 LONG, FEW, MANY = 1024, 1, 8  # tokens of a long context, and rows of the two passes that are measured after it
-REPEATS = 5
-QUICK = 0.005  # seconds of a one-row pass below which warm-up rounds are run first
+REPEATS, QUICK = 5, 0.005  # of a pass; seconds of a one-row pass below which warm-up rounds are run first
 PASSES, MOST = 24, 8.0  # passes that measuring may always take, and seconds to which that is limited
 BATCHES, LENGTHS = (1, 4), (4, 2, 0)  # batch sizes and draft lengths of the measured rounds
 PROMPT, TOKENS = 8, 16  # prompt and output tokens of the texts that `measure_engine` lets the engine write
@@ -39,8 +38,8 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = RO
     """Median seconds of passes over `rows` rows after a short context, and of two passes after `longest` tokens.
 
     Stops after about `seconds`, with what was measured by then. Time for `PASSES` passes, at most `MOST` seconds, is
-    always granted. A cache too small for all rows or for a long context gives fewer points. The content of cached
-    rows does not matter. The cache's blocks are free again when this returns.
+    always granted. A cache too small for all rows or for a long context gives fewer points. The cache's blocks are free
+    again when this returns.
     """
     room = min(runner.blocks.num_free * runner.cache.block_size, runner.model.max_model_len)
     context = min(SHORT, room // 2)
@@ -93,9 +92,9 @@ def measure_rounds(runner: ModelRunner, drafter: Drafter, seconds: float = 2.0) 
 
 
 def measure_engine(engine: Engine, seconds: float) -> EngineCost:
-    """`measure_rounds`, corrected by rounds of texts that the engine itself writes, including gaps between passes.
+    """`measure_rounds`, corrected by rounds of texts that the engine itself writes, gaps between passes included.
 
-    The engine's counters do not include these texts. The texts belong to a tenant of their own.
+    Its counters leave these texts out, which belong to a tenant of their own.
     """
     cost = measure_rounds(engine.runner, engine.drafter, seconds)
     counted = [(metrics, vars(metrics.copy())) for _, metrics in engine.drafter.counted()]

@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from sameseed.cost.round import PAYS
 from sameseed.cost.running import Prices
 
-MARGIN = 0.02  # drafting must be expected to be faster than plain decoding by this share
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # upper limits of the draft length that are compared for a batch
 Offers = Seq[tuple[float, float, float]]  # by rank, expected: accepted tokens, rows, drafting steps up to it
 
@@ -16,7 +16,7 @@ Offers = Seq[tuple[float, float, float]]  # by rank, expected: accepted tokens, 
 def alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]:
     """The best draft length of one sequence, in a pass of `count` sequences, and its expected tokens per second."""
     tokens, more, best, plain = float(count), 0.0, 0, count / prices.plain
-    promised = plain * (1.0 + MARGIN)
+    promised = plain * PAYS
     found = max(offers[0][1], 1e-3) if offers else 1.0  # probability that there is a draft at all
     for j, (gain, there, steps) in enumerate(offers):
         tokens += gain
@@ -46,7 +46,7 @@ def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) 
     gain, there, steps = table[owner, position].T
     plain = count / prices.plain
     found = max(1.0 - float(np.prod(1.0 - table[:, 0, 1].clip(max=1.0))), 1e-3)  # probability of a draft
-    best, promised = [0] * len(offers), plain * (1.0 + MARGIN)
+    best, promised = [0] * len(offers), plain * PAYS
     # One drafting step serves all sequences, so it pays with a few likely tokens or with many less likely ones.
     for depth in {min(d, most) for d in DEPTHS}:
         taken = ((position < depth) & (gain > 0.0)).nonzero()[0][:budget]
@@ -69,7 +69,7 @@ def hopeless(offers: Seq[Offers], count: int, prices: Prices) -> bool:
 
     The bound: each row costs at least its share of the longer pass, and a row that loses time could be left out.
     """
-    rate = count / prices.plain * (1.0 + MARGIN)
+    rate = count / prices.plain * PAYS
     row = rate * prices.least_per_row
     by_kind: dict[int, float] = {}  # sequences without observations share their offers
     tokens, steps = float(count), []

@@ -3,8 +3,7 @@
 Goodput is the expected number of accepted tokens of a round (the bonus token included) over the round's expected time.
 Draft lengths are chosen to maximize goodput, from acceptance estimates (`_acceptance.py`) and measured costs (`cost`).
 After drafting, nodes are kept in order of probability as long as each brings more tokens than its time is worth. While
-no draft pays, trials find out whether that has changed, and lose at most a fixed share of the time
-(`_budget.py`).
+no draft pays, trials find out whether that has changed, and lose at most a fixed share (`_budget.py`).
 
 A "round" is one pass of the target with its proposal. "Plain" rounds have no drafts. A "rest" is a run of plain rounds
 that is decided at once, without a new decision in each round.
@@ -264,7 +263,7 @@ class GoodputLength:
     def _best(
         self, offers: Seq[Offers], seqs: Seq[Sequence], rows: int, budget: int | None
     ) -> tuple[list[int], Prices]:
-        """The best lengths by the estimates, and prices. All are 0 unless they beat plain decoding by `MARGIN`."""
+        """The best lengths by the estimates, and prices. All are 0 unless they beat plain decoding by `PAYS`."""
         assert self.cost is not None
         contexts = [len(seq) for seq in seqs]
         prices = self.cost.prices(contexts, rows, len(seqs), sum(contexts) / len(seqs))

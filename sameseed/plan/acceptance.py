@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sameseed.cost.round import Drafted
 from sameseed.errors import ConfigError
 from sameseed.spec.draft import Draft
 from sameseed.store import Arrays, numbers
@@ -122,18 +123,23 @@ class Replay:
             1.0 - drafts / max(1, len(at)),
         )
 
+    def drafted(self, k: int) -> Drafted:
+        """The mean round of a run with drafts of `k` tokens, for `expected`."""
+        at, column = self.rounds(k), self.column(k)
+        if not len(at):
+            return Drafted(0.0, 0.0, ())
+        levels = []
+        for steps in self.steps[at, column].T:
+            used = steps[steps > 0]
+            levels.append((len(used) / len(at), float(used.mean()) if len(used) else 0.0))
+        accepted, nodes = self.accepted[at, column], self.nodes[at, column]
+        return Drafted(float(accepted.mean()), float(nodes.mean()), tuple(levels))
+
     def only(self, sizes: Seq[int]) -> Replay:
         """The replay with these draft sizes only. Raises ConfigError for a size that was not replayed."""
         at = [self.column(size) for size in sizes]
         cut = self.accepted[:, at], self.nodes[:, at], self.steps[:, at]
         return Replay(tuple(sizes), self.levels, self.num_prompts, self.offsets, *cut)
-
-    def subset(self, texts: Seq[int]) -> Replay:
-        """The replay of these texts only, in this order."""
-        at = np.concatenate([np.arange(self.offsets[t], self.offsets[t + 1]) for t in texts])
-        offsets = np.array([0, *np.cumsum(self.num_tokens[list(texts)] - 1)], np.int64)
-        cut = self.accepted[at], self.nodes[at], self.steps[at]
-        return Replay(self.sizes, self.levels, self.num_prompts[list(texts)], offsets, *cut)
 
     def as_arrays(self) -> Arrays:
         """The arrays that the store keeps."""

@@ -9,18 +9,14 @@ from dataclasses import dataclass, replace
 from statistics import median, stdev
 from typing import Any
 
-import numpy as np
-
 from sameseed.config import parse_draft
-from sameseed.cost.curve import SHORT
+from sameseed.cost.curve import SHORT, Curve
+from sameseed.cost.round import Gap, RoundCost, Spread, Steps
 from sameseed.cost.running import EngineCost
 from sameseed.engine.calibrate import LONG, measure_engine
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
-from sameseed.plan.cost import RoundCost
-from sameseed.plan.outlook import DraftPlan
-from sameseed.plan.simulate import Z90
-from sameseed.plan.times import Times
+from sameseed.plan.outlook import Z90, DraftPlan
 from sameseed.request import SamplingParams
 from sameseed.study.shapes import SHAPES
 
@@ -30,58 +26,32 @@ LEAST = 0.5
 FEW, MANY = 1.0, 8.0  # rows of the passes whose times give the spread
 
 
-class AnchoredTimes:
-    """Seconds of the target's passes: medians over turns. The spread is that between turns."""
+def middle(turns: Seq[EngineCost], first_s: Seq[float] = (), prompt_tokens: int = 1) -> RoundCost:
+    """The median costs of several turns, whose scatter is the spread.
 
-    grade = "anchored"
-
-    def __init__(self, turns: Seq[RoundCost], first_s: Seq[float] = (), prompt_tokens: int = 1) -> None:
-        """`first_s`: seconds to the first token of prompts of `prompt_tokens` tokens."""
-        self.turns, self.first_s, self.prompt_tokens = turns, first_s, prompt_tokens
-        self.prompt_spread = _scatter(first_s), 0.0
-        few, many = ([self._target(t, rows, 1, 0) for t in turns] for rows in (FEW, MANY))
-        self.spread = _scatter(few), _scatter([b / a for a, b in zip(few, many, strict=True)])
-
-    @staticmethod
-    def _target(cost: RoundCost, rows: float, batch: int, context: int) -> float:
-        return float(cost.target(np.array([float(rows)]), np.array([float(batch)]), np.array([float(context)]))[0])
-
-    def seconds(self, batch: int, new_tokens: int, context: int) -> float:
-        return median(self._target(t, batch * new_tokens, batch, context) for t in self.turns)
-
-    def prompt(self, tokens: int) -> float:
-        return median(self.first_s) * tokens / self.prompt_tokens
-
-
-class AnchoredSteps:
-    """Seconds of a drafter's steps: medians over turns. The spread is that between turns."""
-
-    grade = "anchored"
-
-    def __init__(self, turns: Seq[RoundCost]) -> None:
-        self.turns = turns
-        self.spread = _scatter([self._step(t, 1, 0) for t in turns]), 0.0
-
-    @staticmethod
-    def _step(cost: RoundCost, batch: int, context: int) -> float:
-        steps, b, c = np.array([[0.0], [1.0]]), np.array([float(batch)]), np.array([float(context)])
-        before, after = cost.draft(0, steps, b, c)[:, 0]
-        return float(after - before)
-
-    def seconds(self, batch: int, new_tokens: int, context: int) -> float:
-        return median(self._step(t, batch, context) for t in self.turns)
-
-    def prompt(self, tokens: int) -> float:
-        return 0.0
+    `first_s`: seconds to the first token of prompts of `prompt_tokens` tokens.
+    """
+    curves = [t.target for t in turns]
+    rows = max((c.rows for c in curves), key=len)
+    slopes = median(c.per_token for c in curves), median(c.per_row for c in curves)
+    curve = Curve([(round(m), median(c.at(m) for c in curves)) for m in rows], curves[0].context, *slopes)
+    few, many = ([c.at(m) for c in curves] for m in (FEW, MANY))
+    steps = [t.draft.terms(1)[1] for t in turns]
+    spread = Spread(_scatter(few), _scatter([b / a for a, b in zip(few, many, strict=True)]), _scatter(steps))
+    gaps = [Gap(t.gap.at(1, False), t.gap.at(1, True)) for t in turns]
+    gap = Gap(median(g.plain for g in gaps), median(g.drafted for g in gaps))
+    by_size = [(size, median(t.draft.terms(size)[1] for t in turns)) for size in (1, 64)]
+    own = Steps(Curve(by_size), start=median(t.draft.terms(1)[0] for t in turns))
+    first = median(first_s) / prompt_tokens if first_s else None
+    return RoundCost(curve, (own,), gap, None if first is None else lambda n: first * n, "anchored", spread)
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """Results of real rounds: times of the target's passes, drafts with their times, and seconds between passes."""
+    """Results of real rounds: costs of the target, and drafts with theirs."""
 
-    times: AnchoredTimes
+    cost: RoundCost
     drafts: tuple[DraftPlan, ...]
-    gap: float
 
 
 def anchor(
@@ -89,7 +59,7 @@ def anchor(
     drafts: Seq[DraftPlan],
     draft_format: str,
     prompt_tokens: int,
-    expected: Times,
+    expected: RoundCost,
     max_model_len: int,
     **settings: Any,
 ) -> Anchor:
@@ -107,7 +77,7 @@ def anchor(
     turns: list[list[EngineCost]] = [[] for _ in llms]
     first = []
     rng = random.Random(0)
-    seconds = max(LEAST, PASSES * expected.seconds(1, 4, SHORT) + 2 * expected.prompt(SHORT))
+    seconds = max(LEAST, PASSES * expected.target(4, 1, SHORT) + 2 * expected.prompt(SHORT))
     for _ in range(TURNS):
         for llm, costs in zip(llms, turns, strict=True):
             costs.append(measure_engine(llm.engine, seconds))
@@ -115,13 +85,18 @@ def anchor(
             rng.randrange(plain.engine.runner.model.config.vocab_size) for _ in range(min(prompt_tokens, length - 1))
         ]
         first.append(plain.generate([prompt], SamplingParams(max_tokens=1))[0].metrics.time_to_first_token)
-    made = []
+    cost, made = middle([c for costs in turns for c in costs], first, prompt_tokens), []
+    gap = middle(turns[0]).gap(1, False)
     for plan, costs in zip(drafts, turns[1:], strict=True):
-        seen = [RoundCost.of(c) for c in costs if c.draft.seen]
-        start = max(0.0, median(t.levels[0].start + t.drafted_gap - t.plain_gap for t in seen)) if seen else 0.0
-        made.append(replace(plan, times=AnchoredSteps(seen), start_s=start, at_once=False) if seen else plan)
-    times = AnchoredTimes([RoundCost.of(c) for costs in turns for c in costs], first, prompt_tokens)
-    return Anchor(times, tuple(made), median(t.plain_gap + t.gap_per_seq for t in map(RoundCost.of, turns[0])))
+        seen = [c for c in costs if c.draft.seen]
+        if seen:
+            own = middle(seen)
+            (steps,), more = own.levels, own.gap(1, True) - own.gap(1, False)
+            assert isinstance(steps, Steps)
+            plan = replace(plan, steps=replace(steps, start=max(0.0, steps.start + more)), grade="anchored")
+            plan = replace(plan, spread=Spread(own.spread.draft))
+        made.append(plan)
+    return Anchor(replace(cost, between=Gap(gap, gap)), tuple(made))
 
 
 def _scatter(values: Seq[float]) -> float:

@@ -1,6 +1,7 @@
 """The settings of the grid: the speed that each promises, from costs and acceptance, and which settings run.
 
-Costs are measured without a text, and acceptance without a clock. Every setting of the grid is simulated from both.
+Costs are measured without a text, and acceptance without a clock. Every setting of the grid is predicted from both, by
+the mean round; the race that follows decides.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from sameseed import ops
 from sameseed.config import SpecConfig
+from sameseed.cost.round import Expected, Rates, RoundCost, best, expected, lengths_by_batch
 from sameseed.engine.build import check_parts
 from sameseed.engine.calibrate import measure_engine, measure_rounds
 from sameseed.engine.engine import Engine
@@ -20,10 +23,8 @@ from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, SameseedError
 from sameseed.models.loader import resolve_model
 from sameseed.plan.acceptance import Replay
-from sameseed.plan.cost import LevelCost, RoundCost
-from sameseed.plan.grid import Setting, TuneRequest, draft_specs, largest, lengths_of, named
+from sameseed.plan.grid import Interval, Setting, TuneRequest, draft_specs, largest, lengths_of, named
 from sameseed.plan.replayer import Replayer
-from sameseed.plan.simulate import Interval, Simulation, best_lengths, simulate
 from sameseed.plan.texts import Texts
 from sameseed.study.measure import Bench, Run, run_batch
 from sameseed.study.quality.data import take
@@ -32,21 +33,23 @@ from sameseed.tuned import Loser
 
 SURVIVORS = 6  # drafting settings that run, beside plain decoding
 PER_DRAFT = 2  # at most so many of them with the same draft
+OFF = 0.15  # 80 % of the 5,790 predictions in benchmarks/results/tune.jsonl are less far off, as logarithms
 PROBE = 16  # tokens of the text that says how fast plain decoding is
 REPLAYED = 12  # prompts along whose texts drafts are replayed; all in an exhaustive run
+NOTHING = Rates((0.0,))
 Tell = Callable[[str, int, int], None]  # (stage, number done, total)
 
 
 @dataclass
 class Prospect:
-    """A setting with its predicted tokens/s by batch size, and the bytes that it takes.
+    """A setting with its predicted tokens/s and mean round by batch size, and the bytes that it takes.
 
     `num_bytes`: weights of target and drafts, and the cache of the longest texts at the batch size looked at.
     """
 
     candidate: Setting
     tokens_per_s: dict[int, Interval] = field(default_factory=dict)
-    simulations: dict[int, Simulation] = field(default_factory=dict)
+    rounds: dict[int, Expected] = field(default_factory=dict)
     num_bytes: int = 0
 
     def score(self, batches: Seq[int], bound: str = "value") -> float:
@@ -78,6 +81,7 @@ class TargetBench:
         self.replayed = take(range(len(asked.fitted)), most)  # prompts along whose texts drafts are replayed
         self.costs: dict[tuple[str, int | None], RoundCost] = {}  # by `Setting.way` and threads
         self.mean_tokens = float(asked.params.max_tokens)  # mean tokens of a text
+        self.mean_prompt = sum(len(prompt) for prompt, _ in self.jobs) / len(self.jobs)
 
     def seconds_of_text(self) -> float:
         """Seconds that plain decoding of one prompt takes: the least of three short runs."""
@@ -108,7 +112,7 @@ class TargetBench:
         return self.bench.install(self._arms[setting.label])
 
     def prospects(self, tell: Tell, end: float, lost: list[Loser]) -> list[Prospect]:
-        """Simulate every setting of this format; costs and acceptance are measured once for each draft.
+        """Predict every setting of this format; costs and acceptance are measured once for each draft.
 
         A draft whose turn comes after `end` (of `perf_counter`) is not measured, and is named in `lost`.
         """
@@ -143,74 +147,79 @@ class TargetBench:
 
     def _cost(self, spec: SpecConfig, threads: int | None) -> RoundCost:
         """Measured costs of rounds with a draft; of drafters asked in turn, each one's proposals are measured alone."""
-        engine = self.engine(self._setting(lengths_of(spec)[0], threads))
-        whole = RoundCost.of(measure_engine(engine, 1.0))
+        engine = self.engine(self._setting(lengths_of(spec)[0] if spec.method != "none" else spec, threads))
+        own = measure_engine(engine, 1.0)
+        prompt = self._prompt(engine)
         below = () if engine.drafter.owns else getattr(engine.drafter, "below", ())
-        if not below:
-            return whole
-        each = [measure_rounds(engine.runner.beside(captures=d.captures), d, 1.0) for d in below]
-        return replace(whole, levels=tuple(LevelCost.of(cost.draft) for cost in each))
+        each = [measure_rounds(engine.runner.beside(captures=d.captures), d, 1.0) for d in below] or [own]
+        return replace(own.whole, levels=tuple(c.whole.levels[0] for c in each), prompts=prompt)
+
+    def _prompt(self, engine: Engine) -> Callable[[float], float]:
+        """Seconds of the target's passes over a prompt: the less of two prompts that were read."""
+        reads = []
+        for prompt, params in self.jobs[:2]:
+            run_batch(engine, [(prompt, replace(params, max_tokens=1, min_tokens=0))], run := Run())
+            reads.append(run.seconds / len(prompt))
+        return lambda tokens: min(reads) * tokens
 
     def _promised(self, threads: int | None, tell: Tell, end: float, lost: list[Loser]) -> list[Prospect]:
-        """Simulate all settings with this number of threads, plain decoding first.
+        """Predict all settings with this number of threads, plain decoding first.
 
         The costs of each draft come from another moment of the machine, whose speed drifts. So a draft's prediction is
         its speed-up over plain decoding at that moment. Plain decoding itself takes its median over the moments.
         """
         plain = Prospect(self._setting(SpecConfig(), threads))
         measured = [spec for spec in self.specs if self._setting(spec, None).way in self.replays]
-        if not measured:
-            self._plain_only(plain)
-        moments: list[dict[int, Simulation]] = []
+        found: list[tuple[SpecConfig, RoundCost]] = []
         for i, spec in enumerate(measured):
             tell(f"{self.name}: costs of {self._setting(spec, threads).way}", i, len(measured))
             way = self._setting(spec, None).way
-            if moments and time.perf_counter() > end:
+            if found and time.perf_counter() > end:
                 lost.append(no_time(f"{way}, {self.name}", self.asked))
                 continue
-            cost = self.costs[way, threads] = self._cost(spec, threads)
-            moments.append({batch: simulate(self.replays[way], cost, 0, batch) for batch in self.asked.batches})
-        for batch in self.asked.batches if measured else ():
-            known = sorted((m[batch] for m in moments), key=lambda sim: sim.tokens_per_s.value)
-            plain.simulations[batch] = known[len(known) // 2]
-            plain.tokens_per_s[batch] = plain.simulations[batch].tokens_per_s
-        ways = [way for spec in measured if ((way := self._setting(spec, None).way), threads) in self.costs]
-        return [plain, *(p for way in ways for p in self.promised(way, self.costs[way, threads], plain, threads))]
+            self.costs[way, threads] = self._cost(spec, threads)
+            found.append((spec, self.costs[way, threads]))
+        moments = [cost for _, cost in found] or [self._cost(SpecConfig(), threads)]
+        for batch in self.asked.batches:
+            rounds = [expected(cost, NOTHING, 0, batch, self.context) for cost in moments]
+            speeds = [
+                batch * self.mean_tokens / (batch * cost.prompt(self.mean_prompt) + self.mean_tokens * x.plain)
+                for cost, x in zip(moments, rounds, strict=True)
+            ]
+            plain.tokens_per_s[batch], plain.rounds[batch] = around(median(speeds)), rounds[0]
+        return [plain, *(p for spec, cost in found for p in self.promised(spec, cost, plain, threads))]
 
-    def promised(self, way: str, cost: RoundCost, plain: Prospect, threads: int | None) -> list[Prospect]:
-        """Simulate all lengths of a draft with `cost`, relative to plain decoding with the same costs.
+    @property
+    def context(self) -> float:
+        """Mean cached tokens of a sequence."""
+        return self.mean_prompt + self.mean_tokens / 2
 
-        The speed-up is then multiplied with the tokens/s predicted for `plain`.
-        """
-        found, replay = [], self.replays[way]
-        spec = next(spec for spec in self.specs if self._setting(spec, None).way == way)
-        before = {batch: simulate(replay, cost, 0, batch) for batch in self.asked.batches}
+    def promised(self, spec: SpecConfig, cost: RoundCost, plain: Prospect, threads: int | None) -> list[Prospect]:
+        """Predict all lengths of a draft with `cost`, prompts included, by the tokens/s predicted for `plain`."""
+        found, replay = [], self.replays[self._setting(spec, None).way]
         for one in lengths_of(spec):
-            prospect = Prospect(self._setting(one, threads))
+            prospect, most = Prospect(self._setting(one, threads)), one.num_draft_tokens
             for batch in self.asked.batches:
-                table: int | tuple[int, ...] = one.num_draft_tokens
+                k = most
                 if one.policy == "goodput":
-                    table = adapted(replay, cost, one.num_draft_tokens, batch)
-                off = cost.residuals.at(batch, one.num_draft_tokens if one.policy == "fixed" else 0)
-                sim = simulate(replay, cost, table, batch, plain=before[batch], off=off)
-                prospect.simulations[batch] = sim
-                x, its = sim.speedup, plain.tokens_per_s[batch].value
-                prospect.tokens_per_s[batch] = Interval(x.value * its, x.low * its, x.high * its)
+                    k = best(cost, replay, [s for s in replay.sizes if s <= most], batch, self.context)[0]
+                x = prospect.rounds[batch] = expected(cost, replay, k, batch, self.context)
+                before, after = (batch * cost.prompt(self.mean_prompt, use) for use in (False, k > 0))
+                speed = x.whole(before, after, self.mean_tokens) * plain.tokens_per_s[batch].value
+                prospect.tokens_per_s[batch] = around(speed)
             found.append(prospect)
         return found
 
-    def _plain_only(self, plain: Prospect) -> None:
-        engine = self.engine(plain.candidate)
-        cost = RoundCost.of(measure_engine(engine, 1.0))
-        for batch in self.asked.batches:
-            rows = cost.curve.at(batch) + cost.plain_gap
-            plain.tokens_per_s[batch] = Interval(batch / rows, 0.8 * batch / rows, 1.2 * batch / rows)
+    def table(self, setting: Setting) -> tuple[tuple[int, int, int], ...]:
+        """The best lengths of a draft by number of sequences, as (first, last, length)."""
+        replay, cost = self.replays[setting.way], self.costs[setting.way, setting.threads]
+        sizes = [s for s in replay.sizes if s <= setting.spec.num_draft_tokens]
+        return lengths_by_batch(cost, replay, sizes, max(self.asked.batches), self.context)
 
 
-def adapted(replay: Replay, cost: RoundCost, most: int, batch: int) -> tuple[int, ...]:
-    """Draft sizes up to `most` that the goodput policy would choose, by number of running sequences."""
-    sizes = [size for size in replay.sizes if size <= most]
-    return best_lengths(replay.only(sizes), cost, batch, margin=0.02, off=cost.residuals.at)
+def around(value: float) -> Interval:
+    """A predicted figure with its interval."""
+    return Interval(value, value * math.exp(-OFF), value * math.exp(OFF))
 
 
 def no_time(setting: str, asked: TuneRequest) -> Loser:
@@ -270,8 +279,8 @@ def survivors(prospects: Seq[Prospect], asked: TuneRequest) -> list[Prospect]:
         if len(taken) < SURVIVORS and same < PER_DRAFT and p.score(batches, "high") >= best_low:
             taken.append(p)
     if taken:  # the goodput policy is always among them, with the most promising draft
-        best = taken[0].candidate.group
-        adapting = [p for p in drafting if p.candidate.group == best and p.candidate.spec.policy == "goodput"]
+        first = taken[0].candidate.group
+        adapting = [p for p in drafting if p.candidate.group == first and p.candidate.spec.policy == "goodput"]
         taken += [p for p in adapting if p not in taken]
     targets = {p.candidate.target for p in taken}
     rivals = [p for p in plain[1:] if p.candidate.target in targets or p.score(batches, "high") >= best_low > 0.0]

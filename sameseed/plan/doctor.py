@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,7 @@ from sameseed.tuned import PassCosts, Tuned
 
 def read_costs(path: Path) -> PassCosts:
     """Costs of passes from a tuned profile (TOML), or from `sameseed profile --json`. Raises ConfigError."""
-    if path.suffix == ".toml":
-        costs = Tuned.read(path).cost
-    else:
-        try:
-            profile = Profile.from_dict(json.loads(path.read_text(encoding="utf-8")), str(path))
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"cannot read costs from {path} ({error}); write them: sameseed profile --json FILE"
-            ) from None
-        costs = _of_profile(profile)
+    costs = Tuned.read(path).cost if path.suffix == ".toml" else _of_profile(Profile.read(path))
     if not costs.rows or len(costs.rows) != len(costs.ms) or len(costs.draft_ms) not in (0, len(costs.rows)):
         raise ConfigError(f"{path} holds no costs of passes; write them: sameseed profile --json FILE")
     return costs

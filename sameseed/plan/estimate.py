@@ -15,32 +15,32 @@ from typing import Any
 
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
+from sameseed.cost.engines import UNSTATED, EngineCosts
+from sameseed.cost.round import RoundCost, Spread, Steps, lengths_by_batch
 from sameseed.devices import available_memory
 from sameseed.engine.build import SELF_FORMAT
 from sameseed.engine.levels import check_below, drafter_class, levels
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
-from sameseed.plan.anchor import AnchoredTimes, anchor
+from sameseed.plan.anchor import anchor
 from sameseed.plan.memory import Memory, memory, too_small
 from sameseed.plan.outlook import (
     ASSUMED,
     ASSUMED_FOUND,
-    GAP,
+    LENGTHS,
+    SEARCH,
     AcceptChances,
     DraftPlan,
     DraftSpeed,
-    Rounds,
-    figure,
+    prompt_figure,
     read_acceptance,
     speeds,
-    table,
 )
-from sameseed.plan.paper import Sheet, find, head_sheet, sheet
-from sameseed.plan.times import EngineCosts, EngineTimes, PaperTimes, ProfiledTimes, StepTimes, Times
+from sameseed.plan.paper import GAP, GAP_SPREAD, Sheet, find, head_sheet, sheet
 from sameseed.study.costs import Profile
 from sameseed.study.limits import Limits, from_rates
-from sameseed.study.shapes import SHAPES
+from sameseed.study.shapes import SHAPES, shape_as_dict
 from sameseed.tuned import TunedFigure
 
 FORMATS = ("auto", "w8a8", "w4a8")  # estimated where no format is asked for
@@ -143,15 +143,14 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
         if needs.max_batch < 1:
             misfits.append(too_small(needs, target, asked.model, asked.kv_format, context))
             continue
-        times: Times = PaperTimes(target, limits) if profile is None else ProfiledTimes(profile, target, target.name)
-        gap = GAP
+        cost = target.cost(limits) if profile is None else _profiled(profile, target)
         if asked.run:
             settings = {"format": target.name, "kv_format": asked.kv_format, "threads": asked.threads}
             real = anchor(
-                asked.model, drafts, asked.draft_format, asked.prompt_tokens or PROMPT, times, most, **settings
+                asked.model, drafts, asked.draft_format, asked.prompt_tokens or PROMPT, cost, most, **settings
             )
-            times, drafts, gap = real.times, list(real.drafts), real.gap
-        figures = _figures(asked, target.name, target.kv_format, context, batches, needs, times, drafts, gap)
+            cost, drafts = real.cost, list(real.drafts)
+        figures = _figures(asked, target.name, target.kv_format, context, batches, needs, cost, drafts)
         found.append(replace(figures, loss=target.loss))
     if not found:
         raise misfits[-1]
@@ -164,15 +163,18 @@ def estimate_engine(asked: Question, costs: EngineCosts) -> Estimate:
         raise ConfigError(f"the costs are of format {costs.format or 'unknown'}: leave out --format")
     plans = []
     for text, chance in zip(asked.drafts, asked.chances(), strict=True):
-        steps = _owning(parse_draft(text)) if text != costs.draft else []  # its time is within the passes
-        if steps and not costs.draft_ms:
+        own = _owning(parse_draft(text)) if text != costs.draft else []  # its time is within the passes
+        if own and not costs.draft_ms:
             raise ConfigError(f"the costs have no draft_ms, which --draft {text!r} needs; measure a step of it")
-        plans.append(DraftPlan(text, StepTimes(costs) if steps else None, chance))
+        steps = Steps(costs.steps()) if own else Steps(each=SEARCH)
+        plans.append(DraftPlan(text, steps, chance, grade="profiled" if own else None, spread=Spread(UNSTATED)))
     batches = tuple(sorted(set(asked.batches)))
     if batches[-1] > costs.batches[-1]:
         raise ConfigError(f"the costs end at {costs.batches[-1]} sequences: lower --batch to it, or measure more")
-    gap = costs.gap_ms / 1e3
-    return _figures(asked, costs.format, "", costs.context, batches, None, EngineTimes(costs), plans, gap)
+    most = costs.batches[-1]
+    return _figures(
+        asked, costs.format, "", costs.context, batches, None, costs.cost(), plans, most, bool(costs.prompts)
+    )
 
 
 def _figures(
@@ -182,17 +184,13 @@ def _figures(
     context: int,
     batches: tuple[int, ...],
     needs: Memory | None,
-    times: Times,
+    cost: RoundCost,
     drafts: Seq[DraftPlan],
-    gap: float,
+    most: int | None = None,
+    reads: bool = True,
 ) -> Estimate:
-    rounds, prompt = Rounds(times, context, gap), asked.prompt_tokens or PROMPT
-    reads = not isinstance(times, EngineTimes) or bool(times.costs.prompts)
-    ttft = None
-    if reads:
-        own = times.prompt_spread if isinstance(times, AnchoredTimes) else None
-        ttft = figure(rounds.scattered(times.prompt(prompt), prompt, own), times.grade)
-    most = times.costs.batches[-1] if isinstance(times, EngineTimes) else max(TABLE, batches[-1])
+    """The figures; `most`: sequences up to which the costs are known; `reads`: are those of prompts known?"""
+    prompt, most = asked.prompt_tokens or PROMPT, most or max(TABLE, batches[-1])
     return Estimate(
         asked.model,
         format,
@@ -200,11 +198,32 @@ def _figures(
         context,
         prompt,
         needs,
-        ttft,
-        speeds(rounds, drafts, batches),
-        {d.text: table(rounds, d, most) for d in drafts},
+        prompt_figure(cost, prompt) if reads else None,
+        speeds(cost, drafts, batches, context),
+        {
+            d.text: lengths_by_batch(replace(cost, levels=(d.steps,)), d.acceptance.at(0.5), LENGTHS, most, context)
+            for d in drafts
+        },
         {d.text: d.acceptance.source for d in drafts},
     )
+
+
+def _profiled(profile: Profile, target: Sheet, gap: float = GAP) -> RoundCost:
+    """The costs that were profiled of this shape. Raises ConfigError where that shape, format or cache was not."""
+    known, own = profile.shape, shape_as_dict("", target.config)
+    other = [n for n in own if n not in ("name", "max_model_len", "architecture") and known.get(n) != own[n]]
+    if other:
+        raise ConfigError(
+            f"the costs are of {known.get('name')}, whose {other[0]} is {known.get(other[0])} and not "
+            f"{own[other[0]]}: profile this model (sameseed profile --model ... --json FILE)"
+        )
+    cost = profile.cost(target.name, gap)
+    kv_format = next(x.kv_format for x in profile.costs if x.format == target.name)
+    if kv_format != target.kv_format:
+        raise ConfigError(
+            f"{target.name} was profiled with a cache in {kv_format}, not {target.kv_format}: give --kv-format"
+        )
+    return replace(cost, spread=replace(cost.spread, gap=GAP_SPREAD))
 
 
 def given_limits(read_gb: float | None, tera_ops: float | None, threads: int) -> Limits | None:
@@ -255,14 +274,14 @@ def _plan(
     text: str, chance: AcceptChances, asked: Question, target: Sheet, limits: Limits, profile: Profile | None
 ) -> DraftPlan:
     """A draft on paper, or as profiled with the target; of several draft models, the slowest gives the step time."""
-    times: list[Times] = []
+    costs: list[RoundCost] = []
     sheets = []
     at_once = False
     for spec in _owning(parse_draft(text)):
         if spec.model is None:  # the target in fewer bits
             form = SELF_FORMAT if asked.draft_format == "auto" else asked.draft_format
             sheets.append(sheet(asked.model, form, asked.kv_format))
-            times.append(_draft_times(sheets[-1], limits, profile))
+            costs.append(_draft_cost(sheets[-1], limits, profile))
             continue
         path = None if spec.model.lower() in SHAPES else find(spec.model)
         if path is not None and path.is_dir() and is_head(path):
@@ -278,15 +297,17 @@ def _plan(
                     f"{target.config.vocab_size}: take a draft of the target's family"
                 )
         sheets.append(own)
-        times.append(_draft_times(own, limits, profile))
-    step = max(times, key=lambda t: t.seconds(1, 1, CONTEXT), default=None)
+        costs.append(_draft_cost(own, limits, profile))
+    slowest = max(costs, key=lambda cost: cost.target(1, 1, CONTEXT), default=None)
     weights, row = sum(s.weights for s in sheets), sum(s.row for s in sheets)
-    return DraftPlan(text, step, chance, weights, row, at_once=at_once)
+    if slowest is None:
+        return DraftPlan(text, Steps(each=SEARCH), chance, weights, row)
+    return DraftPlan(text, Steps(slowest.passes, at_once), chance, weights, row, slowest.grade, slowest.spread)
 
 
-def _draft_times(own: Sheet, limits: Limits, profile: Profile | None) -> Times:
-    """Profiled times where the profile's draft has this shape, weight format and cache format, else times on paper."""
+def _draft_cost(own: Sheet, limits: Limits, profile: Profile | None) -> RoundCost:
+    """Profiled costs where the profile's draft has this shape, weight format and cache format, else those on paper."""
     if profile is not None and profile.draft is not None and own.name in profile.draft.formats:
         with suppress(ConfigError):
-            return ProfiledTimes(profile.draft, own, own.name)
-    return PaperTimes(own, limits)
+            return _profiled(profile.draft, own)
+    return own.cost(limits)

@@ -22,6 +22,15 @@ LEAVES: Mapping[str, object] = {"siblings": 1}  # options that add leaves to a m
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A figure and its 80 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Bound:
     """A bound that nine of ten requests must keep: `name` is "ttft" (time to first token) or "itl" (a later token)."""
 
@@ -65,7 +74,7 @@ class TuneRequest:
     threads: tuple[int | None, ...] = (None,)
     objective: str = "balanced"
     slo: tuple[Bound, ...] = ()
-    quality: float | None = None
+    quality: float = 1.03
     quality_text: str = ""
     quality_tokens: int = 2048
     seconds: float = 120.0
@@ -85,7 +94,7 @@ class TuneRequest:
             raise ConfigError("the prompts are all alike: what is right for one text is measured again and again")
         if self.seconds < 5:
             raise ConfigError(f"{self.seconds:g} seconds are too few to load and measure anything; give 30 or more")
-        if self.quality is not None and not 1.0 <= self.quality < 100.0:
+        if not 1.0 <= self.quality < 100.0:
             raise ConfigError(f"--quality is a ratio of perplexities, 1 or more, e.g. 1.02; got {self.quality:g}")
         if self.exhaustive and (self.objective in ("ttft", "memory") or len(self.prompts) < 4):
             raise ConfigError("regret is of speed, on half of the prompts: give four or more, another objective")

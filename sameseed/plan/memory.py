@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from sameseed.batch import MAX_NODES
+from sameseed.cost.round import MAX_NUM_ROWS
 from sameseed.engine.memory import GIB, pass_bytes
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
 from sameseed.plan.outlook import DraftPlan
 from sameseed.plan.paper import Sheet, sheet
-from sameseed.plan.times import MOST_ROWS
 from sameseed.study.passes import BLOCK_SIZE
 from sameseed.study.profiler import LOADING_BYTES
 from sameseed.tuned import TunedFigure
@@ -43,7 +43,7 @@ class Memory:
 
 def passing(config: ModelConfig) -> int:
     """Approximate bytes that a pass holds at one time: rows of a prompt, and the logits of the largest draft."""
-    return pass_bytes(config, MOST_ROWS, MAX_NODES + 1)
+    return pass_bytes(config, MAX_NUM_ROWS, MAX_NODES + 1)
 
 
 def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, batches: Seq[int]) -> Memory:

@@ -1,32 +1,27 @@
-"""Outlook: the speed of rounds with drafts, from times of passes and chances of acceptance, with intervals.
+"""Outlook: the speed of rounds with drafts, from costs and chances of acceptance, with 80 % intervals.
 
-Draft lengths are fixed, and a chance depends on the place in the draft alone. So means suffice, and no text is needed.
-`simulate` walks rounds of real texts instead.
+Draft lengths are fixed, and a chance depends on the place in the draft alone, so no text is needed.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
+from sameseed.cost.round import PAYS, Expected, Rates, RoundCost, Spread, Steps, expected
 from sameseed.errors import ConfigError
-from sameseed.plan.cost import Floats
-from sameseed.plan.times import Times
-from sameseed.tuned import TABLE_END, TunedFigure
+from sameseed.tuned import TunedFigure
 
-LONGEST = 16  # draft tokens of the longest draft considered
-PAYS = 1.02  # speed-up over plain decoding from which a length is advised
+LENGTHS = range(1, 17)  # draft tokens that are considered
 ASSUMED = (0.5, 0.8)  # range of the chance that a draft token of a model or head is right, where unknown
 ASSUMED_FOUND = (0.1, 0.6)  # the same for a draft token that was found in the text
-# Seconds outside the models in a round, their spread, and seconds of a search in a text: overhead_ms_per_round and the
-# n-gram's draft time in benchmarks/results/bench.jsonl (0.22 to 1.0 ms, median 0.35; 0.045 to 0.069 ms).
-GAP, GAP_SPREAD, SEARCH = 0.35e-3, 0.5, 0.05e-3
-DRAWS = 400
+SEARCH = 0.05e-3  # seconds of a search in a text: n-gram's draft time in benchmarks/results/bench.jsonl, 0.045 to 0.069
+Z90 = 1.2816  # normal quantile: 80 % lie within so many standard deviations
+UNIFORM = 0.4 / Z90  # standard deviations of a normal draw whose 80 % lie where those of a uniform one do, by its range
+EXACT = Spread()
 USUAL = 16  # rows at which the spread of long passes applies; it grows with the logarithm of rows
 
 
@@ -42,12 +37,9 @@ class AcceptChances:
     source: str
     assumed: bool = False
 
-    def tokens(self, at: Floats) -> Floats:
-        """Expected tokens of a round [n, LONGEST + 1] with 0, 1, ... draft tokens; `at` [n]: 0 is low, 1 is high."""
-        places = np.minimum(np.arange(LONGEST), len(self.low) - 1)
-        low, high = np.array(self.low)[places], np.array(self.high)[places]
-        alive = np.cumprod(low + at[:, None] * (high - low), axis=1)
-        return np.concatenate([np.ones((len(at), 1)), 1.0 + np.cumsum(alive, axis=1)], axis=1)
+    def at(self, place: float) -> Rates:
+        """The chances at a place of their range: 0 is low, 1 is high."""
+        return Rates([low + place * (high - low) for low, high in zip(self.low, self.high, strict=True)])
 
 
 def read_acceptance(text: str | None, usual: tuple[float, float] = ASSUMED) -> AcceptChances:
@@ -91,18 +83,18 @@ def _from_file(path: Path) -> AcceptChances:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A draft: what a step of it costs (`times`; None: a search in the text), and what it takes in memory.
+    """A draft: its proposals, its acceptance, and the bytes of its weights and of a row of its cache.
 
-    `start_s`: seconds of a sequence's proposal beside its steps; `at_once`: a draft of any length is one pass.
+    `grade`, `spread`: those of the proposals' costs; None for a search in a text, which costs next to nothing.
     """
 
     text: str
-    times: Times | None
+    steps: Steps
     acceptance: AcceptChances
     weights: int = 0
     row: int = 0
-    start_s: float = 0.0
-    at_once: bool = False
+    grade: str | None = None
+    spread: Spread = EXACT
 
 
 @dataclass(frozen=True)
@@ -119,93 +111,71 @@ class DraftSpeed:
     draft_share: float
 
 
-class Rounds:
-    """Random draws of what a round takes and brings; the first draw is the central estimate."""
-
-    def __init__(self, target: Times, context: int, gap: float, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self.target, self.context = target, context
-        self.z = np.vstack([np.zeros(5), rng.standard_normal((DRAWS, 5))])
-        self.at = np.concatenate([[0.5], rng.uniform(size=DRAWS)])
-        self.gap = gap * np.exp(GAP_SPREAD * self.z[:, 4])
-
-    def passes(self, batch: int, new_tokens: int) -> Floats:
-        """Seconds of a pass of the target [n], one for each draw."""
-        return self.scattered(self.target.seconds(batch, new_tokens, self.context), batch * new_tokens)
-
-    def scattered(self, seconds: float, rows: int, spread: tuple[float, float] | None = None) -> Floats:
-        """Seconds of a target pass over `rows` rows [n], varied by the spread of the target's times, or by `spread`."""
-        level, shape = spread or self.target.spread
-        found: Floats = seconds * np.exp(level * self.z[:, 0] + shape * self.z[:, 1] * math.log(rows) / math.log(USUAL))
-        return found
-
-    def steps(self, draft: DraftPlan, batch: int, new_tokens: int = 1) -> Floats:
-        """Seconds of one pass of a draft [n]; half of the variance is shared with target times of the same grade."""
-        if draft.times is None:
-            return np.zeros(len(self.z))
-        level, shape = draft.times.spread
-        off = self.z[:, 2]
-        if draft.times.grade == self.target.grade:
-            off = (self.z[:, 0] + off) / math.sqrt(2.0)
-        off = level * off + shape * self.z[:, 3] * math.log(batch) / math.log(USUAL)
-        found: Floats = draft.times.seconds(batch, new_tokens, self.context) * np.exp(off)
-        return found
-
-    def _drafting(self, draft: DraftPlan, batch: int, length: int, decided: float) -> Floats:
-        """Seconds of the passes for a draft of `length` tokens [n].
-
-        `decided`: tokens of a round, which a draft that is one pass (`at_once`) reads first.
-        """
-        if length and draft.at_once:
-            return self.steps(draft, batch, round(decided) + length - 1)
-        return length * self.steps(draft, batch)
-
-    def speedups(self, draft: DraftPlan, batch: int) -> tuple[Floats, Floats, Floats]:
-        """Tokens of a round, speed-up, and the draft's share of the time, all [n, LONGEST + 1], by draft length."""
-        tokens = draft.acceptance.tokens(self.at)
-        plain = self.passes(batch, 1) + self.gap
-        steps = np.stack([self._drafting(draft, batch, k, tokens[0, k]) for k in range(LONGEST + 1)], axis=1)
-        start = batch * (SEARCH if draft.times is None else draft.start_s)
-        drafting = steps + start * (np.arange(LONGEST + 1) > 0)
-        whole = np.stack([self.passes(batch, 1 + k) for k in range(LONGEST + 1)], axis=1) + drafting
-        whole += self.gap[:, None]
-        return tokens, tokens * plain[:, None] / whole, drafting / whole
-
-    def best(self, draft: DraftPlan, batch: int) -> int:
-        """The length with the highest speed-up; 0 where none pays."""
-        speed = self.speedups(draft, batch)[1][0]
-        found = int(speed.argmax())
-        return found if speed[found] > PAYS else 0
+def figure(value: float, grade: str, offs: Seq[float] = ()) -> TunedFigure:
+    """A figure with its 80 % interval; `offs`: independent standard deviations of its logarithm."""
+    off = math.exp(Z90 * math.hypot(*offs))
+    return TunedFigure(value, value / off, value * off, grade)
 
 
-def figure(samples: Floats, grade: str) -> TunedFigure:
-    """The first sample, with the interval that holds 80 % of the others."""
-    low, high = np.quantile(samples[1:], (0.1, 0.9)) if len(samples) > 1 else (samples[0], samples[0])
-    value = float(samples[0])
-    return TunedFigure(value, min(value, float(low)), max(value, float(high)), grade)
+def prompt_figure(cost: RoundCost, tokens: int) -> TunedFigure:
+    """Seconds of the passes over a prompt."""
+    offs = cost.spread.level, cost.spread.shape * _long(tokens)
+    return figure(cost.prompt(tokens), cost.grade, offs)
 
 
-def speeds(rounds: Rounds, drafts: Seq[DraftPlan], batches: Seq[int]) -> tuple[DraftSpeed, ...]:
+def _long(rows: float) -> float:
+    return math.log(max(rows, 1.0)) / math.log(USUAL)
+
+
+def _offs(cost: RoundCost, draft: DraftPlan | None, x: Expected, of: Callable[[Expected], float]) -> list[float]:
+    """How the spreads of the costs move the logarithm of `of`.
+
+    Half of a draft's variance is shared with the target's where both have one grade.
+    """
+    s, long = cost.spread, _long(x.batch * (1 + x.k))
+    shared = apart = 0.0
+    if draft is not None and draft.grade is not None:
+        alike = draft.grade == cost.grade
+        shared, apart = (draft.spread.level * math.sqrt(0.5) * one for one in (alike, 1.0 if alike else math.sqrt(2.0)))
+    changes = (
+        x.varied(plain=s.level, target=s.level, draft=shared),
+        x.varied(plain=s.shape * _long(x.batch), target=s.shape * long),
+        x.varied(draft=apart),
+        x.varied(draft=draft.spread.shape * _long(x.batch) if draft is not None else 0.0),
+        x.varied(plain_gap=s.gap, gap=s.gap),
+    )
+    return [math.log(of(y) / of(x)) for y in changes]
+
+
+def _tokens_per_s(x: Expected) -> float:
+    return x.tokens_per_s
+
+
+def _speedup(x: Expected) -> float:
+    return x.speedup
+
+
+def speeds(cost: RoundCost, drafts: Seq[DraftPlan], batches: Seq[int], context: int) -> tuple[DraftSpeed, ...]:
     """Plain decoding, and each draft at its best length (most tokens/s), at each batch size."""
     found = []
     for batch in batches:
-        grade = rounds.target.grade
-        plain = batch / (rounds.passes(batch, 1) + rounds.gap)
-        one = TunedFigure(1.0, 1.0, 1.0, grade)
-        found.append(DraftSpeed("none", batch, 0, True, figure(plain, grade), one, one, 0.0))
+        plain, one = expected(cost, Rates((0.0,)), 0, batch, context), TunedFigure(1.0, 1.0, 1.0, cost.grade)
+        offs = _offs(cost, None, plain, _tokens_per_s)
+        tokens_per_s = figure(plain.tokens_per_s, cost.grade, offs)
+        found.append(DraftSpeed("none", batch, 0, True, tokens_per_s, one, one, 0.0))
         for draft in drafts:
-            own = grade if draft.times is None or draft.times.grade == grade else "paper"
-            tokens, speed, share = rounds.speedups(draft, batch)
-            k = max(1, int(speed[0].argmax()))
-            mean = figure(tokens[:, k], "assumed" if draft.acceptance.assumed else "measured")
-            figures = figure(plain * speed[:, k], own), figure(speed[:, k], own)
-            found.append(DraftSpeed(draft.text, batch, k, bool(speed[0, k] > PAYS), *figures, mean, float(share[0, k])))
+            low, middle, high = (draft.acceptance.at(place) for place in (0.0, 0.5, 1.0))
+            whole = replace(cost, levels=(draft.steps,))
+            x = max((expected(whole, middle, k, batch, context) for k in LENGTHS), key=lambda x: x.speedup)
+            k = x.k
+            ends = [expected(whole, rates, k, batch, context).tokens for rates in (low, high)]
+            chance = UNIFORM * math.log(ends[1] / ends[0])
+            grade = cost.grade if draft.grade in (None, cost.grade) else "paper"
+            tokens_per_s, speedup = (
+                figure(of(x), grade, [*_offs(whole, draft, x, of), chance]) for of in (_tokens_per_s, _speedup)
+            )
+            mean = figure(x.tokens, "assumed" if draft.acceptance.assumed else "measured", [chance])
+            found.append(
+                DraftSpeed(draft.text, batch, k, x.speedup > PAYS, tokens_per_s, speedup, mean, x.draft / x.seconds)
+            )
     return tuple(found)
-
-
-def table(rounds: Rounds, draft: DraftPlan, most: int) -> tuple[tuple[int, int, int], ...]:
-    """Best lengths by number of sequences, as (first, last, length); the last row ends at TABLE_END."""
-    lengths = [rounds.best(draft, b) for b in range(1, most + 1)]
-    starts = [i for i in range(most) if i == 0 or lengths[i] != lengths[i - 1]]
-    ends = [*starts[1:], TABLE_END]
-    return tuple((i + 1, end, lengths[i]) for i, end in zip(starts, ends, strict=True))

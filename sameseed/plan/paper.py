@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from sameseed import hub, scheme
+from sameseed.cost.round import MAX_NUM_ROWS, Gap, RoundCost, Spread
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.formats import _losses
@@ -45,6 +46,9 @@ RECORDS = ("8a4dfcfcd99e", "d008a7591082")
 READ, COMPUTE, ATTENTION = 0.86, 0.49, 0.10
 # Standard deviations of logarithms: of one-row passes, and of longer ones against those; few curves, so Student's t.
 LEVEL_SPREAD, SHAPE_SPREAD = 0.074, 0.078
+# Seconds outside the models in a round, and their spread: overhead_ms_per_round in benchmarks/results/bench.jsonl (0.22
+# to 1.0 ms, median 0.35).
+GAP, GAP_SPREAD = 0.35e-3, 0.5
 STUDENT = 1.638 / 1.282  # the 90 % quantile of t with 3 degrees of freedom, over the normal one
 
 
@@ -80,6 +84,27 @@ class Sheet:
         reading = work.num_bytes / limits.read / READ
         matrices = work.matrix_ops / limits.peak(self.peak) / COMPUTE
         return math.hypot(reading, matrices + work.attention_ops / limits.fp32 / ATTENTION)
+
+    def cost(self, limits: Limits) -> RoundCost:
+        """The costs of rounds on a machine with these limits."""
+
+        def prompt(tokens: float) -> float:
+            passes = [(min(MAX_NUM_ROWS, round(tokens) - at), at) for at in range(0, round(tokens), MAX_NUM_ROWS)]
+            return sum(self.seconds(limits, 1, n, at, prompt=True) for n, at in passes)
+
+        spread = Spread(LEVEL_SPREAD * STUDENT, SHAPE_SPREAD * STUDENT, LEVEL_SPREAD * STUDENT, GAP_SPREAD)
+        return RoundCost(PaperPasses(self, limits), (), Gap(GAP, GAP), prompt, "paper", spread)
+
+
+@dataclass(frozen=True)
+class PaperPasses:
+    """Passes by bytes and operations, at the shares of the machine's limits that real passes reach."""
+
+    sheet: Sheet
+    limits: Limits
+
+    def cost(self, rows: float, batch: float = 1.0, context: float = 0.0) -> float:
+        return self.sheet.seconds(self.limits, round(batch), max(1, round(rows / batch)), round(context))
 
 
 def sheet(model: str, format: str = "auto", kv_format: str = "auto", target: Sheet | None = None) -> Sheet:

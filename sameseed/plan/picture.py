@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sameseed.plan.simulate import Interval
+from sameseed.plan.grid import Interval
 from sameseed.plan.tune import TuneOutcome
 from sameseed.report.plot import Panel, Series, draw as draw_panels
 from sameseed.study import record

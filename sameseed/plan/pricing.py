@@ -1,20 +1,20 @@
 """The mean round of an engine, and what rounds of other draft lengths would cost and bring.
 
-A round pays where its tokens exceed the ratio of its time to that of plain decoding (Leviathan et al., 2023, section
-3).
+The costs and their use are those of `cost/`; here they are read from an engine's counters.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from sameseed.cost.curve import interpolate
+from sameseed.cost.curve import Curve
+from sameseed.cost.round import Drafted, Gap, RoundCost, Steps, best, expected, lengths_by_batch
 from sameseed.plan.metrics import Counted
 from sameseed.tuned import PassCosts
 
 MOST = 16  # most draft tokens considered (and at most twice those that were drafted, plus 1)
 LARGEST = 64  # most sequences considered
-PAYS = 1.02  # speed-up over plain decoding from which a length is advised
 MARGIN = 0.98  # share of break-even above which a round is held to pay
 
 
@@ -61,6 +61,10 @@ class State:
             alive *= rates[i] if i < len(rates) else beyond
             total += alive
         return total
+
+    def drafted(self, k: int) -> Drafted:
+        """The mean round with drafts of `k` tokens, for `expected`."""
+        return Drafted(self.tokens(k) - 1.0, k, ((1.0, k),))
 
 
 def state_of(counted: Counted) -> State | None:
@@ -119,52 +123,47 @@ class Pricing:
             return "plain"
         return "bound" if self.state.target_s and self.state.round_s else None
 
-    def ratio(self, k: int, batch: float) -> float:
-        """Time of a round with `k` draft tokens a sequence over a plain round's: the tokens that it needs to pay."""
-        s = self.state
-        if k == 0:
-            return 1.0
+    @cached_property
+    def cost(self) -> RoundCost:
+        """The costs of rounds; only for a known source."""
+        s, c = self.state, self.costs
         if self.source == "costs":
-            return self._seconds(k, batch) / self._seconds(0, batch)
+            assert c is not None
+            gap, draft = c.gap_ms / 1e3, Steps()
+            if c.draft_ms:
+                draft = Steps(Curve(list(zip(c.rows, (ms / 1e3 for ms in c.draft_ms), strict=True))))
+                draft = replace(draft, start=c.draft_start_ms / 1e3)
+            elif s.draft_s:
+                draft = Steps(Curve([(1, s.draft_s / s.k)]))
+            passes = Curve(list(zip(c.rows, (ms / 1e3 for ms in c.ms), strict=True)))
+            return RoundCost(passes, (draft,), Gap(gap, gap), grade="profiled")
         assert s.round_s is not None
         if self.source == "plain":
             assert self.plain_tokens_per_s is not None
             plain = s.batch / self.plain_tokens_per_s
         else:  # a plain round is no longer than the target's pass with drafted rows
             plain = s.round_s - (s.draft_s or 0.0)
-        return 1.0 + max(0.0, s.round_s / plain - 1.0) * k / s.k
+        return RoundCost(Curve([(s.batch, plain), (s.batch * (1 + s.k), s.round_s)]))
 
-    def _seconds(self, k: int, batch: float) -> float:
-        costs = self.costs
-        assert costs is not None
-        seconds = self.target_seconds(batch * (1 + k)) + costs.gap_ms / 1e3
-        if k and costs.draft_ms:
-            seconds += (costs.draft_start_ms + k * interpolate(costs.rows, costs.draft_ms, batch)) / 1e3
-        elif k and self.state.draft_s:
-            seconds += self.state.draft_s * k / self.state.k
-        return seconds
+    def ratio(self, k: int, batch: float) -> float:
+        """Time of a round with `k` draft tokens a sequence over a plain round's: the tokens that it needs to pay."""
+        x = expected(self.cost, self.state, k, batch if self.source == "costs" else self.state.batch)
+        return x.seconds / x.plain
 
     def target_seconds(self, rows: float) -> float:
         """Seconds of a pass of the target, by the cost table."""
-        assert self.costs is not None
-        return interpolate(self.costs.rows, self.costs.ms, rows) / 1e3
+        return self.cost.target(rows)
+
+    @property
+    def _lengths(self) -> range:
+        return range(1, min(MOST, 2 * round(self.state.k) + 1) + 1)
 
     def best(self, batch: float) -> tuple[int, float]:
         """The length with the highest predicted speed-up at this batch, and that speed-up; (0, 1.0) where none pays."""
-        found = [
-            (self.state.tokens(k) / self.ratio(k, batch), k)
-            for k in range(1, min(MOST, 2 * round(self.state.k) + 1) + 1)
-        ]
-        speed, k = max(found, key=lambda pair: (pair[0], -pair[1]))
-        return (k, speed) if speed >= PAYS else (0, 1.0)
+        return best(self.cost, self.state, self._lengths, batch if self.source == "costs" else self.state.batch)
 
     def table(self) -> tuple[tuple[int, int], ...]:
         """Best lengths as (first batch, length) rows; empty without costs, as only they tell about other batches."""
         if self.source != "costs":
             return ()
-        rows: list[tuple[int, int]] = []
-        for batch in range(1, LARGEST + 1):
-            k = self.best(batch)[0]
-            if not rows or rows[-1][1] != k:
-                rows.append((batch, k))
-        return tuple(rows)
+        return tuple((first, k) for first, _, k in lengths_by_batch(self.cost, self.state, self._lengths, LARGEST))

@@ -9,8 +9,7 @@ from typing import Any
 
 from sameseed.errors import ConfigError
 from sameseed.plan.candidates import TargetBench, Tell
-from sameseed.plan.grid import TuneRequest
-from sameseed.plan.simulate import Interval
+from sameseed.plan.grid import Interval, TuneRequest
 from sameseed.study.quality.perplexity import Perplexity, perplexity, ratio
 from sameseed.study.workload import ASSETS, read_prompts
 from sameseed.tuned import Loser
@@ -65,7 +64,7 @@ def kept(asked: TuneRequest, targets: Seq[TargetBench], found: Ratios, lost: lis
     bound, made = asked.quality, []
     for target in targets:
         its = found.get((target.format, target.kv_format))
-        if bound is None or its is None or its.low <= bound:
+        if its is None or its.low <= bound:
             made.append(target)
             continue
         note = f"perplexity {its.value:.4f} ({its.low:.4f} to {its.high:.4f}) times the checkpoint's, above {bound:g}"

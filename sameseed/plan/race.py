@@ -17,8 +17,8 @@ import numpy as np
 
 from sameseed.engine.engine import Engine
 from sameseed.plan.candidates import Prospect
-from sameseed.plan.grid import Bound, TuneRequest
-from sameseed.plan.simulate import Interval, widened
+from sameseed.plan.grid import Bound, Interval, TuneRequest
+from sameseed.plan.outlook import Z90
 from sameseed.request import SamplingParams
 from sameseed.study.measure import Run, run_batch
 from sameseed.study.workload import quantile
@@ -157,6 +157,12 @@ def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) 
         spread += off / len(batches)
     low, high = np.exp(value + np.quantile(spread, (LOW, HIGH)))
     return Interval(math.exp(value), min(math.exp(value), float(low)), max(math.exp(value), float(high)))
+
+
+def widened(num: int) -> float:
+    """Factor by which a bootstrap over `num` prompts is too narrow: Student's t over normal, and its own narrowness."""
+    free = max(1, num - 1)
+    return (1.0 + (Z90**2 + 1.0) / (4.0 * free)) * math.sqrt(num / free)
 
 
 def first_rung(num_prompts: int, batches: Seq[int]) -> int:

@@ -1,7 +1,7 @@
 """Tuning: chooses the draft, the formats and the draft length for one model, machine and workload.
 
-Every setting of the grid is simulated (`candidates.py`), by costs that a few real runs correct (`refit.py`). The best,
-and plain decoding always, run in turns on real prompts (`race.py`). The winner is chosen, and written down with its
+Every setting of the grid is predicted (`candidates.py`), from measured costs and replayed acceptance. The best, and
+plain decoding always, run in turns on real prompts (`race.py`). The winner is chosen, and written down with its
 predicted and its measured figures.
 """
 
@@ -21,10 +21,8 @@ from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
 from sameseed.plan.acceptance import Replay
 from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, no_time, survivors
-from sameseed.plan.grid import TuneRequest, options_of
+from sameseed.plan.grid import Interval, Setting, TuneRequest, options_of
 from sameseed.plan.race import Aim, Contestant, anew, first_rung, race, ratio
-from sameseed.plan.refit import refitted
-from sameseed.plan.simulate import Interval
 from sameseed.study import record
 from sameseed.study.quality.data import take
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
@@ -35,14 +33,14 @@ MEASURE_SHARE = 0.6  # share of the time within which drafts are measured
 # generated, replayed and run by plain decoding and one draft, with warm-ups, and passes of the costs at a large model.
 START, LEAST_TEXTS = 4.0, 13
 REPLAY_SHARE = 0.25  # share of the time left within which texts are generated and drafts are replayed
-REFIT_SHARE, RACE_SHARE = 0.3, 0.9  # shares of the time left: for runs that correct costs, and for the race
+RACE_SHARE = 0.9  # share of the time left for the race
 
 
 @dataclass(frozen=True)
 class TuneOutcome:
     """Results of tuning. `order`: settings that ran, the best first; `plain`: plain decoding in the first format.
 
-    `prospects`: all that were simulated; `lost`: what could not be tried, and why; `differing`: labels of settings
+    `prospects`: all that were predicted; `lost`: what could not be tried, and why; `differing`: labels of settings
     whose texts differ from plain decoding in their format (if there are any, something is broken). `quality`:
     perplexity ratios by formats. `missed`: the bounds that even the best does not keep.
     """
@@ -57,6 +55,7 @@ class TuneOutcome:
     seconds: float
     quality: quality.Ratios = field(default_factory=dict)
     missed: str | None = None
+    tables: Mapping[str, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)  # lengths of goodput, by label
 
     @property
     def best(self) -> Contestant:
@@ -84,7 +83,7 @@ def tune(
     tell: Tell = lambda stage, done, total: None,
     judge: Judge | None = None,
 ) -> TuneOutcome:
-    """Measure, simulate, race. `load` makes an LLM, as for a Bench. Raises ConfigError where nothing can be tried.
+    """Measure, predict, race. `load` makes an LLM, as for a Bench. Raises ConfigError where nothing can be tried.
 
     `judge` orders all contestants of an exhaustive run, the best first; unset: a race within the seconds left.
     """
@@ -97,13 +96,10 @@ def tune(
         if not asked.exhaustive:
             asked = _within(asked, targets, time.perf_counter() - start, lost)
         known: quality.Ratios = {}
-        if asked.quality is not None or any((t.format, t.kv_format) != ("auto", "auto") for t in targets):
+        if any((t.format, t.kv_format) != ("auto", "auto") for t in targets):
             known = quality.measure(asked, targets, load, tell)
             targets = quality.kept(asked, targets, known, lost)
-        simulated = [(target, target.prospects(tell, end, lost)) for target in targets]
-        spare = REFIT_SHARE * (asked.seconds - (time.perf_counter() - start)) / len(targets)
-        spare = math.inf if asked.exhaustive else spare
-        prospects = [(target, p) for target, found in simulated for p in refitted(target, found, spare, tell)]
+        prospects = [(target, p) for target in targets for p in target.prospects(tell, end, lost)]
         wanted = survivors([p for _, p in prospects], asked)
         runners = [_contestant(t, p) for t, p in prospects if asked.exhaustive or p in wanted]
         if not asked.exhaustive:
@@ -124,7 +120,9 @@ def tune(
     replays = {name: found for target in targets for name, found in target.replays.items()}
     seconds = time.perf_counter() - start
     every, missed = [p for _, p in prospects], Aim.of(asked).missed(order[0])
-    return TuneOutcome(asked, order, plain, every, replays, lost, _differing(runners), seconds, known, missed)
+    tables = {p.candidate.label: t.table(p.candidate) for t, p in prospects if p.candidate.spec.policy == "goodput"}
+    differing = _differing(runners)
+    return TuneOutcome(asked, order, plain, every, replays, lost, differing, seconds, known, missed, tables)
 
 
 def _within(asked: TuneRequest, targets: list[TargetBench], spent: float, lost: list[Loser]) -> TuneRequest:
@@ -259,9 +257,11 @@ def _scope(found: TuneOutcome) -> Scope:
 
 
 def _by_batch(found: TuneOutcome) -> tuple[tuple[int, int], ...]:
-    """(first batch, length) rows of the simulated table of the chosen draft at the largest batch size."""
-    table = found.best.prospect.simulations[max(found.asked.batches)].lengths
-    return tuple((i + 1, k) for i, k in enumerate(table) if i == 0 or table[i - 1] != k)
+    """(first batch, length) rows of the chosen draft: its own length, or those that goodput would choose."""
+    setting = found.best.prospect.candidate
+    if setting.spec.policy != "goodput":
+        return ((1, setting.spec.num_draft_tokens),)
+    return tuple((first, k) for first, _, k in found.tables[setting.label])
 
 
 def _rates(replay: Replay, num_draft_tokens: int) -> AcceptRates:
@@ -285,3 +285,34 @@ def losers(found: TuneOutcome) -> list[Loser]:
             share = mean(p.tokens_per_s[b].value / best.prospect.tokens_per_s[b].value for b in found.asked.looked_at)
             made.append(Loser({"setting": p.candidate.label}, "dominated", share, note="by prediction; it did not run"))
     return made + found.lost
+
+
+KNOBS: dict[str, Callable[[Setting], str]] = {
+    "format": lambda s: s.format,
+    "kv format": lambda s: s.kv_format,
+    "draft": lambda s: s.draft,
+    "draft format": lambda s: s.draft_format,
+    "length": lambda s: "goodput" if s.spec.policy == "goodput" else f"k={s.spec.num_draft_tokens}",
+    "threads": lambda s: "auto" if s.threads is None else str(s.threads),
+}
+
+
+def reasons(found: TuneOutcome) -> list[tuple[str, str, str]]:
+    """For each knob its chosen value, and why: the best setting with another value, measured if it ran."""
+    mine, rows = found.best.prospect.candidate, []
+    ran = {c.label: ratio(c, found.best, found.asked.looked_at).value for c in found.order}
+    guessed = {
+        p.candidate.label: mean(p.tokens_per_s[b].value / found.best.prospect.tokens_per_s[b].value for b in p.rounds)
+        for p in found.prospects
+    }
+    for knob, of in KNOBS.items():
+        rivals = [p.candidate for p in found.prospects if of(p.candidate) != of(mine)]
+        raced, why = [s for s in rivals if s.label in ran], "nothing else was to choose from"
+        if rivals:
+            speed, label = max(((ran if raced else guessed)[s.label], of(s)) for s in raced or rivals)
+            why = f"{label}: {speed:.2f} of its speed{'' if raced else ', as predicted'}"
+        if knob == "format":
+            why += "".join(f"; {x.settings['setting']}: {x.note}" for x in found.lost if x.why == "quality")
+        if not (mine.plain and knob in ("draft format", "length")):
+            rows.append((knob, of(mine), why))
+    return rows

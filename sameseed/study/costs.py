@@ -6,11 +6,16 @@ planner (`sameseed.plan`) reads these profiles.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from sameseed.cost.curve import interpolate
+from sameseed.cost.curve import Curve, interpolate
+from sameseed.cost.engines import ENGINE_SCHEMA, P10_TO_P90, read_table
+from sameseed.cost.round import Gap, RoundCost, Spread
 from sameseed.errors import ConfigError, nearest
 from sameseed.study.limits import Limits
 from sameseed.study.schemas import PROFILE_SCHEMA
@@ -151,6 +156,38 @@ class Profile:
     def c(self, format: str, rows: float, context: float | None = None) -> float:
         """c(rows): `ms(format, rows, context) / ms(format, 1, context)`."""
         return self.ms(format, rows, context) / self.ms(format, 1, context)
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """The profile in a file of `sameseed profile --json`. Raises ConfigError."""
+        data = read_table(path)
+        if data.get("schema") == ENGINE_SCHEMA:
+            raise ConfigError(f"{path} holds the costs of {data.get('engine')}: give --engine {data.get('engine')}")
+        return cls.from_dict(data, str(path))
+
+    def curve(self, format: str) -> Curve:
+        """Seconds of passes by rows at the shortest measured context; the longest gives the cost of cached tokens.
+
+        Raises ConfigError for a format that was not measured.
+        """
+        contexts = self.contexts(format)
+        base, long = contexts[0], contexts[-1]
+        rows = sorted({x.rows for x in self.costs if x.format == format and x.context == base})
+        points = [(m, self.ms(format, m, base) / 1e3) for m in rows]
+        if long == base:
+            return Curve(points, base)
+        few, many = rows[0], rows[-1]
+        slow = [(self.ms(format, m, long) - self.ms(format, m, base)) / 1e3 / (long - base) for m in (few, many)]
+        per_row = max(0.0, (slow[1] - slow[0]) / (many - few)) if many > few else 0.0
+        return Curve(points, base, max(0.0, slow[0] - few * per_row), per_row)
+
+    def cost(self, format: str, gap: float = 0.0) -> RoundCost:
+        """The costs of rounds, with `gap` seconds between passes. Raises ConfigError for a format not profiled."""
+        prompts = sorted((p.tokens, p.ms / 1e3) for p in self.prefill if p.format == format)
+        spreads = [math.log(x.p90 / x.p10) for x in self.costs if x.format == format and 0 < x.p10 <= x.p90]
+        level = median(spreads) / P10_TO_P90 if spreads else 0.0
+        read = Curve([(0, 0.0), *prompts]).at if prompts else None
+        return RoundCost(self.curve(format), (), Gap(gap, gap), read, "profiled", Spread(level, level, level))
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as plain data for JSON."""

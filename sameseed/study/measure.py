@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.cost.curve import Curve
+from sameseed.cost.prediction import Prediction, RunCounts, draft_curve, predict
 from sameseed.engine.calibrate import LONG, ROWS, measure_curve, measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.levels import check_overlap
@@ -22,7 +23,6 @@ from sameseed.errors import RequestError
 from sameseed.models.loader import load_tokenizer, read_config, resolve_model
 from sameseed.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from sameseed.spec.drafter import LengthPolicy, level_metrics
-from sameseed.study.estimate import Prediction, RunCounts, draft_curve, predict
 from sameseed.study.prompt_sets import Prompt
 from sameseed.study.usage import Meter, Usage
 from sameseed.study.workload import Arm, Workload, spec_as_dict
@@ -178,7 +178,7 @@ class Bench:
         if self._target is None:
             self._target = measure_curve(engine.runner)
         if key not in self._curves:  # up to the rows of a prompt, which the draft model reads too
-            self._curves[key] = draft_curve(engine.drafter, partial(measure_curve, rows=(*ROWS, 128)))
+            self._curves[key] = draft_curve(engine.drafter, partial(measure_curve, rows=(*ROWS, 64)))
         done, before = run.counted(batch_size), plain.counted(batch_size)
         return predict(done, before, self._target, self._curves[key], type(engine.drafter).at_once)
 

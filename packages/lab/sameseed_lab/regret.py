@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from sameseed.plan.candidates import Prospect, Tell
-from sameseed.plan.grid import TuneRequest
+from sameseed.plan.grid import Interval, TuneRequest
 from sameseed.plan.race import Aim, Contestant, anew, race, ratio
-from sameseed.plan.simulate import Interval
 from sameseed.study import record
 from sameseed.study.schemas import TUNE_SCHEMA
 
@@ -150,7 +149,7 @@ def usual_choices(held: Seq[Contestant], asked: TuneRequest) -> dict[str, Contes
     usual = {"plain": plain}
     fixed = [c for c in held if not c.plain and c.prospect.candidate.spec.policy == "fixed"]
     if fixed:
-        longest = max(fixed, key=lambda c: c.prospect.simulations[asked.looked_at[0]].tokens_per_round)
+        longest = max(fixed, key=lambda c: c.prospect.rounds[asked.looked_at[0]].tokens)
         usual["longest acceptance"] = longest
         its = [c for c in fixed if c.prospect.candidate.group == longest.prospect.candidate.group]
         usual[f"k = {USUAL}"] = next(c for c in its if c.prospect.candidate.spec.num_draft_tokens == USUAL)

@@ -13,9 +13,8 @@ import pytest
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.plan.candidates import Prospect
-from sameseed.plan.grid import Setting, TuneRequest
+from sameseed.plan.grid import Interval, Setting, TuneRequest
 from sameseed.plan.race import Contestant
-from sameseed.plan.simulate import Interval
 from sameseed.request import SamplingParams
 from sameseed.study.prompt_sets import Prompt
 from sameseed_lab import regret
@@ -30,7 +29,7 @@ def asked(**given: Any) -> TuneRequest:
 def prospect(spec: SpecConfig) -> Prospect:
     value = 1.0 + 0.1 * spec.num_draft_tokens if spec.method != "none" else 1.0
     speeds = {b: Interval(value, 0.9 * value, 1.1 * value) for b in (1, 4)}
-    simulated: Any = {b: SimpleNamespace(tokens_per_round=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
+    simulated: Any = {b: SimpleNamespace(tokens=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
     return Prospect(Setting("auto", "auto", spec), speeds, simulated, 0)
 
 

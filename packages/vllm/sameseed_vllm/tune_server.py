@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sameseed.cost.engines import ENGINE_SCHEMA, EngineCosts, EnginePass, read_costs
+from sameseed.cost.round import PAYS
 from sameseed.errors import ConfigError
 from sameseed.plan.faults import length_flags
 from sameseed.plan.metrics import Counted, fetch, watch
-from sameseed.plan.pricing import PAYS, state_of
-from sameseed.plan.times import ENGINE_SCHEMA, EngineCosts, EnginePass, EngineTimes, read_costs
+from sameseed.plan.pricing import state_of
 from sameseed.request import SamplingParams
 from sameseed.store import replacing
 from sameseed.study import record
@@ -167,15 +168,15 @@ def added(before: EngineCosts | None, looks: Seq[Look], draft: str) -> EngineCos
 
 def rows_of(costs: EngineCosts) -> list[LengthRow]:
     """Rows for every length up to the longest that was run, at each batch size that ran with a draft and without."""
-    times, made = EngineTimes(costs), []
+    cost, made = costs.cost(), []
     for batch in costs.batches:
         ran = {p.rows // batch - 1 for p in costs.passes if p.batch == batch}
         if 0 not in ran or len(ran) < 2:
             continue
-        plain = times.seconds(batch, 1, 0)
         for k in range(min(max(ran), len(costs.survival)) + 1):
-            tokens, seconds = 1.0 + sum(costs.survival[:k]), times.seconds(batch, 1 + k, 0)
-            made.append(LengthRow(batch, k, tokens, 1e3 * seconds, tokens * plain / seconds, k in ran))
+            tokens, seconds = 1.0 + sum(costs.survival[:k]), cost.target(batch * (1 + k), batch)
+            speedup = tokens * cost.target(batch, batch) / seconds
+            made.append(LengthRow(batch, k, tokens, 1e3 * seconds, speedup, k in ran))
     return made
 
 
@@ -232,9 +233,7 @@ def as_tuned(asked: ServerTuneRequest, model: str, costs: EngineCosts) -> Tuned:
 
 def read_before(path: Path) -> EngineCosts | None:
     """Costs of earlier runs; None where there is no file yet. Raises ConfigError for another engine's."""
-    found = read_costs(path, "vllm") if path.exists() else None
-    assert found is None or isinstance(found, EngineCosts)
-    return found
+    return read_costs(path, "vllm") if path.exists() else None
 
 
 def write_costs(costs: EngineCosts, path: Path) -> None:

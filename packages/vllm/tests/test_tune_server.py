@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from sameseed.cli import main
+from sameseed.cost.engines import EngineCosts, EnginePass, read_costs
 from sameseed.errors import ConfigError
 from sameseed.plan.metrics import Counted
-from sameseed.plan.times import EngineCosts, EnginePass, read_costs
 from sameseed.request import SamplingParams
 from sameseed.study.load.wire import Exchange, exchange
 from sameseed.study.prompt_sets import Prompt
@@ -161,7 +161,7 @@ def test_two_runs_make_a_profile(server: StandIn, tmp_path: Path, capsys: pytest
     command = export(made, "vllm").command
     assert json.loads(command[command.index("--speculative-config") + 1])["num_speculative_tokens"] == 3
     costs = read_costs(tmp_path / "costs.json", "vllm")
-    assert isinstance(costs, EngineCosts) and costs.batches == (1, 4) and costs.draft == "embedded-head"
+    assert costs.batches == (1, 4) and costs.draft == "embedded-head"
     asked = ["estimate", "embedded", "--engine", "vllm", "--cost", str(tmp_path / "costs.json"), "--batch", "1,4"]
     assert main([*asked, "--draft", "embedded-head", "--acceptance", "0.7", "--json"]) == 0
 

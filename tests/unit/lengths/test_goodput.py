@@ -11,12 +11,13 @@ import pytest
 from lawkit import Pair, make_engine, random_prompts, run, texts
 
 from sameseed.cost.curve import Curve
+from sameseed.cost.round import PAYS
 from sameseed.cost.running import EngineCost, FadingFit
 from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
 from sameseed.lengths._acceptance import HALF_LIFE, PRIOR_RATE, Acceptance, DraftNodes
 from sameseed.lengths._budget import FIRST, MOST, SHARE, Budget
-from sameseed.lengths._search import MARGIN, hopeless, shared
+from sameseed.lengths._search import hopeless, shared
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
@@ -209,7 +210,7 @@ def test_the_choice_is_the_best_of_all() -> None:
         offers = [policy.acceptance.offers(seq.seq_id, 3) for seq in seqs]
         chosen = tuple(policy._best(offers, seqs, 3, None)[0])
         nothing = worth((0, 0, 0))
-        if worth(best) > nothing * (1 + 2 * MARGIN):
+        if worth(best) > nothing * (2 * PAYS - 1):
             assert worth(chosen) >= 0.97 * worth(best), (seed, chosen, best)
         assert worth(chosen) >= nothing
 

@@ -294,10 +294,6 @@ def test_rates_are_those_of_a_run() -> None:
     assert rates.marginal_accept_rates == pytest.approx((2 / 3, 1 / 3))
     assert rates.conditional_accept_rates == pytest.approx((2 / 3, 1 / 2))
     assert (rates.mean_accept_length, rates.mean_acceptance_length, rates.acceptance_rate) == (2.0, 2.5, 0.75)
-    second = texts.subset([1, 0])
-    assert second.offsets.tolist() == [0, 2, 6]
-    assert second.accepted[:, 0].tolist() == [1, 0, 2, 1, 0, 0]
-    assert second.rates(2) == rates
     with pytest.raises(ConfigError, match="choose one of 2"):
         texts.rates(3)
 

@@ -14,14 +14,15 @@ import pytest
 
 from sameseed import cli, ops
 from sameseed.cost.curve import Curve
+from sameseed.cost.engines import ENGINE_SCHEMA, read_costs
+from sameseed.cost.round import Steps
+from sameseed.cost.running import EngineCost
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError, SameseedError, VocabularyError
 from sameseed.models.loader import load_model, resolve_model
 from sameseed.plan import anchor, paper
-from sameseed.plan.cost import LevelCost, RoundCost
 from sameseed.plan.estimate import Question, estimate, estimate_engine, given_limits, read_bytes
-from sameseed.plan.outlook import AcceptChances, DraftPlan, Rounds, figure, read_acceptance
+from sameseed.plan.outlook import SEARCH, AcceptChances, DraftPlan, read_acceptance, speeds
 from sameseed.plan.paper import Sheet, sheet
-from sameseed.plan.times import ENGINE_SCHEMA, EngineCosts, EngineTimes, PaperTimes, read_costs
 from sameseed.scheme import QuantScheme
 from sameseed.study.costs import Profile
 
@@ -116,8 +117,8 @@ def test_records_that_were_held_out_are_predicted_within_what_the_guide_says() -
 def test_batches_are_predicted_though_the_shares_saw_none(record: Profile) -> None:
     errors = []
     for x in record.batch:
-        times = PaperTimes(recorded(record.shape["name"], x.format, x.kv_format), record.limits)
-        errors.append(abs(times.seconds(x.batch_size, 1, x.context) * 1e3 / x.ms - 1))
+        cost = recorded(record.shape["name"], x.format, x.kv_format).cost(record.limits)
+        errors.append(abs(cost.target(x.batch_size, x.batch_size, x.context) * 1e3 / x.ms - 1))
     assert sorted(errors)[-2:][0] < 0.25 and max(errors) < 0.38  # the worst: slower than a chain of as many rows
 
 
@@ -126,10 +127,10 @@ def test_another_run_is_predicted_which_the_shares_did_not_see() -> None:
     arms = [a for group in peers["groups"] for a in group["arms"] if a["engine"] == "sameseed"]
     limits, errors = RECORDS[0].limits, []  # of the same machine on the same day
     for arm in arms:
-        times = PaperTimes(recorded(peers["shape"], arm["settings"]["format"], arm["settings"]["kv_format"]), limits)
-        errors += [times.seconds(1, x["rows"], 256) * 1e3 / x["median"] - 1 for x in arm["rows"]]
-        errors.append(times.prompt(512) / (512 / arm["prefill"]["median"]) - 1)
-        errors.append(times.seconds(16, 1, 128) / (16 / arm["batch"]["median"]) - 1)
+        cost = recorded(peers["shape"], arm["settings"]["format"], arm["settings"]["kv_format"]).cost(limits)
+        errors += [cost.target(x["rows"], 1, 256) * 1e3 / x["median"] - 1 for x in arm["rows"]]
+        errors.append(cost.prompt(512) / (512 / arm["prefill"]["median"]) - 1)
+        errors.append(cost.target(16, 16, 128) / (16 / arm["batch"]["median"]) - 1)
     assert len(errors) == 12 and np.median(np.abs(errors)) < 0.12 and max(np.abs(errors)) < 0.23
 
 
@@ -174,46 +175,26 @@ def test_windows_save_time_and_no_memory(tmp_path: Path) -> None:
     assert windowed.seconds(LIMITS, 1, 1, 60) == full.seconds(LIMITS, 1, 1, 60)
 
 
-def test_speedup_is_tokens_over_time() -> None:
-    own = sheet("llama-3.2-1b", "w4a8")
-    assert LIMITS is not None
-    times = PaperTimes(own, LIMITS)
-    rounds = Rounds(times, 256, 0.001)
-    draft = DraftPlan("x", PaperTimes(sheet("smollm2-135m", "w8a8"), LIMITS), AcceptChances((0.7,), (0.7,), ""))
-    tokens, speed, share = (values[0] for values in rounds.speedups(draft, 2))
-    assert tokens[:3] == pytest.approx([1, 1.7, 1.7 + 0.49])
-    step = draft.times.seconds(2, 1, 256) if draft.times else 0.0
-    whole = times.seconds(2, 4, 256) + 3 * step + 0.001
-    assert speed[0] == 1
-    assert speed[3] == pytest.approx(tokens[3] * (times.seconds(2, 1, 256) + 0.001) / whole)
-    assert share[3] == pytest.approx(3 * step / whole)
-    assert times.prompt(1000) > times.prompt(512) > 0
-    assert draft.times is not None
-    together, _, shared = (values[0] for values in rounds.speedups(replace(draft, at_once=True), 2))
-    once = draft.times.seconds(2, round(together[3]) + 2, 256)  # what it reads anew, and two masks: one pass
-    assert shared[3] == pytest.approx(once / (times.seconds(2, 4, 256) + once + 0.001))
-    assert shared[0] == 0 and shared[3] < share[3]
-
-
 def test_intervals_hold_the_value_and_an_assumption_widens_them() -> None:
     assert LIMITS is not None
-    rounds = Rounds(PaperTimes(sheet("llama-3.2-1b", "w4a8"), LIMITS), 256, 0.0003)
-    wide = {}
+    cost, wide = sheet("llama-3.2-1b", "w4a8").cost(LIMITS), {}
     for low, high in ((0.7, 0.7), (0.5, 0.9)):
-        speed = rounds.speedups(DraftPlan("x", None, AcceptChances((low,), (high,), "")), 1)[1]
-        f = figure(speed[:, 4], "paper")
+        draft = DraftPlan("x", Steps(each=SEARCH), AcceptChances((low,), (high,), ""))
+        f = speeds(cost, [draft], (1,), 256)[1].speedup
         assert f.low < f.value < f.high
         wide[low] = f.high / f.low
     assert wide[0.5] > 1.1 * wide[0.7]
 
 
-@pytest.mark.parametrize("grade", ["paper", "profiled"])
-def test_a_draft_scatters_by_its_own_spread_whatever_the_target_s_grade(grade: str) -> None:
+def test_a_draft_of_the_target_s_grade_shares_half_of_its_scatter() -> None:
     assert LIMITS is not None
-    rounds = Rounds(PaperTimes(sheet("llama-3.2-1b", "w4a8"), LIMITS), 256, 0.0003)
-    times = PaperTimes(sheet("smollm2-135m", "w8a8"), LIMITS, grade, (0.2, 0.0))
-    steps = rounds.steps(DraftPlan("x", times, AcceptChances((0.7,), (0.7,), "")), 1)
-    assert np.log(steps[1:]).std() == pytest.approx(0.2, rel=0.1)
+    cost, chance = sheet("llama-3.2-1b", "w4a8").cost(LIMITS), AcceptChances((0.7,), (0.7,), "")
+    passes, wide = sheet("smollm2-135m", "w8a8").cost(LIMITS).passes, {}
+    for grade in ("paper", "profiled"):
+        draft = DraftPlan("x", Steps(passes), chance, grade=grade, spread=replace(cost.spread, level=0.5))
+        f = speeds(cost, [draft], (1,), 256)[1].speedup
+        wide[grade] = f.high / f.low
+    assert 1.0 < wide["paper"] < wide["profiled"]
 
 
 def test_a_draft_format_that_was_not_profiled_is_priced_on_paper() -> None:
@@ -322,27 +303,24 @@ def test_a_few_real_rounds_anchor_the_figures(monkeypatch: pytest.MonkeyPatch) -
         estimate(Question("smollm2-135m", ("w8a8",), run=True), LIMITS)
 
 
-def test_anchored_times_are_medians_of_turns() -> None:
-    def turn(scale: float) -> RoundCost:
-        drafting = LevelCost(0.001, Curve([(1, 0.002 * scale)]))
-        return RoundCost(Curve([(1, 0.01 * scale), (8, 0.02 * scale)]), (drafting,))
+def test_anchored_costs_are_medians_of_turns() -> None:
+    def turn(scale: float) -> EngineCost:
+        cost = EngineCost(Curve([(1, 0.01 * scale), (8, 0.02 * scale)]))
+        cost.draft.coefficients[:3] = 0.001, 0.0, 0.002 * scale
+        return cost
 
-    times = anchor.AnchoredTimes([turn(s) for s in (1.0, 1.1, 1.3)], [0.5, 0.4, 0.9], 100)
-    assert times.seconds(2, 4, 0) == pytest.approx(0.022)
-    assert times.prompt(200) == pytest.approx(1.0)
-    assert times.spread[0] > 0.1
-    assert times.spread[1] == pytest.approx(0)  # all passes drift together
-    assert anchor.AnchoredSteps([turn(s) for s in (1.0, 1.1, 1.3)]).seconds(1, 1, 0) == pytest.approx(0.0022)
+    cost = anchor.middle([turn(s) for s in (1.0, 1.1, 1.3)], [0.5, 0.4, 0.9], 100)
+    assert cost.target(8, 2) == pytest.approx(0.022)
+    assert cost.prompt(200) == pytest.approx(1.0)
+    assert cost.spread.level > 0.1
+    assert cost.spread.shape == pytest.approx(0)  # all passes drift together
+    assert cost.draft(1, 1, 0, 1.0) == pytest.approx(0.0032)
 
 
 def test_costs_of_another_engine_give_its_table(tmp_path: Path) -> None:
     file = tmp_path / "vllm.json"
     file.write_text(json.dumps(COSTS))
     costs = read_costs(file, "vllm")
-    assert isinstance(costs, EngineCosts)
-    times = EngineTimes(costs)
-    assert times.seconds(1, 3, 0) == pytest.approx(0.0103)
-    assert times.seconds(16, 5, 0) == pytest.approx(0.018)
     asked = Question("meta/x", drafts=("eagle:some/head", "ngram"), acceptance=("0.7",), batches=(1, 16))
     found = estimate_engine(asked, costs).as_dict()
     rows = found["num_speculative_tokens_per_batch_size"]["eagle:some/head"]
@@ -371,15 +349,15 @@ def test_cost_files_of_others_are_refused(changes: dict[str, Any], engine: str, 
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({**COSTS, **changes}))
     with pytest.raises(ConfigError, match=words):
-        read_costs(file, engine)
+        Profile.read(file) if engine == "sameseed" else read_costs(file, engine)
 
 
 def test_acceptance_from_files_and_words(tmp_path: Path) -> None:
     file = tmp_path / "speculation_profile.json"
     file.write_text(json.dumps({"conditional_accept_rates": [0.8, 0.6], "num_rounds": 10_000}))
     found = read_acceptance(str(file))
-    middle = found.tokens(np.array([0.5]))[0]
-    assert middle[:4] == pytest.approx([1, 1.8, 1.8 + 0.48, 1.8 + 0.48 + 0.48 * 0.6], abs=1e-3)
+    accepted = [found.at(0.5).drafted(k).accepted for k in range(4)]
+    assert accepted == pytest.approx([0, 0.8, 0.8 + 0.48, 0.8 + 0.48 + 0.48 * 0.6], abs=1e-3)
     assert not found.assumed
     assert 0.76 < found.low[0] < 0.8 < found.high[0] < 0.84
     assert read_acceptance("0.6,0.8").high == (0.8,)

@@ -14,15 +14,14 @@ from sameseed import LLM
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.cost.curve import Curve
+from sameseed.cost.round import Gap, RoundCost, Steps
 from sameseed.engine.levels import may_branch, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.plan import quality, tune
 from sameseed.plan.candidates import Prospect, TargetBench, load_targets, survivors
-from sameseed.plan.cost import LevelCost, RoundCost
-from sameseed.plan.grid import Bound, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
+from sameseed.plan.grid import Bound, Interval, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
 from sameseed.plan.race import Aim, Contestant, race, ratio
-from sameseed.plan.simulate import Interval
 from sameseed.request import SamplingParams
 from sameseed.study.prompt_sets import Prompt
 from sameseed.tuned import Loser, Tuned
@@ -37,7 +36,7 @@ def asked(**given: Any) -> TuneRequest:
 
 def prospect(spec: SpecConfig, value: float, spread: float = 0.1, num_bytes: int = 0) -> Prospect:
     speeds = {b: Interval(value, value * (1 - spread), value * (1 + spread)) for b in (1, 4)}
-    made: Any = {b: SimpleNamespace(tokens_per_round=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
+    made: Any = {b: SimpleNamespace(tokens=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
     return Prospect(Setting("auto", "auto", spec), speeds, made, num_bytes)
 
 
@@ -116,8 +115,8 @@ def test_a_slow_moment_of_the_machine_changes_no_promise(monkeypatch: pytest.Mon
     def promised(slow: float) -> list[float]:
         def cost(spec: SpecConfig, threads: int | None) -> RoundCost:
             x = slow if spec.method == "suffix" else 1.0
-            steps = (LevelCost(step=Curve([(1, 0.0001 * x)])),)
-            return RoundCost(Curve([(1, 0.01 * x), (8, 0.012 * x)]), steps, 0.001 * x, 0.002 * x)
+            steps = (Steps(Curve([(1, 0.0001 * x)])),)
+            return RoundCost(Curve([(1, 0.01 * x), (8, 0.012 * x)]), steps, Gap(0.001 * x, 0.002 * x))
 
         monkeypatch.setattr(target, "_cost", cost)
         found = target.prospects(lambda *_: None, math.inf, [])
@@ -287,7 +286,7 @@ def test_from_prompts_to_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture
     argv = f"tune embedded --prompts {prompts} --max-tokens 8 --batch 1,2 --seconds 900 --slo itl<9s --threads 1"
     argv += " --formats auto w8a8 --quality 9 --quality-tokens 300 --drafts ngram"
     assert main([*argv.split(), "-o", str(out), "--plot", str(plot)]) == 0
-    assert "settings simulated" in capsys.readouterr().out
+    assert "settings predicted" in capsys.readouterr().out
     assert plot.stat().st_size > 5000
     tuned = Tuned.read(out)
     assert tuned.scope.num_prompts == 4 and tuned.scope.batch == (1, 2) and tuned.chosen.threads == 1

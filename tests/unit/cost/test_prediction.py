@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from sameseed.cost.curve import Curve
+from sameseed.cost.prediction import RunCounts, predict
 from sameseed.request import SpecMetrics
-from sameseed.study.estimate import RunCounts, predict
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -33,16 +33,15 @@ def test_a_machine_whose_costs_are_known(batch: int, known: bool, at_once: bool)
         took = draft.at(decided + batch * (k - 1)) if at_once else k * draft.at(1)
         drafting += took
         seconds += target.at(batch * (k + 1)) + extra + 0.0005 + took
-    tokens = metrics.num_rounds + metrics.num_accepted_tokens
-    plain_steps = tokens // batch
+    plain_steps = (tokens := metrics.num_rounds + metrics.num_accepted_tokens) // batch
     for _ in range(plain_steps * batch):
         plain.update(0, 0)
     alone = plain_steps * (target.at(batch) + extra + 0.0005)
     before = RunCounts(plain, plain_steps, plain_steps * batch, alone + 0.1, 0.1, 0.0, plain_steps * 0.0005, context)
     after = RunCounts(metrics, steps, steps * batch, seconds + 0.1, 0.1, drafting, 9.0, context)
     found = predict(after, before, target, draft if known else None, at_once)
-    read = replace(after, prompts=(100,) * batch, seconds=after.seconds + batch * draft.at(100))
     if known:  # then the draft model's passes over the prompts are counted, too
+        read = replace(after, prompts=(100,) * batch, seconds=after.seconds + batch * draft.at(100))
         assert abs(predict(read, before, target, draft, at_once).error) < 0.01
     assert found.speedup == pytest.approx((alone + 0.1) / (seconds + 0.1), rel=0.01)
     assert abs(found.error) < 0.01 and abs(found.decode_error) < 0.01
