@@ -48,8 +48,8 @@ from sameseed import devices, ops
 from sameseed.engine.memory import available_memory
 from sameseed.errors import ConfigError, SameseedError
 from sameseed.models.config import ModelConfig
+from sameseed.report import record
 from sameseed.scheme import QuantScheme
-from sameseed.study import record
 from sameseed.study.shapes import get_shape
 
 SCHEMA = "sameseed.gpu/1"

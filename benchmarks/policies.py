@@ -34,8 +34,8 @@ import numpy as np
 
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.cost.curve import Curve
+from sameseed.report import record
 from sameseed.request import SamplingParams
-from sameseed.study import record
 from sameseed.study.measure import Bench, Run, run_batch
 from sameseed.study.prompt_sets import Prompt
 from sameseed.study.workload import ASSETS, DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, without_past

@@ -22,7 +22,7 @@ from typing import Any
 
 from sameseed import LLM, SamplingParams
 from sameseed.models.loader import resolve_model
-from sameseed.study import record
+from sameseed.report import record
 
 HERE = Path(__file__).parent
 OUT = HERE.parent / "results" / "clients.jsonl"

@@ -25,7 +25,7 @@ from table import render
 
 from sameseed.engine.memory import available_memory
 from sameseed.errors import SameseedError
-from sameseed.study import record
+from sameseed.report import record
 from sameseed.study.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
 from sameseed.tokenizer import Tokenizer
 

@@ -78,8 +78,9 @@ def run(argv: Seq[str], prog: str) -> int:
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
     from sameseed.cli.console import stderr_console
     from sameseed.models.loader import resolve_model
+    from sameseed.report import record
     from sameseed.report.plot import plot_paths
-    from sameseed.study import record, report
+    from sameseed.study import report
     from sameseed.study.measure import fitting
     from sameseed.study.plots import plot_speedups
     from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
@@ -128,8 +129,9 @@ def _measure(
 
     `ahead`: targets still to measure, this one included, for an estimate of the time; 0: no estimate.
     """
-    from sameseed.study import record
+    from sameseed.report import record
     from sameseed.study.measure import BenchStopped
+    from sameseed.study.record import make_records
     from sameseed.study.workload import DEFAULT_PROMPTS, arms, prompts_name
 
     args, found = parsed.args, list[dict[str, Any]]()
@@ -144,7 +146,7 @@ def _measure(
             runs, stopped = run_with_progress(bench, workload, args.repeat, args.json, alike), None
         except BenchStopped as stop:
             runs, stopped = stop.runs, stop
-        records = record.make_records(bench, parsed.engine.model, workload, runs, run_id, here)
+        records = make_records(bench, parsed.engine.model, workload, runs, run_id, here)
         show(records, out, args.json)
         if stopped is not None:
             raise stopped

@@ -75,7 +75,7 @@ def run(argv: Seq[str], prog: str) -> int:
         from sameseed.report.plot import plot_paths
 
         plot_paths(args.plot)
-    from sameseed.study import record
+    from sameseed.report import record
 
     out = record.destination(args.out, "load")
     made = asyncio.run(_measure(args, arms, settings, out))
@@ -92,7 +92,7 @@ async def _measure(
 ) -> list[dict[str, Any]]:
     """Measure all cells, and show a table after each shape. Returns the records."""
     from sameseed.cli.console import keep, progress, show_table, stderr_console, stdout_console
-    from sameseed.study import record
+    from sameseed.report import record
     from sameseed.study.load import report, wire
     from sameseed.study.load.bench import LoadBench
     from sameseed.study.load.records import make_records

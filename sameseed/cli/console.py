@@ -43,7 +43,7 @@ def stdout_console() -> Console:
 
 def keep(records: Iterable[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     """Append records to a file, if there is one, and print them as lines of JSON, if asked."""
-    from sameseed.study import record
+    from sameseed.report import record
 
     for line in records:
         if out is not None:

@@ -66,7 +66,7 @@ def run(argv: Seq[str], prog: str) -> int:
         if args.compare:
             raise ConfigError("give the models to --compare, and no other")
         engine = EngineChoice(args.name, engine.settings)
-    from sameseed.study import record
+    from sameseed.report import record
     from sameseed.study.quality import suite
     from sameseed.study.quality.tasks import TaskSettings
 
@@ -138,7 +138,7 @@ def check_plot(plot: Path | None) -> None:
     """Raise ConfigError, before anything is measured, if the plots' files cannot be written."""
     if plot is None:
         return
-    from sameseed.study import record
+    from sameseed.report import record
     from sameseed.study.quality.plots import page_paths
 
     for path in page_paths(plot):

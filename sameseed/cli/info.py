@@ -42,11 +42,11 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.json:
         print(json.dumps(found))
         return 0
-    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
 
     from sameseed.cli.console import show_table, stdout_console
+    from sameseed.report import table as layout
 
     console = stdout_console()
     if args.model is None:
@@ -56,13 +56,10 @@ def run(argv: Seq[str], prog: str) -> int:
             summary.add_row(name, escape(text))
         console.print(summary)
     for title, head, rows in _tables(found):
-        made = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-        made.show_header, made.show_edge = bool(head), False
-        for name in head or ("", ""):
-            made.add_column(name)
-        for row in rows:
-            made.add_row(*(escape(str(cell)) for cell in row))
-        show_table(made)
+        cells = [[escape(str(cell)) for cell in row] for row in rows]
+        table = layout.table(f"\n{title}", head or ("", ""), cells, left=range(len(head) or 2))
+        table.show_header = bool(head)
+        show_table(table)
     return 0
 
 
@@ -70,7 +67,7 @@ def collect() -> dict[str, Any]:
     """Everything that `info` says, as plain data."""
     import sameseed
     from sameseed import devices
-    from sameseed.study import record
+    from sameseed.report import record
 
     return {
         "version": sameseed.__version__,

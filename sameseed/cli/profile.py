@@ -92,7 +92,7 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
 
 def _check_outputs(args: ProfileArgs) -> None:
     """Raise ConfigError if a file cannot be written, before an hour is spent on measuring."""
-    from sameseed.study import record
+    from sameseed.report import record
 
     paths = [(RECORDS, "--record in another folder")] if args.record else []
     if args.plot is not None:
@@ -125,8 +125,8 @@ def _measure(args: ProfileArgs, grid: dict[str, Any]) -> Profile:
 
 def _write(args: ProfileArgs, found: Profile) -> None:
     from sameseed.cli.console import show_table, stderr_console
+    from sameseed.report import record
     from sameseed.store import replacing
-    from sameseed.study import record
     from sameseed.study.cost_table import LEGEND, tables
 
     data = found.as_dict()

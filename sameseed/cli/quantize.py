@@ -78,7 +78,7 @@ def run(argv: Seq[str], prog: str) -> int:
         _show(result)
     if asked is not None:
         from sameseed.cli.eval import report
-        from sameseed.study import record
+        from sameseed.report import record
         from sameseed.study.quality.variant import Variant
 
         variants = [Variant(args.model), Variant(str(result.folder))]
@@ -105,7 +105,7 @@ def _turn_head(args: QuantizeArgs, target: Path, out: Path) -> int:
 def _report_settings(args: QuantizeArgs) -> Comparing:
     """The settings of --report, checked as far as possible before the model is quantized."""
     from sameseed.cli.eval import check_plot
-    from sameseed.study import record
+    from sameseed.report import record
     from sameseed.study.quality import compare, suite
     from sameseed.study.quality.tasks import TaskSettings
 

@@ -86,7 +86,7 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.plan.picture import draw
     from sameseed.plan.profile_file import write
     from sameseed.plan.tune import as_tuned, tune
-    from sameseed.study import record
+    from sameseed.report import record
     from sameseed.tuned import Tuned
 
     before = None if args.check is None else Tuned.read(args.check)
@@ -201,9 +201,9 @@ def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:
 
 def _lost(made: Tuned) -> Table:
     """Table of what lost, and why: all that could not be tried, and the best of those that ran or were ruled out."""
-    from rich.table import Table
+    from sameseed.report import table as layout
 
-    table = Table("setting", "why", "speed", title="what lost", title_justify="left", title_style="bold")
+    table = layout.table("what lost", ("setting", "why", "speed"), left=(0, 1))
     by_why: dict[str, list[Loser]] = {}
     for x in made.rejected:
         by_why.setdefault(x.why, []).append(x)
@@ -221,16 +221,11 @@ def _lost(made: Tuned) -> Table:
 
 def _table(found: TuneOutcome) -> Table:
     """Table of the settings that ran, the best first: predicted and measured speed-up at each batch size."""
-    from rich.table import Table
+    from sameseed.report import table as layout
 
     batches = found.asked.batches
-    title = "speed over plain decoding (80 % intervals), in turns"
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("setting")
-    for b in batches:
-        table.add_column(f"predicted, batch {b}", justify="right")
-        table.add_column(f"measured, batch {b}", justify="right")
-    table.add_column("prompts", justify="right")
+    heads = [f"{what}, batch {b}" for b in batches for what in ("predicted", "measured")]
+    table = layout.table("speed over plain decoding (80 % intervals), interleaved", ("setting", *heads, "prompts"))
     for c in found.order:
         cells = []
         for p, m in ((found.predicted(c.prospect, b), found.speedup(c, b)) for b in batches):

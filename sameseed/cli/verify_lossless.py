@@ -64,7 +64,8 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     from sameseed.engine.settings import make_config
     from sameseed.laws.checks import chosen
-    from sameseed.study import certificate as suite, record
+    from sameseed.report import record
+    from sameseed.study import certificate as suite
     from sameseed.study.workload import DEFAULT_PROMPTS
 
     if args.every and args.only:
@@ -84,7 +85,8 @@ def run(argv: Seq[str], prog: str) -> int:
 def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs, checks: Seq[Check]) -> int:
     """Make, write and show one certificate; returns the exit code."""
     from sameseed.cli.console import stages, stderr_console
-    from sameseed.study import certificate as suite, record
+    from sameseed.report import record
+    from sameseed.study import certificate as suite
 
     with stages(f"loading {asked.model}", args.json) as tick:
         subject = suite.load_subject(
@@ -177,7 +179,8 @@ def _every(engine: EngineChoice, asked: Asked, config: EngineConfig, params: Sam
     """Make the certificates, append each to `args.out` as it is made, show them."""
     from sameseed.cli.console import stages
     from sameseed.ops import resolve
-    from sameseed.study import certificate_every as every, record
+    from sameseed.report import record
+    from sameseed.study import certificate_every as every
     from sameseed.study.certificate_page import render_every
 
     resolve(config.backend, config.device)  # a missing backend is reported once, not per certificate

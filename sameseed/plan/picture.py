@@ -7,8 +7,8 @@ from typing import Any
 
 from sameseed.plan.grid import Interval
 from sameseed.plan.tune import TuneOutcome
+from sameseed.report import record
 from sameseed.report.plot import Panel, Series, draw as draw_panels
-from sameseed.study import record
 
 
 def draw(outcome: TuneOutcome, path: Path) -> tuple[Path, Path]:

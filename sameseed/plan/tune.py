@@ -23,7 +23,7 @@ from sameseed.plan.acceptance import Replay
 from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, no_time, survivors
 from sameseed.plan.grid import Interval, Setting, TuneRequest, options_of
 from sameseed.plan.race import Aim, Contestant, anew, first_rung, race, ratio
-from sameseed.study import record
+from sameseed.report import record
 from sameseed.study.quality.data import take
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
 

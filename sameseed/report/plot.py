@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import textwrap
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sameseed.errors import ConfigError
+from sameseed.report.record import require
 
 # Colours that colour-blind readers can tell apart (after Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "0.6")
@@ -64,8 +64,7 @@ def plot_paths(path: Path) -> tuple[Path, Path]:
     """Paths of the PNG and the SVG for `path`. Raises ConfigError for another suffix, or without matplotlib."""
     if path.suffix.lower() not in ("", *SUFFIXES):
         raise ConfigError(f"a plot is written as .png and .svg, not as {path.suffix!r}; name it e.g. {path.stem}.png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("a plot needs matplotlib; install it: pip install 'sameseed[study]'")
+    require("a plot", "study", "matplotlib")
     png, svg = (path.with_suffix(suffix) for suffix in SUFFIXES)
     return png, svg
 

@@ -18,9 +18,10 @@ from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, Check, Effor
 from sameseed.laws.checks import CHECKS, UNSEEN
 from sameseed.laws.subject import Subject, storeless
 from sameseed.models.weights import Progress
+from sameseed.report import record
+from sameseed.report.schemas import CERTIFICATE_SCHEMA
 from sameseed.request import SamplingParams
-from sameseed.study import record
-from sameseed.study.schemas import CERTIFICATE_SCHEMA
+from sameseed.study.record import SAMPLED, speculation, stored_formats
 from sameseed.study.workload import prompts_name, read_prompts
 
 log = logging.getLogger("sameseed")
@@ -74,10 +75,7 @@ class Certificate:
     def as_dict(self) -> dict[str, Any]:
         """The record, schema `sameseed.certificate/1`."""
         return {
-            "schema": CERTIFICATE_SCHEMA,
-            "time": record.now(),
-            "commit": record.commit(),
-            "machine": record.machine(),
+            **record.origin(CERTIFICATE_SCHEMA),
             "config": self.config,
             "effort": self.effort.share,
             "verdict": self.verdict,
@@ -161,8 +159,8 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
         "model": record.model_name(asked.model),
         "model_digest": subject.digest,
         "num_parameters": subject.target.config.num_parameters,
-        **record.speculation(spec),
-        "format": record.stored_formats(subject.target.weights) if c.format == "auto" else c.format,
+        **speculation(spec),
+        "format": stored_formats(subject.target.weights) if c.format == "auto" else c.format,
         "kv_format": subject.kv_format,
         "backend": subject.target.ops.name,
         "row_invariant": subject.target.ops.row_invariant,
@@ -174,6 +172,6 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
         "prompts": prompts_name(asked.prompts),
         "num_prompts": len(subject.prompts),
         "max_tokens": asked.max_tokens,
-        **{name: getattr(params, name) for name in record.SAMPLED[1:]},
+        **{name: getattr(params, name) for name in SAMPLED[1:]},
         "seed": subject.seed,
     }

@@ -17,8 +17,8 @@ from sameseed.cost.curve import Curve, interpolate
 from sameseed.cost.engines import ENGINE_SCHEMA, P10_TO_P90, read_table
 from sameseed.cost.round import Gap, RoundCost, Spread
 from sameseed.errors import ConfigError, nearest
+from sameseed.report.schemas import PROFILE_SCHEMA
 from sameseed.study.limits import Limits
-from sameseed.study.schemas import PROFILE_SCHEMA
 
 MOST_MS = 3.6e6  # milliseconds of a pass beyond which a profile cannot be right: an hour
 Report = Callable[[str, float, float], None]  # stage, done, total

@@ -17,8 +17,9 @@ from sameseed.models.config import ModelConfig
 from sameseed.models.loader import load_model, open_checkpoint, read_config, resolve_model, target_scheme
 from sameseed.models.synthetic import RandomCheckpoint, random_model
 from sameseed.models.weights import dense_format, expected_shapes, weight_bytes
+from sameseed.report import record
 from sameseed.scheme import QuantScheme, cache_format
-from sameseed.study import memory, record
+from sameseed.study import memory
 from sameseed.study.costs import BatchDecode, Cost, Prefill, Profile, Report, StoredModel
 from sameseed.study.depth import deepened, shallow
 from sameseed.study.grid import ProfileGrid
@@ -124,7 +125,7 @@ class Profiler:
     def run(self, report: Report | None = None) -> Profile:
         """Measure and return the profile. A KeyboardInterrupt ends it early; re-raised if nothing was measured."""
         tell: Report = report or (lambda stage, done, total: None)
-        threads = self.grid.threads or record.native_threads()
+        threads = self.grid.threads or devices.native_threads()
         ops.set_num_threads(threads)
         self.machine = record.machine()  # now, so that the recorded load is the load before this measurement
         tell("machine limits", 0, 1)

@@ -1,39 +1,24 @@
-"""Records of measurements: one JSON line each, appended and never changed. The source of all numbers in the docs."""
+"""The records of `sameseed bench`: the resolved configuration of each arm, and what its runs measured."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import logging
-import os
-import platform
-import subprocess
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import asdict
-from datetime import datetime, timezone
-from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-import sameseed
 from sameseed import registry, store
 from sameseed.config import SpecConfig
-from sameseed.devices import cpu_name as cpu_name, native_isa as native_isa, native_threads as native_threads
 from sameseed.engine.alarm import is_useless
 from sameseed.engine.llm import LLM
-from sameseed.errors import ConfigError
 from sameseed.models.layers import ModelWeights
 from sameseed.models.loader import resolve_model
+from sameseed.report.record import model_name, origin, spread
+from sameseed.report.schemas import BENCH_SCHEMA
 from sameseed.study.measure import Bench, Run
-from sameseed.study.schemas import BENCH_SCHEMA, check
 from sameseed.study.usage import Usage
 from sameseed.study.workload import Arm, Workload, spec_as_dict
 
-log = logging.getLogger("sameseed")
-RESULTS = Path("benchmarks/results")
 SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p")  # fields of SamplingParams that a record holds
 COUNTED = (  # fields of SpecMetrics that a record holds
     "num_rounds",
@@ -45,53 +30,6 @@ COUNTED = (  # fields of SpecMetrics that a record holds
     "num_ahead",
     "num_ahead_kept",
 )
-
-
-def now() -> str:
-    """The current time, ISO 8601, UTC, to the second."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-@cache
-def commit() -> str:
-    """The checkout's commit (12 digits), with "+" if a source file was changed; without a checkout, the version."""
-    root = Path(sameseed.__file__).resolve().parent.parent
-    git = ["git", "-C", str(root)]
-    try:
-        top = subprocess.run([*git, "rev-parse", "--show-toplevel", "HEAD"], capture_output=True, text=True, check=True)
-        folder, head = top.stdout.splitlines()
-        if Path(folder) != root:
-            return sameseed.__version__
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no", "--", "sameseed", "csrc"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError, ValueError):
-        return sameseed.__version__
-    return head[:12] + ("+" if changed.stdout.strip() else "")
-
-
-def machine() -> dict[str, object]:
-    """Properties of the machine that the numbers depend on, without its host name."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "cpu": cpu_name(),
-        "cores": cores,
-        "isa": native_isa(),
-        "threads": native_threads(),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
-        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def model_name(model: str) -> str:
-    """A model's name in a record: for a folder or file, its name without the path, which may be private."""
-    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def speculation(spec: SpecConfig) -> dict[str, object]:
@@ -169,11 +107,8 @@ def make_record(
     metrics = runs[0].metrics
     done = [c.metrics for run in runs for c in run.completions]
     return {
-        "schema": BENCH_SCHEMA,
+        **origin(BENCH_SCHEMA, machine_),
         "run": run_id,
-        "time": now(),
-        "commit": commit(),
-        "machine": dict(machine_),
         "config": dict(config),
         "repetitions": [_repetition(*each) for each in zip(runs, ratios, equal, strict=True)],
         "tokens_per_s": median(run.tokens_per_s for run in plain) * median(ratios),
@@ -222,69 +157,3 @@ def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:
 def _split(run: Run) -> dict[str, float]:
     t = run.times
     return {**asdict(t), "rest": run.seconds - t.draft - t.target - t.verify - t.schedule}
-
-
-def spread(values: Seq[float]) -> dict[str, float | None]:
-    """Median, mean and 95th percentile of `values`; all None if there are none."""
-    if not values:
-        return {"median": None, "mean": None, "p95": None}
-    ordered = sorted(values)
-    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-    return {"median": median(ordered), "mean": sum(ordered) / len(ordered), "p95": p95}
-
-
-def prepare(path: Path, flag: str = "--out") -> None:
-    """Check before a measurement that records can be written to `path`. Raises ConfigError naming the flag."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        path.open("a", encoding="utf-8").close()
-        if new:
-            path.unlink()  # a measurement that fails later should not leave an empty file
-    except OSError as error:
-        raise ConfigError(f"cannot write records to {path} ({error.strerror}); choose another with {flag}") from None
-
-
-def require(what: str, extra: str, *modules: str) -> None:
-    """Raise ConfigError naming the extra where one of these modules, which `what` needs, is not installed."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"{what} needs {', '.join(missing)}; install with: pip install '.[{extra}]'")
-
-
-def destination(out: Path | None, name: str) -> Path | None:
-    """The file for a command's records: `out`, else NAME.jsonl in benchmarks/results/ if that folder exists, else None.
-
-    The file is checked with `prepare`.
-    """
-    out = out or (RESULTS / f"{name}.jsonl" if RESULTS.is_dir() else None)
-    if out is not None:
-        prepare(out)
-    return out
-
-
-def append(path: Path, record: Mapping[str, object]) -> None:
-    """Append one line to a record file, which is created if missing. Raises ConfigError if `record` is not valid."""
-    check(record)
-    prepare(path)
-    with path.open("ab+") as file:
-        file.seek(-1 if file.tell() else 0, os.SEEK_CUR)
-        whole = file.read() in (b"", b"\n")  # a line may have been cut off when its process was killed
-        file.write(b"" if whole else b"\n")
-        file.write(json.dumps(record).encode() + b"\n")
-
-
-def read(path: Path, skip_broken: bool = False) -> list[dict[str, Any]]:
-    """All records of a file, checked. Raises ConfigError naming a broken line; `skip_broken`: it is logged instead."""
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            record = json.loads(line)
-            check(record)
-        except (json.JSONDecodeError, ConfigError, AttributeError) as error:
-            if not skip_broken:
-                raise ConfigError(f"{path}:{number}: {error}") from None
-            log.warning("%s:%d is broken (%s); it is measured again", path, number, error)
-            continue
-        records.append(record)
-    return records

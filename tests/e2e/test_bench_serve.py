@@ -10,7 +10,7 @@ import pytest
 from fixtures_server import Server
 
 from sameseed.cli import main
-from sameseed.study import record
+from sameseed.report import record
 
 KEY = "a-key-for-the-test"
 

@@ -22,8 +22,9 @@ from sameseed.cli.bench import BenchArgs, _specs
 from sameseed.cli.options import EngineChoice
 from sameseed.config import draft_text
 from sameseed.errors import ConfigError
+from sameseed.report import record
 from sameseed.request import Delta
-from sameseed.study import measure, record
+from sameseed.study import measure
 
 Cli = Callable[..., tuple[int, str, str]]
 LONG = 4000  # tokens: seconds of work, so that an interruption comes in the middle

@@ -13,7 +13,7 @@ from lawkit import write_model
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
-from sameseed.study import record, schemas
+from sameseed.report import record, schemas
 from sameseed.study.quality import compare
 from sameseed.study.quality.compare import Comparing
 from sameseed.study.quality.variant import Footprint, Variant

@@ -20,7 +20,7 @@ from proof import mutants
 from proof.drawn import AREAS, Places
 from proof.held_out import MutantBench, Verdict, judge_apart, score
 from proof.mistakes_server import SERVER_AREA, SERVER_MISTAKES
-from sameseed.study import record
+from sameseed.report import record
 from sameseed.study.workload import ASSETS
 from sameseed.tokenizer import Tokenizer
 

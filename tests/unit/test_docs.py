@@ -17,9 +17,9 @@ import pytest
 import recorded
 
 from sameseed import cli, registry
+from sameseed.report.schemas import BENCH_SCHEMA
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.drafter import parse_options
-from sameseed.study.schemas import BENCH_SCHEMA
 from sameseed_lab.studies import rivals
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 import sameseed
+from sameseed import devices
 from sameseed.config import CacheConfig, EngineConfig, parse_draft
 from sameseed.engine.build import build_engine
+from sameseed.report import record
 from sameseed.request import Request, SamplingParams, Sequence
 from sameseed.spec.draft import Draft
-from sameseed.study import record
 from sameseed.study.workload import without_past
 
 BLOCK_SIZE = 16
@@ -46,7 +47,7 @@ class Engine:
             "format": config.format,
             "kv_format": self.runner.cache.format,
             "backend": self.runner.model.ops.name,
-            "isa": record.native_isa(),
+            "isa": devices.native_isa(),
             "weights": self.runner.model.weights.embedding.format,
         }
         return {
@@ -129,7 +130,7 @@ class Writer:
             spec = replace(spec, policy="goodput", num_draft_tokens=12, format=options.get("draft_format", "auto"))
             more["draft"] = without_past(spec)  # no past requests as a source of drafts, since prompts are repeated
         self.llm = sameseed.LLM(str(model), **settings, **more)
-        settings |= {"draft": way or None, "isa": record.native_isa()}
+        settings |= {"draft": way or None, "isa": devices.native_isa()}
         return {"versions": {"sameseed": sameseed.__version__, "torch": torch.__version__}, "settings": settings}
 
     def write(self, prompt: Seq[int], count: int) -> list[int]:

@@ -19,8 +19,8 @@ import numpy as np
 from sameseed.plan.candidates import Prospect, Tell
 from sameseed.plan.grid import Interval, TuneRequest
 from sameseed.plan.race import Aim, Contestant, anew, race, ratio
-from sameseed.study import record
-from sameseed.study.schemas import TUNE_SCHEMA
+from sameseed.report import record
+from sameseed.report.schemas import TUNE_SCHEMA
 
 USUAL = 4  # draft tokens of a common default
 FINALISTS, REPEATS = 8, 6  # settings among which the best is found, and how often they run again
@@ -77,8 +77,7 @@ class Regret:
             "temperature": asked.params.temperature,
             "seed": asked.params.seed,
         }
-        origin = {"schema": TUNE_SCHEMA, "time": record.now(), "commit": record.commit(), "machine": record.machine()}
-        return {**origin, "config": config, "seconds": seconds, **asdict(self)}
+        return {**record.origin(TUNE_SCHEMA), "config": config, "seconds": seconds, **asdict(self)}
 
 
 @dataclass

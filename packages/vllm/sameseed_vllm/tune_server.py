@@ -21,9 +21,9 @@ from sameseed.errors import ConfigError
 from sameseed.plan.faults import length_flags
 from sameseed.plan.metrics import Counted, fetch, watch
 from sameseed.plan.pricing import state_of
+from sameseed.report import record
 from sameseed.request import SamplingParams
 from sameseed.store import replacing
-from sameseed.study import record
 from sameseed.study.load.wire import Endpoint, base_url, exchange, introduce, open_client
 from sameseed.study.prompt_sets import Prompt
 from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel

@@ -8,13 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from sameseed.report.record import origin
+from sameseed.report.schemas import LOAD_SCHEMA
 from sameseed.study.load.bench import LoadBench, Repetition
 from sameseed.study.load.drive import LoadLevel
 from sameseed.study.load.figures import RECORDED, acceptance, same_texts
 from sameseed.study.load.prompts import Shape
 from sameseed.study.load.wire import Endpoint
-from sameseed.study.record import commit, machine, now
-from sameseed.study.schemas import LOAD_SCHEMA
 from sameseed.study.workload import prompts_name
 
 RATES = ("output_tokens_per_s", "requests_per_s", "goodput_requests_per_s")
@@ -61,11 +61,8 @@ def make_records(
         mine = found[arm.label]
         summaries = [r.summary for r in mine]
         record: dict[str, Any] = {
-            "schema": LOAD_SCHEMA,
+            **origin(LOAD_SCHEMA),
             "run": run_id,
-            "time": now(),
-            "commit": commit(),
-            "machine": machine(),
             "config": config(bench, arm, shape, level),
             "repetitions": summaries,
             **{name: median(s[name] for s in summaries) for name in RATES},

@@ -8,13 +8,13 @@ from typing import Any
 
 from sameseed import store
 from sameseed.models.loader import resolve_model
-from sameseed.study import record
+from sameseed.report import record
+from sameseed.report.schemas import EVAL_SCHEMA
 from sameseed.study.quality.bootstrap import estimate
 from sameseed.study.quality.compare import Comparison
 from sameseed.study.quality.suite import PerplexityText, Quality
 from sameseed.study.quality.tasks import TaskSettings
 from sameseed.study.quality.variant import Variant
-from sameseed.study.schemas import EVAL_SCHEMA
 from sameseed.study.workload import prompts_name
 
 
@@ -29,11 +29,8 @@ def make_record(
 ) -> dict[str, Any]:
     """The record of one evaluated model. `config`: further settings that the results depend on."""
     return {
-        "schema": EVAL_SCHEMA,
+        **record.origin(EVAL_SCHEMA),
         "run": record.now(),
-        "time": record.now(),
-        "commit": record.commit(),
-        "machine": record.machine(),
         "config": {
             "label": variant.label,
             "model": record.model_name(variant.model),

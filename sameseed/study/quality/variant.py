@@ -14,8 +14,8 @@ from sameseed import scheme
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
+from sameseed.report import record
 from sameseed.scheme import QuantScheme
-from sameseed.study import record
 
 WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
 

@@ -10,7 +10,8 @@ import pytest
 
 from sameseed.cli import EXIT_INTERRUPTED, main
 from sameseed.cli.console import warn_if_busy
-from sameseed.study import limits, record, shapes
+from sameseed.report import record
+from sameseed.study import limits, shapes
 from sameseed.study.passes import Pass, TimedModel
 
 TINY: dict[str, Any] = {

@@ -27,12 +27,13 @@ from sameseed.laws.checks import CHECKS, UNSEEN, chosen
 from sameseed.laws.subject import Subject
 from sameseed.laws.trees import FirstDrafts, Watched
 from sameseed.models.layers import LayerWeights
+from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
 from sameseed.spec import sampling
 from sameseed.spec.draft import Draft
 from sameseed.spec.verify import verify
-from sameseed.study import certificate as suite, record, schemas
+from sameseed.study import certificate as suite
 from sameseed.study.certificate_page import render
 from sameseed.study.certificate_words import summary
 from sameseed.tokenizer import Tokenizer

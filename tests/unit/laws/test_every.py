@@ -21,8 +21,9 @@ from sameseed.errors import ConfigError
 from sameseed.laws import checks
 from sameseed.laws.check import Effort
 from sameseed.laws.checks import CHECKS
+from sameseed.report import record
 from sameseed.request import SamplingParams
-from sameseed.study import certificate as suite, certificate_every as every, record
+from sameseed.study import certificate as suite, certificate_every as every
 from sameseed.study.certificate_page import render_every
 
 NAMES = {*registry.names("drafters")} - {"block"}  # no block head comes with the package

@@ -12,8 +12,10 @@ import pytest
 import torch
 from fixtures_models import backends
 
+from sameseed import devices
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.study import depth, grid, limits, profiler, record, schemas, shapes
+from sameseed.report import record, schemas
+from sameseed.study import depth, grid, limits, profiler, shapes
 from sameseed.study.costs import Cost, Prefill, Profile, StoredModel
 from sameseed.study.limits import from_rates
 from sameseed.study.passes import Pass, TimedModel
@@ -47,7 +49,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
     monkeypatch.setattr(limits, "BYTES", 1 << 20)
     monkeypatch.setattr(limits, "SECONDS", 1e-4)
-    threads, native = torch.get_num_threads(), record.native_threads()
+    threads, native = torch.get_num_threads(), devices.native_threads()
     yield
     profiler.ops.set_num_threads(native)
     torch.set_num_threads(threads)

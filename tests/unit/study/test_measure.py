@@ -14,11 +14,13 @@ from sameseed.engine.memory import Demand, plan_blocks
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError
 from sameseed.models.loader import load_tokenizer, read_config, resolve_model
+from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, SpecMetrics
 from sameseed.scheme import QuantScheme
-from sameseed.study import record, report, schemas
+from sameseed.study import report
 from sameseed.study.measure import Bench, Run, fitted
 from sameseed.study.prompt_sets import Prompt
+from sameseed.study.record import config_as_dict, make_record, make_records
 from sameseed.study.workload import Workload, arms
 
 Measured = tuple[Bench, Workload, dict[Any, list[Run]]]
@@ -134,7 +136,7 @@ def test_records_are_complete_and_their_medians_right(
     measured: Measured, pair_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     bench, workload, runs = measured
-    records = record.make_records(bench, str(pair_folders[0]), workload, runs, record.now(), record.machine())
+    records = make_records(bench, str(pair_folders[0]), workload, runs, record.now(), record.machine())
     for line in records:
         record.append(tmp_path / "r.jsonl", line)
     again = record.read(tmp_path / "r.jsonl")
@@ -155,7 +157,7 @@ def test_a_text_that_differs_is_told(measured: Measured) -> None:
     other = Run(seconds=1.0, num_steps=1, completions=list(plain[0].completions))
     changed = other.completions[1]
     other.completions[1] = replace(changed, token_ids=(*changed.token_ids[:-1], changed.token_ids[-1] + 1))
-    made = record.make_record({}, [other, plain[1]], plain[:2], "now", {})
+    made = make_record({}, [other, plain[1]], plain[:2], "now", {})
     assert made["equals_plain"] is False
     assert [r["equals_plain"] for r in made["repetitions"]] == [False, True]
 
@@ -164,7 +166,7 @@ def test_a_text_that_differs_is_told(measured: Measured) -> None:
 def test_a_foreign_record_is_refused(measured: Measured, tmp_path: Path, damage: str) -> None:
     bench, _, runs = measured
     plain = runs[bench.arms[0]]
-    line = record.make_record({}, plain, plain, "now", {})
+    line = make_record({}, plain, plain, "now", {})
     schemas.check(line)
     bad = {**line, "schema": "other/2"} if damage == "schema" else {k: v for k, v in line.items() if k != damage}
     with pytest.raises(ConfigError, match=damage):
@@ -177,7 +179,7 @@ def test_a_foreign_record_is_refused(measured: Measured, tmp_path: Path, damage:
 
 def test_table_rows(measured: Measured, pair_folders: tuple[Path, Path]) -> None:
     bench, workload, runs = measured
-    records = record.make_records(bench, str(pair_folders[0]), workload, runs, "now", {})
+    records = make_records(bench, str(pair_folders[0]), workload, runs, "now", {})
     assert [report.cells(r)[0] for r in records] == [a.label for a in bench.arms]
     assert report.cells(records[0])[-1] == ""
     assert report.cells(records[1])[-1] == "yes"
@@ -214,7 +216,7 @@ def test_levels_are_counted_for_each_run(pair_folders: tuple[Path, Path]) -> Non
         assert list(run.levels) == ["level 1: ngram", "level 2: draft_model"]
         for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
             assert sum(getattr(m, field) for m in run.levels.values()) == getattr(run.metrics, field) > 0
-    plain, first = record.make_records(bench, target, workload, runs, "run", {})
+    plain, first = make_records(bench, target, workload, runs, "run", {})
     assert "levels" not in plain and "useless_draft" not in first
     schemas.check(json.loads(json.dumps(first)))
     lines = report.levels(first)
@@ -229,11 +231,11 @@ def test_a_draft_that_is_no_use_is_marked(measured: Measured, pair_folders: tupl
     for run in useless:
         for _ in range(50):
             run.metrics.update(4, 0)
-    config = record.config_as_dict(bench.llm, str(pair_folders[0]), arm, workload)
-    told = record.make_record(config, useless, plain, "run", {})
+    config = config_as_dict(bench.llm, str(pair_folders[0]), arm, workload)
+    told = make_record(config, useless, plain, "run", {})
     assert told["useless_draft"] is True
     assert "take a draft of this very target" in report.levels(told)[0]
-    looked_up = record.make_record({**config, "draft": "ngram"}, useless, plain, "run", {})
+    looked_up = make_record({**config, "draft": "ngram"}, useless, plain, "run", {})
     assert "useless_draft" not in looked_up
 
 

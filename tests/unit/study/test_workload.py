@@ -8,7 +8,7 @@ import pytest
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RequestError
 from sameseed.request import SamplingParams
-from sameseed.study import record
+from sameseed.study.record import speculation
 from sameseed.study.workload import DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, spec_as_dict
 
 
@@ -73,7 +73,7 @@ def test_heads_are_named_as_what_they_are() -> None:
 def test_records_hold_no_path_on_any_level(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     below = (SpecConfig("suffix"), SpecConfig("draft_model", str(tmp_path / "small")))
-    held = record.speculation(SpecConfig("first", below=below))
+    held = speculation(SpecConfig("first", below=below))
     assert str(tmp_path) not in json.dumps(held)
     assert '"small"' in json.dumps(held)
 

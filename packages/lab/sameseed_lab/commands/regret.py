@@ -31,7 +31,7 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.cli.console import keep, stages
     from sameseed.cli.tune import load, requested, show
     from sameseed.plan.tune import as_tuned, tune
-    from sameseed.study import record
+    from sameseed.report import record
     from sameseed_lab.regret import Judge
 
     asked, judge = replace(requested(args), exhaustive=True), Judge()

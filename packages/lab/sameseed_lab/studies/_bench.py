@@ -13,9 +13,10 @@ from sameseed.engine.levels import heeds_confidence, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
+from sameseed.report import record
 from sameseed.request import SamplingParams
-from sameseed.study import record
 from sameseed.study.measure import Bench, Run, fitted, fitting
+from sameseed.study.record import make_records
 from sameseed.study.workload import Arm, Workload, arms
 from sameseed_lab.studies._price import price
 from sameseed_lab.studies._setup import StudySetup
@@ -103,7 +104,7 @@ class BenchCell:
             setup.progress(f"{self.name}: {label}", done := done + 1, total)
 
         runs = bench.measure(workload, setup.repeat, tick)
-        made = record.make_records(bench, model, workload, runs, record.now(), record.machine())
+        made = make_records(bench, model, workload, runs, record.now(), record.machine())
         return [self._more(bench, arm, ways.get(arm), r, workload, runs) for arm, r in zip(bench.arms, made)]
 
     def _more(

@@ -20,7 +20,7 @@ from sameseed.engine.levels import with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
-from sameseed.study import record
+from sameseed.report import record
 from sameseed.study.load import wire
 from sameseed.study.load.bench import LoadBench, LoadSettings
 from sameseed.study.load.drive import LoadLevel

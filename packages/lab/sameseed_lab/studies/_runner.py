@@ -11,8 +11,7 @@ from typing import Any
 
 from sameseed import ops, registry
 from sameseed.errors import ConfigError, SameseedError
-from sameseed.report import plot as drawing
-from sameseed.study import record
+from sameseed.report import plot as drawing, record
 from sameseed_lab.studies import _page
 from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Cell, Study, same_text

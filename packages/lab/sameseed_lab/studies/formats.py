@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sameseed.study.schemas import PROFILE_SCHEMA
+from sameseed.report.schemas import PROFILE_SCHEMA
 from sameseed_lab.studies._bench import BenchCell, SpecSetting
 from sameseed_lab.studies._depth import FORM, LAYERS, DepthCell, Hierarchy, hierarchy
 from sameseed_lab.studies._study import (

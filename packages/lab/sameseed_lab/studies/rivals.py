@@ -20,7 +20,7 @@ from typing import Any
 
 import sameseed
 from sameseed.errors import ConfigError
-from sameseed.study.schemas import PEER_SCHEMA
+from sameseed.report.schemas import PEER_SCHEMA
 from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Panel, Plot, Records, Report, Series, Study, Table, Tell, figure
 

@@ -13,7 +13,7 @@ import pytest
 
 from sameseed.cli.console import show_table
 from sameseed.errors import ConfigError
-from sameseed.study import schemas
+from sameseed.report import schemas
 from sameseed.study.load import report, wire
 from sameseed.study.load.bench import LoadBench, LoadSettings
 from sameseed.study.load.drive import LoadLevel

@@ -16,7 +16,7 @@ from sameseed import LLM
 from sameseed.cli.console import show_table
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.study import record, schemas
+from sameseed.report import record, schemas
 from sameseed.study.quality import advice, compare, plots, records, speed, tables
 from sameseed.study.quality.compare import Comparing, Comparison
 from sameseed.study.quality.speed import DraftAcceptance
