@@ -20,7 +20,7 @@ from operator import attrgetter, itemgetter
 from sameseed.cost.curve import Curve
 from sameseed.cost.running import DraftCost, EngineCost, Prices
 from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates, likelihood
-from sameseed.lengths._budget import TRIAL_ROUNDS, TRIAL_TOKENS, Budget
+from sameseed.lengths._budget import SHARE, TRIAL_ROUNDS, TRIAL_TOKENS, Budget
 from sameseed.lengths._search import Offers, alone, shared
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
@@ -38,12 +38,9 @@ FIRST_GAPS = 16  # first rounds that are all learned: nothing else measures the 
 SIMILAR_BATCH = 0.25  # relative change of the batch size up to which a rest goes on
 FEW_SEQUENCES = 3  # in batches up to this size a new sequence ends a rest: it may be a large part of the work
 LONGEST_REST = 64  # most rounds of a rest before lengths are decided again
-CLEAR_GAIN = 1.25  # speedup over plain decoding; below it, a plain round is measured after so many rounds with drafts:
-MEASURE_EVERY = 64
-FIRST_UNMEASURED, LONGEST_UNMEASURED = 16, 1024  # the same above it: at first, and at most after doublings
+FIRST_UNMEASURED = 16  # least rounds with drafts before a plain one is measured; more by the budget of trials
 # After drafts the first plain rounds find cold caches: one is measured once they do not get faster, or after so many.
 NO_FASTER, MOST_COLD = 0.95, 8
-AS_EXPECTED = 1.15  # largest ratio of measured and expected time, either way, for a round to be as expected
 FREE_STEP = 0.01  # share of a plain round's time below which a drafting step counts as free
 LOOK_EVERY = 16  # one of so many rounds of rests is learned from, after the first so many
 FADE = 0.95  # decay of `_promise` per round, and of `_written` per ended sequence
@@ -90,12 +87,10 @@ class GoodputLength:
         self._num_learned = 0  # rounds from which costs were learned
         self._deciding = 0.0  # seconds of this round's decision, which holds for more rounds than this one
         self._steps = 0.0  # expected drafting steps of a proposal with the decided lengths
-        self._unclear = False  # is the expected speedup below `CLEAR_GAIN`?
         self._drafted = 0  # number of the last round with a draft
         self._since_plain = 0  # rounds with drafts since a plain one was measured
         self._settling = 0, math.inf  # plain rounds since the last one with drafts, and seconds of the latest of them
         self._begun_in_vain = -1  # `_drafted` when a new sequence was last decided to have no draft
-        self._unmeasured = FIRST_UNMEASURED  # rounds with drafts until a plain one is measured if the gain is clear
         self._chains = DraftCost()  # costs of proposals that could end early, by the steps that they took
         self._could_end = self._ended = self._may_end = False  # could this round's proposal end early; did it; any?
         self._depth = 0  # depth of this round's draft before trimming
@@ -167,7 +162,8 @@ class GoodputLength:
         assert self.cost is not None
         if not self.cost.knows_plain(num_seqs):
             return FIRST_UNMEASURED
-        return min(MEASURE_EVERY, self._unmeasured) if self._unclear else self._unmeasured
+        lost = MOST_COLD * (self._rate * self._plain / num_seqs - 1.0)  # rounds that measuring loses at most
+        return max(FIRST_UNMEASURED, round(lost / SHARE))
 
     def _begin_rest(self, ids: tuple[int, ...]) -> None:
         """Begin a rest: plain rounds until a trial is affordable, or a new decision is due."""
@@ -271,7 +267,6 @@ class GoodputLength:
             best, promised = alone(offers[0][:budget], 1, prices)
         else:
             best, promised = shared(offers, budget, len(seqs), prices)
-        self._unclear = promised < CLEAR_GAIN * len(seqs) / prices.plain
         self._hold = min(max(HOLD_ROUNDS, round(HOLD_SECONDS / prices.plain)), LONGEST_HOLD)
         self._rate, self._plain = promised, prices.plain
         self._set_next(rows, prices, max(1, sum(k > 0 for k in best)), sum(contexts) / len(seqs))
@@ -391,10 +386,6 @@ class GoodputLength:
             if trial or measured or (due and not cold):  # not every round: learning takes time too
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up, measured)
-            if measured:
-                as_expected = self._plain / AS_EXPECTED < seconds < self._plain * AS_EXPECTED
-                after = 2 * self._unmeasured if as_expected else self._unmeasured // 4
-                self._unmeasured = min(max(after, FIRST_UNMEASURED), LONGEST_UNMEASURED)
         self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
         self._nodes, self._could_end, self._ended, self._depth, self._deciding = {}, False, False, 0, 0.0
 
