@@ -283,6 +283,8 @@ struct Kernels {
     void (*rope)(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,
                  int64_t dim, float* out);
     void (*silu_mul)(const float* gate_up, int64_t stride, int64_t rows, int64_t width, float* out);
+    void (*gelu_mul)(const float* gate_up, int64_t stride, int64_t rows, int64_t width, float* out);
+    void (*softcap)(float* x, float cap, int64_t count);  // cap * tanh(x / cap), in place
     void (*encode[3])(const float* x, int64_t count, void* codes);  // float32 -> format, to nearest even
     void (*decode[3])(const void* codes, int64_t count, float* x);
     // Encodes one row [Hk, D] for the cache: codes and, in scaled formats, one scale per head.

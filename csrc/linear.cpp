@@ -21,6 +21,8 @@ RowView prepare_rows(const RowSource& s, int64_t depth, int64_t begin, int64_t e
             table.rms_norm(x, s.stride, s.norm_weight, s.eps, 1, depth, out);
         else if (s.kind == RowSource::silu)
             table.silu_mul(x, s.stride, 1, depth, out);
+        else if (s.kind == RowSource::gelu)
+            table.gelu_mul(x, s.stride, 1, depth, out);
         else
             std::memcpy(out, x, static_cast<size_t>(depth) * sizeof(float));
     }
@@ -64,7 +66,8 @@ void linear(const Product& product) {
     }
 }
 
-void embedding(const Embedding& e) {
+namespace {
+void look_up(const Embedding& e) {
     const int32_t* token_ids = e.token_ids;
     const Weight& w = *e.weight;
     float* out = e.out;
@@ -109,6 +112,13 @@ void embedding(const Embedding& e) {
     by_rows(rows, w.depth, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) decode_float_row(w, token_ids[t], out + t * w.depth);
     });
+}
+}  // namespace
+
+void embedding(const Embedding& e) {
+    look_up(e);
+    if (e.scale != 1.0f)
+        for (int64_t i = 0; i < e.rows * e.weight->depth; i++) e.out[i] *= e.scale;
 }
 
 }  // namespace sameseed

@@ -34,15 +34,18 @@ struct Weight {
     const int8_t* minima;  // minima of sub-blocks, as multiples of the super-block's `least`; or null
 };
 
-// Rows of x: unchanged (plain), rms_norm(x) with the weight `norm_weight` [K], or silu_mul(x), where x has 2 K columns.
+// Rows of x: unchanged (plain), rms_norm(x) with the weight `norm_weight` [K], or silu_mul(x) or gelu_mul(x), where x has
+// 2 K columns.
 struct RowSource {
-    enum Kind : int { plain = 0, norm = 1, silu = 2 } kind;
+    enum Kind : int { plain = 0, norm = 1, silu = 2, gelu = 3 } kind;
     const float* x;
     int64_t stride;
     const float* norm_weight;
     float eps;
     const int32_t* index;  // row i of the product is computed from row index[i] of x; null: from row i
     int64_t index_limit;   // number of rows of x; indices must be below it
+
+    bool gated() const { return kind == silu || kind == gelu; }
 };
 
 struct Product {
@@ -57,10 +60,11 @@ struct Product {
 // Throws std::out_of_range for an index outside x, std::invalid_argument for a weight that no kernel supports.
 void linear(const Product& product);
 
-// Looks up rows token_ids [T] of an embedding [V, C] as float32 [T, C].
+// Looks up rows token_ids [T] of an embedding [V, C] as float32 [T, C], times `scale`.
 struct Embedding {
     const int32_t* token_ids;
     const Weight* weight;
+    float scale;
     float* out;
     int64_t rows;
 };

@@ -43,7 +43,7 @@ void lay_out(const Product& p, const Kernels& table, FloatArgs& a) {
     RowView x{p.source.x, p.source.stride};
     if (p.source.kind != RowSource::plain || p.source.index != nullptr) {
         float* prepared = scratch(rows_area, rows * depth);
-        const int64_t cost = p.source.kind == RowSource::silu ? 4 * depth : depth;
+        const int64_t cost = p.source.gated() ? 4 * depth : depth;
         by_rows(rows, cost,
                 [&](int64_t begin, int64_t end) { prepare_rows(p.source, depth, begin, end, prepared + begin * depth); });
         x = {prepared, depth};

@@ -33,7 +33,7 @@ void linear_integer(const Product& p) {
     float* x_scales = scratch(packed_area, rows * (2 * groups + pieces * code_bytes / 4 + 16));
     int32_t* starts = reinterpret_cast<int32_t*>(x_scales + rows * groups);
     int8_t* codes = reinterpret_cast<int8_t*>(x_scales + round_up(2 * rows * groups, 16));
-    const int64_t passes = p.source.kind == RowSource::silu ? 8 : p.source.kind == RowSource::norm ? 4 : 2;  // over a row
+    const int64_t passes = p.source.gated() ? 8 : p.source.kind == RowSource::norm ? 4 : 2;  // over a row
     by_rows(rows, passes * depth, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) {
             const int64_t first = t / tile * tile, m = t - first, M = std::min(tile, rows - first);

@@ -33,7 +33,7 @@ void linear_super(const Product& p) {
     int32_t* starts = reinterpret_cast<int32_t*>(x_scales + rows * groups);
     int8_t* codes = reinterpret_cast<int8_t*>(x_scales + scale_room);
     int16_t* sums = reinterpret_cast<int16_t*>(codes + rows * depth);
-    const int64_t passes = p.source.kind == RowSource::silu ? 8 : p.source.kind == RowSource::norm ? 4 : 2;  // over a row
+    const int64_t passes = p.source.gated() ? 8 : p.source.kind == RowSource::norm ? 4 : 2;  // over a row
     by_rows(rows, passes * depth, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) {
             const int64_t first = t / tile * tile, m = t - first, M = std::min(tile, rows - first);

@@ -46,13 +46,22 @@ struct Columns {
     float* out;
 };
 
-// RMS norm of the rows of x [T, C], which are `stride` elements apart.
+// RMS norm of the rows of x [T, C], which are `stride` elements apart; with a residual, see rms_norm().
 struct Norm {
     const float* x;
     int64_t stride, width;
     const float* weight;
     float eps;
+    const float* residual;
+    int64_t residual_stride;
+    float factor;
     float* out;
+};
+
+// Caps the logits of the pass [R, width].
+struct Cap {
+    float cap;
+    int64_t width;
 };
 
 // Runs a recorded op for one pass, with the fields that differ between passes taken from the pass. The op is passed by
@@ -94,7 +103,11 @@ void replay(Columns op, const Pass& p) {
         std::memcpy(out + t * op.total, op.x + t * op.stride, static_cast<size_t>(op.width) * sizeof(float));
 }
 
-void replay(Norm op, const Pass& p) { rms_norm(op.x, op.stride, op.weight, op.eps, op.out, p.rows, op.width); }
+void replay(Norm op, const Pass& p) {
+    rms_norm(op.x, op.stride, op.weight, op.eps, op.out, p.rows, op.width, op.residual, op.residual_stride, op.factor);
+}
+
+void replay(Cap op, const Pass& p) { softcap(p.logits, op.cap, p.num_logit_rows, op.width); }
 
 const char* kind_of(const Embedding&) { return "embedding"; }
 const char* kind_of(const Product& op) { return op.source.index != nullptr ? "lm_head" : "linear"; }
@@ -102,6 +115,7 @@ const char* kind_of(const RopeStore&) { return "rope_store"; }
 const char* kind_of(const Attention&) { return "attention"; }
 const char* kind_of(const Columns&) { return "columns"; }
 const char* kind_of(const Norm&) { return "norm"; }
+const char* kind_of(const Cap&) { return "softcap"; }
 
 template <class Op>
 void record(nb::class_<Plan>& plan, const char* name) {
@@ -124,15 +138,17 @@ void bind_structs(nb::module_& m) {
                 field("weight", &Product::weight), field("bias", &Product::bias), field("residual", &Product::residual),
                 field("out", &Product::out), field("rows", &Product::rows));
     bind_struct(m, "Embedding", "Rows token_ids of an embedding.", field("token_ids", &Embedding::token_ids),
-                field("weight", &Embedding::weight), field("out", &Embedding::out), field("rows", &Embedding::rows));
+                field("weight", &Embedding::weight), field("scale", &Embedding::scale), field("out", &Embedding::out),
+                field("rows", &Embedding::rows));
     bind_struct(m, "Cache", "A layer of the cache.", field("k", &Cache::k), field("v", &Cache::v),
                 field("k_scale", &Cache::k_scale), field("v_scale", &Cache::v_scale), field("num_slots", &Cache::num_slots),
                 field("kv_heads", &Cache::kv_heads), field("dim", &Cache::dim), field("format", &Cache::format));
     bind_struct(m, "RopeStore", "Norm and rotate q and k, store k and v.", field("qkv", &RopeStore::qkv),
                 field("stride", &RopeStore::stride), field("heads", &RopeStore::heads), field("q_norm", &RopeStore::q_norm),
-                field("k_norm", &RopeStore::k_norm), field("eps", &RopeStore::eps), field("positions", &RopeStore::positions),
-                field("table", &RopeStore::table), field("table_rows", &RopeStore::table_rows), field("slots", &RopeStore::slots),
-                field("cache", &RopeStore::cache), field("q_out", &RopeStore::q_out), field("rows", &RopeStore::rows));
+                field("k_norm", &RopeStore::k_norm), field("v_norm", &RopeStore::v_norm), field("stores", &RopeStore::stores),
+                field("eps", &RopeStore::eps), field("positions", &RopeStore::positions), field("table", &RopeStore::table),
+                field("table_rows", &RopeStore::table_rows), field("slots", &RopeStore::slots), field("cache", &RopeStore::cache),
+                field("q_out", &RopeStore::q_out), field("rows", &RopeStore::rows));
     bind_struct(m, "Sequences", "Rows and blocks of the sequences of a pass.", field("row_offsets", &Sequences::row_offsets),
                 field("kv_lens", &Sequences::kv_lens), field("block_tables", &Sequences::block_tables),
                 field("count", &Sequences::count), field("table_stride", &Sequences::table_stride),
@@ -146,7 +162,10 @@ void bind_structs(nb::module_& m) {
                 field("x", &Columns::x), field("stride", &Columns::stride), field("width", &Columns::width),
                 field("column", &Columns::column), field("total", &Columns::total), field("out", &Columns::out));
     bind_struct(m, "Norm", "Rows of x [T, C] normed.", field("x", &Norm::x), field("stride", &Norm::stride),
-                field("width", &Norm::width), field("weight", &Norm::weight), field("eps", &Norm::eps), field("out", &Norm::out));
+                field("width", &Norm::width), field("weight", &Norm::weight), field("eps", &Norm::eps),
+                field("residual", &Norm::residual), field("residual_stride", &Norm::residual_stride),
+                field("factor", &Norm::factor), field("out", &Norm::out));
+    bind_struct(m, "Cap", "The cap of a pass's logits.", field("cap", &Cap::cap), field("width", &Cap::width));
     bind_struct(m, "Pass", "The rows of a pass, as sameseed/batch.py lays them out, and where its results go.",
                 field("rows", &Pass::rows), field("num_seqs", &Pass::num_seqs), field("num_logit_rows", &Pass::num_logit_rows),
                 field("table_stride", &Pass::table_stride), field("token_ids", &Pass::token_ids),
@@ -192,6 +211,7 @@ void bind_plan(nb::module_& m) {
     record<Attention>(plan, "attention");
     record<Columns>(plan, "columns");
     record<Norm>(plan, "norm");
+    record<Cap>(plan, "cap");
     plan.def("run", &Plan::run, nb::call_guard<nb::gil_scoped_release>())
         .def("set_timed", &Plan::set_timed)
         .def("seconds", &Plan::seconds)
@@ -211,6 +231,12 @@ void py_rope(uintptr_t x, int64_t x_stride, uintptr_t positions, uintptr_t table
 void py_silu_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, int64_t rows, int64_t width) {
     silu_mul(at<const float>(gate_up), stride, at<float>(out), rows, width);
 }
+
+void py_gelu_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, int64_t rows, int64_t width) {
+    gelu_mul(at<const float>(gate_up), stride, at<float>(out), rows, width);
+}
+
+void py_softcap(uintptr_t x, float cap, int64_t rows, int64_t width) { softcap(at<float>(x), cap, rows, width); }
 
 void py_store_kv(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, const Cache& cache, uintptr_t slots,
                  int64_t rows) {
@@ -264,6 +290,8 @@ NB_MODULE(_native, m) {
     m.def("rms_norm", &py_rms_norm, unlocked);
     m.def("rope", &py_rope, unlocked);
     m.def("silu_mul", &py_silu_mul, unlocked);
+    m.def("gelu_mul", &py_gelu_mul, unlocked);
+    m.def("softcap", &py_softcap, unlocked);
     m.def("store_kv", &py_store_kv, unlocked);
     m.def("move_kv", &py_move_kv, unlocked);
     m.def("pack_codes", &pack_codes, unlocked);

@@ -79,6 +79,26 @@ void silu_mul(const float* gate_up, int64_t stride, int64_t rows, int64_t width,
     }
 }
 
+// gelu(x) in its tanh form is x * sigmoid(2 u), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+void gelu_mul(const float* gate_up, int64_t stride, int64_t rows, int64_t width, float* out) {
+    for (int64_t t = 0; t < rows; t++, gate_up += stride, out += width) {
+        for (int64_t i = 0; i < width; i += lanes) {
+            V gate = load_n(gate_up + i, width - i), up = load_n(gate_up + width + i, width - i);
+            V inner = mul(gate, fma(mul(gate, gate), set1(-2.0f * 0.7978845608f * 0.044715f), set1(-2.0f * 0.7978845608f)));
+            V gelu = div(gate, add(set1(1.0f), exponential(inner)));
+            store_n(out + i, mul(gelu, up), width - i);
+        }
+    }
+}
+
+void softcap(float* x, float cap, int64_t count) {  // tanh(y) = 1 - 2 / (e^2y + 1)
+    for (int64_t i = 0; i < count; i += lanes) {
+        V doubled = mul(load_n(x + i, count - i), set1(2.0f / cap));
+        V tanh = sub(set1(1.0f), div(set1(2.0f), add(exponential(doubled), set1(1.0f))));
+        store_n(x + i, mul(tanh, set1(cap)), count - i);
+    }
+}
+
 template <class T>
 void encode(const float* x, int64_t count, void* codes) {
     for (int64_t i = 0; i < count; i += lanes) store_n(static_cast<T*>(codes) + i, load_n(x + i, count - i), count - i);

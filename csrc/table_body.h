@@ -25,6 +25,8 @@ constexpr Kernels make_table(const char* name) {
         rms_norm,
         rope,
         silu_mul,
+        gelu_mul,
+        softcap,
         {encode<float>, encode<bf16>, encode<fp16>},
         {decode<float>, decode<bf16>, decode<fp16>},
         {encode_dense<float>, encode_dense<bf16>, encode_dense<fp16>, encode_int8, encode_fp8<e4m3>, encode_fp8<e5m2>,

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Regex, Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from sameseed.models.config import family
 from sameseed.models.gguf.kquants import TYPES
 from sameseed.models.gguf.source import gguf_name
 from sameseed.scheme import get
@@ -76,19 +77,23 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, arch)
     heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
     dim = raw.get("head_dim", raw["hidden_size"] // heads)
-    writer.add_context_length(raw["max_position_embeddings"])
-    writer.add_embedding_length(raw["hidden_size"])
-    writer.add_block_count(raw["num_hidden_layers"])
-    writer.add_feed_forward_length(raw["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
-        add(dim)
-    writer.add_rope_freq_base(raw["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    for key, value in (keys or {}).items():
+    rope = raw["rope_parameters"]
+    usual = {
+        "context_length": raw["max_position_embeddings"],
+        "embedding_length": raw["hidden_size"],
+        "block_count": raw["num_hidden_layers"],
+        "feed_forward_length": raw["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), dim),
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+        "attention.layer_norm_rms_epsilon": raw["rms_norm_eps"],
+    }
+    for key, value in {**usual, **(keys or {})}.items():
         if isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"{arch}.{key}", value)
         elif isinstance(value, float):
             writer.add_float32(f"{arch}.{key}", value)
         else:
@@ -98,8 +103,11 @@ def write_gguf(
         writer.add_eos_token_id(raw["eos_token_id"])
     else:
         tokenizer(writer)
+    names = family(raw["architectures"][0]).gguf_names
     for name, value in tensors.items():
-        stored = gguf_name(name) if name != "rope_freqs.weight" else name
+        stored = gguf_name(name, names) if name != "rope_freqs.weight" else name
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            value = value + 1
         for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
             if part in name and arch == "llama":
                 value = for_rope(value, count)

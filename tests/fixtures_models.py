@@ -69,6 +69,19 @@ LLAMA3_ROPE = {
 }
 
 
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "tie_word_embeddings": True,
+    "sliding_window": 7,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+
 @dataclass(frozen=True)
 class Variant:
     """One kind of model: its architecture, settings over BASE, length of the test prompt.
@@ -154,6 +167,49 @@ VARIANTS: dict[str, Variant] = {
     "qwen3-biases": Variant(
         "Qwen3ForCausalLM", {"head_dim": 8, "attention_bias": True}, without=_drop("qkv_bias", "o_bias")
     ),
+    "gemma3": Variant(
+        "Gemma3ForCausalLM",
+        {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 7,  # the sixth sees all tokens
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": True,
+            "sliding_window": 7,
+            "final_logit_softcapping": 8.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        length=40,
+        without=_window_everywhere,
+    ),
+    "gemma4": Variant(  # two sizes of heads; values that are keys
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 8.0,
+        },
+        length=40,
+    ),
+    "gemma4-e": Variant(  # shared keys and values; inputs of each layer
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+        length=40,
+    ),
 }
 
 
@@ -163,7 +219,7 @@ def random_tensors(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         noise = torch.randn(shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "layer_scalar")):
             return 1 + 0.3 * noise
         if name.endswith(".bias"):
             return 0.5 * noise

@@ -38,6 +38,29 @@ TOKENIZER_SIZE, MODEL_VOCAB = 300, 304  # the models are padded by four token id
 MAX_LEN = 256
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+# Changes to the config of `write_model` that make a model of another family.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "tie_word_embeddings": False,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 4,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": MODEL_VOCAB,
+        "final_logit_softcapping": 30.0,
+    },
+}
 WORDS = (
     "the sum of all parts is a whole; the loop ends when the list is empty. def add(a, b): return a + b  "
     "für über Größe naïve café — 你好 🙂 "

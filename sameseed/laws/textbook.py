@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.models.decoder import Decoder
+from sameseed.models.decoder import Decoder, llama_only
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantTensor
 from sameseed.tokenizer import Tokenizer
@@ -145,7 +145,7 @@ def queries(q: Floats, scale: float, kv_format: str) -> Floats:
 
 def forward(model: Decoder, texts: Seq[Seq[int]], kv_format: str, starts: Seq[int] = ()) -> list[Floats]:
     """Logits [S, V] after every token of each text, or after those from its place in `starts` on."""
-    c, w, ops = model.config, model.weights, model.ops
+    c, w, ops = llama_only(model.config, "the textbook"), model.weights, model.ops
 
     def linear(x: Floats, stack: QuantTensor | tuple[QuantTensor, ...], bias: Tensor | None = None) -> Floats:
         parts = stack if isinstance(stack, tuple) else (stack,)

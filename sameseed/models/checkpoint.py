@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig
+from sameseed.models.config import ModelConfig, family
 from sameseed.models.layouts import PACKED, layout_of
 from sameseed.models.layouts.base import Layout, StoredMatrix, cache_scale, finite, round_scheme, rounded, say_once
 from sameseed.models.safetensors_file import BITS, DTYPES, RAW, SafetensorsFile
@@ -234,7 +234,7 @@ class Checkpoint:
                 f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); is it the model that "
                 "config.json describes?"
             )
-        known = {*expected, *taken, *spare}
+        known = {*expected, *taken, *spare, *family(config.architecture).spare(config)}
         extra = [n for n in self._files if n not in known and not n.endswith(IGNORED_SUFFIXES)]
         extra = [n for n in extra if not cache_scale(n, str(self.folder))]
         if config.tied_embeddings:  # ignore a stored copy of the tied LM head, dense or quantized

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sameseed.errors import ModelLoadError
+from sameseed.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     from sameseed.models.decoder import Decoder
@@ -25,12 +25,19 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
+    "Gemma3ForCausalLM": "gemma",
+    "Gemma3ForConditionalGeneration": "gemma",
+    "Gemma4ForCausalLM": "gemma",
+    "Gemma4ForConditionalGeneration": "gemma",
+    "Gemma4UnifiedForConditionalGeneration": "gemma",
 }
 # llama.cpp's architecture -> architecture and model_type in an equivalent config.json.
 GGUF_ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
 }
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -89,6 +96,7 @@ class ModelConfig:
     bos_token_id: int | None
     mask_token: int | None = None
     num_parallel: int = 0
+    norm_shift: float = 0.0  # added to norm weights as stored; 1 in checkpoints that store w of a norm's 1 + w
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -142,6 +150,14 @@ def family(architecture: str) -> type[Decoder]:
     module: Any = import_module(f"sameseed.models.{ARCHITECTURES[architecture]}")
     model: type[Decoder] = module.MODEL
     return model
+
+
+def llama_only(config: ModelConfig, what: str) -> ModelConfig:
+    """The config itself. Raises ConfigError unless it is of the Llama family, whose layers `what` computes anew."""
+    if ARCHITECTURES[config.architecture] != "llama":
+        known = ", ".join(name for name, file in ARCHITECTURES.items() if file == "llama")
+        raise ConfigError(f"{what} does not support {config.architecture}; use a model of one of these: {known}")
+    return config
 
 
 def base_config(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch, Steps
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import ModelConfig, base_config, layer_shapes
+from sameseed.models.config import ModelConfig, base_config, layer_shapes, llama_only as llama_only
 from sameseed.models.layers import ModelWeights, rope_table
 from sameseed.ops import Ends, Grown, Ops
 
@@ -27,7 +27,9 @@ class Decoder:
     """
 
     norms: ClassVar[Seq[str]] = ("input_layernorm", "post_attention_layernorm")  # of a layer, in Hugging Face's names
-    # GGUF's names of a layer's modules, and of those outside layers, by Hugging Face's.
+    by_layer: ClassVar[bool] = False  # whether GGUF keys may list sizes that differ from layer to layer
+    # GGUF's names of a layer's modules, and of those outside layers, by Hugging Face's. An entry may also be the name
+    # of a tensor within a layer: "layer_scalar": "layer_output_scale.weight".
     gguf_names: ClassVar[Mapping[str, str]] = {
         "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k",
@@ -74,12 +76,17 @@ class Decoder:
         return layer_shapes(config, f"model.layers.{layer}", cls.norms)
 
     @classmethod
+    def spare(cls, config: ModelConfig) -> Seq[str]:
+        """Tensors that a checkpoint may hold and that are not read."""
+        return ()
+
+    @classmethod
     def read(cls, reader: WeightReader, dense: str) -> ModelWeights:
         """All weights of a model."""
         c = reader.config
         embedding = reader.matrix("model.embed_tokens", reader.spread)
         layers = tuple(reader.spread(lambda i: cls.read_layer(reader, i), range(c.num_layers)))
-        norm = cls.read_norm(reader, "model.norm")
+        norm = reader.norm("model.norm")
         head = embedding if c.tied_embeddings else reader.matrix("lm_head", reader.spread)
         return ModelWeights(embedding, layers, norm, head, dense)
 
@@ -87,10 +94,6 @@ class Decoder:
     def read_layer(cls, reader: WeightReader, layer: int) -> Any:
         """Weights of one layer, an object with `matrices` as LayerWeights; layers are read side by side."""
         return reader.layer(f"model.layers.{layer}")
-
-    @classmethod
-    def read_norm(cls, reader: WeightReader, module: str) -> Tensor:
-        return reader.vector(f"{module}.weight")
 
     def __init__(
         self,

@@ -235,26 +235,28 @@ class WeightReader:
         self._tick(value.numel())
         return value
 
+    def norm(self, module: str) -> Tensor:
+        """The weight of a norm as `rms_norm` takes it."""
+        return self.vector(f"{module}.weight") + self.config.norm_shift
+
     def biases(self, names: Seq[str], present: bool) -> Tensor | None:
         return torch.cat([self.vector(f"{n}.bias") for n in names]) if present else None
 
     def layer(self, at: str, first_norm: bool = True) -> LayerWeights:
         """The decoder layer whose module names begin with `at`; `first_norm` false: its input norm is left empty."""
         c = self.config
-        qkv = [f"{at}.self_attn.{n}_proj" for n in "qkv"]
+        qkv = [m for n in "qkv" if f"{(m := f'{at}.self_attn.{n}_proj')}.weight" in self.shapes]
         o, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
         gate_up = [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]
         return LayerWeights(
-            input_norm=self.vector(f"{at}.input_layernorm.weight")
-            if first_norm
-            else torch.empty(0, device=self.device),
+            input_norm=self.norm(f"{at}.input_layernorm") if first_norm else torch.empty(0, device=self.device),
             qkv=self.stack(qkv),
             qkv_bias=self.biases(qkv, c.qkv_bias),
-            q_norm=self.vector(f"{at}.self_attn.q_norm.weight") if c.qk_norm else None,
-            k_norm=self.vector(f"{at}.self_attn.k_norm.weight") if c.qk_norm else None,
+            q_norm=self.norm(f"{at}.self_attn.q_norm") if c.qk_norm else None,
+            k_norm=self.norm(f"{at}.self_attn.k_norm") if f"{at}.self_attn.k_norm.weight" in self.shapes else None,
             o=self.matrix(o),
             o_bias=self.biases([o], c.o_bias),
-            post_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
+            post_norm=self.norm(f"{at}.post_attention_layernorm"),
             gate_up=self.stack(gate_up),
             gate_up_bias=self.biases(gate_up, c.mlp_bias),
             down=self.matrix(down),

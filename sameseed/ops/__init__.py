@@ -90,6 +90,9 @@ class Ops:
         self.rms_norm: Callable[[Tensor, Tensor, float], Tensor] = self._pick("rms_norm")
         self.rope: Callable[[Tensor, Tensor, Tensor], Tensor] = self._pick("rope")
         self.silu_mul: Callable[[Tensor], Tensor] = self._pick("silu_mul")
+        self.gelu_mul: Callable[[Tensor], Tensor] = self._pick("gelu_mul")
+        # cap * tanh(x / cap), of the logits of a pass
+        self.softcap: Callable[[Tensor, float], Tensor] = getattr(backend, "softcap", reference.softcap)
         self._serves: Callable[[QuantTensor], bool] = getattr(
             backend, "serves", lambda w: w.format in backend.LINEAR_FORMATS
         )
@@ -181,10 +184,15 @@ class Ops:
         """
         return 2 * SUMS + (self._attention_rounding(name) if name in self.backend.KV_FORMATS else 0.0)
 
-    def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
-        if self._serves(w):
-            return self._embedding(token_ids, w)
-        return reference.embedding(token_ids, self.unpack(w))
+    def embedding(self, token_ids: Tensor, w: QuantTensor, scale: float = 1.0) -> Tensor:
+        """Rows token_ids [T] of an embedding [V, C], times `scale`, as float32 [T, C]."""
+        serves = self._serves(w)
+        rows = self._embedding(token_ids, w) if serves else reference.embedding(token_ids, self.unpack(w))
+        return rows if scale == 1.0 else rows * scale
+
+    def norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor, factor: float = 1.0) -> Tensor:
+        """(residual + rms_norm(x)) * factor, of x [T, C] and residual [T, C]."""
+        return (residual + self.rms_norm(x, weight, eps)) * factor
 
     def product(
         self,
@@ -203,7 +211,7 @@ class Ops:
             assert residual is None
             return self.beside([self.product(rows, p, b) for p, b in by_part(w, bias)])
         if w.order is not None:  # backends expect columns of rows in the order of the codes
-            rows = plain_rows(rows.prepared(self.rms_norm, self.silu_mul).index_select(1, w.order))
+            rows = plain_rows(rows.prepared(self.rms_norm, self.silu_mul, self.gelu_mul).index_select(1, w.order))
         if self._product is not None and self._serves(w):
             if then is not None and self._looks_ahead and self._ready_for(then.w):
                 return self._product(rows, w, bias, residual, then)
@@ -212,7 +220,7 @@ class Ops:
             f"no {self.name!r} kernel for weights in {w.format!r} (group {w.group}); using the reference "
             "(slow; see `sameseed info`)"
         )
-        x = rows.prepared(self.rms_norm, self.silu_mul)
+        x = rows.prepared(self.rms_norm, self.silu_mul, self.gelu_mul)
         return reference.product(plain_rows(x), self.unpack(w), bias, residual)
 
     def _ready_for(self, w: QuantTensor | tuple[QuantTensor, ...]) -> bool:
@@ -234,16 +242,20 @@ class Ops:
         layer: KVLayer,
         batch: Batch,
         table: Tensor,
-        norms: tuple[Tensor, Tensor] | None = None,
+        norms: tuple[Tensor, ...] | None = None,
         eps: float = 0.0,
+        stores: bool = True,
     ) -> Tensor:
         """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
 
-        With `norms` (weights [D] for q and for k), q and k are normed per head first.
+        With `norms` (weights [D] for q, for k and perhaps for v), these are normed per head first. `stores` false: the
+        rows are q alone [T, H D], and the cache holds keys and values already.
         """
-        if self._rope_store is not None and layer.format in self.backend.KV_FORMATS:
+        if stores and self._rope_store is not None and layer.format in self.backend.KV_FORMATS:
             return self._rope_store(qkv, heads, layer, batch, table, norms, eps)
-        q, k, v = reference.split_heads(qkv, heads, layer.k.shape[2], norms, eps, self.rms_norm)
+        q, k, v = reference.split_heads(qkv, heads, layer.k.shape[2] * stores, norms, eps, self.rms_norm)
+        if not stores:
+            return self.rope(q, batch.positions, table)
         self.store_kv(self.rope(k, batch.positions, table), v, layer, batch.slots)
         return self.rope(q, batch.positions, table)
 

@@ -92,23 +92,23 @@ def rope_store(
     layer: KVLayer,
     batch: Batch,
     table: Tensor,
-    norms: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Tensor, ...] | None = None,
     eps: float = 0.0,
     on: Executor = NOW,
+    stores: bool = True,
 ) -> Tensor:
-    """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
+    """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D] (`Ops.rope_store`).
 
-    With `norms` q and k are normed per head first. The bits are those of rms_norm, rope and store_kv, and it raises the
-    same errors.
+    The bits are those of rms_norm, rope and store_kv, and it raises the same errors.
     """
     qkv, positions, slots = floats(qkv), ints(batch.positions), ints(batch.slots)
-    kv_heads, dim = layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])
+    kv_heads, dim = layer.k.shape[2] * stores, _head_dim(_KV[layer.format][0], layer.k.shape[3])
     rows = qkv.shape[0]
     check_fit("qkv", qkv.shape[1], (heads + 2 * kv_heads) * dim)
     check_fit(
         "rope table, positions and slots", (table.shape[1], positions.shape[0], slots.shape[0]), (dim, rows, rows)
     )
-    q_norm, k_norm = (vector("norm weights", x, dim) for x in norms or (None, None))
+    q_norm, k_norm, v_norm = (vector("norm weights", x, dim) for x in (*(norms or ()), None, None, None)[:3])
     table = table.contiguous()
     out = on.empty(rows, heads, dim)
     on.calls.rope_store(
@@ -118,6 +118,8 @@ def rope_store(
             heads=heads,
             q_norm=address(q_norm),
             k_norm=address(k_norm),
+            v_norm=address(v_norm),
+            stores=stores,
             eps=eps,
             positions=positions.data_ptr(),
             table=table.data_ptr(),

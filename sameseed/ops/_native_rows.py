@@ -111,16 +111,20 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
     return _packed.native_weight(w, CODES[w.format], weight, weight.stride(0))
 
 
-def embedding(token_ids: Tensor, w: QuantTensor, on: Executor = NOW) -> Tensor:
-    """Rows token_ids [T] of an embedding [V, C] as float32 [T, C]. Raises IndexError for ids outside 0..V-1."""
+def embedding(token_ids: Tensor, w: QuantTensor, on: Executor = NOW, scale: float = 1.0) -> Tensor:
+    """Rows token_ids [T] of an embedding [V, C], times `scale`, as float32 [T, C].
+
+    Raises IndexError for ids outside 0..V-1.
+    """
     ids = ints(token_ids)
     rows = ids.shape[0]
     out = on.empty(rows, w.shape[1])
-    on.calls.embedding(_native.Embedding(token_ids=ids.data_ptr(), weight=_weight(w), out=out.data_ptr(), rows=rows))
+    where = {"token_ids": ids.data_ptr(), "out": out.data_ptr()}
+    on.calls.embedding(_native.Embedding(**where, weight=_weight(w), scale=scale, rows=rows))
     return out
 
 
-_SOURCES = {"plain": 0, "norm": 1, "silu": 2}  # RowSource::Kind in csrc/linear.h
+_SOURCES = {"plain": 0, "norm": 1, "silu": 2, "gelu": 3}  # RowSource::Kind in csrc/linear.h
 
 
 def product(
@@ -135,13 +139,13 @@ def product(
     Rounds rows for fp8 activations and splits off outliers. A plan can record neither.
     """
     if w.activations == "outliers":
-        x = rows.prepared(rms_norm, silu_mul)
+        x = rows.prepared(rms_norm, silu_mul, gelu_mul)
         return _outliers.product(product, x, described(_views, w, _outliers.views), bias, residual)
     if w.activations == "fp8":
-        rows = plain_rows(round_rows(rows.prepared(rms_norm, silu_mul), w.group))
+        rows = plain_rows(round_rows(rows.prepared(rms_norm, silu_mul, gelu_mul), w.group))
     outputs, depth = w.shape
     x, norm, bias = floats(rows.x), vector("norm weight", rows.norm, depth), vector("bias", bias, outputs)
-    if x.shape[1] != (2 * depth if rows.kind == "silu" else depth):
+    if rows.width != depth:
         raise ValueError(f"x {tuple(x.shape)} does not fit a weight {w.shape}")
     row_ids = None if rows.row_ids is None else ints(rows.row_ids)
     count = (x if row_ids is None else row_ids).shape[0]
@@ -174,13 +178,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def recorded_norm(x: Tensor, weight: Tensor, eps: float, on: Executor) -> Tensor:
-    """Record rms_norm of rows x [T, C] as a step of a plan; returns [T, C]."""
+def recorded_norm(
+    x: Tensor, weight: Tensor, eps: float, on: Executor, residual: Tensor | None = None, factor: float = 1.0
+) -> Tensor:
+    """Record rms_norm of rows x [T, C], or `Ops.norm_add`, as a step of a plan; returns [T, C]."""
     rows, width = x.shape
     check_fit("norm weight", weight.shape[0], width)
     out = on.empty(rows, width)
     where = {"x": x.data_ptr(), "stride": x.stride(0), "width": width}
-    on.calls.norm(_native.Norm(**where, weight=weight.data_ptr(), eps=eps, out=out.data_ptr()))
+    added = {"residual": address(residual), "residual_stride": 0 if residual is None else residual.stride(0)}
+    on.calls.norm(_native.Norm(**where, weight=weight.data_ptr(), eps=eps, **added, factor=factor, out=out.data_ptr()))
     return out
 
 
@@ -213,4 +220,20 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=F32)
     _native.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
+    return out
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu (its tanh form) of the first half of gate_up [T, 2I] times the second; returns [T, I]."""
+    gate_up = floats(gate_up)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=F32)
+    _native.gelu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
+    return out
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) of x [R, V]."""
+    out = floats(x).clone()
+    _native.softcap(out.data_ptr(), cap, *out.shape)
     return out

@@ -90,6 +90,13 @@ class Recorder:
             raise NotRecordableError("a norm that is no contiguous tensor")
         return row_ops.recorded_norm(x, weight, eps, self._on)
 
+    def norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor, factor: float = 1.0) -> Tensor:
+        return row_ops.recorded_norm(x, weight, eps, self._on, residual, factor)
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        self._on.calls.cap(_native.Cap(cap=cap, width=logits.shape[1]))
+        return logits
+
     def _served(self, w: QuantTensor, *vectors: Tensor | None) -> None:
         if not row_ops.serves(w):
             raise NotRecordableError(f"weights in {w.format!r} with group {w.group}")
@@ -103,9 +110,9 @@ class Recorder:
         if layer.format not in cache_ops.KV_FORMATS:
             raise NotRecordableError(f"a cache in {layer.format!r}")
 
-    def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
+    def embedding(self, token_ids: Tensor, w: QuantTensor, scale: float = 1.0) -> Tensor:
         self._served(w)
-        return row_ops.embedding(token_ids, w, self._on)
+        return row_ops.embedding(token_ids, w, self._on, scale)
 
     def product(
         self,
@@ -129,7 +136,7 @@ class Recorder:
         out = self._on.empty(rows.x.shape[0], len(order))
 
         def gather(count: int) -> None:
-            x = rows._replace(x=rows.x[:count]).prepared(row_ops.rms_norm, row_ops.silu_mul)
+            x = rows._replace(x=rows.x[:count]).prepared(row_ops.rms_norm, row_ops.silu_mul, row_ops.gelu_mul)
             torch.index_select(x, 1, order, out=out[:count])
 
         self.parts.append(gather)
@@ -143,11 +150,12 @@ class Recorder:
         layer: KVLayer,
         batch: Batch,
         table: Tensor,
-        norms: tuple[Tensor, Tensor] | None = None,
+        norms: tuple[Tensor, ...] | None = None,
         eps: float = 0.0,
+        stores: bool = True,
     ) -> Tensor:
         self._cached(layer)
-        return cache_ops.rope_store(qkv, heads, layer, batch, table, norms, eps, self._on)
+        return cache_ops.rope_store(qkv, heads, layer, batch, table, norms, eps, self._on, stores)
 
     def attention(self, q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
         self._cached(layer)

@@ -9,22 +9,30 @@ from torch import Tensor
 
 
 class RowSource(NamedTuple):
-    """The rows of a product: x [T, K] unchanged, rms_norm(x), or silu_mul(x) with x [T, 2 K]."""
+    """The rows of a product: x [T, K] unchanged, rms_norm(x), or silu_mul(x) or gelu_mul(x) with x [T, 2 K]."""
 
     x: Tensor
-    kind: Literal["plain", "norm", "silu"] = "plain"
+    kind: Literal["plain", "norm", "silu", "gelu"] = "plain"
     norm: Tensor | None = None  # weight [K] of "norm"
     eps: float = 0.0
     row_ids: Tensor | None = None  # int32 [R]: use only these rows of x; None: all rows
 
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.x.shape[1] // 2 if self.kind in ("silu", "gelu") else self.x.shape[1]
+
     def prepared(
-        self, rms_norm: Callable[[Tensor, Tensor, float], Tensor], silu_mul: Callable[[Tensor], Tensor]
+        self,
+        rms_norm: Callable[[Tensor, Tensor, float], Tensor],
+        silu_mul: Callable[[Tensor], Tensor],
+        gelu_mul: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """The rows as one tensor [T, K], computed with the given ops."""
         x = self.x if self.row_ids is None else self.x.index_select(0, self.row_ids)
         if self.norm is not None:
             return rms_norm(x, self.norm, self.eps)
-        return silu_mul(x) if self.kind == "silu" else x
+        return silu_mul(x) if self.kind == "silu" else gelu_mul(x) if self.kind == "gelu" else x
 
 
 class Then(NamedTuple):
@@ -48,6 +56,6 @@ def normed_rows(x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = No
     return RowSource(x, "norm", norm, eps, row_ids)
 
 
-def gated_rows(gate_up: Tensor) -> RowSource:
-    """silu_mul(gate_up) of gate_up [T, 2 K]."""
-    return RowSource(gate_up, "silu")
+def gated_rows(gate_up: Tensor, gate: Literal["silu", "gelu"] = "silu") -> RowSource:
+    """silu_mul(gate_up), or gelu_mul(gate_up), of gate_up [T, 2 K]."""
+    return RowSource(gate_up, gate)

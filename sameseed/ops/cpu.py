@@ -13,7 +13,19 @@ from typing import Any
 from sameseed.errors import ConfigError
 from sameseed.ops import _packed
 from sameseed.ops._native_cache import KV_FORMATS, attention, attention_rounding, move_kv, rope_store, store_kv
-from sameseed.ops._native_rows import CODES, DTYPES, embedding, packer, product, rms_norm, rope, serves, silu_mul
+from sameseed.ops._native_rows import (
+    CODES,
+    DTYPES,
+    embedding,
+    gelu_mul,
+    packer,
+    product,
+    rms_norm,
+    rope,
+    serves,
+    silu_mul,
+    softcap,
+)
 from sameseed.ops._replay import PlanReplay
 from sameseed.scheme import QuantTensor
 
@@ -22,6 +34,7 @@ __all__ = [
     "attention",
     "attention_rounding",
     "embedding",
+    "gelu_mul",
     "move_kv",
     "product",
     "rms_norm",
@@ -29,6 +42,7 @@ __all__ = [
     "rope_store",
     "serves",
     "silu_mul",
+    "softcap",
     "store_kv",
 ]
 

@@ -8,9 +8,10 @@ also changes bits with the number of threads, so the reference uses one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def product(rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residua
     influence. bf16: each number is rounded. outliers: a separate product (`_outliers.product`).
     If the weight has an `order`, the columns of x must be in this order already.
     """
-    x, w = rows.prepared(rms_norm, silu_mul), replace(w, order=None)
+    x, w = rows.prepared(rms_norm, silu_mul, gelu_mul), replace(w, order=None)
     if w.activations == "outliers":
         return _outliers.product(product, x, _outliers.views(w), bias, residual)
     if w.activations == "int8":
@@ -131,20 +132,20 @@ def split_heads(
     qkv: Tensor,
     heads: int,
     kv_heads: int,
-    norms: tuple[Tensor, Tensor] | None = None,
+    norms: Seq[Tensor] | None = None,
     eps: float = 0.0,
     norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv [T, (H + 2 Hk) D] into q [T, H, D] and k, v [T, Hk, D]: views, unless q and k are normed per head.
+    """Split qkv [T, (H + 2 Hk) D] into q [T, H, D] and k, v [T, Hk, D]: views, unless they are normed per head.
 
-    `norms`: the norm weights [D] of q and of k, or None. `norm`: the backend's rms_norm.
+    `norms`: the norm weights [D] of q, of k and perhaps of v, or None. `norm`: the backend's rms_norm.
     """
     count = heads + 2 * kv_heads
     split = qkv.view(-1, count, qkv.shape[1] // count)  # [T, H + 2 Hk, D]
-    q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
-    if norms is not None:
-        q, k = (norm(x.flatten(0, 1), weight, eps).view_as(x) for x, weight in zip((q, k), norms, strict=True))
-    return q, k, v
+    parts = [split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]]
+    for i, weight in enumerate(norms or ()):
+        parts[i] = norm(parts[i].flatten(0, 1), weight, eps).view_as(parts[i])
+    return parts[0], parts[1], parts[2]
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
@@ -160,6 +161,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
     half = gate_up.shape[1] // 2
     return _by_row(lambda row: torch.nn.functional.silu(row[:half]) * row[half:], gate_up, half)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu (its tanh form) of the first half of gate_up [T, 2I] times the second; returns [T, I]."""
+    half = gate_up.shape[1] // 2
+    gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+    return _by_row(lambda row: gelu(row[:half]) * row[half:], gate_up, half)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) of x [R, V]."""
+    return _by_row(lambda row: torch.tanh(row / cap) * cap, x, x.shape[1])
 
 
 def _flat(layer: KVLayer) -> list[Tensor | None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sameseed import __version__, fields, scheme as formats
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, read_json
+from sameseed.models.config import ModelConfig, llama_only, read_json
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
 from sameseed.models.save import check_destination, save_quantized
 from sameseed.models.weights import TensorSource, expected_shapes
@@ -70,7 +70,7 @@ def quantize(plan: QuantizePlan, report: Report | None = None) -> QuantizeResult
     check(plan, scheme, pipeline)
     folder = resolve_model(plan.model)
     check_destination(Path(os.path.abspath(plan.out)), plan.overwrite, folder)  # fail now, not at the end
-    config = read_config(folder)
+    config = llama_only(read_config(folder), "quantize")
     record = folder / "twin.json"
     turns = any(m.turns for m in pipeline.methods)  # in a twin, a constant dimension keeps padding tokens unlikely
     if turns and record.exists() and read_json(record).get("constant") is not None:

@@ -96,6 +96,16 @@ def test_silu_mul(T, half, backend):
 
 
 @every_backend
+@pytest.mark.parametrize(("T", "half"), [(1, 1), (3, 17), (33, 64)])
+def test_gelu_mul_and_softcap(T, half, backend):
+    x, chosen = 6 * randn(T, 2 * half), ops.resolve(backend)
+    gate, up = x.double().chunk(2, -1)
+    close(chosen.gelu_mul(x), torch.nn.functional.gelu(gate, approximate="tanh") * up, 300.0)
+    close(chosen.softcap(x, 8.0), (x.double() / 8).tanh() * 8, 30.0)
+    assert all(chosen.gelu_mul(x)[t].equal(chosen.gelu_mul(x[t : t + 1])[0]) for t in range(T))
+
+
+@every_backend
 def test_silu_of_extremes(backend):
     gate = torch.tensor([[-1e30, -100.0, -88.0, -0.0, 0.0, 88.0, 100.0, 1e30]])
     got = ops.resolve(backend).silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))

@@ -84,3 +84,17 @@ def test_a_draft_model_of_the_same_family_changes_nothing() -> None:
         with LLM(str(target), str(draft), max_model_len=256, max_num_seqs=1, target=plain.engine.runner) as llm:
             got = llm.generate(code, params)[0]
     assert got.token_ids == right.token_ids and got.text == right.text
+
+
+def test_drafts_change_nothing_with_gemma() -> None:
+    file = Path(os.environ.get(hub.MODELS, "nowhere")) / "gemma-3-270m-q4_k_m.gguf"
+    if not file.exists():
+        pytest.skip(f"{hub.MODELS} names no folder with Gemma 3 270M")
+    prompts, settings = ["The capital of France is", "1, 1, 2, 3, 5, 8,"], {"max_model_len": 256, "max_num_seqs": 2}
+    with LLM(str(file), **settings) as plain:
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(max_tokens=32, temperature=temperature, seed=7)
+            right = [c.token_ids for c in plain.generate(prompts, params)]
+            for draft in ("ngram", "suffix"):
+                with LLM(str(file), draft, policy="fixed", target=plain.engine.runner, **settings) as llm:
+                    assert [c.token_ids for c in llm.generate(prompts, params)] == right

@@ -13,7 +13,7 @@ import torch
 
 from sameseed import ops
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig
+from sameseed.models.config import ModelConfig, llama_only
 from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
 from sameseed.scheme import cache_format
@@ -100,7 +100,7 @@ def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> t
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"{out} is not empty; add --resume to go on, or choose another folder with --out")
     folder = resolve_model(recipe.target)
-    config = read_config(folder)
+    config = llama_only(read_config(folder), "training")
     longest = recipe.texts.prompt_tokens + recipe.texts.new_tokens
     if longest > config.max_model_len:
         raise ConfigError(

@@ -53,7 +53,7 @@ def _architecture(file: GGUFFile) -> str:
 def raw_config(file: GGUFFile) -> dict[str, Any]:
     """The config.json of the file's model. Raises ModelLoadError for features that its family does not have."""
     meta, where, arch = file.metadata, file.path, _architecture(file)
-    get = partial(number, file, arch)
+    get = partial(number, file, arch, by_layer=family(GGUF_ARCHITECTURES[arch][0]).by_layer)
     hidden, heads, dim = _sizes(file, arch)
     qkv_bias, o_bias = ("blk.0.attn_q.bias" in file.tensors), ("blk.0.attn_output.bias" in file.tensors)
     name, kind = GGUF_ARCHITECTURES[arch]
@@ -103,11 +103,14 @@ def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
     return hidden, heads, dim
 
 
-def number(file: GGUFFile, arch: str, name: str, default: Any = None) -> Any:
-    """The number in a key of the architecture; an array by layer must hold equal numbers. Raises ModelLoadError."""
+def number(file: GGUFFile, arch: str, name: str, default: Any = None, by_layer: bool = False) -> Any:
+    """The number in a key of the architecture, or the first of an array by layer. Raises ModelLoadError.
+
+    The numbers of an array must be equal, unless `by_layer`.
+    """
     value = file.metadata.get(f"{arch}.{name}", default)
     if isinstance(value, np.ndarray):
-        if not len(value) or (value != value[0]).any():
+        if not len(value) or ((value != value[0]).any() and not by_layer):
             raise ModelLoadError(f"{file.path}: {arch}.{name} differs from layer to layer, which is not supported")
         value = value[0].item()
     if not isinstance(value, int | float):
@@ -154,7 +157,7 @@ def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
 
 def _factors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
     """Rope settings from the file's factor per frequency: Llama 3's scaling if it gives these, else "factors"."""
-    if FACTORS not in file.tensors:
+    if FACTORS not in file.tensors or config.rope.kind == "factors":  # the family knows them
         return {}
     info = file.tensors[FACTORS]
     if info.type != "F32" or info.shape != (config.head_dim // 2,) or config.rope.kind != "default":

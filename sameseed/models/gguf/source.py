@@ -42,8 +42,10 @@ def gguf_name(name: str, names: Mapping[str, str] = Decoder.gguf_names) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in names:
         return f"{names[stem]}.{kind}"
-    _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{names[rest]}.{kind}"
+    _, _, layer, rest = name.split(".", 3)
+    if rest in names:
+        return f"blk.{layer}.{names[rest]}"
+    return f"blk.{layer}.{names[rest.removesuffix(f'.{kind}')]}.{kind}"
 
 
 class GGUFCheckpoint:
@@ -74,7 +76,8 @@ class GGUFCheckpoint:
         missing = [n for n in wanted if n not in tensors]
         if missing:
             raise ModelLoadError(f"{self.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
-        extra = sorted(tensors.keys() - wanted.keys() - {FACTORS})
+        spare = {self._name(n) for n in family(config.architecture).spare(config)}
+        extra = sorted(tensors.keys() - wanted.keys() - spare - {FACTORS})
         if other := [n for n in extra if n.startswith(OTHER_PARTS)]:
             say_once(f"{self.path.name}: {len(other)} tensors beside the language model (vision, audio) are left out")
             extra = [n for n in extra if n not in other]

@@ -60,9 +60,9 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     meta = file.metadata
     model = meta.get("tokenizer.ggml.model")
     tokens = meta.get("tokenizer.ggml.tokens")
-    if not isinstance(model, str) or model not in ("gpt2", "llama"):
+    if not isinstance(model, str) or model not in ("gpt2", "llama", "gemma4"):
         raise ModelLoadError(
-            f"{file.path}: a tokenizer of the model {str(model)[:80]!r} cannot be read; gpt2 and llama can"
+            f"{file.path}: a tokenizer of the model {str(model)[:80]!r} cannot be read; gpt2, llama and gemma4 can"
         )
     if not isinstance(tokens, list) or not tokens:
         raise ModelLoadError(f"{file.path} holds no tokens; convert the model with its tokenizer")
@@ -110,14 +110,8 @@ def _byte_level(file: GGUFFile, names: list[str]) -> HFTokenizer:
             f"{file.path}: its texts are cut into words as {str(pre)[:80]!r} does, which is not known here (these are: "
             f"{', '.join(PRE)}); use the model's Hugging Face folder"
         )
-    merges = file.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise ModelLoadError(f"{file.path}: a gpt2 tokenizer needs merges, and the file has none; convert it again")
-    pairs = [(m[:at], m[at + 1 :]) for m in merges if (at := m.find(" ", 1)) > 0]  # a piece may begin with a space
-    if len(pairs) != len(merges):
-        raise ModelLoadError(f"{file.path}: one of its merges is not two pieces with a space between; convert it again")
     vocabulary = {name: i for i, name in enumerate(names)}
-    backend = HFTokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in NO_MERGES))
+    backend = HFTokenizer(models.BPE(vocab=vocabulary, merges=_merges(file), ignore_merges=pre in NO_MERGES))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(e), "isolated") for e in PRE[pre]]
@@ -127,21 +121,21 @@ def _byte_level(file: GGUFFile, names: list[str]) -> HFTokenizer:
     return backend
 
 
+def _merges(file: GGUFFile) -> list[tuple[str, str]]:
+    """The merges that the file lists."""
+    merges = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise ModelLoadError(f"{file.path}: its tokenizer needs merges, and the file has none; convert it again")
+    pairs = [(m[:at], m[at + 1 :]) for m in merges if (at := m.find(" ", 1)) > 0]  # a piece may begin with a space
+    if len(pairs) != len(merges):
+        raise ModelLoadError(f"{file.path}: one of its merges is not two pieces with a space between; convert it again")
+    return pairs
+
+
 def _sentencepiece(file: GGUFFile, names: list[str], kinds: np.ndarray[Any, np.dtype[Any]]) -> HFTokenizer:
-    scores = _array(file, "scores", len(names), 0)
     vocabulary = {name: i for i, name in enumerate(names)}
-    mergeable = [i for i, kind in enumerate(kinds.tolist()) if kind in (NORMAL, UNUSED)]
-    if sum(len(names[i]) for i in mergeable) > MOST_SPLITS or max((len(names[i]) for i in mergeable), default=0) > 4096:
-        raise ModelLoadError(f"{file.path}: its tokens are longer than those of any vocabulary; is it one?")
-    found = []
-    for i in mergeable:
-        name = names[i]
-        for at in range(1, len(name)):
-            left, right = vocabulary.get(name[:at]), vocabulary.get(name[at:])
-            if left is not None and right is not None:
-                found.append((-float(scores[i]), left, right))
-    found.sort()
-    merges = [(names[left], names[right]) for _, left, right in found]
+    listed = file.metadata.get("tokenizer.ggml.model") == "gemma4"
+    merges = _merges(file) if listed else _merges_by_score(file, names, kinds, vocabulary)
     unknown = next((names[i] for i in np.flatnonzero(kinds == UNKNOWN).tolist()), None)
     has_bytes = bool((kinds == BYTE).any())
     backend = HFTokenizer(
@@ -157,9 +151,28 @@ def _sentencepiece(file: GGUFFile, names: list[str], kinds: np.ndarray[Any, np.d
     return backend
 
 
+def _merges_by_score(
+    file: GGUFFile, names: list[str], kinds: np.ndarray[Any, np.dtype[Any]], vocabulary: dict[str, int]
+) -> list[tuple[str, str]]:
+    """Pairs of pieces that are a token together, those with the best score of the result first."""
+    scores = _array(file, "scores", len(names), 0)
+    mergeable = [i for i, kind in enumerate(kinds.tolist()) if kind in (NORMAL, UNUSED)]
+    if sum(len(names[i]) for i in mergeable) > MOST_SPLITS or max((len(names[i]) for i in mergeable), default=0) > 4096:
+        raise ModelLoadError(f"{file.path}: its tokens are longer than those of any vocabulary; is it one?")
+    found = []
+    for i in mergeable:
+        name = names[i]
+        for at in range(1, len(name)):
+            left, right = vocabulary.get(name[:at]), vocabulary.get(name[at:])
+            if left is not None and right is not None:
+                found.append((-float(scores[i]), left, right))
+    found.sort()
+    return [(names[left], names[right]) for _, left, right in found]
+
+
 def _add_ends(file: GGUFFile, backend: HFTokenizer, names: list[str], model: str) -> None:
     meta = file.metadata
-    begins = model == "llama" or meta.get("tokenizer.ggml.pre") in NO_MERGES
+    begins = model in ("llama", "gemma4") or meta.get("tokenizer.ggml.pre") in NO_MERGES
     single, special = ["$A"], []
     for key, wanted in (
         ("bos", meta.get("tokenizer.ggml.add_bos_token", begins)),

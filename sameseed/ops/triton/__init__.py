@@ -19,7 +19,7 @@ from sameseed.ops.triton.packing import embedding, pack, serves, unpack
 _missing: str | None = None
 try:
     from sameseed.ops.triton.attention import attention, attention_rounding
-    from sameseed.ops.triton.dispatch import product, rms_norm, silu_mul
+    from sameseed.ops.triton.dispatch import gelu_mul, product, rms_norm, silu_mul
     from sameseed.ops.triton.graphs import replayer
     from sameseed.ops.triton.kv import move_kv, move_stacked, rope, rope_store, store_kv
     from sameseed.ops.triton.prepared import product_rounding
@@ -69,6 +69,7 @@ __all__ = [
     "attention_rounding",
     "choose",
     "embedding",
+    "gelu_mul",
     "looks_ahead",
     "move_kv",
     "move_stacked",

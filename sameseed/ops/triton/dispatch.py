@@ -136,8 +136,7 @@ def larger(form: str, w: QuantTensor, num_rows: int, device: torch.device) -> Wa
 def _entered(rows: RowSource, w: QuantTensor) -> Ready:
     """The rows in the form that products with `w` need. Raises ValueError if they do not fit."""
     x, form = rows.x, form_for(w)
-    width = x.shape[1] // 2 if rows.kind == "silu" else x.shape[1]
-    if width != w.shape[1] or x.dtype != torch.float32:
+    if rows.width != w.shape[1] or x.dtype != torch.float32:
         raise ValueError(f"rows {tuple(x.shape)} in {x.dtype} do not fit a weight {w.shape}; they are to be float32")
     made: Made | None = getattr(x, "made", None)
     if made is not None and made.serves(rows, form, w.group):
@@ -211,3 +210,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
     return guarded("silu_mul", lambda: _made(gated_rows(aligned(gate_up))), lambda: reference.silu_mul(gate_up))
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu (its tanh form) of the first half of gate_up [T, 2I] times the second; returns [T, I]."""
+    return guarded("gelu_mul", lambda: _made(gated_rows(aligned(gate_up), "gelu")), lambda: reference.gelu_mul(gate_up))

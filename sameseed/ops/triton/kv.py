@@ -150,7 +150,7 @@ def rope_store(
     layer: KVLayer,
     batch: Batch,
     table: Tensor,
-    norms: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Tensor, ...] | None = None,
     eps: float = 0.0,
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].

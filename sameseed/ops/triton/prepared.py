@@ -97,9 +97,8 @@ def unwritten(x: Tensor, num_rows: int, width: int, form: str, group: int) -> Re
 
 
 def preparation(rows: RowSource, form: str, group: int) -> tuple[Launch, Ready]:
-    """The launch that prepares rows [T, C] ("silu": [T, 2 C]) in a form, and its output."""
-    x, source, norm, eps, index = rows
-    width = x.shape[1] // 2 if source == "silu" else x.shape[1]
+    """The launch that prepares rows [T, C] (gated: [T, 2 C]) in a form, and its output."""
+    (x, source, norm, eps, index), width = rows, rows.width
     num_rows = x.shape[0] if index is None else index.shape[0]
     block = max(16, 1 << (width - 1).bit_length())
     groups, ready = width // group, unwritten(x, num_rows, width, form, group)
@@ -120,7 +119,7 @@ def preparation(rows: RowSource, form: str, group: int) -> tuple[Launch, Ready]:
         "GROUP": block if groups == 1 else group,
         "BLOCK": block,
         "EARLY": begins_early(num_rows, x.device),
-        "CHUNK": min(block, CHUNK) if source == "silu" and block > MOST_AT_ONCE else block,
+        "CHUNK": min(block, CHUNK) if source in ("silu", "gelu") and block > MOST_AT_ONCE else block,
     }
     warps = min(16, max(1, block // A_WARP))
     launch = Launch(row_kernels.prepare, (num_rows,), arguments, constants, warps)

@@ -15,11 +15,14 @@ from sameseed.ops.triton.rounding import ROUND, SMALLEST, bfloat, inverse, power
 
 
 @triton.jit
-def _gated(base, cols, width):
-    """SwiGLU of a row of 2 * width numbers, at columns `cols`."""
+def _gated(base, cols, width, SOURCE: tl.constexpr):
+    """SwiGLU, or its form with gelu, of a row of 2 * width numbers, at columns `cols`."""
     gate = tl.load(base + cols, mask=cols < width, other=0.0)
     up = tl.load(base + width + cols, mask=cols < width, other=0.0)
-    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    inner = gate
+    if SOURCE == "gelu":  # gelu(x) in its tanh form is x * sigmoid(2 u), with u = sqrt(2 / pi) * (x + 0.044715 x^3)
+        inner = gate * (1.5957691216 + gate * gate * 0.07135481627)
+    return tl.div_rn(gate, 1.0 + tl.exp(-inner)) * up
 
 
 @triton.jit
@@ -27,8 +30,8 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
     """The row [BLOCK] as float32: unchanged, normed, or gated; zeros beyond its width."""
     cols = tl.arange(0, BLOCK)
     inside = cols < width
-    if SOURCE == "silu":
-        x = _gated(x_ptr + row * (2 * width), cols, width)
+    if SOURCE == "silu" or SOURCE == "gelu":
+        x = _gated(x_ptr + row * (2 * width), cols, width, SOURCE)
     else:
         x = tl.load(x_ptr + row * width + cols, mask=inside, other=0.0)
         if SOURCE == "norm":
@@ -102,9 +105,9 @@ def _stored(
 @triton.jit
 def _in_chunks(
     x_ptr, out_ptr, scale_ptr, t, width, num_groups,
-    FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    SOURCE: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU of a row too wide for registers: computed once for values that need the whole row, then again to store."""
+    """A gated row too wide for registers: computed once for values that need the whole row, then again to store."""
     base, cols = x_ptr + t * (2 * width), tl.arange(0, CHUNK)
     QUANTIZED: tl.constexpr = FORM == "int8" or FORM == "fp8"
     BY_ROW: tl.constexpr = QUANTIZED and GROUP == BLOCK
@@ -112,10 +115,10 @@ def _in_chunks(
     finite, a = tl.full((1,), 1, tl.int32), tl.zeros((1,), tl.float32)
     if FORM == "half" or BY_ROW:
         for first in range(0, BLOCK, CHUNK):
-            some, size = _extent(tl.reshape(_gated(base, first + cols, width), (1, CHUNK)))
+            some, size = _extent(tl.reshape(_gated(base, first + cols, width, SOURCE), (1, CHUNK)))
             finite, a = tl.minimum(finite, some), tl.maximum(a, size)
     for first in range(0, BLOCK, CHUNK):
-        x = _gated(base, first + cols, width)
+        x = _gated(base, first + cols, width, SOURCE)
         if FORM == "half":
             _stored(x, finite, tl.max(a, axis=0), out_ptr, scale_ptr, t, first, width, num_groups, FORM, GROUP, CHUNK)
         elif QUANTIZED and not BY_ROW:
@@ -165,7 +168,7 @@ def prepare(
     if GATHER:
         row = tl.load(index_ptr + t).to(tl.int64)
     if CHUNK < BLOCK:
-        _in_chunks(x_ptr, out_ptr, scale_ptr, t, width, num_groups, FORM, GROUP, BLOCK, CHUNK)
+        _in_chunks(x_ptr, out_ptr, scale_ptr, t, width, num_groups, SOURCE, FORM, GROUP, BLOCK, CHUNK)
     else:
         make_ready(x_ptr, norm_ptr, out_ptr, scale_ptr, t, row, width, eps, num_groups, SOURCE, FORM, GROUP, BLOCK)
 

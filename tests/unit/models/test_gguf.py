@@ -57,6 +57,34 @@ ARCHS = {
     "qwen2": "qwen2",
     "qwen2.5-tied": "qwen2",
     "qwen3": "qwen3",
+    "gemma3": "gemma3",
+    "gemma4": "gemma4",
+    "gemma4-e": "gemma4",
+}
+ARCH_KEYS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "attention.sliding_window": 7,
+        "final_logit_softcapping": 8.0,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+    },
+    "gemma4": {
+        "attention.sliding_window": 7,
+        "attention.sliding_window_pattern": [True, True, False],
+        "attention.head_count_kv": [2, 2, 1],
+        **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 32),
+        "attention.key_length_swa": 16,
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma4-e": {
+        "attention.sliding_window": 7,
+        "attention.sliding_window_pattern": [True, False, True, False],
+        "attention.shared_kv_layers": 2,
+        "feed_forward_length": [72, 72, 144, 144],
+        **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 32),
+        "attention.key_length_swa": 16,
+        "embedding_length_per_layer_input": 8,
+    },
 }
 
 
@@ -66,9 +94,9 @@ def test_logits_are_those_of_the_folder_it_was_made_of(name, tmp_path):
     variant = VARIANTS[name]
     tensors = random_tensors(parse_config(variant.raw))
     want = all_logits(load(write_checkpoint(tmp_path / "folder", variant)), prompt(variant.length))
-    if variant.raw["rope_parameters"]["rope_type"] == "llama3":
+    if variant.raw["rope_parameters"].get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = llama3_factors(variant.raw)
-    path = write_gguf(tmp_path / "model.gguf", variant.raw, tensors, arch=ARCHS[name])
+    path = write_gguf(tmp_path / "model.gguf", variant.raw, tensors, arch=ARCHS[name], keys=ARCH_KEYS.get(name))
     got = all_logits(load(path), prompt(variant.length))
     exact = "rope_freqs.weight" not in tensors  # float32 factors equal the bands up to rounding
     assert got.equal(want) if exact else (got - want).abs().max() < 1e-3
