@@ -84,13 +84,13 @@ class EngineCosts:
         """The costs from plain data, as JSON gives it. Raises ConfigError that names the key."""
         return fields.parse(cls, {k: v for k, v in data.items() if k != "schema"}, where)
 
-    def cost(self, gap: float = 0.0) -> RoundCost:
-        """The costs of rounds of whichever draft; `gap`: seconds between passes beside `gap_ms`."""
+    def cost(self) -> RoundCost:
+        """The costs of rounds, without those of a draft."""
         own = [abs(math.log(p.p90 / p.p10)) / P10_TO_P90 for p in self.passes if p.p10 and p.p90]
         level = median(own) if own else UNSTATED
-        each = gap + self.gap_ms / 1e3
         prompts = Curve(sorted((p.tokens, p.ms / 1e3) for p in self.prompts)).at if self.prompts else None
-        return RoundCost(EnginePasses(self), (), Gap(each, each), prompts, "profiled", Spread(level, level, UNSTATED))
+        gap = Gap(self.gap_ms / 1e3, self.gap_ms / 1e3)
+        return RoundCost(EnginePasses(self), (), gap, prompts, "profiled", Spread(level, level, UNSTATED))
 
     def steps(self) -> Curve:
         """Seconds of a drafter's step by sequences."""

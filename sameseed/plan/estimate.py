@@ -208,7 +208,7 @@ def _figures(
     )
 
 
-def _profiled(profile: Profile, target: Sheet, gap: float = GAP) -> RoundCost:
+def _profiled(profile: Profile, target: Sheet) -> RoundCost:
     """The costs that were profiled of this shape. Raises ConfigError where that shape, format or cache was not."""
     known, own = profile.shape, shape_as_dict("", target.config)
     other = [n for n in own if n not in ("name", "max_model_len", "architecture") and known.get(n) != own[n]]
@@ -217,7 +217,7 @@ def _profiled(profile: Profile, target: Sheet, gap: float = GAP) -> RoundCost:
             f"the costs are of {known.get('name')}, whose {other[0]} is {known.get(other[0])} and not "
             f"{own[other[0]]}: profile this model (sameseed profile --model ... --json FILE)"
         )
-    cost = profile.cost(target.name, gap)
+    cost = profile.cost(target.name, GAP)
     kv_format = next(x.kv_format for x in profile.costs if x.format == target.name)
     if kv_format != target.kv_format:
         raise ConfigError(
