@@ -190,6 +190,8 @@ def test_small_ops():
     gate, up = (6 * x).double().chunk(2, -1)
     wanted = gate / (1 + (-gate).exp()) * up
     torch.testing.assert_close(backend.silu_mul(6 * x).double(), wanted, rtol=2e-6, atol=2e-6)
+    wanted = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(backend.gelu_mul(6 * x).double(), wanted, rtol=2e-6, atol=3e-6)
     wide, table = randn(7, 5, 20), rope_table(RopeConfig(), 20, 50)
     positions = torch.tensor([0, 3, 49, 1, 1, 30, 8], dtype=torch.int32)
     for q in (wide, wide[:, 1:4]):
