@@ -10,12 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import fixtures_interpreter
 import pytest
 import torch
 from fixtures_device import interpreted_there, pretended_device
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PRETENDED = os.environ.get("SAMESEED_TEST_GPU") == "pretended"
+if INTERPRETED:
+    fixtures_interpreter.order_dots()
+    fixtures_interpreter.hasten()
 asked_for = INTERPRETED or os.environ.get("SAMESEED_TEST_GPU") == "1"
 collect_ignore_glob = [] if asked_for else ["test_*.py"]
 

@@ -13,8 +13,7 @@ import torch
 
 from sameseed import devices
 from sameseed.ops.triton import packing
-from sameseed.ops.triton.interpreter import hasten, interpreted, order_dots
-from sameseed.ops.triton.packing import embedding, pack, serves, unpack
+from sameseed.ops.triton.packing import embedding, interpreted, pack, serves, unpack
 
 _missing: str | None = None
 try:
@@ -24,10 +23,6 @@ try:
     from sameseed.ops.triton.kv import move_kv, move_stacked, rope, rope_store, store_kv
     from sameseed.ops.triton.prepared import product_rounding
     from sameseed.ops.triton.sampling import choose
-
-    if interpreted():
-        order_dots()
-        hasten()
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise

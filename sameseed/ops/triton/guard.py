@@ -13,7 +13,7 @@ import torch
 from triton.errors import TritonError
 
 from sameseed.ops import _launches
-from sameseed.ops.triton.interpreter import interpreted as interpreted
+from sameseed.ops.triton.packing import interpreted as interpreted
 
 log = logging.getLogger("sameseed.ops")
 T = TypeVar("T")

@@ -8,6 +8,7 @@ blocks of 32 outputs, so that a weight can be written in chunks of rows.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +23,11 @@ BLOCK = 32  # outputs whose words are adjacent
 PLANES = ("codes", "high", "low", "weight")  # names of parts that hold words or dense numbers
 DENSE = frozenset({"bf16", "fp16", "fp32"})
 _MAX_DEPTH = 1 << 17  # up to this depth, sums of products of codes are exact in 32 bits
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter replaces a GPU, for tests (TRITON_INTERPRET=1 before the first import)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,11 @@
-"""Triton's interpreter, which runs kernels on the CPU. Importing this module does not need Triton."""
+"""Triton's interpreter, which runs kernels on the CPU: sums in a fixed order, in less time."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter replaces a GPU, for tests (TRITON_INTERPRET=1 before the first import)."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def order_dots() -> None:
