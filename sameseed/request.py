@@ -358,7 +358,7 @@ class Sequence:
     num_shared: int = 0  # tokens whose rows were found in the prefix cache
     priority: int = 0  # lower goes first
     owner: str = ""  # within a priority, scheduling is fair between owners
-    streamed: bool = True  # does somebody read along?
+    streamed: bool = False  # does somebody read along?
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     times: TimeSplit = field(default_factory=TimeSplit)
     num_preemptions: int = 0

@@ -192,6 +192,7 @@ def make_engine(
     below: tuple[SpecConfig, ...] | None = None,
     policy: str = "fixed",
     target: ModelRunner | None = None,
+    pass_ms: float = 100.0,
 ) -> Engine:
     """An Engine of loaded models, on their device; its cache holds `tokens`. `drafter` replaces that of `method`."""
     device = str(pair.target.device)
@@ -201,7 +202,13 @@ def make_engine(
     )
     cache = CacheConfig(block_size=block, format=kv)
     config = EngineConfig(
-        max_num_rows=rows, max_num_seqs=min(seqs, rows), max_model_len=max_len, device=device, cache=cache, spec=spec
+        max_num_rows=rows,
+        max_num_seqs=min(seqs, rows),
+        max_model_len=max_len,
+        max_pass_ms=pass_ms,
+        device=device,
+        cache=cache,
+        spec=spec,
     )
     engine = assemble(
         config, pair.tokenizer, -(-tokens // block), target or pair.target, models_of(spec, pair, pair.target)
@@ -210,12 +217,16 @@ def make_engine(
 
 
 def run(
-    engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams], alone: bool = False
+    engine: Engine,
+    prompts: Seq[Seq[int]],
+    params: SamplingParams | Seq[SamplingParams],
+    alone: bool = False,
+    streamed: bool = False,
 ) -> list[Completion]:
     """Run all prompts together, or one by one if `alone`; completions by prompt and index. Checks law 3 at the end."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     requests = [
-        Request(f"r{i}", tuple(prompt), p, derive_seed(p.seed or 0, n), n)
+        Request(f"r{i}", tuple(prompt), p, derive_seed(p.seed or 0, n), n, streamed=streamed)
         for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
         for n in range(p.n)
     ]

@@ -121,11 +121,10 @@ def write_chains(
     num_draft: Seq[int],
     policy: LengthPolicy,
     vocab_limit: int,
-    prepare: Callable[[Seq[Sequence]], None] | None = None,
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Write up to num_draft[b] tokens after each of `shadows`, which keep them; returns tokens, path probabilities."""
     chains = [Chain() for _ in shadows]
-    extend_chains(runner, shadows, chains, num_draft, policy, vocab_limit, prepare)
+    extend_chains(runner, shadows, chains, num_draft, policy, vocab_limit)
     return [c.tokens for c in chains], [c.sure for c in chains]
 
 
@@ -149,7 +148,6 @@ def extend_chains(
     lengths: Seq[int],
     policy: LengthPolicy,
     vocab_limit: int,
-    prepare: Callable[[Seq[Sequence]], None] | None = None,
     going: Callable[[], bool] = lambda: True,
     siblings: int = 0,
 ) -> None:
@@ -158,20 +156,18 @@ def extend_chains(
     Confidence is that of the path to a token: the product of the tokens' probabilities up to there.
     A chain ends early if `policy` says so, after a token that ends its text, at the model's context limit, and before a
     token id of `vocab_limit` or above. The noise is the target's own (coupled sampling). With `siblings` each position
-    gets alternative tokens. `prepare(shadows)` runs before each pass. No pass begins once `going()` is false.
+    gets alternative tokens. No pass begins once `going()` is false.
     """
 
     def wanted(b: int) -> bool:
         return not chains[b].ended and len(chains[b].tokens) < lengths[b]
 
-    drawn = start_chains(runner, shadows, chains, lengths, policy, prepare, going, siblings)
+    drawn = start_chains(runner, shadows, chains, lengths, policy, going, siblings)
     if drawn is not None:
         return take_drawn(runner, shadows, chains, policy, vocab_limit, *drawn)
     active = [b for b in range(len(chains)) if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
     while active and going():
         running = [shadows[b] for b in active]
-        if prepare is not None:
-            prepare(running)
         out = _pass(runner, running, not siblings and not policy.uses_confidence)
         if not any(chains[b].tokens for b in active) and grows_at_once(running):
             some, counts = [chains[b] for b in active], [lengths[b] for b in active]
@@ -194,7 +190,6 @@ def write_draft(
     make: Callable[[], Draft],
     num_seqs: int,
     owners: Seq[int],
-    prepare: Callable[[Seq[Sequence]], None] | None = None,
     siblings: int = 0,
 ) -> Draft:
     """Extend the chains (`extend_chains`) and return `make()`: a draft of `num_seqs` sequences, chain i for owners[i].
@@ -204,9 +199,9 @@ def write_draft(
     """
     unread = None
     if not policy.uses_confidence and not any(c.tokens for c in chains):
-        unread = start_chains(runner, shadows, chains, lengths, policy, prepare, siblings=siblings)
+        unread = start_chains(runner, shadows, chains, lengths, policy, siblings=siblings)
     if unread is None:
-        extend_chains(runner, shadows, chains, lengths, policy, vocab_limit, prepare, siblings=siblings)
+        extend_chains(runner, shadows, chains, lengths, policy, vocab_limit, siblings=siblings)
         return make()
     active, drawn = unread
 
@@ -223,7 +218,6 @@ def start_chains(
     chains: Seq[Chain],
     lengths: Seq[int],
     policy: LengthPolicy,
-    prepare: Callable[[Seq[Sequence]], None] | None = None,
     going: Callable[[], bool] = lambda: True,
     siblings: int = 0,
 ) -> tuple[list[int], Drawn] | None:
@@ -239,8 +233,6 @@ def start_chains(
     if not active:
         return None
     running = [shadows[b] for b in active]
-    if prepare is not None:
-        prepare(running)
     drawn = runner.draw(running, [room[b] for b in active], drawer, policy.uses_confidence)
     return None if drawn is None else (active, drawn)
 

@@ -7,6 +7,7 @@ between positions only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from itertools import groupby
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Draw
+from sameseed.drafters._followers import CatchUp
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.request import Sequence
@@ -42,6 +44,10 @@ class Context:
     def end(self) -> int:
         """The position after the last one whose hidden states are known."""
         return self.first + self.num_hidden
+
+    @property
+    def num_cached(self) -> int:
+        return self.holder.num_cached
 
     @property
     def next(self) -> int:
@@ -115,10 +121,13 @@ class Context:
 class Contexts:
     """The contexts of all sequences, in the cache of one runner."""
 
-    def __init__(self, runner: HeadRunner | BlockRunner, prefill_rows: int, limit: int) -> None:
-        """`prefill_rows`: the most rows of one pass over known positions; `limit`: the most rows of one sequence."""
+    def __init__(
+        self, runner: HeadRunner | BlockRunner, prefill_rows: int, limit: int, max_seconds: float = math.inf
+    ) -> None:
+        """`prefill_rows`, `max_seconds`: of one pass over known positions; `limit`: the most rows of one sequence."""
         self.runner = runner
         self.prefill_rows = prefill_rows
+        self.reading = CatchUp(prefill_rows, max_seconds)
         self.limit = limit
         self._sorted: dict[int, Context] = {}
         self._waiting: list[tuple[Seq[Sequence], Seq[Span], Tensor]] = []  # rounds of one row per sequence
@@ -221,18 +230,17 @@ class Contexts:
         context.holder.num_cached = min(context.holder.num_cached, context.end - 1 - context.start)
         return self._reserve(context, context.num_pending + num_nodes)
 
-    def catch_up(self, seqs: Seq[Sequence], draws: Seq[Draw] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def catch_up(self, seqs: Seq[Sequence], able: Seq[int]) -> list[int]:
+        """Compute long pending stretches; which of `able`, indices of sequences with reserved blocks, can draft now."""
+
+        def read(which: list[int], sizes: list[int]) -> None:
+            self._extend([(seqs[b], self[seqs[b]], n) for b, n in zip(which, sizes, strict=True)], False)
+
+        return self.reading(seqs, {b: self[seqs[b]] for b in able}, read)
+
+    def last(self, seqs: Seq[Sequence], draws: Seq[Draw] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the pending rows. Returns what `HeadRunner.extend` returns for each sequence's last row."""
-        contexts = [self[seq] for seq in seqs]
-        while sum(c.num_pending for c in contexts) > max(self.prefill_rows, 2 * len(contexts)):
-            left, work = self.prefill_rows, []
-            for seq, context in zip(seqs, contexts, strict=True):
-                size = min(context.num_pending - 1, left)
-                if size > 0:
-                    work.append((seq, context, size))
-                    left -= size
-            self._extend(work, False)
-        return self._extend([(s, c, c.num_pending) for s, c in zip(seqs, contexts, strict=True)], True, draws)
+        return self._extend([(seq, self[seq], self[seq].num_pending) for seq in seqs], True, draws)
 
     def rewind(self, seq: Sequence, length: int) -> None:
         context = self._contexts.get(seq.seq_id)
@@ -240,6 +248,7 @@ class Contexts:
             context.rewind(length)
 
     def release(self, seq: Sequence) -> None:
+        self.reading.waiting.discard(seq.seq_id)
         if self._waiting:
             self._gone.add(seq.seq_id)
         context = self._sorted.pop(seq.seq_id, None)
@@ -255,6 +264,9 @@ class Reading(Drafter):
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         if hidden is not None:
             self.followers.observe(seqs, spans, hidden)
+
+    def waits(self, seq: Sequence) -> bool:
+        return seq.seq_id in self.followers.reading.waiting
 
     def rewind(self, seq: Sequence, length: int) -> None:
         self.followers.rewind(seq, length)

@@ -7,6 +7,7 @@ DeepSeek-AI, 2026).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class BlockDrafter(Reading, ChainDrafter):
         captures: tuple[int, ...],
         policy: LengthPolicy,
         eos_token_ids: Seq[int] = (),
+        max_seconds: float = math.inf,
     ) -> None:
         """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target."""
         head = runner.model
@@ -63,7 +65,7 @@ class BlockDrafter(Reading, ChainDrafter):
         self.captures = captures
         self.policy = policy
         self.most = head.config.num_guesses
-        self.followers = Contexts(runner, options.prefill_rows, head.max_model_len)
+        self.followers = Contexts(runner, options.prefill_rows, head.max_model_len, max_seconds)
         self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
@@ -77,7 +79,8 @@ class BlockDrafter(Reading, ChainDrafter):
         if options.vocabulary:
             own = with_vocabulary(runner.model, read_vocabulary(options.vocabulary, target.vocab_size))
             runner = BlockRunner(own, runner.cache)
-        return cls(options, runner, config.captures(target.num_layers), parts.policy, target.eos_token_ids)
+        captures = config.captures(target.num_layers)
+        return cls(options, runner, captures, parts.policy, target.eos_token_ids, parts.max_seconds)
 
     @property
     def limit(self) -> int:
@@ -88,22 +91,23 @@ class BlockDrafter(Reading, ChainDrafter):
         self.followers.make_room(seqs)
         siblings = self.options.siblings
         lengths = self._heed_most(chain_lengths(seqs, num_draft, siblings), self.most)
-        chains, growing = [Chain() for _ in seqs], list[_GrowingBlock]()
+        chains, growing = [Chain() for _ in seqs], dict[int, _GrowingBlock]()
         for b, (seq, count) in enumerate(zip(seqs, lengths, strict=True)):
             able = count > 0 and self.followers.room(seq, 1) > 0
             if able and self.followers.reserve(seq, self.runner.model.config.block_size):
-                growing.append(_GrowingBlock(seq, count, chains[b]))
-        if growing:
-            self._guess(growing)
-        for g in growing:
+                growing[b] = _GrowingBlock(seq, count, chains[b])
+        ready = self.followers.catch_up(seqs, list(growing))
+        if ready:
+            self._guess([growing[b] for b in ready])
+        for g in growing.values():
             holder = self.followers[g.seq].holder
             self.runner.blocks.trim(holder, holder.num_cached)  # blocks of draft rows
         return draft_of(chains, num_draft, self.policy.uses_confidence, siblings)
 
     def _guess(self, growing: Seq[_GrowingBlock]) -> None:
-        """Catch up, run all blocks, and choose the chains' tokens from the logits, position by position."""
+        """Read the last tokens, run all blocks, and choose the chains' tokens from the logits, position by position."""
         seqs = [g.seq for g in growing]
-        self.followers.catch_up(seqs)
+        self.followers.last(seqs)
         counts = [g.count for g in growing]
         holders = [self.followers[seq].holder for seq in seqs]
         rows = self.guesses.rows(self.runner.guess(holders, [s.token_ids[-1] for s in seqs], counts))

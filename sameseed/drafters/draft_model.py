@@ -5,6 +5,7 @@ It samples with the target's own noise (coupled sampling), so a draft token is a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
@@ -36,11 +37,18 @@ class DraftModelDrafter(Following, ChainDrafter):
     owns = "model"
     text = "MODEL"
 
-    def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
+    def __init__(
+        self,
+        options: Options,
+        runner: ModelRunner,
+        vocab_size: int,
+        policy: LengthPolicy,
+        max_seconds: float = math.inf,
+    ) -> None:
         self.options = options
         self.runner = runner
         self.policy = policy
-        self.followers = Followers(runner, options.prefill_rows, vocab_size)
+        self.followers = Followers(runner, options.prefill_rows, vocab_size, max_seconds=max_seconds)
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
         # What was drafted ahead, by sequence: the length of the text before it, and the chain, which the shadow holds.
@@ -50,7 +58,7 @@ class DraftModelDrafter(Following, ChainDrafter):
     def build(cls, options: Drafter.Options, parts: Parts) -> DraftModelDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
         runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
-        return cls(options, runner, parts.vocab_size, parts.policy)
+        return cls(options, runner, parts.vocab_size, parts.policy, parts.max_seconds)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together, one pass of the draft model per token, with leaves for `siblings`."""
@@ -74,7 +82,6 @@ class DraftModelDrafter(Following, ChainDrafter):
             lambda: draft_of(drafted, num_nodes, self.policy.uses_confidence, self.options.siblings),
             len(seqs),
             active,
-            followers.catch_up,
             self.options.siblings,
         )
 
@@ -87,8 +94,8 @@ class DraftModelDrafter(Following, ChainDrafter):
         going: Callable[[], bool],
     ) -> None:
         shadows, lengths = [self.followers[seqs[b]] for b in active], [num_draft[b] for b in active]
-        limit, catch_up = self.followers.vocab_limit, self.followers.catch_up
-        extend_chains(self.runner, shadows, chains, lengths, self.policy, limit, catch_up, going, self.options.siblings)
+        limit = self.followers.vocab_limit
+        extend_chains(self.runner, shadows, chains, lengths, self.policy, limit, going, self.options.siblings)
 
     def ahead(
         self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]

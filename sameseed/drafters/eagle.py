@@ -7,6 +7,7 @@ own noise, which is known before the target chooses (coupled sampling).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence as Seq, Set
 from dataclasses import dataclass, field
 
@@ -73,6 +74,7 @@ class EagleDrafter(Reading):
         captures: tuple[int, ...],
         policy: LengthPolicy,
         eos_token_ids: Seq[int] = (),
+        max_seconds: float = math.inf,
     ) -> None:
         """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target."""
         head = runner.model
@@ -85,7 +87,7 @@ class EagleDrafter(Reading):
         self.runner = runner = HeadRunner(runner.model, runner.cache, seen)
         self.policy = policy
         self.captures = captures
-        self.followers = Contexts(runner, options.prefill_rows, limit)
+        self.followers = Contexts(runner, options.prefill_rows, limit, max_seconds)
         self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
 
     @classmethod
@@ -103,7 +105,7 @@ class EagleDrafter(Reading):
             own = with_vocabulary(head, read_vocabulary(options.vocabulary, target.vocab_size))
             runner = HeadRunner(own, runner.cache)
         captures = head.config.captures(target.num_layers)
-        return cls(options, runner, captures, parts.policy, target.eos_token_ids)
+        return cls(options, runner, captures, parts.policy, target.eos_token_ids, parts.max_seconds)
 
     @property
     def limit(self) -> int | None:
@@ -121,12 +123,13 @@ class EagleDrafter(Reading):
             if depth > 0 and self.followers.reserve(seq, min(width * (depth - 1), MAX_NODES)):
                 ending = seq.params.ending(self.guesses.eos_token_ids)
                 growing[b] = _GrowingTree(seq, Tree(min(k, MAX_NODES)), depth, width, ending)
+        reserved = [self.followers[g.seq].holder for g in growing.values()]
+        growing = {b: growing[b] for b in self.followers.catch_up(seqs, list(growing))}
         own = list(growing.values())
         drawn = self._write_chains(own) if own and chains else None
         if own and not chains:
             self._grow(own)
-        for g in own:
-            holder = self.followers[g.seq].holder
+        for holder in reserved:
             self.runner.blocks.trim(holder, holder.num_cached)  # blocks of draft rows
         if drawn is None:
             return _draft_of(growing, len(seqs), chains)
@@ -139,7 +142,7 @@ class EagleDrafter(Reading):
 
     def _grow(self, growing: Seq[_GrowingTree]) -> None:
         """Grow trees: the first level from the rows of known positions, then one pass of the head per level."""
-        logits, features, _ = self.followers.catch_up([g.seq for g in growing])
+        logits, features, _ = self.followers.last([g.seq for g in growing])
         if self._grow_at_once(growing, logits, features):
             return
         rows = self.guesses.rows(logits)
@@ -212,7 +215,7 @@ class EagleDrafter(Reading):
 
         unread = all(drawable(g.seq) for g in growing)
         first = [draws(b, 0) for b in range(len(growing))] if unread else None
-        logits, features, chosen = self.followers.catch_up([g.seq for g in growing], first)
+        logits, features, chosen = self.followers.last([g.seq for g in growing], first)
         drawn = None
         if chosen is not None:
             holders, counts = [self.followers[g.seq].holder for g in growing], [g.depth for g in growing]

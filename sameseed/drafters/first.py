@@ -66,21 +66,20 @@ class FirstDrafter(Drafter):
         for which, (d, policy) in enumerate(zip(self.below, self._policies, strict=True)):
             if not open_:
                 break
-            limits = policy.lengths([seqs[b] for b in open_])
-            asked = [min(num_draft[b], k) for b, k in zip(open_, limits, strict=True)]
-            if not d.branches:
-                asked = [min(k, seqs[b].draft_depth) for b, k in zip(open_, asked, strict=True)]
-            draft = d.propose([seqs[b] for b in open_], asked)
+            asked = [0] * len(seqs)
+            for b, k in zip(open_, policy.lengths([seqs[b] for b in open_]), strict=True):
+                asked[b] = min(num_draft[b], k if d.branches else min(k, seqs[b].draft_depth))
+            draft = d.propose(seqs, asked)
             taken = []
-            for i, b in enumerate(open_):
-                begin, end = int(draft.offsets[i]), int(draft.offsets[i + 1])
+            for b in open_:
+                begin, end = int(draft.offsets[b]), int(draft.offsets[b + 1])
                 likely = np.full(end - begin, np.nan) if draft.confidence is None else draft.confidence[begin:end]
-                enough = end - begin >= min(self.options.min_tokens, asked[i]) and begin < end
+                enough = end - begin >= min(self.options.min_tokens, asked[b]) and begin < end
                 expected = float(np.where(np.isnan(likely), 1.0, likely).sum())
-                enough = enough and expected >= min(self.options.min_expected, asked[i])
+                enough = enough and expected >= min(self.options.min_expected, asked[b])
                 if enough or (begin < end and d is self.below[-1]):  # the last drafter's is used even if weak
-                    trees[b], sure[b] = draft.nodes(i), likely.tolist()
-                    levels[b] = [self._starts[which] + level for level in draft.node_levels(i)]
+                    trees[b], sure[b] = draft.nodes(b), likely.tolist()
+                    levels[b] = [self._starts[which] + level for level in draft.node_levels(b)]
                     taken.append(b)
                     self._taken[seqs[b].seq_id] = which, len(seqs[b])
             open_ = [b for b in open_ if b not in taken]
@@ -103,6 +102,9 @@ class FirstDrafter(Drafter):
         """The largest limit of the drafters below: this drafter drafts as long as one of them does."""
         limits = [d.limit for d in self.below]
         return None if None in limits else max(limit for limit in limits if limit is not None)
+
+    def waits(self, seq: Sequence) -> bool:
+        return any(d.waits(seq) for d in self.below)
 
     def rewind(self, seq: Sequence, length: int) -> None:
         for d in self.below:

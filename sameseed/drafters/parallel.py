@@ -7,6 +7,7 @@ same as after a fresh prefill.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,14 @@ class ParallelDrafter(Following, ChainDrafter):
     text = "PARALLEL"
     at_once = True
 
-    def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
+    def __init__(
+        self,
+        options: Options,
+        runner: ModelRunner,
+        vocab_size: int,
+        policy: LengthPolicy,
+        max_seconds: float = math.inf,
+    ) -> None:
         """Raises ConfigError for a model without a mask token."""
         config = runner.model.config
         mask = config.mask_token if options.mask_token < 0 else options.mask_token
@@ -64,7 +72,7 @@ class ParallelDrafter(Following, ChainDrafter):
         self.policy = policy
         self.mask = mask
         self.most = min(config.num_parallel or MAX_NODES, MAX_NODES)
-        self.followers = Followers(runner, options.prefill_rows, vocab_size)
+        self.followers = Followers(runner, options.prefill_rows, vocab_size, max_seconds=max_seconds)
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
 
@@ -72,7 +80,7 @@ class ParallelDrafter(Following, ChainDrafter):
     def build(cls, options: Drafter.Options, parts: Parts) -> ParallelDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
         runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
-        return cls(options, runner, parts.vocab_size, parts.policy)
+        return cls(options, runner, parts.vocab_size, parts.policy, parts.max_seconds)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences from one pass, with leaves if the option `siblings` is set."""
@@ -82,7 +90,6 @@ class ParallelDrafter(Following, ChainDrafter):
         active = self.followers.follow(seqs, counts)
         if active:
             shadows = [self.followers[seqs[b]] for b in active]
-            self.followers.catch_up(shadows)
             table, choices = self._logits(shadows, [counts[b] for b in active])
             row = 0
             for b, shadow in zip(active, shadows, strict=True):

@@ -202,7 +202,8 @@ def _build_drafter(
         below.append(Below(drafter, lower))
     if own is not None:
         own = own.beside(captures=tuple(sorted({layer for b in below for layer in b.drafter.captures})))
-    return cls.build(parse_options(cls, spec.options), Parts(target, policy, own, tuple(below), head))
+    parts = Parts(target, policy, own, tuple(below), head, config.max_pass_ms / 1000)
+    return cls.build(parse_options(cls, spec.options), parts)
 
 
 @dataclass(frozen=True)

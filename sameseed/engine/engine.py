@@ -160,7 +160,8 @@ class Engine:
             seqs, asked = [plan.seqs[b] for b in free], [plan.num_draft[b] for b in free]
             counts, nodes = [every[b] for b in free], [result.nodes[b] for b in free]
             accepted = [len(n) for n in nodes]
-            self._policies.update(Round(seqs, asked, counts, accepted, self.num_rows, whole, nodes))
+            waiting = {q.seq_id for q, n in zip(seqs, counts, strict=True) if not n and self.drafter.waits(q)}
+            self._policies.update(Round(seqs, asked, counts, accepted, self.num_rows, whole, nodes, waiting))
             if any(counts):
                 self.alarm.update(self.drafter, counts, accepted)
         deltas = earlier + self._take(plan, draft, result, decided, scripted)
@@ -228,6 +229,8 @@ class Engine:
             return "no drafter"
         if wanted and not num_draft:
             return "last token" if len(seq) >= seq.max_len else "no room"
+        if num_draft and self.drafter.waits(seq):
+            return "catching up"
         why = self._policies.why_none(seq, num_draft)
         return "no room" if why == "cost" and not num_draft and self._crowded else why
 

@@ -14,10 +14,10 @@ from itertools import chain
 
 from sameseed.engine.fairness import Fairness
 from sameseed.kvcache.blocks import BlockManager
+from sameseed.lengths._cost import LEAST_ROWS
 from sameseed.request import Sequence
 
 KEPT = 4  # a prompt leaves every fourth row to sequences behind it, so that short prompts need not wait for long ones
-LEAST_ROWS = 8  # of prompts in a pass, whatever they take: so few take little more than one, see c(8) of `bench`
 PATIENCE = 32  # after being passed over so often by later sequences of higher priority, a sequence goes first
 DraftLengths = Callable[[Seq[Sequence], int, int], list[int]]  # sequences, rows of known tokens, room for draft tokens
 PromptSeconds = Callable[[int, int], float]  # rows of a prompt, cached tokens before them -> what they add to a pass

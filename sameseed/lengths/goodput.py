@@ -77,7 +77,7 @@ class GoodputLength:
         self._num_plain = 0  # rounds of rests so far
         self._drafting: set[int] = set()  # sequences with drafts by the last decision
         self._asked: set[int] = set()  # sequences with drafts in the last round
-        self._new: set[int] = set()  # those of them whose last round was the pass over their prompt
+        self._new: set[int] = set()  # those of them that the drafter still reads: their last pass was over a prompt
         self._catching_up = 0, 0.0  # tokens that the drafter reads in its current catch-up, and its seconds so far
         self._seen: dict[int, int] = {}  # by sequence: tokens that the drafter knew when it was last asked
         self._written = [0.0, 0.0]  # ended sequences, and their output tokens; older ones decay
@@ -354,6 +354,7 @@ class GoodputLength:
         if new and self.cost is not None and self.cost.catch_up > 0.0:
             counts = zip(round_.seqs, round_.num_accepted, strict=True)
             self._new = new & {seq.seq_id for seq, accepted in counts if seq.num_output <= 1 + accepted}
+        self._new |= round_.waiting
         plain = not asked_now and round_.num_rows == len(round_.seqs)  # a pass over prompts is none
         cold = plain and self._since_plain > 0
         measured = cold and round_.times is not None and self._settled(round_.times.whole)

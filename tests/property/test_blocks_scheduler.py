@@ -63,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, length: int, max_tokens: int, priority: int, tenant: str, owner: str) -> None:
         length = min(length, self.scheduler.max_model_len - 1)
         seq = Sequence(len(self.all), [1] * length, SamplingParams(max_tokens=max_tokens), 0, tenant)
-        seq.priority, seq.owner = priority, owner
+        seq.priority, seq.owner, seq.streamed = priority, owner, True
         self.all.append(seq)
         self.open.append(seq)
         self.scheduler.add(seq)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from lawkit import DEVICES, SAMPLED, Pair, TreeDrafter, knowing, load_pair, make_engine, random_prompts, run, texts
 
+from sameseed.config import SpecConfig
 from sameseed.laws import trial
 from sameseed.models.loader import resolve_model
 from sameseed.request import Completion, SamplingParams
@@ -112,15 +113,23 @@ def test_same_text_in_every_setting(
     check(matrix_pair, plain_texts, drafter, setting, every=1)
 
 
-@pytest.mark.parametrize("drafter", ["plain", "ngram", "draft_model k=4"])
+@pytest.mark.parametrize(
+    "drafter", ["none", "ngram", "draft_model", "cascade", "ngram + draft_model", "eagle", "block"]
+)
 def test_same_text_however_long_prompts_are_cut(pair: Pair, drafter: str) -> None:
-    """While others stream, time limits the rows of prompts: to the fewest, to what is measured, and not at all."""
+    """While others stream, time limits the rows of prompts: to the fewest, to what is measured, and not at all.
+
+    A drafter with a model reads prompts in the same way: a sequence that it has not read yet has no draft.
+    """
     prompts = [prompt * 4 for prompt in random_prompts(12, seed=3, longest=60)]
     alone = texts(run(make_engine(pair), prompts, params("sampled"), alone=True))
-    for seconds in (0.0, 2e-3, math.inf):
-        engine = make_engine(pair, **DRAFTERS[drafter], seqs=3, block=8)
-        engine.scheduler.max_prompt_seconds = seconds
-        assert texts(run(engine, prompts, params("sampled"))) == alone, seconds
+    owns = drafter not in ("none", "ngram")
+    below = {"below": tuple(map(SpecConfig, drafter.split(" + ")))} if "+" in drafter else {}
+    for ms in (1e-6, 2.0, math.inf):
+        engine = make_engine(pair, "first" if below else drafter, 2, seqs=3, block=8, pass_ms=ms, **below)
+        assert texts(run(engine, prompts, params("sampled"), streamed=True)) == alone, ms
+        waited = engine.metrics.undrafted.get("catching up", 0)
+        assert waited > 0 if owns and ms == 1e-6 else waited == 0 or ms == 2.0
 
 
 def test_texts_differ_where_they_should(plain_texts: dict[str, list[tuple[int, ...]]]) -> None:

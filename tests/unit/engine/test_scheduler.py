@@ -16,7 +16,7 @@ from sameseed.request import SamplingParams, Sequence
 
 
 def sequence(name: int, length: int, max_tokens: int = 50) -> Sequence:
-    return Sequence(name, [1] * length, SamplingParams(max_tokens=max_tokens), 0)
+    return Sequence(name, [1] * length, SamplingParams(max_tokens=max_tokens), 0, streamed=True)
 
 
 def make(
