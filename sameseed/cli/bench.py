@@ -97,8 +97,6 @@ def run(argv: Seq[str], prog: str) -> int:
         try:
             found += _measure(parsed, number_format, specs, params, prompts, out, run_id, ahead)
         except SameseedError as error:  # what was measured is written; the other formats are still to measure
-            if not found and number_format == [*grid][-1]:
-                raise
             failed = True
             stderr_console().print(f"failed: target in {number_format}: {error}", style="red", markup=False)
     written = [] if out is None else [f"records appended to {out}"]

@@ -79,17 +79,18 @@ def _figures(found: Diagnosis) -> Table:
     from rich.table import Table
 
     table = Table("", found.engine, title_justify="left")
+    alone = ", if one at a time" if found.batch is None else ""  # the engine does not tell how many run at once
     rows = (
         ("tokens a round: you have", found.have, "{:.2f}"),
-        ("tokens a round: you need" + (" at least" if found.need_is == "bound" else ""), found.need, "{:.2f}"),
+        (f"tokens a round: you need{' at least' * (found.need_is == 'bound')}{alone}", found.need, "{:.2f}"),
         ("draft tokens a round", found.k, "{:.1f}"),
         ("accepted", found.acceptance, "{:.0%}"),
         ("sequences at once", found.batch, "{:.1f}"),
         ("tokens of a prompt", found.prompt_tokens, "{:.0f}"),
         ("a round takes", found.round_ms, "{:.1f} ms"),
         ("drafting", found.draft_share, "{:.0%} of it"),
-        ("times plain decoding" + (", at most" if found.need_is == "bound" else ""), found.speedup, "{:.2f}"),
-        ("best length here", found.best_k, "{}"),
+        (f"times plain decoding{', at most' * (found.need_is == 'bound')}{alone}", found.speedup, "{:.2f}"),
+        (f"best length here{alone}", found.best_k, "{}"),
     )
     for name, value, form in rows:
         if value is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fixtures_quantize import SMALL, write_text
 from lawkit import write_model
+from safetensors.torch import load_file
 
 from sameseed import LLM, SamplingParams
 from sameseed.cli import main
@@ -34,8 +35,23 @@ def command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "sameseed", *argv]
 
 
-def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+@pytest.fixture(scope="module")
+def gguf_file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same matrices in 8 bits, as others publish them."""
+    pytest.importorskip("gguf")
+    from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
+
+    keys = bpe_keys(trained(QWEN2), "qwen2", {"<e>": 3}, eos_token_id=2)
+    raw, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    path = tmp_path_factory.mktemp("gguf") / "model-Q8_0.gguf"
+    return write_gguf(path, raw, tensors, lambda name: "Q8_0", tokenizer=keys)
+
+
+@pytest.mark.parametrize("source", ["model", "gguf_file"])
+def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(
+    source: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model, out = request.getfixturevalue(source), tmp_path / "out"
     assert main(["quantize", str(model), "--scheme", "w4a8-g32", "-o", str(out)]) == 0
     # "auto" caches of a quantized checkpoint are bf16.
     in_memory = LLM(str(model), format="w4a8-g32,lm_head=auto,model.embed_tokens=auto", kv_format="bf16")

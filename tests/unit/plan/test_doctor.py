@@ -144,6 +144,11 @@ def test_a_staged_fault_of_another_engine_is_named(text: str, plain: float | Non
     assert any(flag in f for f in fault.flags), fault
 
 
+def test_what_an_engine_does_not_report_is_left_out() -> None:
+    few = found(page("sglang", {"generation_tokens_total": 9000, "spec_accept_length": 2.5, "spec_num_draft_tokens": 5}))
+    assert few.have == 2.5 and few.batch is None and few.survival == ()
+
+
 def test_the_verdict_says_what_is_needed_and_what_to_do() -> None:
     diagnosis = found(STAGED["k too large"][0], COSTS)
     assert diagnosis.need is not None and diagnosis.have == pytest.approx(1.89)

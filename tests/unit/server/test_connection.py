@@ -88,6 +88,13 @@ async def test_what_can_be_read_in_several_ways_is_refused(address: Any, name: s
     assert got.startswith(b"HTTP/1.1 400") and got.count(b"HTTP/1.1 ") == 1 and b'"error"' in got
 
 
+@pytest.mark.parametrize("target", [b"http://h/slow", b"HTTP://user@h:80/slow?a=b", b"http://h?a=/slow"])
+async def test_a_whole_address_as_the_target(address: Any, target: bytes) -> None:
+    """As a client of a proxy sends it. A target without a path means the root."""
+    got = await said(address[0], GET.replace(b" / ", b" " + target + b" "))
+    assert got.startswith(b"HTTP/1.1 200") and address[1] == ["answered"] * (b"h?" not in target)
+
+
 @pytest.mark.parametrize(
     "sent", [GET, POST + b"Content-Length: 5\r\n\r\n" + BODY, POST + CHUNKED + b"\r\n" + CHUNKS, GET + GET + GET]
 )
