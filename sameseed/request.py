@@ -304,8 +304,7 @@ class SpecMetrics:
 
     def since(self, other: SpecMetrics) -> SpecMetrics:
         """What was counted after `other`, an earlier copy of these counters."""
-        mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
-        reasons = self.undrafted.items()
+        mine, its, reasons = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, self.undrafted.items()
         return SpecMetrics(
             **{name: getattr(self, name) - getattr(other, name) for name in COUNTERS},
             num_accepted_tokens_per_pos=[n - (its[i] if i < len(its) else 0) for i, n in enumerate(mine)],
@@ -358,7 +357,8 @@ class Sequence:
     num_shared: int = 0  # tokens whose rows were found in the prefix cache
     priority: int = 0  # lower goes first
     owner: str = ""  # within a priority, scheduling is fair between owners
-    streamed: bool = False  # does somebody read along?
+    num_unread: int = 0  # tokens that the drafter must read before it drafts, as of the last round with a draft wanted
+    max_delay: float = math.inf  # seconds by which others' prompts may delay its next token; inf: nobody reads along
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     times: TimeSplit = field(default_factory=TimeSplit)
     num_preemptions: int = 0

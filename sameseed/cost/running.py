@@ -24,7 +24,6 @@ FADE = 0.97  # factor on the weight of an observation with each later one
 SETTLED = 0.4  # weight of a settled round there
 FEW_TOKENS, CATCH_UP = 16, 0.5  # fewest tokens from which the catch-up cost is learned; weight of a new measurement
 MICROSECOND = 1e-6
-LEAST_ROWS = 8  # of prompts in a pass, whatever they take: so few take little more than one, see c(8) of `bench`
 PROMPT_ROWS = 16  # rows of a prompt that may be added to a pass before any were measured
 # Limits of stored values: seconds (the server ends an engine whose step takes as long), ratios, sums of features.
 LONGEST, RATIOS, MOST = 600.0, (1e-3, 1e3), 1e18

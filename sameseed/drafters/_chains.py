@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,19 +114,6 @@ class Chain:
         return [*self.tokens, *(t for *_, t in leaves)], parents, [*self.sure, *(-p for p, *_ in leaves)]
 
 
-def write_chains(
-    runner: ModelRunner,
-    shadows: Seq[Sequence],
-    num_draft: Seq[int],
-    policy: LengthPolicy,
-    vocab_limit: int,
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Write up to num_draft[b] tokens after each of `shadows`, which keep them; returns tokens, path probabilities."""
-    chains = [Chain() for _ in shadows]
-    extend_chains(runner, shadows, chains, num_draft, policy, vocab_limit)
-    return [c.tokens for c in chains], [c.sure for c in chains]
-
-
 def chain_lengths(seqs: Seq[Sequence], num_draft: Seq[int], siblings: int) -> list[int]:
     """Chain lengths for drafts of num_draft[b] nodes, in which each chain token has `siblings` leaves beside it."""
     return [min(-(-k // (1 + siblings)), seq.draft_depth) for seq, k in zip(seqs, num_draft, strict=True)]
@@ -168,7 +154,9 @@ def extend_chains(
     active = [b for b in range(len(chains)) if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
     while active and going():
         running = [shadows[b] for b in active]
-        out = _pass(runner, running, not siblings and not policy.uses_confidence)
+        num_pending, choosing = [s.num_pending for s in running], not siblings and not policy.uses_confidence
+        out = runner.forward(running, Draft.empty(len(running)), num_pending, drawer=drawer if choosing else None)
+        runner.commit(running, num_pending, [[] for _ in running], out)
         if not any(chains[b].tokens for b in active) and grows_at_once(running):
             some, counts = [chains[b] for b in active], [lengths[b] for b in active]
             if _grow_at_once(runner, running, some, counts, vocab_limit, out.logits, policy, going, siblings):
@@ -275,14 +263,6 @@ def _grow(
         chain.ended |= chain.tokens[-1] in shadow.params.ending(runner.model.config.eos_token_ids)
 
 
-def _pass(runner: ModelRunner, seqs: list[Sequence], choosing: bool) -> Output:
-    """One pass over the pending tokens; `choosing`: the backend may choose tokens, and only these are needed then."""
-    num_pending = [s.num_pending for s in seqs]
-    out = runner.forward(seqs, Draft.empty(len(seqs)), num_pending, drawer=drawer if choosing else None)
-    runner.commit(seqs, num_pending, [[] for _ in seqs], out)
-    return out
-
-
 def _next(
     runner: ModelRunner, seqs: list[Sequence], out: Output, with_probability: bool, siblings: int
 ) -> list[list[tuple[int, float]]]:
@@ -296,11 +276,6 @@ def _next(
         else likely_after(table[b], s, [], eos, siblings, with_probability)
         for b, s in enumerate(seqs)
     ]
-
-
-def _ends(policy: LengthPolicy, going: Callable[[], bool], paths: Seq[Seq[float]]) -> bool:
-    """True if no further pass may begin."""
-    return policy.ends(paths) or not going()
 
 
 def _grow_at_once(
@@ -325,7 +300,7 @@ def _grow_at_once(
         shape = {"size": depth * count, "width": 1, "count": count, "exact": True, "limit": vocab_limit, "least": least}
         where = {"num_cached": shadow.num_cached, "blocks": shadow.blocks}
         trees.append(growing_tree(shadow, depth, None, shadow.params.ending(eos), **shape, **where))
-    grown = runner.grow(trees, shadows, logits, partial(_ends, policy, going))
+    grown = runner.grow(trees, shadows, logits, lambda paths: policy.ends(paths) or not going())
     if grown is None:
         return False
     for shadow, chain, tree in zip(shadows, chains, grown, strict=True):

@@ -7,7 +7,6 @@ between positions only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from itertools import groupby
 
@@ -121,13 +120,10 @@ class Context:
 class Contexts:
     """The contexts of all sequences, in the cache of one runner."""
 
-    def __init__(
-        self, runner: HeadRunner | BlockRunner, prefill_rows: int, limit: int, max_seconds: float = math.inf
-    ) -> None:
-        """`prefill_rows`, `max_seconds`: of one pass over known positions; `limit`: the most rows of one sequence."""
+    def __init__(self, runner: HeadRunner | BlockRunner, prefill_rows: int, limit: int) -> None:
+        """`prefill_rows`: the most rows of one pass over known positions; `limit`: the most rows of one sequence."""
         self.runner = runner
-        self.prefill_rows = prefill_rows
-        self.reading = CatchUp(prefill_rows, max_seconds)
+        self.reading = CatchUp(prefill_rows)
         self.limit = limit
         self._sorted: dict[int, Context] = {}
         self._waiting: list[tuple[Seq[Sequence], Seq[Span], Tensor]] = []  # rounds of one row per sequence
@@ -182,14 +178,14 @@ class Contexts:
         context.add(span, rows)
         if context.end - context.start > self.limit:  # too long: no more drafts
             context.forget(context.end)
-        while context.can_go_on and context.num_pending >= self.prefill_rows and context.end < len(seq):
+        while context.can_go_on and context.num_pending >= self.reading.max_rows and context.end < len(seq):
             waiting = 4 * rows.shape[1] * sum(c.num_hidden for c in self._sorted.values())  # bytes
             if context.holder.num_cached == 0 and waiting <= WAIT_BYTES:
                 break
-            if not self._reserve(context, self.prefill_rows):
+            if not self._reserve(context, self.reading.max_rows):
                 context.restart(context.end)
                 break
-            self._extend([(seq, context, self.prefill_rows)], False)
+            self._extend([(seq, context, self.reading.max_rows)], False)
 
     def _reserve(self, context: Context, num_rows: int) -> bool:
         return self.runner.blocks.reserve(context.holder, context.holder.num_cached + num_rows)
@@ -232,11 +228,10 @@ class Contexts:
 
     def catch_up(self, seqs: Seq[Sequence], able: Seq[int]) -> list[int]:
         """Compute long pending stretches; which of `able`, indices of sequences with reserved blocks, can draft now."""
-
-        def read(which: list[int], sizes: list[int]) -> None:
-            self._extend([(seqs[b], self[seqs[b]], n) for b, n in zip(which, sizes, strict=True)], False)
-
-        return self.reading(seqs, {b: self[seqs[b]] for b in able}, read)
+        states = {b: self[seqs[b]] for b in able}
+        return self.reading(
+            seqs, states, lambda sizes: self._extend([(seqs[b], states[b], n) for b, n in sizes.items()], False)
+        )
 
     def last(self, seqs: Seq[Sequence], draws: Seq[Draw] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the pending rows. Returns what `HeadRunner.extend` returns for each sequence's last row."""
@@ -248,7 +243,6 @@ class Contexts:
             context.rewind(length)
 
     def release(self, seq: Sequence) -> None:
-        self.reading.waiting.discard(seq.seq_id)
         if self._waiting:
             self._gone.add(seq.seq_id)
         context = self._sorted.pop(seq.seq_id, None)
@@ -264,9 +258,6 @@ class Reading(Drafter):
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         if hidden is not None:
             self.followers.observe(seqs, spans, hidden)
-
-    def waits(self, seq: Sequence) -> bool:
-        return seq.seq_id in self.followers.reading.waiting
 
     def rewind(self, seq: Sequence, length: int) -> None:
         self.followers.rewind(seq, length)

@@ -6,83 +6,68 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence as Seq
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
+from sameseed.cost.running import PROMPT_ROWS, PromptCost
 from sameseed.drafters._shadow import Shadow
-from sameseed.lengths._cost import LEAST_ROWS, PromptCost
+from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
-from sameseed.spec.drafter import Below, Drafter, NoDrafter
+from sameseed.spec.drafter import Below, Drafter, NoDrafter, Parts
 from sameseed.spec.step import decode_step
 
-
-class State(Protocol):
-    """What a drafter's model has of one sequence: rows in its cache, and known tokens without one."""
-
-    @property
-    def num_cached(self) -> int: ...
-    @property
-    def num_pending(self) -> int: ...
+if TYPE_CHECKING:
+    from sameseed.drafters._eagle_context import Context
 
 
 class CatchUp:
     """Reads long pending stretches (a prompt, or tokens decided without drafts) in passes of at most `max_rows` rows.
 
-    While another sequence streams its output, a round reads for at most `max_seconds`, or `LEAST_ROWS` rows. Sequences
-    that are not read to their end then are `waiting`: they get no draft in this round.
+    A round delays other sequences by at most their `max_delay`, or the time of `PROMPT_ROWS` rows. A sequence that is
+    not read to its end then has `num_unread` tokens, and gets no draft in this round.
     """
 
-    def __init__(self, max_rows: int, max_seconds: float) -> None:
+    def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
-        self.waiting: set[int] = set()
-        self._cost = PromptCost(max_seconds)
+        self._cost = PromptCost(math.inf)
 
     def __call__(
-        self, seqs: Seq[Sequence], states: Mapping[int, State], read: Callable[[list[int], list[int]], None]
+        self, seqs: Seq[Sequence], states: Mapping[int, Sequence | Context], read: Callable[[dict[int, int]], object]
     ) -> list[int]:
-        """Those of `states` (by index in `seqs`) that can draft now. `read(b, n)` reads n[i] rows of sequence b[i]."""
-        self.waiting.difference_update(seq.seq_id for seq in seqs)
+        """Those of `states` (by index in `seqs`) that can draft now. `read` reads rows: their number, by index."""
         able = sorted(states, key=lambda b: states[b].num_pending)
         while (total := sum(states[b].num_pending for b in able)) > 2 * len(able):
-            limited = any(seq.streamed and seq.num_output > 0 for b, seq in enumerate(seqs) if b != able[-1])
-            left = self._fitting(states[able[-1]].num_cached) if limited else self.max_rows
+            others = (seq.max_delay for b, seq in enumerate(seqs) if b != able[-1] and seq.num_output > 0)
+            limit, left = min(others, default=math.inf), self.max_rows
+            if limit < math.inf:
+                self._cost.limit, known = limit, states[able[-1]].num_cached
+                fitting = bisect_right(range(1, left + 1), limit, key=lambda n: self._cost.seconds(n, known))
+                left = max(min(PROMPT_ROWS, left), fitting)
             if total <= left:
                 break
-            sizes: dict[int, int] = {}
+            sizes = dict[int, int]()
             for b in able:
-                sizes[b] = min(states[b].num_pending - 1, left)
-                left -= sizes[b]
-            which = [b for b in able if sizes[b]]
-            chunks = [(sizes[b], states[b].num_cached) for b in which]
-            start = time.perf_counter()
-            read(which, [n for n, _ in chunks])
+                if size := min(states[b].num_pending - 1, left):
+                    sizes[b], left = size, left - size
+            chunks, start = [(n, states[b].num_cached) for b, n in sizes.items()], time.perf_counter()
+            read(sizes)
             self._cost.learn(chunks, time.perf_counter() - start)
-            if limited:
-                self.waiting |= {seqs[b].seq_id for b in able if states[b].num_pending > 2}
-                return [b for b in states if states[b].num_pending <= 2]
-        return list(states)
-
-    def _fitting(self, num_cached: int) -> int:
-        """Rows that take at most `max_seconds` after `num_cached` tokens."""
-        sizes, cost = range(1, self.max_rows + 1), self._cost
-        return max(LEAST_ROWS, bisect_right(sizes, cost.limit, key=lambda n: cost.seconds(n, num_cached)))
+            if limit < math.inf:
+                able = [b for b in able if states[b].num_pending <= 2]
+                break
+        for b, state in states.items():
+            seqs[b].num_unread = 0 if b in able else state.num_pending
+        return sorted(able)
 
 
 class Followers:
     """The Shadows of all sequences, in the cache of `runner`. `below`: a drafter that drafts for the shadows' model."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        prefill_rows: int,
-        vocab_size: int,
-        below: Below | None = None,
-        max_seconds: float = math.inf,
-    ) -> None:
-        """`prefill_rows`, `max_seconds`: of one catch-up pass (`CatchUp`); `vocab_size`: the target's."""
+    def __init__(self, runner: ModelRunner, prefill_rows: int, vocab_size: int, below: Below | None = None) -> None:
+        """`prefill_rows`: the most rows of one catch-up pass; `vocab_size`: the target's."""
         self.runner = runner
-        self.catch_up = CatchUp(prefill_rows, max_seconds)
+        self.catch_up = CatchUp(prefill_rows)
         self.vocab_limit = min(vocab_size, runner.model.config.vocab_size)  # ids from here on: padding, or in one only
         self.below = below.drafter if below else NoDrafter()
         self._policy = below.policy if below else FixedLength(0)
@@ -103,7 +88,6 @@ class Followers:
         """Update the shadows to the target's tokens, with blocks for num_rows[b] more; indices of those that can draft.
 
         Long pending stretches are read; few tokens stay pending, one at least.
-
         keep[b] <= num_rows[b]: drafted tokens that a shadow keeps after the target's, if it agrees with all of those.
         """
         blocks = self.runner.blocks
@@ -130,10 +114,11 @@ class Followers:
             if blocks.reserve(mine, min(len(seq) + n, self.limit)):
                 able[b] = mine
 
-        def read(which: list[int], sizes: list[int]) -> None:
-            decode_step(self.runner, self.below, [able[b] for b in which], sizes, [0] * len(sizes))
+        def read(sizes: dict[int, int]) -> object:
+            seqs = [able[b] for b in sizes]
+            return decode_step(self.runner, self.below, seqs, list(sizes.values()), [0] * len(sizes))
 
-        return self.catch_up(seqs, able, read) if able else []
+        return self.catch_up(seqs, able, read)
 
     def rewind(self, seq: Sequence, length: int) -> None:
         shadow = self._shadows.get(seq.seq_id)
@@ -141,7 +126,6 @@ class Followers:
             shadow.num_agreed = min(shadow.num_agreed, length)
 
     def release(self, seq: Sequence) -> None:
-        self.catch_up.waiting.discard(seq.seq_id)
         shadow = self._shadows.pop(seq.seq_id, None)
         if shadow is not None:
             self.below.release(shadow.seq)
@@ -154,12 +138,15 @@ class Following(Drafter):
 
     followers: Followers
 
+    @classmethod
+    def build(cls, options: Any, parts: Parts) -> Drafter:
+        assert parts.runner is not None
+        runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
+        return cls(options, runner, parts.vocab_size, parts.policy)  # type: ignore[call-arg]
+
     @property
     def limit(self) -> int:
         return self.followers.limit
-
-    def waits(self, seq: Sequence) -> bool:
-        return seq.seq_id in self.followers.catch_up.waiting
 
     def rewind(self, seq: Sequence, length: int) -> None:
         self.followers.rewind(seq, length)

@@ -47,7 +47,7 @@ class Shadow:
     def __init__(self, target: Sequence, runner: ModelRunner) -> None:
         self.runner = runner
         self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed, target.tenant)
-        self.seq.num_prompt, self.seq.streamed = target.num_prompt, target.streamed
+        self.seq.num_prompt, self.seq.max_delay = target.num_prompt, target.max_delay
         # Tokens that the target's grammar forbids are not worth drafting.
         self._guide = None if target.grammar is None else Guide(target.grammar.another())
         self.seq.grammar = self._guide

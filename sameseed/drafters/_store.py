@@ -62,7 +62,9 @@ class TextStore:
         """
         try:
             data = self.path.read_bytes()
-            self._close_to_others()
+            if self.path.stat().st_mode & 0o077:  # earlier versions left it readable by every user of the machine
+                with suppress(OSError):  # somebody else's file
+                    self.path.chmod(PRIVATE)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -89,12 +91,6 @@ class TextStore:
             except OSError as error:
                 self._stop(error)
         return latest
-
-    def _close_to_others(self) -> None:
-        """Earlier versions left the file readable by every user of the machine."""
-        if self.path.stat().st_mode & 0o077:
-            with suppress(OSError):  # somebody else's file
-                self.path.chmod(PRIVATE)
 
     def append(self, text: list[int]) -> None:
         """Append a text; does nothing once a write has failed."""

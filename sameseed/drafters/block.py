@@ -7,7 +7,6 @@ DeepSeek-AI, 2026).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -56,7 +55,6 @@ class BlockDrafter(Reading, ChainDrafter):
         captures: tuple[int, ...],
         policy: LengthPolicy,
         eos_token_ids: Seq[int] = (),
-        max_seconds: float = math.inf,
     ) -> None:
         """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target."""
         head = runner.model
@@ -65,7 +63,7 @@ class BlockDrafter(Reading, ChainDrafter):
         self.captures = captures
         self.policy = policy
         self.most = head.config.num_guesses
-        self.followers = Contexts(runner, options.prefill_rows, head.max_model_len, max_seconds)
+        self.followers = Contexts(runner, options.prefill_rows, head.max_model_len)
         self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
@@ -79,8 +77,7 @@ class BlockDrafter(Reading, ChainDrafter):
         if options.vocabulary:
             own = with_vocabulary(runner.model, read_vocabulary(options.vocabulary, target.vocab_size))
             runner = BlockRunner(own, runner.cache)
-        captures = config.captures(target.num_layers)
-        return cls(options, runner, captures, parts.policy, target.eos_token_ids, parts.max_seconds)
+        return cls(options, runner, config.captures(target.num_layers), parts.policy, target.eos_token_ids)
 
     @property
     def limit(self) -> int:

@@ -7,7 +7,6 @@ stacked to any depth.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -48,21 +47,19 @@ class CascadeDrafter(Following):
     cuttable = True
     text = "A > MODEL"
 
-    def __init__(
-        self, options: Options, runner: ModelRunner, below: Below, vocab_size: int, max_seconds: float = math.inf
-    ) -> None:
+    def __init__(self, options: Options, runner: ModelRunner, below: Below, vocab_size: int) -> None:
         self.options = options
         self.runner = runner
         self.below = below.drafter
         self.policy_below = below.policy
         self.metrics = SpecMetrics()  # of this level's model with drafts from below
-        self.followers = Followers(runner, options.prefill_rows, vocab_size, below, max_seconds)
+        self.followers = Followers(runner, options.prefill_rows, vocab_size, below)
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> CascadeDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
         runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
-        return cls(options, runner, parts.below[0], parts.vocab_size, parts.max_seconds)
+        return cls(options, runner, parts.below[0], parts.vocab_size)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains: what the model writes after each sequence, cut to num_draft[b] tokens, never padded."""

@@ -5,17 +5,15 @@ It samples with the target's own noise (coupled sampling), so a draft token is a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, extend_chains, write_draft
 from sameseed.drafters._followers import Followers, Following
-from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
+from sameseed.spec.drafter import LengthPolicy
 
 
 class DraftModelDrafter(Following, ChainDrafter):
@@ -37,28 +35,15 @@ class DraftModelDrafter(Following, ChainDrafter):
     owns = "model"
     text = "MODEL"
 
-    def __init__(
-        self,
-        options: Options,
-        runner: ModelRunner,
-        vocab_size: int,
-        policy: LengthPolicy,
-        max_seconds: float = math.inf,
-    ) -> None:
+    def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
         self.options = options
         self.runner = runner
         self.policy = policy
-        self.followers = Followers(runner, options.prefill_rows, vocab_size, max_seconds=max_seconds)
+        self.followers = Followers(runner, options.prefill_rows, vocab_size)
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
         # What was drafted ahead, by sequence: the length of the text before it, and the chain, which the shadow holds.
         self._ready: dict[int, tuple[int, Chain]] = {}
-
-    @classmethod
-    def build(cls, options: Drafter.Options, parts: Parts) -> DraftModelDrafter:
-        assert isinstance(options, cls.Options) and parts.runner is not None
-        runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
-        return cls(options, runner, parts.vocab_size, parts.policy, parts.max_seconds)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together, one pass of the draft model per token, with leaves for `siblings`."""

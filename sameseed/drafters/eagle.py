@@ -7,7 +7,6 @@ own noise, which is known before the target chooses (coupled sampling).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence as Seq, Set
 from dataclasses import dataclass, field
 
@@ -74,7 +73,6 @@ class EagleDrafter(Reading):
         captures: tuple[int, ...],
         policy: LengthPolicy,
         eos_token_ids: Seq[int] = (),
-        max_seconds: float = math.inf,
     ) -> None:
         """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target."""
         head = runner.model
@@ -87,7 +85,7 @@ class EagleDrafter(Reading):
         self.runner = runner = HeadRunner(runner.model, runner.cache, seen)
         self.policy = policy
         self.captures = captures
-        self.followers = Contexts(runner, options.prefill_rows, limit, max_seconds)
+        self.followers = Contexts(runner, options.prefill_rows, limit)
         self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
 
     @classmethod
@@ -105,7 +103,7 @@ class EagleDrafter(Reading):
             own = with_vocabulary(head, read_vocabulary(options.vocabulary, target.vocab_size))
             runner = HeadRunner(own, runner.cache)
         captures = head.config.captures(target.num_layers)
-        return cls(options, runner, captures, parts.policy, target.eos_token_ids, parts.max_seconds)
+        return cls(options, runner, captures, parts.policy, target.eos_token_ids)
 
     @property
     def limit(self) -> int | None:

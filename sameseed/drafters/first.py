@@ -103,9 +103,6 @@ class FirstDrafter(Drafter):
         limits = [d.limit for d in self.below]
         return None if None in limits else max(limit for limit in limits if limit is not None)
 
-    def waits(self, seq: Sequence) -> bool:
-        return any(d.waits(seq) for d in self.below)
-
     def rewind(self, seq: Sequence, length: int) -> None:
         for d in self.below:
             d.rewind(seq, length)

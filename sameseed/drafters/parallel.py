@@ -7,7 +7,6 @@ same as after a fresh prefill.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 from sameseed.batch import MAX_NODES
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, likely_after
 from sameseed.drafters._followers import Followers, Following
-from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
+from sameseed.spec.drafter import LengthPolicy
 from sameseed.spec.sampling import drawable, drawer
 from sameseed.spec.verify import on_host
 
@@ -50,14 +48,7 @@ class ParallelDrafter(Following, ChainDrafter):
     text = "PARALLEL"
     at_once = True
 
-    def __init__(
-        self,
-        options: Options,
-        runner: ModelRunner,
-        vocab_size: int,
-        policy: LengthPolicy,
-        max_seconds: float = math.inf,
-    ) -> None:
+    def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
         """Raises ConfigError for a model without a mask token."""
         config = runner.model.config
         mask = config.mask_token if options.mask_token < 0 else options.mask_token
@@ -72,15 +63,9 @@ class ParallelDrafter(Following, ChainDrafter):
         self.policy = policy
         self.mask = mask
         self.most = min(config.num_parallel or MAX_NODES, MAX_NODES)
-        self.followers = Followers(runner, options.prefill_rows, vocab_size, max_seconds=max_seconds)
+        self.followers = Followers(runner, options.prefill_rows, vocab_size)
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
-
-    @classmethod
-    def build(cls, options: Drafter.Options, parts: Parts) -> ParallelDrafter:
-        assert isinstance(options, cls.Options) and parts.runner is not None
-        runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
-        return cls(options, runner, parts.vocab_size, parts.policy, parts.max_seconds)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences from one pass, with leaves if the option `siblings` is set."""

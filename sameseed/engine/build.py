@@ -160,11 +160,12 @@ def assemble(
     policies = RequestPolicies(make_policy(config.spec), scope)
     drafter = _build_drafter(config.spec, config, num_blocks, runner, policies, iter(drafts))
     max_len = config.max_model_len or runner.model.max_model_len
-    limits = config.max_num_rows, config.max_num_seqs, max_len, config.max_pass_ms / 1000
-    scheduler = Scheduler(runner.blocks, *limits)
+    scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
     capturing = runner.beside(captures=drafter.captures)
     policies.begin(partial(measure_rounds, capturing, drafter, FIRST_SECONDS), learned)
-    return Engine(capturing, drafter, policies, tokenizer, scheduler, make_overlap(config.spec))
+    return Engine(
+        capturing, drafter, policies, tokenizer, scheduler, make_overlap(config.spec), config.max_pass_ms / 1000
+    )
 
 
 def _build_drafter(
@@ -202,8 +203,7 @@ def _build_drafter(
         below.append(Below(drafter, lower))
     if own is not None:
         own = own.beside(captures=tuple(sorted({layer for b in below for layer in b.drafter.captures})))
-    parts = Parts(target, policy, own, tuple(below), head, config.max_pass_ms / 1000)
-    return cls.build(parse_options(cls, spec.options), parts)
+    return cls.build(parse_options(cls, spec.options), Parts(target, policy, own, tuple(below), head))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
@@ -47,7 +48,9 @@ class Engine:
         tokenizer: Tokenizer,
         scheduler: Scheduler,
         ahead: NoOverlap = NO_OVERLAP,
+        max_delay: float = math.inf,
     ) -> None:
+        """`max_delay`: seconds that prompts may add to a pass while others stream their output."""
         self.runner = runner
         self.ahead = ahead  # what the drafter does while the target verifies
         self.drafter = drafter
@@ -57,7 +60,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.max_model_len = scheduler.max_model_len
-        self._prompt_cost = PromptCost(scheduler.max_prompt_seconds)
+        self._prompt_cost = PromptCost(max_delay)
         self.times = TimeSplit()  # of all steps so far
         self.metrics = SpecMetrics()
         self.num_rows = 0  # rows of the last pass, draft tokens included
@@ -89,7 +92,8 @@ class Engine:
         self.check(request.prompt_token_ids, request.params)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
         seq.speculation, seq.grammar = request.speculation, request.grammar
-        seq.priority, seq.owner, seq.streamed = request.priority, request.owner, request.streamed
+        seq.priority, seq.owner = request.priority, request.owner
+        seq.max_delay = self._prompt_cost.limit if request.streamed else math.inf
         seq.metrics.rounds = [] if request.detailed else None
         if request.score_prompt:  # to score it, the rest of the prompt becomes a draft that is always accepted
             seq.script = request.prompt_token_ids
@@ -160,8 +164,7 @@ class Engine:
             seqs, asked = [plan.seqs[b] for b in free], [plan.num_draft[b] for b in free]
             counts, nodes = [every[b] for b in free], [result.nodes[b] for b in free]
             accepted = [len(n) for n in nodes]
-            waiting = {q.seq_id for q, n in zip(seqs, counts, strict=True) if not n and self.drafter.waits(q)}
-            self._policies.update(Round(seqs, asked, counts, accepted, self.num_rows, whole, nodes, waiting))
+            self._policies.update(Round(seqs, asked, counts, accepted, self.num_rows, whole, nodes))
             if any(counts):
                 self.alarm.update(self.drafter, counts, accepted)
         deltas = earlier + self._take(plan, draft, result, decided, scripted)
@@ -229,7 +232,7 @@ class Engine:
             return "no drafter"
         if wanted and not num_draft:
             return "last token" if len(seq) >= seq.max_len else "no room"
-        if num_draft and self.drafter.waits(seq):
+        if num_draft and seq.num_unread:
             return "catching up"
         why = self._policies.why_none(seq, num_draft)
         return "no room" if why == "cost" and not num_draft and self._crowded else why

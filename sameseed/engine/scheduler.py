@@ -14,10 +14,10 @@ from itertools import chain
 
 from sameseed.engine.fairness import Fairness
 from sameseed.kvcache.blocks import BlockManager
-from sameseed.lengths._cost import LEAST_ROWS
 from sameseed.request import Sequence
 
 KEPT = 4  # a prompt leaves every fourth row to sequences behind it, so that short prompts need not wait for long ones
+LEAST_ROWS = 8  # of prompts in a pass, whatever they take: so few take little more than one, see c(8) of `bench`
 PATIENCE = 32  # after being passed over so often by later sequences of higher priority, a sequence goes first
 DraftLengths = Callable[[Seq[Sequence], int, int], list[int]]  # sequences, rows of known tokens, room for draft tokens
 PromptSeconds = Callable[[int, int], float]  # rows of a prompt, cached tokens before them -> what they add to a pass
@@ -87,23 +87,15 @@ class Scheduler:
     over `PATIENCE` times it goes first, one at a time. Only a sequence of higher priority preempts one that started
     earlier. An owner with no running sequence waits for at most one start of each other owner.
 
-    While a streamed sequence decodes, prompts add at most `max_prompt_seconds` to a pass, or the time of `LEAST_ROWS`
-    rows if that is longer.
+    Prompts delay a decoding sequence by at most its `max_delay` in a pass, or the time of `LEAST_ROWS` rows if that is
+    longer.
     """
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        max_num_rows: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_prompt_seconds: float = math.inf,
-    ) -> None:
+    def __init__(self, blocks: BlockManager, max_num_rows: int, max_num_seqs: int, max_model_len: int) -> None:
         self.blocks = blocks
         self.max_num_rows = max_num_rows
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.max_prompt_seconds = max_prompt_seconds
         self.waiting: list[Sequence] = []  # by importance, then by arrival
         self.running: list[Sequence] = []  # by importance, then by their first start
         self.num_preemptions = 0
@@ -160,12 +152,11 @@ class Scheduler:
 
     def _room(self, cost: PromptSeconds) -> _Room:
         """The room for prompts, beside one row of each running sequence."""
-        seconds = math.inf
+        decoding = (seq.max_delay for seq in self.running if seq.num_output > 0 and seq.num_pending == 1)
+        seconds = min(decoding, default=math.inf)
         prompt = next((seq for seq in chain(self.running, self.waiting) if seq.num_pending > 1), None)
-        if prompt is not None and any(
-            seq.streamed and seq.num_output > 0 and seq.num_pending == 1 for seq in self.running
-        ):
-            seconds = max(self.max_prompt_seconds, cost(LEAST_ROWS, prompt.num_cached))
+        if prompt is not None and seconds < math.inf:
+            seconds = max(seconds, cost(LEAST_ROWS, prompt.num_cached))
         return _Room(self.max_num_rows - len(self.running), seconds, cost)
 
     def _chunks(self, room: _Room) -> dict[Sequence, int]:

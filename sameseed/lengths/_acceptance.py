@@ -243,7 +243,7 @@ class Acceptance:
         `ended`: the chains were ended early because one more step was not expected to pay.
         """
         for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
-            if not asked or seq.seq_id in round_.waiting:
+            if not asked or (seq.num_unread and not round_.num_draft[b]):
                 continue
             accepted = range(round_.num_accepted[b]) if round_.nodes is None else round_.nodes[b]
             nodes = read.get(seq.seq_id)

@@ -350,11 +350,10 @@ class GoodputLength:
         asked_now = {s.seq_id for s, k in zip(round_.seqs, round_.num_asked, strict=True) if k}
         new = asked_now - self._asked
         catching_up = bool(new or asked_now & self._new)
-        self._asked, self._new = asked_now, set()
+        self._asked, self._new = asked_now, {s.seq_id for s in round_.seqs if s.num_unread and s.seq_id in asked_now}
         if new and self.cost is not None and self.cost.catch_up > 0.0:
             counts = zip(round_.seqs, round_.num_accepted, strict=True)
-            self._new = new & {seq.seq_id for seq, accepted in counts if seq.num_output <= 1 + accepted}
-        self._new |= round_.waiting
+            self._new |= new & {seq.seq_id for seq, accepted in counts if seq.num_output <= 1 + accepted}
         plain = not asked_now and round_.num_rows == len(round_.seqs)  # a pass over prompts is none
         cold = plain and self._since_plain > 0
         measured = cold and round_.times is not None and self._settled(round_.times.whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import resource
@@ -23,8 +24,7 @@ _SOFT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MAX_CONNECTIONS = max(8, (2**20 if _SOFT == resource.RLIM_INFINITY else _SOFT) - RESERVED)
 CUT = "sameseed.cut"  # key in a request's scope: a function that aborts its connection
 _LENGTHS = re.compile(rb"^(?:content-length|transfer-encoding):", re.IGNORECASE | re.MULTILINE)
-# A whole address as the target, as clients of proxies send it: its host replaces the header's (RFC 9112, 3.2.2).
-_ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#]*)/?", re.IGNORECASE)
+_ABSOLUTE = re.compile(rb"^https?://[^/?#]*/?", re.IGNORECASE)  # what clients of a proxy put before a target's path
 # A line end without CR, a folded header line, and a Content-Length that is a list.
 _UNCLEAR = re.compile(rb"(?<!\r)\n|\n[ \t]|\ncontent-length:[^\n]*,", re.IGNORECASE)
 
@@ -49,12 +49,7 @@ class Strict(h11.Connection):
             old = event.http_version < b"1.1" and b"transfer-encoding" in head.lower()
             if old or len(lengths) > 1 or _UNCLEAR.search(head):
                 raise h11.RemoteProtocolError("the request's head can be read in several ways")
-            if (whole := _ABSOLUTE.match(event.target)) is not None:
-                headers = [("host", whole[1]), *((n, v) for n, v in event.headers if n != b"host")]
-                target = b"/" + event.target[whole.end() :]
-                event = h11.Request(
-                    method=event.method, target=target, headers=headers, http_version=event.http_version
-                )
+            event = dataclasses.replace(event, target=_ABSOLUTE.sub(b"/", event.target, 1))
         return event
 
 
@@ -107,9 +102,8 @@ class Patient(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.cycle is not None:
                 self.cycle.disconnected = True  # its body is broken: no other answer
-            self._refuse(
-                bad_request("this is not HTTP, or its length can be read in two ways; mend the client or proxy")
-            )
+            text = "this is not HTTP, or its length can be read in two ways; mend the client or proxy"
+            self._refuse(bad_request(text))
         self.transport.close()
 
     def on_response_complete(self) -> None:

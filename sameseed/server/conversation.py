@@ -63,7 +63,9 @@ class Turn(Fields):
         """The message with all that it came with, also fields that are unknown here: templates may read them."""
         made = self.model_dump(exclude_unset=True)
         if isinstance(made.get("content"), list):
-            made["content"] = [_as_text(part) for part in made["content"]]
+            made["content"] = [
+                {"type": "text", "text": p["refusal"]} if p["type"] == "refusal" else p for p in made["content"]
+            ]
         # An item of /v1/responses has these beside the message.
         dropped = ("type", "id", "status") if made.get("type") == "message" else ()
         return {name: value for name, value in made.items() if value is not None and name not in dropped}
@@ -153,10 +155,6 @@ def plain(items: Seq[AnyItem]) -> list[dict[str, Any]]:
     called = [c["function"]["arguments"] for m in made for c in m.get("tool_calls", ())]
     limits.check_values("".join(called).encode("utf-8", "replace"), "the arguments of tool calls hold")
     return made
-
-
-def _as_text(part: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part
 
 
 def _tag(value: Any, items: Seq[str] = ()) -> str:

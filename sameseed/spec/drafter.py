@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence as Seq, Set
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -35,8 +34,7 @@ class Round:
     """The outcome of one round: for each sequence the draft tokens asked for, drafted, and accepted.
 
     `num_rows`: rows of the target's pass; `times`: seconds of the round's stages, or None if they were not measured;
-    `nodes`: the accepted path of each draft, or None if the drafts are chains. `waiting`: ids of sequences that had no
-    draft because the drafter must read their tokens first (`Drafter.waits`).
+    `nodes`: the accepted path of each draft, or None if the drafts are chains.
     """
 
     seqs: Seq[Sequence]
@@ -46,7 +44,6 @@ class Round:
     num_rows: int = 0
     times: TimeSplit | None = None
     nodes: Seq[Seq[int]] | None = None
-    waiting: Set[int] = frozenset()
 
 
 class Trims(Protocol):
@@ -107,7 +104,7 @@ class Parts:
 
     The policy is asked after each draft token (`policy.stop`). `runner`: the drafter's own model, with its own cache,
     or in the target's cache if it owns "target"; it captures the hidden states that the drafters below need. `head`:
-    the drafter's head if it owns "head". `max_seconds`: for so long it may read prompts in a round while others stream.
+    the drafter's head if it owns "head".
     """
 
     target: ModelRunner
@@ -115,7 +112,6 @@ class Parts:
     runner: ModelRunner | None = None
     below: tuple[Below, ...] = ()
     head: HeadRunner | BlockRunner | None = None
-    max_seconds: float = math.inf
 
     @property
     def vocab_size(self) -> int:
@@ -176,10 +172,6 @@ class Drafter:
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         """Take over what became certain: one span per sequence, hidden float32 [sum of spans, len(captures) * C]."""
-
-    def waits(self, seq: Sequence) -> bool:
-        """Did this sequence have no draft in this round because the drafter has not read all its tokens yet?"""
-        return False
 
     def rewind(self, seq: Sequence, length: int) -> None:
         """Called before tokens of `seq` from `length` on are taken back (in a cascade they were only drafted)."""

@@ -41,8 +41,9 @@ def gguf_file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("gguf")
     from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
 
-    keys = bpe_keys(trained(QWEN2), "qwen2", {"<e>": 3}, eos_token_id=2)
+    keys = bpe_keys(trained(QWEN2, 303), "qwen2", {"<e>": 3}, eos_token_id=2)
     raw, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    raw = {"rope_parameters": {"rope_theta": 10000.0}, **raw}
     path = tmp_path_factory.mktemp("gguf") / "model-Q8_0.gguf"
     return write_gguf(path, raw, tensors, lambda name: "Q8_0", tokenizer=keys)
 

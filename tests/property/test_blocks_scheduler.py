@@ -49,7 +49,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         longest = -(-max_model_len // block_size)
         self.blocks = BlockManager(longest + spare, block_size)
-        self.scheduler = Scheduler(self.blocks, max_num_seqs + spare_rows, max_num_seqs, max_model_len, seconds)
+        self.scheduler = Scheduler(self.blocks, max_num_seqs + spare_rows, max_num_seqs, max_model_len)
+        self.max_delay = seconds
         self.all: list[Sequence] = []
         self.open: list[Sequence] = []
 
@@ -63,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, length: int, max_tokens: int, priority: int, tenant: str, owner: str) -> None:
         length = min(length, self.scheduler.max_model_len - 1)
         seq = Sequence(len(self.all), [1] * length, SamplingParams(max_tokens=max_tokens), 0, tenant)
-        seq.priority, seq.owner, seq.streamed = priority, owner, True
+        seq.priority, seq.owner, seq.max_delay = priority, owner, self.max_delay
         self.all.append(seq)
         self.open.append(seq)
         self.scheduler.add(seq)
@@ -99,13 +100,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(seq in s.running or seq in s.waiting for seq in before), "or was preempted"
         if before:
             assert before[0] in s.running, "the first in rank is never preempted"
-        limited = streams and s.max_prompt_seconds < math.inf
+        limited = streams and self.max_delay < math.inf
         if limited:  # beyond one row of each sequence
             added = sum(
                 prompt_seconds(n - 1, seq.num_cached) for seq, n in zip(plan.seqs, plan.num_pending, strict=True)
             )
             least = max((prompt_seconds(LEAST_ROWS, seq.num_cached) for seq in plan.seqs), default=0.0)
-            assert added <= max(s.max_prompt_seconds, least) + 1e-9
+            assert added <= max(self.max_delay, least) + 1e-9
         for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
             assert 1 <= num_pending <= seq.num_pending
             if num_pending < seq.num_pending and plan.num_rows < s.max_num_rows and not limited:

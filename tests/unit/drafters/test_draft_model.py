@@ -147,17 +147,6 @@ def test_siblings_join_the_chain_as_leaves(pair: Pair) -> None:
     assert draft[1].confidence is not None and (draft[1].confidence > 0).all()
 
 
-def test_siblings_are_right_now_and_then_where_the_chain_is_not(pair: Pair) -> None:
-    plain, chain, tree = (
-        make_engine(pair, m, k=k, options=o)
-        for m, k, o in (("none", 0, {}), ("draft_model", 4, {}), ("draft_model", 12, {"siblings": 2}))
-    )
-    prompts = random_prompts(12, seed=9)
-    expected = texts(run(plain, prompts, ASKED))
-    assert texts(run(chain, prompts, ASKED)) == texts(run(tree, prompts, ASKED)) == expected
-    assert tree.metrics.num_rounds < chain.metrics.num_rounds
-
-
 def test_no_tree_has_so_many_siblings(pair: Pair) -> None:
     with pytest.raises(ConfigError, match=r"siblings must lie in 0\.\.8, got 9"):
         make_engine(pair, "draft_model", options={"siblings": 9})

@@ -111,7 +111,7 @@ def test_the_cache_after_every_round_is_a_fresh_prefills(pair: Pair, kv: str) ->
     engine = make_engine(pair, "parallel", k=5, block=4, kv=kv)
     drafter, compared = drafter_of(engine), 0
     for i, prompt in enumerate(PROMPTS):
-        engine.add(Request(f"r{i}", tuple(prompt), [ASKED, GREEDY][i % 2], i, 0))
+        engine.add(Request(f"r{i}", tuple(prompt), [ASKED, GREEDY][i % 2], i, 0, streamed=False))
     while engine.has_work:
         engine.step()
         for seq in engine.scheduler.running:

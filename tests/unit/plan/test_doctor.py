@@ -145,7 +145,9 @@ def test_a_staged_fault_of_another_engine_is_named(text: str, plain: float | Non
 
 
 def test_what_an_engine_does_not_report_is_left_out() -> None:
-    few = found(page("sglang", {"generation_tokens_total": 9000, "spec_accept_length": 2.5, "spec_num_draft_tokens": 5}))
+    few = found(
+        page("sglang", {"generation_tokens_total": 9000, "spec_accept_length": 2.5, "spec_num_draft_tokens": 5})
+    )
     assert few.have == 2.5 and few.batch is None and few.survival == ()
 
 

@@ -92,7 +92,7 @@ async def test_what_can_be_read_in_several_ways_is_refused(address: Any, name: s
 async def test_a_whole_address_as_the_target(address: Any, target: bytes) -> None:
     """As a client of a proxy sends it. A target without a path means the root."""
     got = await said(address[0], GET.replace(b" / ", b" " + target + b" "))
-    assert got.startswith(b"HTTP/1.1 200") and address[1] == ["answered"] * (b"h?" not in target)
+    assert b"HTTP/1.1 200" in got and address[1] == ["answered"] * (b"h?" not in target)
 
 
 @pytest.mark.parametrize(
