@@ -132,7 +132,10 @@ class Keys:
 
         Raises ConfigError for a key that is too short, or not printable ASCII, and for a bad limit.
         """
-        self._limits = dict(_parsed(line, f"API key {number}") for number, line in enumerate(lines, 1))
+        parsed = [_parsed(line, f"API key {number}") for number, line in enumerate(lines, 1)]
+        self._limits = dict(parsed)
+        if any(self._limits[digest] != limits for digest, limits in parsed):
+            raise ConfigError("an API key has several lines with other limits; keep one of them")
         self._path = path
         self._check: Callable[[Keys], None] = lambda keys: None
 
@@ -194,8 +197,8 @@ def _parsed(line: str, what: str) -> tuple[bytes, KeyLimits]:
     key, limits, names = line, dict[str, int](), [f.name for f in fields(KeyLimits)]
     while (found := _LIMIT.fullmatch(key)) is not None:
         key, name, value = found.groups()
-        if name not in names:
-            raise ConfigError(f"{what} has an unknown limit; write {' or '.join(names)}")
+        if name not in names or name in limits:
+            raise ConfigError(f"{what} has an unknown limit, or one twice; write {' or '.join(names)} once")
         if not (value.isascii() and value.isdigit() and len(value) < 16 and int(value)):
             raise ConfigError(f"{what}: {name} must be a whole number above 0")
         limits[name] = int(value)

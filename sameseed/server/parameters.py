@@ -24,7 +24,7 @@ def sampling(
     check_length(max_tokens, text)
     max_tokens = min(max_tokens, room)  # at the context's end the text ends with finish_reason "length"
     bias = fields.logit_bias or {}
-    if not all(k.isascii() and k.isdigit() and len(k) < 10 for k in bias):
+    if not all(k.isascii() and k.isdigit() and len(k) < 10 and k == str(int(k)) for k in bias):
         raise bad_request(f"logit_bias: keys must be token ids in 0..{text.vocab_size - 1}", "logit_bias")
     given: dict[str, Any] = {
         "temperature": 1.0 if fields.temperature is None else fields.temperature,

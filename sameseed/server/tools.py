@@ -153,7 +153,7 @@ class Parser:
         if not mark and self._bare and (self._called or not self._last):  # space that may stand next to a call
             return False
         if not mark or not self._bare:
-            found += _text(buffer[:at])
+            found += filter(None, [buffer[:at]])
         if mark:
             self._begin(at, mark)
         else:
@@ -187,7 +187,7 @@ class Parser:
         if end < 0:  # if this is no call, a later one may be
             at = -1 if calls or not self._form.close else buffer.find(self._form.close)
             size = len(buffer) if at < 0 else at + len(self._form.close)
-        found += calls or _text(self._mark + buffer[:size])
+        found += calls or filter(None, [self._mark + buffer[:size]])
         self._leave(size, bool(calls))
         return True
 
@@ -264,10 +264,6 @@ class Parser:
             self._buffer = "" if not rest else re.sub(r"\A\s*;", "", self._buffer)
             self._step = self._outside
         return True
-
-
-def _text(text: str) -> list[Found]:
-    return [text] if text else []
 
 
 # The readers. Each gives no call at all where a part is none of an offered tool, or where arguments would be lost.
@@ -374,8 +370,8 @@ _TOKEN = re.compile(
 )
 _CLOSERS = {"(": ")]", "[": "]]", "{": "}}", "call": ")}]"}  # what closes a bracket in Python, and then in JSON
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
-_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "'": "'", '"': '"', "\\": "\\"}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.))", re.DOTALL)
+_ESCAPED = dict(zip("ntrbfav\n'\"\\", ["\n", "\t", "\r", "\b", "\f", "\a", "\v", "", "'", '"', "\\"], strict=True))
 
 
 def _python(body: str, tools: Tools) -> list[Call]:
@@ -417,7 +413,7 @@ _TRIPLE = ("'" * 3, '"' * 3)
 
 def _unescaped(found: re.Match[str]) -> str:
     code = found[1] or found[2] or found[3]
-    return chr(int(code, 16)) if code else _ESCAPED.get(found[4], found[0])
+    return chr(int(code, 16)) if code else chr(int(found[4], 8)) if found[4] else _ESCAPED.get(found[5], found[0])
 
 
 # What the readers share. They raise ValueError, and RecursionError for JSON that nests too deeply.

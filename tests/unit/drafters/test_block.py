@@ -183,7 +183,7 @@ def test_more_than_it_was_trained_for_is_capped_and_said_once(pair: Pair, caplog
         done = run(engine, PROMPTS, ASKED)
     assert texts(done) == texts(run(make_engine(pair), PROMPTS, ASKED))
     assert engine.metrics.num_draft_tokens <= 7 * engine.metrics.num_drafts
-    said = [r.getMessage() for r in caplog.records if "trained for 7 tokens at once, not 12" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "trained for 7" in r.getMessage()]
     assert len(said) == 1
 
 

@@ -175,7 +175,7 @@ def test_more_than_it_was_trained_for_is_capped_and_said_once(pair: Pair, caplog
     assert len(engine.metrics.num_accepted_tokens_per_pos) <= 6
     assert engine.metrics.num_draft_tokens <= 3 * engine.metrics.num_drafts
     said = [r.getMessage() for r in caplog.records]
-    assert len(said) == 1 and "trained for 3 tokens at once, not 6" in said[0], said
+    assert len(said) == 1 and "trained for 3" in said[0], said
 
 
 def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:

@@ -82,13 +82,6 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     assert plan == [(0, 12, 0), (1, 1, 0), (2, 3, 0)], "the first gets most, the next what is kept"
 
 
-def test_rows_are_kept_for_nobody_who_cannot_take_them() -> None:
-    scheduler = make(rows=16, seqs=1)
-    scheduler.add(sequence(0, 100))
-    scheduler.add(sequence(1, 3))
-    assert shape(run(scheduler)) == [(0, 16, 0)]
-
-
 def test_a_long_prompt_adds_little_to_a_pass_while_others_stream() -> None:
     scheduler = make(num_blocks=400, rows=64, max_len=500)
     scheduler.add(sequence(0, 4, seconds=0.25))

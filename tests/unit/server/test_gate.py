@@ -159,9 +159,12 @@ async def test_limits_of_a_key() -> None:
     gate.enter(beta, 0, 1).close()
 
 
-@pytest.mark.parametrize("line", ["alpha-key requests=0", "alpha-key requests=-1", "alpha-key x=1", "alpha requests=1"])
+BAD_LIMITS = "alpha-key requests=0", "alpha-key requests=-1", "alpha-key x=1", "alpha requests=1"
+
+
+@pytest.mark.parametrize("line", [*BAD_LIMITS, "alpha-key requests=1 requests=2", "alpha-key requests=1,alpha-key"])
 async def test_bad_limits(line: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Keys([line])
+        Keys(line.split(","))
     assert "alpha" not in str(caught.value)
     assert Keys(["a key= with spaces"]).tenant(b"a key= with spaces"), "as keys were before"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from sameseed.request import Speculation
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, clean
-from sameseed.server.parameters import speculation
+from sameseed.server.parameters import sampling, speculation
 from sameseed.server.protocol import ChatFields, CompletionFields, DetokenizeFields, ResponseFields, TokenizeFields
 from sameseed.server.reading import REFUSED, read
 
@@ -89,6 +90,13 @@ def test_bad_values_are_named_and_not_repeated(field: str, value: Any, place: st
     body = error.body()["error"]
     assert set(body) == {"message", "type", "param", "code"}
     assert body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("bias", [{"5": 1.0, "05": 2.0}, {"-5": 1.0}, {"\u0665": 1.0}, {"1e1": 1.0}])
+def test_a_bias_is_by_token_ids(bias: dict[str, float]) -> None:
+    text: Any = SimpleNamespace(vocab_size=9, max_model_len=99)
+    with pytest.raises(ApiError, match="token ids"):
+        sampling(CompletionFields(prompt="x", logit_bias=bias), text, 1, 9, None)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ CALLS: list[tuple[str, str, list[Any]]] = [
     ("llama3", f"{ADD} ; \n ", [PLUS]),
     ("llama3", f"Look: <|python_tag|>{ADD}", ["Look: ", PLUS]),
     ("llama3", '{"type": "function", "name": "get"}', [Call("get", "{}")]),
+    ("llama3", r"""[get(city='\101\0\v\d')]""", [Call("get", r'{"city": "A\u0000\u000b\\d"}')]),
     (
         "llama3",
         """[get(city='it\\'s "Ulm"', days=-2, near=True, at={"x": [1, 2.5e3,], 'y': None}), add()]""",
