@@ -9,18 +9,13 @@ struct Codes {
 };
 
 #ifdef HAS_VNNI
-constexpr int vector_tile = 6;  // rows; with half a block, 12 of the 16 registers are accumulators
+constexpr int integer_tile = 6;  // rows; with half a block, 12 of the 16 registers are accumulators
 constexpr bool dots_add_four = true, wide_codes = false;
 #else
-constexpr int vector_tile = 4;
+constexpr int integer_tile = 4;
 constexpr bool dots_add_four = false, wide_codes = true;
 #endif
 constexpr int halves = 1;  // halves of a block (16 outputs each) that one pass computes together
-#ifdef HAS_TILES
-constexpr int vector_rows = vector_tile, matrix_rows = 7, integer_tile = 16;
-#else
-constexpr int vector_rows = vector_tile, matrix_rows = 0, integer_tile = vector_tile;
-#endif
 template <int M>
 constexpr int sum_sets = dots_add_four && M <= 2 ? 2 : 1;  // with few rows, two sets of sums shorten dependency chains
 

@@ -11,7 +11,6 @@ struct Codes {
 constexpr int integer_tile = 2;
 constexpr int halves = 1;  // halves of a block (16 outputs each) that one pass computes together
 constexpr bool dots_add_four = true, wide_codes = false;
-constexpr int vector_rows = integer_tile, matrix_rows = 0;
 template <int M>
 constexpr int sum_sets = 1;
 inline void widen_codes(int8_t*) {}

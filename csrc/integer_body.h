@@ -1,13 +1,15 @@
 // Integer weights times integer rows. The sum of a group is exact; group sums are scaled and added in a fixed order.
 // Included after int_*.h.
 //
-// A tile multiplies M rows of x with 32 outputs. The lanes of an accumulator are 16 outputs, and a step takes four
+// A tile multiplies M rows of x with 32 outputs. The lanes of an accumulator are 16 outputs, and a step takes eight
 // columns. Weights are unpacked once for all rows of a tile. If there are several tiles, weights are unpacked once for
 // all of them, a span of columns at a time.
 
 constexpr int64_t integer_prefetch = 4096;  // bytes
 constexpr int64_t write_ahead = 8;  // rows
 constexpr int64_t unpack_tiles = 3;  // nibbles are unpacked to memory from this many tiles on; if in two planes, from 2
+constexpr int unpack_least = (2 * integer_tile + 1 + 2) / 3;  // rows of their first tile, as tiles are of even height
+constexpr int unrolled_rows = 8;  // tiles of so few rows compute a whole piece of x in one turn of the loop
 
 template <class T>
 inline V load_part(const T* p, int64_t n) {  // missing lanes are zero
@@ -75,25 +77,6 @@ struct Bytes {
     }
 };
 
-// Arguments of one call of a tile kernel. It computes whole groups or, if `split`, a part of the only group of a row.
-struct Tile {
-    const uint8_t* codes;
-    const uint8_t* low;  // the second plane, or null
-    uint8_t* bytes;  // where `KeptNibbles` are written
-    const int8_t* x;
-    const float* x_scales;
-    const int32_t* starts;
-    const char *scales, *least;  // minima of the groups, or null
-    Format scale_format;
-    const uint8_t* zeros;
-    float* state;  // [M][32]: sums so far; integers (int32) for a split group
-    int64_t rows;  // M
-    int64_t groups, steps;  // steps of 8 columns in each group
-    bool split, first, last;
-    const char *ahead, *ahead_low;  // next address to prefetch in each plane; it advances by `ahead_step` per step
-    int64_t ahead_step;
-};
-
 INLINE V load_scales(const char* p, Format format, int64_t i) {
     switch (format) {
         case Format::bf16:
@@ -103,11 +86,6 @@ INLINE V load_scales(const char* p, Format format, int64_t i) {
         default:
             return load(reinterpret_cast<const float*>(p) + i);
     }
-}
-
-// Adds the minima of a group, `least` times minus the sum of the row's codes: entry `at` of the starts.
-INLINE void add_minimum(float* sum, const Tile& t, int64_t at, V least) {
-    store(sum, fma(set1(static_cast<float>(t.starts[at])), mul(least, set1(t.x_scales[at])), load(sum)));
 }
 
 // Whether the products of these codes are first added by `add_quad` for the eight quads of a piece of x, then by
@@ -141,11 +119,12 @@ INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, uint8_t* kept, 
     });
 }
 
-// Computes `halves` halves of a block (16 outputs each), from half `half` on, for M rows. Each step prefetches `lines`
-// cache lines of each plane.
-template <int M, class W, int lines>
-INLINE void integer_half(const Tile& t, int64_t half) {
+// Computes `halves` halves of a block (16 outputs each), from half `half` on, for M rows.
+template <int M, class W>
+INLINE void integer_half(const IntegerTile& t, int64_t half) {
     constexpr int sets = fold_first<W> ? 1 : sum_sets<M>;
+    constexpr bool bit_plane = W::second > 0 && W::second < W::bytes;  // one vector of it serves a piece of 32 columns
+    constexpr int64_t piece_bytes = M * code_step * x_bytes<W>;
     const uint8_t* w = t.codes + half * 64;
     const uint8_t* low = W::second > 0 ? t.low + half * 64 : nullptr;
     uint8_t* kept = W::keeps ? t.bytes + half * 64 : nullptr;
@@ -186,30 +165,31 @@ INLINE void integer_half(const Tile& t, int64_t half) {
         };
         if constexpr (fold_first<W>)
             unroll<M * halves>([&](auto i) INLINE_LAMBDA { dots[0][i / halves][i % halves] = set1_int(0); });
-        auto step = [&](auto j) INLINE_LAMBDA {
-            unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead + i * 64); });
+        auto step = [&](auto j, const int8_t* at) INLINE_LAMBDA {
+            unroll<W::bytes / 64>([&](auto i) INLINE_LAMBDA { prefetch(ahead + i * 64); });
             ahead += t.ahead_step;
             if constexpr (W::second == W::bytes) {
-                unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead_low + i * 64); });
+                unroll<W::bytes / 64>([&](auto i) INLINE_LAMBDA { prefetch(ahead_low + i * 64); });
                 ahead_low += t.ahead_step;
             }
-            multiply_codes<M, sets, W, 2 * j>(w, low, kept, x + j * 8 * x_bytes<W>, part);
+            multiply_codes<M, sets, W, 2 * j>(w, low, kept, at, part);
             w += W::bytes;
-            if constexpr (W::keeps) kept += Bytes<W::bits>::bytes;
+            if constexpr (W::keeps) kept += Bytes<8>::bytes;
             if constexpr (W::second == W::bytes) low += W::second;
             if constexpr (fold_first<W> && (2 * j + 2) % fold_quads(W::bits) == 0) fold();
         };
         int64_t left = t.steps;
-        for (; left >= 4; left -= 4, x += M * code_step * x_bytes<W>) {
-            unroll<4>(step);
-            if constexpr (W::second > 0 && W::second < W::bytes) low += 4 * W::second;
-        }
-        if (left > 0) {
-            unroll<3>([&](auto j) INLINE_LAMBDA {
-                if (j < left) step(j);
-            });
-            if constexpr (fold_first<W>) fold();
-        }
+        if constexpr (M <= unrolled_rows || bit_plane)
+            for (; left >= 4; left -= 4, x += piece_bytes) {
+                unroll<4>([&](auto j) INLINE_LAMBDA { step(j, x + j * 8 * x_bytes<W>); });
+                if constexpr (bit_plane) low += 4 * W::second;
+            }
+        if constexpr (!bit_plane)  // those have groups of 32 columns, which are whole pieces
+            for (; left > 0; left -= 4, x += piece_bytes) {
+                const int8_t* at = x;
+                for (int64_t j = left < 4 ? left : 4; j > 0; j--, at += 8 * x_bytes<W>) step(Index<0>{}, at);
+                if constexpr (fold_first<W>) fold();
+            }
         if constexpr (sets == 2)
             unroll<M * halves>([&](auto i) INLINE_LAMBDA {
                 I& sum = sums[0][i / halves][i % halves];
@@ -222,48 +202,43 @@ INLINE void integer_half(const Tile& t, int64_t half) {
             });
             continue;
         }
-        V scales[halves];
-        if (t.least != nullptr)
-            unroll<halves>([&](auto h) INLINE_LAMBDA {
-                const V least = load_scales(t.least, t.scale_format, column + h * lanes);
-                unroll<M>([&](auto m) INLINE_LAMBDA { add_minimum(state(m, h), t, g * M + m, least); });
-            });
+        V scales[halves], least[halves];
         unroll<halves>([&](auto h) INLINE_LAMBDA { scales[h] = load_scales(t.scales, t.scale_format, column + h * lanes); });
-        unroll<M>([&](auto m) INLINE_LAMBDA {
-            const V x_scale = set1(t.x_scales[g * M + m]);
-            unroll<halves>([&](auto h) INLINE_LAMBDA {
-                float* at = state(m, h);
-                store(at, fma(to_floats(sums[0][m][h]), mul(scales[h], x_scale), t.split ? zero() : load(at)));
+        const auto add_group = [&](auto minima) INLINE_LAMBDA {
+            unroll<M>([&](auto m) INLINE_LAMBDA {
+                const V x_scale = set1(t.x_scales[g * M + m]);
+                const V start = set1(minima ? static_cast<float>(t.starts[g * M + m]) : 0.0f);
+                unroll<halves>([&](auto h) INLINE_LAMBDA {
+                    V total = t.split ? zero() : load(state(m, h));
+                    if constexpr (minima) total = fma(start, mul(least[h], x_scale), total);
+                    store(state(m, h), fma(to_floats(sums[0][m][h]), mul(scales[h], x_scale), total));
+                });
             });
-        });
+        };
+        if (t.least == nullptr) {
+            add_group(Index<0>{});
+        } else {
+            unroll<halves>([&](auto h) INLINE_LAMBDA { least[h] = load_scales(t.least, t.scale_format, column + h * lanes); });
+            add_group(Index<1>{});
+        }
     }
 }
 
-template <int M, class W, int lines>
-void integer_rows(const Tile& t) {
-    for (int64_t half = 0; half < 2; half += halves) integer_half<M, W, lines>(t, half);
+template <int M, class W>
+void integer_rows(const IntegerTile& t) {
+    for (int64_t half = 0; half < 2; half += halves) integer_half<M, W>(t, half);
 }
 
-using TileKernel = void (*)(const Tile&);
+using TileKernel = void (*)(const IntegerTile&);
 
-// The vector kernel for this number of rows.
-template <class W, int lines, int M = vector_rows>
+// The kernel for this number of rows, which is at least `least`.
+template <class W, int least = 1, int M = integer_tile>
 inline TileKernel kernel_for(int64_t rows) {
-    if constexpr (M == 1)
-        return integer_rows<1, W, lines>;
+    if constexpr (M == least)
+        return integer_rows<M, W>;
     else
-        return rows == M ? integer_rows<M, W, lines> : kernel_for<W, lines, M - 1>(rows);
+        return rows == M ? integer_rows<M, W> : kernel_for<W, least, M - 1>(rows);
 }
-
-#ifdef HAS_TILES
-#include "integer_tiles_body.h"
-#else
-template <int>
-inline TileKernel tiled_kernel() {
-    return nullptr;
-}
-inline void release_tiles() {}
-#endif
 
 // Unpacks a span of nibbles to bytes, which all tiles then share.
 template <class W>
@@ -282,17 +257,16 @@ inline void unpack(const uint8_t* codes, const uint8_t* low, int64_t steps, uint
     });
 }
 
-// The kernel for M rows. `alone`: there is only one tile. `unpacked`: tiles share unpacked weights; with several tiles,
-// all codes but plain nibbles and bytes are unpacked.
-inline TileKernel choose(const IntegerArgs& a, int64_t M, bool alone, bool unpacked) {
-    if (matrix_rows > 0 && M >= matrix_rows && (unpacked || !a.nibbles))
-        return unpacked ? tiled_kernel<1>() : alone ? tiled_kernel<4>() : tiled_kernel<2>();
-    if (a.low && !unpacked) return kernel_for<Nested, 2>(M);
-    if (a.high) return unpacked ? kernel_for<Bytes<dots_add_four ? 4 : 5>, 1>(M) : kernel_for<FiveBits, 2>(M);
-    if (a.table && !unpacked) return kernel_for<TableCodes, 2>(M);
-    if (a.code_bits() == 8) return alone ? kernel_for<Bytes<8>, 4>(M) : kernel_for<Bytes<8>, 2>(M);
-    if (unpacked) return kernel_for<Bytes<4>, 1>(M);
-    return alone ? kernel_for<Nibbles, 2>(M) : kernel_for<Nibbles, 1>(M);
+// The kernel for M rows. `unpacked`: tiles share unpacked weights.
+inline TileKernel choose(const IntegerArgs& a, int64_t M, bool unpacked) {
+    if (!unpacked && a.nibbles)
+        return a.low     ? kernel_for<Nested>(M)
+               : a.high  ? kernel_for<FiveBits>(M)
+               : a.table ? kernel_for<TableCodes>(M)
+                         : kernel_for<Nibbles>(M);
+    if constexpr (!dots_add_four)
+        if (a.code_bits() < 8) return a.high ? kernel_for<Bytes<5>>(M) : kernel_for<Bytes<4>>(M);
+    return kernel_for<Bytes<8>>(M);
 }
 
 inline void unpack_any(const IntegerArgs& a, const uint8_t* codes, const uint8_t* second, int64_t steps, uint8_t* bytes) {
@@ -329,11 +303,12 @@ inline void write_outputs(const Args& a, int64_t block, int64_t t, const float* 
 
 // Computes one block of outputs for tiles [begin, end). `sums` holds 32 floats per row of these tiles, `bytes` a span
 // of unpacked weights.
-inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, int64_t end, float* sums, uint8_t* bytes) {
+inline void integer_block(const IntegerArgs& a, const Kernels& unit, int64_t block, int64_t begin, int64_t end, float* sums,
+                          uint8_t* bytes) {
     const int64_t groups = a.depth / a.group, tiles = end - begin, row = begin * a.tile;
     const int64_t rows = (end * a.tile < a.rows ? end * a.tile : a.rows) - row;
     const int64_t step_bytes = a.nibbles ? Nibbles::bytes : Bytes<8>::bytes;
-    const bool plain = !a.low && !a.high && !a.table, matrices = matrix_rows > 0 && a.tile >= matrix_rows;
+    const bool plain = !a.low && !a.high && !a.table, matrices = unit.matrix && a.tile >= unit.matrix_rows;
     const bool unpacked = a.nibbles && (matrices || tiles >= (plain ? unpack_tiles : 2)), alone = tiles == 1 && !unpacked;
     const bool split = groups == 1 && !alone && a.depth > integer_span;
     const int64_t scale_bytes = bytes_of(a.scale_format), x_row = round_up(a.depth, code_step);
@@ -351,7 +326,7 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
         const uint8_t* high = a.high ? a.high + block * a.depth * 4 + k * 4 : nullptr;
         const bool keep = unpacked && plain && !matrices;  // the first tile unpacks them as it goes
         if (unpacked && !keep) unpack_any(a, packed, low ? low : high, width / 8, bytes);
-        Tile t{};
+        IntegerTile t{};
         t.bytes = bytes;
         t.low = unpacked ? nullptr : low ? low : high;
         t.groups = split ? 1 : width / a.group;
@@ -374,17 +349,16 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
                 t.ahead = reinterpret_cast<const char*>(packed) + integer_prefetch;
                 t.ahead_low = reinterpret_cast<const char*>(low) + (low ? integer_prefetch : 0);
                 t.ahead_step = step_bytes;
-                choose(a, M, true, false)(t);
-                continue;
+            } else {  // the first tile prefetches the next span, the second tile its second plane
+                const bool second = low && i == begin + 1;
+                const int64_t plane = width / 8 * step_bytes;
+                t.ahead_step = i == begin || second ? step_bytes : 0;
+                t.ahead = reinterpret_cast<const char*>(second ? low : packed) + (t.ahead_step > 0 ? plane : 0);
             }
-            // The tiles divide the prefetching of the next span; there are at least two. With two planes, a tile
-            // prefetches from one of them.
-            const int64_t lines = a.nibbles && !low ? 1 : 2, share = width / 8 * lines * 64, at = (i - begin) * share;
-            const int64_t plane = width / 8 * step_bytes;
-            const bool second = low && at >= plane, more = at < (low ? 2 * plane : plane);
-            t.ahead = reinterpret_cast<const char*>(second ? low : packed) + (!more ? 0 : second ? at : plane + at);
-            t.ahead_step = more ? lines * 64 : 0;
-            (keeps ? kernel_for<KeptNibbles, 1>(M) : choose(a, M, false, unpacked))(t);
+            if (keeps)
+                kernel_for<KeptNibbles, unpack_least>(M)(t);
+            else
+                (unit.matrix && M >= unit.matrix_rows ? unit.matrix : choose(a, M, unpacked))(t);
         }
     }
     for (int64_t t = 0; t < rows; t++) {
@@ -394,6 +368,7 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
 }
 
 void integer(const IntegerArgs& a, int64_t begin, int64_t end, float* scratch) {
+    const Kernels& unit = kernels();  // another unit may have the matrix kernel
     const int64_t tiles = (a.rows + a.tile - 1) / a.tile;
     // Tiles per batch: their codes should stay in the L2 cache while all blocks are computed. At least 4, because the
     // weights are read again for each batch.
@@ -401,6 +376,6 @@ void integer(const IntegerArgs& a, int64_t begin, int64_t end, float* scratch) {
     uint8_t* bytes = reinterpret_cast<uint8_t*>(scratch + a.rows * block_outputs);
     for (int64_t i = 0; i < tiles; i += batch)
         for (int64_t block = begin; block < end; block++)
-            integer_block(a, block, i, i + batch < tiles ? i + batch : tiles, scratch, bytes);
-    release_tiles();
+            integer_block(a, unit, block, i, i + batch < tiles ? i + batch : tiles, scratch, bytes);
+    if (unit.matrix) unit.release_matrix();
 }

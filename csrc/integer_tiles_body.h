@@ -1,5 +1,5 @@
-// Integer weights times integer rows on a matrix unit (AMX). Sums are exact, so their order is free. Included by
-// integer_body.h. A unit that defines HAS_TILES has the intrinsics of <immintrin.h> or emulates them.
+// Integer weights times integer rows on a matrix unit (AMX). Sums are exact, so their order is free. Included
+// after integer_body.h, with the intrinsics of <immintrin.h> or their emulation.
 //
 // Five AMX tiles are used. Two hold the sums of up to 16 rows and 32 outputs. One holds a piece of 32 columns of the
 // rows. Two hold these columns of the weights in bytes, four bytes to a word, which is the layout of packed weights.
@@ -43,8 +43,7 @@ inline void add_rest(const uint8_t* w, const int8_t* x, int64_t M, int64_t steps
         }
 }
 
-template <int lines>
-void tiled_rows(const Tile& t) {
+void tiled_rows(const IntegerTile& t) {
     static_assert(!wide_codes, "rows are bytes");
     const int64_t M = t.rows, pieces = t.steps / 4, rest = t.steps % 4;
     configure_tiles(M);
@@ -66,10 +65,8 @@ void tiled_rows(const Tile& t) {
         _tile_loadd(0, sums[0], 64);
         _tile_loadd(1, sums[1], 64);
         for (int64_t piece = 0; piece < pieces; piece++, w += 8 * 128, x += M * code_step) {
-            unroll<4>([&](auto) INLINE_LAMBDA {
-                unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead + i * 64); });
-                ahead += t.ahead_step;
-            });
+            for (int64_t i = 0; i < 4 * t.ahead_step; i += 64) prefetch(ahead + i);
+            ahead += 4 * t.ahead_step;
             _tile_loadd(2, x, code_step);
             _tile_loadd(3, w, 128);
             _tile_loadd(4, w + 64, 128);
@@ -82,10 +79,7 @@ void tiled_rows(const Tile& t) {
         w += rest * 256;
         for (int64_t h = 0; h < 2; h++) {
             const V scale = load_scales(t.scales, t.scale_format, g * block_outputs + h * lanes);
-            if (t.least != nullptr) {
-                const V least = load_scales(t.least, t.scale_format, g * block_outputs + h * lanes);
-                for (int64_t m = 0; m < M; m++) add_minimum(t.state + m * block_outputs + h * lanes, t, g * M + m, least);
-            }
+            const V least = t.least ? load_scales(t.least, t.scale_format, g * block_outputs + h * lanes) : zero();
             for (int64_t m = 0; m < M; m++) {
                 float* at = t.state + m * block_outputs + h * lanes;
                 const I sum = load_ints(sums[h][m]);
@@ -93,13 +87,11 @@ void tiled_rows(const Tile& t) {
                     store_ints(reinterpret_cast<int32_t*>(at), sum);
                     continue;
                 }
-                store(at, fma(to_floats(sum), mul(scale, set1(t.x_scales[g * M + m])), t.split ? zero() : load(at)));
+                const V x_scale = set1(t.x_scales[g * M + m]), start = set1(static_cast<float>(t.starts[g * M + m]));
+                V total = t.split ? zero() : load(at);
+                if (t.least) total = fma(start, mul(least, x_scale), total);
+                store(at, fma(to_floats(sum), mul(scale, x_scale), total));
             }
         }
     }
-}
-
-template <int lines>
-inline TileKernel tiled_kernel() {
-    return tiled_rows<lines>;
 }

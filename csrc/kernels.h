@@ -21,6 +21,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 namespace sameseed {
 
@@ -169,6 +170,25 @@ struct IntegerArgs {
     int code_bits() const { return low || table || !nibbles ? 8 : high ? 5 : 4; }  // as the product sees codes
 };
 
+// Arguments of one call of a tile kernel. It computes whole groups or, if `split`, a part of the only group of a row.
+struct IntegerTile {
+    const uint8_t* codes;
+    const uint8_t* low;  // the second plane, or null
+    uint8_t* bytes;  // where nibbles are kept in bytes for the tiles that follow
+    const int8_t* x;
+    const float* x_scales;
+    const int32_t* starts;
+    const char *scales, *least;  // minima of the groups, or null
+    Format scale_format;
+    const uint8_t* zeros;
+    float* state;  // [M][32]: sums so far; integers (int32) for a split group
+    int64_t rows;  // M
+    int64_t groups, steps;  // steps of 8 columns in each group
+    bool split, first, last;
+    const char *ahead, *ahead_low;  // next address to prefetch in each plane; it advances by `ahead_step` per step
+    int64_t ahead_step;
+};
+
 // The same product for weights in super-blocks of 256 columns (K-quants), packed as in pack.h. Rows of x are laid out
 // as for IntegerArgs, in groups of 256 columns. `x_sums` holds the sum of the codes of x over each sub-block of P =
 // `part` columns, per tile [K/2P][M][2].
@@ -275,6 +295,11 @@ struct Kernels {
                      float* scales, int32_t* starts, int64_t stride);
     // Computes the outputs of blocks [begin, end) for all rows. `scratch` holds integer_scratch(rows, group) floats.
     void (*integer)(const IntegerArgs&, int64_t begin, int64_t end, float* scratch);
+    // A matrix unit's kernel, which `integer` calls for tiles of at least `matrix_rows` rows whose weights are bytes; null if
+    // there is none. `release_matrix` ends its use by the calling thread.
+    void (*matrix)(const IntegerTile&);
+    int64_t matrix_rows;
+    void (*release_matrix)();
     int64_t super_tile;  // the most rows of x in a tile of `super`
     // Computes the outputs of blocks [begin, end) for all rows. `scratch` holds 32 floats per row.
     void (*super)(const SuperArgs&, int64_t begin, int64_t end, float* scratch);

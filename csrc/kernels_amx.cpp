@@ -15,7 +15,6 @@
 #pragma GCC diagnostic ignored "-Wunused-function"
 
 #define HAS_VNNI
-#define HAS_TILES
 #ifdef SAMESEED_EMULATE
 #include "emulate_amx.h"
 #include "emulate_vnni.h"
@@ -33,30 +32,29 @@ namespace {  // each unit has its own copy of every body, compiled with other in
 #include "int_avx512.h"
 #endif
 
-#include "rows_body.h"
-#include "linear_body.h"
-#include "codes_body.h"
-#include "kv4_body.h"
-#include "scores_body.h"
-#include "quantize_body.h"
 #include "integer_body.h"
+#include "integer_tiles_body.h"
 
 }  // namespace
 
 #ifdef SAMESEED_EMULATE
 const Kernels* kernels_avxvnni();
 static const Kernels* base() { return kernels_avxvnni(); }
+constexpr int64_t matrix_rows = 7;  // fewer rows go to the vector kernels of that unit, so at most one more than its tile
 #else
 const Kernels* kernels_avx512bf16();
 static const Kernels* base() { return kernels_avx512bf16(); }
+constexpr int64_t matrix_rows = 9;
 #endif
 
 const Kernels* kernels_amx() {
     static const Kernels table = [] {
         Kernels made = *base();
         made.name = "amx";
-        made.integer_tile = integer_tile;
-        made.integer = integer;
+        made.integer_tile = 16;  // rows of a matrix register
+        made.matrix = tiled_rows;
+        made.matrix_rows = matrix_rows;
+        made.release_matrix = release_tiles;
         return made;
     }();
     return &table;

@@ -8,11 +8,13 @@ struct Index {
     constexpr operator int() const { return I; }
 };
 
+template <class F, int... I>
+INLINE void unroll(const F& f, std::integer_sequence<int, I...>) {  // a recursion would take far longer to compile
+    (f(Index<I>{}), ...);
+}
+
 // Calls f(0), f(1), ... f(N-1). Each index is a compile-time constant.
-template <int N, int I = 0, class F>
+template <int N, class F>
 INLINE void unroll(const F& f) {
-    if constexpr (I < N) {
-        f(Index<I>{});
-        unroll<N, I + 1>(f);
-    }
+    unroll(f, std::make_integer_sequence<int, N>{});
 }
