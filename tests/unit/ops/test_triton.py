@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from fixtures_interpreter import dot
 from fixtures_ops import randn
 
 from sameseed.ops import Then, gated_rows, normed_rows, plain_rows, reference
@@ -20,7 +21,6 @@ from sameseed.scheme import QuantScheme
 triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel is tested")
 from sameseed.ops import triton as gpu  # noqa: E402
 from sameseed.ops.triton import dispatch, guard, kv  # noqa: E402
-from sameseed.ops.triton.interpreter import dot  # noqa: E402
 
 pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
