@@ -33,7 +33,7 @@ GELU = ("gelu_pytorch_tanh", "gelu_tanh")
 PATTERN = 6  # every sixth layer sees all tokens, where config.json does not name the layers
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Of other models with the same architectures.
-UNREAD = ("attn_logit_softcapping", "enable_moe_block")
+UNREAD = ("attn_logit_softcapping", "enable_moe_block", "use_bidirectional_attention")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Gemma(Decoder):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> GemmaConfig:
         for name in UNREAD:
-            if raw.get(name):
+            if raw.get(name) not in (None, False, "vision"):  # text is causal also where images are not
                 raise ModelLoadError(f"{where}: {name} is not supported; take a dense Gemma 3 or 4")
         fourth = str(raw["architectures"][0]).startswith("Gemma4")
         defaults: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": GELU[0]}

@@ -118,7 +118,18 @@ def test_whole_heads_may_say_that_they_rotate(value):
 
 
 @pytest.mark.parametrize(
-    "architectures", [["GPT2LMHeadModel"], ["DeepseekV3ForCausalLM"], [], None, "LlamaForCausalLM", [None], [[]], [{}]]
+    "architectures",
+    [
+        ["GPT2LMHeadModel"],
+        ["DeepseekV3ForCausalLM"],
+        ["Gemma4AssistantForCausalLM"],
+        [],
+        None,
+        "LlamaForCausalLM",
+        [None],
+        [[]],
+        [{}],
+    ],
 )
 def test_other_architectures_are_refused_with_those_that_are_known(architectures):
     refused(changed(architectures=architectures), "architecture", "not supported", *ARCHITECTURES)
@@ -278,3 +289,18 @@ def test_end_tokens_that_the_model_has_not_are_left_out(tmp_path, caplog):
         assert (config.eos_token_ids, config.bos_token_id) == (expected, None)
         told = [r.getMessage() for r in caplog.records if "generation_config.json" in r.getMessage()]
         assert len(told) == (expected[0] != size - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_moe_block", True),
+        ("use_bidirectional_attention", "all"),
+        ("num_kv_shared_layers", 3),  # no layer is left that writes a cache
+        ("hidden_size_per_layer_input", -1),
+        ("final_logit_softcapping", "30"),
+    ],
+)
+def test_gemmas_that_are_not_supported_are_refused(name, value):
+    raw = {**VARIANTS["gemma4"].raw, name: value}
+    refused(raw, name)
