@@ -172,6 +172,7 @@ void attention(const Attention& a) {
     const int64_t num_blocks = cache.num_slots / a.block_size;
     AttentionArgs args{a.q,      cache.k, cache.v,        cache.k_scale, cache.v_scale, a.out,    a.positions, a.tree_mask,
                        a.stride, a.heads, cache.kv_heads, cache.dim,     a.block_size,  a.window, a.scale};
+    args.sinks = a.sinks;
     args.rotated = format == KvFormat::int4;
     thread_local std::vector<AttentionTile> tile_buffer;
     thread_local std::vector<Work> work_buffer;

@@ -36,6 +36,7 @@ struct Attention {
     float scale;
     int64_t window;  // keys t > position - window are visible
     float* out;      // [T, H, D], contiguous
+    const float* sinks = nullptr;  // [H], or null (AttentionArgs)
 };
 void attention(const Attention& attention);
 

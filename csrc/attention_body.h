@@ -4,7 +4,8 @@
 // block, let a_t and b_t be the scales of key t and value t (scaled formats only), and k_t and v_t the values of their
 // codes. Then
 //   s_t = a_t ((scale q) . k_t),  m = max s_t,  e_t = exp(s_t - m),  l = sum e_t,  o = sum (e_t b_t) v_t (t ascending),
-// and the (m, l, o) of the blocks are merged in ascending order. The result is o / l.
+// and the (m, l, o) of the blocks are merged in ascending order. The result is o / l. A sink is merged before them as
+// (sink, 1, 0).
 // (Blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022.)
 //
 // The result is row-invariant: it does not depend on where a key is stored in the cache, on other rows, or on the tile.
@@ -47,6 +48,7 @@ struct Walk {
         unpacked = value_scales + score_stride;
         for (int64_t i = 0, c = 0; i < t.row_count; i++)
             for (int64_t g = 0; g < group; g++, c++) row_of[c] = i, row_max[c] = -__builtin_inff(), row_sum[c] = 0.0f;
+        for (int64_t c = 0; a.sinks != nullptr && c < queries; c++) row_max[c] = a.sinks[head(c)], row_sum[c] = 1.0f;
         for (int64_t i = 0; i < queries * padded; i += lanes) store(total + i, zero());
     }
 

@@ -46,11 +46,12 @@ struct FiveBits : Nibbles {  // the second plane has the fifth bits of a piece
         return with_bits<quad - 4, 16>(Nibbles::get<quad>(w, nullptr, half), load_codes(high + half * 64));
     }
 };
-struct TableCodes : Nibbles {  // indices of iq4_nl's values, which become bytes
+template <bool fp4>
+struct TableCodes : Nibbles {  // indices of iq4_nl's or mxfp4's values, which become bytes
     static constexpr int bits = 8;
     template <int quad>
     static Codes get(const uint8_t* w, const uint8_t*, int64_t half) {
-        return look_up(iq4_bytes, Nibbles::get<quad>(w, nullptr, half));
+        return look_up(fp4 ? fp4_bytes : iq4_bytes, Nibbles::get<quad>(w, nullptr, half));
     }
 };
 struct KeptNibbles : Nibbles {  // also written to memory in bytes, for the tiles that follow
@@ -260,10 +261,11 @@ inline void unpack(const uint8_t* codes, const uint8_t* low, int64_t steps, uint
 // The kernel for M rows. `unpacked`: tiles share unpacked weights.
 inline TileKernel choose(const IntegerArgs& a, int64_t M, bool unpacked) {
     if (!unpacked && a.nibbles)
-        return a.low     ? kernel_for<Nested>(M)
-               : a.high  ? kernel_for<FiveBits>(M)
-               : a.table ? kernel_for<TableCodes>(M)
-                         : kernel_for<Nibbles>(M);
+        return a.low                         ? kernel_for<Nested>(M)
+               : a.high                      ? kernel_for<FiveBits>(M)
+               : a.table == IntegerArgs::fp4 ? kernel_for<TableCodes<true>>(M)
+               : a.table                     ? kernel_for<TableCodes<false>>(M)
+                                             : kernel_for<Nibbles>(M);
     if constexpr (!dots_add_four)
         if (a.code_bits() < 8) return a.high ? kernel_for<Bytes<5>>(M) : kernel_for<Bytes<4>>(M);
     return kernel_for<Bytes<8>>(M);
@@ -272,7 +274,8 @@ inline TileKernel choose(const IntegerArgs& a, int64_t M, bool unpacked) {
 inline void unpack_any(const IntegerArgs& a, const uint8_t* codes, const uint8_t* second, int64_t steps, uint8_t* bytes) {
     if (a.low) return unpack<Nested>(codes, second, steps, bytes);
     if (a.high) return unpack<FiveBits>(codes, second, steps, bytes);
-    if (a.table) return unpack<TableCodes>(codes, second, steps, bytes);
+    if (a.table == IntegerArgs::fp4) return unpack<TableCodes<true>>(codes, second, steps, bytes);
+    if (a.table) return unpack<TableCodes<false>>(codes, second, steps, bytes);
     unpack<Nibbles>(codes, second, steps, bytes);
 }
 

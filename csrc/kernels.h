@@ -154,7 +154,7 @@ struct IntegerArgs {
     const uint8_t* low;  // same layout: low nibbles of 8-bit codes whose high nibbles are in `codes`; or null
     const uint8_t* high;  // the bits of codes above the nibbles in `codes` (pack.h); or null
     bool nibbles;
-    bool table;  // nibbles are indices of iq4_nl's values
+    enum Table { plain, iq4, fp4 } table;  // nibbles are indices of iq4_bytes or fp4_bytes
     const void* scales;  // [O/32][K/G][32]
     const void* least;   // minima, same layout and format; or null. `starts` are then -(sum of the group's codes)
     Format scale_format;
@@ -221,6 +221,7 @@ struct AttentionArgs {
     int64_t q_stride, heads, kv_heads, dim, block_size;
     int64_t window;  // keys t > position - window are visible
     float scale;
+    const float* sinks = nullptr;  // [H]: a logit per head that joins its softmax without a value; or null
     bool rotated = false;  // set by attention(): keys and values are stored times a Hadamard matrix (kv4_body.h)
 };
 
@@ -240,6 +241,9 @@ struct AttentionTile {
 
 // The sixteen values of iq4_nl plus 128 (ggml's kvalues_iq4nl).
 constexpr uint8_t iq4_bytes[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+// Twice the sixteen values of mxfp4, plus 128.
+constexpr uint8_t fp4_bytes[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
 constexpr int64_t lanes = 16;
 constexpr int64_t depth_step = 16;  // columns of a step of `linear`: 2 x 8 lanes, as bf16 columns are read in pairs
@@ -310,6 +314,7 @@ struct Kernels {
     void (*silu_mul)(const float* gate_up, int64_t stride, int64_t rows, int64_t width, float* out);
     void (*gelu_mul)(const float* gate_up, int64_t stride, int64_t rows, int64_t width, float* out);
     void (*softcap)(float* x, float cap, int64_t count);  // cap * tanh(x / cap), in place
+    void (*clamped_mul)(const float* gate_up, int64_t stride, float limit, int64_t rows, int64_t width, float* out);
     void (*encode[3])(const float* x, int64_t count, void* codes);  // float32 -> format, to nearest even
     void (*decode[3])(const void* codes, int64_t count, float* x);
     // Encodes one row [Hk, D] for the cache: codes and, in scaled formats, one scale per head.

@@ -23,6 +23,8 @@ RowView prepare_rows(const RowSource& s, int64_t depth, int64_t begin, int64_t e
             table.silu_mul(x, s.stride, 1, depth, out);
         else if (s.kind == RowSource::gelu)
             table.gelu_mul(x, s.stride, 1, depth, out);
+        else if (s.kind == RowSource::clamped)
+            table.clamped_mul(x, s.stride, s.limit, 1, depth, out);
         else
             std::memcpy(out, x, static_cast<size_t>(depth) * sizeof(float));
     }
@@ -41,22 +43,23 @@ void linear(const Product& product) {
             return product.weight->bf16_rows ? linear_pairs(product) : linear_float(product);
         case Format::int8:
         case Format::int4:
-            return product.weight->integer_rows ? linear_integer(product) : linear_float(product);
+            return product.weight->integer_rows ? linear_integer(&product, 1) : linear_float(product);
         case Format::int8n:
         case Format::q4_1:
         case Format::q5_0:
         case Format::q5_1:
         case Format::iq4_nl:
-            if (product.weight->integer_rows) return linear_integer(product);
+            if (product.weight->integer_rows) return linear_integer(&product, 1);
             throw std::invalid_argument("no native kernel for this weight");
         case Format::q2_k:
         case Format::q4_k:
         case Format::q5_k:
         case Format::q6_k:
-            if (product.weight->integer_rows) return linear_super(product);
+            if (product.weight->integer_rows) return linear_super(&product, 1);
             throw std::invalid_argument("no native kernel for this weight");
-        case Format::nf4:
         case Format::mxfp4:
+            return product.weight->integer_rows ? linear_integer(&product, 1) : linear_float(product);
+        case Format::nf4:
         case Format::fp8_e4m3:
         case Format::fp8_e5m2:
             if (!product.weight->integer_rows) return linear_float(product);
@@ -64,6 +67,15 @@ void linear(const Product& product) {
         default:
             throw std::invalid_argument("no native kernel for this weight");
     }
+}
+
+void linear(const Product* products, int64_t count) {
+    const Weight& w = *products->weight;
+    const bool super =
+        w.format == Format::q2_k || w.format == Format::q4_k || w.format == Format::q5_k || w.format == Format::q6_k;
+    if (w.integer_rows && super) return linear_super(products, count);
+    if (w.integer_rows) return linear_integer(products, count);
+    for (int64_t i = 0; i < count; i++) linear(products[i]);
 }
 
 namespace {

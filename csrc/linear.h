@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <vector>
-
 #include "kernels.h"
 
 namespace sameseed {
@@ -34,18 +32,20 @@ struct Weight {
     const int8_t* minima;  // minima of sub-blocks, as multiples of the super-block's `least`; or null
 };
 
-// Rows of x: unchanged (plain), rms_norm(x) with the weight `norm_weight` [K], or silu_mul(x) or gelu_mul(x), where x has
-// 2 K columns.
+// Rows of x: unchanged (plain), rms_norm(x) with the weight `norm_weight` [K], or gated: silu_mul(x), gelu_mul(x) or
+// clamped_mul(x), where x has 2 K columns.
 struct RowSource {
-    enum Kind : int { plain = 0, norm = 1, silu = 2, gelu = 3 } kind;
+    enum Kind : int { plain = 0, norm = 1, silu = 2, gelu = 3, clamped = 4 } kind;
     const float* x;
     int64_t stride;
     const float* norm_weight;
     float eps;
     const int32_t* index;  // row i of the product is computed from row index[i] of x; null: from row i
     int64_t index_limit;   // number of rows of x; indices must be below it
+    float limit;           // of clamped_mul
 
-    bool gated() const { return kind == silu || kind == gelu; }
+    bool gated() const { return kind >= silu; }
+    int64_t passes() const { return gated() ? 8 : kind == norm ? 4 : 2; }  // over a row, to prepare and quantize it
 };
 
 struct Product {
@@ -59,6 +59,8 @@ struct Product {
 
 // Throws std::out_of_range for an index outside x, std::invalid_argument for a weight that no kernel supports.
 void linear(const Product& product);
+// Several products with weights of one format, computed together. Their bits are those of single products.
+void linear(const Product* products, int64_t count);
 
 // Looks up rows token_ids [T] of an embedding [V, C] as float32 [T, C], times `scale`.
 struct Embedding {
@@ -83,13 +85,9 @@ RowView prepare_rows(const RowSource& source, int64_t depth, int64_t begin, int6
 void linear_dense(const Product& product);
 void linear_float(const Product& product);    // packed, rows as float32
 void linear_pairs(const Product& product);    // packed bf16, rows rounded to bf16
-void linear_integer(const Product& product);  // packed integers with a scale per group, rows quantized
-void linear_super(const Product& product);    // K-quants, rows quantized
-
-// Cuts `blocks` blocks into tasks of at most `most` blocks; returns the end of each task. Long tasks come first,
-// because starting to stream weights has a cost. Later tasks are ever shorter, so that all threads finish at about the
-// same time. The result is thread-local and valid until this thread's next call.
-const std::vector<int64_t>& cut_blocks(int64_t blocks, int64_t most);
+// The last two compute several products together.
+void linear_integer(const Product* products, int64_t count);  // packed integers with a scale per group, rows quantized
+void linear_super(const Product* products, int64_t count);    // K-quants, rows quantized
 
 // Columns of a sub-block of a K-quant.
 constexpr int64_t super_part(Format format) { return format == Format::q2_k || format == Format::q6_k ? 16 : 32; }

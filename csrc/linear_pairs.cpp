@@ -18,8 +18,7 @@ void linear_pairs(const Product& p) {
     const int64_t rows = p.rows, depth = round_up(w.depth, 8);
     const int64_t tiles = (rows + table.pair_tile - 1) / table.pair_tile, tile = (rows + tiles - 1) / tiles;  // even height
     float* packed = scratch(packed_area, rows * depth);
-    const int64_t passes = p.source.gated() ? 8 : p.source.kind == RowSource::norm ? 4 : 2;  // over a row
-    by_rows(rows, passes * depth, [&](int64_t begin, int64_t end) {
+    by_rows(rows, p.source.passes() * depth, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) {
             const int64_t first = t / tile * tile;
             const RowView x = prepare_rows(p.source, w.depth, t, t + 1, scratch(rows_area, w.depth));

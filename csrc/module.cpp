@@ -18,6 +18,7 @@
 
 #include "attention.h"
 #include "bind.h"
+#include "experts.h"
 #include "grow.h"
 #include "isa.h"
 #include "limits.h"
@@ -83,6 +84,11 @@ void replay(Product op, const Pass& p) {
     linear(op);
 }
 
+void replay(Experts op, const Pass& p) {
+    op.rows = p.rows;
+    experts(op);
+}
+
 void replay(RopeStore op, const Pass& p) {
     op.positions = p.positions;
     op.slots = p.slots;
@@ -111,6 +117,7 @@ void replay(Cap op, const Pass& p) { softcap(p.logits, op.cap, p.num_logit_rows,
 
 const char* kind_of(const Embedding&) { return "embedding"; }
 const char* kind_of(const Product& op) { return op.source.index != nullptr ? "lm_head" : "linear"; }
+const char* kind_of(const Experts&) { return "experts"; }
 const char* kind_of(const RopeStore&) { return "rope_store"; }
 const char* kind_of(const Attention&) { return "attention"; }
 const char* kind_of(const Columns&) { return "columns"; }
@@ -133,7 +140,15 @@ void bind_structs(nb::module_& m) {
     bind_struct(m, "RowSource", "Where the rows of a product come from; kind 0: plain, 1: normed, 2: gated.",
                 field("kind", &RowSource::kind), field("x", &RowSource::x), field("stride", &RowSource::stride),
                 field("norm_weight", &RowSource::norm_weight), field("eps", &RowSource::eps), field("index", &RowSource::index),
-                field("index_limit", &RowSource::index_limit));
+                field("index_limit", &RowSource::index_limit), field("limit", &RowSource::limit));
+    bind_struct(m, "ExpertSet", "Weights of a layer's experts.", field("gate_up", &ExpertSet::gate_up),
+                field("down", &ExpertSet::down));
+    bind_struct(m, "Experts", "A mixture of experts, plus residual.", field("source", &Experts::source),
+                field("router", &Experts::router), field("router_bias", &Experts::router_bias), field("set", &Experts::set),
+                field("gate_up_bias", &Experts::gate_up_bias), field("down_bias", &Experts::down_bias),
+                field("top_k", &Experts::top_k), field("normalize", &Experts::normalize), field("gate", &Experts::gate),
+                field("limit", &Experts::limit), field("residual", &Experts::residual), field("out", &Experts::out),
+                field("rows", &Experts::rows));
     bind_struct(m, "Product", "Rows times a weight transposed, plus bias and residual.", field("source", &Product::source),
                 field("weight", &Product::weight), field("bias", &Product::bias), field("residual", &Product::residual),
                 field("out", &Product::out), field("rows", &Product::rows));
@@ -157,7 +172,7 @@ void bind_structs(nb::module_& m) {
                 field("heads", &Attention::heads), field("cache", &Attention::cache), field("block_size", &Attention::block_size),
                 field("positions", &Attention::positions), field("tree_mask", &Attention::tree_mask),
                 field("sequences", &Attention::sequences), field("scale", &Attention::scale), field("window", &Attention::window),
-                field("out", &Attention::out));
+                field("out", &Attention::out), field("sinks", &Attention::sinks));
     bind_struct(m, "Columns", "Columns of `out` [rows, total] from x; out 0: of the hidden states of the pass.",
                 field("x", &Columns::x), field("stride", &Columns::stride), field("width", &Columns::width),
                 field("column", &Columns::column), field("total", &Columns::total), field("out", &Columns::out));
@@ -207,6 +222,7 @@ void bind_plan(nb::module_& m) {
     plan.def(nb::init<>());
     record<Embedding>(plan, "embedding");
     record<Product>(plan, "product");
+    record<Experts>(plan, "experts");
     record<RopeStore>(plan, "rope_store");
     record<Attention>(plan, "attention");
     record<Columns>(plan, "columns");
@@ -237,6 +253,10 @@ void py_gelu_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, int64_t rows,
 }
 
 void py_softcap(uintptr_t x, float cap, int64_t rows, int64_t width) { softcap(at<float>(x), cap, rows, width); }
+
+void py_clamped_mul(uintptr_t gate_up, int64_t stride, float limit, uintptr_t out, int64_t rows, int64_t width) {
+    clamped_mul(at<const float>(gate_up), stride, limit, at<float>(out), rows, width);
+}
 
 void py_store_kv(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, const Cache& cache, uintptr_t slots,
                  int64_t rows) {
@@ -284,7 +304,8 @@ NB_MODULE(_native, m) {
     bind_growth(m);
     bind_sampling(m);
     m.def("embedding", &embedding, unlocked);
-    m.def("product", &linear, unlocked);
+    m.def("product", nb::overload_cast<const Product&>(&linear), unlocked);
+    m.def("experts", &experts, unlocked);
     m.def("rope_store", &rope_store, unlocked);
     m.def("attention", &attention, unlocked);
     m.def("rms_norm", &py_rms_norm, unlocked);
@@ -292,6 +313,7 @@ NB_MODULE(_native, m) {
     m.def("silu_mul", &py_silu_mul, unlocked);
     m.def("gelu_mul", &py_gelu_mul, unlocked);
     m.def("softcap", &py_softcap, unlocked);
+    m.def("clamped_mul", &py_clamped_mul, unlocked);
     m.def("store_kv", &py_store_kv, unlocked);
     m.def("move_kv", &py_move_kv, unlocked);
     m.def("pack_codes", &pack_codes, unlocked);

@@ -48,4 +48,11 @@ void softcap(float* x, float cap, int64_t rows, int64_t width) {
     by_rows(rows, 4 * width, [&](int64_t begin, int64_t end) { table.softcap(x + begin * width, cap, (end - begin) * width); });
 }
 
+void clamped_mul(const float* gate_up, int64_t stride, float limit, float* out, int64_t rows, int64_t width) {
+    const Kernels& table = kernels();
+    by_rows(rows, 4 * width, [&](int64_t begin, int64_t end) {
+        table.clamped_mul(gate_up + begin * stride, stride, limit, end - begin, width, out + begin * width);
+    });
+}
+
 }  // namespace sameseed

@@ -15,6 +15,7 @@ void rope(const float* x, int64_t x_stride, const int32_t* positions, const floa
           int64_t rows, int64_t heads, int64_t dim);
 void silu_mul(const float* gate_up, int64_t stride, float* out, int64_t rows, int64_t width);
 void gelu_mul(const float* gate_up, int64_t stride, float* out, int64_t rows, int64_t width);
+void clamped_mul(const float* gate_up, int64_t stride, float limit, float* out, int64_t rows, int64_t width);
 void softcap(float* x, float cap, int64_t rows, int64_t width);
 
 // Arguments of rope_store(). The rows of `qkv` hold q, k and v side by side. q and k are normalized per head (if norms

@@ -91,6 +91,19 @@ void gelu_mul(const float* gate_up, int64_t stride, int64_t rows, int64_t width,
     }
 }
 
+// gpt-oss's SwiGLU: g = min(gate, limit), u = up within -limit..limit, out = (u + 1) * (g * sigmoid(1.702 g)).
+void clamped_mul(const float* gate_up, int64_t stride, float limit, int64_t rows, int64_t width, float* out) {
+    const V most = set1(limit), least = set1(-limit), one = set1(1.0f);
+    for (int64_t t = 0; t < rows; t++, gate_up += stride, out += width) {
+        for (int64_t i = 0; i < width; i += lanes) {
+            V gate = min(most, load_n(gate_up + i, width - i));  // in this order NaN stays NaN
+            V up = max(least, min(most, load_n(gate_up + width + i, width - i)));
+            V swish = div(gate, add(one, exponential(mul(set1(-1.702f), gate))));
+            store_n(out + i, mul(swish, add(up, one)), width - i);
+        }
+    }
+}
+
 void softcap(float* x, float cap, int64_t count) {  // tanh(y) = 1 - 2 / (e^2y + 1)
     for (int64_t i = 0; i < count; i += lanes) {
         V doubled = mul(load_n(x + i, count - i), set1(2.0f / cap));

@@ -30,6 +30,7 @@ constexpr Kernels make_table(const char* name) {
         silu_mul,
         gelu_mul,
         softcap,
+        clamped_mul,
         {encode<float>, encode<bf16>, encode<fp16>},
         {decode<float>, decode<bf16>, decode<fp16>},
         {encode_dense<float>, encode_dense<bf16>, encode_dense<fp16>, encode_int8, encode_fp8<e4m3>, encode_fp8<e5m2>,

@@ -17,7 +17,7 @@ namespace sameseed {
 constexpr int64_t serial_cost = 24 * 1024;  // multiplications (or equal work) below which waking a thread costs more
 
 // Scratch memory of this thread, aligned to 64 bytes. It only grows. Each use has its own area, so uses never overlap.
-enum Area { rows_area, packed_area, sums_area, strip_area, attention_area, partial_area, integer_area, num_areas };
+enum Area { rows_area, packed_area, sums_area, strip_area, attention_area, partial_area, integer_area, expert_area, num_areas };
 inline float* scratch(Area area, int64_t floats) {
     thread_local std::vector<float> buffers[num_areas];
     std::vector<float>& buffer = buffers[area];

@@ -28,7 +28,7 @@ class MXFP4(Coded):
 
     name = "mxfp4"
     bits = 4
-    options = frozenset({"mse"})
+    options = frozenset({"mse", "activations"})
     groups = (BLOCK,)
 
     def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:

@@ -30,6 +30,7 @@ from sameseed import devices, registry
 from sameseed.batch import Batch, Draws
 from sameseed.errors import ConfigError
 from sameseed.ops import reference
+from sameseed.ops._experts import ExpertWeights, parted
 from sameseed.ops._launches import num_launches
 from sameseed.ops._rows import RowSource, Then, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
@@ -37,6 +38,7 @@ from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
 __all__ = [
     "SUMS",
     "Ends",
+    "ExpertWeights",
     "Forward",
     "Grown",
     "Ops",
@@ -50,6 +52,7 @@ __all__ = [
     "normed_rows",
     "num_launches",
     "num_threads",
+    "parted",
     "plain_rows",
     "resolve",
     "set_num_threads",
@@ -89,7 +92,7 @@ class Ops:
         self.row_invariant: bool = backend.row_invariant and reference.row_invariant
         self.rms_norm: Callable[[Tensor, Tensor, float], Tensor] = self._pick("rms_norm")
         self.rope: Callable[[Tensor, Tensor, Tensor], Tensor] = self._pick("rope")
-        self.silu_mul: Callable[[Tensor], Tensor] = self._pick("silu_mul")
+        self.silu_mul: Callable[..., Tensor] = self._pick("silu_mul")
         self.gelu_mul: Callable[[Tensor], Tensor] = self._pick("gelu_mul")
         # cap * tanh(x / cap), of the logits of a pass
         self.softcap: Callable[[Tensor, float], Tensor] = getattr(backend, "softcap", reference.softcap)
@@ -105,6 +108,7 @@ class Ops:
         self._looks_ahead: bool = getattr(backend, "looks_ahead", False)
         self._embedding: Callable[..., Tensor] = getattr(backend, "embedding", reference.embedding)
         self._rope_store: Callable[..., Tensor] | None = getattr(backend, "rope_store", None)
+        self._experts: Callable[..., Tensor | None] = getattr(backend, "experts", lambda *_: None)
         self._choose: Callable[[Tensor, Draws, Tensor | None], Tensor | None] | None = getattr(backend, "choose", None)
 
     def _pick(self, op: str) -> Callable[..., Tensor]:
@@ -223,6 +227,11 @@ class Ops:
         x = rows.prepared(self.rms_norm, self.silu_mul, self.gelu_mul)
         return reference.product(plain_rows(x), self.unpack(w), bias, residual)
 
+    def experts(self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None) -> Tensor:
+        """A mixture of experts of rows [T, C], plus residual [T, C]; returns [T, C]."""
+        done = self._experts(rows, w, residual)
+        return reference.experts(rows, w, residual, self.product, self.rms_norm) if done is None else done
+
     def _ready_for(self, w: QuantTensor | tuple[QuantTensor, ...]) -> bool:
         return not isinstance(w, tuple) and w.order is None and self._serves(w)
 
@@ -273,8 +282,16 @@ class Ops:
                 for layer in layers:
                     self.move_kv(layer, src, dst)
 
-    def attention(self, q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
-        return self._kv("attention", layer)(q, layer, batch, scale, window)
+    def attention(
+        self,
+        q: Tensor,
+        layer: KVLayer,
+        batch: Batch,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._kv("attention", layer)(q, layer, batch, scale, window, sinks)
 
 
 _FASTEST = {"cpu": "cpu", "cuda": "triton"}  # by kind of device: the backend that `auto` tries before the reference

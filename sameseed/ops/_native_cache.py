@@ -162,7 +162,13 @@ def attention_rounding(name: str) -> float:
 
 
 def attention(
-    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None, on: Executor = NOW
+    q: Tensor,
+    layer: KVLayer,
+    batch: Batch,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    on: Executor = NOW,
 ) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
@@ -198,6 +204,7 @@ def attention(
             scale=scale,
             window=_NO_WINDOW if window is None else window,
             out=out.data_ptr(),
+            sinks=address(vector("sinks", sinks, heads)),
         )
     )
     return out

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sameseed.ops import _outliers, _packed, _super
+from sameseed.ops._experts import ExpertWeights
 from sameseed.ops._rows import RowSource, plain_rows
 from sameseed.scheme import KQUANTS, QuantTensor, round_rows
 
@@ -26,6 +27,7 @@ CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 F32 = torch.float32
 _weights: dict[int, _native.Weight] = {}  # native descriptions, by id of the QuantTensor while it exists
+_sets: dict[int, _native.ExpertSet] = {}  # by id of the ExpertWeights while it exists
 _views: dict[int, _outliers.Views] = {}  # by id of the QuantTensor while it exists
 
 
@@ -124,7 +126,8 @@ def embedding(token_ids: Tensor, w: QuantTensor, on: Executor = NOW, scale: floa
     return out
 
 
-_SOURCES = {"plain": 0, "norm": 1, "silu": 2, "gelu": 3}  # RowSource::Kind in csrc/linear.h
+_INPUTS = frozenset({"plain", "norm"})  # of experts
+_SOURCES = {"plain": 0, "norm": 1, "silu": 2, "gelu": 3, "clamped": 4}  # RowSource::Kind in csrc/linear.h
 
 
 def product(
@@ -161,6 +164,7 @@ def product(
         eps=rows.eps,
         index=address(row_ids),
         index_limit=x.shape[0],
+        limit=0.0,
     )
     out = on.empty(count, outputs)
     added = {"bias": address(bias), "residual": address(residual)}
@@ -214,12 +218,15 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
+def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU; `limit`: gpt-oss's)."""
     gate_up = floats(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=F32)
-    _native.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
+    if limit is None:
+        _native.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
+    else:
+        _native.clamped_mul(gate_up.data_ptr(), gate_up.stride(0), limit, out.data_ptr(), rows, width)
     return out
 
 
@@ -237,3 +244,59 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     out = floats(x).clone()
     _native.softcap(out.data_ptr(), cap, *out.shape)
     return out
+
+
+def experts(rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, on: Executor = NOW) -> Tensor | None:
+    """A mixture of experts of rows [T, C], plus residual; returns [T, C]. None if no kernel takes the weights."""
+    groups = (w.gate_up, w.down)
+    if not serves(w.router) or rows.kind not in _INPUTS or rows.row_ids is not None:
+        return None
+    for group in groups:  # experts are computed together, by one kernel
+        first = group[0]
+        kinds = {(m.format, m.activations, m.layout, m.group, m.shape, m.order is None) for m in group}
+        if len(kinds) > 1 or not serves(first) or first.order is not None or first.activations in ("fp8", "outliers"):
+            return None
+    (num_experts, depth), inner = w.router.shape, w.down[0].shape[1]
+    check_fit("gate_up and down", (w.gate_up[0].shape, w.down[0].shape), ((2 * inner, depth), (depth, inner)))
+    check_fit("number of experts", (len(w.gate_up), len(w.down)), (num_experts, num_experts))
+    x, norm = floats(rows.x), vector("norm weight", rows.norm, depth)
+    check_fit("x", x.shape[1], depth)
+    if residual is not None:
+        check_fit("residual", (residual.is_contiguous(), residual.shape), (True, x.shape))
+    biases = [(w.router_bias, 1), (w.gate_up_bias, 2 * inner), (w.down_bias, depth)]
+    for bias, width in biases:
+        if bias is not None:
+            check_fit("bias", (bias.dtype, bias.is_contiguous(), bias.numel()), (F32, True, num_experts * width))
+    source = _native.RowSource(
+        kind=_SOURCES[rows.kind],
+        x=x.data_ptr(),
+        stride=x.stride(0),
+        norm_weight=address(norm),
+        eps=rows.eps,
+        index=0,
+        index_limit=x.shape[0],
+        limit=0.0,
+    )
+    out = on.empty(*x.shape)
+    on.calls.experts(
+        _native.Experts(
+            source=source,
+            router=_weight(w.router),
+            router_bias=address(w.router_bias),
+            set=described(_sets, w, _expert_set),
+            gate_up_bias=address(w.gate_up_bias),
+            down_bias=address(w.down_bias),
+            top_k=w.top_k,
+            normalize=w.normalize,
+            gate=_SOURCES["silu" if w.limit is None else "clamped"],
+            limit=w.limit or 0.0,
+            residual=address(residual),
+            out=out.data_ptr(),
+            rows=x.shape[0],
+        )
+    )
+    return out
+
+
+def _expert_set(w: ExpertWeights) -> _native.ExpertSet:
+    return _native.ExpertSet(gate_up=[_weight(m) for m in w.gate_up], down=[_weight(m) for m in w.down])

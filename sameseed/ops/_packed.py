@@ -30,6 +30,7 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("fp8_e4m3", "fp8"): 6,  # _native_rows.product rounds the rows first
     ("fp8_e5m2", "fp8"): 7,
     ("mxfp4", None): 8,
+    ("mxfp4", "int8"): 8,
     ("qoq", None): 4,  # the products of int4, with float32 scales
     ("qoq", "int8"): 4,
     ("int8n", "int8"): 9,  # in two planes

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.ops import _native_cache as cache_ops, _native_rows as row_ops, by_part
+from sameseed.ops._experts import ExpertWeights
 from sameseed.ops._rows import RowSource, Then, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
@@ -157,9 +158,25 @@ class Recorder:
         self._cached(layer)
         return cache_ops.rope_store(qkv, heads, layer, batch, table, norms, eps, self._on, stores)
 
-    def attention(self, q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+    def experts(self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None) -> Tensor:
+        if rows.norm is not None and not rows.norm.is_contiguous():
+            raise NotRecordableError("a norm that is no contiguous tensor")
+        out = row_ops.experts(rows, w, residual, self._on)
+        if out is None:
+            raise NotRecordableError(f"experts in {w.gate_up[0].format!r}")
+        return out
+
+    def attention(
+        self,
+        q: Tensor,
+        layer: KVLayer,
+        batch: Batch,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         self._cached(layer)
-        return cache_ops.attention(q, layer, batch, scale, window, self._on)
+        return cache_ops.attention(q, layer, batch, scale, window, sinks, self._on)
 
     def beside(self, parts: Seq[Tensor]) -> Tensor:
         """Record steps that write several x [T, O] side by side."""

@@ -19,7 +19,8 @@ from torch import Tensor
 from sameseed import registry, scheme
 from sameseed.batch import MAX_NODES, Batch
 from sameseed.ops import _outliers
-from sameseed.ops._rows import RowSource
+from sameseed.ops._experts import ExpertWeights
+from sameseed.ops._rows import RowSource, gated_rows, plain_rows
 from sameseed.scheme import TOKENS, KVLayer, QuantTensor
 
 row_invariant = True
@@ -157,10 +158,62 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
+def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020).
+
+    With a limit, gpt-oss's: g = min(gate, limit), u = up within -limit..limit, then (u + 1) * (g * sigmoid(1.702 g)).
+    """
     half = gate_up.shape[1] // 2
-    return _by_row(lambda row: torch.nn.functional.silu(row[:half]) * row[half:], gate_up, half)
+
+    def gated(row: Tensor) -> Tensor:
+        gate, up = row[:half], row[half:]
+        if limit is None:
+            return torch.nn.functional.silu(gate) * up
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-limit, limit) + 1)
+
+    return _by_row(gated, gate_up, half)
+
+
+def choose_experts(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Experts int64 [T, k] of each row of logits [T, E], by descending logit, and their weights float32 [T, k].
+
+    Of equal logits, that of the lower expert comes first. The weights are a softmax over the chosen logits, or over all
+    if not `normalize`.
+    """
+    ordered, chosen = torch.sort(logits, dim=1, descending=True, stable=True)
+    counted = ordered[:, :top_k] if normalize else ordered
+    weights = _by_row(lambda row: row.double().softmax(0).float(), counted, counted.shape[1])
+    return chosen[:, :top_k], weights[:, :top_k]
+
+
+def experts(
+    rows: RowSource,
+    w: ExpertWeights,
+    residual: Tensor | None = None,
+    product: Callable[..., Tensor] = product,
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+) -> Tensor:
+    """A mixture of experts of rows [T, C], plus residual [T, C]; returns [T, C].
+
+    Rows are grouped by expert: each (row, slot) has the bits that it has alone. A row adds weight * result of its slots
+    in their order, and then the residual. Weights of experts that no row chose are not read. `product` and `norm` are
+    the backend's.
+    """
+    x = rows.prepared(norm, silu_mul, gelu_mul)
+    chosen, weights = choose_experts(product(plain_rows(x), w.router, w.router_bias), w.top_k, w.normalize)
+    results = x.new_empty(*chosen.shape, x.shape[1])  # [T, k, C]
+    for e in chosen.unique().tolist():
+        at, slot = (chosen == e).nonzero(as_tuple=True)
+        bias = None if w.gate_up_bias is None else w.gate_up_bias[e]
+        gate_up = product(plain_rows(x[at]), w.gate_up[e], bias)
+        bias = None if w.down_bias is None else w.down_bias[e]
+        inner = gated_rows(gate_up) if w.limit is None else plain_rows(silu_mul(gate_up, w.limit))
+        results[at, slot] = product(inner, w.down[e], bias)
+    total = torch.zeros_like(x)
+    for j in range(w.top_k):
+        total = total + weights[:, j, None] * results[:, j]
+    return total if residual is None else residual + total
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
@@ -200,11 +253,19 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
 
 
 @one_thread()
-def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+def attention(
+    q: Tensor,
+    layer: KVLayer,
+    batch: Batch,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
     A row at position p attends to p + 1 keys in order of position (fewer with a window). So the shapes of its products
-    depend only on p, not on where its keys are stored or on its draft tree.
+    depend only on p, not on where its keys are stored or on its draft tree. `sinks` [H]: a logit per head that joins
+    its softmax and has no value.
     """
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     (keys, values), block_size = scheme.kv_formats(layer.format), layer.k.shape[1]
@@ -238,5 +299,7 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
                 scores = torch.bmm(grouped, k.permute(1, 2, 0)) * scale  # [Hk, H / Hk, S]
             else:
                 scores = torch.bmm(scheme.round_queries(grouped * scale, keys.query_dtype), k.permute(1, 2, 0))
-            out[t] = torch.bmm(scores.softmax(-1), v.transpose(0, 1)).view_as(out[t])
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.view(*scores.shape[:2], 1)], dim=-1)
+            out[t] = torch.bmm(scores.softmax(-1)[..., : length - first], v.transpose(0, 1)).view_as(out[t])
     return out

@@ -153,13 +153,22 @@ def _merging(
     return Launch(combine, (num_rows, num_heads, -(-dim // width)), results, sizes, warps=lines, free=free)
 
 
-def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+def attention(
+    q: Tensor,
+    layer: KVLayer,
+    batch: Batch,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
     In products, queries and weights are the sum of two terms: bf16 for a bf16 cache (16 bits in all), else float16 (22
     bits). With an fp32 cache they are float32. Raises ValueError if q does not fit the cache, TypeError unless q is
     float32.
     """
+    if sinks is not None:  # no kernel has them yet
+        return reference.attention(q, layer, batch, scale, window, sinks)
     packed = heads_packed(q)
 
     def kernel() -> Tensor:

@@ -207,8 +207,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     )
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
+def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU; `limit`: gpt-oss's)."""
+    if limit is not None:  # no kernel has it yet
+        return reference.silu_mul(gate_up, limit)
     return guarded("silu_mul", lambda: _made(gated_rows(aligned(gate_up))), lambda: reference.silu_mul(gate_up))
 
 
