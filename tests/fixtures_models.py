@@ -221,7 +221,7 @@ def random_tensors(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
         noise = torch.randn(shape, generator=generator)
         if name.endswith(("norm.weight", "layer_scalar")):
             return 1 + 0.3 * noise
-        if name.endswith(".bias"):
+        if name.endswith((".bias", ".sinks")):
             return 0.5 * noise
         return noise if "embed_tokens" in name and not config.tied_embeddings else 1.5 * noise / shape[1] ** 0.5
 

@@ -60,6 +60,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": MODEL_VOCAB,
         "final_logit_softcapping": 30.0,
     },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+    },
 }
 WORDS = (
     "the sum of all parts is a whole; the loop ends when the list is empty. def add(a, b): return a + b  "

@@ -77,7 +77,7 @@ def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:
 def pass_bytes(shape: ModelConfig, num_rows: int, num_logits: int) -> int:
     """Approximate peak bytes of a pass over `num_rows` rows: float32 rows of a layer and logits of some, twice."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    rows = num_rows * (2 * shape.hidden_size + heads + 2 * shape.intermediate_size)
+    rows = num_rows * (2 * shape.hidden_size + heads + shape.mlp_width)
     return 4 * 2 * (rows + min(num_logits, num_rows) * shape.vocab_size)
 
 

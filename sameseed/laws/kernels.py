@@ -148,21 +148,12 @@ def own_weights(subject: Subject) -> Iterator[tuple[str, Ops, QuantTensor]]:
     seen: set[object] = set()
     for model in models:
         ops, weights = model.ops, model.weights
-        layer = weights.layers[0]
-        stacks: dict[str, QuantTensor | tuple[QuantTensor, ...]] = {
-            "qkv": layer.qkv,
-            "o": layer.o,
-            "gate_up": layer.gate_up,
-            "down": layer.down,
-            "lm_head": weights.lm_head,
-        }
-        for name, stack in stacks.items():
-            for w in stack if isinstance(stack, tuple) else (stack,):
-                key = (name, w.shape, w.format, w.activations, ops.name)
-                if key in seen:
-                    continue
-                seen.add(key)
-                yield f"{name} {w.format}", ops, w
+        for name, w in [*(("layer", m) for m in weights.layers[0].matrices), ("lm_head", weights.lm_head)]:
+            key = (name, w.shape, w.format, w.activations, ops.name)
+            if key in seen:
+                continue
+            seen.add(key)
+            yield f"{name} {w.format}", ops, w
 
 
 def random_weights(subject: Subject, rng: random.Random, turn: int = 0) -> Iterator[tuple[str, QuantTensor]]:

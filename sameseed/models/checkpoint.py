@@ -10,13 +10,14 @@ import json
 import math
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig, family
+from sameseed.models.config import ModelConfig, View, family
 from sameseed.models.layouts import PACKED, layout_of
 from sameseed.models.layouts.base import Layout, StoredMatrix, cache_scale, finite, round_scheme, rounded, say_once
 from sameseed.models.safetensors_file import BITS, DTYPES, RAW, SafetensorsFile
@@ -43,6 +44,7 @@ class Checkpoint:
         self._files: dict[str, SafetensorsFile] = {}  # by tensor name
         # Quantized matrices by the name of their dense tensor; filled by `check`.
         self._stored: dict[str, StoredMatrix] = {}
+        self._views: dict[str, View] = {}  # tensors inside stacked ones
         self._recent: tuple[str, QuantTensor | Tensor] | None = None  # the quantized matrix that was read last
         self._layout: Layout | None = None
 
@@ -108,7 +110,10 @@ class Checkpoint:
     # --- TensorSource; only after `check` ---
 
     def dtype(self, name: str) -> torch.dtype:
-        return torch.float32 if name in self._stored else DTYPES[self._files[name].entries[name].dtype]
+        if name in self._stored:
+            return torch.float32
+        name = self._views[name].tensor if name in self._views else name
+        return DTYPES[self._files[name].entries[name].dtype]
 
     def scheme(self, name: str) -> QuantScheme | None:
         stored = self._stored.get(name)
@@ -132,6 +137,8 @@ class Checkpoint:
         if name in self._stored:
             value = self._read(name)
             return get(value.format).decode(value) if isinstance(value, QuantTensor) else value
+        if name in self._views:
+            return self._viewed(name).clone()
         entry = self._files[name].entries[name]
         return self._finite(name, entry.begin, entry.end).view(entry.shape)
 
@@ -143,10 +150,21 @@ class Checkpoint:
             if isinstance(value, QuantTensor):
                 return get(value.format).decode_rows(value, torch.arange(start, stop))
             return value[start:stop].clone()
+        if name in self._views:
+            return self._viewed(name)[start:stop].clone()
         entry = self._files[name].entries[name]
         width = entry.shape[1] * BITS[entry.dtype] // 8  # bytes
         begin = entry.begin + start * width
         return self._finite(name, begin, begin + (stop - start) * width).view(stop - start, entry.shape[1])
+
+    def _viewed(self, name: str) -> Tensor:
+        """A tensor inside a stacked one."""
+        view = self._views[name]
+        entry = self._files[view.tensor].entries[view.tensor]
+        size = (entry.end - entry.begin) // view.shape[0]
+        begin = entry.begin + view.entry * size
+        value = self._finite(view.tensor, begin, begin + size).view(view.shape[1:])
+        return (value.T if view.transposed else value)[view.rows]
 
     def _read(self, name: str) -> QuantTensor | Tensor:
         if self._recent is None or self._recent[0] != name:
@@ -172,8 +190,12 @@ class Checkpoint:
         entry = self._files[name].entries[name]
         return entry.dtype, entry.shape
 
-    def raw(self, name: str) -> Tensor:
+    def raw(self, name: str, index: int | None = None) -> Tensor:
         entry = self._files[name].entries[name]
+        if index is not None:
+            size = (entry.end - entry.begin) // entry.shape[0]
+            begin = entry.begin + index * size
+            entry = replace(entry, shape=entry.shape[1:], begin=begin, end=begin + size)
         dtype = RAW.get(entry.dtype)
         if dtype is None:
             raise ModelLoadError(f"{self.folder}: tensor {name} is {entry.dtype}, which no layout has")
@@ -222,7 +244,10 @@ class Checkpoint:
         """
         expected = dict(shapes or expected_shapes(config))
         taken = self._find_stored(expected)
-        missing = [n for n in expected if n not in self._files and n not in self._stored]
+        views = {} if shapes is not None else family(config.architecture).views(config)
+        self._views = {n: v for n, v in views.items() if n not in self._files and n not in self._stored}
+        self._views = {n: v for n, v in self._views.items() if v.tensor in self._files}
+        missing = [n for n in expected if n not in self._files and n not in self._stored and n not in self._views]
         packed = next((n for n in self._files if n not in taken and n.endswith(PACKED)), None)
         if packed is not None and self._layout is None:
             raise ModelLoadError(
@@ -234,7 +259,8 @@ class Checkpoint:
                 f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); is it the model that "
                 "config.json describes?"
             )
-        known = {*expected, *taken, *spare, *family(config.architecture).spare(config)}
+        viewed = {v.tensor for v in self._views.values()}
+        known = {*expected, *taken, *spare, *viewed, *family(config.architecture).spare(config)}
         extra = [n for n in self._files if n not in known and not n.endswith(IGNORED_SUFFIXES)]
         extra = [n for n in extra if not cache_scale(n, str(self.folder))]
         if config.tied_embeddings:  # ignore a stored copy of the tied LM head, dense or quantized
@@ -251,9 +277,8 @@ class Checkpoint:
                 f"{self.folder}: unexpected tensor {sorted(extra)[0]} ({len(extra)} in all); a {config.architecture} "
                 "with this config.json has none of that name"
             )
-        for name, shape in expected.items():
-            if name in self._stored:
-                continue
+        own = {n: shape for n, shape in expected.items() if n not in self._stored and n not in self._views}
+        for name, shape in {**own, **{v.tensor: v.shape for v in self._views.values()}}.items():
             entry = self._files[name].entries[name]
             if entry.shape != shape:
                 raise ModelLoadError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sameseed.errors import ConfigError, ModelLoadError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sameseed.models")
 
+ROUTERS = ("mlp.gate", "mlp.router")  # modules that stay as the checkpoint stores them, unless a rule names them
 # Architecture in config.json -> the file of its family in this folder.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -30,6 +31,8 @@ ARCHITECTURES = {
     "Gemma4ForCausalLM": "gemma",
     "Gemma4ForConditionalGeneration": "gemma",
     "Gemma4UnifiedForConditionalGeneration": "gemma",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
 }
 # llama.cpp's architecture -> architecture and model_type in an equivalent config.json.
 GGUF_ARCHITECTURES = {
@@ -38,6 +41,8 @@ GGUF_ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -55,7 +60,8 @@ MAX_LAYERS = 10_000  # a bound, because names and shapes of all layers are liste
 class RopeConfig:
     """Rotary embedding: the base, and the scaling of frequencies.
 
-    `kind`: "default" (no scaling), "linear", "llama3" (Llama 3.1's bands), or "factors" (one divisor per frequency).
+    `kind`: "default" (no scaling), "linear", "llama3" (Llama 3.1's bands), "yarn", or "factors" (one divisor per
+    frequency). `magnitude` multiplies cosines and sines.
     """
 
     theta: float = 10000.0
@@ -65,6 +71,10 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
     factors: tuple[float, ...] = ()  # [D/2]
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: round the bounds of its ramp to whole frequencies
+    magnitude: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,31 @@ class ModelConfig:
         width = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * width + 3 * self.hidden_size * self.intermediate_size
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.num_layers * layer
+
+    @property
+    def row_parameters(self) -> int:
+        """Number of the layers' weights that one row is multiplied with."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_parameters - embeddings
+
+    @property
+    def mlp_width(self) -> int:
+        """Floats of a row inside an MLP."""
+        return 2 * self.intermediate_size
+
+    def read_share(self, rows: float) -> float:
+        """The share of the weights that a pass over `rows` rows reads."""
+        return 1.0
+
+
+class View(NamedTuple):
+    """A matrix or vector inside a stacked tensor of `shape`: `tensor[entry]`, transposed or not, then its `rows`."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    entry: int
+    rows: slice
+    transposed: bool = False
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -285,18 +320,28 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
     if kind == "factors":  # from a GGUF file, whose reader has checked the factors
         theta = _number(scaling, "rope_theta", 10000.0, where)
         return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
-    if kind not in ("default", "linear", "llama3"):
-        raise ModelLoadError(f"{where}: rope scaling {kind!r} is not supported; these are: default, linear, llama3")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ModelLoadError(
+            f"{where}: rope scaling {kind!r} is not supported; these are: default, linear, llama3, yarn"
+        )
     if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
         raise ModelLoadError(f"{where}: partial_rotary_factor is not supported; the whole head must rotate")
     theta = _number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
     low, high = _number(scaling, "low_freq_factor", 1.0, where), _number(scaling, "high_freq_factor", 4.0, where)
     if low >= high:
         raise ModelLoadError(f"{where}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
+    factor = _number(scaling, "factor", 1.0, where)
+    magnitude = 0.1 * math.log(max(factor, 1.0)) + 1.0 if kind == "yarn" else 1.0
+    if kind == "yarn" and "mscale" in scaling:
+        raise ModelLoadError(f"{where}: mscale of yarn is not supported")
     return RopeConfig(
         theta=theta,
         kind=kind,
-        factor=_number(scaling, "factor", 1.0, where),
+        factor=factor,
+        beta_fast=_number(scaling, "beta_fast", 32.0, where),
+        beta_slow=_number(scaling, "beta_slow", 1.0, where),
+        truncate=bool(scaling.get("truncate", True)),
+        magnitude=_number(scaling, "attention_factor", magnitude, where),
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_len=int(_number(scaling, "original_max_position_embeddings", max_len, where)),

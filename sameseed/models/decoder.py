@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch, Steps
+from sameseed.errors import ModelLoadError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import ModelConfig, base_config, layer_shapes, llama_only as llama_only
+from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, llama_only as llama_only
 from sameseed.models.layers import ModelWeights, rope_table
 from sameseed.ops import Ends, Grown, Ops
 
@@ -58,6 +59,8 @@ class Decoder:
 
         It may add keys of its own that say how GGUF stores tensors differently, for `parse`.
         """
+        if any(value for key, value in file.metadata.items() if key.endswith(".expert_count")):
+            raise ModelLoadError(f"{file.path}: mixtures of experts are not supported in this architecture")
         return {}
 
     @classmethod
@@ -79,6 +82,11 @@ class Decoder:
     def spare(cls, config: ModelConfig) -> Seq[str]:
         """Tensors that a checkpoint may hold and that are not read."""
         return ()
+
+    @classmethod
+    def views(cls, config: ModelConfig) -> dict[str, View]:
+        """Where a checkpoint may hold tensors of `shapes` that are stacked in others, by name."""
+        return {}
 
     @classmethod
     def read(cls, reader: WeightReader, dense: str) -> ModelWeights:

@@ -12,13 +12,13 @@ from sameseed.models.eagle_loader import open_head
 from sameseed.models.head_config import is_head
 from sameseed.models.loader import open_checkpoint, read_config
 from sameseed.models.weights import (
-    USUAL,
     Shapes,
     TensorSource,
     check_rules,
     expected_shapes,
     matrix_bits,
     resolve_scheme,
+    usual,
     weight_bytes,
 )
 from sameseed.scheme import BLOCKS, DENSE, KQUANTS, QuantScheme, get
@@ -37,16 +37,16 @@ def draft_scheme(draft: Path, target: Path, quant: QuantScheme, device: str = "c
     config = read_config(target)
     with open_checkpoint(target) as checkpoint:
         checkpoint.check(config)
-        usual = few_bits(resolve_scheme(config, checkpoint, quant, USUAL), device)
-    if usual.weights == "auto" or (usual == BESIDE_DENSE and draft.resolve() == target.resolve()):
+        own = few_bits(resolve_scheme(config, checkpoint, quant, usual(config)), device)
+    if own.weights == "auto" or (own == BESIDE_DENSE and draft.resolve() == target.resolve()):
         return QuantScheme()  # the target was named as its own draft: a mistake that is reported elsewhere
     if is_head(draft):
         with open_head(draft) as (head, files, shapes, _):
-            return following(usual, head.layer, files, shapes)
+            return following(own, head.layer, files, shapes)
     config = read_config(draft)
     with open_checkpoint(draft) as checkpoint:
         checkpoint.check(config)
-        return following(usual, config, checkpoint)
+        return following(own, config, checkpoint)
 
 
 def few_bits(quant: QuantScheme, device: str = "cpu") -> QuantScheme:

@@ -77,14 +77,30 @@ def run_layer(
 
     Returns the layer's output [T, C]. `then`: what the next layer does with this output.
     """
+    x = attend(ops, c, w, rows, residual, batch, kv, rope, window, Then(w.post_norm, c.rms_eps, w.gate_up))
+    gate_up = ops.product(normed_rows(x, w.post_norm, c.rms_eps), w.gate_up, w.gate_up_bias)  # [T, 2 I]
+    return ops.product(gated_rows(gate_up), w.down, w.down_bias, x, then)
+
+
+def attend(
+    ops: Ops,
+    c: ModelConfig,
+    w: Any,
+    rows: RowSource,
+    residual: Tensor,
+    batch: Batch,
+    kv: KVLayer,
+    rope: Tensor,
+    window: int | None,
+    then: Then | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The attention of a layer; `w` has the fields of LayerWeights for it. Arguments and result as of `run_layer`."""
     qkv = ops.product(rows, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
     norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
     q = ops.rope_store(qkv, c.num_heads, kv, batch, rope, norms, c.rms_eps)  # [T, H, D]
-    out = ops.attention(q, kv, batch, c.head_dim**-0.5, window)  # [T, H, D]
-    next_rows = Then(w.post_norm, c.rms_eps, w.gate_up)
-    x = ops.product(plain_rows(out.view(-1, c.num_heads * c.head_dim)), w.o, w.o_bias, residual, next_rows)
-    gate_up = ops.product(normed_rows(x, w.post_norm, c.rms_eps), w.gate_up, w.gate_up_bias)  # [T, 2 I]
-    return ops.product(gated_rows(gate_up), w.down, w.down_bias, x, then)
+    out = ops.attention(q, kv, batch, c.head_dim**-0.5, window, sinks)  # [T, H, D]
+    return ops.product(plain_rows(out.view(-1, c.num_heads * c.head_dim)), w.o, w.o_bias, residual, then)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -94,6 +110,17 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return inverse / rope.factor
     if rope.kind == "factors":
         return inverse / torch.tensor(rope.factors)
+    if rope.kind == "yarn":  # Peng et al., 2023: from frequency number `low` on to number `high`, ever more is scaled
+
+        def number(turns: float) -> float:  # of the frequency that turns so often within the original length
+            return head_dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low, high = number(rope.beta_fast), number(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+        return inverse / rope.factor * ramp + inverse * (1 - ramp)
     if rope.kind != "llama3":
         return inverse
     wavelength = 2 * math.pi / inverse
@@ -110,4 +137,4 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
     """Cosines, then sines, of the angles at every position: float32 [P, D]."""
     angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, head_dim)[None, :]  # [P, D/2]
-    return torch.cat([angles.cos(), angles.sin()], dim=1)
+    return torch.cat([angles.cos(), angles.sin()], dim=1) * rope.magnitude

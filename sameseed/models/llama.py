@@ -12,7 +12,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, base_config
 from sameseed.models.decoder import Decoder
 from sameseed.models.layers import run_layer
-from sameseed.ops import Ops, Then, normed_rows
+from sameseed.ops import Ops, RowSource, Then, normed_rows
 
 
 class Llama(Decoder):
@@ -23,17 +23,25 @@ class Llama(Decoder):
         name = raw["architectures"][0]
         return base_config(raw, where, qkv_bias=name == "Qwen2ForCausalLM", qk_norm=name == "Qwen3ForCausalLM")
 
+    def _layer(
+        self, ops: Ops, i: int, rows: RowSource, x: Tensor, batch: Batch, cache: KVCache, then: Then | None
+    ) -> Tensor:
+        window = self.config.windows[i]
+        return run_layer(
+            ops, self.config, self.weights.layers[i], rows, x, batch, cache.layers[i], self.rope, window, then
+        )
+
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        c, w, eps = self.config, self.weights, self.config.rms_eps
+        w, eps = self.weights, self.config.rms_eps
         batch = batch.on(self.device)
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):
             rows = normed_rows(x, layer.input_norm, eps)
             then = Then(w.layers[i + 1].input_norm, eps, w.layers[i + 1].qkv) if i + 1 < len(w.layers) else None
-            x = run_layer(ops, c, layer, rows, x, batch, cache.layers[i], self.rope, c.windows[i], then)
+            x = self._layer(ops, i, rows, x, batch, cache, then)
             if i in captures:
                 kept[i] = x
         logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)

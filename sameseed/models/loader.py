@@ -112,7 +112,7 @@ def target_scheme(format: str, path: Path) -> QuantScheme:
     with open_checkpoint(path) as source:
         config = read_config(path)
         source.check(config)
-        if rounds(source, quant) and not path.is_relative_to(ASSETS):
+        if rounds(config, source, quant) and not path.is_relative_to(ASSETS):
             say_once(
                 f"{quant.name} rounds to fewer bits than the file has: {_losses.likely(quant)}; "
                 f"`sameseed eval --compare MODEL MODEL@{format}` measures it, w8a8 and `sameseed quantize` lose less"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
@@ -32,10 +33,7 @@ def nested_view(model: Decoder) -> Decoder:
     ConfigError where no matrix contains a 4-bit one.
     """
     w = model.weights
-    layers = tuple(
-        replace(x, qkv=_each(x.qkv), o=_lower(x.o), gate_up=_each(x.gate_up), down=_lower(x.down)) for x in w.layers
-    )
-    weights = replace(w, layers=layers, lm_head=_lower(w.lm_head))
+    weights = replace(w, layers=tuple(map(_lower, w.layers)), lm_head=_lower(w.lm_head))
     mine, its = ([m for layer in x.layers for m in layer.matrices] + [x.lm_head] for x in (weights, w))
     if all(a is b for a, b in zip(mine, its, strict=True)):
         formats = ", ".join(sorted({m.format for m in w.matrices}))
@@ -43,9 +41,12 @@ def nested_view(model: Decoder) -> Decoder:
     return type(model)(model.config, weights, model.ops, model.max_model_len)
 
 
-def _each(w: QuantTensor | tuple[QuantTensor, ...]) -> QuantTensor | tuple[QuantTensor, ...]:
-    return tuple(map(_lower, w)) if isinstance(w, tuple) else _lower(w)
-
-
-def _lower(w: QuantTensor) -> QuantTensor:
-    return scheme.get(w.format).lower(w) or w
+def _lower(w: Any) -> Any:
+    """Weights of any kind, with each matrix replaced by the one inside it."""
+    if isinstance(w, QuantTensor):
+        return scheme.get(w.format).lower(w) or w
+    if isinstance(w, tuple):
+        return tuple(map(_lower, w))
+    if is_dataclass(w) and not isinstance(w, type):
+        return replace(w, **{f.name: _lower(getattr(w, f.name)) for f in fields(w)})
+    return w

@@ -21,7 +21,7 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.formats._memory import roomy
-from sameseed.models.config import ModelConfig, family
+from sameseed.models.config import ROUTERS, ModelConfig, family
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.models.layouts.base import round_scheme, say_once
 from sameseed.ops import Ops, limit_threads, num_threads
@@ -31,7 +31,6 @@ Progress = Callable[[int, int], None]
 A = TypeVar("A")
 B = TypeVar("B")
 CHUNK = 1 << 20  # values of a matrix that are floats at one time: few enough to stay in the processor's cache
-USUAL = "model.layers.0.mlp.down_proj"  # the matrix whose scheme stands for the whole model's
 WIDER = 16  # a GPU's chunks are this many times larger, because there the cost of a call dominates
 ROWS = 32  # chunks begin at multiples of this, the number of rows in a tile of packed weights
 
@@ -77,6 +76,8 @@ def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme
     """
     tied = config.tied_embeddings and module == "model.embed_tokens"
     asked = quant.at(module, "lm_head") if tied else quant.at(module)
+    if module.endswith(ROUTERS) and asked == replace(quant, rules=()):
+        asked = QuantScheme()
     own = source.scheme(f"{module}.weight")
     if own is None:
         return asked if asked.weights != "auto" else replace(asked, activations=None)
@@ -87,9 +88,15 @@ def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme
     return replace(own, activations=asked.activations) if kept else asked
 
 
-def rounds(source: TensorSource, quant: QuantScheme) -> bool:
+def usual(config: ModelConfig) -> str:
+    """The matrix whose scheme stands for the whole model's."""
+    shapes = family(config.architecture).layer_shapes(config, 0)
+    return next(n.removesuffix(".weight") for n in shapes if n.endswith("down_proj.weight"))
+
+
+def rounds(config: ModelConfig, source: TensorSource, quant: QuantScheme) -> bool:
     """Whether `quant` has fewer bits than the source's usual matrix."""
-    return quant.weights != "auto" and scheme.get(quant.weights).bits < source.bits(f"{USUAL}.weight")
+    return quant.weights != "auto" and scheme.get(quant.weights).bits < source.bits(f"{usual(config)}.weight")
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -242,21 +249,27 @@ class WeightReader:
     def biases(self, names: Seq[str], present: bool) -> Tensor | None:
         return torch.cat([self.vector(f"{n}.bias") for n in names]) if present else None
 
-    def layer(self, at: str, first_norm: bool = True) -> LayerWeights:
-        """The decoder layer whose module names begin with `at`; `first_norm` false: its input norm is left empty."""
+    def attention(self, at: str, first_norm: bool = True) -> dict[str, Any]:
+        """The fields of LayerWeights but those of its MLP; `first_norm` false: its input norm is left empty."""
         c = self.config
         qkv = [m for n in "qkv" if f"{(m := f'{at}.self_attn.{n}_proj')}.weight" in self.shapes]
-        o, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
-        gate_up = [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]
+        o = f"{at}.self_attn.o_proj"
+        return {
+            "input_norm": self.norm(f"{at}.input_layernorm") if first_norm else torch.empty(0, device=self.device),
+            "qkv": self.stack(qkv),
+            "qkv_bias": self.biases(qkv, c.qkv_bias),
+            "q_norm": self.norm(f"{at}.self_attn.q_norm") if c.qk_norm else None,
+            "k_norm": self.norm(f"{at}.self_attn.k_norm") if f"{at}.self_attn.k_norm.weight" in self.shapes else None,
+            "o": self.matrix(o),
+            "o_bias": self.biases([o], c.o_bias),
+            "post_norm": self.norm(f"{at}.post_attention_layernorm"),
+        }
+
+    def layer(self, at: str, first_norm: bool = True) -> LayerWeights:
+        """The decoder layer whose module names begin with `at`; `first_norm` false: its input norm is left empty."""
+        c, gate_up, down = self.config, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], f"{at}.mlp.down_proj"
         return LayerWeights(
-            input_norm=self.norm(f"{at}.input_layernorm") if first_norm else torch.empty(0, device=self.device),
-            qkv=self.stack(qkv),
-            qkv_bias=self.biases(qkv, c.qkv_bias),
-            q_norm=self.norm(f"{at}.self_attn.q_norm") if c.qk_norm else None,
-            k_norm=self.norm(f"{at}.self_attn.k_norm") if f"{at}.self_attn.k_norm.weight" in self.shapes else None,
-            o=self.matrix(o),
-            o_bias=self.biases([o], c.o_bias),
-            post_norm=self.norm(f"{at}.post_attention_layernorm"),
+            **self.attention(at, first_norm),
             gate_up=self.stack(gate_up),
             gate_up_bias=self.biases(gate_up, c.mlp_bias),
             down=self.matrix(down),
@@ -282,6 +295,8 @@ class WeightReader:
         if own is None:
             return chosen, False
         as_stored = replace(chosen, activations=None) == replace(own, activations=None)
+        if as_stored and chosen.weights == "mxfp4" and not self.has_kernel(chosen):
+            chosen = replace(chosen, activations=None)
         if as_stored and chosen.weights in KQUANTS | BLOCKS and not self.has_kernel(chosen):
             to = round_scheme(self.shapes[f"{module}.weight"][1])
             say_once(

@@ -203,7 +203,7 @@ def experts(
     x = rows.prepared(norm, silu_mul, gelu_mul)
     chosen, weights = choose_experts(product(plain_rows(x), w.router, w.router_bias), w.top_k, w.normalize)
     results = x.new_empty(*chosen.shape, x.shape[1])  # [T, k, C]
-    for e in chosen.unique().tolist():
+    for e in sorted(set(chosen.flatten().tolist())):
         at, slot = (chosen == e).nonzero(as_tuple=True)
         bias = None if w.gate_up_bias is None else w.gate_up_bias[e]
         gate_up = product(plain_rows(x[at]), w.gate_up[e], bias)

@@ -24,7 +24,6 @@ from sameseed.models.head_config import HeadConfig, expected_tensors, is_head, r
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import (
-    USUAL,
     Shapes,
     TensorSource,
     dense_format,
@@ -32,6 +31,7 @@ from sameseed.models.weights import (
     matrix_bits,
     resolve_scheme,
     rounds,
+    usual,
     weight_bytes,
 )
 from sameseed.scheme import QuantScheme
@@ -191,7 +191,7 @@ def _beside(
     """The scheme of a draft for `target`: `quant` where its weights are named, else the one that the engine chooses."""
     if target is None or quant.weights != "auto":
         return quant
-    return following(few_bits(QuantScheme.parse(target.name).at(USUAL)), config, source, shapes)
+    return following(few_bits(QuantScheme.parse(target.name).at(usual(config))), config, source, shapes)
 
 
 def _sheet(
@@ -204,11 +204,11 @@ def _sheet(
     size = weight_bytes(config, source, quant)
     # A pass reads only a few rows of the embedding, unless the embedding is the LM head too.
     unread = 0.0 if config.tied_embeddings else _matrix(config, source, quant, None, embedding)
-    chosen = resolve_scheme(config, source, quant, USUAL)
+    chosen = resolve_scheme(config, source, quant, usual(config))
     kv = scheme.cache_format(kv_format, dense_format(source, quant, expected_shapes(config)))
     name = str(chosen) if quant.weights == "auto" and chosen.weights != "auto" else str(asked)
     name = quant.format_for(dtype) if name == "auto" else name
-    loss = _losses.likely(asked) if rounds(source, chosen) else ""
+    loss = _losses.likely(asked) if rounds(config, source, chosen) else ""
     return Sheet(config, name, kv, size, size - unread, block_bytes(config, kv, 1), _peak(chosen, dtype), loss)
 
 

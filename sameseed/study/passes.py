@@ -91,7 +91,7 @@ class TimedModel:
         self.weight_bytes = sum(m.nbytes for m in weights.matrices)
         # A pass reads only a few rows of the embedding, unless the embedding is also the LM head.
         self.read_bytes = self.weight_bytes - (0 if weights.lm_head is weights.embedding else weights.embedding.nbytes)
-        largest = weights.layers[0].down
+        largest = weights.layers[0].matrices[-1]
         self.peak = "int8" if largest.activations == "int8" else "bf16" if largest.format == "bf16" else "fp32"
 
     def seconds(self, job: Pass) -> float:
@@ -141,9 +141,9 @@ def least_work(
 
     `read_bytes`: bytes of the weights that a pass reads. `kv_row_bytes`: bytes of one cached token in all layers.
     """
-    width = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    layers = c.num_layers * (c.hidden_size * width + 3 * c.hidden_size * c.intermediate_size)
-    matrix_ops = 2.0 * (layers * num_seqs * new_tokens + c.vocab_size * c.hidden_size * logit_rows)
+    rows = num_seqs * new_tokens
+    matrix_ops = 2.0 * (c.row_parameters * rows + c.vocab_size * c.hidden_size * logit_rows)
+    read_bytes *= c.read_share(rows)
     keys = read = 0
     for window in c.windows:
         reach = context + new_tokens if window is None else window

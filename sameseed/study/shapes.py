@@ -1,7 +1,4 @@
-"""Shapes of known models by name, so that their speed can be measured without their weights.
-
-Each shape holds the fields and values of the model's public config.json.
-"""
+"""Shapes of known models by name, by their public config.json: their speed can be measured without their weights."""
 
 from __future__ import annotations
 
@@ -22,9 +19,7 @@ def _raw(
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "head_dim": heads[2],
+        **dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads)),
         "vocab_size": vocabulary,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
@@ -34,20 +29,16 @@ def _raw(
 
 
 def _llama3(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], factor: float, tied: bool) -> Any:
-    scaling = {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
     own = {"rope_theta": 500000.0, "rope_scaling": scaling, "max_position_embeddings": 131072}
     return _raw("Llama", hidden, inner, layers, heads, 128256, tie_word_embeddings=tied, **own)
 
 
-def _qwen3(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], tied: bool) -> Any:
+def _qwen3(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], tied: bool, **more: Any) -> Any:
     own = {"rope_theta": 1e6, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "use_sliding_window": False}
-    return _raw("Qwen3", hidden, inner, layers, heads, 151936, tie_word_embeddings=tied, **own)
+    name = "Qwen3Moe" if more else "Qwen3"
+    return _raw(name, hidden, inner, layers, heads, 151936, tie_word_embeddings=tied, **own, **more)
 
 
 def _llama2(hidden: int, inner: int, layers: int, heads: tuple[int, int, int]) -> Any:
@@ -59,6 +50,12 @@ def _smollm2(hidden: int, inner: int, layers: int, heads: tuple[int, int, int]) 
     return _raw("Llama", hidden, inner, layers, heads, 49152, rope_theta=1e5, max_position_embeddings=8192)
 
 
+_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": False}
+_YARN["original_max_position_embeddings"] = 4096
+_OSS: dict[str, Any] = {"attention_bias": True, "num_local_experts": 32, "num_experts_per_tok": 4}
+_OSS |= {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12, "rope_parameters": _YARN}
+_OSS |= {"max_position_embeddings": 131072, "tie_word_embeddings": False}
 _MISTRAL = {"rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
 _TINY = {"rope_theta": 1e4, "max_position_embeddings": 2048, "tie_word_embeddings": False}
 
@@ -74,6 +71,8 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "qwen3-1.7b": _qwen3(2048, 6144, 28, (16, 8, 128), True),
     "qwen3-4b": _qwen3(2560, 9728, 36, (32, 8, 128), True),
     "qwen3-8b": _qwen3(4096, 12288, 36, (32, 8, 128), False),
+    "qwen3-30b-a3b": _qwen3(2048, 6144, 48, (32, 4, 128), False, **_MOE),
+    "gpt-oss-20b": _raw("GptOss", 2880, 2880, 24, (64, 8, 64), 201088, **_OSS),
     "mistral-7b": _raw("Mistral", 4096, 14336, 32, (32, 8, 128), 32768, **_MISTRAL),  # v0.3: no sliding window
     "smollm2-135m": _smollm2(576, 1536, 30, (9, 3, 64)),
     "smollm2-360m": _smollm2(960, 2560, 32, (15, 5, 64)),

@@ -10,7 +10,7 @@ from fixtures_models import backends
 from fixtures_ops import Part, exact_attention, make_pass, randn, threads
 from torch import Tensor
 
-from sameseed import ops
+from sameseed import ops, scheme
 from sameseed.ops import ExpertWeights, normed_rows, parted, plain_rows
 from sameseed.scheme import QuantScheme
 
@@ -39,8 +39,6 @@ def formula(w: ExpertWeights, x: Tensor, table: ops.Ops) -> Tensor:
     """A row at a time in float64, of decoded weights."""
 
     def dense(m: object) -> Tensor:
-        from sameseed import scheme
-
         plain = table.unpack(m)
         return scheme.get(plain.format).decode(plain).double()
 

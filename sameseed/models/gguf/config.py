@@ -89,8 +89,6 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
 
 def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
     get = partial(number, file, arch)
-    if get("expert_count", 0):
-        raise ModelLoadError(f"{file.path}: mixtures of experts are not supported")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelLoadError(f"{file.path}: tensor token_embd.weight is missing; does the file hold the whole model?")
@@ -148,10 +146,17 @@ def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     # As in llama.cpp: the default type is linear, and the older key of the factor is read if the newer one is missing.
     kind = meta.get(f"{arch}.rope.scaling.type", "linear")
     factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 1.0))
-    if not isinstance(kind, str) or kind not in ("none", "linear"):
-        raise ModelLoadError(f"{file.path}: rope scaling {str(kind)[:80]!r} is not supported; none and linear are")
+    if not isinstance(kind, str) or kind not in ("none", "linear", "yarn"):
+        raise ModelLoadError(
+            f"{file.path}: rope scaling {str(kind)[:80]!r} is not supported; none, linear and yarn are"
+        )
     if kind == "none" or factor in (0.0, 1.0):
         return {"rope_type": "default"}
+    if kind == "yarn":
+        original = number(file, arch, "rope.scaling.original_context_length")
+        betas = {f"beta_{b}": number(file, arch, f"rope.scaling.yarn_beta_{b}", 0) for b in ("fast", "slow")}
+        known = {name: value for name, value in betas.items() if value}
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **known}
     return {"rope_type": "linear", "factor": factor}
 
 

@@ -7,7 +7,10 @@ are decoded exactly by the gguf package, some rows at a time, and rounded to 8 b
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +33,11 @@ KEPT = {
     "Q4_0": QuantScheme("int4", 32, activations="int8"),
     "Q8_0": QuantScheme("int8", 32, activations="int8"),
     **{name.upper(): QuantScheme(name, activations="int8") for name in BLOCKS},
-    "MXFP4": QuantScheme("mxfp4"),
+    "MXFP4": QuantScheme("mxfp4", activations="int8"),
     **kquants.TYPES,
 }
 DECODED = frozenset({"IQ3_S", "IQ3_XXS", "IQ2_S"} | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"})
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # all experts of a layer are one tensor, with one more axis
 OTHER_PARTS = ("v.", "mm.", "a.")  # tensors of vision and audio towers begin so
 
 
@@ -42,7 +46,7 @@ def gguf_name(name: str, names: Mapping[str, str] = Decoder.gguf_names) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in names:
         return f"{names[stem]}.{kind}"
-    _, _, layer, rest = name.split(".", 3)
+    _, _, layer, rest = EXPERT.sub(".experts.", name).split(".", 3)
     if rest in names:
         return f"blk.{layer}.{names[rest]}"
     return f"blk.{layer}.{names[rest.removesuffix(f'.{kind}')]}.{kind}"
@@ -72,7 +76,7 @@ class GGUFCheckpoint:
 
     def check(self, config: ModelConfig) -> None:
         expected, tensors = expected_shapes(config), self._file.tensors
-        wanted = {self._name(n): n for n in expected}
+        wanted = Counter(map(self._name, expected))
         missing = [n for n in wanted if n not in tensors]
         if missing:
             raise ModelLoadError(f"{self.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
@@ -87,7 +91,12 @@ class GGUFCheckpoint:
             )
         decoded = {}
         for name, shape in expected.items():
-            info = tensors[self._name(name)]
+            whole, count = tensors[self._name(name)], wanted[self._name(name)]
+            if EXPERT.search(name) and whole.shape[:1] != (count,):
+                raise ModelLoadError(
+                    f"{self.path}: tensor {self._name(name)} is {list(whole.shape)}, its keys say {count} experts"
+                )
+            info = self._info(name)
             if info.shape != shape:
                 raise ModelLoadError(
                     f"{self.path}: tensor {self._name(name)} has shape {list(info.shape)}, its keys say {list(shape)}"
@@ -112,7 +121,12 @@ class GGUFCheckpoint:
     # --- Source ---
 
     def _info(self, name: str) -> TensorInfo:
-        return self._file.tensors[self._name(name)]
+        info = self._file.tensors[self._name(name)]
+        if (expert := EXPERT.search(name)) is None:
+            return info
+        size = (info.end - info.begin) // info.shape[0]
+        begin = info.begin + int(expert[1]) * size
+        return replace(info, shape=info.shape[1:], begin=begin, end=begin + size)
 
     def dtype(self, name: str) -> torch.dtype:
         return DENSE.get(self._info(name).type, torch.float32)

@@ -21,6 +21,7 @@ from sameseed.models.layouts.gptq import GptqLayout
 from sameseed.models.layouts.marlin import MarlinLayout, QqqLayout, is_marlin
 from sameseed.models.layouts.mlx import Mlx
 from sameseed.models.layouts.modelopt import ModelOpt
+from sameseed.models.layouts.mxfp4 import Mxfp4
 from sameseed.models.layouts.sameseed import Own
 
 
@@ -40,6 +41,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "mlx": Mlx,
     "modelopt": ModelOpt,
     "modelopt_fp4": ModelOpt,
+    "mxfp4": Mxfp4,
     "sameseed": Own,
 }
 # Files in which other tools keep the settings that config.json lacks, and the method where they name none.
@@ -80,4 +82,4 @@ def make_layout(raw: Mapping[str, Any], where: str) -> Layout | None:
             f"{where}: checkpoints of quant_method {str(method)[:80]!r} cannot be read; these can: "
             f"{', '.join(METHODS)}, and GGUF files; or use the unquantized model and --format"
         )
-    return layout(config, where)
+    return layout({"num_local_experts": raw.get("num_local_experts"), **config}, where)

@@ -57,8 +57,8 @@ class Files(Protocol):
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Type (safetensors name) and shape of a tensor."""
 
-    def raw(self, name: str) -> Tensor:
-        """A tensor as stored; float tensors are checked to be finite."""
+    def raw(self, name: str, index: int | None = None) -> Tensor:
+        """A tensor as stored, or entry `index` of its first axis; float tensors are checked to be finite."""
 
     def octets(self, name: str) -> Tensor:
         """The bytes of a tensor of any type: uint8, flat."""

@@ -62,14 +62,17 @@ def mxfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
     scale_at = files.expect(f"{name}.weight_scale", ["U8", "F8_E8M0"], (height, width // 32))
 
     def read() -> QuantTensor:
-        packed, exponents = files.raw(codes_at), files.raw(scale_at)
-        if (exponents == 255).any():
-            raise ModelLoadError(f"tensor {scale_at} holds NaN; the file is damaged")
-        codes = nibbles(packed)
-        scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
-        return QuantTensor("mxfp4", shape, {"codes": codes, "scales": scales.to(torch.bfloat16)})
+        parts = {"codes": nibbles(files.raw(codes_at)), "scales": e8m0(files.raw(scale_at), scale_at)}
+        return QuantTensor("mxfp4", shape, parts)
 
     return StoredMatrix((codes_at, scale_at), QuantScheme("mxfp4"), read)
+
+
+def e8m0(exponents: Tensor, name: str) -> Tensor:
+    """Powers of two from their exponents + 127, bfloat16. Raises ModelLoadError for NaN in tensor `name`."""
+    if (exponents == 255).any():
+        raise ModelLoadError(f"tensor {name} holds NaN; the file is damaged")
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127).to(torch.bfloat16)
 
 
 def nvfp4(

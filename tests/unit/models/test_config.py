@@ -176,7 +176,7 @@ def test_heads_that_do_not_fit_are_refused():
     refused(changed(num_attention_heads=64, num_key_value_heads=64), "head_dim")  # more heads than hidden units
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", ["llama3"]], ids=str)
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", ["llama3"]], ids=str)
 @pytest.mark.parametrize(("where", "key"), [("rope_scaling", "type"), ("rope_parameters", "rope_type")])
 def test_unknown_rope_scaling_is_refused(where, key, kind):
     refused(changed(**{where: {key: kind, "factor": 2.0}}), str(kind), "not supported", "llama3")

@@ -1,0 +1,227 @@
+"""Qwen3-MoE: Qwen3's attention, and a mixture of experts in place of the MLP of most layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from sameseed.batch import Batch
+from sameseed.errors import ConfigError
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, whole_number
+from sameseed.models.decoder import Decoder
+from sameseed.models.layers import attend, run_layer
+from sameseed.models.llama import Llama
+from sameseed.models.weights import ROWS
+from sameseed.ops import ExpertWeights, Ops, RowSource, Then, normed_rows, parted
+from sameseed.scheme import QuantTensor
+
+if TYPE_CHECKING:
+    from sameseed.models.gguf.header import GGUFFile
+    from sameseed.models.weights import Shapes, WeightReader
+
+
+@dataclass(frozen=True)
+class MoeConfig(ModelConfig):
+    """`num_experts` of width `expert_size` in all but the `dense_layers`; each row takes `top_k` of them.
+
+    `normalize`: the weights of a row's experts sum to 1. `limit`: of gpt-oss's clamped SwiGLU.
+    """
+
+    num_experts: int = 0
+    top_k: int = 0
+    expert_size: int = 0
+    normalize: bool = True
+    dense_layers: frozenset[int] = frozenset()
+    limit: float | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        experts = self.num_experts * (3 * self.expert_size + 1) - 3 * self.intermediate_size
+        return super().num_parameters + (self.num_layers - len(self.dense_layers)) * self.hidden_size * experts
+
+    @property
+    def row_parameters(self) -> int:
+        return super().row_parameters - self._expert_parameters(self.num_experts - self.top_k)
+
+    @property
+    def mlp_width(self) -> int:
+        return max(super().mlp_width, self.top_k * (2 * self.expert_size + self.hidden_size))
+
+    def _expert_parameters(self, count: float) -> int:
+        """Number of weights of `count` experts in each layer that has experts."""
+        return round(count * 3 * self.expert_size * self.hidden_size * (self.num_layers - len(self.dense_layers)))
+
+    def read_share(self, rows: float) -> float:
+        """As if each row chose its experts at random: rows of a text share more of them, so this is an upper bound."""
+        unread = self.num_experts * (1 - self.top_k / self.num_experts) ** rows
+        looked_up = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return 1 - self._expert_parameters(unread) / (self.num_parameters - looked_up)
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """A layer whose MLP is a mixture of experts; the other fields are those of LayerWeights."""
+
+    input_norm: Tensor
+    qkv: QuantTensor | tuple[QuantTensor, ...]
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: QuantTensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    experts: ExpertWeights
+    sinks: Tensor | None = None  # [H]: logits that join the softmax of attention
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        return (*(self.qkv if isinstance(self.qkv, tuple) else (self.qkv,)), self.o, *self.experts.matrices)
+
+
+class Qwen3Moe(Llama):
+    """The decoder of Qwen3-MoE, and of families that differ in their parts."""
+
+    router: ClassVar[str] = "mlp.gate"
+    gguf_names: ClassVar[Mapping[str, str]] = {
+        **Decoder.gguf_names,
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.experts.gate_proj": "ffn_gate_exps",
+        "mlp.experts.up_proj": "ffn_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+    }
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
+        base = base_config(raw, where, qk_norm=True)
+        whole = partial(whole_number, raw, where)
+        only, step = raw.get("mlp_only_layers") or (), whole("decoder_sparse_step", 1)
+        dense = {i for i in range(base.num_layers) if i in only or (i + 1) % step}
+        return cls.mixture(base, raw, where, whole("moe_intermediate_size"), frozenset(dense))
+
+    @classmethod
+    def mixture(
+        cls,
+        base: ModelConfig,
+        raw: Mapping[str, Any],
+        where: str,
+        expert_size: int,
+        dense: frozenset[int] = frozenset(),
+        **more: Any,
+    ) -> MoeConfig:
+        name = "num_local_experts" if "num_local_experts" in raw else "num_experts"
+        count = whole_number(raw, where, name, most=1 << 16)
+        top_k = whole_number(raw, where, "num_experts_per_tok", most=count)
+        more = {"normalize": bool(raw.get("norm_topk_prob", False)), **more}
+        return MoeConfig(
+            **vars(base), num_experts=count, top_k=top_k, expert_size=expert_size, dense_layers=dense, **more
+        )
+
+    @classmethod
+    def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
+        from sameseed.models.gguf.config import number
+
+        get = partial(number, file, file.metadata["general.architecture"])
+        layers = range(raw["num_hidden_layers"])
+        return {
+            "num_experts": get("expert_count"),
+            "num_experts_per_tok": get("expert_used_count"),
+            "moe_intermediate_size": get("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+            "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors],
+        }
+
+    @classmethod
+    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
+        c, at = moe(config), f"model.layers.{layer}"
+        shapes = layer_shapes(c, at, cls.norms)
+        if layer in c.dense_layers:
+            return shapes
+        shapes = {n: shape for n, shape in shapes.items() if ".mlp." not in n}
+        shapes[f"{at}.{cls.router}.weight"] = (c.num_experts, c.hidden_size)
+        for e in range(c.num_experts):
+            expert = f"{at}.mlp.experts.{e}"
+            shapes[f"{expert}.gate_proj.weight"] = shapes[f"{expert}.up_proj.weight"] = (c.expert_size, c.hidden_size)
+            shapes[f"{expert}.down_proj.weight"] = (c.hidden_size, c.expert_size)
+        return shapes
+
+    @classmethod
+    def views(cls, config: ModelConfig) -> dict[str, View]:
+        c = moe(config)
+        size, found = c.expert_size, dict[str, View]()
+        parts = {"gate_proj": slice(0, size), "up_proj": slice(size, 2 * size), "down_proj": slice(None)}
+        for i in set(range(c.num_layers)) - c.dense_layers:
+            at = f"model.layers.{i}.mlp.experts"
+            for part, rows in parts.items():
+                down = part == "down_proj"
+                shape = (c.hidden_size, size) if down else (2 * size, c.hidden_size)
+                stacked = f"{at}.{'down_proj' if down else 'gate_up_proj'}"
+                for e in range(c.num_experts):
+                    found[f"{at}.{e}.{part}.weight"] = View(stacked, (c.num_experts, *shape), e, rows)
+        return found
+
+    @classmethod
+    def read_layer(cls, reader: WeightReader, layer: int) -> Any:
+        c, at = moe(reader.config), f"model.layers.{layer}"
+        if layer in c.dense_layers:
+            return reader.layer(at)
+        return MoeLayer(**reader.attention(at), experts=cls.read_experts(reader, c, at))
+
+    @classmethod
+    def read_experts(cls, reader: WeightReader, c: MoeConfig, at: str) -> ExpertWeights:
+        def modules(*parts: str) -> list[list[str]]:
+            return [[f"{at}.mlp.experts.{e}.{part}_proj" for part in parts] for e in range(c.num_experts)]
+
+        def biases(experts: list[list[str]]) -> Tensor | None:
+            whole = reader.biases([m for e in experts for m in e], f"{experts[0][0]}.bias" in reader.shapes)
+            return None if whole is None else whole.view(c.num_experts, -1)
+
+        gate_up, down, router = modules("gate", "up"), modules("down"), f"{at}.{cls.router}"
+        return ExpertWeights(
+            router=reader.matrix(router),
+            router_bias=reader.biases([router], f"{router}.bias" in reader.shapes),
+            gate_up=_stacked(reader, gate_up),
+            gate_up_bias=biases(gate_up),
+            down=_stacked(reader, down),
+            down_bias=biases(down),
+            top_k=c.top_k,
+            normalize=c.normalize,
+            limit=c.limit,
+        )
+
+    def _layer(
+        self, ops: Ops, i: int, rows: RowSource, x: Tensor, batch: Batch, cache: KVCache, then: Then | None
+    ) -> Tensor:
+        c, w, kv, window = self.config, self.weights.layers[i], cache.layers[i], self.config.windows[i]
+        if not isinstance(w, MoeLayer):
+            return run_layer(ops, c, w, rows, x, batch, kv, self.rope, window, then)
+        x = attend(ops, c, w, rows, x, batch, kv, self.rope, window, None, w.sinks)
+        return ops.experts(normed_rows(x, w.post_norm, c.rms_eps), w.experts, x)
+
+
+def moe(config: ModelConfig) -> MoeConfig:
+    """The config of a model with experts."""
+    assert isinstance(config, MoeConfig)
+    return config
+
+
+def _stacked(reader: WeightReader, experts: Seq[Seq[str]]) -> tuple[QuantTensor, ...]:
+    """The matrix of each expert, whose modules are joined: views of one memory where its rows fill whole tiles."""
+    names = [m for modules in experts for m in modules]
+    height = sum(reader.shapes[f"{m}.weight"][0] for m in experts[0])
+    if height % ROWS == 0 and all(reader.source.in_parts(f"{m}.weight") for m in names):
+        whole = reader.stack(names)
+        if isinstance(whole, QuantTensor):
+            return parted(whole, len(experts)) or ()
+    found = [reader.stack(modules) for modules in experts]
+    mixed = next((i for i, w in enumerate(found) if isinstance(w, tuple)), None)
+    if mixed is not None:
+        raise ConfigError(f"{' and '.join(experts[mixed])} are in different formats; give both the same one")
+    return tuple(w for w in found if isinstance(w, QuantTensor))
+
+
+MODEL = Qwen3Moe

@@ -1,0 +1,181 @@
+"""Families with experts: transformers' logits at every position; stacked tensors, MXFP4 blocks and GGUF files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures_gguf import write_gguf
+from fixtures_models import all_logits, load, oracle_logits, prompt, random_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sameseed import scheme
+from sameseed.errors import ModelLoadError
+from sameseed.models.config import family, parse_config
+from sameseed.models.loader import read_config
+
+SHARED: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {**YARN, "rope_theta": 150000.0},
+    },
+}
+MODELS["qwen-dense-layers"] = {**MODELS["qwen"], "norm_topk_prob": False, "mlp_only_layers": [1]}
+
+
+def stacked(tensors: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, Tensor]:
+    """Tensors as transformers stores gpt-oss: gate and up interleaved, inputs before outputs."""
+    if "GptOss" not in raw["architectures"][0]:
+        return tensors
+    found = {n: t for n, t in tensors.items() if ".experts." not in n}
+    for i in range(raw["num_hidden_layers"]):
+        at, experts = f"model.layers.{i}.mlp.experts", range(raw["num_local_experts"])
+        for kind, name in (("weight", ""), ("bias", "_bias")):
+            gate, up, down = (
+                torch.stack([tensors[f"{at}.{e}.{p}_proj.{kind}"] for e in experts]) for p in ("gate", "up", "down")
+            )
+            both = torch.stack([gate, up], dim=2).flatten(1, 2)
+            found[f"{at}.gate_up_proj{name}"] = (both.mT if kind == "weight" else both).contiguous()
+            found[f"{at}.down_proj{name}"] = (down.mT if kind == "weight" else down).contiguous()
+    return found
+
+
+def written(folder: Path, name: str, **changes: Any) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    folder.mkdir(exist_ok=True)
+    raw = {**SHARED, **MODELS[name], "dtype": "float32"}
+    tensors = random_tensors(parse_config(raw))
+    tensors |= {n: t / 2 for n, t in tensors.items() if ".experts." in n}
+    (folder / "config.json").write_text(json.dumps({**raw, **changes}))
+    save_file(stacked(tensors, raw), folder / "model.safetensors")
+    return folder, raw, tensors
+
+
+def close(got: Tensor, wanted: Tensor, tolerance: float) -> None:
+    assert (got - wanted).abs().max() <= tolerance * wanted.abs().max()
+    if tolerance < 1e-3:
+        assert got.argmax(-1).equal(wanted.argmax(-1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_logits_are_those_of_transformers(name, backend, tmp_path):
+    folder, _, _ = written(tmp_path / "model", name)
+    ids = prompt(150)
+    close(all_logits(load(folder, backend), ids), oracle_logits(folder, ids), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
+@pytest.mark.parametrize(("kind", "tolerance"), [("F32", 2e-5), ("Q8_0", 0.1), ("MXFP4", 0.7)])
+def test_gguf_files(name, kind, tolerance, tmp_path):
+    folder, raw, tensors = written(tmp_path / "model", name)
+    parts = {}
+    for tensor, value in tensors.items():
+        at, dot, rest = tensor.partition(".experts.")
+        if not dot:
+            parts[tensor] = value
+        elif rest.startswith("0."):
+            experts = [tensors[f"{at}.experts.{e}.{rest[2:]}"] for e in range(raw["num_local_experts"])]
+            parts[tensor] = torch.stack(experts)
+    keys: dict[str, Any] = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    if name == "gpt-oss":
+        keys |= {"expert_feed_forward_length": 96, "attention.sliding_window": 32, "rope.scaling.type": "yarn"}
+        keys |= {"rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 64}
+    path = tmp_path / "model.gguf"
+    arch = {"qwen": "qwen3moe"}.get(name, name)
+    write_gguf(path, raw, parts, lambda n: kind if "_exps.weight" in n else "F32", arch, keys)
+    ids = prompt(90)
+    for backend in ("reference", "cpu"):
+        close(all_logits(load(path, backend), ids), all_logits(load(folder), ids), tolerance)
+    if kind == "F32":
+        write_gguf(path, raw, parts, arch=arch, keys={**keys, "expert_count": 7})
+        with pytest.raises(ModelLoadError, match="its keys say"):
+            load(path)
+
+
+def test_gpt_oss_keeps_mxfp4_blocks_as_stored(tmp_path):
+    quantized = {"quantization_config": {"quant_method": "mxfp4"}}
+    folder, raw, tensors = written(tmp_path / "model", "gpt-oss", **quantized)
+    fmt, decoded = scheme.get("mxfp4"), {}
+    codes: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        decoded[name] = value
+        if ".experts." in name and name.endswith("weight"):
+            q = fmt.encode(value)
+            decoded[name], codes[name] = fmt.decode(q), fmt.checkpoint("x", q)["x.weight_packed"]
+            codes[f"{name}.scale"] = fmt.checkpoint("x", q)["x.weight_scale"]
+    blocks = {n: t for n, t in stacked(decoded, raw).items() if not n.endswith(("gate_up_proj", "down_proj"))}
+    for i in range(raw["num_hidden_layers"]):
+        at = f"model.layers.{i}.mlp.experts"
+        for suffix, end in (("_blocks", "weight"), ("_scales", "weight.scale")):
+            gate, up, down = (
+                torch.stack([codes[f"{at}.{e}.{p}_proj.{end}"] for e in range(6)]) for p in ("gate", "up", "down")
+            )
+            both = torch.stack([gate, up], dim=2).flatten(1, 2)
+            shape = (-1, 16) if suffix == "_blocks" else (-1,)
+            blocks[f"{at}.gate_up_proj{suffix}"] = both.unflatten(-1, shape).contiguous()
+            blocks[f"{at}.down_proj{suffix}"] = down.unflatten(-1, shape).contiguous()
+    save_file(blocks, folder / "model.safetensors")
+    plain, _, _ = written(tmp_path / "plain", "gpt-oss")
+    save_file(stacked(decoded, raw), plain / "model.safetensors")
+    ids, model = prompt(60), load(folder, "cpu")
+    assert {m.format for m in model.weights.layers[0].experts.down} == {"mxfp4"}
+    close(all_logits(model, ids), all_logits(load(plain), ids), 0.1)
+    (folder / "config.json").write_text(json.dumps({**raw, **quantized, "num_local_experts": 5}))
+    with pytest.raises(ModelLoadError, match="quantization_config"):
+        load(folder)
+
+
+def test_stacked_experts_of_qwen_and_their_number(tmp_path):
+    folder, raw, tensors = written(tmp_path / "model", "qwen")
+    found = {n: t for n, t in tensors.items() if ".experts." not in n}
+    for i in range(raw["num_hidden_layers"]):
+        at = f"model.layers.{i}.mlp.experts"
+        one = [[tensors[f"{at}.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")] for e in range(6)]
+        found[f"{at}.gate_up_proj"] = torch.stack([torch.cat(parts[:2]) for parts in one])
+        found[f"{at}.down_proj"] = torch.stack([parts[2] for parts in one])
+    wanted = all_logits(load(folder), prompt(20))
+    save_file(found, folder / "model.safetensors")
+    assert all_logits(load(folder), prompt(20)).equal(wanted)
+    (folder / "config.json").write_text(json.dumps({**raw, "num_local_experts": 8}))
+    with pytest.raises(ModelLoadError, match="asks for"):
+        load(folder)
+
+
+def test_parameters_count_experts_and_other_architectures_are_named(tmp_path):
+    folder, raw, tensors = written(tmp_path / "model", "qwen-dense-layers")
+    config = read_config(folder)
+    assert config.num_parameters == sum(t.numel() for t in tensors.values() if t.ndim == 2)
+    assert family(config.architecture).__name__ == "Qwen3Moe"
+    with pytest.raises(ModelLoadError, match="Qwen3NextForCausalLM"):
+        parse_config({**raw, "architectures": ["Qwen3NextForCausalLM"]})
