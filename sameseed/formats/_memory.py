@@ -9,13 +9,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-_HUGE = 1 << 21  # bytes of a huge page
+HUGE = 1 << 21  # bytes of a huge page
 
 
 def roomy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """An uninitialized tensor, aligned to a cache line; a large one lies on huge pages, for fewer TLB misses."""
     size = math.prod(shape) * dtype.itemsize
-    if (device is not None and device.type != "cpu") or size < 2 * _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if (device is not None and device.type != "cpu") or size < 2 * HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
     return _mapped(size, [(0, size)]).view(dtype).view(shape)
 
@@ -30,17 +30,17 @@ def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     if device.type != "cpu" or not size or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype, device=device)
     layer = size // shape[0]
-    return _mapped(size, [(i * layer + _HUGE, (i + 1) * layer) for i in range(shape[0])]).view(dtype).view(shape)
+    return _mapped(size, [(i * layer + HUGE, (i + 1) * layer) for i in range(shape[0])]).view(dtype).view(shape)
 
 
 def _mapped(size: int, huge: list[tuple[int, int]]) -> Tensor:
     """`size` bytes of zeros that are not in memory yet; huge pages are asked for between each begin and end."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)  # shared pages stay small
-    memory = mmap.mmap(-1, size + _HUGE, flags=flags)
+    memory = mmap.mmap(-1, size + HUGE, flags=flags)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive as long as a view exists
-    start = -whole.data_ptr() % _HUGE  # pages before `start` are never touched, so they take no memory
+    start = -whole.data_ptr() % HUGE  # pages before `start` are never touched, so they take no memory
     for begin, end in huge:
-        begin, end = start + -(-begin // _HUGE) * _HUGE, start + end // _HUGE * _HUGE
+        begin, end = start + -(-begin // HUGE) * HUGE, start + end // HUGE * HUGE
         if begin < end and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages: normal pages are used
                 memory.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.formats._memory import reserved
+from sameseed.formats._memory import HUGE, reserved
 from sameseed.scheme import Format, KVLayer
 
 
@@ -38,8 +38,11 @@ class KVCache:
 
         def rows(fmt: Format, count: int, heads: int, dim: int) -> tuple[Tensor, Tensor | None]:
             codes, scales = fmt.encode_kv(torch.zeros(1, heads, dim))
-            shape = (count, num_blocks, block_size, *codes.shape[1:])
-            where = torch.device(device)
+            # A new huge page may take 5 ms, so layers of bf16 begin theirs at different rows, not all in one pass.
+            where, size = torch.device(device), block_size * heads * dim * 2
+            apart = -(-((HUGE // count - num_blocks * size) % HUGE) // size)
+            spare = apart if where.type == "cpu" and num_blocks * size > HUGE else 0
+            shape = (count, num_blocks + spare, block_size, *codes.shape[1:])
             stored = reserved(shape, codes.dtype, where)
             return stored, None if scales is None else reserved(shape[:4], torch.float32, where)
 
@@ -48,12 +51,8 @@ class KVCache:
         at: dict[tuple[int, int], list[KVLayer]] = {}
         for shape, count in Counter(self.shapes).items():
             (k, k_scale), (v, v_scale) = (rows(fmt, count, *shape) for fmt in scheme.kv_formats(format))
-            layers = [
-                KVLayer(
-                    format, k[i], v[i], None if k_scale is None else k_scale[i], None if v_scale is None else v_scale[i]
-                )
-                for i in range(count)
-            ]
+            scales = (k_scale, v_scale)
+            layers = [KVLayer(format, k[i], v[i], *(s if s is None else s[i] for s in scales)) for i in range(count)]
             self.stacks.append((KVLayer(format, k, v, k_scale, v_scale), layers))
             at[shape] = layers[::-1]
         self.layers = [at[shape].pop() for shape in self.shapes]
@@ -61,4 +60,4 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         tensors = [t for x in self.layers for t in (x.k, x.v, x.k_scale, x.v_scale) if t is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t[: self.num_blocks].nbytes for t in tensors)

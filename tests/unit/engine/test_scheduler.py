@@ -59,17 +59,6 @@ def test_a_long_prompt_runs_in_chunks() -> None:
     ]
 
 
-def test_decoding_goes_on_beside_a_long_prompt() -> None:
-    scheduler = make(rows=10)
-    scheduler.add(sequence(0, 4))
-    run(scheduler)
-    scheduler.add(sequence(1, 30))
-    plans = [shape(run(scheduler, k=4)) for _ in range(5)]
-    assert plans[:3] == [[(0, 1, 0), (1, 9, 0)]] * 3, "prompts before drafts"
-    assert plans[3] == [(0, 1, 4), (1, 3, 0)]
-    assert plans[4] == [(0, 1, 4), (1, 1, 4)]
-
-
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     scheduler = make(rows=16)
     scheduler.add(sequence(0, 100))

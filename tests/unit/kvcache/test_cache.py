@@ -47,6 +47,11 @@ def test_layers_share_nothing() -> None:
     assert len({t.data_ptr() for t in tensors}) == 6
 
 
+def test_long_layers_begin_huge_pages_at_different_rows() -> None:
+    cache = KVCache([(2, 64)] * 30, 1024, 16, "bf16")  # 4 MiB each, of which nothing is in memory
+    assert len({layer.k.data_ptr() % 2**21 // 2**14 for layer in cache.layers}) == 30
+
+
 def test_layers_may_differ_in_shape() -> None:
     cache = KVCache([(2, 8), (1, 16), (2, 8)], 5, 4)
     assert [layer.k.shape[2:] for layer in cache.layers] == [(2, 8), (1, 16), (2, 8)]
