@@ -90,15 +90,16 @@ class UnderstoodError(Exception):
 @pytest.mark.parametrize(("page", "words"), commands(), ids=lambda v: v if isinstance(v, str) else " ".join(v)[:60])
 def test_a_command_is_understood(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    name = "bench_serve" if words[:2] == ["bench", "serve"] else words[0].replace("-", "_")
-    module: Any = importlib.import_module(f"sameseed.cli.{name}")
-    read = module.parse
+    serves = words[:2] == ["bench", "serve"]
+    module: Any = importlib.import_module("sameseed.cli.bench_serve") if serves else cli._module(words[0])
+    module, name = (module, "parse") if hasattr(module, "parse") else (module.tyro, "cli")
+    read = getattr(module, name)
 
     def stop(*args: Any, **kwargs: Any) -> Any:
         read(*args, **kwargs)
         raise UnderstoodError
 
-    monkeypatch.setattr(module, "parse", stop)
+    monkeypatch.setattr(module, name, stop)
     if "--profile" in words:  # the file would be read while parsing
         place = words.index("--profile")
         words = words[:place] + words[place + 2 :]
