@@ -62,27 +62,6 @@ class CodeGrid:
         return self.codes[:, group].gather(1, index).squeeze(1), levels.gather(1, index).squeeze(1)
 
 
-def independent(weight: Tensor, q: QuantTensor, encode: Encode) -> bool:
-    """Whether each group's scale and codes depend on that group alone, so that encoding it separately gives the same.
-
-    All groups are tested. Where a block of groups shares something, the group with the block's largest value still
-    looks independent, so one group proves nothing.
-    """
-    if q.group == q.shape[1] or not q.parts.keys() <= {"codes", "scales", "zeros"}:
-        return False
-    for at in range(q.shape[1] // q.group):
-        try:
-            alone = encode(weight[:, at * q.group : (at + 1) * q.group]).parts
-        except ConfigError:
-            return False
-        if alone.keys() != q.parts.keys() or alone["scales"].shape != (q.shape[0], 1):
-            return False
-        widths = {name: part.shape[1] for name, part in alone.items()}
-        if not all(part[:, at * widths[n] : (at + 1) * widths[n]].equal(alone[n]) for n, part in q.parts.items()):
-            return False
-    return True
-
-
 def clip(weight: Tensor, encode: Encode, hessian: Tensor) -> Tensor:
     """Clip each group of weight [O, K] to the share of its range that gives the least output error.
 

@@ -127,13 +127,14 @@ class _Run:
         self.sensitivities: list[bits.Sensitivity] = []
 
     def _check_source(self) -> None:
-        """Raise ConfigError, before anything is computed, for a quantized source or a matrix that does not fit."""
+        """Raise ConfigError, before anything is computed, for a matrix that does not fit its scheme."""
         matrices = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in expected_shapes(self.config).items() if s[1:]}
         few = min(self.source.bits(f"{name}.weight") for name in matrices)
         if few < 8:
-            raise ConfigError(
-                f"{self.plan.model} is quantized already ({few:.3g} bits a weight), and rounding it again loses twice; "
-                "give the original model, or a file of 8 bits or more (GGUF: Q8_0, BF16, F16)"
+            log.warning(
+                "%s is quantized already (%.3g bits a weight): what is not kept as stored is rounded twice; the "
+                "original, or a file of 8 bits or more (GGUF: Q8_0, BF16, F16), loses less",
+                *(self.plan.model, few),
             )
         layers = {name: shape for name, shape in matrices.items() if name not in (EMBEDDING, HEAD)}
         if self.plan.budget is not None:
@@ -300,6 +301,10 @@ class _Run:
         """
         rules = () if dense else self.scheme.rules  # without a rule: "auto", the stored type
         scheme = QuantScheme(rules=rules).at(*((EMBEDDING, HEAD) if self.tied else (name,)))
+        tensor = self._tensor(name)
+        own = None if dense or self.pipeline.unties else self.source.scheme(tensor)
+        kept = own is not None and scheme.weights == "auto"
+        scheme = own if own is not None and kept else scheme
         if is_dense(scheme):
             return self._dense(name, scheme), None
         height, width = self.config.vocab_size, self.config.hidden_size
@@ -314,7 +319,10 @@ class _Run:
         for start in range(0, height, step):
             rows = self._rows(name, start, min(start + step, height))
             scheme = scheme.settled(rows)  # fp8-auto chooses one format for all rows
-            q = scheme.encode(rows) if stats is None else self.pipeline.quantize(rows, scheme, stats)
+            if kept:
+                q = moved(self.source.stored(tensor, start, min(start + step, height)), self.device)
+            else:
+                q = scheme.encode(rows) if stats is None else self.pipeline.quantize(rows, scheme, stats)
             pieces.append(moved(q, CPU))
             errors.append(module_error(name, scheme, rows, formats.get(q.format).decode(q), stats))
         whole = pieces[0] if len(pieces) == 1 else formats.get(pieces[0].format).concat(pieces)

@@ -8,15 +8,15 @@ memory; the computing device gets them in chunks, and holds everything else.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from sameseed.models.config import ModelConfig
-from sameseed.models.weights import TensorSource
-from sameseed.quantize import Pipeline, Quantizer, Stats, is_dense
+from sameseed.models.weights import TensorSource, resolve_scheme
+from sameseed.quantize import Pipeline, Quantizer, Stats, decoded, is_dense
 from sameseed.quantize._decoder import (
     CPU,
     DOWN,
@@ -29,9 +29,10 @@ from sameseed.quantize._decoder import (
     V,
     advance,
     chunks,
+    moved,
     read_block,
 )
-from sameseed.scheme import QuantScheme
+from sameseed.scheme import QuantScheme, QuantTensor
 
 
 @dataclass(frozen=True)
@@ -96,17 +97,27 @@ class Walk:
         for stage, names in STAGES.items():
             stats = None if self.hidden is None else self._stats(block, stage)
             for name in names:
-                linear, scheme = block.linears[name], self.scheme.at(block.prefix + name)
+                linear, module = block.linears[name], block.prefix + name
+                scheme = resolve_scheme(self.config, self.source, self.scheme, module)
                 if is_dense(scheme):  # "auto" becomes the type that the source stores
-                    scheme = QuantScheme(scheme.format_for(self.source.dtype(f"{block.prefix}{name}.weight")))
+                    scheme = QuantScheme(scheme.format_for(self.source.dtype(f"{module}.weight")))
                 before = linear.weight
                 scheme = scheme.settled(before)  # fp8-auto becomes the format that fits better
-                linear.store(self.pipeline.quantize(before, scheme, stats))
+                kept = self._as_stored(module, scheme, before)
+                linear.store(self.pipeline.quantize(before, scheme, stats) if kept is None else kept)
                 errors.append(module_error(block.prefix + name, scheme, before, linear.weight, stats))
             if self.hidden is not None and stage in ("o", "down"):
                 step = self.decoder.after_attention if stage == "o" else self.decoder.after_mlp
                 advance(self.hidden, partial(step, block), self.device)
         return block, errors
+
+    def _as_stored(self, module: str, scheme: QuantScheme, weight: Tensor) -> QuantTensor | None:
+        """The source's own codes of a matrix, if it stores `weight` in the format of `scheme`."""
+        own = self.source.scheme(f"{module}.weight")
+        if own is None or replace(own, activations=scheme.activations) != scheme:
+            return None
+        q = moved(self.source.stored(f"{module}.weight"), self.device)
+        return replace(q, activations=scheme.activations) if q.order is None and decoded(q).equal(weight) else None
 
     def skip(self, block: Block) -> None:
         if self.hidden is not None:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.quantize import DOUBLE, Quantizer, Stats, decoded, is_dense
-from sameseed.quantize._grid import CodeGrid, Encode, clip, independent, unit
+from sameseed.quantize._grid import CodeGrid, clip, unit
 from sameseed.scheme import QuantScheme, QuantTensor
 
 
 class Gptq(Quantizer):
-    """Scales of a group are chosen at its first column, from weights that include the error passed on so far."""
+    """Groups keep the scales of the original weights."""
 
     needs = frozenset({"hessian"})
     rounds = True
@@ -27,13 +27,12 @@ class Gptq(Quantizer):
     class Options:
         """`damping`: this share of its mean is added to the Hessian's diagonal; `block`: columns passed on at once.
 
-        `act_order`: round columns with large inputs first; groups then keep the scales of the original weights, so
-        that the stored layout does not change. `clip`: search each group's range before rounding.
+        `act_order`: round columns with large inputs first. `clip`: search each group's range before rounding.
         """
 
         damping: float = 0.01
         block: int = 128
-        act_order: bool = False
+        act_order: bool = True
         clip: bool = True
 
         def __post_init__(self) -> None:
@@ -64,60 +63,36 @@ class Gptq(Quantizer):
         return replace(better, parts=parts)
 
     def _rounded(self, weight: Tensor, scheme: QuantScheme, stats: Stats) -> QuantTensor:
-        o, hessian, group_encode = self.options, stats.hessian, None
-        start = clip(weight, scheme.encode, hessian) if o.clip else weight
-        q = scheme.encode(start)
+        o, hessian = self.options, stats.hessian
+        q = scheme.encode(clip(weight, scheme.encode, hessian) if o.clip else weight)
+        order = torch.arange(weight.shape[1], device=weight.device)
         if o.act_order:
             order = hessian.diagonal().argsort(descending=True, stable=True)
-        else:
-            order = torch.arange(weight.shape[1], device=weight.device)
-            if independent(start, q, scheme.encode):
-                group_encode = scheme.encode
         key = ("gptq", o.damping, o.act_order)
         factor = stats.kept(key, lambda: inverse_factor(hessian[order][:, order], o.damping))
-        return _round_columns(weight[:, order], q, order, factor, o.block, group_encode, hessian if o.clip else None)
+        return _round_columns(weight[:, order], q, order, factor, o.block)
 
 
-def _round_columns(
-    weight: Tensor,
-    q: QuantTensor,
-    order: Tensor,
-    factor: Tensor,
-    block: int,
-    encode: Encode | None,
-    hessian: Tensor | None,
-) -> QuantTensor:
-    """Round weight [O, K], whose columns are sorted by `order`, column by column, to codes of q's format.
+def _round_columns(weight: Tensor, q: QuantTensor, order: Tensor, factor: Tensor, block: int) -> QuantTensor:
+    """Round weight [O, K], whose columns are sorted by `order`, column by column, to codes of q's format and scales.
 
-    `factor` [K, K]: see `inverse_factor`. `encode`: chooses a group's scales at its first column (None: those of q
-    stay); `hessian`: clip the group's range before that (None: do not).
+    `factor` [K, K]: see `inverse_factor`.
     """
     work, width, group, grid = weight.clone(), weight.shape[1], unit(q), CodeGrid(q)
     columns: list[int] = order.tolist()  # read at once: on a GPU every read waits for the device
-    parts = {name: part.clone() for name, part in q.parts.items()}
+    rounded = q.parts["codes"].clone()
     for begin in range(0, width, block):
         end = min(begin + block, width)
         errors = work.new_empty(work.shape[0], end - begin)
         for i in range(begin, end):
-            if encode is not None and i % group == 0:
-                values = work[:, i : i + group].clone()
-                if i + group > end and i > begin:  # errors of this block not yet passed on to columns after it
-                    values[:, end - i :] -= errors[:, : i - begin] @ factor[begin:i, end : i + group]
-                if hessian is not None:
-                    values = clip(values, encode, hessian[i : i + group, i : i + group])
-                found = encode(values)
-                for name in found.parts.keys() - {"codes"}:
-                    parts[name][:, i // group] = found.parts[name][:, 0]
-                fresh = CodeGrid(found)
-                grid.levels[:, i // group], grid.codes[:, i // group] = fresh.levels[:, 0], fresh.codes[:, 0]
             at, x = columns[i], work[:, i]
             codes, values = grid.nearest(x, at // group)
-            parts["codes"][:, at] = codes
+            rounded[:, at] = codes
             errors[:, i - begin] = error = (x - values) / factor[i, i]
             work[:, i:end] -= error[:, None] * factor[i, i:end]  # passed on within the block
         if end < width:
             work[:, end:] -= errors @ factor[begin:end, end:]
-    return replace(q, parts=parts)
+    return replace(q, parts={**q.parts, "codes": rounded})
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:

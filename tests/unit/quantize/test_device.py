@@ -79,7 +79,7 @@ def test_methods_that_learn_from_text_run_there(
         computed.append(isinstance(args[2], Elsewhere) and isinstance(args[3], Elsewhere))
         return error(*args)  # type: ignore[arg-type]
 
-    options = {"gptq": {"act_order": True}, "rotate+awq": {"grid": 2}, "smooth+gptq": {"clip": False}}
+    options = {"rotate+awq": {"grid": 2}, "smooth+gptq": {"clip": False}}
     asked = replace(plan, method=method, options=options.get(method, {}))
     here = quantize(replace(asked, out=tmp_path / "here"))
     monkeypatch.setattr(_walk, "module_error", watched)
