@@ -25,6 +25,7 @@ namespace sameseed {
 
 const Kernels* kernels_portable();
 const SamplingLoops* sampling_portable();
+const DeltaLoops* delta_portable();
 LimitLoops limits_portable();
 #if defined(__x86_64__)
 const Kernels* kernels_avx2();
@@ -35,6 +36,8 @@ const Kernels* kernels_avx512bf16();
 const Kernels* kernels_amx();
 const SamplingLoops* sampling_avx2();
 const SamplingLoops* sampling_avx512();
+const DeltaLoops* delta_avx2();
+const DeltaLoops* delta_avx512();
 LimitLoops limits_avx2();
 LimitLoops limits_avxvnni();
 LimitLoops limits_avx512();
@@ -83,10 +86,12 @@ bool has_avx2() { return processor.avx2; }
 bool has_avxvnni() { return processor.avx2; }
 bool has_amx() { return processor.avx2; }
 constexpr auto amx_sampling = sampling_avx2;
+constexpr auto amx_delta = delta_avx2;
 #else
 bool has_avxvnni() { return processor.avxvnni; }
 bool has_amx() { return processor.amx; }
 constexpr auto amx_sampling = sampling_avx512;
+constexpr auto amx_delta = delta_avx512;
 #endif
 bool has_avx512() { return processor.avx512; }
 bool has_vnni() { return processor.vnni; }
@@ -95,16 +100,16 @@ bool has_bf16() { return processor.vnni && processor.bf16; }
 
 const InstructionSet sets[] = {
 #if defined(__x86_64__)
-    {"avx512bf16", has_bf16, kernels_avx512bf16, sampling_avx512, limits_avx512vnni},
-    {"avx512vnni", has_vnni, kernels_avx512vnni, sampling_avx512, limits_avx512vnni},
-    {"avx512", has_avx512, kernels_avx512, sampling_avx512, limits_avx512},
-    {"avxvnni", has_avxvnni, kernels_avxvnni, sampling_avx2, limits_avxvnni},
-    {"avx2", has_avx2, kernels_avx2, sampling_avx2, limits_avx2},
+    {"avx512bf16", has_bf16, kernels_avx512bf16, sampling_avx512, limits_avx512vnni, delta_avx512},
+    {"avx512vnni", has_vnni, kernels_avx512vnni, sampling_avx512, limits_avx512vnni, delta_avx512},
+    {"avx512", has_avx512, kernels_avx512, sampling_avx512, limits_avx512, delta_avx512},
+    {"avxvnni", has_avxvnni, kernels_avxvnni, sampling_avx2, limits_avxvnni, delta_avx2},
+    {"avx2", has_avx2, kernels_avx2, sampling_avx2, limits_avx2, delta_avx2},
 #endif
-    {"portable", everywhere, kernels_portable, sampling_portable, limits_portable},
+    {"portable", everywhere, kernels_portable, sampling_portable, limits_portable, delta_portable},
 #if defined(__x86_64__)
     // After `portable`, so that it is never chosen automatically: it has not been timed. SAMESEED_ISA selects it.
-    {"amx", has_amx, kernels_amx, amx_sampling, limits_amx},
+    {"amx", has_amx, kernels_amx, amx_sampling, limits_amx, amx_delta},
 #endif
 };
 

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "delta.h"
 #include "kernels.h"
 #include "limits.h"
 #include "sampling.h"
@@ -16,6 +17,7 @@ struct InstructionSet {
     const Kernels* (*kernels)();
     const SamplingLoops* (*sampling)();
     LimitLoops (*limits)();
+    const DeltaLoops* (*delta)();
 };
 
 // The instruction set in use: the best of this CPU, unless SAMESEED_ISA or set_isa chose another.

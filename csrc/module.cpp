@@ -18,6 +18,7 @@
 
 #include "attention.h"
 #include "bind.h"
+#include "delta.h"
 #include "experts.h"
 #include "grow.h"
 #include "isa.h"
@@ -114,6 +115,25 @@ void replay(Norm op, const Pass& p) {
 }
 
 void replay(Cap op, const Pass& p) { softcap(p.logits, op.cap, p.num_logit_rows, op.width); }
+void replay(Delta op, const Pass& p) {
+    if (p.states == nullptr) throw std::invalid_argument("a pass of a model with recurrent states must name their slots");
+    op.states = p.states;
+    op.row_offsets = p.row_offsets;
+    op.positions = p.positions;
+    op.num_seqs = p.num_seqs;
+    op.rows = p.rows;
+    delta(op);
+}
+
+void replay(Gate op, const Pass& p) {
+    op.rows = p.rows;
+    gate(op);
+}
+
+void replay(Take op, const Pass& p) {
+    op.rows = p.rows;
+    take(op);
+}
 
 const char* kind_of(const Embedding&) { return "embedding"; }
 const char* kind_of(const Product& op) { return op.source.index != nullptr ? "lm_head" : "linear"; }
@@ -121,6 +141,9 @@ const char* kind_of(const Experts&) { return "experts"; }
 const char* kind_of(const RopeStore&) { return "rope_store"; }
 const char* kind_of(const Attention&) { return "attention"; }
 const char* kind_of(const Columns&) { return "columns"; }
+const char* kind_of(const Delta&) { return "delta"; }
+const char* kind_of(const Gate&) { return "gate"; }
+const char* kind_of(const Take&) { return "take"; }
 const char* kind_of(const Norm&) { return "norm"; }
 const char* kind_of(const Cap&) { return "softcap"; }
 
@@ -176,6 +199,20 @@ void bind_structs(nb::module_& m) {
     bind_struct(m, "Columns", "Columns of `out` [rows, total] from x; out 0: of the hidden states of the pass.",
                 field("x", &Columns::x), field("stride", &Columns::stride), field("width", &Columns::width),
                 field("column", &Columns::column), field("total", &Columns::total), field("out", &Columns::out));
+    bind_struct(m, "Delta", "Gated DeltaNet: rows of x through the states of their sequences.", field("x", &Delta::x),
+                field("stride", &Delta::stride), field("conv", &Delta::conv), field("decay", &Delta::decay),
+                field("bias", &Delta::bias), field("norm", &Delta::norm), field("eps", &Delta::eps), field("taps", &Delta::taps),
+                field("key_heads", &Delta::key_heads), field("value_heads", &Delta::value_heads),
+                field("key_dim", &Delta::key_dim), field("value_dim", &Delta::value_dim), field("tiled", &Delta::tiled),
+                field("state", &Delta::state), field("log", &Delta::log), field("slots", &Delta::slots),
+                field("log_rows", &Delta::log_rows), field("states", &Delta::states), field("row_offsets", &Delta::row_offsets),
+                field("positions", &Delta::positions), field("num_seqs", &Delta::num_seqs), field("rows", &Delta::rows),
+                field("out", &Delta::out));
+    bind_struct(m, "Gate", "Rows of x times the sigmoid of a gate.", field("x", &Gate::x), field("gate", &Gate::gate),
+                field("stride", &Gate::stride), field("heads", &Gate::heads), field("dim", &Gate::dim),
+                field("apart", &Gate::apart), field("out", &Gate::out), field("rows", &Gate::rows));
+    bind_struct(m, "Take", "Some columns of x, in the order of `index`.", field("x", &Take::x), field("stride", &Take::stride),
+                field("index", &Take::index), field("width", &Take::width), field("out", &Take::out), field("rows", &Take::rows));
     bind_struct(m, "Norm", "Rows of x [T, C] normed.", field("x", &Norm::x), field("stride", &Norm::stride),
                 field("width", &Norm::width), field("weight", &Norm::weight), field("eps", &Norm::eps),
                 field("residual", &Norm::residual), field("residual_stride", &Norm::residual_stride),
@@ -187,7 +224,8 @@ void bind_structs(nb::module_& m) {
                 field("positions", &Pass::positions), field("key_positions", &Pass::key_positions), field("slots", &Pass::slots),
                 field("row_offsets", &Pass::row_offsets), field("kv_lens", &Pass::kv_lens),
                 field("block_tables", &Pass::block_tables), field("tree_mask", &Pass::tree_mask),
-                field("logit_rows", &Pass::logit_rows), field("logits", &Pass::logits), field("hidden", &Pass::hidden));
+                field("logit_rows", &Pass::logit_rows), field("logits", &Pass::logits), field("hidden", &Pass::hidden),
+                field("states", &Pass::states));
     bind_struct(m, "PackArgs", "Codes to blocks, or back.", field("plain", &PackArgs::plain), field("packed", &PackArgs::packed),
                 field("zeros", &PackArgs::zeros), field("outputs", &PackArgs::outputs), field("depth", &PackArgs::depth),
                 field("groups", &PackArgs::groups), field("stride", &PackArgs::stride), field("nibbles", &PackArgs::nibbles));
@@ -228,6 +266,9 @@ void bind_plan(nb::module_& m) {
     record<Columns>(plan, "columns");
     record<Norm>(plan, "norm");
     record<Cap>(plan, "cap");
+    record<Delta>(plan, "delta");
+    record<Gate>(plan, "gate");
+    record<Take>(plan, "take");
     plan.def("run", &Plan::run, nb::call_guard<nb::gil_scoped_release>())
         .def("set_timed", &Plan::set_timed)
         .def("seconds", &Plan::seconds)
@@ -308,6 +349,9 @@ NB_MODULE(_native, m) {
     m.def("experts", &experts, unlocked);
     m.def("rope_store", &rope_store, unlocked);
     m.def("attention", &attention, unlocked);
+    m.def("delta", &delta, unlocked);
+    m.def("gate", &gate, unlocked);
+    m.def("take", &take, unlocked);
     m.def("rms_norm", &py_rms_norm, unlocked);
     m.def("rope", &py_rope, unlocked);
     m.def("silu_mul", &py_silu_mul, unlocked);

@@ -23,6 +23,7 @@ struct Pass {
     const int32_t* logit_rows;
     float* logits;  // [num_logit_rows, V]
     float* hidden;  // captured hidden states [rows, captured width], or null if none are captured
+    const int32_t* states = nullptr;  // [3, num_seqs] (delta.h), or null
 };
 
 class Plan {

@@ -105,6 +105,8 @@ class Batch:
     draws: Draws | None = None  # for the R rows, if the backend should choose tokens
     late_rows: Tensor | None = None  # int64 [n]
     late: Tensor | None = None  # int32 [n], on the device
+    # int32 [3, B], of a model with recurrent layers: slot, tokens that the stored state covers, and that it will cover
+    states: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -199,6 +201,7 @@ class Rows:
     blocks: Seq[int]
     wants_logits: bool
     unseen: tuple[int, int] = (0, 0)  # blocks first .. end of `blocks` that the rows do not attend to
+    state: tuple[int, int, int] | None = None  # its column of `Batch.states`
 
 
 def ancestor_masks(parents: Seq[int]) -> tuple[list[int], list[int]]:
@@ -246,6 +249,8 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
     num_pending = [len(r.pending) for r in rows]
     numbers = (token_ids, positions, slots, offsets, num_pending, kv_lens, logit_rows)
     batch = pack(numbers, seen, masks if any(r.nodes for r in rows) else None)
+    if states := [r.state for r in rows if r.state is not None]:
+        batch = replace(batch, states=torch.tensor(states, dtype=torch.int32, device="cpu").T.contiguous())
     if any(left_out):
         batch = replace(batch, key_positions=batch.positions - torch.tensor(left_out, dtype=torch.int32, device="cpu"))
     return batch if device is None else batch.on(device)

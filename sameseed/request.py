@@ -353,6 +353,9 @@ class Sequence:
     context: int = MAX_CONTEXT  # most tokens that the model can take; set by what runs the sequence
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # prefix digests of its text, one per full block
+    slot: int = -1  # of its recurrent state (kvcache/state.py); -1: it has none
+    num_settled: int = 0  # its first tokens that the stored state covers
+    num_certain: int | None = None  # tokens from here on may be taken back; None: no token is
     num_known: int = 0  # its first blocks that are in the prefix table, so that others may find them
     num_shared: int = 0  # tokens whose rows were found in the prefix cache
     priority: int = 0  # lower goes first

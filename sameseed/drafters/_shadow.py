@@ -52,6 +52,7 @@ class Shadow:
         self._guide = None if target.grammar is None else Guide(target.grammar.another())
         self.seq.grammar = self._guide
         self.seq.context = runner.model.max_model_len
+        self.seq.num_certain = 0
         self.num_agreed = len(target)  # leading target tokens that need no comparison, unless it is rewound
 
     def follow(self, target: Sequence, rewind: Callable[[Sequence, int], None], keep: int = 0) -> None:
@@ -74,5 +75,7 @@ class Shadow:
             self.seq.state = None  # penalty counts may hold a dropped token
         mine += its[end:]
         self.num_agreed = len(its)
+        # A state (kvcache/state.py) must not cover tokens that may be taken back.
+        self.seq.num_certain = min(len(its), len(its) if target.num_certain is None else target.num_certain) - 1
         # At least one token stays pending: the next draft token comes from its logits.
         self.runner.truncate(self.seq, min(end, len(mine) - 1))

@@ -31,6 +31,7 @@ from sameseed.engine.scope import heed_profile
 from sameseed.errors import ConfigError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
+from sameseed.kvcache.state import States
 from sameseed.lengths._capped import CappedLength
 from sameseed.models.block import BlockHead
 from sameseed.models.block_runner import BlockRunner
@@ -42,7 +43,9 @@ from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.head_config import is_head
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
+from sameseed.models.mtp import block_config, load_mtp
 from sameseed.models.nested import is_nested, nested_view
+from sameseed.models.qwen35 import Qwen35
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress
 from sameseed.scheme import QuantScheme, cache_format
@@ -108,6 +111,9 @@ def load_parts(
         if m.is_head or m.is_view:
             owner = target if m.owner is None else drafts[m.owner]
             assert isinstance(owner, Decoder)
+            if m.folder == m.target and isinstance(owner, Qwen35) and not m.is_view:
+                drafts.append(load_mtp(m.folder, owner, backend, m.quant, config.device, progress))
+                continue
             head = None if m.is_view else load_head(m.folder, owner, backend, m.quant, config.device, progress)
             drafts.append(head or nested_view(owner))
             continue
@@ -134,6 +140,12 @@ def check_parts(folder: Path, config: EngineConfig) -> tuple[Tokenizer, list[_Mo
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
             check_vocabulary(tokenizer, load_tokenizer(m.folder))
+    for m in models:
+        if m.shares_cache and read_config(m.target).state_shapes:
+            raise ConfigError(
+                f"{config.spec.method}: low-bit weights that draft in their target's cache would overwrite the state "
+                "of a recurrent model; take --draft ngram, suffix, mtp or a smaller model"
+            )
     demands = [demand(folder, quant, config)]
     for m in (m for m in models if not m.is_view):
         head = head_demand(m.folder, m.quant, config, m.target) if m.is_head else None
@@ -238,14 +250,18 @@ def _add_models(
     if cls.owns:
         own = _draft_folder(spec, cls, folder)
         is_view = _drafts_with_view(spec, cls, folder, quant)
-        if is_view:
+        if is_view or (cls.inside and spec.format == "auto"):
             own_quant = quant
         elif spec.format != "auto":
             own_quant = QuantScheme.parse(spec.format)
         else:  # chosen to fit its target
             of_target = cls.owns == "target"
             own_quant = QuantScheme.parse(SELF_FORMAT) if of_target else draft_scheme(own, folder, quant, device)
-        if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant.with_head(), quant):
+        if (
+            not (is_view or cls.inside)
+            and own.resolve() == folder.resolve()
+            and not is_smaller(folder, own_quant.with_head(), quant)
+        ):
             raise ConfigError(
                 f"{name or 'the target'} would draft for itself in as many bits ({own_quant}; the target: {quant}); "
                 "take a smaller model, or a lower format for the draft (--draft-format)"
@@ -259,6 +275,9 @@ def _add_models(
 def _draft_folder(spec: SpecConfig, cls: type[Drafter], folder: Path) -> Path:
     """The folder of the model or head that a level drafts with; `folder`: its target's. Raises ConfigError."""
     name = spec.model
+    if cls.inside:
+        block_config(folder)
+        return folder
     if name is None and cls.owns != "target":
         one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.owns == "head" else ""
         one = one or "model; name one, e.g. --draft embedded-draft"
@@ -302,10 +321,12 @@ def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant:
 
 
 def _runner(model: Decoder, config: EngineConfig, num_blocks: int) -> ModelRunner:
-    blocks = BlockManager(num_blocks, config.cache.block_size, config.cache.prefix_cache)
+    slots = config.max_num_seqs if model.config.state_shapes else 0
+    blocks = BlockManager(num_blocks, config.cache.block_size, config.cache.prefix_cache, slots)
     return ModelRunner(model, _cache(model.config, model.weights.dense, config, num_blocks), blocks=blocks)
 
 
 def _cache(c: ModelConfig, dense: str, config: EngineConfig, num_blocks: int) -> KVCache:
     name = cache_format(config.cache.format, dense)
-    return KVCache(c.kv_shapes, num_blocks, config.cache.block_size, name, config.device)
+    states = States(c.state_shapes, config.max_num_seqs, config.device) if c.state_shapes else None
+    return KVCache(c.kv_shapes, num_blocks, config.cache.block_size, name, config.device, states)

@@ -179,7 +179,7 @@ def _rounds(
 
 def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: float) -> float:
     """Median seconds of passes over `num_rows` rows after `context` - 1 cached rows."""
-    seq.num_cached = context - 1
+    seq.num_cached = seq.num_settled = context - 1
     del seq.token_ids[context:]
     seq.token_ids += [0] * (context - len(seq))
     draft = Draft.chains([[0] * (num_rows - 1)])
@@ -187,5 +187,6 @@ def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: 
     while len(times) < REPEATS and (len(times) < 2 or time.perf_counter() < end):
         start = time.perf_counter()
         runner.forward([seq], draft, [1])
+        seq.num_settled = context - 1  # the row is taken back
         times.append(time.perf_counter() - start)
     return median(times[1:])  # the first pass of a size may include one-time preparation

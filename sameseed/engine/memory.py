@@ -10,10 +10,12 @@ from sameseed.batch import MAX_NODES
 from sameseed.config import EngineConfig
 from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
+from sameseed.kvcache.state import slot_bytes
 from sameseed.models.config import ModelConfig
 from sameseed.models.eagle_loader import head_bytes
 from sameseed.models.head_config import check_rotation
 from sameseed.models.loader import open_checkpoint, read_config
+from sameseed.models.mtp import mtp_bytes
 from sameseed.models.weights import Shapes, TensorSource, dense_format, expected_shapes, weight_bytes
 from sameseed.scheme import QuantScheme
 
@@ -28,7 +30,7 @@ GRAPH_ROWS = 256  # most rows of a CUDA graph; each model keeps logits for so ma
 class Demand:
     """Bytes that one model will take: its weights as `quant` stores them, one block of its cache, and a pass.
 
-    `logits`: bytes of the logits of its CUDA graphs, on a GPU.
+    `logits`: bytes of the logits of its CUDA graphs, on a GPU. `states`: of the recurrent states of all sequences.
     """
 
     quant: QuantScheme
@@ -36,6 +38,7 @@ class Demand:
     block: int
     passing: int = 0
     logits: int = 0
+    states: int = 0
 
 
 def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
@@ -58,11 +61,17 @@ def demand_of(
     weights = weight_bytes(shape, source, quant, shapes, config.device)
     # On a GPU all rows of a pass may have logits in one of its graphs.
     wanted = config.max_num_seqs + MAX_NODES if config.device == "cpu" else config.max_num_rows
-    return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows, wanted), logit_bytes(shape))
+    states = config.max_num_seqs * slot_bytes(shape.state_shapes)
+    return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows, wanted), logit_bytes(shape), states)
 
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
     """Like `demand`, for a draft head for the model in `target`. Also raises if the two do not fit together."""
+    if folder == target:  # the block inside a checkpoint
+        block_config, size, source = mtp_bytes(folder, quant)
+        dense = dense_format(source, quant, expected_shapes(read_config(folder)))
+        bytes_of = block_bytes(block_config, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
+        return Demand(quant, size, bytes_of, logits=logit_bytes(block_config))
     check_rotation(folder, target)
     layer, weights, dense = head_bytes(folder, quant, read_config(target))
     block = block_bytes(layer, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
@@ -100,7 +109,7 @@ def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> in
         )
     if config.device != "cpu":
         return _plan_device(config, max_len, longest, demands)
-    weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
+    weights, block = sum(d.weights + d.states for d in demands), sum(d.block for d in demands)
     free, passing = available_memory(), max(d.passing for d in demands)
     cache = (longest if count is None else count) * block
     most = (free - weights - passing) // block if block else longest * config.max_num_seqs
@@ -113,6 +122,7 @@ def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> in
         )
         lower = f"max_model_len to {most * size}" if count is None else f"num_blocks to {most}"
         remedies += [f"lower {lower}, the most that fits"] if most > 0 else []
+        remedies += [f"lower max_num_seqs, {config.max_num_seqs} now"] if any(d.states for d in demands) else []
         remedies = remedies or ["take a smaller model"]
         raise ConfigError(
             f"{_asked(config, max_len, demands, cache)}, a pass {passing / GIB:.1f} GiB, and {free / GIB:.1f} GiB may "
@@ -151,5 +161,6 @@ def _asked(config: EngineConfig, max_len: int, demands: list[Demand], cache: int
     """Text for errors: what weights and a cache of `cache` bytes take."""
     formats, count = " and ".join(dict.fromkeys(str(d.quant) for d in demands)), config.cache.num_blocks
     what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
-    weights = sum(d.weights for d in demands)
+    weights = sum(d.weights + d.states for d in demands)
+    formats += " and recurrent states" if any(d.states for d in demands) else ""
     return f"weights in {formats} take {weights / GIB:.1f} GiB, {what} {cache / GIB:.1f} GiB"

@@ -11,14 +11,22 @@ from __future__ import annotations
 from sameseed.kvcache.prefix import Prefixes
 from sameseed.request import Sequence
 
+MOST_UNSETTLED = 24  # most tokens of a sequence beyond its stored recurrent state: a draft, above all
+
 
 class BlockManager:
-    """Allocates `num_blocks` cache blocks of `block_size` rows. Without `shares`, no block is shared by sequences."""
+    """Allocates `num_blocks` cache blocks of `block_size` rows. Without `shares`, no block is shared by sequences.
 
-    def __init__(self, num_blocks: int, block_size: int, shares: bool = True) -> None:
+    `num_slots`: of a model with recurrent layers, the number of sequences that can have a state (kvcache/state.py); 0
+    for other models. Blocks of such a model are not shared, because a state belongs to the end of a text.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, shares: bool = True, num_slots: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.shares = shares
+        self.shares = shares and not num_slots
+        self.num_slots = num_slots
+        self._free_slots = list(range(num_slots - 1, -1, -1))
         self.prefixes = Prefixes(block_size)
         self._num_users = [0] * num_blocks  # number of sequences that use each block
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the CPU's caches
@@ -28,6 +36,10 @@ class BlockManager:
     def num_free(self) -> int:
         """Number of blocks that no sequence uses; some of them may still be known."""
         return len(self._free) + len(self._idle)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     @property
     def free_blocks(self) -> list[int]:
@@ -40,10 +52,10 @@ class BlockManager:
     def reserve(self, seq: Sequence, num_rows: int) -> bool:
         """Make sure that `seq` has blocks for `num_rows` rows. If too few are free, allocate none and return False."""
         missing = self.blocks_for(num_rows) - len(seq.blocks)
-        if missing <= 0:
-            return True
-        if missing > self.num_free:
+        if missing > self.num_free or (self.num_slots and seq.slot < 0 and not self._free_slots):
             return False
+        if self.num_slots and seq.slot < 0:
+            seq.slot, seq.num_settled = self._free_slots.pop(), 0
         for _ in range(missing):
             if self._free:
                 block = self._free.pop()
@@ -57,7 +69,8 @@ class BlockManager:
 
     def reservable(self, seq: Sequence) -> int:
         """The most rows for which `reserve` would succeed for this sequence now."""
-        return (len(seq.blocks) + self.num_free) * self.block_size
+        rows = (len(seq.blocks) + self.num_free) * self.block_size
+        return min(rows, len(seq) + MOST_UNSETTLED) if self.num_slots else rows
 
     def fits(self, seq: Sequence, num_rows: int) -> bool:
         """Could a sequence without blocks get `num_rows` rows now, shared known blocks included?"""
@@ -92,7 +105,9 @@ class BlockManager:
 
     def rewind(self, seq: Sequence, num_rows: int) -> None:
         """Prepare for rows of `seq` from `num_rows` on to be overwritten: their blocks must not be known or shared."""
-        seq.num_cached = min(seq.num_cached, num_rows)
+        # The state is known after its settled tokens only: before that, the sequence starts anew.
+        num_rows = 0 if num_rows < seq.num_settled else num_rows
+        seq.num_cached, seq.num_settled = min(seq.num_cached, num_rows), min(seq.num_settled, num_rows)
         first = seq.num_cached // self.block_size
         for i in range(first, seq.num_known):
             if self._num_users[seq.blocks[i]] > 1:  # shared: this sequence computes the whole block again
@@ -123,9 +138,12 @@ class BlockManager:
         seq.num_known = min(seq.num_known, keep)
 
     def release(self, seq: Sequence) -> None:
-        """Free all blocks of `seq`, which then has no cached rows. Its known blocks stay in the prefix table."""
+        """Free all blocks and the slot of `seq`, which then has no cached rows. Its known blocks stay in the table."""
         self.trim(seq, 0)
         seq.num_cached = 0
+        if seq.slot >= 0:
+            self._free_slots.append(seq.slot)
+            seq.slot, seq.num_settled = -1, 0
 
     def forget(self, seq: Sequence) -> None:
         """Remove all blocks of the text of `seq` from the prefix table, after an error with this sequence."""

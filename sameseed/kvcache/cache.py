@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.formats._memory import HUGE, reserved
+from sameseed.kvcache.state import States
 from sameseed.scheme import Format, KVLayer
 
 
@@ -30,8 +31,10 @@ class KVCache:
         block_size: int,
         format: str = "fp32",
         device: str = "cpu",
+        states: States | None = None,
     ) -> None:
         self.format = format
+        self.states = states  # of a model with recurrent layers
         self.shapes = tuple(shapes)
         self.num_blocks = num_blocks
         self.block_size = block_size

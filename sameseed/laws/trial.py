@@ -71,6 +71,8 @@ def leaks(engine: Engine) -> list[str]:
         blocks, free = runner.blocks, sorted(runner.blocks.free_blocks)
         if free != list(range(blocks.num_blocks)):
             found.append(f"{blocks.num_blocks - len(set(free))} of {blocks.num_blocks} blocks of {name} stayed taken")
+        if blocks.num_free_slots != blocks.num_slots:
+            found.append(f"{blocks.num_slots - blocks.num_free_slots} recurrent states of {name} stayed taken")
     return found
 
 

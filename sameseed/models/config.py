@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "Gemma4UnifiedForConditionalGeneration": "gemma",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5ForConditionalGeneration": "qwen35",
 }
 # llama.cpp's architecture -> architecture and model_type in an equivalent config.json.
 GGUF_ARCHITECTURES = {
@@ -43,6 +45,7 @@ GGUF_ARCHITECTURES = {
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
 }
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -112,6 +115,11 @@ class ModelConfig:
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
         """KV heads and head size of each layer of the KV cache; a layer that owns no cache has no entry."""
         return ((self.num_kv_heads, self.head_dim),) * self.num_layers
+
+    @property
+    def state_shapes(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Of each recurrent layer its state [H, K, D], and the width of a logged row (kvcache/state.py)."""
+        return ()
 
     @property
     def num_parameters(self) -> int:
@@ -325,7 +333,7 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
             f"{where}: rope scaling {kind!r} is not supported; these are: default, linear, llama3, yarn"
         )
     if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
-        raise ModelLoadError(f"{where}: partial_rotary_factor is not supported; the whole head must rotate")
+        raise ModelLoadError(f"{where}: partial_rotary_factor is not supported here; the whole head must rotate")
     theta = _number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
     low, high = _number(scaling, "low_freq_factor", 1.0, where), _number(scaling, "high_freq_factor", 4.0, where)
     if low >= high:

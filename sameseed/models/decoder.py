@@ -28,6 +28,7 @@ class Decoder:
     """
 
     norms: ClassVar[Seq[str]] = ("input_layernorm", "post_attention_layernorm")  # of a layer, in Hugging Face's names
+    rotates_all: ClassVar[bool] = True  # whether all dimensions of a head rotate
     by_layer: ClassVar[bool] = False  # whether GGUF keys may list sizes that differ from layer to layer
     # GGUF's names of a layer's modules, and of those outside layers, by Hugging Face's. An entry may also be the name
     # of a tensor within a layer: "layer_scalar": "layer_output_scale.weight".

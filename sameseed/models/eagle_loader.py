@@ -222,7 +222,7 @@ def with_vocabulary(head: H, ids: Tensor) -> H:
         raise ConfigError("the head has none of the tokens of `vocabulary`; name others, or leave the option out")
     taken: dict[str, Any] = {"lm_head": take_rows(head.ops, w.lm_head, kept), "target_ids": own[kept].int()}
     if isinstance(head, EagleHead):
-        return EagleHead(head.config, replace(head.weights, **taken), head.ops, head.target_eps, head.max_model_len)
+        return type(head)(head.config, replace(head.weights, **taken), head.ops, head.target_eps, head.max_model_len)
     if head.weights.markov is not None:
         before, after = head.weights.markov
         taken["markov"] = before, take_rows(head.ops, after, kept)

@@ -14,6 +14,7 @@ from sameseed import devices
 from sameseed.batch import GREEDY, UNKNOWN, Batch, Draw, Draws, Rows, ancestor_masks, build_batch, int_tensors
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
+from sameseed.kvcache.state import settle
 from sameseed.models.decoder import Decoder
 from sameseed.models.drawn import Drawn, LateNodes, steps_after
 from sameseed.ops import Ends, Grown
@@ -94,7 +95,8 @@ class ModelRunner:
         """`blocks`: the manager of the cache's blocks, if another runner shares the cache."""
         self.model = model
         self.cache = cache
-        self.blocks = blocks or BlockManager(cache.num_blocks, cache.block_size)
+        slots = 0 if cache.states is None else cache.states.num_slots
+        self.blocks = blocks or BlockManager(cache.num_blocks, cache.block_size, num_slots=slots)
         self.captures = captures
         self.unseen = unseen
         self._no_choices = False  # set once a pass returned no choices: the device cannot draw tokens
@@ -132,7 +134,7 @@ class ModelRunner:
         """
         late = draft.tokens if isinstance(draft, LateNodes) else None
         batch, offsets, wants = self._batch(seqs, draft, num_pending, drawer, late=late)
-        logits, hidden, chosen = self.model.run(batch, self.cache, self.captures if captured else ())
+        logits, hidden, chosen = self._run(seqs, batch, self.captures if captured else ())
         out = Output(logits, hidden, offsets, wants, chosen)
         meanwhile()
         # Wait for the end of the pass, so that callers measure its whole time; reading the choices waits as well.
@@ -157,9 +159,9 @@ class ModelRunner:
             some = [seqs[b] for b in drawn.running(step)]
             late = drawn.last(step) if step else None
             batch, *_ = self._batch(some, None, [s.num_pending for s in some], drawer, sure, late)
-            if step == 1 and self._draw_rest(some, drawn, batch, drawer):
+            if step == 1 and self.cache.states is None and self._draw_rest(some, drawn, batch, drawer):
                 break
-            _, _, chosen = self.model.run(batch, self.cache)
+            _, _, chosen = self._run(some, batch)
             if chosen is None:
                 self._no_choices = True
                 return None
@@ -174,7 +176,7 @@ class ModelRunner:
 
         Returns None, and writes nothing, where the backend cannot do this, or a sequence has unseen blocks.
         """
-        if any(self.unseen(s) != (0, 0) for s in seqs):
+        if self.cache.states is not None or any(self.unseen(s) != (0, 0) for s in seqs):
             return None
         return self.model.grow(trees, len(seqs), logits, self.cache, ends)
 
@@ -201,6 +203,22 @@ class ModelRunner:
             seq.num_cached = len(seq) - 1
         return True
 
+    def _run(
+        self, seqs: Seq[Sequence], batch: Batch, captures: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`Decoder.run`; then the sequences' states cover what the batch says."""
+        try:
+            results = self.model.run(batch, self.cache, captures)
+        except BaseException:  # a part of the layers may have stored new states
+            if batch.states is not None:
+                for seq in seqs:
+                    self.blocks.release(seq)
+            raise
+        if batch.states is not None:
+            for seq, settled in zip(seqs, batch.states[2].tolist(), strict=True):
+                seq.num_settled = settled
+        return results
+
     def _batch(
         self,
         seqs: Seq[Sequence],
@@ -224,7 +242,8 @@ class ModelRunner:
             complete = end == len(seq)
             assert complete or not nodes, "a draft needs all pending tokens in the pass"
             pending, unseen = seq.token_ids[seq.num_cached : end], self.unseen(seq)
-            rows.append(Rows(pending, seq.num_cached, nodes, parents, seq.blocks, complete, unseen))
+            state = None if self.cache.states is None else (seq.slot, seq.num_settled, settle(seq, end, len(nodes)))
+            rows.append(Rows(pending, seq.num_cached, nodes, parents, seq.blocks, complete, unseen, state))
             offsets.append(offsets[-1] + num_pending[b] + len(nodes))
             if draws and drawer is not None and complete:
                 drawn += [drawer(seq, depth) for depth in (0, *(d + 1 for d in ancestor_masks(parents)[1]))]

@@ -135,8 +135,8 @@ def weight_bytes(
     check_rules(config, quant, shapes)
     total = 0
     for name, shape in (shapes or expected_shapes(config)).items():
-        if len(shape) == 1:
-            total += shape[0] * 4
+        if len(shape) != 2:
+            total += torch.Size(shape).numel() * 4
             continue
         bits = matrix_bits(config, source, quant, name, shape, device)
         total += int(-(-shape[0] // ROWS) * ROWS * shape[1] * bits / 8)

@@ -30,6 +30,7 @@ from sameseed import devices, registry
 from sameseed.batch import Batch, Draws
 from sameseed.errors import ConfigError
 from sameseed.ops import reference
+from sameseed.ops._delta import DeltaWeights
 from sameseed.ops._experts import ExpertWeights, parted
 from sameseed.ops._launches import num_launches
 from sameseed.ops._rows import RowSource, Then, gated_rows, normed_rows, plain_rows
@@ -37,6 +38,7 @@ from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
 
 __all__ = [
     "SUMS",
+    "DeltaWeights",
     "Ends",
     "ExpertWeights",
     "Forward",
@@ -96,6 +98,10 @@ class Ops:
         self.gelu_mul: Callable[[Tensor], Tensor] = self._pick("gelu_mul")
         # cap * tanh(x / cap), of the logits of a pass
         self.softcap: Callable[[Tensor, float], Tensor] = getattr(backend, "softcap", reference.softcap)
+        # For gated attention and Gated DeltaNet
+        self.take: Callable[[Tensor, Tensor], Tensor] = getattr(backend, "take", reference.take)
+        self.gate: Callable[[Tensor, Tensor, int], Tensor] = getattr(backend, "gate", reference.gate)
+        self.delta: Callable[..., Tensor] = getattr(backend, "delta", reference.delta)
         self._serves: Callable[[QuantTensor], bool] = getattr(
             backend, "serves", lambda w: w.format in backend.LINEAR_FORMATS
         )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.ops import _native_cache as cache_ops, _native_rows as row_ops, by_part
+from sameseed.ops import _delta, _native_cache as cache_ops, _native_rows as row_ops, by_part
 from sameseed.ops._experts import ExpertWeights
 from sameseed.ops._rows import RowSource, Then, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
@@ -178,6 +178,15 @@ class Recorder:
         self._cached(layer)
         return cache_ops.attention(q, layer, batch, scale, window, sinks, self._on)
 
+    def take(self, x: Tensor, index: Tensor) -> Tensor:
+        return _delta.take(x, index, self._on)
+
+    def gate(self, x: Tensor, gates: Tensor, heads: int) -> Tensor:
+        return _delta.gate(x, gates, heads, self._on)
+
+    def delta(self, x: Tensor, w: _delta.DeltaWeights, layer: _delta.StateLayer, batch: Batch) -> Tensor:
+        return _delta.delta(x, w, layer, batch, self._on)
+
     def beside(self, parts: Seq[Tensor]) -> Tensor:
         """Record steps that write several x [T, O] side by side."""
         out = self._on.empty(parts[0].shape[0], sum(x.shape[1] for x in parts))
@@ -255,6 +264,7 @@ class Recorded:
             logit_rows=batch.logit_rows.data_ptr(),
             logits=logits.data_ptr(),
             hidden=0 if hidden is None else hidden.data_ptr(),
+            states=0 if batch.states is None else batch.states.data_ptr(),
         )
         for part in self._parts:
             if callable(part):

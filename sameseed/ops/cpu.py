@@ -12,6 +12,7 @@ from typing import Any
 
 from sameseed.errors import ConfigError
 from sameseed.ops import _packed
+from sameseed.ops._delta import delta, gate, take
 from sameseed.ops._native_cache import KV_FORMATS, attention, attention_rounding, move_kv, rope_store, store_kv
 from sameseed.ops._native_rows import (
     CODES,
@@ -34,8 +35,10 @@ __all__ = [
     "KV_FORMATS",
     "attention",
     "attention_rounding",
+    "delta",
     "embedding",
     "experts",
+    "gate",
     "gelu_mul",
     "move_kv",
     "product",
@@ -46,6 +49,7 @@ __all__ = [
     "silu_mul",
     "softcap",
     "store_kv",
+    "take",
 ]
 
 try:

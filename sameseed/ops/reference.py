@@ -19,6 +19,7 @@ from torch import Tensor
 from sameseed import registry, scheme
 from sameseed.batch import MAX_NODES, Batch
 from sameseed.ops import _outliers
+from sameseed.ops._delta import DeltaWeights, StateLayer
 from sameseed.ops._experts import ExpertWeights
 from sameseed.ops._rows import RowSource, gated_rows, plain_rows
 from sameseed.scheme import TOKENS, KVLayer, QuantTensor
@@ -226,6 +227,64 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 def softcap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) of x [R, V]."""
     return _by_row(lambda row: torch.tanh(row / cap) * cap, x, x.shape[1])
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Columns `index` int32 [n] of x [T, K], in this order: [T, n]."""
+    return x.index_select(1, index.long())
+
+
+def gate(x: Tensor, gates: Tensor, heads: int) -> Tensor:
+    """x [T, H D] times the sigmoid of its heads' gates, the last D columns of each head of gates [T, ...]."""
+    parts = gates.view(x.shape[0], heads, -1)[..., -(x.shape[1] // heads) :].flatten(1)
+    return _by_row(lambda row: row[0] * row[1].sigmoid(), torch.stack([x, parts], 1), x.shape[1])
+
+
+@one_thread()
+def delta(x: Tensor, w: DeltaWeights, layer: StateLayer, batch: Batch) -> Tensor:
+    """Gated DeltaNet (Yang et al., 2024) of rows x, one by one: [T, 2 H D], the gates z and the normed results.
+
+    x [T, ...] holds q and k [Hk K], v and z [H D], b and a [H] side by side. Rows after the stored state that are in
+    the log are replayed first; csrc/delta.h has the formulas. Raises ValueError for a draft that branches.
+    """
+    heads, depth, dim = layer.state.shape[1:]
+    taps, width = w.conv.shape
+    log_rows, values, keys = layer.log.shape[1], heads * dim, (width - heads * dim) // 2
+    raw = torch.cat([x[:, :width], x[:, width + values :]], 1)  # what the log holds
+    out = torch.empty(x.shape[0], 2 * values, device=x.device)
+    out[:, :values] = x[:, width : width + values]
+    own = torch.arange(heads, device=x.device)
+    own = own % (keys // depth) if w.tiled else own // (heads * depth // keys)
+    assert batch.states is not None
+    offsets, positions = batch.row_offsets.tolist(), batch.positions.tolist()
+    for b, (slot, base, settled) in enumerate(batch.states.T.tolist()):
+        first, end = positions[offsets[b]], positions[offsets[b]] + offsets[b + 1] - offsets[b]
+        if positions[offsets[b] : offsets[b + 1]] != list(range(first, end)):
+            raise ValueError("a draft that branches has no recurrent state")
+        log = layer.log[slot]
+        rows = {p: log[p % log_rows].clone() for p in range(max(0, base - taps + 1), first)}
+        rows |= {p: raw[offsets[b] + p - first] for p in range(first, end)}
+        state = layer.state[slot].clone() if base else torch.zeros_like(layer.state[slot])
+        for p in range(base, end):
+            near = [(j, rows[p - taps + 1 + j]) for j in range(taps) if p - taps + 1 + j >= 0]
+            mixed = torch.stack([w.conv[j] * row[:width] for j, row in near]).sum(0)
+            mixed = torch.nn.functional.silu(mixed)
+            q, k = (part.view(-1, depth) for part in (mixed[:keys], mixed[keys : 2 * keys]))
+            q, k = (part * torch.rsqrt(part.square().sum(1, keepdim=True) + 1e-6) for part in (q, k))
+            q, k, v = (q * depth**-0.5)[own], k[own], mixed[2 * keys :].view(heads, dim)
+            beta, a = rows[p][width : width + heads].sigmoid(), rows[p][width + heads :]
+            decay = torch.exp(w.decay * torch.nn.functional.softplus(a + w.bias))
+            known = decay[:, None] * torch.bmm(k[:, None], state)[:, 0]  # [H, D]
+            change = beta[:, None] * (v - known)
+            state = decay[:, None, None] * state + k[:, :, None] * change[:, None]
+            if p >= first:
+                result = rms_norm(torch.bmm(q[:, None], state)[:, 0], w.norm, w.eps)
+                out[offsets[b] + p - first, values:] = result.flatten()
+            if p + 1 == settled:
+                layer.state[slot] = state
+        for p in range(max(first, settled - taps + 1), end):
+            log[p % log_rows] = rows[p]
+    return out
 
 
 def _flat(layer: KVLayer) -> list[Tensor | None]:

@@ -134,7 +134,7 @@ class TargetBench:
                 config = make_config(prospect.candidate.spec, **self.settings)
                 demands = check_parts(resolve_model(self.asked.model), config)[2]
                 blocks = -(-texts.longest // config.cache.block_size) * self.asked.looked_at[-1]
-                known[way] = sum(d.weights + blocks * d.block for d in demands)
+                known[way] = sum(d.weights + d.states + blocks * d.block for d in demands)
             prospect.num_bytes = known[way]
         return found
 

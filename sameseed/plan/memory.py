@@ -10,6 +10,7 @@ from sameseed.batch import MAX_NODES
 from sameseed.cost.round import MAX_NUM_ROWS
 from sameseed.engine.memory import GIB, pass_bytes
 from sameseed.errors import ConfigError
+from sameseed.kvcache.state import slot_bytes
 from sameseed.models.config import ModelConfig
 from sameseed.plan.outlook import DraftPlan
 from sameseed.plan.paper import Sheet, sheet
@@ -51,21 +52,20 @@ def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, 
     draft_weights = max((d.weights for d in drafts), default=0)
     row = target.row + max((d.row for d in drafts), default=0)
     weights, scratch = target.weights + draft_weights, passing(target.config)
-    room = available - weights - scratch
-    longest = {
-        b: max(0, min(target.config.max_model_len, room // row // b // BLOCK_SIZE * BLOCK_SIZE)) for b in batches
-    }
-    cache = batches[-1] * context * row
+    room, state = available - weights - scratch, slot_bytes(target.config.state_shapes)
+    limit = target.config.max_model_len
+    longest = {b: max(0, min(limit, (room // b - state) // row // BLOCK_SIZE * BLOCK_SIZE)) for b in batches}
+    cache = batches[-1] * (context * row + state)
     start = PROGRAM + TOKEN * target.config.vocab_size + weights
     interval = (start + cache, start + max(LOADING_BYTES, cache + scratch))
     figure = TunedFigure(float(start + cache + scratch // 2), float(interval[0]), float(interval[1]), "paper")
-    most = max(0, room // (row * -(-context // BLOCK_SIZE) * BLOCK_SIZE))
+    most = max(0, room // (row * -(-context // BLOCK_SIZE) * BLOCK_SIZE + state))
     return Memory(available, target.weights, draft_weights, row, cache, start, figure, longest, most)
 
 
 def too_small(found: Memory, target: Sheet, model: str, kv_format: str, context: int) -> ConfigError:
     """The error where not one sequence of the asked context fits; its text says what would fit."""
-    takes = found.weights + found.draft_weights + passing(target.config)
+    takes = found.weights + found.draft_weights + passing(target.config) + slot_bytes(target.config.state_shapes)
     said = f"{target.name} takes {takes / GIB:.2f} GiB before any cache, a text of {context} tokens "
     said += f"{context * found.cache_per_token / GIB:.2f} GiB, and {found.available / GIB:.2f} GiB are there: "
     longest = max(found.max_context.values())

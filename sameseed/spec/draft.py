@@ -141,6 +141,17 @@ class Draft:
             keep.append(None if len(fits) == len(above) else fits)
         return self if all(k is None for k in keep) else self.kept(keep)
 
+    def likeliest_chains(self) -> Draft:
+        """The draft with one path of each tree: at each node its likeliest child, or the first where none is known."""
+        keep: list[list[int] | None] = []
+        for b, begin in enumerate(self.offsets[:-1].tolist()):
+            parents, path = self.nodes(b)[1], list[int]()
+            while children := [i for i, parent in enumerate(parents) if parent == (path[-1] if path else -1)]:
+                sure = None if self.confidence is None else self.confidence
+                path.append(children[0] if sure is None else max(children, key=lambda i: float(sure[begin + i])))
+            keep.append(None if len(path) == len(parents) else path)
+        return self if all(k is None for k in keep) else self.kept(keep)
+
 
 _FIELDS = {f.name for f in fields(Draft)}
 

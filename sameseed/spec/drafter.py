@@ -127,6 +127,7 @@ class Drafter:
         """Options of one drafter; flags, JSON keys and docs rows are derived from the fields."""
 
     owns: ClassVar[Owned] = ""  # the model of its own that `build` gets; "target": the target in another format
+    inside: ClassVar[bool] = False  # is its head inside the target's checkpoint?
     num_below: ClassVar[tuple[int, int]] = (0, 0)  # the fewest and the most drafters below it
     text: ClassVar[str] = (
         ""  # what also means it in --draft: "MODEL", "HEAD", "BLOCK", "PARALLEL", "A > MODEL", "A + B"

@@ -68,6 +68,8 @@ def decode_step(
     if unread is None:
         if any(asked):
             own = _guarded(lambda: _useful(own, seqs, asked, eos), len(seqs))
+        if runner.cache.states is not None and len(own.tokens):  # a recurrent state follows one path
+            own = _guarded(own.likeliest_chains, len(seqs))
         if policy is not None and len(own.tokens):
             own = policy.trim(own, seqs, sum(num_pending))
         draft = _with_scripts(own, seqs, num_draft)

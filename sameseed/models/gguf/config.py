@@ -96,7 +96,8 @@ def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
     if type(hidden) is not int or type(heads) is not int or heads < 1:
         raise ModelLoadError(f"{file.path}: {hidden!r} values and {heads!r} heads are no model")
     dim = get("attention.key_length", hidden // heads)
-    if get("attention.value_length", dim) != dim or get("rope.dimension_count", dim) != dim:
+    rotates = get("rope.dimension_count", dim) == dim or not family(GGUF_ARCHITECTURES[arch][0]).rotates_all
+    if get("attention.value_length", dim) != dim or not rotates:
         raise ModelLoadError(f"{file.path}: keys, values and rotation must all have {dim} dimensions a head")
     return hidden, heads, dim
 

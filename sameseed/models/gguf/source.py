@@ -97,11 +97,11 @@ class GGUFCheckpoint:
                     f"{self.path}: tensor {self._name(name)} is {list(whole.shape)}, its keys say {count} experts"
                 )
             info = self._info(name)
-            if info.shape != shape:
+            if info.shape != tuple(n for n in shape if n > 1 or len(shape) < 3):
                 raise ModelLoadError(
                     f"{self.path}: tensor {self._name(name)} has shape {list(info.shape)}, its keys say {list(shape)}"
                 )
-            readable = DENSE.keys() if len(shape) == 1 else DENSE.keys() | KEPT.keys() | DECODED
+            readable = DENSE.keys() if len(shape) != 2 else DENSE.keys() | KEPT.keys() | DECODED
             if info.type not in readable:
                 raise ModelLoadError(
                     f"{self.path}: tensor {self._name(name)} is {info.type}, which cannot be read; these can: "

@@ -242,7 +242,7 @@ def test_a_shorter_wish_takes_a_part(pair: Pair) -> None:
     ids=lambda s: s.method,
 )
 def test_who_cannot_go_ahead(spec: SpecConfig) -> None:
-    with pytest.raises(ConfigError, match=rf"{spec.method!r} cannot guess on .* draft_model can, as the only level"):
+    with pytest.raises(ConfigError, match=rf"{spec.method!r} .* draft_model can, as the only level"):
         check_overlap(spec)
 
 

@@ -1,0 +1,24 @@
+"""mtp drafter: the target's block for multi-token prediction (DeepSeek-V3, 2024) drafts a chain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sameseed.drafters.eagle import EagleDrafter
+
+
+class MtpDrafter(EagleDrafter):
+    """The block inside the target's checkpoint, applied again for each token; it keeps a cache of one layer."""
+
+    @dataclass(frozen=True)
+    class Options(EagleDrafter.Options):
+        """Those of eagle: `depth`, `top_k` (1: a chain), `vocabulary`, `beyond`, `window`, `prefill_rows`."""
+
+        top_k: int = 1
+
+    text = ""
+    owns = "head"
+    inside = True
+
+
+DRAFTER = MtpDrafter

@@ -1,0 +1,346 @@
+"""Qwen3.5, 3.6 and 3.8: of four layers, three are Gated DeltaNet (Yang et al., 2024) and one is gated attention.
+
+A DeltaNet layer keeps a state of fixed size per sequence instead of keys and values (kvcache/state.py). The attention
+rotates only the first quarter of a head, and multiplies its output by the sigmoid of a gate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sameseed.batch import Batch
+from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import ModelConfig, base_config, layer_shapes, whole_number
+from sameseed.models.decoder import Decoder
+from sameseed.models.layers import LayerWeights, rope_table
+from sameseed.ops import DeltaWeights, Ops, RowSource, Then, gated_rows, normed_rows, plain_rows
+from sameseed.scheme import KVLayer, QuantTensor
+
+if TYPE_CHECKING:
+    from sameseed.models.gguf.header import GGUFFile
+    from sameseed.models.weights import Shapes, WeightReader
+
+INTERVAL = 4  # every fourth layer has attention, where config.json does not say
+PARTS = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+
+
+@dataclass(frozen=True)
+class Qwen35Config(ModelConfig):
+    """`attends[i]`: whether layer i is attention; `rotary_dim`: dimensions of a head that rotate, the first ones.
+
+    Of DeltaNet: heads Hk and H, their sizes K and D, and `taps`, the columns of the convolution. `in_gguf`: tensors are
+    stored as GGUF does. `num_mtp`: layers of the MTP block in the checkpoint; `reads_mtp`: its tensors are among those
+    that are read.
+    """
+
+    attends: tuple[bool, ...] = ()
+    rotary_dim: int = 0
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    taps: int = 4
+    in_gguf: bool = False
+    num_mtp: int = 0
+    reads_mtp: bool = False
+
+    @property
+    def mixed(self) -> int:
+        """Channels of q, k and v together in a DeltaNet layer."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        return ((self.num_kv_heads, self.head_dim),) * sum(self.attends)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        one = (self.value_heads, self.key_dim, self.value_dim), self.mixed + 2 * self.value_heads
+        return (one,) * (self.num_layers - sum(self.attends))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in Qwen35.shapes(self).values() if len(shape) == 2)
+
+
+@dataclass(frozen=True)
+class DeltaLayer:
+    """Weights of a DeltaNet layer with its feed-forward network; `mix` makes q, k, v, z, b and a."""
+
+    input_norm: Tensor  # [C]
+    mix: QuantTensor | tuple[QuantTensor, ...]
+    delta: DeltaWeights
+    out: QuantTensor  # [C, H D]
+    post_norm: Tensor  # [C]
+    gate_up: QuantTensor | tuple[QuantTensor, ...]  # [2 I, C]
+    down: QuantTensor  # [C, I]
+
+    @property
+    def first(self) -> QuantTensor | tuple[QuantTensor, ...]:
+        return self.mix
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        stacks = (self.mix, (self.out,), self.gate_up, (self.down,))
+        return tuple(m for stack in stacks for m in (stack if isinstance(stack, tuple) else (stack,)))
+
+
+@dataclass(frozen=True)
+class GatedLayer(LayerWeights):
+    """An attention layer; the rows of `qkv` hold q and a gate, one head after the other, then k, then v."""
+
+    @property
+    def first(self) -> QuantTensor | tuple[QuantTensor, ...]:
+        return self.qkv
+
+
+class Attention:
+    """Gated attention: the order in which `rope_store` takes the columns of q, k and v, and its table.
+
+    A head's dimensions are reordered so that its two halves rotate together: those that do not rotate have the angle 0.
+    """
+
+    def __init__(self, c: Qwen35Config, max_model_len: int, device: torch.device) -> None:
+        self.config = c
+        heads, dim, half = c.num_heads, c.head_dim, c.rotary_dim // 2
+        order = rotary_order(c)
+        starts = [2 * dim * h for h in range(heads)] + [2 * dim * heads + dim * h for h in range(c.num_kv_heads)]
+        last = 2 * dim * heads + dim * c.num_kv_heads
+        columns = [start + order for start in starts] + [torch.arange(last, last + dim * c.num_kv_heads)]
+        self.columns = torch.cat(columns).int().to(device)
+        table = rope_table(c.rope, c.rotary_dim, max_model_len)
+        self.table = torch.cat([torch.ones(max_model_len, dim // 2), torch.zeros(max_model_len, dim // 2)], 1)
+        self.table[:, :half], self.table[:, dim // 2 : dim // 2 + half] = table[:, :half], table[:, half:]
+        self.table = self.table.to(device)
+
+    def run(
+        self, ops: Ops, w: LayerWeights, rows: RowSource, residual: Tensor, batch: Batch, kv: KVLayer, then: Then | None
+    ) -> Tensor:
+        """The layer's output [T, C], as `run_layer`."""
+        c = self.config
+        heads, dim = c.num_heads, c.head_dim
+        assert w.q_norm is not None and w.k_norm is not None
+        qkv = ops.product(rows, w.qkv)  # [T, (2 H + 2 Hk) D]
+        own = ops.take(qkv, self.columns)
+        q = ops.rope_store(own, heads, kv, batch, self.table, (w.q_norm, w.k_norm), c.rms_eps)  # [T, H, D]
+        out = ops.attention(q, kv, batch, dim**-0.5).view(-1, heads * dim)
+        gated = ops.gate(out, qkv[:, : 2 * heads * dim], heads)
+        x = ops.product(plain_rows(gated), w.o, None, residual, Then(w.post_norm, c.rms_eps, w.gate_up))
+        return feed_forward(ops, c, w, x, then)
+
+
+def rotary_order(c: Qwen35Config) -> Tensor:
+    """A head's dimensions: the first half of those that rotate, as many others, then the second halves of both."""
+    half, rest = c.rotary_dim // 2, (c.head_dim + c.rotary_dim) // 2
+    parts = (range(half), range(c.rotary_dim, rest), range(half, c.rotary_dim), range(rest, c.head_dim))
+    return torch.tensor([i for part in parts for i in part])
+
+
+def feed_forward(ops: Ops, c: ModelConfig, w: LayerWeights | DeltaLayer, x: Tensor, then: Then | None) -> Tensor:
+    """x [T, C] plus the layer's feed-forward network of it."""
+    gate_up = ops.product(normed_rows(x, w.post_norm, c.rms_eps), w.gate_up)  # [T, 2 I]
+    return ops.product(gated_rows(gate_up), w.down, None, x, then)
+
+
+class Qwen35(Decoder):
+    """The decoder of Qwen3.5, 3.6 and 3.8."""
+
+    config: Qwen35Config
+    rotates_all: ClassVar[bool] = False
+    gguf_names: ClassVar[Mapping[str, str]] = {
+        **Decoder.gguf_names,
+        "post_attention_layernorm": "post_attention_norm",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.A_log": "ssm_a",
+        "linear_attn.dt_bias": "ssm_dt.bias",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+        **{f"nextn.{name}": f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")},
+    }
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> Qwen35Config:
+        rope = dict(raw.get("rope_parameters") or {})
+        share = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
+        outer = {k: v for k, v in raw.items() if k not in ("partial_rotary_factor", "use_sliding_window")}
+        base = base_config({**outer, "rope_parameters": rope}, where, qk_norm=True)
+        whole = partial(whole_number, raw, where)
+        interval, kinds = whole("full_attention_interval", INTERVAL), raw.get("layer_types")
+        if not isinstance(kinds, list):
+            kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(base.num_layers)]
+        if len(kinds) != base.num_layers or set(kinds) - {"linear_attention", "full_attention"}:
+            raise ModelLoadError(f"{where}: layer_types must name linear_attention or full_attention for each layer")
+        heads: dict[str, Any] = {name: whole(f"linear_num_{name}") for name in ("key_heads", "value_heads")}
+        dims: dict[str, Any] = {f"{part}_dim": whole(f"linear_{part}_head_dim", 128) for part in ("key", "value")}
+        rotary = int(base.head_dim * share) if isinstance(share, int | float) else 0
+        if heads["value_heads"] % heads["key_heads"] or rotary % 2 or not 0 < rotary <= base.head_dim or base.qkv_bias:
+            raise ModelLoadError(f"{where}: {heads}, of which {share!r} rotates, is no Qwen3.5; download it again")
+        return Qwen35Config(
+            **vars(base) | {"norm_shift": 0.0 if raw.get("in_gguf") else 1.0},
+            attends=tuple(kind == "full_attention" for kind in kinds),
+            rotary_dim=rotary,
+            **heads,
+            **dims,
+            taps=whole("linear_conv_kernel_dim", 4, most=8),
+            in_gguf=bool(raw.get("in_gguf")),
+            num_mtp=whole("mtp_num_hidden_layers", 0, least=0, most=1),
+        )
+
+    @classmethod
+    def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
+        from sameseed.models.gguf.config import number
+
+        get = partial(number, file, "qwen35")
+        layers, mtp, heads = get("block_count"), get("nextn_predict_layers", 0), get("ssm.time_step_rank")
+        inner, dim = get("ssm.inner_size"), raw["head_dim"]
+        found: dict[str, Any] = {
+            "in_gguf": True,
+            "num_hidden_layers": layers - mtp,
+            "mtp_num_hidden_layers": mtp,
+            "rope_parameters": {
+                **raw["rope_parameters"],
+                "partial_rotary_factor": get("rope.dimension_count", dim) / dim,
+            },
+            "linear_conv_kernel_dim": get("ssm.conv_kernel"),
+            "linear_key_head_dim": get("ssm.state_size"),
+            "linear_value_head_dim": inner // heads if heads and not inner % heads else 0,
+            "linear_num_key_heads": get("ssm.group_count"),
+            "linear_num_value_heads": heads,
+        }
+        recurrent = file.metadata.get("qwen35.attention.recurrent_layers")
+        if recurrent is not None:
+            names = ("full_attention", "linear_attention")
+            found["layer_types"] = [names[bool(r)] for r in list(recurrent)[: layers - mtp]]
+        return found | {"full_attention_interval": get("full_attention_interval", INTERVAL)}
+
+    @classmethod
+    def shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        assert isinstance(config, Qwen35Config)
+        return super().shapes(config) | (mtp_shapes(config) if config.reads_mtp else {})
+
+    @classmethod
+    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
+        assert isinstance(config, Qwen35Config)
+        at = f"model.layers.{layer}"
+        if config.attends[layer]:
+            return attention_shapes(config, at)
+        c, values = config, config.value_heads * config.value_dim
+        mlp = {n: s for n, s in layer_shapes(c, at, cls.norms).items() if ".self_attn." not in n}
+        outputs = dict(zip(PARTS, (c.mixed, values, c.value_heads, c.value_heads), strict=True))
+        return mlp | {
+            **{f"{at}.{part}.weight": (rows, c.hidden_size) for part, rows in outputs.items()},
+            f"{at}.linear_attn.out_proj.weight": (c.hidden_size, values),
+            f"{at}.linear_attn.conv1d.weight": (c.mixed, 1, c.taps),
+            f"{at}.linear_attn.A_log": (c.value_heads,),
+            f"{at}.linear_attn.dt_bias": (c.value_heads,),
+            f"{at}.linear_attn.norm.weight": (c.value_dim,),
+        }
+
+    @classmethod
+    def spare(cls, config: ModelConfig) -> Seq[str]:
+        assert isinstance(config, Qwen35Config)
+        return tuple(mtp_shapes(config)) if config.num_mtp and not config.reads_mtp else ()
+
+    @classmethod
+    def read_layer(cls, reader: WeightReader, layer: int) -> GatedLayer | DeltaLayer:
+        c, at = reader.config, f"model.layers.{layer}"
+        assert isinstance(c, Qwen35Config)
+        if c.attends[layer]:
+            return read_attention(reader, c, at)
+        linear = f"{at}.linear_attn"
+        decay = reader.vector(f"{linear}.A_log")
+        delta = DeltaWeights(
+            conv=reader.vector(f"{linear}.conv1d.weight").view(c.mixed, c.taps).T.contiguous(),
+            decay=decay if c.in_gguf else -decay.exp(),
+            bias=reader.vector(f"{linear}.dt_bias"),
+            norm=reader.vector(f"{linear}.norm.weight"),
+            eps=c.rms_eps,
+            tiled=c.in_gguf,
+        )
+        return DeltaLayer(
+            input_norm=reader.norm(f"{at}.input_layernorm"),
+            mix=reader.stack([f"{at}.{part}" for part in PARTS]),
+            delta=delta,
+            out=reader.matrix(f"{linear}.out_proj"),
+            post_norm=reader.norm(f"{at}.post_attention_layernorm"),
+            gate_up=reader.stack([f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]),
+            down=reader.matrix(f"{at}.mlp.down_proj"),
+        )
+
+    def __init__(self, config: Qwen35Config, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if self.device.type != "cpu":
+            raise ConfigError(f"models with recurrent layers run on the CPU only; leave out --device {self.device}")
+        self.attention = Attention(config, self.max_model_len, self.device)
+        self.rope = self.attention.table
+
+    def _forward(
+        self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        c, w, eps = self.config, self.weights, self.config.rms_eps
+        if cache.states is None:
+            raise ConfigError("recurrent layers cannot be checked or timed apart from an engine; take another model")
+        caches, states = iter(cache.layers), iter(cache.states.layers)
+        x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
+        kept: dict[int, Tensor] = {}
+        for i, layer in enumerate(w.layers):
+            rows = normed_rows(x, layer.input_norm, eps)
+            following = w.layers[i + 1] if i + 1 < len(w.layers) else None
+            then = None if following is None else Then(following.input_norm, eps, following.first)
+            if c.attends[i]:
+                x = self.attention.run(ops, layer, rows, x, batch, next(caches), then)
+            else:
+                y = ops.delta(ops.product(rows, layer.mix), layer.delta, next(states), batch)
+                x = ops.product(gated_rows(y), layer.out, None, x, Then(layer.post_norm, eps, layer.gate_up))
+                x = feed_forward(ops, c, layer, x, then)
+            if i in captures:
+                kept[i] = x
+        logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
+        hidden = ops.capture([kept[i] for i in captures]) if captures else None
+        chosen = None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
+        return logits, hidden, chosen
+
+
+def attention_shapes(c: ModelConfig, at: str) -> Shapes:
+    """Shapes of the tensors of an attention layer whose names begin with `at`."""
+    shapes = layer_shapes(c, at, Qwen35.norms)
+    rows, columns = shapes[f"{at}.self_attn.q_proj.weight"]
+    return {**shapes, f"{at}.self_attn.q_proj.weight": (2 * rows, columns)}
+
+
+def read_attention(reader: WeightReader, c: Qwen35Config, at: str) -> GatedLayer:
+    """The attention layer whose module names begin with `at`."""
+    layer, order = vars(reader.layer(at)), rotary_order(c).to(reader.device)
+    return GatedLayer(**{**layer, **{n: layer[n][order].contiguous() for n in ("q_norm", "k_norm")}})
+
+
+def mtp_shapes(c: Qwen35Config) -> dict[str, tuple[int, ...]]:
+    """The tensors of the MTP block, by the names of its container."""
+    hidden = (c.hidden_size,)
+    fc, embedding, states, norm, at = mtp_names(c)
+    shapes = {f"{fc}.weight": (c.hidden_size, 2 * c.hidden_size)}
+    return shapes | {f"{n}.weight": hidden for n in (embedding, states, norm)} | dict(attention_shapes(c, at))
+
+
+def mtp_names(c: Qwen35Config) -> tuple[str, str, str, str, str]:
+    """Modules of the MTP block: product, norms of embedding, of states and of the output, and its layer."""
+    at = f"model.layers.{c.num_layers}"
+    if c.in_gguf:
+        near = f"{at}.nextn"
+        return f"{near}.eh_proj", f"{near}.enorm", f"{near}.hnorm", f"{near}.shared_head_norm", at
+    return "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0"
+
+
+MODEL = Qwen35
