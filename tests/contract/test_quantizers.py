@@ -13,6 +13,7 @@ from fixtures_quantize import SMALL, correlated, logits_of, source_of, stats_of,
 from torch import Tensor
 
 from sameseed import ops, registry, scheme as formats
+from sameseed.models.config import ARCHITECTURES
 from sameseed.models.llama import Llama
 from sameseed.models.weights import read_weights
 from sameseed.quantize import Stats, decoded, parse_method
@@ -39,6 +40,7 @@ def weight_schemes() -> list[str]:
     return found
 
 
+LLAMAS = [n for n, v in VARIANTS.items() if ARCHITECTURES[v.raw["architectures"][0]] == "llama"]
 every_method = pytest.mark.parametrize("method", METHODS)
 every_scheme = pytest.mark.parametrize("scheme", weight_schemes())
 
@@ -134,7 +136,7 @@ def test_a_rotation_follows_its_seed() -> None:
 # --- what a method changes in a layer does not change the layer's function ---
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", LLAMAS)
 def test_the_calibration_forward_is_the_engine_s(name: str) -> None:
     config, source = source_of(name)
     reference = ops.resolve("reference")
@@ -146,13 +148,13 @@ def test_the_calibration_forward_is_the_engine_s(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", [*METHODS, "rotate+awq", "rotate+smooth", "smooth+awq"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", LLAMAS)
 def test_a_rewritten_layer_computes_the_same(name: str, method: str) -> None:
     _computes_the_same(name, method, torch.float32)
 
 
 @pytest.mark.parametrize("method", ["awq", "smooth", "smooth+awq"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", LLAMAS)
 def test_what_is_stored_in_bf16_computes_the_same(name: str, method: str) -> None:
     _computes_the_same(name, method, torch.bfloat16)
 

@@ -92,7 +92,7 @@ def test_train_head_from_flags(folder: Path, tmp_path: Path, capsys: pytest.Capt
     own = ["--layers", "1", "1", "2", "--draft-vocab-size", "100", "--unroll", "2", "--measure", argv[-1]]
     assert main([*argv, "--out", str(tmp_path / "out"), *SMALL, *own]) == 0
     text = capsys.readouterr().out
-    assert "guesses accepted" in text and f"--draft {tmp_path / 'out' / 'head'}" in text
+    assert "drafts accepted" in text and f"--draft {tmp_path / 'out' / 'head'}" in text
     card = (tmp_path / "out" / "head" / "README.md").read_text()
     assert "| all |" in card and "layers 1, 1, 2" in card and "100 of the target's" in card
     assert main(["train", "head", "--target", str(folder / "target"), "--prompts", argv[-1]]) == 2

@@ -20,7 +20,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(demo, name, value)
 
 
-def test_without_the_index_the_packaged_pair_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_index_the_packaged_pair_answers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(hub.MODELS, raising=False)
     assert main(["demo", "--fetch-seconds", "0", "--seconds", "0.01"]) == 0
     out = capsys.readouterr().out
     assert out.count("Same output: yes") == 2 and "Without a trained model" in out and "times as fast" in out

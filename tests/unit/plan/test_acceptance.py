@@ -47,7 +47,7 @@ def run_of(engine: Engine, texts: Texts) -> list[list[tuple[int, int]]]:
     """Drafted and accepted tokens of each draft of a real run, with all texts together."""
     rounds: dict[int, list[tuple[int, int]]] = {}
     for i, text in enumerate(texts):
-        engine.add(Request("run", text.prompt, text.params, text.seed, i, detailed=True))
+        engine.add(Request("run", text.prompt, text.params, text.seed, i, detailed=True, streamed=False))
     while engine.has_work:
         for delta in engine.step():
             if delta.completion is not None:

@@ -23,6 +23,8 @@ PUBLISHED = {  # millions of parameters, as the model cards state them
     "smollm2-135m": 134.5,
     "smollm2-360m": 361.8,
     "tinyllama-1.1b": 1100,
+    "qwen3-30b-a3b": 30532,
+    "gpt-oss-20b": 20915,
 }
 
 
