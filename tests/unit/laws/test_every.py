@@ -26,7 +26,7 @@ from sameseed.request import SamplingParams
 from sameseed.study import certificate as suite, certificate_every as every
 from sameseed.study.certificate_page import render_every
 
-NAMES = {*registry.names("drafters")} - {"block"}  # no block head comes with the package
+NAMES = {*registry.names("drafters")} - {"block", "mtp"}  # neither head comes with the package
 
 
 def methods(spec: SpecConfig) -> set[str]:
@@ -36,7 +36,7 @@ def methods(spec: SpecConfig) -> set[str]:
 def test_every_drafter_meets_every_format_cache_and_batch() -> None:
     drafts = verify_lossless.drafts_of(EngineChoice("embedded", {"draft": None}))
     made = every.cells(drafts)
-    assert {m for c in made for m in methods(c.draft)} == NAMES  # no block head comes with the package
+    assert {m for c in made for m in methods(c.draft)} == NAMES
     assert {(c.name, c.format) for c in made} == set(product(drafts, every.FORMATS))
     assert {(c.name, c.batch) for c in made} == set(product(drafts, every.BATCHES))
     assert {(c.format, c.batch) for c in made} == set(product(every.FORMATS, every.BATCHES))

@@ -1,4 +1,4 @@
-"""Qwen3.5: logits against transformers, and the laws with recurrent states, in the cases that broke other engines."""
+"""Qwen3.5: the laws with recurrent states, in the cases that broke other engines; GGUF files; the MTP block."""
 
 from __future__ import annotations
 
@@ -232,12 +232,12 @@ def test_a_gguf_file_gives_the_same_logits(folders: tuple[Path, Path], tmp_path:
 
 
 def test_the_mtp_block_of_a_gguf_file(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """It has the folder's logits; a file from which it is cut off is refused when it should draft, not before."""
+    """It has the logits of the folder in the reference; a file without it is refused when it should draft."""
     logits = []
-    for path in (folders[0], as_gguf(folders[0], tmp_path / "tiny.gguf")):
-        target = load_model(path, ops.resolve())
+    for path, backend in ((folders[0], "reference"), (as_gguf(folders[0], tmp_path / "tiny.gguf"), "auto")):
+        target = load_model(path, ops.resolve(backend))
         assert isinstance(target, Qwen35)
-        head = load_mtp(path, target, ops.resolve(), QuantScheme())
+        head = load_mtp(path, target, ops.resolve(backend), QuantScheme())
         batch = build_batch([Rows(TEXT[:9], 0, [], [], [0], True)], 16)
         states = torch.sin(torch.arange(9.0 * target.config.hidden_size)).view(9, -1)
         out, _ = head.forward(states, batch, KVCache(head.config.layer.kv_shapes, 1, 16), captured=True)
