@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -146,29 +147,29 @@ def check_plot(plot: Path | None) -> None:
 
 
 def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool, plot: Path | None) -> int:
-    """Compare variants under a progress bar, append the records to `out`, and show the result.
+    """Compare variants under a progress bar, append records to `out` (quality at once, then all), and show the result.
 
-    `as_json` prints the records instead, and the warnings. Returns 1 where a variant failed while it was measured.
+    `as_json` prints the comparison's records instead, and the warnings. Returns 1 where a variant failed in measuring.
     """
-    from sameseed.cli.console import show_table, stages, stderr_console, stdout_console
+    from sameseed.cli.console import keep as write, show_table, stages, stderr_console, stdout_console
     from sameseed.study.quality import compare, records, tables
 
     console, errors, done = stdout_console(), stderr_console(), list[dict[str, Any]]()
-
-    def tell(text: str) -> None:
-        errors.print(text, style="yellow", markup=False, soft_wrap=True)
+    tell = partial(errors.print, style="yellow", markup=False, soft_wrap=True)
 
     def keep(variant: Any, quality: Any) -> None:
         done.append(records.make_record(variant, asked.tasks, asked.settings, asked.text, quality, {}))
+        write(done[-1:], out, as_json=False)  # at once: the next step may be killed
 
     with stages("evaluating", as_json) as tick:
         try:
             compared = compare.report(variants, asked, tick, tell, keep)
-        except BaseException:  # the baseline failed, or Ctrl-C: the qualities that were measured are kept
-            _write(done, out, as_json)
+        except BaseException:  # the baseline failed, or Ctrl-C
+            write(done, None, as_json)
             raise
     found = records.of_comparison(compared)
-    _write([*found, *(r for r in done if r["config"]["label"] in compared.failed)], out, as_json)
+    _write(found, out, as_json)
+    write((r for r in done if r["config"]["label"] in compared.failed), None, as_json)
     told = [(r["config"]["label"], r["comparison"]) for r in found]
     for label, why in compared.failed.items():
         errors.print(f"failed: {label}: {why}", style="bold red", markup=False, soft_wrap=True)

@@ -97,7 +97,9 @@ def test_comparing(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
     assert "bootstrap intervals" in err and "page-quality.png" in err
     assert (tmp_path / "page-quality.png").exists() and (tmp_path / "page-cost.png").exists()
     lines = record.read(tmp_path / "r.jsonl")
-    assert [line["config"]["label"] for line in lines] == ["tiny", "tiny w8a8"]
+    assert [line["config"]["label"] for line in lines] == ["tiny", "tiny w8a8"] * 2
+    assert not any(line["comparison"] for line in lines[:2]), "qualities, written when they were measured"
+    lines = lines[2:]
     assert lines[0]["comparison"]["as_draft"] is None
     assert 0.5 < lines[1]["comparison"]["as_draft"]["acceptance_rate"] <= 1.0
     assert all(line["comparison"]["memory_added_bytes"] > 0 for line in lines)
@@ -132,7 +134,7 @@ def test_records_outlive_what_fails_after_them(
     flags = ["--data", data, "--num-prompts", "1", "--repeat", "1", "--tokens", "50", "--draft", "ngram"]
     with pytest.raises(ValueError, match="cannot be drawn"):
         cli("--compare", model, *flags, "--plot", "page.png", "--out", "r.jsonl")
-    assert len(record.read(tmp_path / "r.jsonl")) == 1
+    assert len(record.read(tmp_path / "r.jsonl")) == 2
 
 
 @pytest.mark.usefixtures("no_processes")
