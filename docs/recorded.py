@@ -130,7 +130,7 @@ def losses(_: list[Record]) -> str:
     about = (
         f"{p['tokens']:,} tokens of WikiText-2's test set, window {p['window']}, stride {p['stride']}; 95 % intervals"
     )
-    about += f", paired by blocks of one stride. {measured_on(found[-1])}."
+    about += f", paired by blocks of one stride. {'; '.join(dict.fromkeys(map(measured_on, found)))}."
     return f"{markdown(['variant', 'weights MB', 'perplexity over as stored'], rows, (1, 2))}\n\n{about}"
 
 

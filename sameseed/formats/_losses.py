@@ -9,7 +9,7 @@ from __future__ import annotations
 from sameseed.scheme import QuantScheme, get
 
 MODEL = "SmolLM2-135M"
-LOSSES = {"w8a8": 1.03, "fp8": 1.03, "w4a8": 1.48, "w4a16-g64": 1.46, "nf4": 1.18}
+LOSSES = {"w8a8": 1.03, "fp8": 1.03, "w4a8": 1.48, "w4a16-g64": 1.46, "w4a16-g64-asym": 1.24, "nf4": 1.18}
 
 
 def likely(quant: QuantScheme) -> str:
@@ -19,8 +19,8 @@ def likely(quant: QuantScheme) -> str:
     if not alike:
         return "a loss that was not measured"
 
-    def unlike(other: QuantScheme) -> tuple[bool, ...]:
-        return other.weights != quant.weights, other.activations != quant.activations, other.group != quant.group
+    def kind(of: QuantScheme) -> tuple[object, ...]:
+        return of.weights, of.activations, of.symmetric, of.group
 
-    near = min(alike, key=unlike)
+    near = min(alike, key=lambda other: [a != b for a, b in zip(kind(other), kind(quant), strict=True)])
     return f"perplexity about {known[near]:.2f} times the original's (estimated: {near.name} on {MODEL})"
