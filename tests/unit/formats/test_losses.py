@@ -25,12 +25,7 @@ def test_losses_are_those_of_the_records() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "near"),
-    [
-        ("w4a8-qoq", "w4a8"),
-        ("w4a16-g64,lm_head=bf16", "w4a16-g64"),
-        ("w4a16-asym", "w4a16-g64-asym"),
-        ("w8a8-g32", "w8a8"),
-    ],
+    [("w4a8-g64", "w4a8"), ("w4a8-qoq", "w4a8"), ("w4a16-asym,lm_head=bf16", "w4a16-g64-asym"), ("w8a8-g32", "w8a8")],
 )
 def test_others_are_estimated_by_the_most_similar(asked: str, near: str) -> None:
     assert f"{LOSSES[near]:.2f}" in likely(QuantScheme.parse(asked))
