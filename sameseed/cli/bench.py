@@ -74,7 +74,6 @@ def run(argv: Seq[str], prog: str) -> int:
     parsed = parse(BenchArgs, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=left_out)
     args = parsed.args
     _check_axes(args)
-    # A bad value fails here, before anything is loaded.
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
     from sameseed.cli.console import stderr_console
     from sameseed.models.loader import resolve_model
@@ -245,7 +244,7 @@ def open_bench(
 
 
 def _check_axes(args: BenchArgs) -> None:
-    """Raise ConfigError for a grid without cells, or a number below 1."""
+    """Raise ConfigError for a grid without cells, or a number out of its range."""
     if args.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
     for name in ("drafts", "draft_formats", "ks", "temperatures", "batch_sizes", "overlaps", "formats"):
@@ -253,6 +252,7 @@ def _check_axes(args: BenchArgs) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is empty; give at least one value")
     if min(args.batch_sizes) < 1:
         raise ConfigError(f"--batch-sizes must be at least 1, got {min(args.batch_sizes)}")
+    _ = [SpecConfig(num_draft_tokens=k) for k in args.ks]  # raises for a bad one
 
 
 def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:

@@ -40,17 +40,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ngram": {"min_ngram": 2, "max_ngram": 4},
     "suffix": {"max_match": 24, "length_factor": 2.0, "min_probability": 0.1, "past": "tenant"},
 }
-OWN = ("mtp", "dspark", "dflash", "ngram_gpu")  # methods that sameseed has no drafter for
+OWN = ("dspark", "dflash", "ngram_gpu")  # methods that sameseed has no drafter for
 WITHIN = ("mtp", "dspark")  # methods whose weights the target's checkpoint may hold
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
-_DRAFTERS = {
-    "ngram": "ngram",
-    "suffix": "suffix",
-    "draft_model": "draft_model",
-    "parallel": "draft_model",
-    "eagle": "eagle",
-    "block": "dflash",
-}
+_DRAFTERS = {name: name for name in ("ngram", "suffix", "draft_model", "eagle", "mtp")}
+_DRAFTERS |= {"parallel": "draft_model", "block": "dflash"}
 # Method by part of an architecture's name, or of a hub id; the first that is found counts.
 _MARKS = {
     "eagle3": "eagle3",
@@ -151,8 +145,8 @@ def _named(spec: SpecConfig) -> tuple[str | None, str | None]:
         return name, model or None
     if spec.method not in _DRAFTERS:
         raise ConfigError(
-            f"vLLM has no drafter like {spec.method!r}; give {', '.join((*OPTIONS, *OWN))}, a draft model or an EAGLE "
-            "head, or serve with sameseed's own engine"
+            f"vLLM has no drafter like {spec.method!r}; give {', '.join((*OPTIONS, 'mtp', *OWN))}, a draft model or an "
+            "EAGLE head, or serve with sameseed's own engine"
         )
     if spec.model is None:
         return spec.method, None
