@@ -166,7 +166,7 @@ def certificates(found: list[Record]) -> str:
     last: dict[tuple[object, ...], Record] = {}
     for r in found:
         c = r["config"]
-        key = (c["label"], c["format"], c["kv_format"], not r.get("mutants"), *(check["id"] for check in r["checks"]))
+        key = (c["model"], c["label"], c["format"], c["kv_format"], not r.get("mutants"), *(check["id"] for check in r["checks"]))
         last.pop(key, None)  # keeps the newest certificates last in the order
         last[key] = r
     sizes = {"L1": "products", "L2": "compared_rows", "L3": "tokens", "L6": "texts", "L5": "sequences", "L5s": "draws"}
@@ -183,8 +183,8 @@ def certificates(found: list[Record]) -> str:
         own = [name for name in checks if name not in ("A1", "C2")]  # these two are in every run
         share = "full" if r["effort"] == 1 else f"{100 * r['effort']:.2g} %"
         which = f"{passed} of {len(checks)}" + (f": {', '.join(own)}" if len(own) < 5 else "")
-        rows.append([c["label"], c["format"], c["kv_format"], share, which, *cells])
-    head = ["draft", "weights", "cache", "size", "checks passed", "products", "logits rows", "greedy tokens"]
+        rows.append([Path(c["model"]).stem, c["label"], c["format"], c["kv_format"], share, which, *cells])
+    head = ["model", "draft", "weights", "cache", "size", "checks passed", "products", "logits rows", "greedy tokens"]
     head += [
         "seeded texts",
         "texts of the law",
@@ -192,10 +192,10 @@ def certificates(found: list[Record]) -> str:
         "differing values and texts",
         "mutants rejected",
     ]
-    about = f"Model `{r['config']['model']}`; the last: {measured_on(r)}."
+    about = f"The last: {measured_on(r)}."
     if any("\\*" in cell for row in rows for cell in row):
         about += "\n\n\\* An older record: passes of six sizes only (2, 9, 16, 23, 30 and 128 rows)."
-    return f"{markdown(head, rows, range(5, len(head)))}\n\n{about}"
+    return f"{markdown(head, rows, range(6, len(head)))}\n\n{about}"
 
 
 def policies(found: list[Record]) -> str:
