@@ -166,7 +166,14 @@ def certificates(found: list[Record]) -> str:
     last: dict[tuple[object, ...], Record] = {}
     for r in found:
         c = r["config"]
-        key = (c["model"], c["label"], c["format"], c["kv_format"], not r.get("mutants"), *(check["id"] for check in r["checks"]))
+        key = (
+            c["model"],
+            c["label"],
+            c["format"],
+            c["kv_format"],
+            not r.get("mutants"),
+            *(check["id"] for check in r["checks"]),
+        )
         last.pop(key, None)  # keeps the newest certificates last in the order
         last[key] = r
     sizes = {"L1": "products", "L2": "compared_rows", "L3": "tokens", "L6": "texts", "L5": "sequences", "L5s": "draws"}
