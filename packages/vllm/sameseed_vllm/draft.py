@@ -148,8 +148,8 @@ def _named(spec: SpecConfig) -> tuple[str | None, str | None]:
             f"vLLM has no drafter like {spec.method!r}; give {', '.join((*OPTIONS, 'mtp', *OWN))}, a draft model or an "
             "EAGLE head, or serve with sameseed's own engine"
         )
-    if spec.model is None:
-        return spec.method, None
+    if spec.model is None or spec.method == "mtp":
+        return spec.method, spec.model
     if spec.method == "eagle" and not Path(model_path(spec.model)).is_dir():  # on the hub: only its name is known
         return ("eagle3" if "eagle3" in spec.model.lower().replace("-", "") else "eagle"), spec.model
     return None, spec.model
