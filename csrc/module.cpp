@@ -199,7 +199,7 @@ void bind_structs(nb::module_& m) {
     bind_struct(m, "Columns", "Columns of `out` [rows, total] from x; out 0: of the hidden states of the pass.",
                 field("x", &Columns::x), field("stride", &Columns::stride), field("width", &Columns::width),
                 field("column", &Columns::column), field("total", &Columns::total), field("out", &Columns::out));
-    bind_struct(m, "Delta", "Gated DeltaNet: rows of x through the states of their sequences.", field("x", &Delta::x),
+    bind_struct(m, "DeltaRule", "Gated DeltaNet: rows of x through the states of their sequences.", field("x", &Delta::x),
                 field("stride", &Delta::stride), field("conv", &Delta::conv), field("decay", &Delta::decay),
                 field("bias", &Delta::bias), field("norm", &Delta::norm), field("eps", &Delta::eps), field("taps", &Delta::taps),
                 field("key_heads", &Delta::key_heads), field("value_heads", &Delta::value_heads),
@@ -208,7 +208,7 @@ void bind_structs(nb::module_& m) {
                 field("log_rows", &Delta::log_rows), field("states", &Delta::states), field("row_offsets", &Delta::row_offsets),
                 field("positions", &Delta::positions), field("num_seqs", &Delta::num_seqs), field("rows", &Delta::rows),
                 field("out", &Delta::out));
-    bind_struct(m, "Gate", "Rows of x times the sigmoid of a gate.", field("x", &Gate::x), field("gate", &Gate::gate),
+    bind_struct(m, "SigmoidGate", "Rows of x times the sigmoid of a gate.", field("x", &Gate::x), field("gate", &Gate::gate),
                 field("stride", &Gate::stride), field("heads", &Gate::heads), field("dim", &Gate::dim),
                 field("apart", &Gate::apart), field("out", &Gate::out), field("rows", &Gate::rows));
     bind_struct(m, "Take", "Some columns of x, in the order of `index`.", field("x", &Take::x), field("stride", &Take::stride),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from sameseed.cli.options import EngineChoice, Parsed, draft_choice, option, parse, profile_defaults
-from sameseed.config import SpecConfig, draft_text
+from sameseed.config import MAX_DRAFT_TOKENS, SpecConfig, draft_text
 from sameseed.errors import ConfigError, SameseedError, VocabularyError
 from sameseed.request import SamplingParams
 
@@ -208,9 +208,8 @@ def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     keep(records, out, as_json)
     if not as_json:
         show_table(report.table(records))
-        console = stdout_console()
         for text in (text for r in records for text in report.levels(r)):
-            console.print(text, style="dim", markup=False)
+            stdout_console().print(text, style="dim", markup=False)
 
 
 OF_DRAFTS = ("draft_options", "policy")  # flags of the drafts, not of the target
@@ -252,7 +251,8 @@ def _check_axes(args: BenchArgs) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is empty; give at least one value")
     if min(args.batch_sizes) < 1:
         raise ConfigError(f"--batch-sizes must be at least 1, got {min(args.batch_sizes)}")
-    _ = [SpecConfig(num_draft_tokens=k) for k in args.ks]  # raises for a bad one
+    if max(args.ks) > MAX_DRAFT_TOKENS or min(args.ks) < 0:
+        raise ConfigError(f"--ks must lie in 0..{MAX_DRAFT_TOKENS}, got {args.ks}")
 
 
 def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sameseed import fields
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import Gap, RoundCost, Spread
+from sameseed.cost.round import CostSpread, Gap, RoundCost
 from sameseed.errors import ConfigError
 
 ENGINE_SCHEMA = "sameseed.engine-costs/1"
@@ -90,7 +90,7 @@ class EngineCosts:
         level = median(own) if own else UNSTATED
         prompts = Curve(sorted((p.tokens, p.ms / 1e3) for p in self.prompts)).at if self.prompts else None
         gap = Gap(self.gap_ms / 1e3, self.gap_ms / 1e3)
-        return RoundCost(EnginePasses(self), (), gap, prompts, "profiled", Spread(level, level, UNSTATED))
+        return RoundCost(EnginePasses(self), (), gap, prompts, "profiled", CostSpread(level, level, UNSTATED))
 
     def steps(self) -> Curve:
         """Seconds of a drafter's step by sequences."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import Drafted, Gap, RoundCost, Steps, expected
+from sameseed.cost.round import Drafted, Gap, ModelSteps, RoundCost, expected
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SpecMetrics
 from sameseed.spec.drafter import Drafter
@@ -58,7 +58,7 @@ class RunCounts:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Counted:
     """The acceptance that a run counted, as drafts of its own length."""
 
     metrics: SpecMetrics
@@ -78,21 +78,21 @@ def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None
     model's passes over them. Time outside the models is assumed to be that of `plain`.
     """
     gap = plain.outside / plain.num_steps
-    own = Steps(draft, at_once)
+    own = ModelSteps(draft, at_once)
     cost, together = RoundCost(target, (own,), Gap(gap, gap)), run.num_rounds / run.num_steps
-    found = expected(cost, _Run(run.metrics, run.num_rounds), 1, together, run.context)
+    counted = _Counted(run.metrics, run.num_rounds)
+    found = expected(cost, counted, 1, together, run.context)
     if draft is None:
         found = replace(found, draft=run.draft / run.num_steps)
-    before = expected(cost, _Run(plain.metrics, plain.num_rounds), 0, plain.num_rounds / plain.num_steps, run.context)
+    before = expected(cost, counted, 0, plain.num_rounds / plain.num_steps, run.context)
     decoding, plain_decoding = run.num_steps * found.seconds, plain.num_steps * before.plain
     prompts = plain.prefill + sum(map(own.prompt, run.prompts))
     whole = (plain.prefill + plain_decoding) / (prompts + decoding)
     decode = plain_decoding / (prompts - plain.prefill + decoding)
-    measured = plain.seconds / run.seconds
     measured_decode = (plain.seconds - plain.prefill) / (run.seconds - run.prefill)
     return Prediction(
         speedup=whole,
-        error=whole / measured - 1.0,
+        error=whole * run.seconds / plain.seconds - 1.0,
         decode_speedup=decode,
         decode_error=decode / measured_decode - 1.0,
         tokens_per_round=found.tokens,

@@ -53,7 +53,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Steps:
+class ModelSteps:
     """Proposals of a model: one pass for each draft token, or one for all (`at_once`).
 
     The first pass reads the tokens decided since the last proposal. `start` and `each`: seconds of a proposal, and of
@@ -79,7 +79,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Spread:
+class CostSpread:
     """Uncertainty of costs, as standard deviations of logarithms.
 
     `level`: of all passes of the target; `shape`: more for those over 16 rows, in proportion to the logarithm of rows;
@@ -105,7 +105,7 @@ class RoundCost:
     between: Between = Gap()
     prompts: Callable[[float], float] | None = None
     grade: str = "measured"
-    spread: Spread = Spread()
+    spread: CostSpread = CostSpread()
 
     def target(self, rows: float, batch: float = 1.0, context: float = 0.0) -> float:
         """Seconds of a pass of the target."""
@@ -149,7 +149,7 @@ class Drafted:
     levels: tuple[tuple[float, float], ...]
 
 
-class Acceptance(Protocol):
+class DraftAcceptance(Protocol):
     """What drafts of any length bring."""
 
     def drafted(self, k: int) -> Drafted:
@@ -157,7 +157,7 @@ class Acceptance(Protocol):
 
 
 @dataclass(frozen=True)
-class Rates:
+class PlaceRates:
     """Acceptance by place: the rate of a draft token where all before it were accepted; the last rate repeats."""
 
     rates: Seq[float]
@@ -219,7 +219,7 @@ class Expected:
         return replace(self, **{name: getattr(self, name) * math.exp(by) for name, by in changes.items()})
 
 
-def expected(cost: RoundCost, acceptance: Acceptance, k: int, batch: float, context: float = 0.0) -> Expected:
+def expected(cost: RoundCost, acceptance: DraftAcceptance, k: int, batch: float, context: float = 0.0) -> Expected:
     """What rounds of `batch` sequences cost and bring, with drafts of at most `k` tokens each."""
     plain = cost.target(batch, batch, context), cost.gap(batch, False)
     if not k:
@@ -234,7 +234,7 @@ def expected(cost: RoundCost, acceptance: Acceptance, k: int, batch: float, cont
 
 
 def best(
-    cost: RoundCost, acceptance: Acceptance, ks: Seq[int], batch: float, context: float = 0.0, least: float = PAYS
+    cost: RoundCost, acceptance: DraftAcceptance, ks: Seq[int], batch: float, context: float = 0.0, least: float = PAYS
 ) -> tuple[int, float]:
     """The draft length with the highest speed-up, and that speed-up; (0, 1.0) where none reaches `least`."""
     found = [(expected(cost, acceptance, k, batch, context).speedup, -k) for k in ks]
@@ -243,7 +243,7 @@ def best(
 
 
 def lengths_by_batch(
-    cost: RoundCost, acceptance: Acceptance, ks: Seq[int], most: int, context: float = 0.0
+    cost: RoundCost, acceptance: DraftAcceptance, ks: Seq[int], most: int, context: float = 0.0
 ) -> tuple[tuple[int, int, int], ...]:
     """Best lengths by number of sequences, as (first, last, length); the last row ends at TABLE_END."""
     lengths = [best(cost, acceptance, ks, b, context)[0] for b in range(1, most + 1)]

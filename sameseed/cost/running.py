@@ -143,7 +143,7 @@ class DraftCost(FadingFit):
 
 
 @dataclass(frozen=True)
-class Reading:
+class MeasuredProposal:
     """Proposals as measured, and `per_token` seconds of the drafter for each token of a prompt."""
 
     draft: DraftCost
@@ -234,7 +234,7 @@ class EngineCost:
     @property
     def whole(self) -> RoundCost:
         """The costs of rounds, for `expected`."""
-        return RoundCost(self.target, (Reading(self.draft, self.catch_up),), self.gap)
+        return RoundCost(self.target, (MeasuredProposal(self.draft, self.catch_up),), self.gap)
 
     def as_arrays(self) -> dict[str, Floats]:
         """The whole state as arrays, to be stored for another process."""

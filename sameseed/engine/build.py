@@ -31,7 +31,7 @@ from sameseed.engine.scope import heed_profile
 from sameseed.errors import ConfigError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
-from sameseed.kvcache.state import States
+from sameseed.kvcache.state import RecurrentStates
 from sameseed.lengths._capped import CappedLength
 from sameseed.models.block import BlockHead
 from sameseed.models.block_runner import BlockRunner
@@ -328,5 +328,5 @@ def _runner(model: Decoder, config: EngineConfig, num_blocks: int) -> ModelRunne
 
 def _cache(c: ModelConfig, dense: str, config: EngineConfig, num_blocks: int) -> KVCache:
     name = cache_format(config.cache.format, dense)
-    states = States(c.state_shapes, config.max_num_seqs, config.device) if c.state_shapes else None
+    states = RecurrentStates(c.state_shapes, config.max_num_seqs, config.device) if c.state_shapes else None
     return KVCache(c.kv_shapes, num_blocks, config.cache.block_size, name, config.device, states)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.formats._memory import HUGE, reserved
-from sameseed.kvcache.state import States
+from sameseed.kvcache.state import RecurrentStates
 from sameseed.scheme import Format, KVLayer
 
 
@@ -31,7 +31,7 @@ class KVCache:
         block_size: int,
         format: str = "fp32",
         device: str = "cpu",
-        states: States | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         self.format = format
         self.states = states  # of a model with recurrent layers
@@ -41,7 +41,7 @@ class KVCache:
 
         def rows(fmt: Format, count: int, heads: int, dim: int) -> tuple[Tensor, Tensor | None]:
             codes, scales = fmt.encode_kv(torch.zeros(1, heads, dim))
-            # A new huge page may take 5 ms, so layers of bf16 begin theirs at different rows, not all in one pass.
+            # A new huge page may take 5 ms (docs/log.md), so layers of bf16 begin theirs at different rows.
             where, size = torch.device(device), block_size * heads * dim * 2
             apart = -(-((HUGE // count - num_blocks * size) % HUGE) // size)
             spare = apart if where.type == "cpu" and num_blocks * size > HUGE else 0

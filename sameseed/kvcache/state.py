@@ -1,4 +1,4 @@
-"""States: what models with recurrent layers keep of a sequence beside keys and values, in one slot per sequence.
+"""RecurrentStates: what recurrent layers keep of a sequence beside keys and values, in one slot per sequence.
 
 A slot holds the state after a sequence's first n tokens (`Sequence.num_settled`), and a log of its latest rows, by
 position. A pass first replays the logged rows after those n tokens, as far as they were kept, then takes its own rows.
@@ -20,7 +20,7 @@ from sameseed.request import Sequence
 LOG_ROWS = MOST_UNSETTLED + 8  # of a slot; convolutions look back on at most 8 columns
 
 
-class States:
+class RecurrentStates:
     """The states of `num_slots` sequences. `shapes`: of each recurrent layer its state [H, K, D] and a row's width."""
 
     def __init__(self, shapes: Seq[tuple[tuple[int, ...], int]], num_slots: int, device: str = "cpu") -> None:

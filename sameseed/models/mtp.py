@@ -18,7 +18,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle import EagleHead, HeadWeights
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.loader import open_checkpoint, read_config
-from sameseed.models.qwen35 import Attention, Qwen35, Qwen35Config, mtp_names, mtp_shapes, read_attention
+from sameseed.models.qwen35 import GatedAttention, Qwen35, Qwen35Config, mtp_names, mtp_shapes, read_attention
 from sameseed.models.weights import Progress, Shapes, TensorSource, WeightReader, weight_bytes
 from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme
@@ -30,7 +30,7 @@ class MtpHead(EagleHead):
     def __init__(self, config: HeadConfig, *args: Any) -> None:
         super().__init__(config, *args)
         assert isinstance(config.layer, Qwen35Config)
-        self.attention = Attention(config.layer, self.max_model_len, self.device)
+        self.attention = GatedAttention(config.layer, self.max_model_len, self.device)
         self.rope = self.attention.table
 
     def _forward(

@@ -102,7 +102,7 @@ class GatedLayer(LayerWeights):
         return self.qkv
 
 
-class Attention:
+class GatedAttention:
     """Gated attention: the order in which `rope_store` takes the columns of q, k and v, and its table.
 
     A head's dimensions are reordered so that its two halves rotate together: those that do not rotate have the angle 0.
@@ -283,7 +283,7 @@ class Qwen35(Decoder):
         super().__init__(config, *args, **kwargs)
         if self.device.type != "cpu":
             raise ConfigError(f"models with recurrent layers run on the CPU only; leave out --device {self.device}")
-        self.attention = Attention(config, self.max_model_len, self.device)
+        self.attention = GatedAttention(config, self.max_model_len, self.device)
         self.rope = self.attention.table
 
     def _forward(

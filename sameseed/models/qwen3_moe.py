@@ -16,8 +16,7 @@ from sameseed.models.config import ModelConfig, View, base_config, layer_shapes,
 from sameseed.models.decoder import Decoder
 from sameseed.models.layers import attend, run_layer
 from sameseed.models.llama import Llama
-from sameseed.models.weights import ROWS
-from sameseed.ops import ExpertWeights, Ops, RowSource, Then, normed_rows, parted
+from sameseed.ops import TILE, ExpertWeights, Ops, RowSource, Then, normed_rows, parted
 from sameseed.scheme import QuantTensor
 
 if TYPE_CHECKING:
@@ -213,7 +212,7 @@ def _stacked(reader: WeightReader, experts: Seq[Seq[str]]) -> tuple[QuantTensor,
     """The matrix of each expert, whose modules are joined: views of one memory where its rows fill whole tiles."""
     names = [m for modules in experts for m in modules]
     height = sum(reader.shapes[f"{m}.weight"][0] for m in experts[0])
-    if height % ROWS == 0 and all(reader.source.in_parts(f"{m}.weight") for m in names):
+    if height % TILE == 0 and all(reader.source.in_parts(f"{m}.weight") for m in names):
         whole = reader.stack(names)
         if isinstance(whole, QuantTensor):
             return parted(whole, len(experts)) or ()

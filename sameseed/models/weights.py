@@ -24,7 +24,7 @@ from sameseed.formats._memory import roomy
 from sameseed.models.config import ROUTERS, ModelConfig, family
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.models.layouts.base import round_scheme, say_once
-from sameseed.ops import Ops, limit_threads, num_threads
+from sameseed.ops import TILE, Ops, limit_threads, num_threads
 from sameseed.scheme import BLOCKS, KQUANTS, QuantScheme, QuantTensor
 
 Progress = Callable[[int, int], None]
@@ -32,7 +32,6 @@ A = TypeVar("A")
 B = TypeVar("B")
 CHUNK = 1 << 20  # values of a matrix that are floats at one time: few enough to stay in the processor's cache
 WIDER = 16  # a GPU's chunks are this many times larger, because there the cost of a call dominates
-ROWS = 32  # chunks begin at multiples of this, the number of rows in a tile of packed weights
 
 
 class TensorSource(Protocol):
@@ -139,7 +138,7 @@ def weight_bytes(
             total += torch.Size(shape).numel() * 4
             continue
         bits = matrix_bits(config, source, quant, name, shape, device)
-        total += int(-(-shape[0] // ROWS) * ROWS * shape[1] * bits / 8)
+        total += int(-(-shape[0] // TILE) * TILE * shape[1] * bits / 8)
     return total
 
 
@@ -338,7 +337,7 @@ class WeightReader:
         dtypes = {self.source.dtype(n) for n in names}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         values = CHUNK * (WIDER if torch.device(self.device).type == "cuda" else 1)
-        step = max(ROWS, values // width // ROWS * ROWS)
+        step = max(TILE, values // width // TILE * TILE)
 
         def piece(start: int) -> QuantTensor:
             spans = list(self._spans(names, start, min(start + step, height)))

@@ -31,7 +31,7 @@ from sameseed.batch import Batch, Draws
 from sameseed.errors import ConfigError
 from sameseed.ops import reference
 from sameseed.ops._delta import DeltaWeights
-from sameseed.ops._experts import ExpertWeights, parted
+from sameseed.ops._experts import TILE as TILE, ExpertWeights, parted
 from sameseed.ops._launches import num_launches
 from sameseed.ops._rows import RowSource, Then, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantScheme, QuantTensor

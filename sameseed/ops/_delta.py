@@ -53,7 +53,7 @@ def gate(x: Tensor, gates: Tensor, heads: int, on: Executor = NOW) -> Tensor:
     out = on.empty(rows, heads * dim)
     first = gates.data_ptr() + (apart - dim) * gates.element_size()
     shape = {"heads": heads, "dim": dim, "apart": apart, "rows": rows}
-    on.calls.gate(_native.Gate(x=x.data_ptr(), gate=first, stride=gates.stride(0), **shape, out=out.data_ptr()))
+    on.calls.gate(_native.SigmoidGate(x=x.data_ptr(), gate=first, stride=gates.stride(0), **shape, out=out.data_ptr()))
     return out
 
 
@@ -69,7 +69,7 @@ def delta(x: Tensor, w: DeltaWeights, layer: StateLayer, batch: Batch, on: Execu
     offsets, positions, states = ints(batch.row_offsets), ints(batch.positions), batch.states
     out = on.empty(x.shape[0], 2 * heads * dim)
     on.calls.delta(
-        _native.Delta(
+        _native.DeltaRule(
             x=x.data_ptr(),
             stride=x.stride(0),
             conv=w.conv.data_ptr(),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sameseed.scheme import QuantTensor
 
-TILE = 32  # rows of a tile of packed weights
+TILE = 32  # rows of a tile of packed weights; weights are packed in chunks of whole tiles
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sameseed.config import parse_draft
 from sameseed.cost.curve import SHORT, Curve
-from sameseed.cost.round import Gap, RoundCost, Spread, Steps
+from sameseed.cost.round import CostSpread, Gap, ModelSteps, RoundCost
 from sameseed.cost.running import EngineCost
 from sameseed.engine.calibrate import LONG, measure_engine
 from sameseed.engine.llm import LLM
@@ -37,11 +37,11 @@ def middle(turns: Seq[EngineCost], first_s: Seq[float] = (), prompt_tokens: int 
     curve = Curve([(round(m), median(c.at(m) for c in curves)) for m in rows], curves[0].context, *slopes)
     few, many = ([c.at(m) for c in curves] for m in (FEW, MANY))
     steps = [t.draft.terms(1)[1] for t in turns]
-    spread = Spread(_scatter(few), _scatter([b / a for a, b in zip(few, many, strict=True)]), _scatter(steps))
+    spread = CostSpread(_scatter(few), _scatter([b / a for a, b in zip(few, many, strict=True)]), _scatter(steps))
     gaps = [Gap(t.gap.at(1, False), t.gap.at(1, True)) for t in turns]
     gap = Gap(median(g.plain for g in gaps), median(g.drafted for g in gaps))
     by_size = [(size, median(t.draft.terms(size)[1] for t in turns)) for size in (1, 64)]
-    own = Steps(Curve(by_size), start=median(t.draft.terms(1)[0] for t in turns))
+    own = ModelSteps(Curve(by_size), start=median(t.draft.terms(1)[0] for t in turns))
     first = median(first_s) / prompt_tokens if first_s else None
     return RoundCost(curve, (own,), gap, None if first is None else lambda n: first * n, "anchored", spread)
 
@@ -92,9 +92,9 @@ def anchor(
         if seen:
             own = middle(seen)
             (steps,), more = own.levels, own.gap(1, True) - own.gap(1, False)
-            assert isinstance(steps, Steps)
+            assert isinstance(steps, ModelSteps)
             plan = replace(plan, steps=replace(steps, start=max(0.0, steps.start + more)), grade="anchored")
-            plan = replace(plan, spread=Spread(own.spread.draft))
+            plan = replace(plan, spread=CostSpread(own.spread.draft))
         made.append(plan)
     return Anchor(replace(cost, between=Gap(gap, gap)), tuple(made))
 

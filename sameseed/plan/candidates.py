@@ -15,7 +15,7 @@ from typing import Any
 
 from sameseed import ops
 from sameseed.config import SpecConfig
-from sameseed.cost.round import Expected, Rates, RoundCost, best, expected, lengths_by_batch
+from sameseed.cost.round import Expected, PlaceRates, RoundCost, best, expected, lengths_by_batch
 from sameseed.engine.build import check_parts
 from sameseed.engine.calibrate import measure_engine, measure_rounds
 from sameseed.engine.engine import Engine
@@ -36,7 +36,7 @@ PER_DRAFT = 2  # at most so many of them with the same draft
 OFF = 0.15  # 80 % of the 5,790 predictions in benchmarks/results/tune.jsonl are less far off, as logarithms
 PROBE = 16  # tokens of the text that says how fast plain decoding is
 REPLAYED = 12  # prompts along whose texts drafts are replayed; all in an exhaustive run
-NOTHING = Rates((0.0,))
+NOTHING = PlaceRates((0.0,))
 Tell = Callable[[str, int, int], None]  # (stage, number done, total)
 
 

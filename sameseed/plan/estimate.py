@@ -16,7 +16,7 @@ from typing import Any
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.cost.engines import UNSTATED, EngineCosts
-from sameseed.cost.round import RoundCost, Spread, Steps, lengths_by_batch
+from sameseed.cost.round import CostSpread, ModelSteps, RoundCost, lengths_by_batch
 from sameseed.devices import available_memory
 from sameseed.engine.build import SELF_FORMAT
 from sameseed.engine.levels import check_below, drafter_class, levels
@@ -166,8 +166,8 @@ def estimate_engine(asked: Question, costs: EngineCosts) -> Estimate:
         own = _owning(parse_draft(text)) if text != costs.draft else []  # its time is within the passes
         if own and not costs.draft_ms:
             raise ConfigError(f"the costs have no draft_ms, which --draft {text!r} needs; measure a step of it")
-        steps = Steps(costs.steps()) if own else Steps(each=SEARCH)
-        plans.append(DraftPlan(text, steps, chance, grade="profiled" if own else None, spread=Spread(UNSTATED)))
+        steps = ModelSteps(costs.steps()) if own else ModelSteps(each=SEARCH)
+        plans.append(DraftPlan(text, steps, chance, grade="profiled" if own else None, spread=CostSpread(UNSTATED)))
     batches = tuple(sorted(set(asked.batches)))
     if batches[-1] > costs.batches[-1]:
         raise ConfigError(f"the costs end at {costs.batches[-1]} sequences: lower --batch to it, or measure more")
@@ -301,8 +301,8 @@ def _plan(
     slowest = max(costs, key=lambda cost: cost.target(1, 1, CONTEXT), default=None)
     weights, row = sum(s.weights for s in sheets), sum(s.row for s in sheets)
     if slowest is None:
-        return DraftPlan(text, Steps(each=SEARCH), chance, weights, row)
-    return DraftPlan(text, Steps(slowest.passes, at_once), chance, weights, row, slowest.grade, slowest.spread)
+        return DraftPlan(text, ModelSteps(each=SEARCH), chance, weights, row)
+    return DraftPlan(text, ModelSteps(slowest.passes, at_once), chance, weights, row, slowest.grade, slowest.spread)
 
 
 def _draft_cost(own: Sheet, limits: Limits, profile: Profile | None) -> RoundCost:

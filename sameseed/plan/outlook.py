@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sameseed.cost.round import PAYS, Expected, Rates, RoundCost, Spread, Steps, expected
+from sameseed.cost.round import PAYS, CostSpread, Expected, ModelSteps, PlaceRates, RoundCost, expected
 from sameseed.errors import ConfigError
 from sameseed.tuned import TunedFigure
 
@@ -21,7 +21,7 @@ ASSUMED_FOUND = (0.1, 0.6)  # the same for a draft token that was found in the t
 SEARCH = 0.05e-3  # seconds of a search in a text: n-gram's draft time in benchmarks/results/bench.jsonl, 0.045 to 0.069
 Z90 = 1.2816  # normal quantile: 80 % lie within so many standard deviations
 UNIFORM = 0.4 / Z90  # standard deviations of a normal draw whose 80 % lie where those of a uniform one do, by its range
-EXACT = Spread()
+EXACT = CostSpread()
 USUAL = 16  # rows at which the spread of long passes applies; it grows with the logarithm of rows
 
 
@@ -37,9 +37,9 @@ class AcceptChances:
     source: str
     assumed: bool = False
 
-    def at(self, place: float) -> Rates:
+    def at(self, place: float) -> PlaceRates:
         """The chances at a place of their range: 0 is low, 1 is high."""
-        return Rates([low + place * (high - low) for low, high in zip(self.low, self.high, strict=True)])
+        return PlaceRates([low + place * (high - low) for low, high in zip(self.low, self.high, strict=True)])
 
 
 def read_acceptance(text: str | None, usual: tuple[float, float] = ASSUMED) -> AcceptChances:
@@ -89,12 +89,12 @@ class DraftPlan:
     """
 
     text: str
-    steps: Steps
+    steps: ModelSteps
     acceptance: AcceptChances
     weights: int = 0
     row: int = 0
     grade: str | None = None
-    spread: Spread = EXACT
+    spread: CostSpread = EXACT
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def speeds(cost: RoundCost, drafts: Seq[DraftPlan], batches: Seq[int], context: 
     """Plain decoding, and each draft at its best length (most tokens/s), at each batch size."""
     found = []
     for batch in batches:
-        plain, one = expected(cost, Rates((0.0,)), 0, batch, context), TunedFigure(1.0, 1.0, 1.0, cost.grade)
+        plain, one = expected(cost, PlaceRates((0.0,)), 0, batch, context), TunedFigure(1.0, 1.0, 1.0, cost.grade)
         offs = _offs(cost, None, plain, _tokens_per_s)
         tokens_per_s = figure(plain.tokens_per_s, cost.grade, offs)
         found.append(DraftSpeed("none", batch, 0, True, tokens_per_s, one, one, 0.0))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from sameseed import hub, scheme
-from sameseed.cost.round import MAX_NUM_ROWS, Gap, RoundCost, Spread
+from sameseed.cost.round import MAX_NUM_ROWS, CostSpread, Gap, RoundCost
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.formats import _losses
@@ -92,7 +92,7 @@ class Sheet:
             passes = [(min(MAX_NUM_ROWS, round(tokens) - at), at) for at in range(0, round(tokens), MAX_NUM_ROWS)]
             return sum(self.seconds(limits, 1, n, at, prompt=True) for n, at in passes)
 
-        spread = Spread(LEVEL_SPREAD * STUDENT, SHAPE_SPREAD * STUDENT, LEVEL_SPREAD * STUDENT, GAP_SPREAD)
+        spread = CostSpread(LEVEL_SPREAD * STUDENT, SHAPE_SPREAD * STUDENT, LEVEL_SPREAD * STUDENT, GAP_SPREAD)
         return RoundCost(PaperPasses(self, limits), (), Gap(GAP, GAP), prompt, "paper", spread)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import Drafted, Gap, RoundCost, Steps, best, expected, lengths_by_batch
+from sameseed.cost.round import Drafted, Gap, ModelSteps, RoundCost, best, expected, lengths_by_batch
 from sameseed.plan.metrics import Counted
 from sameseed.tuned import PassCosts
 
@@ -129,12 +129,12 @@ class Pricing:
         s, c = self.state, self.costs
         if self.source == "costs":
             assert c is not None
-            gap, draft = c.gap_ms / 1e3, Steps()
+            gap, draft = c.gap_ms / 1e3, ModelSteps()
             if c.draft_ms:
-                draft = Steps(Curve(list(zip(c.rows, (ms / 1e3 for ms in c.draft_ms), strict=True))))
+                draft = ModelSteps(Curve(list(zip(c.rows, (ms / 1e3 for ms in c.draft_ms), strict=True))))
                 draft = replace(draft, start=c.draft_start_ms / 1e3)
             elif s.draft_s:
-                draft = Steps(Curve([(1, s.draft_s / s.k)]))
+                draft = ModelSteps(Curve([(1, s.draft_s / s.k)]))
             passes = Curve(list(zip(c.rows, (ms / 1e3 for ms in c.ms), strict=True)))
             return RoundCost(passes, (draft,), Gap(gap, gap), grade="profiled")
         assert s.round_s is not None

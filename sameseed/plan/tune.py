@@ -301,7 +301,7 @@ def reasons(found: TuneOutcome) -> list[tuple[str, str, str]]:
     """For each knob its chosen value, and why: the best setting with another value, measured if it ran."""
     mine, rows = found.best.prospect.candidate, []
     ran = {c.label: ratio(c, found.best, found.asked.looked_at).value for c in found.order}
-    guessed = {
+    predicted = {
         p.candidate.label: mean(p.tokens_per_s[b].value / found.best.prospect.tokens_per_s[b].value for b in p.rounds)
         for p in found.prospects
     }
@@ -309,7 +309,7 @@ def reasons(found: TuneOutcome) -> list[tuple[str, str, str]]:
         rivals = [p.candidate for p in found.prospects if of(p.candidate) != of(mine)]
         raced, why = [s for s in rivals if s.label in ran], "nothing else was to choose from"
         if rivals:
-            speed, label = max(((ran if raced else guessed)[s.label], of(s)) for s in raced or rivals)
+            speed, label = max(((ran if raced else predicted)[s.label], of(s)) for s in raced or rivals)
             why = f"{label}: {speed:.2f} of its speed{'' if raced else ', as predicted'}"
         if knob == "format":
             why += "".join(f"; {x.settings['setting']}: {x.note}" for x in found.lost if x.why == "quality")

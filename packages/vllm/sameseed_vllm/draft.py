@@ -144,11 +144,12 @@ def _named(spec: SpecConfig) -> tuple[str | None, str | None]:
             raise ConfigError("--draft ngram_gpu looks into the text and has no model; leave it out")
         return name, model or None
     if spec.method not in _DRAFTERS:
+        known = ", ".join(dict.fromkeys((*OPTIONS, *WITHIN, *OWN)))
         raise ConfigError(
-            f"vLLM has no drafter like {spec.method!r}; give {', '.join((*OPTIONS, 'mtp', *OWN))}, a draft model or an "
-            "EAGLE head, or serve with sameseed's own engine"
+            f"vLLM has no drafter like {spec.method!r}; give {known}, a draft model or an EAGLE head, or serve with "
+            "sameseed's own engine"
         )
-    if spec.model is None or spec.method == "mtp":
+    if spec.model is None or spec.method in WITHIN:
         return spec.method, spec.model
     if spec.method == "eagle" and not Path(model_path(spec.model)).is_dir():  # on the hub: only its name is known
         return ("eagle3" if "eagle3" in spec.model.lower().replace("-", "") else "eagle"), spec.model

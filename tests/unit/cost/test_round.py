@@ -13,7 +13,7 @@ from sameseed import store
 from sameseed.config import SpecConfig
 from sameseed.cost.curve import Curve
 from sameseed.cost.engines import EngineCosts, EnginePass, EnginePrompt
-from sameseed.cost.round import PAYS, Gap, Rates, RoundCost, Steps, best, expected, lengths_by_batch
+from sameseed.cost.round import PAYS, Gap, ModelSteps, PlaceRates, RoundCost, best, expected, lengths_by_batch
 from sameseed.cost.running import EngineCost
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
@@ -32,31 +32,31 @@ DRAFT = Curve([(1, 0.1), (2, 0.2)])
 def test_parts_of_a_round_by_hand() -> None:
     assert COST.target(2, 1, 64) == pytest.approx(1.5) and COST.target(5, 1, 64) == pytest.approx(3.0)
     assert COST.target(2, 2, 164) == pytest.approx(1.5 + 0.01 * 264 + 0.001 * 2 * 100)
-    cost = replace(COST, levels=(Steps(DRAFT, start=0.5, each=0.01),))
+    cost = replace(COST, levels=(ModelSteps(DRAFT, start=0.5, each=0.01),))
     assert cost.draft(3, 1, 0, 2.0) == pytest.approx(0.51 + 0.2 + 2 * 0.1), "the first pass reads two tokens"
     assert RoundCost(DRAFT).draft(3, 1, 0, 2.0) == 0.0, "no level"
-    at_once = replace(COST, levels=(Steps(DRAFT, at_once=True),))
+    at_once = replace(COST, levels=(ModelSteps(DRAFT, at_once=True),))
     assert at_once.draft(3, 1, 0, 2.0) == pytest.approx(DRAFT.at(4))
-    flat = RoundCost(Curve([(1, 1.0), (512, 512.0)]), (Steps(Curve([(1, 0.1), (512, 51.2)])),))
+    flat = RoundCost(Curve([(1, 1.0), (512, 512.0)]), (ModelSteps(Curve([(1, 0.1), (512, 51.2)])),))
     assert flat.prompt(600) == pytest.approx(600) and flat.prompt(600, drafted=True) == pytest.approx(660)
     assert replace(flat, prompts=lambda n: 2 * n).prompt(600) == 1200
 
 
 def test_what_a_round_brings_by_hand() -> None:
-    cost = replace(COST, levels=(Steps(DRAFT),))
-    found = expected(cost, Rates((0.5, 1.0)), 2, 1)
+    cost = replace(COST, levels=(ModelSteps(DRAFT),))
+    found = expected(cost, PlaceRates((0.5, 1.0)), 2, 1)
     assert found.tokens == 2.0
     assert (found.target, found.draft, found.gap) == pytest.approx((2.0, 0.2 + 0.1, 0.2))
     assert found.speedup == pytest.approx(2.0 * 1.1 / 2.5) and found.tokens_per_s == pytest.approx(2 / 2.5)
     assert found.whole(3.0, 4.0, 100) == pytest.approx((3.0 + 110.0) / (4.0 + 125.0))
     assert found.varied(target=np.log(2.0)).seconds == pytest.approx(4.5)
-    none = expected(cost, Rates((0.5,)), 0, 4)
+    none = expected(cost, PlaceRates((0.5,)), 0, 4)
     assert none.speedup == 1.0 and none.seconds == none.plain == pytest.approx(2.5 + 0.1)
 
 
 def test_the_best_length_by_batch() -> None:
-    flat = RoundCost(Curve([(1, 1.0), (8, 1.1), (16, 2.6)]), (Steps(Curve([(1, 0.05), (8, 0.06)])),))
-    rates, ks = Rates((0.7,)), range(1, 9)
+    flat = RoundCost(Curve([(1, 1.0), (8, 1.1), (16, 2.6)]), (ModelSteps(Curve([(1, 0.05), (8, 0.06)])),))
+    rates, ks = PlaceRates((0.7,)), range(1, 9)
     for batch in (1, 2, 4, 8):
         speeds = {k: expected(flat, rates, k, batch).speedup for k in ks}
         found = max(speeds, key=speeds.__getitem__) if max(speeds.values()) >= PAYS else 0

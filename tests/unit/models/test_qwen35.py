@@ -23,7 +23,7 @@ from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.blocks import MOST_UNSETTLED
 from sameseed.kvcache.cache import KVCache
-from sameseed.kvcache.state import States
+from sameseed.kvcache.state import RecurrentStates
 from sameseed.laws.trees import Answers
 from sameseed.models.config import parse_config
 from sameseed.models.loader import load_model
@@ -84,7 +84,7 @@ def pair(folders: tuple[Path, Path]) -> Pair:
 
 def runner(model: Any, slots: int = 2) -> ModelRunner:
     c = model.config
-    return ModelRunner(model, KVCache(c.kv_shapes, 32, 16, states=States(c.state_shapes, slots)))
+    return ModelRunner(model, KVCache(c.kv_shapes, 32, 16, states=RecurrentStates(c.state_shapes, slots)))
 
 
 def advance(r: ModelRunner, seq: Sequence, text: Seq[int], known: int, drafted: int, kept: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import pytest
 from sameseed import cli, ops
 from sameseed.cost.curve import Curve
 from sameseed.cost.engines import ENGINE_SCHEMA, read_costs
-from sameseed.cost.round import Steps
+from sameseed.cost.round import ModelSteps
 from sameseed.cost.running import EngineCost
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError, SameseedError, VocabularyError
 from sameseed.models.loader import load_model, resolve_model
@@ -179,7 +179,7 @@ def test_intervals_hold_the_value_and_an_assumption_widens_them() -> None:
     assert LIMITS is not None
     cost, wide = sheet("llama-3.2-1b", "w4a8").cost(LIMITS), {}
     for low, high in ((0.7, 0.7), (0.5, 0.9)):
-        draft = DraftPlan("x", Steps(each=SEARCH), AcceptChances((low,), (high,), ""))
+        draft = DraftPlan("x", ModelSteps(each=SEARCH), AcceptChances((low,), (high,), ""))
         f = speeds(cost, [draft], (1,), 256)[1].speedup
         assert f.low < f.value < f.high
         wide[low] = f.high / f.low
@@ -191,7 +191,7 @@ def test_a_draft_of_the_target_s_grade_shares_half_of_its_scatter() -> None:
     cost, chance = sheet("llama-3.2-1b", "w4a8").cost(LIMITS), AcceptChances((0.7,), (0.7,), "")
     passes, wide = sheet("smollm2-135m", "w8a8").cost(LIMITS).passes, {}
     for grade in ("paper", "profiled"):
-        draft = DraftPlan("x", Steps(passes), chance, grade=grade, spread=replace(cost.spread, level=0.5))
+        draft = DraftPlan("x", ModelSteps(passes), chance, grade=grade, spread=replace(cost.spread, level=0.5))
         f = speeds(cost, [draft], (1,), 256)[1].speedup
         wide[grade] = f.high / f.low
     assert 1.0 < wide["paper"] < wide["profiled"]

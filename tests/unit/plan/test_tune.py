@@ -14,7 +14,7 @@ from sameseed import LLM
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import Gap, RoundCost, Steps
+from sameseed.cost.round import Gap, ModelSteps, RoundCost
 from sameseed.engine.levels import may_branch, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
@@ -115,7 +115,7 @@ def test_a_slow_moment_of_the_machine_changes_no_promise(monkeypatch: pytest.Mon
     def promised(slow: float) -> list[float]:
         def cost(spec: SpecConfig, threads: int | None) -> RoundCost:
             x = slow if spec.method == "suffix" else 1.0
-            steps = (Steps(Curve([(1, 0.0001 * x)])),)
+            steps = (ModelSteps(Curve([(1, 0.0001 * x)])),)
             return RoundCost(Curve([(1, 0.01 * x), (8, 0.012 * x)]), steps, Gap(0.001 * x, 0.002 * x))
 
         monkeypatch.setattr(target, "_cost", cost)
