@@ -47,10 +47,10 @@ from gpu_plan import (
 from sameseed import devices, ops
 from sameseed.engine.memory import available_memory
 from sameseed.errors import ConfigError, SameseedError
+from sameseed.measure.shapes import get_shape
 from sameseed.models.config import ModelConfig
 from sameseed.report import record
 from sameseed.scheme import QuantScheme
-from sameseed.study.shapes import get_shape
 
 SCHEMA = "sameseed.gpu/1"
 HERE = Path(__file__).resolve().parent

@@ -20,13 +20,13 @@ from gpu_plan import Sizes
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws.kernels import randn
+from sameseed.measure.passes import fill
+from sameseed.measure.shapes import get_shape
 from sameseed.models.config import ModelConfig
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import WeightReader
 from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme, QuantTensor
-from sameseed.study.passes import fill
-from sameseed.study.shapes import get_shape
 
 CACHES = 256 << 20  # bytes read before the first weight is read again: more than any level-2 cache holds
 MOST = 16  # most copies of a weight

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sameseed.measure import memory
+from sameseed.measure.shapes import get_shape
 from sameseed.models.config import ModelConfig, family, read_json
 from sameseed.models.decoder import Decoder
 from sameseed.models.eagle import EagleHead
@@ -25,8 +27,6 @@ from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import TensorSource, WeightReader
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
-from sameseed.study import memory
-from sameseed.study.shapes import get_shape
 from sameseed_lab.twin.head import NAMES, HeadTwinSource, make_head_layout
 from sameseed_lab.twin.layout import make_layout
 from sameseed_lab.twin.source import TwinSource

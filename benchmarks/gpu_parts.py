@@ -19,13 +19,13 @@ from gpu_plan import Sizes, passes
 from sameseed import ops as backends
 from sameseed.batch import Batch
 from sameseed.engine.calibrate import measure_curve
+from sameseed.measure import limits as machine, memory
+from sameseed.measure.limits import Limits
+from sameseed.measure.passes import Pass, TimedModel
+from sameseed.measure.shapes import get_shape
 from sameseed.models.config import ModelConfig
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme
-from sameseed.study import limits as machine, memory
-from sameseed.study.limits import Limits
-from sameseed.study.passes import Pass, TimedModel
-from sameseed.study.shapes import get_shape
 
 Tell = Callable[[Mapping[str, Any]], None]  # writes one record
 REPEATS, FEWEST = 7, 3

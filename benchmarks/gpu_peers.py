@@ -12,10 +12,10 @@ from gpu_clock import wall
 from gpu_parts import Tell
 from gpu_plan import Sizes
 
+from sameseed.measure.shapes import SHAPES
 from sameseed.models.loader import resolve_model
 from sameseed.models.save import source_config
 from sameseed.ops import Ops
-from sameseed.study.shapes import SHAPES
 
 STEPS, COLD = 20, 4
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "MistralForCausalLM": "mistral"}

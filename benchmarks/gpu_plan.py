@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sameseed.errors import ConfigError
+from sameseed.measure.passes import Pass, cache_bytes
 from sameseed.models.config import ModelConfig
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import weight_bytes
 from sameseed.scheme import QuantScheme
-from sameseed.study.passes import Pass, cache_bytes
 
 GIB = 2**30
 KINDS = ("compiling", "limits", "costs", "micro", "speculation", "large", "transformers")  # in order of importance

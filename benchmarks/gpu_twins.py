@@ -14,14 +14,14 @@ from gpu_plan import Sizes
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import assemble
 from sameseed.engine.engine import Engine
+from sameseed.measure import memory
+from sameseed.measure.bench import Job, Run, run_batch
+from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.ops import Ops
 from sameseed.request import FinishReason, SamplingParams
 from sameseed.scheme import QuantScheme
-from sameseed.study import memory
-from sameseed.study.measure import Job, Run, run_batch
-from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
 BLOCK = 16
 PROMPT = 128  # most tokens of a prompt

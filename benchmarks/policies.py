@@ -34,11 +34,11 @@ import numpy as np
 
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.cost.curve import Curve
+from sameseed.measure.bench import Bench, Run, run_batch
+from sameseed.measure.prompt_sets import Prompt
+from sameseed.measure.workload import ASSETS, DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, without_past
 from sameseed.report import record
 from sameseed.request import SamplingParams
-from sameseed.study.measure import Bench, Run, run_batch
-from sameseed.study.prompt_sets import Prompt
-from sameseed.study.workload import ASSETS, DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, without_past
 
 RESULTS = Path(__file__).parent / "results" / "policies.jsonl"
 SCHEMA = "sameseed.policies/1"

@@ -104,7 +104,7 @@ def gpu(found: list[Record]) -> str:
 
 def evaluations(found: list[Record]) -> str:
     """The cost of number formats: the newest comparison of `sameseed eval`."""
-    from sameseed.study.quality import tables
+    from sameseed.measure.quality import tables
 
     found = last_run([r for r in found if r["comparison"] is not None and r["config"]["model"].startswith("embedded")])
     head, rows = tables.compared(found)
@@ -116,7 +116,7 @@ def evaluations(found: list[Record]) -> str:
 
 def losses(_: list[Record]) -> str:
     """What number formats cost on models of others: the newest comparison of each variant in eval.jsonl."""
-    from sameseed.study.quality.tables import figures
+    from sameseed.measure.quality.tables import figures
 
     found = [r for r in lines("eval") if r["comparison"] and not r["config"]["model"].startswith("embedded")]
     found = [
@@ -395,7 +395,7 @@ def summary(_: list[Record]) -> str:
 
 def runs(found: list[Record]) -> str:
     """The newest run of a record file: a table for each workload, with the machine and date."""
-    from sameseed.study import report
+    from sameseed.measure import report
 
     found = last_run(found)
     parts = []
@@ -413,7 +413,7 @@ def runs(found: list[Record]) -> str:
 
 def drafters(found: list[Record]) -> str:
     """All drafters on a twin: the newest record of each setting, with the speed-up of each run of the same setting."""
-    from sameseed.study import report
+    from sameseed.measure import report
 
     known: dict[tuple[str, str], list[Record]] = {}
     for r in found:

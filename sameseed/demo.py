@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from sameseed import LLM
     from sameseed.engine.engine import Engine
-    from sameseed.study.measure import Run
+    from sameseed.measure.bench import Run
     from sameseed.tokenizer import Tokenizer
 
 REAL = "smollm2"
@@ -130,7 +130,7 @@ def show_pair(console: Console) -> tuple[Engine, Engine, bool]:
     Returns the engines with speculation off and on, and whether their outputs are equal.
     """
     from sameseed import LLM
-    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
+    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 
     plain = LLM(TARGET, prefix_cache=False)
     drafting = LLM(TARGET, HEAD, policy="fixed", draft_options=CHAIN, prefix_cache=False, target=plain.engine.runner)
@@ -148,7 +148,7 @@ def show_pair(console: Console) -> tuple[Engine, Engine, bool]:
 
 def pair_prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Token ids of the prompts with which the packaged pair is measured."""
-    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
+    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 
     return [p.encode(tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
 
@@ -156,7 +156,7 @@ def pair_prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
 def measure(plain: Engine, drafting: Engine, prompts: Seq[Seq[int]], seconds: float, console: Console) -> bool:
     """Run both engines interleaved until the time is up, and print a table; True if all outputs are equal."""
     from sameseed.cli.console import progress
-    from sameseed.study.measure import Run, run_batch
+    from sameseed.measure.bench import Run, run_batch
 
     runs = {how: (Run(), Run()) for how in HOW}
     end = time.monotonic() + seconds

@@ -102,7 +102,7 @@ def lm_eval(python: str, url: str) -> dict[str, Any]:
             lines = {t: next(out.rglob(f"samples_{t}_*.jsonl")).read_text().splitlines() for t in tasks}
             return {t: [json.loads(line)["resps"] for line in lines[t]] for t in tasks}
 
-        own = samples("own", "sameseed.study.lm_eval", "sameseed", "pretrained=embedded", TASKS)
+        own = samples("own", "sameseed.measure.lm_eval", "sameseed", "pretrained=embedded", TASKS)
         got = {name: samples(name, "lm_eval", *way) for name, way in ways.items()}
     errors = {name: largest(own["tiny_choice"], got[name]["tiny_choice"]) for name in ("token ids", "text")}
     same = {name: own["tiny_generate"] == got[name]["tiny_generate"] for name in ("token ids", "text")}

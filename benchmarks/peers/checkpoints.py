@@ -22,13 +22,13 @@ from pathlib import Path
 from arms import ALL, Arm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from sameseed.measure import shapes
 from sameseed.models.config import parse_config
 from sameseed.models.loader import resolve_model
 from sameseed.models.stream import stream_weights
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.quantize._plan import QuantizePlan
 from sameseed.quantize._run import quantize
-from sameseed.study import shapes
 from sameseed_lab.twin import find_shape, make_head_twin, make_twin
 
 HERE = Path(__file__).resolve().parent

@@ -25,8 +25,8 @@ from table import render
 
 from sameseed.engine.memory import available_memory
 from sameseed.errors import SameseedError
+from sameseed.measure.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
 from sameseed.report import record
-from sameseed.study.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
 from sameseed.tokenizer import Tokenizer
 
 SCHEMA = "sameseed.peers/1"

@@ -17,9 +17,9 @@ from sameseed.errors import ConfigError, SameseedError, VocabularyError
 from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
-    from sameseed.study.measure import Bench, Run
-    from sameseed.study.prompt_sets import Prompt
-    from sameseed.study.workload import Arm, Workload
+    from sameseed.measure.bench import Bench, Run
+    from sameseed.measure.prompt_sets import Prompt
+    from sameseed.measure.workload import Arm, Workload
 
 LEFT_OUT = ("overlap", "temperature", "n", "logprobs")
 AXES = {  # list flags of bench, and the same flag of other commands, which bench takes too
@@ -76,13 +76,13 @@ def run(argv: Seq[str], prog: str) -> int:
     _check_axes(args)
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
     from sameseed.cli.console import stderr_console
+    from sameseed.measure import report
+    from sameseed.measure.bench import fitting
+    from sameseed.measure.plots import plot_speedups
+    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
     from sameseed.models.loader import resolve_model
     from sameseed.report import record
     from sameseed.report.plot import plot_paths
-    from sameseed.study import report
-    from sameseed.study.measure import fitting
-    from sameseed.study.plots import plot_speedups
-    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
     for path in plot_paths(args.plot) if args.plot is not None else ():
         record.prepare(path, "--plot")
@@ -126,10 +126,10 @@ def _measure(
 
     `ahead`: targets still to measure, this one included, for an estimate of the time; 0: no estimate.
     """
+    from sameseed.measure.bench import BenchStopped
+    from sameseed.measure.record import make_records
+    from sameseed.measure.workload import DEFAULT_PROMPTS, arms, prompts_name
     from sameseed.report import record
-    from sameseed.study.measure import BenchStopped
-    from sameseed.study.record import make_records
-    from sameseed.study.workload import DEFAULT_PROMPTS, arms, prompts_name
 
     args, found = parsed.args, list[dict[str, Any]]()
     longest = max(params.max_tokens for params in all_params)
@@ -188,7 +188,7 @@ def run_with_progress(
 ) -> dict[Arm, list[Run]]:
     """Warm up and measure one workload under a progress bar. `alike`: workloads to estimate the time of; 0: none."""
     from sameseed.cli.console import progress
-    from sameseed.study import report
+    from sameseed.measure import report
 
     with progress(f"{report.chosen(workload.params)}, batch {workload.batch_size}", quiet) as bar:
         task = bar.tasks[0].id
@@ -203,7 +203,7 @@ def run_with_progress(
 def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     """Append records to a file, and print them, as a table or as JSON lines."""
     from sameseed.cli.console import keep, show_table, stdout_console
-    from sameseed.study import report
+    from sameseed.measure import report
 
     keep(records, out, as_json)
     if not as_json:
@@ -232,7 +232,7 @@ def open_bench(
 ) -> Bench:
     """A Bench of these arms with a cache that fits the largest batch of these prompts."""
     from sameseed.cli.console import load_llm
-    from sameseed.study.measure import Bench, fitted
+    from sameseed.measure.bench import Bench, fitted
 
     settings = fitted(engine.model, _target_settings(engine, batch_sizes, number_format), prompts, max_tokens)
 

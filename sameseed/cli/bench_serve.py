@@ -15,8 +15,8 @@ from sameseed.cli.options import option, parse
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.study.load.bench import LoadSettings
-    from sameseed.study.load.wire import Endpoint
+    from sameseed.measure.load.bench import LoadSettings
+    from sameseed.measure.load.wire import Endpoint
 
 
 LENGTHS = ("2000-200", "5000-500", "10000-1000")
@@ -80,7 +80,7 @@ def run(argv: Seq[str], prog: str) -> int:
     out = record.destination(args.out, "load")
     made = asyncio.run(_measure(args, arms, settings, out))
     if args.plot is not None and made:
-        from sameseed.study.load.picture import draw
+        from sameseed.measure.load.picture import draw
 
         draw(made, args.plot)
     fine = all(not r["errors"] and (r["same_texts"] is None or r["same_texts"][0] == r["same_texts"][1]) for r in made)
@@ -92,10 +92,10 @@ async def _measure(
 ) -> list[dict[str, Any]]:
     """Measure all cells, and show a table after each shape. Returns the records."""
     from sameseed.cli.console import keep, progress, show_table, stderr_console, stdout_console
+    from sameseed.measure.load import report, wire
+    from sameseed.measure.load.bench import LoadBench
+    from sameseed.measure.load.records import make_records
     from sameseed.report import record
-    from sameseed.study.load import report, wire
-    from sameseed.study.load.bench import LoadBench
-    from sameseed.study.load.records import make_records
 
     widest = max((level.concurrency or 1024) for level in settings.levels)
     made: list[dict[str, Any]] = []
@@ -125,11 +125,11 @@ async def _measure(
 
 def _settings(args: BenchServeArgs) -> LoadSettings:
     """The settings of the load. Raises ConfigError."""
-    from sameseed.study.load.bench import LoadSettings
-    from sameseed.study.load.drive import LoadLevel
-    from sameseed.study.load.figures import Bounds
-    from sameseed.study.load.prompts import Shape, parse_shape
-    from sameseed.study.workload import read_prompts
+    from sameseed.measure.load.bench import LoadSettings
+    from sameseed.measure.load.drive import LoadLevel
+    from sameseed.measure.load.figures import Bounds
+    from sameseed.measure.load.prompts import Shape, parse_shape
+    from sameseed.measure.workload import read_prompts
 
     if args.prompts in ("text", "random"):
         shapes = [parse_shape(text, args.scale) for text in _list(str, args.lengths, "--lengths")]
@@ -150,7 +150,7 @@ def _settings(args: BenchServeArgs) -> LoadSettings:
 
 def _arms(args: BenchServeArgs) -> list[Endpoint]:
     """The endpoints to compare; the first is the baseline. Raises ConfigError."""
-    from sameseed.study.load.wire import Endpoint, base_url
+    from sameseed.measure.load.wire import Endpoint, base_url
 
     if args.compare_speculation and args.baseline_url is not None:
         raise ConfigError("--compare-speculation and --baseline-url are two ways to compare; give one of them")

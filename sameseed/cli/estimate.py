@@ -17,8 +17,8 @@ from sameseed.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from sameseed.measure.limits import Limits
     from sameseed.plan.estimate import Estimate
-    from sameseed.study.limits import Limits
     from sameseed.tuned import TunedFigure
 
 Many = Annotated[tuple[str, ...], UseAppendAction, arg(metavar="TEXT", help_behavior_hint="(repeatable)")]
@@ -80,9 +80,9 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
     """The estimates, and the machine in words. Raises ConfigError for flags that contradict each other."""
     from sameseed.cli.profile import numbers
     from sameseed.cost.engines import read_costs
+    from sameseed.measure.costs import Profile
+    from sameseed.measure.shapes import get_shape
     from sameseed.plan.estimate import Question, estimate, estimate_engine, read_bytes
-    from sameseed.study.costs import Profile
-    from sameseed.study.shapes import get_shape
 
     if args.shape is not None:
         get_shape(args.shape, "MODEL")
@@ -121,8 +121,8 @@ def _limits(args: EstimateArgs) -> tuple[Limits, str]:
     """The machine's limits, as given, or measured here in about a second; and the machine in words."""
     from sameseed import ops
     from sameseed.devices import cpu_name, native_threads
+    from sameseed.measure.limits import measure_limits
     from sameseed.plan.estimate import given_limits
-    from sameseed.study.limits import measure_limits
 
     threads = args.threads or native_threads()
     if threads < 1:

@@ -16,9 +16,9 @@ from sameseed.cli.profile import words
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.study.quality.compare import Comparing
-    from sameseed.study.quality.suite import PerplexityText
-    from sameseed.study.quality.tasks import TaskSettings
+    from sameseed.measure.quality.compare import Comparing
+    from sameseed.measure.quality.suite import PerplexityText
+    from sameseed.measure.quality.tasks import TaskSettings
 
 SPECULATION = ("draft_options", "draft_format", "confidence", "policy", "overlap")  # of a draft, besides its length
 OF_VARIANTS = ("draft", "num_draft_tokens", "format", "kv_format", *SPECULATION)  # not shared by a comparison's engines
@@ -67,9 +67,9 @@ def run(argv: Seq[str], prog: str) -> int:
         if args.compare:
             raise ConfigError("give the models to --compare, and no other")
         engine = EngineChoice(args.name, engine.settings)
+    from sameseed.measure.quality import suite
+    from sameseed.measure.quality.tasks import TaskSettings
     from sameseed.report import record
-    from sameseed.study.quality import suite
-    from sameseed.study.quality.tasks import TaskSettings
 
     settings = TaskSettings(args.data, args.limit, args.chat, args.temperature, args.top_p, args.max_tokens, args.seed)
     settings.params(1, ())  # a bad value fails here
@@ -89,8 +89,8 @@ def _evaluate(
 ) -> None:
     """One model's tasks: measured, shown, written."""
     from sameseed.cli.console import load_llm, show_table, stages, stderr_console
-    from sameseed.study.quality import records, suite, tables
-    from sameseed.study.quality.variant import Variant, stored
+    from sameseed.measure.quality import records, suite, tables
+    from sameseed.measure.quality.variant import Variant, stored
 
     tasks = words(args.tasks)
     suite.check(tasks, settings, text)
@@ -109,9 +109,9 @@ def _evaluate(
 
 def _comparing(args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText) -> Comparing:
     """The settings of a comparison of variants. Raises ConfigError."""
-    from sameseed.study.quality import compare
-    from sameseed.study.quality.variant import Variant
-    from sameseed.study.workload import DEFAULT_PROMPTS
+    from sameseed.measure.quality import compare
+    from sameseed.measure.quality.variant import Variant
+    from sameseed.measure.workload import DEFAULT_PROMPTS
 
     if engine.settings.get("format", "auto") != "auto" or engine.settings.get("kv_format", "auto") != "auto":
         raise ConfigError("with --compare each variant names its formats: MODEL@FORMAT@KVFORMAT")
@@ -139,8 +139,8 @@ def check_plot(plot: Path | None) -> None:
     """Raise ConfigError, before anything is measured, if the plots' files cannot be written."""
     if plot is None:
         return
+    from sameseed.measure.quality.plots import page_paths
     from sameseed.report import record
-    from sameseed.study.quality.plots import page_paths
 
     for path in page_paths(plot):
         record.prepare(path, "--plot")
@@ -152,7 +152,7 @@ def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool
     `as_json` prints the comparison's records instead, and the warnings. Returns 1 where a variant failed in measuring.
     """
     from sameseed.cli.console import keep as write, show_table, stages, stderr_console, stdout_console
-    from sameseed.study.quality import compare, records, tables
+    from sameseed.measure.quality import compare, records, tables
 
     console, errors, done = stdout_console(), stderr_console(), list[dict[str, Any]]()
     tell = partial(errors.print, style="yellow", markup=False, soft_wrap=True)
@@ -187,7 +187,7 @@ def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool
             errors.print(f"note: {note}", style="dim")
         errors.print(tables.LEGEND, style="dim")
     if plot is not None:
-        from sameseed.study.quality.plots import plot as draw
+        from sameseed.measure.quality.plots import plot as draw
 
         pages = draw(found, plot)
         if not as_json:

@@ -83,9 +83,9 @@ def collect() -> dict[str, Any]:
 def _start() -> dict[str, Any]:
     """Free memory, and the known shapes that fit in it in `FITS`, each with its longest text, the largest first."""
     from sameseed.devices import available_memory
+    from sameseed.measure.shapes import SHAPES
     from sameseed.plan.memory import memory
     from sameseed.plan.paper import sheet
-    from sameseed.study.shapes import SHAPES
 
     free, fits = available_memory(), []
     for name in SHAPES:

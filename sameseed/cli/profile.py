@@ -14,7 +14,7 @@ from sameseed.cli.options import option, parse
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.study.costs import Profile
+    from sameseed.measure.costs import Profile
 
 RECORDS = Path("benchmarks/results/profile.jsonl")
 SAME = ("kv_format", "prefill_tokens", "threads", "backend", "device", "repeats", "seconds", "draft")  # passed on as is
@@ -109,7 +109,7 @@ def _check_outputs(args: ProfileArgs) -> None:
 
 def _measure(args: ProfileArgs, grid: dict[str, Any]) -> Profile:
     from sameseed.cli.console import progress
-    from sameseed.study.profiler import profile
+    from sameseed.measure.profiler import profile
 
     quiet = str(args.json) == "-"
     title = args.shape or args.model or ""
@@ -125,9 +125,9 @@ def _measure(args: ProfileArgs, grid: dict[str, Any]) -> Profile:
 
 def _write(args: ProfileArgs, found: Profile) -> None:
     from sameseed.cli.console import show_table, stderr_console
+    from sameseed.measure.cost_table import LEGEND, tables
     from sameseed.report import record
     from sameseed.store import replacing
-    from sameseed.study.cost_table import LEGEND, tables
 
     data = found.as_dict()
     written: list[Path] = []
@@ -148,7 +148,7 @@ def _write(args: ProfileArgs, found: Profile) -> None:
         said = "a read share above 100 %: other work ran while limits were measured; profile again when it is over"
         stderr_console().print(f"warning: {said}", style="yellow")
     if args.plot is not None and found.costs:
-        from sameseed.study.plots import plot
+        from sameseed.measure.plots import plot
 
         written += plot(found, args.plot)
     if written:
@@ -157,8 +157,8 @@ def _write(args: ProfileArgs, found: Profile) -> None:
 
 def _list() -> None:
     from sameseed.cli.console import show_table
+    from sameseed.measure.shapes import NAMES, get_shape
     from sameseed.report import table as layout
-    from sameseed.study.shapes import NAMES, get_shape
 
     heads = ("name", "parameters", "layers", "hidden", "inner", "heads/KV", "vocabulary", "context")
     table = layout.table("shapes", heads)

@@ -16,9 +16,9 @@ from sameseed.config import parse_options
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sameseed.measure.quality.compare import Comparing
     from sameseed.quantize._plan import QuantizePlan
     from sameseed.quantize._run import Progress, QuantizeResult
-    from sameseed.study.quality.compare import Comparing
 
 OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
 
@@ -78,8 +78,8 @@ def run(argv: Seq[str], prog: str) -> int:
         _show(result)
     if asked is not None:
         from sameseed.cli.eval import report
+        from sameseed.measure.quality.variant import Variant
         from sameseed.report import record
-        from sameseed.study.quality.variant import Variant
 
         variants = [Variant(args.model), Variant(str(result.folder))]
         report(variants, asked, record.destination(None, "eval"), args.json, args.plot)
@@ -105,9 +105,9 @@ def _turn_head(args: QuantizeArgs, target: Path, out: Path) -> int:
 def _report_settings(args: QuantizeArgs) -> Comparing:
     """The settings of --report, checked as far as possible before the model is quantized."""
     from sameseed.cli.eval import check_plot
+    from sameseed.measure.quality import compare, suite
+    from sameseed.measure.quality.tasks import TaskSettings
     from sameseed.report import record
-    from sameseed.study.quality import compare, suite
-    from sameseed.study.quality.tasks import TaskSettings
 
     text = suite.PerplexityText(args.text, tokens=compare.COMPARE_TOKENS)
     settings = TaskSettings(data=args.data, seed=args.seed)

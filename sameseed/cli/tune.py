@@ -119,9 +119,9 @@ def load(model: str, draft: Any, **given: Any) -> Any:
 
 def requested(args: TuneArgs) -> TuneRequest:
     """What to tune. Raises ConfigError, RegistryError."""
+    from sameseed.measure.quality.data import text_of
+    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
     from sameseed.plan.grid import TuneRequest, parse_slo
-    from sameseed.study.quality.data import text_of
-    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
     drafts = args.drafts or _usual(args.model)
     for text in drafts:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sameseed.laws.check import Check
-    from sameseed.study.certificate import Asked, Certificate
-    from sameseed.study.certificate_every import Outcome
+    from sameseed.measure.certificate import Asked, Certificate
+    from sameseed.measure.certificate_every import Outcome
 
 LEFT_OUT = ("n", "logprobs")
 EXIT = {"failed": 1, "not shown": 3}  # exit codes by verdict, if not 0
@@ -64,9 +64,9 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     from sameseed.engine.settings import make_config
     from sameseed.laws.checks import chosen
+    from sameseed.measure import certificate as suite
+    from sameseed.measure.workload import DEFAULT_PROMPTS
     from sameseed.report import record
-    from sameseed.study import certificate as suite
-    from sameseed.study.workload import DEFAULT_PROMPTS
 
     if args.every and args.only:
         raise ConfigError("--every chooses its checks itself; leave --only out, or run without --every")
@@ -85,8 +85,8 @@ def run(argv: Seq[str], prog: str) -> int:
 def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs, checks: Seq[Check]) -> int:
     """Make, write and show one certificate; returns the exit code."""
     from sameseed.cli.console import stages, stderr_console
+    from sameseed.measure import certificate as suite
     from sameseed.report import record
-    from sameseed.study import certificate as suite
 
     with stages(f"loading {asked.model}", args.json) as tick:
         subject = suite.load_subject(
@@ -97,7 +97,7 @@ def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: Verif
     if args.out is not None:
         record.append(args.out, found)
     if args.html is not None:
-        from sameseed.study.certificate_page import render
+        from sameseed.measure.certificate_page import render
 
         args.html.write_text(render(found), encoding="utf-8")
     if args.json:
@@ -117,8 +117,8 @@ def _show(certificate: Certificate, found: dict[str, Any]) -> None:
 
     from sameseed.cli.console import show_table, stdout_console
     from sameseed.laws.statistics import bound_text
-    from sameseed.study.certificate_page import sizes_text, statistic_text
-    from sameseed.study.certificate_words import summary
+    from sameseed.measure.certificate_page import sizes_text, statistic_text
+    from sameseed.measure.certificate_words import summary
 
     console = stdout_console()
     table = Table("", "check", "looked at", "found", "s", box=None, pad_edge=False)
@@ -162,7 +162,7 @@ def _show_wrong(certificate: Certificate, console: Console) -> None:
 
 def drafts_of(engine: EngineChoice) -> dict[str, SpecConfig]:
     """All drafts for a model: those of the embedded pair, or those without a model and the one that --draft names."""
-    from sameseed.study import certificate_every as every
+    from sameseed.measure import certificate_every as every
 
     own: SpecConfig | None = engine.settings["draft"]
     embedded = engine.model in EMBEDDED
@@ -178,10 +178,10 @@ def drafts_of(engine: EngineChoice) -> dict[str, SpecConfig]:
 def _every(engine: EngineChoice, asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs) -> int:
     """Make the certificates, append each to `args.out` as it is made, show them."""
     from sameseed.cli.console import stages
+    from sameseed.measure import certificate_every as every
+    from sameseed.measure.certificate_page import render_every
     from sameseed.ops import resolve
     from sameseed.report import record
-    from sameseed.study import certificate_every as every
-    from sameseed.study.certificate_page import render_every
 
     resolve(config.backend, config.device)  # a missing backend is reported once, not per certificate
     outcomes: list[Outcome] = []

@@ -16,9 +16,9 @@ from sameseed.cost.running import EngineCost
 from sameseed.engine.calibrate import LONG, measure_engine
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
+from sameseed.measure.shapes import SHAPES
 from sameseed.plan.outlook import Z90, DraftPlan
 from sameseed.request import SamplingParams
-from sameseed.study.shapes import SHAPES
 
 TURNS = 3
 PASSES = 40  # passes over a short draft in a turn, which takes LEAST seconds at least

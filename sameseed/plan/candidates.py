@@ -21,14 +21,14 @@ from sameseed.engine.calibrate import measure_engine, measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, SameseedError
+from sameseed.measure.bench import Bench, Run, run_batch
+from sameseed.measure.quality.data import take
+from sameseed.measure.workload import Arm
 from sameseed.models.loader import resolve_model
 from sameseed.plan.acceptance import Replay
 from sameseed.plan.grid import Interval, Setting, TuneRequest, draft_specs, largest, lengths_of, named
 from sameseed.plan.replayer import Replayer
 from sameseed.plan.texts import Texts
-from sameseed.study.measure import Bench, Run, run_batch
-from sameseed.study.quality.data import take
-from sameseed.study.workload import Arm
 from sameseed.tuned import Loser
 
 SURVIVORS = 6  # drafting settings that run, beside plain decoding

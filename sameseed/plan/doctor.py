@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError
+from sameseed.measure.costs import Profile
 from sameseed.plan import faults
 from sameseed.plan.faults import Fault
 from sameseed.plan.metrics import Counted
 from sameseed.plan.pricing import Pricing, state_of
-from sameseed.study.costs import Profile
 from sameseed.tuned import PassCosts, Tuned
 
 

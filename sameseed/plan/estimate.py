@@ -21,6 +21,9 @@ from sameseed.devices import available_memory
 from sameseed.engine.build import SELF_FORMAT
 from sameseed.engine.levels import check_below, drafter_class, levels
 from sameseed.errors import ConfigError, VocabularyError
+from sameseed.measure.costs import Profile
+from sameseed.measure.limits import Limits, from_rates
+from sameseed.measure.shapes import SHAPES, shape_as_dict
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
 from sameseed.plan.anchor import anchor
@@ -38,9 +41,6 @@ from sameseed.plan.outlook import (
     speeds,
 )
 from sameseed.plan.paper import GAP, GAP_SPREAD, Sheet, find, head_sheet, sheet
-from sameseed.study.costs import Profile
-from sameseed.study.limits import Limits, from_rates
-from sameseed.study.shapes import SHAPES, shape_as_dict
 from sameseed.tuned import TunedFigure
 
 FORMATS = ("auto", "w8a8", "w4a8")  # estimated where no format is asked for

@@ -11,9 +11,9 @@ from sameseed.config import GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
 from sameseed.engine.levels import drafter_class, levels, may_branch, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.measure.prompt_sets import Prompt
 from sameseed.plan.acceptance import sizes_up_to
 from sameseed.request import SamplingParams
-from sameseed.study.prompt_sets import Prompt
 
 OBJECTIVES = ("balanced", "latency", "throughput", "ttft", "memory")
 LONGEST, MOST_NODES = 8, 32  # draft tokens of the longest chain, and nodes of the largest tree, in the grid

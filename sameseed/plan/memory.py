@@ -11,11 +11,11 @@ from sameseed.cost.round import MAX_NUM_ROWS
 from sameseed.engine.memory import GIB, pass_bytes
 from sameseed.errors import ConfigError
 from sameseed.kvcache.state import slot_bytes
+from sameseed.measure.passes import BLOCK_SIZE
+from sameseed.measure.profiler import LOADING_BYTES
 from sameseed.models.config import ModelConfig
 from sameseed.plan.outlook import DraftPlan
 from sameseed.plan.paper import Sheet, sheet
-from sameseed.study.passes import BLOCK_SIZE
-from sameseed.study.profiler import LOADING_BYTES
 from sameseed.tuned import TunedFigure
 
 # Bytes of the interpreter with PyTorch, and of a token in the tokenizer: PyTorch 2.13 for CPUs, tokenizers 0.22, Linux,

@@ -18,6 +18,9 @@ from sameseed.cost.round import MAX_NUM_ROWS, CostSpread, Gap, RoundCost
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.formats import _losses
+from sameseed.measure.limits import Limits
+from sameseed.measure.passes import PassWork, least_work
+from sameseed.measure.shapes import NAMES, SHAPES, get_shape
 from sameseed.models.config import EMBEDDED, ModelConfig, read_json
 from sameseed.models.draft_format import few_bits, following
 from sameseed.models.head_config import HeadConfig, expected_tensors, is_head, read_head_config
@@ -35,9 +38,6 @@ from sameseed.models.weights import (
     weight_bytes,
 )
 from sameseed.scheme import QuantScheme
-from sameseed.study.limits import Limits
-from sameseed.study.passes import PassWork, least_work
-from sameseed.study.shapes import NAMES, SHAPES, get_shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Shares of the limits that passes reach: READ and COMPUTE fit RECORDS (commits of benchmarks/results/profile.jsonl)

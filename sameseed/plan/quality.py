@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from sameseed.errors import ConfigError
+from sameseed.measure.quality.perplexity import Perplexity, perplexity, ratio
+from sameseed.measure.workload import ASSETS, read_prompts
 from sameseed.plan.candidates import TargetBench, Tell
 from sameseed.plan.grid import Interval, TuneRequest
-from sameseed.study.quality.perplexity import Perplexity, perplexity, ratio
-from sameseed.study.workload import ASSETS, read_prompts
 from sameseed.tuned import Loser
 
 WINDOW, STRIDE = 256, 128  # short, so that a few thousand tokens give many windows to resample

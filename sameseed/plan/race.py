@@ -16,12 +16,12 @@ from functools import partial
 import numpy as np
 
 from sameseed.engine.engine import Engine
+from sameseed.measure.bench import Run, run_batch
+from sameseed.measure.workload import quantile
 from sameseed.plan.candidates import Prospect
 from sameseed.plan.grid import Bound, Interval, TuneRequest
 from sameseed.plan.outlook import Z90
 from sameseed.request import SamplingParams
-from sameseed.study.measure import Run, run_batch
-from sameseed.study.workload import quantile
 
 SAMPLES, LOW, HIGH = 400, 0.1, 0.9  # bootstrap samples, and the quantiles of an 80 % interval
 NOISE = 0.1  # assumed standard deviation of the logarithm of a single pair's ratio

@@ -17,12 +17,12 @@ from sameseed.engine.engine import Engine
 from sameseed.engine.levels import with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.measure.workload import Workload, spec_as_dict, without_past
 from sameseed.models.loader import read_config, resolve_model
 from sameseed.models.runner import ModelRunner
 from sameseed.plan.acceptance import Replay, sizes_up_to
 from sameseed.plan.replay import SPARE, replay
 from sameseed.plan.texts import Texts, Tick, prompts_of, read_texts, write_texts
-from sameseed.study.workload import Workload, spec_as_dict, without_past
 
 SCHEMA = 1  # version of what is stored, and of how it is measured
 

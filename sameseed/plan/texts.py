@@ -9,9 +9,9 @@ import numpy as np
 
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError, RequestError
+from sameseed.measure.workload import Workload
 from sameseed.request import Request, SamplingParams
 from sameseed.store import Arrays, numbers
-from sameseed.study.workload import Workload
 
 Tick = Callable[[int, int], None]  # (number done, total)
 

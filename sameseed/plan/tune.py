@@ -17,6 +17,7 @@ from typing import Any
 from sameseed import ops, store
 from sameseed.engine.scope import machine_here
 from sameseed.errors import ConfigError
+from sameseed.measure.quality.data import take
 from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
 from sameseed.plan.acceptance import Replay
@@ -24,7 +25,6 @@ from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, 
 from sameseed.plan.grid import Interval, Setting, TuneRequest, options_of
 from sameseed.plan.race import Aim, Contestant, anew, first_rung, race, ratio
 from sameseed.report import record
-from sameseed.study.quality.data import take
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
 
 Judge = Callable[[list[Contestant], list[Prospect], TuneRequest, Tell], list[Contestant]]

@@ -22,9 +22,9 @@ from sameseed.cli.bench import BenchArgs, _specs
 from sameseed.cli.options import EngineChoice
 from sameseed.config import draft_text
 from sameseed.errors import ConfigError
+from sameseed.measure import bench
 from sameseed.report import record
 from sameseed.request import Delta
-from sameseed.study import measure
 
 Cli = Callable[..., tuple[int, str, str]]
 LONG = 4000  # tokens: seconds of work, so that an interruption comes in the middle
@@ -234,14 +234,14 @@ def test_bench_keeps_whole_runs_when_interrupted(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int, kept: list[int]
 ) -> None:
     """Two arms run one prompt: batches 0 and 1 warm up, two more are a run. The interruption comes at batch `stop`."""
-    batches, run_batch = itertools.count(), measure.run_batch
+    batches, run_batch = itertools.count(), bench.run_batch
 
     def interrupted(*args: Any) -> None:
         if next(batches) == stop:
             raise KeyboardInterrupt
         run_batch(*args)
 
-    monkeypatch.setattr(measure, "run_batch", interrupted)
+    monkeypatch.setattr(bench, "run_batch", interrupted)
     out = tmp_path / "records.jsonl"
     asked = "bench --drafts ngram --ks 2 --temperatures 0 --num-prompts 1 --max-tokens 8 --repeat 3"
     code, _, err = cli(*asked.split(), "--out", str(out))

@@ -13,10 +13,10 @@ from lawkit import write_model
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
+from sameseed.measure.quality import compare
+from sameseed.measure.quality.compare import Comparing
+from sameseed.measure.quality.variant import Footprint, Variant
 from sameseed.report import record, schemas
-from sameseed.study.quality import compare
-from sameseed.study.quality.compare import Comparing
-from sameseed.study.quality.variant import Footprint, Variant
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -128,7 +128,7 @@ def test_records_outlive_what_fails_after_them(
     def broken(*args: object) -> None:
         raise ValueError("cannot be drawn")
 
-    monkeypatch.setattr("sameseed.study.quality.plots.plot", broken)
+    monkeypatch.setattr("sameseed.measure.quality.plots.plot", broken)
     flags = ["--data", data, "--num-prompts", "1", "--repeat", "1", "--tokens", "50", "--draft", "ngram"]
     with pytest.raises(ValueError, match="cannot be drawn"):
         cli("--compare", model, *flags, "--plot", "page.png", "--out", "r.jsonl")

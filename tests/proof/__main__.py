@@ -20,8 +20,8 @@ from proof import mutants
 from proof.drawn import AREAS, Places
 from proof.held_out import MutantBench, Verdict, judge_apart, score
 from proof.mistakes_server import SERVER_AREA, SERVER_MISTAKES
+from sameseed.measure.workload import ASSETS
 from sameseed.report import record
-from sameseed.study.workload import ASSETS
 from sameseed.tokenizer import Tokenizer
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mutants.jsonl"

@@ -14,10 +14,10 @@ import sameseed
 from sameseed import devices
 from sameseed.config import CacheConfig, EngineConfig, parse_draft
 from sameseed.engine.build import build_engine
+from sameseed.measure.workload import without_past
 from sameseed.report import record
 from sameseed.request import Request, SamplingParams, Sequence
 from sameseed.spec.draft import Draft
-from sameseed.study.workload import without_past
 
 BLOCK_SIZE = 16
 

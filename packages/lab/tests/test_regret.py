@@ -12,11 +12,11 @@ import pytest
 
 from sameseed.cli import main
 from sameseed.config import SpecConfig
+from sameseed.measure.prompt_sets import Prompt
 from sameseed.plan.candidates import Prospect
 from sameseed.plan.grid import Interval, Setting, TuneRequest
 from sameseed.plan.race import Contestant
 from sameseed.request import SamplingParams
-from sameseed.study.prompt_sets import Prompt
 from sameseed_lab import regret
 
 PROMPTS = tuple(Prompt(str(i), "text", f"Number {i} is") for i in range(8))

@@ -16,9 +16,9 @@ from fixtures_quality import write_data
 from sameseed import registry
 from sameseed.cli import main
 from sameseed.errors import ConfigError
+from sameseed.measure import shapes
 from sameseed.report import plot as drawing, record
 from sameseed.report.plot import plot_paths
-from sameseed.study import shapes
 from sameseed_lab.studies import _depth, _runner, _setup, assisted, concurrency, rivals, serving
 from sameseed_lab.studies._bench import BenchCell
 from sameseed_lab.studies._setup import SIZES, StudySetup

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from sameseed import ops
 from sameseed.errors import ConfigError, ModelSaveError
+from sameseed.measure.shapes import SHAPES, get_shape
 from sameseed.models import stream
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ModelConfig, parse_config, read_json
@@ -25,7 +26,6 @@ from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model, read_config
 from sameseed.models.weights import expected_shapes, read_weights
 from sameseed.scheme import QuantScheme
-from sameseed.study.shapes import SHAPES, get_shape
 from sameseed_lab.twin import make_twin
 from sameseed_lab.twin.layout import make_layout
 from sameseed_lab.twin.source import TwinSource

@@ -65,7 +65,7 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
 def _of_set(path: Path) -> list[Prompt]:
     try:
         from sameseed.errors import SameseedError
-        from sameseed.study import workload
+        from sameseed.measure import workload
     except ModuleNotFoundError:
         raise VerifyError(f"--prompts {path}: sets need sameseed; pip install sameseed, or give a file") from None
     try:

@@ -18,14 +18,14 @@ from typing import Any
 from sameseed.cost.engines import ENGINE_SCHEMA, EngineCosts, EnginePass, read_costs
 from sameseed.cost.round import PAYS
 from sameseed.errors import ConfigError
+from sameseed.measure.load.wire import Endpoint, base_url, exchange, introduce, open_client
+from sameseed.measure.prompt_sets import Prompt
 from sameseed.plan.faults import length_flags
 from sameseed.plan.metrics import Counted, fetch, watch
 from sameseed.plan.pricing import state_of
 from sameseed.report import record
 from sameseed.request import SamplingParams
 from sameseed.store import replacing
-from sameseed.study.load.wire import Endpoint, base_url, exchange, introduce, open_client
-from sameseed.study.prompt_sets import Prompt
 from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
 
 ENOUGH = 20  # rounds of single sequences below which a batch size says nothing

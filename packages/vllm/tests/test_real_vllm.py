@@ -22,9 +22,9 @@ from fixtures_server import Server, children, serving, wait_until
 from fixtures_vllm import real_pythons, stream
 
 from sameseed import LLM, SamplingParams
+from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan.replay import replay
 from sameseed.plan.texts import Text, Texts
-from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed_vllm.draft import model_path
 from sameseed_vllm.installed import look
 

@@ -15,10 +15,10 @@ import pytest
 from sameseed.cli import main
 from sameseed.cost.engines import EngineCosts, EnginePass, read_costs
 from sameseed.errors import ConfigError
+from sameseed.measure.load.wire import Exchange, exchange
+from sameseed.measure.prompt_sets import Prompt
 from sameseed.plan.metrics import Counted
 from sameseed.request import SamplingParams
-from sameseed.study.load.wire import Exchange, exchange
-from sameseed.study.prompt_sets import Prompt
 from sameseed.tuned import Tuned
 from sameseed_vllm import tune_server
 from sameseed_vllm.export import export

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sameseed import demo, hub
 from sameseed.cli import main
-from sameseed.study.measure import Run
+from sameseed.measure.bench import Run
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ import pytest
 
 from sameseed.cli import EXIT_INTERRUPTED, main
 from sameseed.cli.console import warn_if_busy
+from sameseed.measure import limits, shapes
+from sameseed.measure.passes import Pass, TimedModel
 from sameseed.report import record
-from sameseed.study import limits, shapes
-from sameseed.study.passes import Pass, TimedModel
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,13 +17,13 @@ from sameseed.cost.round import PAYS, Gap, ModelSteps, PlaceRates, RoundCost, be
 from sameseed.cost.running import EngineCost
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
+from sameseed.measure.bench import Run, run_batch
+from sameseed.measure.costs import Cost as Point, Profile
+from sameseed.measure.limits import Limits
+from sameseed.measure.workload import Workload
 from sameseed.plan.acceptance import Replay
 from sameseed.plan.replayer import Replayer
 from sameseed.request import SamplingParams
-from sameseed.study.costs import Cost as Point, Profile
-from sameseed.study.limits import Limits
-from sameseed.study.measure import Run, run_batch
-from sameseed.study.workload import Workload
 
 COST = RoundCost(Curve([(1, 1.0), (3, 2.0)], 64, per_token=0.01, per_row=0.001), (), Gap(0.1, 0.2))
 DRAFT = Curve([(1, 0.1), (2, 0.2)])

@@ -26,6 +26,9 @@ from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, TURNS, WARNI
 from sameseed.laws.checks import CHECKS, UNSEEN, chosen
 from sameseed.laws.subject import Subject
 from sameseed.laws.trees import FirstDrafts, Watched
+from sameseed.measure import certificate as suite
+from sameseed.measure.certificate_page import render
+from sameseed.measure.certificate_words import summary
 from sameseed.models.layers import LayerWeights
 from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, Sequence
@@ -33,9 +36,6 @@ from sameseed.scheme import QuantTensor
 from sameseed.spec import sampling
 from sameseed.spec.draft import Draft
 from sameseed.spec.verify import verify
-from sameseed.study import certificate as suite
-from sameseed.study.certificate_page import render
-from sameseed.study.certificate_words import summary
 from sameseed.tokenizer import Tokenizer
 
 LEAST = Effort(1e-9, 0.2)

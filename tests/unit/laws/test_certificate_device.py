@@ -18,12 +18,12 @@ from sameseed.laws import acceptance, closeness, kernels, law, logits
 from sameseed.laws.check import FAILED, PASSED, Effort, run_check
 from sameseed.laws.checks import CHECKS, chosen
 from sameseed.laws.subject import Subject
+from sameseed.measure import certificate as suite
+from sameseed.measure.certificate_page import render
 from sameseed.models.loader import load_model
 from sameseed.ops import Ops, RowSource, devices, reference
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantScheme, QuantTensor
-from sameseed.study import certificate as suite
-from sameseed.study.certificate_page import render
 from sameseed.tokenizer import Tokenizer
 
 LEAST = Effort(1e-9, 0.01)

@@ -21,10 +21,10 @@ from sameseed.errors import ConfigError
 from sameseed.laws import checks
 from sameseed.laws.check import Effort
 from sameseed.laws.checks import CHECKS
+from sameseed.measure import certificate as suite, certificate_every as every
+from sameseed.measure.certificate_page import render_every
 from sameseed.report import record
 from sameseed.request import SamplingParams
-from sameseed.study import certificate as suite, certificate_every as every
-from sameseed.study.certificate_page import render_every
 
 NAMES = {*registry.names("drafters")} - {"block", "mtp"}  # neither head comes with the package
 

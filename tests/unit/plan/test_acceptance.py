@@ -16,6 +16,7 @@ from sameseed.engine.build import build_engine
 from sameseed.engine.engine import Engine
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError
+from sameseed.measure.workload import DEFAULT_PROMPTS, Workload, read_prompts, without_past
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.plan.acceptance import Replay, judge, sizes_up_to
 from sameseed.plan.replay import replay
@@ -24,7 +25,6 @@ from sameseed.plan.texts import Texts
 from sameseed.request import Request, SamplingParams, Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
-from sameseed.study.workload import DEFAULT_PROMPTS, Workload, read_prompts, without_past
 
 LENGTH = 24
 MOST = 6

@@ -18,13 +18,13 @@ from sameseed.cost.engines import ENGINE_SCHEMA, read_costs
 from sameseed.cost.round import ModelSteps
 from sameseed.cost.running import EngineCost
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError, SameseedError, VocabularyError
+from sameseed.measure.costs import Profile
 from sameseed.models.loader import load_model, resolve_model
 from sameseed.plan import anchor, paper
 from sameseed.plan.estimate import Question, estimate, estimate_engine, given_limits, read_bytes
 from sameseed.plan.outlook import SEARCH, AcceptChances, DraftPlan, read_acceptance, speeds
 from sameseed.plan.paper import Sheet, sheet
 from sameseed.scheme import QuantScheme
-from sameseed.study.costs import Profile
 
 LINES = (Path(__file__).parents[3] / "benchmarks" / "results" / "profile.jsonl").read_text().splitlines()
 RECORDS = [p for p in (Profile.from_dict(json.loads(line)) for line in LINES) if p.commit in paper.RECORDS]

@@ -18,12 +18,12 @@ from sameseed.cost.round import Gap, ModelSteps, RoundCost
 from sameseed.engine.levels import may_branch, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.measure.prompt_sets import Prompt
 from sameseed.plan import quality, tune
 from sameseed.plan.candidates import Prospect, TargetBench, load_targets, survivors
 from sameseed.plan.grid import Bound, Interval, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
 from sameseed.plan.race import Aim, Contestant, race, ratio
 from sameseed.request import SamplingParams
-from sameseed.study.prompt_sets import Prompt
 from sameseed.tuned import Loser, Tuned
 
 PROMPTS = tuple(Prompt(str(i), "text", f"Number {i} is") for i in range(8))

@@ -55,7 +55,7 @@ def open_twins(args: TwinDemoArgs, console: Console) -> tuple[Engine, Engine]:
     from sameseed.demo import CHAIN, HEAD, TARGET
     from sameseed.engine.build import assemble
     from sameseed.engine.settings import make_config
-    from sameseed.study.workload import ASSETS
+    from sameseed.measure.workload import ASSETS
     from sameseed_lab.twin import find_shape
     from sameseed_lab.twin.loaded import load_twins
 

@@ -12,12 +12,12 @@ from sameseed.engine.build import check_parts
 from sameseed.engine.levels import heeds_confidence, with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.measure.bench import Bench, Run, fitted, fitting
+from sameseed.measure.record import make_records
+from sameseed.measure.workload import Arm, Workload, arms
 from sameseed.models.loader import resolve_model
 from sameseed.report import record
 from sameseed.request import SamplingParams
-from sameseed.study.measure import Bench, Run, fitted, fitting
-from sameseed.study.record import make_records
-from sameseed.study.workload import Arm, Workload, arms
 from sameseed_lab.studies._price import price
 from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Tell

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sameseed.study.costs import Profile
-from sameseed.study.grid import ProfileGrid
-from sameseed.study.profiler import Profiler
-from sameseed.study.usage import Meter
+from sameseed.measure.costs import Profile
+from sameseed.measure.grid import ProfileGrid
+from sameseed.measure.profiler import Profiler
+from sameseed.measure.usage import Meter
 from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Table, Tell, figure
 

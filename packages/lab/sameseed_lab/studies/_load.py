@@ -19,16 +19,16 @@ from sameseed.engine.build import check_parts
 from sameseed.engine.levels import with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.measure.load import wire
+from sameseed.measure.load.bench import LoadBench, LoadSettings
+from sameseed.measure.load.drive import LoadLevel
+from sameseed.measure.load.figures import Bounds
+from sameseed.measure.load.prompts import Shape, parse_shape
+from sameseed.measure.load.records import make_records
+from sameseed.measure.load.wire import Endpoint
+from sameseed.measure.workload import DEFAULT_PROMPTS
 from sameseed.models.loader import resolve_model
 from sameseed.report import record
-from sameseed.study.load import wire
-from sameseed.study.load.bench import LoadBench, LoadSettings
-from sameseed.study.load.drive import LoadLevel
-from sameseed.study.load.figures import Bounds
-from sameseed.study.load.prompts import Shape, parse_shape
-from sameseed.study.load.records import make_records
-from sameseed.study.load.wire import Endpoint
-from sameseed.study.workload import DEFAULT_PROMPTS
 from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Tell
 

@@ -11,13 +11,13 @@ from sameseed.engine.build import check_parts
 from sameseed.engine.llm import LLM
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.measure.quality import data, humaneval, records
+from sameseed.measure.quality.perplexity import perplexity
+from sameseed.measure.quality.suite import PERPLEXITY, PerplexityText, Quality
+from sameseed.measure.quality.tasks import TaskSettings
+from sameseed.measure.quality.variant import Variant, stored
+from sameseed.measure.usage import Meter
 from sameseed.models.loader import resolve_model
-from sameseed.study.quality import data, humaneval, records
-from sameseed.study.quality.perplexity import perplexity
-from sameseed.study.quality.suite import PERPLEXITY, PerplexityText, Quality
-from sameseed.study.quality.tasks import TaskSettings
-from sameseed.study.quality.variant import Variant, stored
-from sameseed.study.usage import Meter
 from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Panel, Plot, Published, Records, Report, Series, Table, Tell, figure, only
 

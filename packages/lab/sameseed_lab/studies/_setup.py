@@ -12,11 +12,11 @@ from typing import Any
 from sameseed import ops
 from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
+from sameseed.measure.prompt_sets import Prompt
+from sameseed.measure.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
 from sameseed.models.head_config import is_head
 from sameseed.models.loader import resolve_model
 from sameseed.plan.paper import sheet
-from sameseed.study.prompt_sets import Prompt
-from sameseed.study.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
 from sameseed_lab.twin import find_shape, make_head_twin, make_twin
 
 GIB = 2**30

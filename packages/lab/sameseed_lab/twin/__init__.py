@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed import devices
+from sameseed.measure.shapes import NAMES, get_shape
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.eagle_loader import open_head, target_ids
 from sameseed.models.head_config import BlockConfig, HeadConfig
@@ -19,7 +20,6 @@ from sameseed.models.safetensors_file import write_file
 from sameseed.models.save import SHARD, copy_files, new_folder, source_config
 from sameseed.models.stream import check_room, num_bytes, stream_weights
 from sameseed.models.weights import Progress
-from sameseed.study.shapes import NAMES, get_shape
 from sameseed_lab.twin.block import BlockTwinSource
 from sameseed_lab.twin.head import HeadLayout, HeadTwinSource, make_head_layout
 from sameseed_lab.twin.layout import TwinLayout, make_layout

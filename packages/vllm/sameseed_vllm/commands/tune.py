@@ -44,7 +44,7 @@ def tune(args: TuneArgs) -> int:
 def _request(args: TuneArgs) -> ServerTuneRequest:
     from sameseed.cli.bench_serve import read_key
     from sameseed.cli.profile import numbers
-    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
+    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
     from sameseed_vllm.tune_server import ServerTuneRequest
 
     if args.url is None:

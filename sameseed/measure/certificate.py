@@ -1,0 +1,177 @@
+"""The certificate: the results of all checks of one configuration, as one record."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed import devices, ops
+from sameseed.config import EngineConfig, draft_text
+from sameseed.engine.build import load_parts
+from sameseed.errors import ConfigError, RequestError
+from sameseed.laws import acceptance
+from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, Check, Effort, Result, run_check
+from sameseed.laws.checks import CHECKS, UNSEEN
+from sameseed.laws.subject import Subject, storeless
+from sameseed.measure.record import SAMPLED, speculation, stored_formats
+from sameseed.measure.workload import prompts_name, read_prompts
+from sameseed.models.weights import Progress
+from sameseed.report import record
+from sameseed.report.schemas import CERTIFICATE_SCHEMA
+from sameseed.request import SamplingParams
+
+log = logging.getLogger("sameseed")
+LEAST_CONTEXT = 128  # tokens: the longest requests of a check are prompts of 64 with 24 tokens and a draft after them
+LEAST_TOKENS = 8  # least --max-tokens: the compared answers must leave room for drafts
+Tick = Callable[[str, int, int], None]  # name of a check, number of checks done, number of checks
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to certify, as given on the command line."""
+
+    model: str
+    prompts: Path
+    num_prompts: int | None
+    max_tokens: int
+    batch: int
+    effort: Effort
+
+
+@dataclass
+class Certificate:
+    """The results of all checks of one configuration."""
+
+    results: list[Result]
+    config: dict[str, object]
+    effort: Effort
+    acceptance: dict[str, int]
+    seconds: float
+
+    @property
+    def left_out(self) -> list[str]:
+        """Ids of the checks that were not run."""
+        done = {r.check.id for r in self.results}
+        return [c.id for c in CHECKS if c.id not in done]
+
+    @property
+    def passed(self) -> bool:
+        """Did no check fail? A warning is no failure: it concerns speed."""
+        return all(r.status != FAILED for r in self.results)
+
+    @property
+    def verdict(self) -> str:
+        """passed, failed, not shown (too small a sample), or these checks passed (others were left out)."""
+        if not self.passed:
+            return FAILED
+        if any(r.status == NOT_SHOWN for r in self.results):
+            return NOT_SHOWN
+        return IN_PART if self.left_out else PASSED
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record, schema `sameseed.certificate/1`."""
+        return {
+            **record.origin(CERTIFICATE_SCHEMA),
+            "config": self.config,
+            "effort": self.effort.share,
+            "verdict": self.verdict,
+            "false_alarm": float(sum(r.found.false_alarm for r in self.results)),
+            "seconds": round(self.seconds, 2),
+            "acceptance": self.acceptance,
+            "checks": [r.as_dict() for r in self.results],
+            "left_out": self.left_out,
+            "unseen": list(UNSEEN),
+        }
+
+
+def load_subject(
+    asked: Asked, config: EngineConfig, params: SamplingParams, progress: Progress | None = None
+) -> Subject:
+    """Load models and prompts.
+
+    `params`: settings of the sampled runs (others are greedy); its seed is the certificate's. Prompts
+    that do not fit the context are left out. Raises ConfigError if nothing is drafted or an option is out of range,
+    RequestError if no prompt fits.
+    """
+    if config.spec.method == "none" or config.spec.num_draft_tokens == 0:
+        raise ConfigError("speculation is off, so there is nothing to certify; name a draft, e.g. --draft ngram")
+    ops.resolve(config.backend, config.device)  # a missing backend or device is reported before anything is loaded
+    if asked.batch < 1:
+        raise ConfigError(f"--batch must be at least 1, got {asked.batch}")
+    if asked.max_tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"--max-tokens must be at least {LEAST_TOKENS}, to leave room for drafts, got {asked.max_tokens}"
+        )
+    prompts = read_prompts(asked.prompts, asked.num_prompts)
+    loaded = load_parts(asked.model, config, progress)
+    limit = config.max_model_len or loaded.target.max_model_len
+    if limit < LEAST_CONTEXT:
+        raise ConfigError(
+            f"the checks need a context of at least {LEAST_CONTEXT} tokens, got {limit}; raise --max-model-len"
+        )
+    encoded = [prompt.encode(loaded.tokenizer) for prompt in prompts]
+    fitting = [tokens for tokens in encoded if tokens and len(tokens) + asked.max_tokens <= limit]
+    if not fitting:
+        raise RequestError(
+            f"no prompt fits: with --max-tokens {asked.max_tokens} a prompt may have 1 to {limit - asked.max_tokens} "
+            f"tokens, the shortest has {min(map(len, encoded))}; give shorter --prompts or a larger --max-model-len"
+        )
+    if len(fitting) < len(encoded):
+        log.warning("%d of %d prompts fit the context; the others are left out", len(fitting), len(encoded))
+    seed = 1 if params.seed is None else params.seed
+    # Checks generate texts of many lengths: min_tokens must not exceed the shortest of them.
+    least = min(params.min_tokens, LEAST_TOKENS)
+    own = replace(params, max_tokens=asked.max_tokens, min_tokens=least, n=1, logprobs=None)
+    subject = Subject(loaded, fitting, own, asked.max_tokens, asked.batch, seed)
+    subject.digest = acceptance.weights_digest(subject)
+    return subject
+
+
+def certify(
+    subject: Subject, asked: Asked, checks: Seq[Check] = CHECKS, tick: Tick = lambda name, done, total: None
+) -> Certificate:
+    """Run the checks. `tick` is called before each check."""
+    start = time.perf_counter()
+    results = []
+    for i, check in enumerate(checks):
+        tick(check.name, i, len(checks))
+        results.append(run_check(check, subject, asked.effort))
+    m = subject.metrics
+    accepted = {
+        **{name: getattr(m, name) for name in ("num_draft_tokens", "num_accepted_tokens", "num_rollbacks")},
+        "num_scripted_tokens": subject.scripted.num_draft_tokens,
+        "first_guesses": subject.first.num,
+        "first_guesses_right": subject.first.hits,
+        "first_guesses_accepted": subject.first.taken,
+    }
+    return Certificate(results, _config(subject, asked), asked.effort, accepted, time.perf_counter() - start)
+
+
+def _config(subject: Subject, asked: Asked) -> dict[str, object]:
+    """The resolved configuration (without "auto" values), for the record."""
+    c, spec, params = subject.config, storeless(subject.config.spec), subject.params
+    return {
+        "label": f"{draft_text(spec)} k={spec.num_draft_tokens}",
+        "model": record.model_name(asked.model),
+        "model_digest": subject.digest,
+        "num_parameters": subject.target.config.num_parameters,
+        **speculation(spec),
+        "format": stored_formats(subject.target.weights) if c.format == "auto" else c.format,
+        "kv_format": subject.kv_format,
+        "backend": subject.target.ops.name,
+        "row_invariant": subject.target.ops.row_invariant,
+        "device": c.device,
+        "device_name": devices.title(c.device),
+        "block_size": c.cache.block_size,
+        "max_num_rows": c.max_num_rows,
+        "batch": asked.batch,
+        "prompts": prompts_name(asked.prompts),
+        "num_prompts": len(subject.prompts),
+        "max_tokens": asked.max_tokens,
+        **{name: getattr(params, name) for name in SAMPLED[1:]},
+        "seed": subject.seed,
+    }

@@ -1,0 +1,246 @@
+"""Cost curves: how long one forward pass over M rows takes in each number format, and the record of the measurement.
+
+c(M) is the time of a pass over M rows divided by the time of a pass over one row: the cost of verifying a draft. The
+planner (`sameseed.plan`) reads these profiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sameseed.cost.curve import Curve, interpolate
+from sameseed.cost.engines import ENGINE_SCHEMA, P10_TO_P90, read_table
+from sameseed.cost.round import CostSpread, Gap, RoundCost
+from sameseed.errors import ConfigError, nearest
+from sameseed.measure.limits import Limits
+from sameseed.report.schemas import PROFILE_SCHEMA
+
+MOST_MS = 3.6e6  # milliseconds of a pass beyond which a profile cannot be right: an hour
+Report = Callable[[str, float, float], None]  # stage, done, total
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A pass over a chain of `rows` new tokens after `context` cached tokens: median milliseconds, and c(rows).
+
+    `memory_ms` and `compute_ms`: the time that reading and arithmetic would take at the machine's limits. `p10`, `p90`:
+    percentiles of the milliseconds.
+    """
+
+    format: str
+    kv_format: str
+    context: int
+    rows: int
+    ms: float
+    c: float
+    p10: float
+    p90: float
+    repeats: int
+    memory_ms: float
+    compute_ms: float
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Prefill of a prompt of `tokens` tokens in one pass.
+
+    `peak_share`: the time that its arithmetic would take at the machine's limit, divided by the measured time.
+    """
+
+    format: str
+    kv_format: str
+    tokens: int
+    ms: float
+    p10: float
+    p90: float
+    repeats: int
+    tokens_per_s: float
+    peak_share: float
+
+
+@dataclass(frozen=True)
+class BatchDecode:
+    """One decode pass: one new token for each of `batch_size` sequences with `context` cached tokens."""
+
+    format: str
+    kv_format: str
+    context: int
+    batch_size: int
+    ms: float
+    p10: float
+    p90: float
+    repeats: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model in one format: its size, the bytes read for one token, and the cost of loading.
+
+    `bytes_per_token`: weights, and the KV cache of the first context. `bandwidth_share`: the time to read those bytes
+    at the machine's limit, divided by the measured time of one row. `peak`: arithmetic of the matrix products, "int8",
+    "bf16" or "fp32". `load_peak_bytes`: peak memory while loading, less the memory that was resident before.
+    """
+
+    format: str
+    kv_format: str
+    bytes: int
+    bytes_per_token: float
+    cache_bytes: int
+    bandwidth_share: float | None
+    peak: str
+    load_s: float
+    load_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All measurements of one shape. `draft`: those of a draft model, whose passes alternated with the target's.
+
+    `measured_layers`: the two numbers of layers that were measured, where the values are extended from theirs
+    (`sameseed.measure.depth`); empty where the whole shape was measured.
+    """
+
+    shape: Mapping[str, Any]
+    costs: tuple[Cost, ...]
+    prefill: tuple[Prefill, ...]
+    batch: tuple[BatchDecode, ...]
+    stored: tuple[StoredModel, ...]
+    limits: Limits
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 1
+    backend: str = ""
+    interleaved: bool = True  # False: too little memory to load all formats; one was measured after the other
+    interrupted: bool = False
+    peak_memory_bytes: int = 0
+    commit: str = ""
+    date: str = ""
+    draft: Profile | None = None
+    measured_layers: tuple[int, ...] = ()
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats with costs, in the order measured."""
+        return tuple(dict.fromkeys(x.format for x in self.costs))
+
+    def contexts(self, format: str) -> tuple[int, ...]:
+        """Contexts of a format, ascending. Raises ConfigError for a format that was not measured."""
+        found = tuple(sorted({x.context for x in self.costs if x.format == format}))
+        if not found:
+            measured = ", ".join(self.formats) or "none"
+            hint = nearest(format, self.formats)
+            raise ConfigError(f"format {format!r} was not profiled{hint} (there are: {measured})")
+        return found
+
+    def ms(self, format: str, rows: float, context: float | None = None) -> float:
+        """Milliseconds of a pass over `rows` rows after `context` tokens (None: the smallest measured context).
+
+        Interpolates linearly between measured points, and extrapolates from the last two beyond the largest. Below the
+        smallest point the value is constant. Raises ConfigError for a format that was not measured, or rows below 1.
+        """
+        if rows < 1:
+            raise ConfigError(f"a pass has at least 1 row, got {rows}")
+        contexts = self.contexts(format)
+        at = contexts[0] if context is None else context
+        by_context = []
+        for known in contexts:
+            points = sorted((x.rows, x.ms) for x in self.costs if x.format == format and x.context == known)
+            by_context.append(_between([p[0] for p in points], [p[1] for p in points], rows))
+        return _between(contexts, by_context, at)
+
+    def c(self, format: str, rows: float, context: float | None = None) -> float:
+        """c(rows): `ms(format, rows, context) / ms(format, 1, context)`."""
+        return self.ms(format, rows, context) / self.ms(format, 1, context)
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """The profile in a file of `sameseed profile --json`. Raises ConfigError."""
+        data = read_table(path)
+        if data.get("schema") == ENGINE_SCHEMA:
+            raise ConfigError(f"{path} holds the costs of {data.get('engine')}: give --engine {data.get('engine')}")
+        return cls.from_dict(data, str(path))
+
+    def curve(self, format: str) -> Curve:
+        """Seconds of passes by rows at the shortest measured context; the longest gives the cost of cached tokens.
+
+        Raises ConfigError for a format that was not measured.
+        """
+        contexts = self.contexts(format)
+        base, long = contexts[0], contexts[-1]
+        rows = sorted({x.rows for x in self.costs if x.format == format and x.context == base})
+        points = [(m, self.ms(format, m, base) / 1e3) for m in rows]
+        if long == base:
+            return Curve(points, base)
+        few, many = rows[0], rows[-1]
+        slow = [(self.ms(format, m, long) - self.ms(format, m, base)) / 1e3 / (long - base) for m in (few, many)]
+        per_row = max(0.0, (slow[1] - slow[0]) / (many - few)) if many > few else 0.0
+        return Curve(points, base, max(0.0, slow[0] - few * per_row), per_row)
+
+    def cost(self, format: str, gap: float = 0.0) -> RoundCost:
+        """The costs of rounds, with `gap` seconds between passes. Raises ConfigError for a format not profiled."""
+        prompts = sorted((p.tokens, p.ms / 1e3) for p in self.prefill if p.format == format)
+        spreads = [math.log(x.p90 / x.p10) for x in self.costs if x.format == format and 0 < x.p10 <= x.p90]
+        level = median(spreads) / P10_TO_P90 if spreads else 0.0
+        read = Curve([(0, 0.0), *prompts]).at if prompts else None
+        return RoundCost(self.curve(format), (), Gap(gap, gap), read, "profiled", CostSpread(level, level, level))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The profile as plain data for JSON."""
+        return {
+            "schema": PROFILE_SCHEMA,
+            "date": self.date,
+            "commit": self.commit,
+            "machine": dict(self.machine),
+            "threads": self.threads,
+            "backend": self.backend,
+            "limits": self.limits.as_dict(),
+            "interleaved": self.interleaved,
+            "interrupted": self.interrupted,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "measured_layers": list(self.measured_layers),
+            **self._measured(),
+            "draft": None if self.draft is None else self.draft._measured(),
+        }
+
+    def _measured(self) -> dict[str, Any]:
+        return {
+            "shape": dict(self.shape),
+            **{name: [asdict(x) for x in getattr(self, name)] for name in ("stored", "costs", "prefill", "batch")},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "the profile") -> Profile:
+        """The inverse of as_dict. Raises ConfigError for data that `sameseed profile` did not write."""
+        if data.get("schema") != PROFILE_SCHEMA:
+            raise ConfigError(
+                f"{where} has schema {data.get('schema')!r}, this version reads {PROFILE_SCHEMA!r}; profile again"
+            )
+        kept = ("threads", "backend", "interleaved", "interrupted", "peak_memory_bytes", "commit", "date", "machine")
+        try:
+            shared = {name: data[name] for name in kept}
+            shared["limits"] = Limits.from_dict(data["limits"])
+            made = cls(**_parts(data), **shared, measured_layers=tuple(data.get("measured_layers", ())))
+            made = made if data["draft"] is None else replace(made, draft=cls(**_parts(data["draft"]), **shared))
+            for part in (made, *filter(None, [made.draft])):
+                passes = [(x.rows, x.ms) for x in part.costs] + [(x.tokens, x.ms) for x in part.prefill]
+                passes += [(x.batch_size, x.ms) for x in part.batch]
+                if not all(size >= 1 and 0 < ms < MOST_MS for size, ms in passes):
+                    raise ConfigError(f"{where} has passes without rows, or of impossible times; profile again")
+            return made
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{where} lacks a part or has one too many ({error!r}); profile again") from None
+
+
+def _parts(data: Mapping[str, Any]) -> dict[str, Any]:
+    rows: dict[str, type[Any]] = {"costs": Cost, "prefill": Prefill, "batch": BatchDecode, "stored": StoredModel}
+    return {"shape": data["shape"], **{name: tuple(kind(**row) for row in data[name]) for name, kind in rows.items()}}
+
+
+def _between(xs: Seq[float], ys: Seq[float], x: float) -> float:
+    y = interpolate(xs, ys, x)
+    return max(y, ys[-1]) if x > xs[-1] else y  # noise can make the last slope negative: do not extrapolate that

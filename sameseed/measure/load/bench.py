@@ -1,0 +1,219 @@
+"""The load test: in each repetition, all arms run in turn over the same prompts and seeds."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sameseed.errors import ConfigError
+from sameseed.measure.load import drive, figures, outcome, prompts, wire
+from sameseed.measure.load.drive import LoadLevel
+from sameseed.measure.load.figures import Bounds
+from sameseed.measure.load.outcome import RequestOutcome
+from sameseed.measure.load.prompts import PromptSource, Shape
+from sameseed.measure.load.wire import Endpoint
+from sameseed.measure.usage import Meter
+
+if TYPE_CHECKING:
+    import httpx
+
+
+log = logging.getLogger("sameseed")
+WRONG = {f"HTTP {code}" for code in (400, 401, 403, 404, 405, 413, 415, 422)}  # asked again, they come again
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """Settings of a load test. `num_requests` None: four per client, at least eight.
+
+    `max_seconds`: time of one run of an arm after which nothing more is sent; pending answers are still awaited. `fit`:
+    scale all shapes down if the longest does not fit the server's context. Raises ConfigError for a value out of range.
+    """
+
+    shapes: tuple[Shape, ...]
+    levels: tuple[LoadLevel, ...]
+    prompts: str = "text"
+    sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    seed: int = 1
+    num_requests: int | None = None
+    max_seconds: float | None = None
+    warm_up: int = 2
+    repeat: int = 3
+    bounds: Bounds = field(default_factory=Bounds)
+    timeout: float = 600.0
+    max_retries: int = 5
+    strict: bool = False
+    fit: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("repeat", 1), ("warm_up", 0), ("max_retries", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        if self.num_requests is not None and self.num_requests < 1:
+            raise ConfigError(f"--num-requests must be at least 1, got {self.num_requests}")
+        for name in ("timeout", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds, got {value}")
+
+    def count(self, level: LoadLevel) -> int:
+        """Number of requests in one repetition at a level."""
+        return self.num_requests or max(8, 4 * (level.concurrency or 8))
+
+
+@dataclass
+class Repetition:
+    """The results of one arm in one repetition."""
+
+    outcomes: list[RequestOutcome]
+    summary: dict[str, Any]
+
+
+class LoadBench:
+    """Runs all arms, shapes and levels over one HTTP client with persistent connections."""
+
+    def __init__(self, client: httpx.AsyncClient, arms: Seq[Endpoint], settings: LoadSettings) -> None:
+        self.client, self.arms, self.settings = client, list(arms), settings
+        self.max_model_len: int | None = None
+        self.pids: Mapping[str, int] = {}  # process ids of local servers, by arm label: their CPU use is measured
+        self._source: PromptSource | None = None
+        self._salt = f"bench {time.time_ns()}"
+
+    async def prepare(self) -> None:
+        """Ask the servers for their models, and check that they read the field `speculation`. Raises ConfigError."""
+        if self.settings.strict and len({arm.url for arm in self.arms}) < len(self.arms):
+            raise ConfigError(
+                "with --strict no request has a cache_salt, so that each arm would find the other's prompts in the "
+                "server's prefix cache; leave --strict out, or compare two servers with --baseline-url"
+            )
+        self.arms = [await self._known(arm) for arm in self.arms]
+        if self.settings.prompts in ("text", "random"):
+            self._source = await prompts.open_source(self.client, self.arms[0])
+        self._check_lengths()
+        for endpoint in (arm for arm in self.arms if "speculation" in arm.fields):
+            text = prompts.as_prompt("one two three " * 4, endpoint.chat)
+            text |= {} if self.settings.strict else {"ignore_eos": True}  # an answer that ends at once tells nothing
+            sent = await self._send(endpoint, self._body(endpoint, Shape(None, 24), text, 0, self._salt))
+            found = outcome.read(sent)
+            if found.error is not None and "speculation" not in found.detail:
+                raise ConfigError(f"{endpoint.url} answers a first request with: {found.error}: {found.detail}")
+            drafted_though_off = endpoint.fields["speculation"] == "off" and found.speculation is not None
+            if found.error is not None or "speculative_decoding" not in found.metrics or drafted_though_off:
+                raise ConfigError(
+                    f"{endpoint.url} does not read the field 'speculation'; start a second server without speculation "
+                    "and give its address with --baseline-url"
+                )
+
+    def _check_lengths(self) -> None:
+        """Raise ConfigError if a shape needs more than the server's context; with `fit` scale all shapes instead."""
+        longest = max(self.settings.shapes, key=lambda shape: shape.needed)
+        if self.max_model_len is None or longest.needed <= self.max_model_len:
+            return
+        factor = math.floor(980 * self.max_model_len / longest.needed) / 1000  # 2 % less, for what a template adds
+        if not self.settings.fit:
+            raise ConfigError(
+                f"{longest.label} needs {longest.needed} tokens and the server's context is {self.max_model_len}; "
+                f"give --scale {factor:g}, or shorter --lengths"
+            )
+        log.warning("the server's context is %d tokens: all lengths are scaled by %g", self.max_model_len, factor)
+        self.settings = replace(self.settings, shapes=tuple(shape.scaled(factor) for shape in self.settings.shapes))
+
+    @property
+    def tokenized(self) -> bool:
+        """Whether prompts have exact token counts (the server tokenizes)."""
+        return self._source is not None and self._source.tokens is not None
+
+    async def _known(self, endpoint: Endpoint) -> Endpoint:
+        """The endpoint completed with the model's name and speculation. Raises ConfigError if there is no server."""
+        await wire.await_ready(self.client, endpoint.url)
+        chosen = await wire.introduce(self.client, endpoint)
+        limit = chosen.get("max_model_len")
+        if isinstance(limit, int):
+            self.max_model_len = min(limit, self.max_model_len or limit)
+        about = chosen.get("speculation")
+        about = about if isinstance(about, dict) else None
+        return replace(endpoint, model=endpoint.model or str(chosen.get("id", "")), speculation=about)
+
+    def _body(
+        self, endpoint: Endpoint, shape: Shape, prompt: Mapping[str, Any], seed: int, salt: str
+    ) -> dict[str, Any]:
+        """The body of a request. `salt` keeps it from using other requests' entries in the server's prefix cache."""
+        made: dict[str, Any] = {
+            "model": endpoint.model,
+            **prompt,
+            "max_tokens": shape.num_output,
+            "seed": seed,
+            "stream": True,
+        }
+        made |= {"stream_options": {"include_usage": True}, **self.settings.sampling}
+        if not self.settings.strict:
+            made |= {"return_token_ids": True, "cache_salt": salt, "cache_prompt": False}
+        return {**made, **endpoint.fields}
+
+    def _send(self, endpoint: Endpoint, body: Mapping[str, Any], due: float | None = None) -> Awaitable[wire.Exchange]:
+        return wire.exchange(self.client, endpoint, body, self.settings.timeout, self.settings.max_retries, due)
+
+    async def measure(self, shape: Shape, level: LoadLevel, tick: Callable[..., None]) -> dict[str, list[Repetition]]:
+        """The repetitions of each arm, by label. `tick(note=...)` is called after every run of an arm.
+
+        Raises ConfigError if the server refuses every request of a run as wrong (HTTP 4xx).
+        """
+        found: dict[str, list[Repetition]] = {arm.label: [] for arm in self.arms}
+        for arm in self.arms:
+            if self.settings.warm_up:
+                await self._run(arm, shape, level, -1, self.settings.warm_up)
+        for number in range(self.settings.repeat):
+            # Alternate the order: drift within a repetition would otherwise favour the same arm each time.
+            for arm in self.arms if number % 2 == 0 else reversed(self.arms):
+                found[arm.label].append(await self._run(arm, shape, level, number, self.settings.count(level)))
+                tick(note=f"{level.label} {arm.label}")
+        return found
+
+    async def _run(self, arm: Endpoint, shape: Shape, level: LoadLevel, number: int, count: int) -> Repetition:
+        """Run one arm once. The prompts and seeds of a repetition are the same for all arms."""
+        s = self.settings
+        seed = f"{s.seed} {shape.label} {level.label} {number}"
+        first = self.arms[0]  # the source was tokenized by this arm's server
+        made = await prompts.make_prompts(self.client, first, s.prompts, shape, count, seed, self._source)
+        salt = f"{self._salt} {arm.label} {seed}"
+        bodies = [self._body(arm, shape, prompt, s.seed + i, f"{salt} {i}") for i, prompt in enumerate(made)]
+        send = partial(self._send, arm)
+        pid = self.pids.get(arm.label)
+        meter = None if pid is None else Meter(pid)
+        before, cpu, start = await self._counters(arm), time.process_time(), time.perf_counter()
+        late: float | None = None
+        if level.concurrency is not None:
+            sent = await drive.closed(send, bodies, level.concurrency, s.max_seconds)
+        else:
+            sent, late = await drive.opened(send, bodies, drive.arrivals(level, count, s.seed, s.max_seconds))
+        busy = (time.process_time() - cpu) / (time.perf_counter() - start)
+        taken = None if meter is None else meter.read()
+        outcomes = [outcome.read(e) for e in sent]
+        if all((o.error or "") in WRONG for o in outcomes):
+            raise ConfigError(f"{arm.url} refuses every request, with {outcomes[0].error}: {outcomes[0].detail}")
+        told = figures.acceptance((o.speculation for o in outcomes if o.speculation), figures.ANSWERED, "answers")
+        if told is None and not any("speculative_decoding" in o.metrics for o in outcomes):
+            after = await self._counters(arm)
+            if len(after) == len(figures.COUNTERS):  # these counters include other clients' requests
+                gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
+                told = figures.acceptance([gained], figures.COUNTERS, "/metrics")
+        summary = figures.summarize(outcomes, s.bounds)
+        summary |= {"acceptance": told, "generator_cpu": busy, "late_ms": None if late is None else late * 1e3}
+        if taken is not None:
+            summary["usage"] = taken.as_dict(summary["num_output_tokens"])
+        return Repetition(outcomes, summary)
+
+    async def _counters(self, endpoint: Endpoint) -> Mapping[str, float]:
+        """The server's speculation counters; empty if it has no /metrics."""
+        import httpx
+
+        try:
+            response = await self.client.get(endpoint.url + "/metrics")
+        except httpx.HTTPError:
+            return {}
+        return figures.counters(response.text) if response.status_code == 200 else {}

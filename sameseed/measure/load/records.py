@@ -1,0 +1,150 @@
+"""Records of load tests: one JSON line per arm of a cell, with all repetitions and remarks on their limits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sameseed.measure.load.bench import LoadBench, Repetition
+from sameseed.measure.load.drive import LoadLevel
+from sameseed.measure.load.figures import RECORDED, acceptance, same_texts
+from sameseed.measure.load.prompts import Shape
+from sameseed.measure.load.wire import Endpoint
+from sameseed.measure.workload import prompts_name
+from sameseed.report.record import origin
+from sameseed.report.schemas import LOAD_SCHEMA
+
+RATES = ("output_tokens_per_s", "requests_per_s", "goodput_requests_per_s")
+SPREADS = ("ttft_ms", "tpot_ms", "itl_chunk_ms", "itl_token_ms", "e2e_ms")
+BUSY = 0.7  # share of a core above which the load generator itself may limit the result
+LATE = 20.0  # ms of delay in sending, above which a remark is made
+
+
+def config(bench: LoadBench, arm: Endpoint, shape: Shape, level: LoadLevel) -> dict[str, Any]:
+    """The configuration of one arm for a record, without the server's address, which may be private."""
+    s = bench.settings
+    return {
+        "label": arm.label,
+        "arms": [a.label for a in bench.arms],
+        "model": arm.model.rstrip("/").rpartition("/")[2],
+        "served": arm.speculation,
+        "chat": arm.chat,
+        "fields": dict(arm.fields),
+        "prompts": prompts_name(Path(s.prompts)),
+        "lengths": shape.label,
+        "num_input_tokens": shape.num_input,
+        "max_tokens": shape.num_output,
+        "concurrency": level.concurrency,
+        "rate": level.rate,
+        "burstiness": level.burstiness if level.rate is not None else None,
+        "num_requests": s.count(level),
+        "max_seconds": s.max_seconds,
+        "warm_up": s.warm_up,
+        "sampling": dict(s.sampling),
+        "seed": s.seed,
+        "ignore_eos": bool(({**s.sampling, **arm.fields}).get("ignore_eos")),
+        "ttft_bound_s": s.bounds.ttft,
+        "tpot_bound_s": s.bounds.tpot,
+    }
+
+
+def make_records(
+    bench: LoadBench, shape: Shape, level: LoadLevel, found: Mapping[str, list[Repetition]], run_id: str
+) -> list[dict[str, Any]]:
+    """The records of one cell, one per arm. The first arm is the baseline of the others."""
+    base = found[bench.arms[0].label]
+    made: list[dict[str, Any]] = []
+    for arm in bench.arms:
+        mine = found[arm.label]
+        summaries = [r.summary for r in mine]
+        record: dict[str, Any] = {
+            **origin(LOAD_SCHEMA),
+            "run": run_id,
+            "config": config(bench, arm, shape, level),
+            "repetitions": summaries,
+            **{name: median(s[name] for s in summaries) for name in RATES},
+            **{name: _middle([s[name] for s in summaries]) for name in SPREADS},
+            "errors": dict(sum((Counter(s["errors"]) for s in summaries), Counter())),
+            "retries": sum(s["retries"] for s in summaries),
+            "speedup": None,
+            "same_texts": None,
+        }
+        known = [s["acceptance"] for s in summaries if s["acceptance"] is not None]
+        record["acceptance"] = acceptance(known, RECORDED, known[0]["source"]) if known else None
+        if arm is not bench.arms[0]:
+            record |= _against(mine, base)
+        if record["speedup"] and made[0]["output_tokens_per_s"]:  # the arm's own median could contradict the speed-up
+            record["output_tokens_per_s"] = made[0]["output_tokens_per_s"] * record["speedup"]
+        record["remarks"] = remarks(bench, record, min(r.summary["num_requests"] for r in (*mine, *base)))
+        made.append(record)
+    return made
+
+
+def _middle(spreads: list[dict[str, float | None] | None]) -> dict[str, float | None] | None:
+    """The median of each percentile over the repetitions; None if any repetition has none."""
+    if None in spreads:
+        return None
+    values = {name: [v for s in spreads if s and (v := s[name]) is not None] for name in spreads[0] or ()}
+    return {name: median(found) if found else None for name, found in values.items()}
+
+
+def _against(mine: list[Repetition], base: list[Repetition]) -> dict[str, Any]:
+    """Comparison with the baseline: medians of the ratios of interleaved repetitions, and the number of equal texts."""
+
+    def ratios(of: Callable[[dict[str, Any]], float | None]) -> list[float]:
+        pairs = [(of(m.summary), of(b.summary)) for m, b in zip(mine, base, strict=True)]
+        return [m / b for m, b in pairs if m is not None and b]
+
+    speedups, first = ratios(lambda s: s["output_tokens_per_s"]), ratios(lambda s: s["ttft_ms"]["p50"])
+    same = [same_texts(m.outcomes, b.outcomes) for m, b in zip(mine, base, strict=True)]
+    return {
+        "speedup": median(speedups) if speedups else None,
+        "speedups": speedups,
+        "ttft_ratio": median(first) if first else None,
+        "same_texts": [sum(s for s, _ in same), sum(n for _, n in same)],
+    }
+
+
+def remarks(bench: LoadBench, record: Mapping[str, Any], fewest: int) -> list[str]:
+    """Remarks on everything that limits the record's values.
+
+    `fewest`: the least number of requests in a repetition of this arm or of its baseline.
+    """
+    repetitions, c, accepted = record["repetitions"], record["config"], record["acceptance"]
+    counted = {name for r in repetitions for name in r["counted"]}
+    short = any(r["num_output_tokens"] < r["num_completed"] * c["max_tokens"] for r in repetitions)
+    cut = f"--max-seconds ended a run after {fewest} of {c['num_requests']} requests: arms may have sent different ones"
+    said = {
+        "the server tells no usage: output tokens are chunks, too few where tokens arrive together": "chunks"
+        in counted,
+        "the server does not tell which tokens a chunk holds: ITL by chunks only": (
+            record["itl_token_ms"] is None and counted
+        ),
+        "some answers ended before their length (--ignore-eos writes on): compare throughput with care": (
+            short and "chunks" not in counted
+        ),
+        "the server has no /tokenize: prompts have about the asked length, by their characters": (
+            c["num_input_tokens"] is not None and not bench.tokenized
+        ),
+        "the server knew parts of prompts from before: first tokens came sooner than of new prompts": (
+            any(r["num_cached_tokens"] for r in repetitions)
+        ),
+        "the server drafted although speculation was off: the arms are alike": (
+            c["fields"].get("speculation") == "off" and accepted is not None
+        ),
+        cut: fewest < c["num_requests"],
+        "fewer than two requests a client: this is a burst, and not all clients are busy throughout": (
+            min(r["num_requests"] for r in repetitions) < 2 * (c["concurrency"] or 0)
+        ),
+        "the generator took most of a core: its own speed may be what was measured": (
+            any(r["generator_cpu"] > BUSY for r in repetitions)
+        ),
+        f"some requests were sent more than {LATE:g} ms late": any((r["late_ms"] or 0) > LATE for r in repetitions),
+        "acceptance is from the server's counters, which count everybody's requests": (
+            accepted is not None and accepted["source"] == "/metrics"
+        ),
+    }
+    return [text for text, holds in said.items() if holds]

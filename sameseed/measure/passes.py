@@ -1,0 +1,177 @@
+"""Timed passes of one model in one number format: verifying a chain, prefilling a prompt, decoding a batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from sameseed import scheme
+from sameseed.batch import MAX_NODES
+from sameseed.config import CacheConfig
+from sameseed.engine.memory import block_bytes
+from sameseed.kvcache.cache import KVCache
+from sameseed.measure.limits import Limits
+from sameseed.models.config import ModelConfig
+from sameseed.models.decoder import Decoder
+from sameseed.models.runner import ModelRunner
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.draft import Draft
+
+MAX_CHAIN = MAX_NODES + 1  # rows of the longest chain: the pending token and its draft
+BLOCK_SIZE = CacheConfig().block_size
+SHORT = 5e-3  # seconds: a shorter pass is run twice, and only the second run is timed
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One kind of forward pass, with `context` cached tokens per sequence.
+
+    "chain": `rows` new tokens of one sequence, one pending token and the others drafted, with logits of all of them, as
+    in verification. "prefill": a prompt of `rows` tokens, with logits of the last one. "batch": one pending token for
+    each of `rows` sequences.
+    """
+
+    kind: str
+    context: int
+    rows: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.rows if self.kind == "batch" else 1
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of each sequence."""
+        return 1 if self.kind == "batch" else self.rows
+
+    @property
+    def logit_rows(self) -> int:
+        return 1 if self.kind == "prefill" else self.rows
+
+    @property
+    def num_blocks(self) -> int:
+        """KV cache blocks that the pass needs."""
+        return self.num_seqs * -(-(self.context + self.new_tokens) // BLOCK_SIZE)
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """The least work of a pass: bytes to read, operations of matrix products, float operations of attention."""
+
+    num_bytes: float
+    matrix_ops: float
+    attention_ops: float
+
+    def memory_s(self, limits: Limits) -> float:
+        """Seconds to read the bytes at the machine's limit."""
+        return self.num_bytes / limits.read
+
+    def compute_s(self, limits: Limits, peak: str) -> float:
+        """Seconds of the arithmetic at the machine's limit; `peak` is the kind of the matrix products."""
+        return self.matrix_ops / limits.peak(peak) + self.attention_ops / limits.fp32
+
+
+class TimedModel:
+    """A loaded model with a KV cache full of noise: timings depend on reading the cache, not on its values."""
+
+    def __init__(self, model: Decoder, kv_format: str, passes: Iterable[Pass]) -> None:
+        """`kv_format` "auto": the format that the engine would choose. The cache fits the largest of `passes`."""
+        c = self.config = model.config
+        self.kv_format = scheme.cache_format(kv_format, model.weights.dense)
+        num_blocks = max(p.num_blocks for p in passes)
+        device = str(model.device)
+        cache = KVCache(c.kv_shapes, num_blocks, BLOCK_SIZE, self.kv_format, device)
+        fill(cache)
+        self.runner = ModelRunner(model, cache)
+        self.kv_row_bytes = cache.nbytes / (num_blocks * BLOCK_SIZE)
+        weights = model.weights
+        self.weight_bytes = sum(m.nbytes for m in weights.matrices)
+        # A pass reads only a few rows of the embedding, unless the embedding is also the LM head.
+        self.read_bytes = self.weight_bytes - (0 if weights.lm_head is weights.embedding else weights.embedding.nbytes)
+        largest = weights.layers[0].matrices[-1]
+        self.peak = "int8" if largest.activations == "int8" else "bf16" if largest.format == "bf16" else "fp32"
+
+    def seconds(self, job: Pass) -> float:
+        """Run a pass as the engine would, and return its seconds. Nothing is committed to the cache."""
+        seqs = [self._sequence(i, job) for i in range(job.num_seqs)]
+        guessed = job.rows - 1 if job.kind == "chain" else 0
+        draft = Draft.chains([_tokens(7 + i, guessed, self.config.vocab_size) for i in range(len(seqs))])
+        num_pending = [seq.num_pending for seq in seqs]
+        try:
+            start = time.perf_counter()
+            self.runner.forward(seqs, draft, num_pending)
+            took = time.perf_counter() - start
+            if took < SHORT:
+                # The previous pass may be another model's. In an engine, a small model's weights stay in CPU caches.
+                start = time.perf_counter()
+                self.runner.forward(seqs, draft, num_pending)
+                took = time.perf_counter() - start
+            return took
+        finally:
+            for seq in seqs:
+                self.runner.blocks.release(seq)
+
+    def _sequence(self, i: int, job: Pass) -> Sequence:
+        known = job.context + (job.new_tokens if job.kind == "prefill" else 1)
+        seq = Sequence(i, _tokens(i, known, self.config.vocab_size), SamplingParams(), 0)
+        seq.num_cached = job.context
+        assert self.runner.blocks.reserve(seq, job.context + job.new_tokens)
+        return seq
+
+    def work(self, job: Pass) -> PassWork:
+        """The least work of a pass of this model."""
+        return least_work(
+            self.config, self.read_bytes, self.kv_row_bytes, job.context, job.num_seqs, job.new_tokens, job.logit_rows
+        )
+
+
+def least_work(
+    c: ModelConfig,
+    read_bytes: float,
+    kv_row_bytes: float,
+    context: int,
+    num_seqs: int,
+    new_tokens: int,
+    logit_rows: int,
+) -> PassWork:
+    """The least work of a pass over `new_tokens` tokens of each of `num_seqs` sequences with `context` cached tokens.
+
+    `read_bytes`: bytes of the weights that a pass reads. `kv_row_bytes`: bytes of one cached token in all layers.
+    """
+    rows = num_seqs * new_tokens
+    matrix_ops = 2.0 * (c.row_parameters * rows + c.vocab_size * c.hidden_size * logit_rows)
+    read_bytes *= c.read_share(rows)
+    keys = read = 0
+    for window in c.windows:
+        reach = context + new_tokens if window is None else window
+        # Row i of a sequence attends to the context and to the new rows up to its own, at most `reach` of them.
+        keys += sum(min(context + i + 1, reach) for i in range(new_tokens))
+        read += min(context, reach)
+    attention_ops = 4.0 * c.num_heads * c.head_dim * keys * num_seqs
+    return PassWork(read_bytes + kv_row_bytes / c.num_layers * read * num_seqs, matrix_ops, attention_ops)
+
+
+def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count,), generator=generator).tolist()
+
+
+def fill(cache: KVCache) -> None:
+    """Write noise into every cache row: memory never written maps to one zero page, whose reading costs nothing."""
+    formats = scheme.kv_formats(cache.format)
+    generator = torch.Generator().manual_seed(0)
+    for layer, (_, head_dim) in zip(cache.layers, cache.shapes, strict=True):
+        for fmt, stored, scale in zip(formats, (layer.k, layer.v), (layer.k_scale, layer.v_scale)):
+            codes, scales = fmt.encode_kv(torch.randn(*stored.shape[1:3], head_dim, generator=generator))
+            stored.copy_(codes.to(stored.device).expand(stored.shape))  # expand on the device: not whole on the host
+            if scale is not None and scales is not None:
+                scale.copy_(scales.to(scale.device).expand(scale.shape))
+
+
+def cache_bytes(config: ModelConfig, kv_format: str, passes: Seq[Pass]) -> int:
+    """Bytes of a KV cache that fits the largest of `passes`."""
+    return block_bytes(config, kv_format, BLOCK_SIZE) * max(p.num_blocks for p in passes)

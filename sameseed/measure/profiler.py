@@ -1,0 +1,313 @@
+"""The profiler: loads a shape in several formats and interleaves timed passes, so that drift affects all alike."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed import devices, ops
+from sameseed.devices import available_memory
+from sameseed.errors import ConfigError
+from sameseed.measure import memory
+from sameseed.measure.costs import BatchDecode, Cost, Prefill, Profile, Report, StoredModel
+from sameseed.measure.depth import deepened, shallow
+from sameseed.measure.grid import ProfileGrid
+from sameseed.measure.limits import Limits, measure_limits
+from sameseed.measure.passes import Pass, PassWork, TimedModel, cache_bytes
+from sameseed.measure.shapes import get_shape, shape_as_dict
+from sameseed.measure.workload import quantile
+from sameseed.models.config import ModelConfig
+from sameseed.models.loader import load_model, open_checkpoint, read_config, resolve_model, target_scheme
+from sameseed.models.synthetic import RandomCheckpoint, random_model
+from sameseed.models.weights import dense_format, expected_shapes, weight_bytes
+from sameseed.report import record
+from sameseed.scheme import QuantScheme, cache_format
+
+MIN_REPEATS = 3
+OVERDRAFT = 3.0  # after this many times the budget, and PATIENCE, one run of each pass is enough
+PATIENCE = 30.0  # seconds
+SLOW = 1.0  # seconds: the warm-up run of a slower pass counts as a sample
+CURVE_SHARE = 0.7  # of the time budget, for the cost curve; the rest is for prefill and batch passes
+LOADING_BYTES = 512 << 20  # generous bound on the memory that loading needs besides the weights
+
+
+@dataclass
+class Candidate:
+    """A shape in one format: what to load, and later the measurements."""
+
+    role: str  # "target" or "draft"
+    config: ModelConfig
+    folder: Path | None  # None: random weights
+    format: str
+    quant: QuantScheme
+    chains: list[Pass]
+    others: list[Pass]
+    num_bytes: int  # weights and cache, estimated
+    subject: TimedModel | None = None
+    samples: dict[Pass, list[float]] = field(default_factory=dict)  # seconds
+    work: dict[Pass, PassWork] = field(default_factory=dict)
+    stored: StoredModel | None = None
+
+    def seconds(self, job: Pass) -> float:
+        """Run one pass and return its seconds."""
+        assert self.subject is not None
+        return self.subject.seconds(job)
+
+
+class Profiler:
+    """One profile measurement. The constructor checks the settings and the memory before anything is loaded."""
+
+    def __init__(self, grid: ProfileGrid, shape: str | None = None, model: str | None = None) -> None:
+        """`shape` is a name, `model` a folder or hub id; give exactly one. Raises what `profile` raises."""
+        if (shape is None) == (model is None):
+            raise ConfigError("give either a shape by name or a model, e.g. --shape llama-3.2-1b")
+        self.grid = grid
+        self.ops = ops.resolve(grid.backend, grid.device)
+        self.name = shape.lower() if shape is not None else record.model_name(model or "")
+        self.draft_name: str | None = None
+        config, folder = (get_shape(shape), None) if shape is not None else _checkpoint(model or "")
+        self.config = config
+        depths = self._depths(config, folder)
+        self.candidates = [self._candidate("target", c, folder, f) for f in grid.formats for c in depths]
+        if grid.draft is not None:
+            own = Path(grid.draft).is_dir()
+            self.draft_name = record.model_name(grid.draft) if own else grid.draft.lower()
+            config, folder = _checkpoint(grid.draft) if own else (get_shape(grid.draft), None)
+            self.candidates += [self._candidate("draft", config, folder, f) for f in grid.draft_formats]
+        self.interleaved = self._fits_together()
+        self.machine: dict[str, object] = {}
+        self.limits: Limits | None = None
+        self.peak_memory = 0
+
+    def _depths(self, config: ModelConfig, folder: Path | None) -> list[ModelConfig]:
+        """The target's config, or the two shallower ones of `grid.layers`. Raises ConfigError."""
+        if not self.grid.layers:
+            return [config]
+        if folder is not None:
+            raise ConfigError("--layers measures part of a shape by name (--shape); a checkpoint is measured whole")
+        if self.grid.layers[-1] > config.num_layers:
+            raise ConfigError(
+                f"{self.name} has {config.num_layers} layers, and --layers asks for {self.grid.layers[-1]}"
+            )
+        return [shallow(config, n) for n in self.grid.layers]
+
+    def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
+        chains, others = self.grid.passes(config, role)
+        quant = QuantScheme.parse(format)
+        if role == "target":  # as an engine stores it
+            quant = quant.with_head() if folder is None else target_scheme(format, folder)
+        with nullcontext(RandomCheckpoint(config)) if folder is None else open_checkpoint(folder) as source:
+            if not isinstance(source, RandomCheckpoint):
+                source.check(config)
+            size = weight_bytes(config, source, quant, device=self.grid.device)
+            dense = dense_format(source, quant, expected_shapes(config))
+        size += cache_bytes(config, cache_format(self.grid.kv_format, dense), chains + others)
+        return Candidate(role, config, folder, format, quant, chains, others, size)
+
+    def _fits_together(self) -> bool:
+        """Whether all formats fit in memory at once. Raises ConfigError if one does not even fit alone."""
+        device = self.grid.device
+        free = available_memory() - LOADING_BYTES if device == "cpu" else devices.free_memory(device)
+        for x in self.candidates:
+            if x.num_bytes > free:
+                raise ConfigError(
+                    f"the {x.role} takes about {x.num_bytes / 2**30:.1f} GiB in {x.format} and "
+                    f"{max(free, 0) / 2**30:.1f} GiB are free: take fewer bits a weight, a shorter context or a "
+                    "smaller shape"
+                )
+        return sum(x.num_bytes for x in self.candidates) <= free
+
+    def run(self, report: Report | None = None) -> Profile:
+        """Measure and return the profile. A KeyboardInterrupt ends it early; re-raised if nothing was measured."""
+        tell: Report = report or (lambda stage, done, total: None)
+        threads = self.grid.threads or devices.native_threads()
+        ops.set_num_threads(threads)
+        self.machine = record.machine()  # now, so that the recorded load is the load before this measurement
+        tell("machine limits", 0, 1)
+        self.limits = measure_limits(threads, device=self.grid.device)
+        groups = [self.candidates] if self.interleaved else [[x] for x in self.candidates]
+        interrupted = False
+        try:
+            for group in groups:
+                self._measure(group, self.grid.seconds / len(groups), tell)
+            tell("machine limits", 0, 1)
+            self.limits = self.limits.merged(measure_limits(threads, device=self.grid.device))
+        except KeyboardInterrupt:
+            interrupted = True
+            if not any(x.samples for x in self.candidates):
+                raise
+        finally:
+            for x in self.candidates:
+                x.subject = None
+        return self._profile(threads, interrupted)
+
+    def _measure(self, group: Seq[Candidate], seconds: float, tell: Report) -> None:
+        """Load a group of candidates, time their passes, keep their results, and free them."""
+        try:
+            for x in group:
+                self._load(x, tell)
+            with _no_collection():
+                chains = [(x, job) for x in group for job in x.chains]
+                self._rounds(chains, seconds * CURVE_SHARE, "c(M)", tell)
+                others = [(x, job) for x in group for job in x.others]
+                self._rounds(others, seconds * (1 - CURVE_SHARE), "prefill and batch", tell)
+        finally:
+            for x in group:
+                self._describe(x)
+
+    def _load(self, x: Candidate, tell: Report) -> None:
+        longest = max(job.context + job.new_tokens for job in x.chains + x.others)
+        before = memory.resident(self.grid.device)
+        memory.reset_peak(self.grid.device)
+        start = time.perf_counter()
+
+        def progress(done: int, total: int) -> None:
+            tell(f"loading {x.format}", done, total)
+
+        progress(0, 1)
+        if x.folder is None:
+            model = random_model(x.config, self.ops, x.quant, longest, device=self.grid.device, progress=progress)
+        else:
+            model = load_model(x.folder, self.ops, x.quant, longest, self.grid.device, progress)
+        took = time.perf_counter() - start
+        subject = x.subject = TimedModel(model, self.grid.kv_format, x.chains + x.others)
+        subject.seconds(x.chains[-1])  # one pass before the peak is read, so that the peak includes scratch memory
+        self.peak_memory = max(self.peak_memory, memory.peak(self.grid.device))
+        first = subject.work(x.chains[0])
+        x.stored = StoredModel(
+            x.format,
+            subject.kv_format,
+            subject.weight_bytes,
+            first.num_bytes,
+            subject.runner.cache.nbytes,
+            None,
+            subject.peak,
+            took,
+            max(0, memory.peak(self.grid.device) - before),
+        )
+
+    def _rounds(self, visits: list[tuple[Candidate, Pass]], seconds: float, stage: str, tell: Report) -> None:
+        """Warm up, then run every pass once per round, until the time budget or the repeats are used up."""
+        for i, (x, job) in enumerate(visits):
+            tell(f"{stage}, warm-up", i, len(visits))
+            took = x.seconds(job)
+            if took > SLOW:  # a warm-up makes no visible difference here, and a second run would be expensive
+                x.samples[job] = [took]
+        start = time.perf_counter()
+        for done in range(self.grid.repeats):
+            spent = time.perf_counter() - start
+            least = MIN_REPEATS if spent < max(OVERDRAFT * seconds, PATIENCE) else 1
+            enough = all(len(x.samples.get(job, ())) >= least for x, job in visits)
+            if not visits or (enough and spent * (done + 1) / max(done, 1) > seconds):
+                break
+            expected = max(spent, min(seconds, spent / done * self.grid.repeats) if done else seconds)
+            for i in range(len(visits)):
+                x, job = visits[(i + done) % len(visits)]  # the first pass of a round rotates
+                tell(stage, min(time.perf_counter() - start, expected), expected)
+                took = x.seconds(job)
+                x.samples.setdefault(job, []).append(took)
+
+    def _describe(self, x: Candidate) -> None:
+        """Free a candidate's model after its passes' least work (PassWork) is computed."""
+        if x.subject is None:
+            return
+        x.work = {job: x.subject.work(job) for job in x.samples}
+        x.subject = None
+        gc.collect()
+        self.peak_memory = max(self.peak_memory, memory.peak(self.grid.device))
+
+    def _profile(self, threads: int, interrupted: bool) -> Profile:
+        assert self.limits is not None
+        shared: dict[str, Any] = {
+            "limits": self.limits,
+            "machine": self.machine,
+            "threads": threads,
+            "backend": self.ops.name,
+            "interleaved": self.interleaved,
+            "interrupted": interrupted,
+            "peak_memory_bytes": self.peak_memory,
+            "commit": record.commit(),
+            "date": record.now(),
+        }
+        target = self._part("target", self.name, shared)
+        if self.draft_name is None:
+            return target
+        return replace(target, draft=self._part("draft", self.draft_name, shared))
+
+    def _part(self, role: str, name: str, shared: dict[str, Any]) -> Profile:
+        mine, limits = [x for x in self.candidates if x.role == role], shared["limits"]
+        if role == "target" and self.grid.layers:
+            few, many = self.grid.layers
+            low, high = (results([x for x in mine if x.config.num_layers == n], limits) for n in (few, many))
+            found = deepened(low, high, (few, many), self.config.num_layers)
+            shape = shape_as_dict(name, self.config)
+            return Profile(shape=shape, measured_layers=self.grid.layers, **found, **shared)
+        return Profile(shape=shape_as_dict(name, mine[0].config), **results(mine, limits), **shared)
+
+
+def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
+    """The fields `costs`, `prefill`, `batch` and `stored` of a Profile, from the seconds of every pass."""
+    costs: list[Cost] = []
+    prefill: list[Prefill] = []
+    batch: list[BatchDecode] = []
+    stored: list[StoredModel] = []
+    for x in candidates:
+        if x.stored is None:
+            continue
+        names = (x.format, x.stored.kv_format)
+        bandwidth = None
+        for job, seconds in sorted(x.samples.items(), key=lambda item: (item[0].context, item[0].rows)):
+            ms, p10, p90 = (quantile(seconds, q) * 1e3 for q in (0.5, 0.1, 0.9))
+            memory_ms = x.work[job].memory_s(limits) * 1e3
+            compute_ms = x.work[job].compute_s(limits, x.stored.peak) * 1e3
+            timing: dict[str, Any] = {"ms": ms, "p10": p10, "p90": p90, "repeats": len(seconds)}
+            speed = job.rows / ms * 1e3
+            if job.kind == "prefill":
+                share = compute_ms / ms
+                prefill.append(Prefill(*names, job.rows, **timing, tokens_per_s=speed, peak_share=share))
+            elif job.kind == "batch":
+                batch.append(BatchDecode(*names, job.context, job.rows, **timing, tokens_per_s=speed))
+            elif (one := x.samples.get(replace(job, rows=1))) is not None:
+                c = ms / (quantile(one, 0.5) * 1e3)
+                timing |= {"c": c, "memory_ms": memory_ms, "compute_ms": compute_ms}
+                costs.append(Cost(*names, job.context, job.rows, **timing))
+                if job == x.chains[0]:
+                    bandwidth = memory_ms / ms
+        peak = x.stored.peak if getattr(limits, x.stored.peak) is not None else "fp32"
+        stored.append(replace(x.stored, bandwidth_share=bandwidth, peak=peak))
+    return {"costs": tuple(costs), "prefill": tuple(prefill), "batch": tuple(batch), "stored": tuple(stored)}
+
+
+def _checkpoint(model: str) -> tuple[ModelConfig, Path]:
+    folder = resolve_model(model)
+    return read_config(folder), folder
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now and switch the collector off inside the block, so that timings do not include it."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def profile(
+    shape: str | None = None, *, model: str | None = None, report: Report | None = None, **grid: Any
+) -> Profile:
+    """Measure a shape by name (random weights) or a model (folder or hub id). `grid`: the fields of `ProfileGrid`.
+
+    `report(stage, done, total)` is called on progress. Raises ConfigError, RegistryError or ModelLoadError before any
+    work. A KeyboardInterrupt ends the measurement and returns the profile so far, marked `interrupted`; it is re-raised
+    if nothing was measured.
+    """
+    return Profiler(ProfileGrid(**grid), shape, model).run(report)

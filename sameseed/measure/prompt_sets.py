@@ -1,0 +1,146 @@
+"""Prompts, and prompt sets of published data from local files or the hub: `--prompts NAME[/TASK][:FILE or FOLDER]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from sameseed.errors import ConfigError
+from sameseed.measure.quality import data
+from sameseed.measure.quality.data import DataSet
+from sameseed.tokenizer import Tokenizer
+
+ROW = 128  # least words of a WikiText row that is used, and the tokens taken from it
+TURNS: dict[str, type] = {"category": str, "turns": list}
+MT_BENCH = DataSet(
+    "mt_bench", ("question.jsonl", "mt_bench.jsonl"), ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"), TURNS
+)
+SPEC_BENCH = DataSet(
+    "spec_bench",
+    ("question.jsonl", "spec_bench.jsonl"),
+    None,
+    TURNS,
+    "data/spec_bench/question.jsonl of https://github.com/hemingkx/Spec-Bench",
+)
+TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # other categories are MT-Bench's
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, or the messages of a conversation, with its domain. With both, the text serves models without a template.
+
+    `then`: later turns of the user, each after an answer. `clip`: most tokens of the text to use. `stop`: strings at
+    which an answer ends.
+    """
+
+    id: str
+    domain: str
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+    then: tuple[str, ...] = ()
+    clip: int | None = None
+    stop: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> str:
+        """The text; for a conversation, the contents of its messages, one per line."""
+        return self.text if self.text is not None else "\n".join(m["content"] for m in self.messages)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """Everything that determines the prompt's tokens, for digests."""
+        more = (self.then, self.clip, self.stop)
+        return (self.text, self.messages, *(more if any(more) else ()))
+
+    def encode(self, tokenizer: Tokenizer, answer: Callable[[list[int]], str] | None = None) -> tuple[int, ...]:
+        """Token ids; messages are rendered with the chat template.
+
+        `answer` generates the assistant's message before each later turn; None: the message is empty.
+        """
+        if self.text is not None and (not self.messages or tokenizer.chat_template is None):
+            return tuple(tokenizer.encode(self.text))[: self.clip]
+        messages = list(self.messages)
+        for turn in self.then:
+            said = "" if answer is None else answer(tokenizer.chat(messages))
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
+        return tuple(tokenizer.chat(messages))
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """A published data set, and the function that reads prompts from its file."""
+
+    data: DataSet
+    read: Callable[[Path], Iterator[Prompt]]
+
+
+def _wikitext(path: Path) -> Iterator[Prompt]:
+    """Rows of at least 128 words (hence at least 128 tokens in any vocabulary), cut to 128 tokens."""
+    for number, line in enumerate(data.text_lines(path), 1):
+        if len(line.split()) >= ROW:
+            yield Prompt(str(number), "wikitext", line.strip(), clip=ROW)
+
+
+def _turns(of: DataSet, path: Path) -> Iterator[Prompt]:
+    """One prompt per turn; before a later turn stand the target's own answers to the earlier turns."""
+    for number, row in enumerate(data.read_rows(path, of), 1):
+        if not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
+            raise ConfigError(f"row {number}: 'turns' must be a list of texts, not empty; fetch the file again")
+        domain = row["category"] if of is MT_BENCH or row["category"] in TASKS else "mt_bench"
+        name, first = str(row.get("question_id", number)), ({"role": "user", "content": row["turns"][0]},)
+        for n in range(len(row["turns"])):
+            yield Prompt(f"{name}/{n + 1}", domain, None, first, tuple(row["turns"][1 : n + 1]))
+
+
+def _gsm8k(path: Path) -> Iterator[Prompt]:
+    """Questions. For a model without a chat template: a text to continue, which stops at the next "Question:"."""
+    for number, row in enumerate(data.read_rows(path, data.GSM8K), 1):
+        asked = {"role": "user", "content": row["question"]}
+        text = f"Question: {row['question']}\nAnswer:"
+        yield Prompt(str(number), "gsm8k", text, (asked,), stop=("\nQuestion:",))
+
+
+def _humaneval(path: Path) -> Iterator[Prompt]:
+    """Functions to complete, with the stop strings of the HumanEval paper."""
+    for row in data.read_rows(path, data.HUMANEVAL):
+        yield Prompt(row["task_id"], "humaneval", row["prompt"], stop=data.HUMANEVAL_STOP)
+
+
+SETS = {
+    "wikitext": PromptSet(data.TEXT, _wikitext),
+    "spec-bench": PromptSet(SPEC_BENCH, partial(_turns, SPEC_BENCH)),
+    "mt-bench": PromptSet(MT_BENCH, partial(_turns, MT_BENCH)),
+    "gsm8k": PromptSet(data.GSM8K, _gsm8k),
+    "humaneval": PromptSet(data.HUMANEVAL, _humaneval),
+}
+
+
+def parse(source: str) -> tuple[str, str, str] | None:
+    """Name, task and place of NAME[/TASK][:PLACE]; None if there is no set of that name."""
+    known, _, place = source.partition(":")
+    name, _, task = known.partition("/")
+    return (name, task, place) if name in SETS else None
+
+
+def read(name: str, task: str = "", place: str = "") -> list[Prompt]:
+    """The prompts of a set, or of one of its tasks. `place`: the file, or a folder that holds the file; "": the hub.
+
+    Raises ConfigError that says what to fetch, or for an unknown task.
+    """
+    found = SETS[name]
+    path = Path(place)
+    if not path.is_file():
+        path = data.locate(found.data, path if place else None, f"--prompts {name}:DIR")
+    try:
+        prompts = list(found.read(path))
+    except ConfigError as error:
+        raise ConfigError(f"--prompts {name}: {error}") from None
+    tasks = sorted({p.domain for p in prompts})
+    if task and task not in tasks:
+        raise ConfigError(f"--prompts {name}/{task}: no such task; there are {', '.join(tasks)}")
+    chosen = [p for p in prompts if not task or p.domain == task]
+    if not chosen:
+        raise ConfigError(f"{path} holds no row of {name} that is long enough ({ROW} words); is it the right file?")
+    return chosen

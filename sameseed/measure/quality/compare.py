@@ -1,0 +1,283 @@
+"""Compare variants of a model: quality, size, memory, speed, and the effect of a format on speculation.
+
+Acceptance is measured twice: with the variant as target and the baseline's draft, and with the variant as draft for the
+baseline. A format may keep perplexity low and still lose the agreement of draft and target, which perplexity does not
+show.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sameseed.config import SpecConfig, draft_text
+from sameseed.devices import available_memory
+from sameseed.engine.build import check_parts
+from sameseed.engine.levels import check_options
+from sameseed.engine.llm import LLM
+from sameseed.engine.memory import demand
+from sameseed.engine.settings import make_config
+from sameseed.errors import ConfigError, SameseedError
+from sameseed.measure.bench import fitting
+from sameseed.measure.quality import advice, speed, suite
+from sameseed.measure.quality.advice import Recommendation
+from sameseed.measure.quality.bootstrap import Interval, mean_interval
+from sameseed.measure.quality.perplexity import ratio
+from sameseed.measure.quality.speed import DraftAcceptance, Speed
+from sameseed.measure.quality.suite import PerplexityText, Quality
+from sameseed.measure.quality.tasks import Report, TaskSettings, counter, silent
+from sameseed.measure.quality.variant import Footprint, Variant, footprint
+from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
+from sameseed.models.config import EMBEDDED
+from sameseed.models.loader import resolve_model, target_scheme
+
+T = TypeVar("T")
+NEAR_ZERO = 0.05  # acceptance rate below which speculation only costs time
+FAR_BELOW = 0.6  # share of the baseline's acceptance rate, below which a warning is given
+LOST = 1.1  # perplexity over the baseline's, above which a warning is given
+ADVICE_RATIO = 1.005  # perplexity over the baseline's, above which advice is measured
+COMPARE_TOKENS = 32768  # default tokens of the perplexity text, limited because several variants read it
+
+
+@dataclass(frozen=True)
+class Comparing:
+    """Settings of a comparison. `draft` None: the embedded draft if the baseline has its tokenizer, else ngram.
+
+    `speculation`: further keyword arguments of `make_config` for the draft: draft_format, draft_options, confidence,
+    policy.
+    """
+
+    tasks: tuple[str, ...] = (suite.PERPLEXITY,)
+    settings: TaskSettings = field(default_factory=TaskSettings)
+    text: PerplexityText = field(default_factory=lambda: PerplexityText(tokens=COMPARE_TOKENS))
+    draft: str | SpecConfig | None = None
+    num_draft_tokens: int = 4
+    speculation: dict[str, Any] = field(default_factory=dict)
+    prompts: Path = DEFAULT_PROMPTS
+    num_prompts: int | None = 12
+    max_tokens: int = 64
+    repeat: int = 3
+    advise: bool = True
+    engine: dict[str, Any] = field(default_factory=dict)  # keyword arguments of LLM besides formats and draft
+
+
+@dataclass
+class Row:
+    """All results of one variant."""
+
+    variant: Variant
+    quality: Quality
+    memory: Footprint
+    speed: Speed
+    as_target: DraftAcceptance
+    as_draft: DraftAcceptance | None
+    ratio: tuple[float, Interval | None] | None = None  # perplexity over the baseline's
+    differences: dict[str, tuple[float, Interval | None]] = field(default_factory=dict)  # by task: score - baseline's
+    advice: list[Recommendation] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows, the baseline first. `interleaved`: were all variants loaded at once, and their runs interleaved?
+
+    `failed`: variants that failed while they were measured, by label, with the reason.
+    """
+
+    rows: tuple[Row, ...]
+    draft: str
+    interleaved: bool
+    asked: Comparing
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def report(
+    variants: Seq[str | Variant],
+    asked: Comparing | None = None,
+    progress: Report = silent,
+    tell: Callable[[str], None] = lambda text: None,
+    keep: Callable[[Variant, Quality], None] = lambda variant, quality: None,
+) -> Comparison:
+    """Measure variants, each MODEL[@FORMAT[@KVFORMAT]]. The first is the baseline.
+
+    All are checked before the first is measured: `tell` gets a line for each that cannot run, and for each prompt that
+    does not fit. `keep` gets the quality of each variant as soon as it is measured. Raises ConfigError for a bad choice
+    before any work, and what the baseline raises.
+    """
+    parsed = [v if isinstance(v, Variant) else Variant.parse(v) for v in variants]
+    asked = asked or Comparing()
+    if len(parsed) < 1 or len(set(parsed)) < len(parsed):
+        raise ConfigError("give the baseline and other variants, each once, e.g. --compare embedded embedded@w4a8")
+    suite.check(asked.tasks, asked.settings, asked.text)
+    prompts = read_prompts(asked.prompts, asked.num_prompts)
+    spec, base = draft_spec(parsed[0], asked), parsed[0]
+    failed: dict[Variant, str] = {}
+
+    def checked(v: Variant) -> None:
+        drafts = "ngram" if speed.drafts_for_itself(v, spec) else spec
+        config = make_config(drafts, **asked.engine, **v.settings)
+        check_parts(resolve_model(v.model), config)
+
+    def each(of: Seq[Variant], run: Callable[[Variant], T], into: dict[Variant, str]) -> dict[Variant, T]:
+        """The results of those that can be run; the others are named in `into`. Raises what the baseline raises."""
+        found = {}
+        for v in of:
+            try:
+                found[v] = run(v)
+            except (SameseedError, MemoryError) as error:
+                if v is base:
+                    raise
+                into[v] = str(error) or type(error).__name__
+        return found
+
+    impossible: dict[Variant, str] = {}
+    parsed = list(each(parsed, checked, impossible))
+    for v, reason in impossible.items():
+        tell(f"left out: {v.label}: {reason}")
+    if impossible and len(parsed) == 1:
+        raise ConfigError(f"there is nothing to compare: {reason}")
+    for v in parsed:
+        prompts = fitting(resolve_model(v.model), asked.engine, prompts, lambda text: tell(f"left out: {text}"))
+
+    def quality_of(v: Variant) -> Quality:
+        quality = _quality(v, asked, progress)
+        keep(v, quality)
+        return quality
+
+    def memory_of(v: Variant) -> Footprint:
+        progress("memory, in processes of their own", parsed.index(v), len(parsed))
+        return footprint(v, asked.engine)
+
+    qualities = each(parsed, quality_of, failed)
+    memories = each(list(qualities), memory_of, failed)
+    groups = _groups(list(memories), asked)
+    tick = counter(partial(progress, "speed, in turns"), asked.repeat * len(prompts) * len(memories))
+
+    def speeds_of(group: Seq[Variant]) -> dict[Variant, Speed]:
+        its = speed.measure(list(group), spec, prompts, asked.max_tokens, asked.engine, asked.repeat, tick)
+        gc.collect()
+        return dict(zip(group, its, strict=True))
+
+    try:
+        speeds = {v: s for group in groups for v, s in speeds_of(group).items()}
+    except (SameseedError, MemoryError):  # one of them cannot run: each by itself, to find out which
+        groups = [[v] for v in memories]
+        speeds = each(list(memories), lambda v: speeds_of([v])[v], failed)
+    seed = asked.settings.seed
+    rows = []
+    for i, (v, its) in enumerate(speeds.items()):
+        quality, memory = qualities[v], memories[v]
+        progress("as draft of the baseline", i, len(parsed))
+        drafted, why = speed.as_draft(base, v, asked.num_draft_tokens, prompts, asked.max_tokens, asked.engine, seed)
+        notes = [] if why is None else [f"cannot draft for the baseline: {why}"]
+        if speed.drafts_for_itself(v, spec):
+            notes.append("it is the draft itself, so n-grams draft for it")
+        rows.append(Row(v, quality, memory, its, DraftAcceptance.of(its.drafted[0], seed), drafted, notes=notes))
+    _judge(rows, asked, progress)
+    name = draft_text(spec) if spec.model is None else Path(spec.model).name
+    draft, lost = f"{name}, {spec.num_draft_tokens} tokens", {v.label: reason for v, reason in failed.items()}
+    return Comparison(tuple(rows), draft, len(groups) == 1, asked, lost)
+
+
+def draft_spec(baseline: Variant, asked: Comparing) -> SpecConfig:
+    """The speculation settings for every variant as target. Raises ConfigError."""
+    draft = asked.draft
+    if draft is None:
+        ours = (resolve_model("embedded") / "tokenizer.json").read_bytes()
+        tokenizer = resolve_model(baseline.model) / "tokenizer.json"
+        same = baseline.model in EMBEDDED or (tokenizer.is_file() and tokenizer.read_bytes() == ours)
+        draft = "embedded-draft" if same else "ngram"
+    given = {"policy": "fixed", "num_draft_tokens": asked.num_draft_tokens, **asked.speculation}
+    spec = make_config(draft, **given).spec
+    check_options(spec)  # bad options fail here, before any work
+    if spec.method == "none" or spec.num_draft_tokens < 1:
+        raise ConfigError("a comparison measures acceptance: give a draft (--draft) of at least one token")
+    return spec
+
+
+def _quality(variant: Variant, asked: Comparing, progress: Report) -> Quality:
+    llm = LLM(variant.model, **{**asked.engine, **variant.settings})
+    try:
+        return suite.evaluate(
+            llm, asked.tasks, asked.settings, asked.text, lambda s, d, t: progress(f"{variant.label}: {s}", d, t)
+        )
+    finally:
+        del llm
+        gc.collect()
+
+
+def _groups(variants: list[Variant], asked: Comparing) -> list[list[Variant]]:
+    """One group of all variants if they fit in half of the free memory, else one group per variant."""
+    engine = {k: v for k, v in asked.engine.items() if k not in ("block_size", "num_blocks")}
+    whole = 0
+    for v in variants:
+        config = make_config(None, **engine, **v.settings)
+        folder = resolve_model(v.model)
+        need = demand(folder, target_scheme(v.format, folder), config)
+        whole += 2 * need.weights  # twice: a second copy exists while the drafter is loaded
+    return [variants] if whole <= available_memory() // 2 else [[v] for v in variants]
+
+
+def _judge(rows: list[Row], asked: Comparing, progress: Report) -> None:
+    """Fill in each row's ratios to the baseline, warnings and advice."""
+    base, seed = rows[0], asked.settings.seed
+    for row in rows:
+        mine, its = row.quality.perplexity, base.quality.perplexity
+        if row is not base and mine is not None and its is not None:
+            if mine.digest == its.digest:
+                row.ratio = ratio(mine, its, seed)
+            else:
+                row.notes.append("another tokenizer than the baseline's: compare bits per byte, not perplexity")
+        for a, b in zip(row.quality.results, base.quality.results, strict=True):
+            if row is not base:
+                paired = mean_interval([x - y for x, y in zip(a.scores, b.scores, strict=True)], seed)
+                row.differences[a.task] = a.value - b.value, paired
+        # As a draft, the row should reach the rate of the first variant of its model; for the baseline's model, rate 1.
+        first = next(r for r in rows if r.variant.model == row.variant.model)
+        own_rate = 1.0 if first is base else None
+        if first not in (base, row) and first.as_draft is not None:
+            own_rate = first.as_draft.acceptance_rate
+        row.warnings = warnings(row, base, own_rate)
+        row.advice = advice.recorded(row.variant)
+        if asked.advise and not row.advice and row.ratio is not None and row.ratio[0] > ADVICE_RATIO:
+            text, _ = asked.text.read(asked.settings.data)
+            row.advice = advice.measured(row.variant, base.variant, text, asked.engine, progress)
+
+
+def warnings(row: Row, base: Row, own_rate: float | None) -> list[str]:
+    """Warnings about a variant: lost acceptance (which no other value shows), lost perplexity, changed text.
+
+    `own_rate`: acceptance rate of the same model as a draft in its original format, if known.
+    """
+    found = []
+    pairs = (("as target", row.as_target, base.as_target.acceptance_rate), ("as draft", row.as_draft, own_rate))
+    for role, mine, its in pairs:
+        if mine is None:
+            continue
+        rate = mine.acceptance_rate
+        if rate is None:
+            if its:
+                found.append(f"{role}, nothing was drafted at all: speculation is switched off in effect")
+        elif rate < NEAR_ZERO:
+            found.append(
+                f"{role}, acceptance is {rate:.1%}: near zero, so speculation only costs time. The format "
+                "broke the agreement of draft and target; keep more bits, or switch speculation off"
+            )
+        elif row is not base and its and rate < FAR_BELOW * its:
+            found.append(
+                f"{role}, acceptance fell to {rate:.1%} from the original's {its:.1%}: speculation loses "
+                "most of what it bought; keep more bits, or draft with fewer tokens"
+            )
+    if row.quality.perplexity is not None and not math.isfinite(row.quality.perplexity.perplexity):
+        found.append("perplexity is not finite: the format overflows, or the checkpoint is broken")
+    elif row.ratio is not None and row.ratio[0] > LOST:
+        found.append(f"perplexity is {row.ratio[0]:.2f} times the baseline's: too few bits, or a badly chosen scale")
+    if not row.speed.same_text:
+        found.append("speculation changed the text: this must not happen, report it as a defect of sameseed")
+    return found

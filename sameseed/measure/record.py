@@ -1,0 +1,159 @@
+"""The records of `sameseed bench`: the resolved configuration of each arm, and what its runs measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from sameseed import registry, store
+from sameseed.config import SpecConfig
+from sameseed.engine.alarm import is_useless
+from sameseed.engine.llm import LLM
+from sameseed.measure.bench import Bench, Run
+from sameseed.measure.usage import Usage
+from sameseed.measure.workload import Arm, Workload, spec_as_dict
+from sameseed.models.layers import ModelWeights
+from sameseed.models.loader import resolve_model
+from sameseed.report.record import model_name, origin, spread
+from sameseed.report.schemas import BENCH_SCHEMA
+
+SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p")  # fields of SamplingParams that a record holds
+COUNTED = (  # fields of SpecMetrics that a record holds
+    "num_rounds",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "acceptance_rate",
+    "mean_acceptance_length",
+    "num_ahead",
+    "num_ahead_kept",
+)
+
+
+def speculation(spec: SpecConfig) -> dict[str, object]:
+    """A SpecConfig as plain data for a record: draft models of all levels by name, without paths."""
+    return _anonymous(spec_as_dict(spec))
+
+
+def _anonymous(spec: Any) -> dict[str, object]:
+    changed = dict(spec)
+    if changed.get("draft_model"):
+        changed["draft_model"] = model_name(changed["draft_model"])
+    if "below" in changed:
+        changed["below"] = [_anonymous(b) for b in changed["below"]]
+    return changed
+
+
+def stored_formats(weights: ModelWeights) -> str:
+    """The formats that a model's matrices are stored in, e.g. "int8+q4_1"."""
+    return "+".join(sorted({m.format for m in weights.matrices}))
+
+
+def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[str, object]:
+    """The resolved configuration of an arm (without "auto" values), for its record."""
+    engine, c, params = llm.engine, llm.config, workload.params
+    weights = engine.runner.model.weights
+    return {
+        "label": arm.label,
+        "model": model_name(model),
+        "model_digest": store.weights_key(resolve_model(model)),
+        "num_parameters": engine.runner.model.config.num_parameters,
+        **speculation(arm.spec),
+        "draft_digest": store.weights_key(resolve_model(arm.spec.model)) if arm.spec.model else None,
+        "format": stored_formats(weights) if c.format == "auto" else c.format,
+        "kv_format": engine.runner.cache.layers[0].format,
+        "backend": engine.runner.model.ops.name,
+        "device": c.device,
+        "block_size": engine.runner.cache.block_size,
+        "num_blocks": engine.runner.cache.num_blocks,
+        **{name: getattr(c, name) for name in ("max_num_rows", "max_num_seqs")},
+        "max_model_len": engine.max_model_len,
+        "batch_size": workload.batch_size,
+        "prompts": workload.name,
+        "num_prompts": len(workload.prompts),
+        "num_prompt_tokens": sum(map(len, workload.prompts)),
+        **{name: getattr(params, name) for name in (*SAMPLED, "seed", "ignore_eos")},
+    }
+
+
+def make_records(
+    bench: Bench, model: str, workload: Workload, runs: Mapping[Arm, Seq[Run]], run_id: str, here: Mapping[str, object]
+) -> list[dict[str, Any]]:
+    """The records of one measured workload, one per arm, plain decoding first."""
+    plain = runs[bench.arms[0]]
+    records = []
+    for arm in bench.arms:
+        made = make_record(config_as_dict(bench.llm, model, arm, workload), runs[arm], plain, run_id, here)
+        middle = sorted(range(len(plain)), key=lambda i: made["repetitions"][i]["speedup"])[len(plain) // 2]
+        found = bench.predict(arm, runs[arm][middle], plain[middle], workload.batch_size)
+        records.append(made if found is None else {**made, "prediction": found.as_dict()})
+    return records
+
+
+def make_record(
+    config: Mapping[str, object], runs: Seq[Run], plain: Seq[Run], run_id: str, machine_: Mapping[str, object]
+) -> dict[str, Any]:
+    """The record of one arm. `runs[i]` and `plain[i]` were interleaved, so `speedup` is the median of their ratios.
+
+    `decode_speedup`: the same after the first tokens. `tokens_per_s` is plain decoding's median times `speedup`: the
+    arm's own median could contradict `speedup`.
+    """
+    ratios = [mine.tokens_per_s / its.tokens_per_s for mine, its in zip(runs, plain, strict=True)]
+    batch = int(str(config.get("batch_size", 1)))
+    later = [(mine.decoded_per_s(batch), its.decoded_per_s(batch)) for mine, its in zip(runs, plain, strict=True)]
+    equal = [mine.texts == its.texts for mine, its in zip(runs, plain, strict=True)]
+    metrics = runs[0].metrics
+    done = [c.metrics for run in runs for c in run.completions]
+    return {
+        **origin(BENCH_SCHEMA, machine_),
+        "run": run_id,
+        "config": dict(config),
+        "repetitions": [_repetition(*each) for each in zip(runs, ratios, equal, strict=True)],
+        "tokens_per_s": median(run.tokens_per_s for run in plain) * median(ratios),
+        "repeated": runs[0].repeated,
+        "latency_s": spread([m.total_time for m in done]),
+        "ttft_s": spread([m.time_to_first_token for m in done]),
+        "time_per_output_token_s": spread([m.time_per_output_token for m in done if m.num_output_tokens > 1]),
+        **{name: getattr(metrics, name) for name in COUNTED},
+        "rollbacks": metrics.num_rollbacks,
+        "accepted_per_pos": list(metrics.num_accepted_tokens_per_pos),
+        "speedup": median(ratios),
+        "decode_speedup": median(a / b for a, b in later) if all(b for _, b in later) else None,
+        "equals_plain": all(equal),
+        "time_split": {name: median(_split(run)[name] for run in runs) for name in _split(runs[0])},
+        "overhead_ms_per_round": median(run.overhead / run.num_steps for run in runs) * 1e3,
+        "usage": _usage(runs),
+        "draft_lengths": runs[0].draft_lengths,
+        **_remarks(str(config.get("draft", "none")), runs[0]),
+    }
+
+
+def _remarks(draft: str, run: Run) -> dict[str, object]:
+    """Optional fields: counts of the lower-level drafters, and a flag if almost no draft token was accepted."""
+    found: dict[str, object] = {}
+    if run.levels:
+        found["levels"] = {name: level.as_dict() for name, level in run.levels.items()}
+    if draft != "none" and registry.load("drafters", draft).DRAFTER.owns and is_useless(run.metrics):
+        found["useless_draft"] = True
+    return found
+
+
+def _usage(runs: Seq[Run]) -> dict[str, float | None]:
+    """Machine usage of all runs together, as plain data."""
+    whole = Usage()
+    for run in runs:
+        whole.add(run.usage)
+    return whole.as_dict(sum(run.num_tokens for run in runs))
+
+
+def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:
+    found = {name: getattr(run, name) for name in ("seconds", "num_tokens", "tokens_per_s")}
+    found |= {"speedup": ratio, "equals_plain": same}
+    return {**found, "num_steps": run.num_steps, "time_split": _split(run)}
+
+
+def _split(run: Run) -> dict[str, float]:
+    t = run.times
+    return {**asdict(t), "rest": run.seconds - t.draft - t.target - t.verify - t.schedule}

@@ -1,0 +1,175 @@
+"""Workloads and arms: the prompts of a measurement, their sampling settings, and the ways to decode them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from sameseed import registry
+from sameseed.config import SpecConfig, draft_text
+from sameseed.engine.levels import resolved_options, with_heads
+from sameseed.errors import ConfigError, RequestError
+from sameseed.lines import Line, read_lines
+from sameseed.measure import prompt_sets
+from sameseed.measure.prompt_sets import Prompt
+from sameseed.measure.quality.data import take
+from sameseed.request import MAX_SEED, SamplingParams
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+DEFAULT_PROMPTS = ASSETS / "prompts.jsonl"
+
+
+def prompts_name(source: Path) -> str:
+    """The name of prompts in records: a file's name, or a prompt set's name with its task."""
+    found = None if source.is_file() else prompt_sets.parse(str(source))
+    return source.name if found is None else "/".join(filter(None, found[:2]))
+
+
+def read_prompts(source: Path, limit: int | None = None) -> list[Prompt]:
+    """Read prompts from a file or a published set.
+
+    A .jsonl file has {"prompt"} or {"messages"} per line, with optional "id" and "domain"; a .txt file has one prompt
+    per line. Sets are named as `prompt_sets.parse` reads them. `limit`: number of prompts to take, spread evenly so
+    that every domain stays in. Raises ConfigError with the line, or with what to fetch.
+    """
+    found = None if source.is_file() else prompt_sets.parse(str(source))
+    prompts = _read_file(source) if found is None else prompt_sets.read(*found)
+    if limit is not None and limit < 1:
+        raise ConfigError(f"the number of prompts must be at least 1, got {limit}")
+    return take(prompts, limit)
+
+
+def _read_file(path: Path) -> list[Prompt]:
+    if path.suffix == ".jsonl":
+        prompts = [_prompt(line) for line in read_lines(path, "messages", "prompt")]
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            sets = ", ".join(prompt_sets.SETS)
+            raise ConfigError(
+                f"cannot read prompts from {path} ({why}); give a .jsonl or .txt file, or a set ({sets})"
+            ) from None
+        prompts = [Prompt(str(n), "text", line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompts; write one a line")
+    return prompts
+
+
+def _prompt(line: Line) -> Prompt:
+    name, domain = str(line.row.get("id", line.number)), str(line.row.get("domain", ""))
+    if line.kind == "prompt":
+        return Prompt(name, domain, line.value)
+    if not all(isinstance(m, dict) for m in line.value):
+        raise ConfigError(f'{line.where}: messages must be a list of {{"role", "content"}} objects')
+    return Prompt(name, domain, None, tuple(line.value))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Encoded prompts, their sampling parameters, how many run together (`batch_size`), and their name for records.
+
+    `stops`: stop strings of each prompt besides those of `params`, one tuple per prompt; empty: none.
+    """
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+    batch_size: int = 1
+    stops: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"a batch size must be at least 1, got {self.batch_size}")
+        if self.params.seed is None:
+            raise RequestError("a measurement needs a seed: without one no two runs can be compared; give --seed")
+
+    def batches(self) -> Iterator[list[tuple[tuple[int, ...], SamplingParams]]]:
+        """Prompts with their parameters, `batch_size` at a time. Each prompt has its own seed."""
+        seed = self.params.seed or 0
+        stops = self.stops or ((),) * len(self.prompts)
+        jobs = [
+            (p, replace(self.params, seed=(seed + i) % (MAX_SEED + 1), stop=(*self.params.stop, *stop)))
+            for i, (p, stop) in enumerate(zip(self.prompts, stops, strict=True))
+        ]
+        for start in range(0, len(jobs), self.batch_size):
+            yield jobs[start : start + self.batch_size]
+
+
+def quantile(values: Seq[float], share: float) -> float:
+    """The `share` quantile of `values`, interpolated linearly between neighbours."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def without_past(spec: SpecConfig) -> SpecConfig:
+    """The same levels with option `past` set to "none" wherever a drafter has that option and it is not set."""
+    below = tuple(without_past(b) for b in spec.below)
+    known: set[str] = set()
+    if spec.method in registry.names("drafters"):
+        known = {f.name for f in fields(registry.load("drafters", spec.method).DRAFTER.Options)}
+    options = {"past": "none", **spec.options} if "past" in known else spec.options
+    return replace(spec, options=options, below=below)
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: each arm is its own dictionary key
+class Arm:
+    """One way to decode: a label, and its speculation settings (method "none" is plain decoding).
+
+    Drafters that learn from past requests do not use them here unless their options ask for it. All arms generate the
+    same texts, so a drafter would find each text in what another arm or an earlier repetition left.
+    """
+
+    label: str
+    spec: SpecConfig
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", without_past(self.spec))
+
+    @property
+    def plain(self) -> bool:
+        return self.spec.method == "none"
+
+
+PLAIN = Arm("plain", SpecConfig())
+
+
+def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
+    """Plain decoding, then each draft at each draft length. A draft model that is a head gets the drafter of heads.
+
+    Raises ConfigError for a length out of range, ModelLoadError for a draft that is missing.
+    """
+    made = [PLAIN]
+    for spec in map(with_heads, specs):
+        if spec.method == "none":
+            continue
+        for k in ks:
+            label = f"{draft_text(spec)} k={k}" + (f" p>={spec.confidence:g}" if spec.confidence is not None else "")
+            label = f"{label} {spec.format}" if spec.format != "auto" else label
+            label = f"{label} {spec.policy}" if spec.policy != "fixed" else label
+            label = f"{label} overlap {spec.overlap}" if spec.overlap else label
+            made.append(Arm(label, replace(spec, num_draft_tokens=k)))
+    return made
+
+
+def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
+    """A SpecConfig as plain data for a record; its options include defaults.
+
+    Raises ConfigError or RegistryError for bad options.
+    """
+    return {
+        "draft": spec.method,
+        "draft_model": spec.model,
+        "draft_format": spec.format,
+        "num_draft_tokens": 0 if spec.method == "none" else spec.num_draft_tokens,
+        "confidence": spec.confidence,
+        "policy": spec.policy,
+        "draft_options": resolved_options(spec),
+        **({"overlap": spec.overlap} if spec.overlap else {}),
+        **({"below": [spec_as_dict(b) for b in spec.below]} if spec.below else {}),
+    }

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from lawkit import write_model
+
+from sameseed import LLM
+from sameseed.cli.console import show_table
+from sameseed.config import SpecConfig
+from sameseed.errors import ConfigError, RegistryError
+from sameseed.measure.quality import advice, compare, plots, records, speed, tables
+from sameseed.measure.quality.compare import Comparing, Comparison
+from sameseed.measure.quality.speed import DraftAcceptance
+from sameseed.measure.quality.suite import PerplexityText
+from sameseed.measure.quality.tasks import TaskSettings
+from sameseed.measure.quality.variant import Footprint, Variant, footprint
+from sameseed.report import record, schemas
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("the sum of\nthe list is empty\ndef add(a\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def asked(pair_folders: tuple[Path, Path], data_folder: Path, prompts: Path) -> Comparing:
+    return Comparing(
+        tasks=("perplexity", "humaneval"),
+        settings=TaskSettings(data_folder, limit=2, seed=1, max_tokens=8),
+        text=PerplexityText(window=64, stride=32, tokens=400),
+        draft=str(pair_folders[1]),
+        num_draft_tokens=3,
+        prompts=prompts,
+        max_tokens=12,
+        repeat=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def found(pair_folders: tuple[Path, Path], asked: Comparing) -> Comparison:
+    target = str(pair_folders[0])
+    with pytest.MonkeyPatch.context() as patch:  # the processes take seconds and have a test of their own
+        patch.setattr(compare, "footprint", lambda variant, settings: Footprint(3000, 1000))
+        return compare.report([target, f"{target}@nf4", f"{target}@auto@int8"], asked)
+
+
+def test_every_figure_is_there(found: Comparison, pair_folders: tuple[Path, Path]) -> None:
+    base, small, cached = found.rows
+    assert base.as_draft is None and cached.as_draft is None and not base.notes
+    assert 0.0 < small.as_draft.acceptance_rate < 1.0, "other weights draft for the baseline"
+    assert found.interleaved and base.ratio is None and not base.differences
+    for row in found.rows:
+        assert row.speed.tokens_per_s > 0 and row.speed.drafted_tokens_per_s > 0 and row.speed.c > 0
+        assert row.speed.same_text and len(row.speed.plain) == 2 and len(row.speed.plain[0].completions) == 3
+        assert row.memory.added == 2000
+        assert row.variant.disk_bytes() == (pair_folders[0] / "model.safetensors").stat().st_size
+        low, high = row.as_target.interval
+        assert low <= row.as_target.acceptance_rate <= high
+    assert small.speed.weight_bytes < base.speed.weight_bytes / 3
+    assert cached.speed.weight_bytes == base.speed.weight_bytes
+    assert cached.speed.kv_row_bytes < base.speed.kv_row_bytes and cached.speed.stored["kv_format"] == "int8"
+    for row in (small, cached):
+        mine, its = row.quality.perplexity, base.quality.perplexity
+        assert row.ratio is not None and mine is not None and its is not None
+        assert row.ratio[0] == pytest.approx(mine.perplexity / its.perplexity)
+        assert "humaneval" in row.differences
+
+
+def test_the_draft_among_the_variants_is_not_drafted_for_by_itself(
+    pair_folders: tuple[Path, Path], asked: Comparing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "footprint", lambda variant, settings: Footprint(3000, 1000))
+    own_rates: list[float | None] = []
+    monkeypatch.setattr(compare, "warnings", lambda row, base, own_rate: own_rates.append(own_rate) or [])
+    target, draft = map(str, pair_folders)
+    found = compare.report([target, draft, f"{draft}@w8a8"], replace(asked, tasks=("perplexity",), repeat=1))
+    assert [bool(row.notes) for row in found.rows] == [False, True, True], "the draft, in as many bits or in fewer"
+    first, rounded = (row.as_draft.acceptance_rate for row in found.rows[1:])
+    assert own_rates == [1.0, None, first] and rounded
+
+
+def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
+    lines = records.of_comparison(found)
+    assert len({line["run"] for line in lines}) == 1
+    for line in lines:
+        record.append(tmp_path / "eval.jsonl", line)
+    read = record.read(tmp_path / "eval.jsonl")
+    assert [r["config"]["label"] for r in read] == [row.variant.label for row in found.rows]
+    head, rows = tables.compared(read)
+    assert all(len(row) == len(head) for row in rows) and rows[1][0].endswith("nf4") and ".." in rows[1][3]
+    told = read[1]["comparison"]
+    assert told["baseline"] == found.rows[0].variant.label
+    assert told["as_target"]["acceptance_rate"] == found.rows[1].as_target.acceptance_rate
+    assert told["perplexity_ratio"]["interval"][0] < told["perplexity_ratio"]["value"]
+    assert len(told["repetitions"]) == 2 and read[1]["config"]["format"] == "nf4"
+    with pytest.raises(ConfigError, match="sameseed eval"):
+        schemas.check({k: v for k, v in read[0].items() if k != "tasks"})
+
+
+def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = records.of_comparison(found)
+    for table in tables.comparison(lines, 80):
+        show_table(table)
+    text = capsys.readouterr().out
+    for words in ("perplexity", "over the baseline's", "accepted as draft", "c(8)", "memory added MB", "nf4"):
+        assert words in text
+    pages = plots.plot(lines, tmp_path / "page.png")
+    assert [p.name for p in pages[::2]] == ["page-quality.png", "page-cost.png"]
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pages[::2])
+    assert all("<svg" in p.read_text() for p in pages[1::2])
+    with pytest.raises(ConfigError, match=r"page-quality\.png"):
+        plots.page_paths(tmp_path / "page.pdf")
+
+
+# --- warnings ---
+
+
+def acceptance(rate: float | None) -> DraftAcceptance:
+    return DraftAcceptance(rate, (0.0, 1.0), None if rate is None else 1 + rate, 9, ())
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [(0.5, []), (0.4, []), (0.29, ["fell to 29.0%"]), (0.04, ["near zero"]), (0.0, ["near zero"]), (None, ["nothing"])],
+)
+def test_lost_acceptance_is_said_loudly(found: Comparison, rate: float | None, words: list[str]) -> None:
+    base = replace(found.rows[0], as_target=acceptance(0.5), as_draft=None)
+    row = replace(found.rows[2], as_target=acceptance(rate), as_draft=acceptance(0.9), ratio=(1.0, (1.0, 1.0)))
+    said = compare.warnings(row, base, 1.0)
+    assert len(said) == len(words)
+    assert all(word in line and line.startswith("as target") for word, line in zip(words, said, strict=True))
+    said = compare.warnings(replace(row, as_target=acceptance(0.5), as_draft=acceptance(rate)), base, 1.0)
+    assert all(line.startswith("as draft") for line in said) and bool(said) == (rate is None or rate < 0.6)
+
+
+def test_a_dead_baseline_and_lost_perplexity_are_said(found: Comparison) -> None:
+    dead = replace(found.rows[0], as_target=acceptance(0.01))
+    assert any("near zero" in line for line in compare.warnings(dead, dead, 1.0))
+    row = replace(found.rows[2], ratio=(1.3, (1.2, 1.4)), as_target=found.rows[0].as_target)
+    assert any("1.30 times" in line for line in compare.warnings(row, found.rows[0], 1.0))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_model_that_overflows_is_said_and_its_record_is_json(found: Comparison, value: float, tmp_path: Path) -> None:
+    row = found.rows[1]
+    assert row.quality.perplexity is not None
+    broken = replace(row.quality.perplexity, nll=np.full(99, value, np.float32))
+    row = replace(row, quality=replace(row.quality, perplexity=broken), ratio=(value, None))
+    row.warnings = compare.warnings(row, found.rows[0], 1.0)
+    assert any("not finite" in line for line in row.warnings)
+    lines = records.of_comparison(replace(found, rows=(found.rows[0], row)))
+    told = json.loads(json.dumps(lines[1], allow_nan=False))
+    assert told["perplexity"]["value"] is None
+    assert tables.compared(lines)[1][1].count("not finite") == 2, "perplexity, and the ratio to the baseline's"
+    assert tables.quality(lines[1]).row_count == 2
+    assert all(p.stat().st_size for p in plots.plot(lines, tmp_path / "page.png")), "and is no bar"
+
+
+# --- advice ---
+
+
+def test_advice_comes_from_the_quantizer_s_own_record(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    variant = Variant(str(tmp_path))
+    assert advice.recorded(variant) == []
+    rows = [{"modules": ["model.layers.1.mlp.down_proj"], "reason": "half of the loss"}, {"modules": "x"}, 3]
+    (tmp_path / "quantization.json").write_text(json.dumps({"recommendation": rows}))
+    assert advice.recorded(variant) == [advice.Recommendation(("model.layers.1.mlp.down_proj",), "half of the loss")]
+    for broken in ("{", "[]", '{"recommendation": 4}', "null"):
+        (tmp_path / "quantization.json").write_text(broken)
+        assert advice.recorded(variant) == []
+
+
+def test_advice_is_measured_where_nothing_is_recorded(
+    pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = str(pair_folders[0])
+    nats = {"auto": 100.0, "w4a8": 200.0, "lm_head": 150.0, "layers.0": 195.0, "layers.1": 80.0, "self_attn": 170.0}
+    loaded: list[str] = []
+
+    def perplexity(llm: LLM, *rest: object) -> SimpleNamespace:
+        loaded.append(llm.config.format)
+        found = next(value for part, value in reversed(nats.items()) if part in llm.config.format)
+        return SimpleNamespace(nats=found)
+
+    monkeypatch.setattr(advice, "perplexity", perplexity)
+    tried: list[str] = []
+    rows = advice.measured(
+        Variant(target, "w4a8"), Variant(target), "a text", {}, lambda stage, *_: tried.append(stage.split("keep, ")[1])
+    )
+    assert tried == ["embedding, head", "first layer", "last layer", "attention", "down projections"]
+    assert loaded[:2] == ["auto", "w4a8"] and "w4a8,model.layers.0.*=fp32" in loaded
+    # Keeping the first layer regains a twentieth of the loss, keeping down projections nothing: neither is listed.
+    assert {a.modules[0]: a.recovered for a in rows} == {
+        "model.layers.1.*": pytest.approx(1.2),
+        "model.layers.*.self_attn.*": pytest.approx(0.3),
+        "model.embed_tokens": pytest.approx(0.5),
+    }
+    gains = [a.recovered / a.added_bytes for a in rows if a.recovered and a.added_bytes]
+    assert len(gains) == 3 and gains == sorted(gains, reverse=True)
+    assert advice.measured(Variant(target), Variant(target), "a text", {}) == []
+    nats["w4a8"] = 99.0  # nothing lost
+    assert advice.measured(Variant(target, "w4a8"), Variant(target), "a text", {}) == []
+
+
+# --- variants ---
+
+
+def test_variants_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m@w4a8").mkdir()
+    assert Variant.parse("m@w4a8") == Variant("m@w4a8"), "a path may hold an @"
+    assert Variant.parse("embedded@w4a16,lm_head=bf16@int8") == Variant("embedded", "w4a16,lm_head=bf16", "int8")
+    assert Variant.parse("embedded") == Variant("embedded")
+    assert Variant("embedded", "auto", "int8").label == "embedded kv int8"
+    for text in ("", "a@b@c@d", "embedded@", "@w4a8"):
+        with pytest.raises(ConfigError, match="variant"):
+            Variant.parse(text)
+    with pytest.raises(RegistryError, match="did you mean"):
+        Variant.parse("embedded@w4a9")
+    with pytest.raises(ConfigError, match="KV cache"):
+        Variant.parse("embedded@w4a8@nf4")
+
+
+def test_a_footprint_holds_the_model(tmp_path: Path) -> None:
+    write_model(tmp_path, vocab_size=60_000, hidden_size=128)
+    size = 2 * 60_000 * 128 * 4
+    assert 0.9 * size < footprint(Variant(str(tmp_path)), {}).added < 4 * size
+    with pytest.raises(ConfigError, match=r"failed: .*hub id"):
+        footprint(Variant("not there"), {})
+
+
+def test_bad_choices_fail_before_any_work(
+    pair_folders: tuple[Path, Path], asked: Comparing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unused(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("work was begun")
+
+    monkeypatch.setattr(compare, "LLM", unused)
+    target = str(pair_folders[0])
+    with pytest.raises(ConfigError, match="each once"):
+        compare.report([target, target], asked)
+    with pytest.raises(ConfigError, match="nowhere"):
+        compare.report([target, "nowhere/at/all"], asked)
+    with pytest.raises(ConfigError, match="no task"):
+        compare.report([target], replace(asked, tasks=("perplexitty",)))
+    with pytest.raises(ConfigError, match="acceptance"):
+        compare.report([target], replace(asked, draft="none"))
+
+
+def test_the_default_draft_fits_the_tokenizer(tmp_path: Path, asked: Comparing) -> None:
+    from sameseed.models.loader import resolve_model
+
+    plain = replace(asked, draft=None)
+    assert compare.draft_spec(Variant("embedded"), plain).model == "embedded-draft"
+    write_model(tmp_path)
+    assert compare.draft_spec(Variant(str(tmp_path)), plain).method == "ngram"
+    shutil.copy(resolve_model("embedded") / "tokenizer.json", tmp_path)
+    assert compare.draft_spec(Variant(str(tmp_path)), plain).model == "embedded-draft"
+
+
+def test_a_draft_of_another_vocabulary_is_said(pair_folders: tuple[Path, Path], tmp_path: Path, prompts: Path) -> None:
+    from sameseed.measure.workload import read_prompts
+
+    write_model(tmp_path)
+    from lawkit import write_tokenizer
+
+    write_tokenizer(tmp_path, 290)
+    rate, why = speed.as_draft(
+        Variant(str(pair_folders[0])), Variant(str(tmp_path)), 3, read_prompts(prompts), 4, {}, 0
+    )
+    assert rate is None and "the target's token" in str(why)
+
+
+def test_who_would_draft_for_itself_is_drafted_for_by_ngrams(pair_folders: tuple[Path, Path]) -> None:
+    model, other = map(str, pair_folders)
+    for target, draft, itself in (("auto", "auto", True), ("w8a8", "auto", True), ("auto", "w8a8", False)):
+        spec = SpecConfig("draft_model", model, draft)
+        assert speed.drafts_for_itself(Variant(model, target), spec) is itself
+        assert not speed.drafts_for_itself(Variant(other, target), spec)
+    assert not speed.drafts_for_itself(Variant(model), SpecConfig("ngram"))
+
+
+def test_settings_that_no_draft_takes_are_said(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sameseed.measure.workload import read_prompts
+
+    def refused(*args: object, **settings: object) -> None:
+        raise ConfigError("max_model_len 512 is above the model's own 256; lower it")
+
+    monkeypatch.setattr(speed, "LLM", refused)
+    rate, why = speed.as_draft(Variant("embedded"), Variant("embedded", "w8a8"), 3, read_prompts(prompts), 4, {}, 0)
+    assert rate is None and "lower it" in str(why)

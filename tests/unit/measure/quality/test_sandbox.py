@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from sameseed.measure.quality import sandbox
+from sameseed.measure.quality.sandbox import SandboxOutcome, run, run_all
+
+SHORT = 1.0  # seconds
+
+
+def test_the_standard_library_works() -> None:
+    program = """
+import collections, datetime, decimal, hashlib, heapq, itertools, math, random, re, string, typing
+assert hashlib.md5(b"Hello world").hexdigest() == "3e25960a79dbc69b674cd4ec67a72c62"
+print("prints go nowhere")
+with open("note", "w") as file:
+    file.write("its folder is its own")
+assert open("note").read().startswith("its")
+import os
+os.mkdir("inner"); os.rename("note", "inner/note"); assert os.listdir("inner") == ["note"]; os.remove("inner/note")
+assert sorted(os.listdir()) == ["inner", "program.py"] == sorted(e.name for e in os.scandir("."))
+import doctest, pdb, cmd, glob, tempfile
+assert glob.glob("*.py") == ["program.py"]
+with tempfile.TemporaryDirectory() as folder:
+    assert os.listdir(folder) == []
+"""
+    assert run(program) == sandbox.SandboxOutcome(True)
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("assert 1 == 2, 'no'", "AssertionError: no"),
+        ("def f(:", "SyntaxError"),
+        ("import sys; sys.exit(0)", "SystemExit"),
+        ("import os; os._exit(0)", "exit code 0"),
+        ("def f(): return f()\nf()", "RecursionError"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("x = []\nwhile True: x.append(bytearray(1 << 24))", "MemoryError"),
+        ("file = open('big', 'wb')\nwhile True: file.write(bytes(1 << 20))", "File too large"),
+        ("files = []\nwhile True: files.append(open('x', 'w'))", "Too many open files"),
+    ],
+)
+def test_failures_have_their_reason(program: str, error: str) -> None:
+    outcome = run(program)
+    assert not outcome.passed
+    assert outcome.error is not None and error in outcome.error
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time; time.sleep(100)",
+        "while True: print('x' * 1000000)",
+        "try:\n  while True: pass\nexcept BaseException:\n  while True: pass",
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
+    ],
+)
+def test_what_does_not_end_is_ended(program: str) -> None:
+    outcome = run(program, SHORT)
+    assert not outcome.passed and ("no end after" in str(outcome.error) or "signal" in str(outcome.error))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nwhile True: os.fork()",
+        "import os\nfor _ in range(9):\n  try: os.fork()\n  except OSError: pass\nraise SystemExit(3)",
+        "import subprocess; subprocess.run(['true'])",
+        "import os; os.system('true')",
+        "import os; os.execv('/bin/true', ['true'])",
+        "import os; os.posix_spawn('/bin/true', ['true'], {})",
+        "import multiprocessing as m\np = m.Process(target=print); p.start(); p.join(); assert p.exitcode == 0",
+        "import _posixsubprocess",
+        "import ctypes; ctypes.string_at(0)",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; os.killpg(0, 9)",
+        "import socket; socket.create_connection(('127.0.0.1', 9))",
+        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')",
+        "import threading; threading.Thread(target=print).start()",
+        "import _thread; _thread.start_new_thread(print, ())",
+    ],
+)
+def test_no_processes_signals_or_network(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    outcome = run(program)
+    assert not outcome.passed and outcome.error is not None
+    assert "refused here" in outcome.error or "SystemExit" in outcome.error
+    assert alive_in(tmp_path) == []
+
+
+def alive_in(folder: Path) -> list[str]:
+    """Folders of processes that run in `folder` or below it (the folder may be deleted)."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):
+            found.append(os.readlink(link))
+    return [where for where in found if where.startswith(str(folder))]
+
+
+def test_threads_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run("import threading\nwhile True: threading.Thread(target=lambda: exec('while True: pass')).start()", SHORT)
+    assert alive_in(tmp_path) == []
+
+
+def test_files_elsewhere_are_out_of_reach(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("keep")
+    for program in (
+        f"open({str(mine)!r}).read()",
+        f"open({str(mine)!r}, 'w')",
+        f"import os; os.open({str(mine)!r}, os.O_RDWR)",
+        f"import os; os.remove({str(mine)!r})",
+        f"import os; os.rename({str(mine)!r}, 'stolen')",
+        f"import os; os.symlink({str(mine)!r}, 'link'); open('link', 'w')",
+        f"import shutil; shutil.rmtree({str(tmp_path)!r})",
+        f"import pathlib; pathlib.Path({str(tmp_path / 'new')!r}).mkdir()",
+        f"import sqlite3; sqlite3.connect({str(tmp_path / 'new')!r}).execute('create table t (x)')",
+        f"import sqlite3; sqlite3.connect('file:{tmp_path}/new', uri=True).execute('create table t (x)')",
+        f"import sqlite3; sqlite3.connect(':memory:').execute('attach ? as a', ({str(tmp_path / 'new')!r},))",
+        f"import readline; readline.write_history_file({str(tmp_path / 'new')!r})",
+        f"import os; os.listdir({str(tmp_path)!r})",
+        f"import os; os.chdir({str(tmp_path)!r}); os.listdir()",
+        f"import os; list(os.scandir({str(tmp_path)!r}))",
+        "import _dbm",
+        "import _gdbm",
+        "import _tkinter",
+    ):
+        outcome = run(program)
+        assert not outcome.passed and "refused here" in str(outcome.error), program
+    for name in ("mkfifo", "mknod"):
+        for module in ("os", "posix"):
+            outcome = run(f"import {module}; {module}.{name}({str(tmp_path / 'new')!r})")
+            assert not outcome.passed and "no attribute" in str(outcome.error), (module, name)
+    assert mine.read_text() == "keep" and sorted(os.listdir(tmp_path)) == ["mine"]
+
+
+def test_the_environment_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "x")
+    program = "import os\nassert 'A_SECRET' not in os.environ and os.environ['HOME'] == os.getcwd(), os.environ"
+    assert run(program).passed
+
+
+def test_success_cannot_be_told_from_outside_the_guard() -> None:
+    forged = """
+import os
+for fd in range(3, 32):
+    try:
+        os.write(fd, b'\\n')
+    except OSError:
+        pass
+os._exit(0)
+"""
+    assert not run(forged).passed
+
+
+def test_no_frame_shows_the_token() -> None:
+    """Also, the audit hook that holds the token answers only the guard's own frame."""
+    program = """
+import re, sys
+sys.audit('sameseed.ended', b'')
+frame, seen = sys._getframe(), ''
+while frame:
+    seen += repr(frame.f_locals) + repr(frame.f_globals)
+    frame = frame.f_back
+assert 'program.py' in seen and not re.search('[0-9a-f]{32}', seen)
+raise ValueError('to the end')
+"""
+    assert run(program) == SandboxOutcome(False, "ValueError: to the end")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # replaces what the guard calls
+        """
+import functools, sys, types
+sys.modules["__main__"].sys = types.SimpleNamespace(audit=functools.partial(sys.audit, "sameseed.ended", b""))
+raise SystemExit
+""",
+        # replaces what the guard's own frame calls to report the error
+        """
+import functools, sys
+pretend = functools.partial(sys.audit, "sameseed.ended", b"")
+class Kind(type):
+    __name__ = property(pretend)
+class Wrong(Exception, metaclass=Kind):
+    __str__ = pretend
+raise Wrong
+""",
+        # changes the guard's locals, which frames allow from Python 3.13 on
+        """
+import functools, sys
+frame = sys._getframe()
+while frame.f_back is not None:
+    frame = frame.f_back
+    if "audit" in frame.f_locals:
+        frame.f_locals.update(audit=functools.partial(sys.audit, "sameseed.ended", b""), leave=print)
+raise SystemExit
+""",
+    ],
+)
+def test_who_fails_cannot_make_the_guard_say_otherwise(program: str) -> None:
+    assert not run(program).passed
+
+
+def test_limits_hold_for_good() -> None:
+    program = "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))"
+    assert not run(program).passed
+    assert run("import resource as r; assert r.getrlimit(r.RLIMIT_NPROC) == (0, 0)").passed
+
+
+def test_its_folder_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run("open('x', 'w').write('x')").passed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_many_in_order() -> None:
+    ticks: list[None] = []
+    outcomes = run_all([f"assert {i} % 3" for i in range(7)], tick=lambda: ticks.append(None))
+    assert [o.passed for o in outcomes] == [bool(i % 3) for i in range(7)]
+    assert len(ticks) == 7

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sameseed import devices
+from sameseed.config import SpecConfig
+from sameseed.engine.memory import Demand, plan_blocks
+from sameseed.engine.settings import make_config
+from sameseed.errors import ConfigError, RequestError
+from sameseed.measure import report
+from sameseed.measure.bench import Bench, Run, fitted
+from sameseed.measure.prompt_sets import Prompt
+from sameseed.measure.record import config_as_dict, make_record, make_records
+from sameseed.measure.workload import Workload, arms
+from sameseed.models.loader import load_tokenizer, read_config, resolve_model
+from sameseed.report import record, schemas
+from sameseed.request import SamplingParams, SpecMetrics
+from sameseed.scheme import QuantScheme
+
+Measured = tuple[Bench, Workload, dict[Any, list[Run]]]
+
+
+@pytest.fixture(scope="module")
+def measured(pair_folders: tuple[Path, Path]) -> Measured:
+    """Three prompts, two at a time, measured three times in each of four ways."""
+    target, draft = map(str, pair_folders)
+    ways = arms([SpecConfig("ngram"), SpecConfig("draft_model", model=draft)], [3])
+    ways += arms([SpecConfig("draft_model", model=draft, confidence=0.5)], [5])[1:]
+    bench = Bench(target, ways, {"max_num_seqs": 2})
+    tokenizer = bench.llm.tokenizer
+    prompts = tuple(tuple(tokenizer.encode(t)) for t in ("the sum of", "the list is empty", "def add(a"))
+    workload = Workload("test", prompts, SamplingParams(max_tokens=24, temperature=0.7, seed=4), 2)
+    bench.warm_up(workload)
+    return bench, workload, bench.measure(workload, 3)
+
+
+def test_every_arm_ran_everything_and_wrote_the_same(measured: Measured) -> None:
+    bench, workload, runs = measured
+    plain = runs[bench.arms[0]][0]
+    assert len(plain.completions) == len(workload.prompts)
+    for arm in bench.arms:
+        assert len(runs[arm]) == 3
+        for run in runs[arm]:
+            assert run.texts == plain.texts
+            assert run.num_steps <= plain.num_steps
+            assert 0 < run.times.target < run.seconds
+    assert plain.metrics.num_draft_tokens == 0
+    assert runs[bench.arms[2]][0].metrics.num_accepted_tokens > 0
+
+
+def test_the_time_of_prompts_is_not_that_of_tokens(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of six times the tokens takes six times the time after its prompt, and its prompt's once."""
+    bench, workload, _ = measured
+    completion = SimpleNamespace(
+        metrics=SimpleNamespace(time_to_first_token=3.0, num_prompt_tokens=1, num_output_tokens=16)
+    )
+
+    def ran(engine: Any, batch: Any, run: Run) -> None:
+        run.seconds, run.num_steps = 5.0, 16
+        run.completions = [completion] * 2  # type: ignore[list-item]
+
+    monkeypatch.setattr("sameseed.measure.bench.run_batch", ran)
+    long = replace(workload, params=replace(workload.params, max_tokens=96))
+    assert bench.warm_up(long) == pytest.approx(len(bench.arms) * (3.0 + 6 * 2.0))
+
+
+@pytest.mark.parametrize("own", [{}, {"max_model_len": 4096}, {"num_blocks": 90}])
+def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(
+    own: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU of 8 GiB, one engine takes all of it for its KV cache if it does not know how long the texts are."""
+    left = [8 << 30]
+    longest = read_config(resolve_model("embedded")).max_model_len
+    monkeypatch.setattr(devices, "memory_room", lambda name, share: (left[0], left[0], 8 << 30))
+
+    def load(model: str, draft: SpecConfig | None, target: Any = None, **given: Any) -> Any:
+        config = make_config(draft, **given)
+        size = config.max_model_len or longest
+        left[0] -= plan_blocks(config, size, [Demand(QuantScheme(), 0, 50 << 20)]) * (50 << 20)
+        return SimpleNamespace(engine=SimpleNamespace(drafter=draft, runner=SimpleNamespace(model=None)))
+
+    prompts = [Prompt("a", "b", "one prompt"), Prompt("c", "d", "another")]
+    settings = {"device": "cuda", "max_num_seqs": 1, **own}
+    ways = arms([SpecConfig("ngram")], [3])
+    given = fitted("embedded", settings, prompts, 32)
+    if own:  # the user's settings are kept
+        assert given == settings
+        return
+    assert 1024 < given["max_model_len"] < longest
+    with pytest.raises(ConfigError, match="The most that fits"):
+        Bench("embedded", ways, settings, load)
+    left[0] = 8 << 30
+    Bench("embedded", ways, given, load)
+    assert fitted("embedded", {"max_num_seqs": 1}, prompts, 32) == {"max_num_seqs": 1}  # the CPU's cache takes a share
+    tall = fitted("embedded", settings, prompts, 2000)["max_model_len"]
+    assert tall == min(longest, 2000 + 64 + len(prompts[0].encode(load_tokenizer(resolve_model("embedded")))))
+
+
+def test_nothing_stays_behind(measured: Measured) -> None:
+    bench = measured[0]
+    for arm in bench.arms:
+        engine = bench.install(arm)
+        assert not engine.has_work
+        assert engine.runner.blocks.num_free == engine.runner.blocks.num_blocks
+
+
+def test_bench_writes_what_the_front_door_writes(measured: Measured) -> None:
+    bench, workload, runs = measured
+    jobs = [job for batch in workload.batches() for job in batch]
+    bench.install(bench.arms[0])
+    expected = bench.llm.generate([p for p, _ in jobs], [s for _, s in jobs])
+    assert [c.token_ids for c in expected] == runs[bench.arms[1]][0].texts
+
+
+def test_arms_of_one_drafter_share_it(measured: Measured) -> None:
+    bench = measured[0]
+    fixed, confident = (bench.install(bench.arms[i]).drafter for i in (2, 3))
+    assert fixed is confident
+    assert bench.install(bench.arms[3]).policy.uses_confidence
+    assert not bench.install(bench.arms[2]).policy.uses_confidence
+
+
+def test_a_prompt_too_long_fails_before_anything_runs(measured: Measured) -> None:
+    bench, workload, _ = measured
+    with pytest.raises(RequestError, match="shorten the prompt"):
+        bench.workload("long", [Prompt("a", "", "one "), Prompt("b", "", "one " * 5000)], workload.params)
+
+
+def test_records_are_complete_and_their_medians_right(
+    measured: Measured, pair_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    bench, workload, runs = measured
+    records = make_records(bench, str(pair_folders[0]), workload, runs, record.now(), record.machine())
+    for line in records:
+        record.append(tmp_path / "r.jsonl", line)
+    again = record.read(tmp_path / "r.jsonl")
+    assert again == json.loads(json.dumps(records))
+    plain = sorted(r["tokens_per_s"] for r in again[0]["repetitions"])[1]
+    for line in again:
+        ratios = sorted(r["speedup"] for r in line["repetitions"])
+        assert line["speedup"] == ratios[1]
+        assert line["tokens_per_s"] == pytest.approx(plain * ratios[1]), "rates and ratios never contradict each other"
+        assert line["latency_s"]["median"] <= line["latency_s"]["p95"]
+        split = line["repetitions"][0]["time_split"]
+        assert sum(split.values()) == pytest.approx(line["repetitions"][0]["seconds"])
+
+
+def test_a_text_that_differs_is_told(measured: Measured) -> None:
+    bench, _, runs = measured
+    plain = runs[bench.arms[0]]
+    other = Run(seconds=1.0, num_steps=1, completions=list(plain[0].completions))
+    changed = other.completions[1]
+    other.completions[1] = replace(changed, token_ids=(*changed.token_ids[:-1], changed.token_ids[-1] + 1))
+    made = make_record({}, [other, plain[1]], plain[:2], "now", {})
+    assert made["equals_plain"] is False
+    assert [r["equals_plain"] for r in made["repetitions"]] == [False, True]
+
+
+@pytest.mark.parametrize("damage", ["speedup", "machine", "schema"])
+def test_a_foreign_record_is_refused(measured: Measured, tmp_path: Path, damage: str) -> None:
+    bench, _, runs = measured
+    plain = runs[bench.arms[0]]
+    line = make_record({}, plain, plain, "now", {})
+    schemas.check(line)
+    bad = {**line, "schema": "other/2"} if damage == "schema" else {k: v for k, v in line.items() if k != damage}
+    with pytest.raises(ConfigError, match=damage):
+        record.append(tmp_path / "r.jsonl", bad)
+    assert not (tmp_path / "r.jsonl").exists()
+    (tmp_path / "r.jsonl").write_text(json.dumps(bad) + "\n")
+    with pytest.raises(ConfigError, match=r"r\.jsonl:1"):
+        record.read(tmp_path / "r.jsonl")
+
+
+def test_table_rows(measured: Measured, pair_folders: tuple[Path, Path]) -> None:
+    bench, workload, runs = measured
+    records = make_records(bench, str(pair_folders[0]), workload, runs, "now", {})
+    assert [report.cells(r)[0] for r in records] == [a.label for a in bench.arms]
+    assert report.cells(records[0])[-1] == ""
+    assert report.cells(records[1])[-1] == "yes"
+    assert report.cells({**records[1], "equals_plain": False})[-1] == "NO"
+    assert "temperature 0.7 seed 4" in report.title(records[0]["config"])
+    assert all(str(pair_folders[0].parent) not in json.dumps(r) for r in records)
+
+
+def test_repeated_grams() -> None:
+    def repeated(*texts: Any) -> float | None:
+        done: list[Any] = [SimpleNamespace(token_ids=tuple(text)) for text in texts]
+        return Run(completions=done).repeated
+
+    assert repeated(range(7)) is None and repeated(range(8)) == 0.0
+    assert repeated([5] * 9) == 0.5, "two 8-grams, one of them new"
+    assert repeated([5] * 9, range(9), range(9)) == pytest.approx(1 / 6), "each text by itself"
+
+
+def test_spread() -> None:
+    assert record.spread([]) == {"median": None, "mean": None, "p95": None}
+    assert record.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "mean": 2.0, "p95": 3.0}
+    assert record.spread([float(i) for i in range(100)])["p95"] == 95.0
+
+
+def test_levels_are_counted_for_each_run(pair_folders: tuple[Path, Path]) -> None:
+    """Runs and arms share a drafter, but a run's record counts only that run's levels."""
+    target, draft = map(str, pair_folders)
+    below = (SpecConfig("ngram", num_draft_tokens=4), SpecConfig("draft_model", draft, num_draft_tokens=4))
+    bench = Bench(target, arms([SpecConfig("first", below=below)], [4]), {"max_num_seqs": 2})
+    prompts = tuple(tuple(bench.llm.tokenizer.encode(t)) for t in ("the sum of the sum of", "def add(a"))
+    workload = Workload("test", prompts, SamplingParams(max_tokens=20, seed=4), 2)
+    runs = bench.measure(workload, 2)
+    for run in runs[bench.arms[1]]:
+        assert list(run.levels) == ["level 1: ngram", "level 2: draft_model"]
+        for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            assert sum(getattr(m, field) for m in run.levels.values()) == getattr(run.metrics, field) > 0
+    plain, first = make_records(bench, target, workload, runs, "run", {})
+    assert "levels" not in plain and "useless_draft" not in first
+    schemas.check(json.loads(json.dumps(first)))
+    lines = report.levels(first)
+    assert len(lines) == 2 and all(f": level {i}: " in line for i, line in enumerate(lines, 1))
+    assert report.levels(plain) == []
+
+
+def test_a_draft_that_is_no_use_is_marked(measured: Measured, pair_folders: tuple[Path, Path]) -> None:
+    bench, workload, runs = measured
+    plain, arm = runs[bench.arms[0]], bench.arms[2]
+    useless = [replace(run, metrics=SpecMetrics()) for run in runs[arm]]
+    for run in useless:
+        for _ in range(50):
+            run.metrics.update(4, 0)
+    config = config_as_dict(bench.llm, str(pair_folders[0]), arm, workload)
+    told = make_record(config, useless, plain, "run", {})
+    assert told["useless_draft"] is True
+    assert "take a draft of this very target" in report.levels(told)[0]
+    looked_up = make_record({**config, "draft": "ngram"}, useless, plain, "run", {})
+    assert "useless_draft" not in looked_up
+
+
+def test_no_repetition_finds_what_an_earlier_one_left(measured: Measured) -> None:
+    """A prompt in the prefix cache costs no prefill, so every arm after the first would seem faster."""
+    bench, workload, runs = measured
+    assert all(c.metrics.num_cached_tokens == 0 for arm in bench.arms for run in runs[arm] for c in run.completions)
+    drafters = [bench.install(arm).drafter for arm in bench.arms]
+    caches = [bench.llm.engine.runner.blocks, *(d.runner.blocks for d in drafters if hasattr(d, "runner"))]
+    assert len(caches) > 1
+    assert all(len(blocks.prefixes) == 0 for blocks in caches)
+    long = replace(workload, prompts=(tuple(range(1, 60)),) * 2, batch_size=1)
+    for arm, found in bench.measure(long, 2).items():
+        assert [c.metrics.num_cached_tokens for run in found for c in run.completions] == [0] * 4, arm.label

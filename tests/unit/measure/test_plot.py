@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sameseed.errors import ConfigError
+from sameseed.measure.costs import Cost, Profile
+from sameseed.measure.limits import from_rates
+from sameseed.measure.plots import plot
+from sameseed.report.plot import plot_paths
+
+
+def made(contexts: tuple[int, ...], rows: tuple[int, ...]) -> Profile:
+    limit = from_rates(2, {"read": (2e10,), "fp32": (2e11,), "int8": (9e11,)}, {}, "native")
+    costs = tuple(
+        Cost(f, "bf16", c, m, 10.0 + m, (10 + m) / 11, 9.0 + m, 12.0 + m, 5, 8.0, 0.4 * m)
+        for f in ("bf16", "w4a8")
+        for c in contexts
+        for m in rows
+    )
+    return Profile({"name": "tiny <shape>"}, costs, (), (), (), limit, {"cpu": "some CPU"}, interrupted=True)
+
+
+@pytest.mark.parametrize("case", [((8,), (1, 2, 16)), ((8, 64), (1, 2)), ((8,), (1,))])
+def test_both_files_are_written(case: tuple[tuple[int, ...], tuple[int, ...]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    png, svg = plot(made(*case), tmp_path / "curves.png")
+    assert png.read_bytes().startswith(b"\x89PNG") and len(png.read_bytes()) > 10_000
+    assert "<svg" in svg.read_text() and svg.name == "curves.svg"
+    before = svg.read_bytes()
+    plot(made(*case), tmp_path / "curves")
+    assert svg.read_bytes() == before, "the same numbers draw the same file"
+
+
+def test_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"not as '\.pdf'.*c\.png"):
+        plot_paths(Path("c.pdf"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="matplotlib"):
+        plot_paths(Path("c.png"))

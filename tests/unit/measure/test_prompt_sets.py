@@ -1,0 +1,186 @@
+"""Published sets as prompts: every layout, missing files, and that all commands name a set in the same way."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures_quality import problem, write_rows
+
+from sameseed.config import SpecConfig
+from sameseed.errors import ConfigError, RequestError
+from sameseed.measure.bench import Bench
+from sameseed.measure.load import prompts as load_prompts
+from sameseed.measure.load.wire import Endpoint
+from sameseed.measure.prompt_sets import ROW, SETS, Prompt
+from sameseed.measure.workload import arms, prompts_name, read_prompts
+from sameseed.models.loader import load_tokenizer, resolve_model
+from sameseed.request import SamplingParams
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+TALK = {"question_id": 81, "category": "writing", "turns": ["the sum of", "all parts"]}
+TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """All five sets in one folder, some compressed."""
+    write_rows(tmp_path / "mt_bench.jsonl.gz", [TALK, {**TALK, "question_id": 82, "category": "math"}])
+    single = [{"question_id": n, "category": t, "turns": [f"{t}?"]} for n, t in enumerate(TASKS)]
+    write_rows(tmp_path / "spec_bench.jsonl", [TALK, *single])
+    write_rows(tmp_path / "gsm8k-test.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    write_rows(tmp_path / "HumanEval.jsonl.gz", [problem(n) for n in range(4)])
+    long, short = " word" * ROW, " word" * (ROW - 1)
+    (tmp_path / "wikitext2-test.txt").write_text(f" = A = \n \n{long} \n{short} \n{long} two \n")
+    return tmp_path
+
+
+def asked(name: str, folder: Path, limit: int | None = None) -> list[Prompt]:
+    return read_prompts(Path(f"{name}:{folder}"), limit)
+
+
+def test_two_turns_are_two_prompts(folder: Path) -> None:
+    first, second, third, fourth = asked("mt-bench", folder)
+    assert [p.id for p in (first, second, third, fourth)] == ["81/1", "81/2", "82/1", "82/2"]
+    assert first.messages == second.messages == ({"role": "user", "content": "the sum of"},)
+    assert (first.then, second.then) == ((), ("all parts",))
+    assert (first.domain, fourth.domain) == ("writing", "math")
+
+
+def test_six_tasks(folder: Path) -> None:
+    found = asked("spec-bench", folder)
+    assert {p.domain for p in found} == {"mt_bench", *TASKS} and len(found) == 7
+    assert [p.domain for p in asked("spec-bench/qa", folder)] == ["qa"]
+    with pytest.raises(ConfigError, match="no such task; there are math_reasoning, mt_bench, qa"):
+        asked("spec-bench/chess", folder)
+
+
+def test_rows_of_wikitext_are_long_and_cut(folder: Path) -> None:
+    found = asked("wikitext", folder)
+    assert [p.id for p in found] == ["3", "5"]
+    tokenizer = load_tokenizer(resolve_model("embedded"))
+    assert [len(p.encode(tokenizer)) for p in found] == [ROW, ROW]
+    assert found[0].encode(tokenizer) == tuple(tokenizer.encode(("word " * ROW).strip()))[:ROW]
+
+
+def test_sums_are_asked_in_a_chat_or_as_text(folder: Path) -> None:
+    (one,) = asked("gsm8k", folder)
+    tokenizer = load_tokenizer(resolve_model("embedded"))
+    tokenizer.chat_template = TEMPLATE
+    assert tokenizer.decode(one.encode(tokenizer)) == "user: 1 + 1?\nassistant:"
+    tokenizer.chat_template = None
+    assert tokenizer.decode(one.encode(tokenizer)) == "Question: 1 + 1?\nAnswer:"
+    assert one.stop == ("\nQuestion:",)
+
+
+def test_functions_end_where_the_next_thing_begins(folder: Path) -> None:
+    found = asked("humaneval", folder, 2)
+    assert [p.id for p in found] == ["Test/0", "Test/2"] and "\ndef" in found[0].stop
+    assert found[0].text == problem(0)["prompt"]
+
+
+def test_a_file_of_any_name_and_the_hubs_folders(folder: Path) -> None:
+    shutil.copy(folder / "mt_bench.jsonl.gz", folder / "mine.jsonl.gz")
+    assert read_prompts(Path(f"mt-bench:{folder}/mine.jsonl.gz")) == asked("mt-bench", folder)
+    hub = folder / "hub" / "raw"
+    hub.mkdir(parents=True)
+    (hub / "question.jsonl").write_bytes(gzip.decompress((folder / "mt_bench.jsonl.gz").read_bytes()))
+    assert asked("mt-bench", folder / "hub") == asked("mt-bench", folder)
+
+
+def test_parquet_files(folder: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"question": "1 + 1?", "answer": "#### 2"}]
+    (folder / "hub" / "main").mkdir(parents=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "hub" / "main" / "test-00000-of-00001.parquet")
+    assert asked("gsm8k", folder / "hub") == asked("gsm8k", folder)
+
+
+def test_by_name_alone_the_hub_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repository: str, file: str, kind: str) -> Path:
+        assert (repository, kind) == ("HuggingFaceH4/mt_bench_prompts", "dataset")
+        return folder / "mt_bench.jsonl.gz"
+
+    monkeypatch.setattr("sameseed.hub.fetch", download)
+    assert read_prompts(Path("mt-bench")) == asked("mt-bench", folder)
+    with pytest.raises(ConfigError, match=r"github\.com/hemingkx/Spec-Bench and give it with --prompts spec-bench:DIR"):
+        read_prompts(Path("spec-bench"))
+
+
+def test_what_is_missing_or_odd_is_said(folder: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for name in SETS:
+        with pytest.raises(ConfigError, match=r"lacks .*the data of"):
+            asked(name, empty)
+        with pytest.raises(ConfigError, match=f"--prompts {name}:DIR"):
+            asked(name, empty / "none")
+    for turns in ([], [1]):
+        write_rows(folder / "mt_bench.jsonl.gz", [{**TALK, "turns": turns}])
+        with pytest.raises(ConfigError, match="row 1: 'turns' must be a list of texts"):
+            asked("mt-bench", folder)
+    (folder / "wikitext2-test.txt").write_text("short\n")
+    with pytest.raises(ConfigError, match="long enough"):
+        asked("wikitext", folder)
+
+
+def test_names_in_records_hold_no_path(folder: Path) -> None:
+    for name in (*SETS, "spec-bench/qa"):
+        assert prompts_name(Path(f"{name}:{folder}")) == prompts_name(Path(name)) == name
+    assert prompts_name(folder / "mine.jsonl") == "mine.jsonl" and prompts_name(Path("text")) == "text"
+
+
+def test_later_turns_follow_the_targets_own_answers(pair_folders: tuple[Path, Path], folder: Path) -> None:
+    """After these turns, every drafter gives the texts of plain decoding, up to the same natural ends."""
+    bench = Bench(str(pair_folders[0]), arms([SpecConfig("ngram")], [3]), {"max_num_seqs": 2})
+    tokenizer = bench.llm.tokenizer
+    tokenizer.chat_template = TEMPLATE
+    prompts, params = asked("mt-bench", folder)[:2], SamplingParams(max_tokens=8, seed=1)
+    prompts += [replace(p, stop=(tokenizer.decode([tokenizer.encode("of")[-1]]),)) for p in asked("humaneval", folder)]
+    workload = bench.workload("sets", prompts, params, 2)
+    first = tokenizer.render_chat(prompts[0].messages)
+    (written,) = bench.llm.generate([{"prompt_token_ids": list(workload.prompts[0])}], params)
+    whole = f"{first} {written.text}\nuser: all parts\nassistant:"
+    assert workload.prompts[1] == tuple(tokenizer.encode(whole, add_special_tokens=False))
+    jobs = [params for batch in workload.batches() for _, params in batch]
+    assert [p.stop for p in jobs] == [p.stop for p in prompts]
+    runs = bench.measure(workload, 1)
+    plain, drafted = (runs[arm][0].texts for arm in bench.arms)
+    assert plain == drafted and len(plain) == len(prompts)
+    with pytest.raises(RequestError, match="prompt 81/1"):
+        bench.workload("sets", [replace(prompts[0], messages=({"role": "user", "content": "a " * 10**4},))], params)
+
+
+async def test_a_server_is_asked_for_the_first_turns_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+
+    async def ask(client: Any, endpoint: Endpoint, route: str, **fields: Any) -> dict[str, Any]:
+        told.append({"route": route, **fields})
+        if route == "tokenize":
+            return {"tokens": list(range(999))}
+        return {"choices": [{"message": {"content": "a whole"}}]}
+
+    monkeypatch.setattr(load_prompts, "ask", ask)
+    shape, client = load_prompts.Shape(None, 7), None
+    chat, plain = Endpoint("s", "http://s", "m", True), Endpoint("s", "http://s", "m", False)
+
+    async def made(name: str, endpoint: Endpoint, count: int) -> list[dict[str, Any]]:
+        kind = f"{name}:{folder}"
+        return await load_prompts.make_prompts(client, endpoint, kind, shape, count, "1", None)  # type: ignore[arg-type]
+
+    bodies = sorted(await made("mt-bench", chat, 4), key=lambda body: len(body["messages"]))
+    assert [len(body["messages"]) for body in bodies] == [1, 1, 3, 3]
+    assert bodies[3]["messages"][1:] == [
+        {"role": "assistant", "content": "a whole"},
+        {"role": "user", "content": "all parts"},
+    ]
+    assert {t["max_tokens"] for t in told} == {7}
+    assert (await made("gsm8k", plain, 1))[0] == {"prompt": "Question: 1 + 1?\nAnswer:", "stop": ["\nQuestion:"]}
+    assert len((await made("humaneval", plain, 1))[0]["stop"]) == 4
+    assert (await made("wikitext", plain, 1))[0] == {"prompt": list(range(ROW))}
