@@ -41,7 +41,7 @@ class KVCache:
 
         def rows(fmt: Format, count: int, heads: int, dim: int) -> tuple[Tensor, Tensor | None]:
             codes, scales = fmt.encode_kv(torch.zeros(1, heads, dim))
-            # A new huge page may take 5 ms (docs/log.md), so layers of bf16 begin theirs at different rows.
+            # A new huge page may take 5 ms (docs/log/2026-q4.md), so layers of bf16 begin theirs at different rows.
             where, size = torch.device(device), block_size * heads * dim * 2
             apart = -(-((HUGE // count - num_blocks * size) % HUGE) // size)
             spare = apart if where.type == "cpu" and num_blocks * size > HUGE else 0

@@ -2,7 +2,7 @@
 
 The parameters were measured for every cut of an 8B model's products with one row (benchmarks/results/gpu_sweep.jsonl).
 On an H200, four warps per program, and enough shares for two programs per multiprocessor, were the fastest or within
-3 % of the fastest for every format (docs/log.md).
+3 % of the fastest for every format (docs/log/2026-q4.md).
 """
 
 from __future__ import annotations
