@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from sameseed.cli.options import option, parse
@@ -50,15 +50,11 @@ def run(argv: Seq[str], prog: str) -> int:
             try:
                 text = answer(llm, asked, parsed.params, args, interactive)
                 messages = [*asked, {"role": "assistant", "content": text}]
-            except RequestError as error:
+            except (RequestError, KeyboardInterrupt) as error:
                 if not interactive:
                     raise
-                console.print(f"error: {error} (/reset begins anew)", markup=False)
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                sys.stdout.write("\n")
-                console.print("interrupted", style="dim")
+                stopped = isinstance(error, KeyboardInterrupt)
+                console.print("\ninterrupted" if stopped else f"error: {error} (/reset begins anew)", markup=False)
     return 0
 
 
@@ -82,22 +78,26 @@ def turns(interactive: bool) -> Iterator[str]:
 
 
 def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, args: ChatArgs, interactive: bool) -> str:
-    """Generate an answer and show it meanwhile; returns its text."""
+    """Generate an answer and show it meanwhile; returns its text, without the reasoning of Harmony."""
     from sameseed.cli.console import TextWriter, stderr_console, summary
     from sameseed.cli.generate import as_json
+    from sameseed.models.harmony import Harmony, is_harmony
 
     writer = TextWriter(sys.stdout, args.show_draft)
-    text = ""
+    text, harmony = "", Harmony("") if is_harmony(llm.tokenizer.chat_template) else None
+    params = params if harmony is None else replace(params, skip_special_tokens=False)
     try:
         for delta in llm.chat_stream(messages, params):
-            text += delta.text
-            if not args.json:
-                writer.write(delta)
+            thought, said = harmony.feed(delta.text, delta.completion is not None) if harmony else ("", delta.text)
+            gap = "\n\n" if said and not text and writer.text else ""
+            text += said
+            if not args.json:  # drafts are marked in the text as generated
+                writer.write(delta if args.show_draft else replace(delta, text=thought + gap + said))
             if delta.completion is not None:
                 if delta.completion.error and not args.json:
                     stderr_console().print(f"error: {delta.completion.error}", soft_wrap=True, markup=False)
                 if args.json:
-                    print(json.dumps({"role": "assistant"} | as_json(delta.completion)), flush=True)
+                    print(json.dumps({"role": "assistant"} | as_json(delta.completion) | {"text": text}), flush=True)
                 else:
                     print(flush=True)
                     if interactive:

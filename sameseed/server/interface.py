@@ -19,7 +19,6 @@ from pydantic import BaseModel
 
 from sameseed.server.protocol import TOKEN
 from sameseed.server.text import TextCodec
-from sameseed.server.tools import parser_for
 
 PAGE = Path(__file__).with_name("playground.html")
 SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
@@ -44,14 +43,10 @@ def fitted(document: dict[str, Any], names: tuple[str, ...], text: TextCodec | N
 
 
 def _fit(value: Any, names: tuple[str, ...], text: TextCodec | None) -> Any:
-    toolless = text is not None and parser_for(text.tokenizer.template_for(tools=True)) is None
-    if isinstance(value, list):  # a model without tools takes no calls and no results
-        forms = (
-            v
-            for v in value
-            if not (toolless and isinstance(v, dict) and v.get("title") in ("CallItem", "CallOutputItem"))
-        )
-        return [_fit(form, names, text) for form in forms]
+    toolless = text is not None and text.calls is None
+    dropped = ("CallItem", "CallOutputItem") if toolless else ()  # such a model takes no calls and no results
+    if isinstance(value, list):
+        return [_fit(v, names, text) for v in value if not (isinstance(v, dict) and v.get("title") in dropped)]
     if not isinstance(value, dict):
         return value
     made = {k: _fit(v, names, text) for k, v in value.items() if k != "422"}  # FastAPI's own error, never sent here

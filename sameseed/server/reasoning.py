@@ -18,6 +18,7 @@ PARSERS = {
     "deepseek_r1": Marks("<think>", "</think>", always=True),
     "qwen3": Marks("<think>", "</think>"),
     "seed_oss": Marks("<seed:think>", "</seed:think>"),
+    "openai_gptoss": Marks("<|channel|>analysis<|message|>", "<|end|>"),  # templates of Harmony need no parser
 }
 
 

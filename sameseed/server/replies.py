@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from sameseed.models.harmony import Harmony
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece
 from sameseed.server.reasoning import Thoughts
@@ -69,7 +70,7 @@ class Reply:
         num_spec_tokens: int = 0,
         tokens: bool = False,
         ids_as_tokens: bool = False,
-        thoughts: Callable[[], Thoughts] | None = None,
+        thoughts: Callable[[], Thoughts | Harmony] | None = None,
     ) -> None:
         """`num_spec_tokens`: the longest draft that the engine may make; `tokens`: show token ids too.
 
@@ -205,8 +206,7 @@ class Reply:
 def shown_tokens(part: ReplyChoice | Piece) -> dict[str, Any]:
     """Token ids, where in the text each begins, whether it was a draft token, and which drafter level drafted it."""
     accepted = [int(level is not None) for level in part.levels]
-    fields = {"token_ids": part.token_ids, "accepted": accepted}
-    return {**fields, "levels": part.levels, "text_offset": part.text_offset}
+    return {"token_ids": part.token_ids, "accepted": accepted, "levels": part.levels, "text_offset": part.text_offset}
 
 
 def speculation_metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
+from sameseed.models.harmony import Harmony
 from sameseed.request import SamplingParams
-from sameseed.server import conversation, frames, reasoning
+from sameseed.server import conversation, frames
 from sameseed.server.answer import Answer, too_late
 from sameseed.server.chat import ChatReply
 from sameseed.server.client import EngineClient
@@ -37,11 +38,12 @@ from sameseed.server.protocol import (
     TokenizeFields,
 )
 from sameseed.server.reading import INLINE, F, Intake, read
+from sameseed.server.reasoning import PARSERS, Thoughts
 from sameseed.server.replies import Reply
 from sameseed.server.responses import ResponseReply
 from sameseed.server.structured import GrammarSource
 from sameseed.server.text import TextCodec
-from sameseed.server.tools import FORMATS, Parser, parser_for
+from sameseed.server.tools import FORMATS, Parser
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 LAST_TOKENS = 16  # last tokens of a prompt, which may hold a mark that opens or closes the reasoning
@@ -133,12 +135,11 @@ class Service:
         named = isinstance(fields.tool_choice, NamedTool)
 
         def plain() -> tuple[GrammarSource | None, list[dict[str, Any]], Callable[[], Parser] | None]:
-            source = fields.compelled(parser_for(text.tokenizer.template_for(tools=True)))
-            return source, conversation.plain(fields.messages), tool_parser(fields.offered, text)
+            return fields.compelled(text.calls), conversation.plain(fields.messages), tool_parser(fields.offered, text)
 
         async def prepare(id: str) -> Prepared:
             source, messages, parser = await self.aside(request, plain)
-            if parser is not None and text.hides_marks:
+            if text.hides_marks and (parser is not None or text.calls == "openai"):
                 fields.skip_special_tokens = False
             grammar = await self._compiled(source)
             asked, keep = Render(messages, fields.offered, fields.options), fields.keep(max_tokens, text.max_model_len)
@@ -164,6 +165,7 @@ class Service:
 
         async def prepare(id: str) -> Prepared:
             source, messages = await self.aside(request, lambda: (fields.source(), fields.messages))
+            fields.skip_special_tokens = False if text.calls == "openai" else fields.skip_special_tokens
             grammar = await self._compiled(source)
             keep = fields.keep(fields.max_output_tokens, text.max_model_len)
             ids = await text.chat(Render(messages, [], fields.options), visit_of(request).size, keep=keep)
@@ -271,19 +273,19 @@ class Service:
             "fingerprint": self.client.fingerprint,
         }
 
-    def _thoughts(self, text: TextCodec, ids: list[int], bound: bool) -> Callable[[], reasoning.Thoughts] | None:
+    def _thoughts(self, text: TextCodec, ids: list[int], bound: bool) -> Callable[[], Thoughts | Harmony] | None:
         """Factory of reasoning splitters, one per choice. `bound`: a format covers the whole text, so no reasoning."""
-        if self.config.reasoning_parser is None:
-            return None
+        name, harmony = self.config.reasoning_parser, text.calls == "openai"
         end = None if bound else text.tokenizer.decode(ids[-LAST_TOKENS:], skip_special_tokens=False)
-        return partial(reasoning.Thoughts, reasoning.PARSERS[self.config.reasoning_parser], end)
+        if name is None or harmony:
+            return partial(Harmony, end) if harmony else None
+        return partial(Thoughts, PARSERS[name], end)
 
 
 def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec) -> Callable[[], Parser] | None:
     """Factory of tool-call parsers, one per choice; None without tools. Raises ApiError 400 if the model has none."""
     if not tools:
         return None
-    name = parser_for(text.tokenizer.template_for(tools=True))
-    if name is None:
+    if (name := text.calls) is None:
         raise bad_request("this model's chat template has no tools, or none that this server can read", "tools")
     return partial(Parser, {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}, FORMATS[name])

@@ -26,6 +26,7 @@ _FORMS = {
     "qwen3_coder": (OPEN + "\n<function=NAME>\n", "\n</function>\n" + CLOSE, "\n"),
     "granite": ('<|tool_call|>[{"name": "NAME", "arguments": ', "}]", ""),
     "mistral": ('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]", ""),
+    "openai": ("<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", "<|start|>assistant"),
     "llama3": ('{"name": "NAME", "parameters": ', "}", "; "),
 }
 _NAMED = {"type": {"enum": ["object", "array", "string", "integer", "number", "boolean", "null"]}}

@@ -64,6 +64,7 @@ class Format(NamedTuple):
 FORMATS = {  # named as vLLM's parsers
     "qwen3_coder": Format((OPEN, "<function="), CLOSE),
     "granite": Format(("<|tool_call|>",)),
+    "openai": Format(("<|call|>",)),  # as models/harmony.py gives out calls
     "hermes": Format((OPEN,), CLOSE),
     "mistral": Format(("[TOOL_CALLS]",)),
     "llama3": Format(("<|python_tag|>", "<|python_start|>"), bare=True),

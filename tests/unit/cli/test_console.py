@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from sameseed.cli import console
+from sameseed.cli import chat, console
 from sameseed.cli.console import PLAIN_MARKS, TextWriter, level_line
 from sameseed.engine.output import OutputText
-from sameseed.request import Delta, SpecMetrics
+from sameseed.request import Delta, SamplingParams, SpecMetrics
 from sameseed.tokenizer import Tokenizer
 
 BEGIN, END = PLAIN_MARKS
@@ -110,3 +112,13 @@ def test_a_table_folds_between_words(width: int, monkeypatch: pytest.MonkeyPatch
     words = ["format", "weights", "tokens", "second", "peak", "w4a8", "embedded-draft", "1693", "(1095", "(0.04"]
     assert set(words) <= set(shown.split())
     assert max(map(len, shown.splitlines())) <= width
+
+
+def test_chat_shows_harmony_without_its_marks(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["<|channel|>analysis<|message|>", "why<|end|><|start|>assistant<|channel|>final<|mess", "age|>so <", "b"]
+    deltas = [Delta("r", 0, text, (1,), (None,), text_offset=(0,)) for text in texts]
+    template = SimpleNamespace(chat_template="<|channel|>analysis<|message|>")
+    llm: Any = SimpleNamespace(tokenizer=template, chat_stream=lambda messages, params: deltas)
+    said = chat.answer(llm, [], SamplingParams(), chat.ChatArgs(), interactive=False)
+    assert said == "so <b", "the next turn has no reasoning"
+    assert capsys.readouterr().out == "why\n\nso <b"

@@ -19,6 +19,7 @@ from lawkit import EOS, MODEL_VOCAB, Pair
 
 from sameseed.grammar import Vocabulary
 from sameseed.grammar.matching import Matching
+from sameseed.models.harmony import Harmony
 from sameseed.request import SamplingParams
 from sameseed.server import frames, helper as helper_of_server, schemas
 from sameseed.server.client import EngineClient
@@ -237,11 +238,12 @@ def test_compelled_calls_are_read_back(words: Matching, parser: str, seed: int) 
     assert source is not None
     text = walk(words, source, seed)
     tools = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
-    reader, rng, at = Parser(tools, FORMATS[parser]), random.Random(seed), 0
+    reader, rng, at, harmony = Parser(tools, FORMATS[parser]), random.Random(seed), 0, Harmony(None)
     found: list[Any] = []
     while at < len(text):
         size = rng.randint(1, 9)
-        found += reader.feed(text[at : at + size])
+        piece = text[at : at + size]
+        found += reader.feed(harmony.feed(piece, False)[1] if parser == "openai" else piece)
         at += size
     found += reader.end()
     name, arguments = found[0].name, "".join(f.arguments for f in found[:] if isinstance(f, More | Call))

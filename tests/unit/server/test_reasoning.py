@@ -9,6 +9,7 @@ import pytest
 from fixtures_server import DONE
 from lawkit import Pair
 
+from sameseed.models.harmony import Harmony, is_harmony
 from sameseed.server.chat import ChatReply
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece, Render
@@ -16,8 +17,12 @@ from sameseed.server.protocol import ChatFields, ResponseFields
 from sameseed.server.reading import read
 from sameseed.server.reasoning import PARSERS, Thoughts
 from sameseed.server.responses import ResponseReply
+from sameseed.server.service import tool_parser
 from sameseed.server.text import TextCodec
+from sameseed.server.tools import FORMATS, Call, Parser
 
+GPT, ANALYSIS = "<|start|>assistant", "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
 TEMPLATE = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}{{ reasoning_effort }}"
 
 
@@ -34,15 +39,63 @@ TEMPLATE = "{{ messages[0].content }}{% if enable_thinking is false %}<think></t
         ("deepseek_r1", "assistant:", "<think>ab</think>c", ("ab", "c")),
         ("deepseek_r1", "</think>", "ab", ("", "ab")),
         ("deepseek_r1", None, '{"a": 1}', ("", '{"a": 1}')),
+        ("harmony", GPT, f"{ANALYSIS}ab<|end|>{GPT}{FINAL}c < d<|return|>", ("ab", "c < d")),
+        ("harmony", GPT, f"{FINAL}c<|", ("", "c<|")),
+        ("harmony", GPT, f"{ANALYSIS}ab<|end|>{GPT}<|channel|>fin", ("ab", "")),
+        ("harmony", GPT, f"{ANALYSIS}a<|end|>{GPT}{ANALYSIS}b<|end|>{GPT}{FINAL}c", ("a\nb", "c")),
+        ("harmony", GPT, f"{ANALYSIS}a<|start|>assistant to=python<|channel|>commentary<|message|>b", ("a\nb", "")),
+        ("harmony", f"<|end|>{GPT}{FINAL}", "c", ("", "c")),
+        ("harmony", "user<|message|>hi<|end|>", f"{GPT}{FINAL}c", ("", "c")),
+        ("harmony", GPT, "no Harmony", ("", "no Harmony")),
+        ("harmony", None, '{"a": 1}', ("", '{"a": 1}')),
     ],
 )
 def test_however_it_is_cut(parser: str, prompt_end: str | None, text: str, split: tuple[str, str]) -> None:
     for size in range(1, len(text) + 1):
-        thoughts = Thoughts(PARSERS[parser], prompt_end)
+        thoughts = Harmony(prompt_end) if parser == "harmony" else Thoughts(PARSERS[parser], prompt_end)
         found = [thoughts.feed(text[at : at + size], at + size >= len(text)) for at in range(0, len(text), size)]
         assert ("".join(a for a, _ in found), "".join(b for _, b in found)) == split
     thought = thoughts.end if thoughts.end is not None else len(text)
-    assert text[thought:].strip() == split[1].strip()
+    assert text[thought:].strip() == split[1].strip() or parser == "harmony"
+
+
+def test_harmony_gives_out_calls() -> None:
+    """The recipient may stand before the channel; a preamble is text; what follows a call is none of its arguments."""
+    calls = f'<|channel|>analysis to=functions.get code<|message|>{{"city": "Köln"}}<|call|>{GPT}'
+    text = f"{ANALYSIS}hm<|end|>{GPT}<|channel|>commentary<|message|>Look.<|end|>{GPT}{calls}"
+    text += ' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>'
+    for size in range(1, len(text) + 1):
+        harmony, parser = Harmony(GPT), Parser({"get": {}, "add": {}}, FORMATS["openai"])
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        found = [x for i, p in enumerate(pieces) for x in parser.feed(harmony.feed(p, i + 1 == len(pieces))[1])]
+        found += parser.end()
+        assert "".join(x for x in found if isinstance(x, str)) == "Look."
+        made = [x for x in found if not isinstance(x, str)]
+        assert made == [Call("get", '{"city": "Köln"}'), Call("add", '{"a": 1}')]
+
+
+def test_a_server_reads_harmony_by_its_template(pair: Pair) -> None:
+    files = dict(pair.tokenizer.as_files())
+    template = "{% if tools %}x{% endif %}<|start|>assistant{# <|channel|>analysis<|message|> <|call|> #}"
+    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": template}
+    codec = TextCodec({**files, "tokenizer_config.json": json.dumps(config)}, 304, 256)
+    assert codec.calls == "openai" and is_harmony(template) and not is_harmony(TEMPLATE)
+    tool = {"type": "function", "function": {"name": "get"}}
+    more = {"logprobs": False, "parser": tool_parser([tool], codec), "thoughts": lambda: Harmony(GPT)}
+    reply = ChatReply("id-0123456789", "m", codec, 1, **more)
+    events = list(reply.begin())
+    texts = [ANALYSIS, "why<|end|>", f"{GPT} to=functions.get<|channel|>commentary<|message|>", '{"a": 1}<|call|>']
+    for at, said in enumerate(texts):
+        piece = Piece(0, said, [5], [None], [], [], DONE if at == 3 else None, [sum(map(len, texts[:at]))])
+        reply.take(piece)
+        events += reply.events(piece)
+    choice = reply.body()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning"] == "why"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get", "arguments": '{"a": 1}'}
+    assert reply.usage()["completion_tokens_details"] == {"reasoning_tokens": 2}
+    deltas = [json.loads(e.partition(b"data: ")[2])["choices"][0]["delta"] for e in events]
+    assert [d["reasoning"] for d in deltas if "reasoning" in d] == ["why"]
+    assert [d["tool_calls"][0]["function"]["name"] for d in deltas if "tool_calls" in d] == ["get"]
 
 
 @pytest.fixture(scope="module")

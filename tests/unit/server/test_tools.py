@@ -236,6 +236,7 @@ def test_text_is_not_held_back_without_need() -> None:
         ("{% if tools %}<|start_header_id|>{% endif %}", "llama3"),
         ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
         ("{% if tools %}<|tool_call|>{% endif %}", "granite"),
+        ("{% if tools %}<|call|>{% endif %}", "openai"),
         ("{% if tools %}<calls>{% endif %}", None),
     ],
 )
