@@ -8,27 +8,38 @@
 
 namespace sameseed {
 
+// Four codes of a row are one word; `extra` bits of each lie together, those of later words above those of earlier ones.
 void pack_high(const uint8_t* plain, uint8_t* high, int64_t outputs, int64_t depth, int64_t bits) {
     const int64_t blocks = round_up(outputs, block_outputs) / block_outputs, extra = bits - 4, part = 32 / extra;
     const int64_t block_bytes = depth / part * 128;
-    const auto mask = static_cast<uint8_t>((1 << extra) - 1);
+    const uint32_t mask = 0x01010101u * ((1u << extra) - 1);
     by_rows(blocks, depth * block_outputs, [&](int64_t begin, int64_t end) {
         std::memset(high + begin * block_bytes, 0, static_cast<size_t>((end - begin) * block_bytes));
         for (int64_t o = begin * block_outputs; o < std::min(end * block_outputs, outputs); o++)
-            for (int64_t k = 0; k < depth; k++) {
-                const int64_t shift = k % part / 4 * extra;
-                high[high_at(o, k, depth, part)] |= static_cast<uint8_t>((plain[o * depth + k] >> 4 & mask) << shift);
+            for (int64_t k = 0; k < depth; k += part) {
+                uint32_t codes, packed = 0;
+                for (int64_t i = 0; i < part; i += 4) {
+                    std::memcpy(&codes, plain + o * depth + k + i, 4);
+                    packed |= (codes >> 4 & mask) << i / 4 * extra;
+                }
+                std::memcpy(high + high_at(o, k, depth, part), &packed, 4);
             }
     });
 }
 
 void unpack_high(const uint8_t* high, uint8_t* plain, int64_t outputs, int64_t depth, int64_t bits) {
-    const int64_t extra = bits - 4, part = 32 / extra, mask = (1 << extra) - 1;
+    const int64_t extra = bits - 4, part = 32 / extra;
+    const uint32_t mask = 0x01010101u * ((1u << extra) - 1);
     by_rows(outputs, depth, [&](int64_t begin, int64_t end) {
         for (int64_t o = begin; o < end; o++)
-            for (int64_t k = 0; k < depth; k++) {
-                const int64_t bit = high[high_at(o, k, depth, part)] >> k % part / 4 * extra & mask;
-                plain[o * depth + k] = static_cast<uint8_t>(plain[o * depth + k] | bit << 4);
+            for (int64_t k = 0; k < depth; k += part) {
+                uint32_t codes, packed;
+                std::memcpy(&packed, high + high_at(o, k, depth, part), 4);
+                for (int64_t i = 0; i < part; i += 4) {
+                    std::memcpy(&codes, plain + o * depth + k + i, 4);
+                    codes |= (packed >> i / 4 * extra & mask) << 4;
+                    std::memcpy(plain + o * depth + k + i, &codes, 4);
+                }
             }
     });
 }
