@@ -35,6 +35,8 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt_oss",
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5ForConditionalGeneration": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen35_moe",
 }
 # llama.cpp's architecture -> architecture and model_type in an equivalent config.json.
 GGUF_ARCHITECTURES = {
@@ -46,6 +48,7 @@ GGUF_ARCHITECTURES = {
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
 }
 
 ASSETS = Path(__file__).parent.parent / "assets"

@@ -18,7 +18,15 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle import EagleHead, HeadWeights
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.loader import open_checkpoint, read_config
-from sameseed.models.qwen35 import GatedAttention, Qwen35, Qwen35Config, mtp_names, mtp_shapes, read_attention
+from sameseed.models.qwen35 import (
+    GatedAttention,
+    GatedLayer,
+    Qwen35,
+    Qwen35Config,
+    mtp_names,
+    mtp_shapes,
+    read_attention,
+)
 from sameseed.models.weights import Progress, Shapes, TensorSource, WeightReader, weight_bytes
 from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme
@@ -43,6 +51,7 @@ class MtpHead(EagleHead):
         both = ops.beside([embedding, ops.rms_norm(features, w.feature_norm, eps)])  # [T, 2 C]
         x = ops.product(plain_rows(both), w.fc)
         rows = normed_rows(x, w.layer.input_norm, eps)
+        assert isinstance(w.layer, GatedLayer)
         x = self.attention.run(ops, w.layer, rows, x, batch, cache.layers[0], None)
         logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
         return logits, ops.capture([ops.rms_norm(x, w.norm, eps)]), self._chosen(ops, logits, batch)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from sameseed.batch import Batch
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import ModelConfig, base_config, layer_shapes, whole_number
+from sameseed.models.config import ModelConfig, base_config, family, layer_shapes, whole_number
 from sameseed.models.decoder import Decoder
 from sameseed.models.layers import LayerWeights, rope_table
 from sameseed.ops import DeltaWeights, Ops, RowSource, Then, gated_rows, normed_rows, plain_rows
@@ -68,7 +68,7 @@ class Qwen35Config(ModelConfig):
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(shape) for shape in Qwen35.shapes(self).values() if len(shape) == 2)
+        return sum(math.prod(shape) for shape in member(self).shapes(self).values() if len(shape) == 2)
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class DeltaLayer:
     post_norm: Tensor  # [C]
     gate_up: QuantTensor | tuple[QuantTensor, ...]  # [2 I, C]
     down: QuantTensor  # [C, I]
+    mixture: Any = None  # experts beside these (qwen35_moe.py)
 
     @property
     def first(self) -> QuantTensor | tuple[QuantTensor, ...]:
@@ -89,13 +90,25 @@ class DeltaLayer:
 
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
-        stacks = (self.mix, (self.out,), self.gate_up, (self.down,))
+        stacks = (
+            self.mix,
+            (self.out,),
+            self.gate_up,
+            (self.down,),
+            () if self.mixture is None else self.mixture.matrices,
+        )
         return tuple(m for stack in stacks for m in (stack if isinstance(stack, tuple) else (stack,)))
 
 
 @dataclass(frozen=True)
 class GatedLayer(LayerWeights):
     """An attention layer; the rows of `qkv` hold q and a gate, one head after the other, then k, then v."""
+
+    mixture: Any = None  # as in DeltaLayer
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        return super().matrices + (() if self.mixture is None else self.mixture.matrices)
 
     @property
     def first(self) -> QuantTensor | tuple[QuantTensor, ...]:
@@ -122,7 +135,7 @@ class GatedAttention:
         self.table = self.table.to(device)
 
     def run(
-        self, ops: Ops, w: LayerWeights, rows: RowSource, residual: Tensor, batch: Batch, kv: KVLayer, then: Then | None
+        self, ops: Ops, w: GatedLayer, rows: RowSource, residual: Tensor, batch: Batch, kv: KVLayer, then: Then | None
     ) -> Tensor:
         """The layer's output [T, C], as `run_layer`."""
         c = self.config
@@ -144,8 +157,11 @@ def rotary_order(c: Qwen35Config) -> Tensor:
     return torch.tensor([i for part in parts for i in part])
 
 
-def feed_forward(ops: Ops, c: ModelConfig, w: LayerWeights | DeltaLayer, x: Tensor, then: Then | None) -> Tensor:
+def feed_forward(ops: Ops, c: ModelConfig, w: GatedLayer | DeltaLayer, x: Tensor, then: Then | None) -> Tensor:
     """x [T, C] plus the layer's feed-forward network of it."""
+    if w.mixture is not None:
+        mixed: Tensor = w.mixture.run(ops, c, w, x)
+        return mixed
     gate_up = ops.product(normed_rows(x, w.post_norm, c.rms_eps), w.gate_up)  # [T, 2 I]
     return ops.product(gated_rows(gate_up), w.down, None, x, then)
 
@@ -202,7 +218,8 @@ class Qwen35(Decoder):
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
         from sameseed.models.gguf.config import number
 
-        get = partial(number, file, "qwen35")
+        arch = file.metadata["general.architecture"]
+        get = partial(number, file, arch)
         layers, mtp, heads = get("block_count"), get("nextn_predict_layers", 0), get("ssm.time_step_rank")
         inner, dim = get("ssm.inner_size"), raw["head_dim"]
         found: dict[str, Any] = {
@@ -219,7 +236,7 @@ class Qwen35(Decoder):
             "linear_num_key_heads": get("ssm.group_count"),
             "linear_num_value_heads": heads,
         }
-        recurrent = file.metadata.get("qwen35.attention.recurrent_layers")
+        recurrent = file.metadata.get(f"{arch}.attention.recurrent_layers")
         if recurrent is not None:
             names = ("full_attention", "linear_attention")
             found["layer_types"] = [names[bool(r)] for r in list(recurrent)[: layers - mtp]]
@@ -237,9 +254,11 @@ class Qwen35(Decoder):
         if config.attends[layer]:
             return attention_shapes(config, at)
         c, values = config, config.value_heads * config.value_dim
-        mlp = {n: s for n, s in layer_shapes(c, at, cls.norms).items() if ".self_attn." not in n}
+        norms = {f"{at}.{n}.weight": (c.hidden_size,) for n in cls.norms}
         outputs = dict(zip(PARTS, (c.mixed, values, c.value_heads, c.value_heads), strict=True))
-        return mlp | {
+        return {
+            **norms,
+            **cls.mlp_shapes(c, at),
             **{f"{at}.{part}.weight": (rows, c.hidden_size) for part, rows in outputs.items()},
             f"{at}.linear_attn.out_proj.weight": (c.hidden_size, values),
             f"{at}.linear_attn.conv1d.weight": (c.mixed, 1, c.taps),
@@ -247,6 +266,17 @@ class Qwen35(Decoder):
             f"{at}.linear_attn.dt_bias": (c.value_heads,),
             f"{at}.linear_attn.norm.weight": (c.value_dim,),
         }
+
+    @classmethod
+    def mlp_shapes(cls, config: ModelConfig, at: str) -> Shapes:
+        """Of the feed-forward network of the layer whose tensors' names begin with `at`."""
+        return {n: s for n, s in layer_shapes(config, at, ()).items() if ".mlp." in n}
+
+    @classmethod
+    def read_mlp(cls, reader: WeightReader, at: str, name: str = "mlp") -> dict[str, Any]:
+        """The feed-forward network of a layer as its fields."""
+        gate_up = reader.stack([f"{at}.{name}.gate_proj", f"{at}.{name}.up_proj"])
+        return {"gate_up": gate_up, "down": reader.matrix(f"{at}.{name}.down_proj")}
 
     @classmethod
     def spare(cls, config: ModelConfig) -> Seq[str]:
@@ -275,8 +305,7 @@ class Qwen35(Decoder):
             delta=delta,
             out=reader.matrix(f"{linear}.out_proj"),
             post_norm=reader.norm(f"{at}.post_attention_layernorm"),
-            gate_up=reader.stack([f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]),
-            down=reader.matrix(f"{at}.mlp.down_proj"),
+            **cls.read_mlp(reader, at),
         )
 
     def __init__(self, config: Qwen35Config, *args: Any, **kwargs: Any) -> None:
@@ -313,17 +342,23 @@ class Qwen35(Decoder):
         return logits, hidden, chosen
 
 
+def member(c: ModelConfig) -> type[Qwen35]:
+    """The class of a model of this family."""
+    return cast(type[Qwen35], family(c.architecture))
+
+
 def attention_shapes(c: ModelConfig, at: str) -> Shapes:
     """Shapes of the tensors of an attention layer whose names begin with `at`."""
-    shapes = layer_shapes(c, at, Qwen35.norms)
+    shapes = {n: s for n, s in layer_shapes(c, at, Qwen35.norms).items() if ".mlp." not in n}
     rows, columns = shapes[f"{at}.self_attn.q_proj.weight"]
-    return {**shapes, f"{at}.self_attn.q_proj.weight": (2 * rows, columns)}
+    return {**shapes, **member(c).mlp_shapes(c, at), f"{at}.self_attn.q_proj.weight": (2 * rows, columns)}
 
 
 def read_attention(reader: WeightReader, c: Qwen35Config, at: str) -> GatedLayer:
     """The attention layer whose module names begin with `at`."""
-    layer, order = vars(reader.layer(at)), rotary_order(c).to(reader.device)
-    return GatedLayer(**{**layer, **{n: layer[n][order].contiguous() for n in ("q_norm", "k_norm")}})
+    layer, order = reader.attention(at), rotary_order(c).to(reader.device)
+    layer |= {n: layer[n][order].contiguous() for n in ("q_norm", "k_norm")}
+    return GatedLayer(**layer, **member(c).read_mlp(reader, at), gate_up_bias=None, down_bias=None)
 
 
 def mtp_shapes(c: Qwen35Config) -> dict[str, tuple[int, ...]]:

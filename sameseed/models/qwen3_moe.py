@@ -141,27 +141,13 @@ class Qwen3Moe(Llama):
         if layer in c.dense_layers:
             return shapes
         shapes = {n: shape for n, shape in shapes.items() if ".mlp." not in n}
-        shapes[f"{at}.{cls.router}.weight"] = (c.num_experts, c.hidden_size)
-        for e in range(c.num_experts):
-            expert = f"{at}.mlp.experts.{e}"
-            shapes[f"{expert}.gate_proj.weight"] = shapes[f"{expert}.up_proj.weight"] = (c.expert_size, c.hidden_size)
-            shapes[f"{expert}.down_proj.weight"] = (c.hidden_size, c.expert_size)
-        return shapes
+        return {**shapes, **expert_shapes(c, at, cls.router)}
 
     @classmethod
     def views(cls, config: ModelConfig) -> dict[str, View]:
         c = moe(config)
-        size, found = c.expert_size, dict[str, View]()
-        parts = {"gate_proj": slice(0, size), "up_proj": slice(size, 2 * size), "down_proj": slice(None)}
-        for i in set(range(c.num_layers)) - c.dense_layers:
-            at = f"model.layers.{i}.mlp.experts"
-            for part, rows in parts.items():
-                down = part == "down_proj"
-                shape = (c.hidden_size, size) if down else (2 * size, c.hidden_size)
-                stacked = f"{at}.{'down_proj' if down else 'gate_up_proj'}"
-                for e in range(c.num_experts):
-                    found[f"{at}.{e}.{part}.weight"] = View(stacked, (c.num_experts, *shape), e, rows)
-        return found
+        layers = set(range(c.num_layers)) - c.dense_layers
+        return {n: view for i in layers for n, view in expert_views(c, f"model.layers.{i}").items()}
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> Any:
@@ -200,6 +186,29 @@ class Qwen3Moe(Llama):
             return run_layer(ops, c, w, rows, x, batch, kv, self.rope, window, then)
         x = attend(ops, c, w, rows, x, batch, kv, self.rope, window, None, w.sinks)
         return ops.experts(normed_rows(x, w.post_norm, c.rms_eps), w.experts, x)
+
+
+def expert_shapes(c: MoeConfig, at: str, router: str = Qwen3Moe.router) -> dict[str, tuple[int, ...]]:
+    """Shapes of router and experts of the layer whose tensors' names begin with `at`."""
+    shapes: dict[str, tuple[int, ...]] = {f"{at}.{router}.weight": (c.num_experts, c.hidden_size)}
+    for e in range(c.num_experts):
+        expert = f"{at}.mlp.experts.{e}"
+        shapes[f"{expert}.gate_proj.weight"] = shapes[f"{expert}.up_proj.weight"] = (c.expert_size, c.hidden_size)
+        shapes[f"{expert}.down_proj.weight"] = (c.hidden_size, c.expert_size)
+    return shapes
+
+
+def expert_views(c: MoeConfig, at: str) -> dict[str, View]:
+    """Where the experts of this layer are in stacked tensors: rows of the gate before those of up."""
+    size, found = c.expert_size, dict[str, View]()
+    parts = {"gate_proj": slice(0, size), "up_proj": slice(size, 2 * size), "down_proj": slice(None)}
+    for part, rows in parts.items():
+        down = part == "down_proj"
+        shape = (c.hidden_size, size) if down else (2 * size, c.hidden_size)
+        stacked = f"{at}.mlp.experts.{'down_proj' if down else 'gate_up_proj'}"
+        for e in range(c.num_experts):
+            found[f"{at}.mlp.experts.{e}.{part}.weight"] = View(stacked, (c.num_experts, *shape), e, rows)
+    return found
 
 
 def moe(config: ModelConfig) -> MoeConfig:

@@ -65,7 +65,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         "model_type": kind,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length"),
+        "intermediate_size": get("feed_forward_length", meta.get(f"{arch}.expert_feed_forward_length")),
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),

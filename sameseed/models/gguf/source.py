@@ -97,7 +97,7 @@ class GGUFCheckpoint:
                     f"{self.path}: tensor {self._name(name)} is {list(whole.shape)}, its keys say {count} experts"
                 )
             info = self._info(name)
-            if info.shape != tuple(n for n in shape if n > 1 or len(shape) < 3):
+            if [n for n in info.shape if n > 1] != [n for n in shape if n > 1]:
                 raise ModelLoadError(
                     f"{self.path}: tensor {self._name(name)} has shape {list(info.shape)}, its keys say {list(shape)}"
                 )

@@ -13,6 +13,7 @@ import lawkit
 import pytest
 import torch
 from fixtures_gguf import write_gguf
+from fixtures_models import load, oracle_logits
 from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
 from safetensors.torch import load_file, save_file
 
@@ -49,6 +50,21 @@ QWEN: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "mtp_num_hidden_layers": 1,
 }
+MOE: dict[str, Any] = {
+    **QWEN,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+}
+MOE_KEYS = {
+    "expert_count": 6,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 24,
+}
 GGUF_KEYS = {
     "rope.dimension_count": 4,
     "ssm.conv_kernel": 4,
@@ -62,17 +78,30 @@ GGUF_KEYS = {
 TEXT = random_prompts(1, seed=3, longest=60)[0] * 60
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors with the experts of a layer in two, as the published checkpoints have them."""
+    found = {n: x for n, x in tensors.items() if ".experts." not in n}
+    for at in {n.partition(".experts.")[0] for n in tensors.keys() - found.keys()}:
+        gate, up, down = (
+            torch.stack([tensors[f"{at}.experts.{e}.{part}_proj.weight"] for e in range(MOE["num_experts"])])
+            for part in ("gate", "up", "down")
+        )
+        found |= {f"{at}.experts.gate_up_proj": torch.cat([gate, up], 1), f"{at}.experts.down_proj": down}
+    return found
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny target, and a draft model that often agrees with it."""
-    root = tmp_path_factory.mktemp("qwen35")
-    lawkit.write_model(root / "target", seed=1, **QWEN)
+    root, raw = tmp_path_factory.mktemp("qwen35"), {"dense": QWEN, "moe": MOE}[request.param]
+    lawkit.write_model(root / "target", seed=1, dtype="float32", **raw)
     file = root / "target" / "model.safetensors"
     config = parse_config(json.loads((root / "target" / "config.json").read_text()))
     assert isinstance(config, Qwen35Config)
     block = {n: torch.randn(s) * (0.1 if len(s) == 1 else s[1] ** -0.5) for n, s in mtp_shapes(config).items()}
-    save_file({**load_file(file), **block}, file)
-    lawkit.write_model(root / "draft", seed=1, noise=0.5, **QWEN)
+    save_file(stacked({**load_file(file), **block}), file)
+    noise = {"dense": 0.5, "moe": 0.1}[request.param]  # the routers of another draft would choose other experts
+    lawkit.write_model(root / "draft", seed=1, noise=noise, **raw)
     return root / "target", root / "draft"
 
 
@@ -80,6 +109,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def pair(folders: tuple[Path, Path]) -> Pair:
     target, draft = (load_model(folder, ops.resolve()) for folder in folders)
     return Pair(target, draft, Tokenizer.from_folder(folders[0]))
+
+
+def logits_of(model: Any, text: Seq[int]) -> torch.Tensor:
+    """Logits [T, V], each token in a pass of its own."""
+    r, seq = runner(model), Sequence(0, (), SamplingParams(), 0)
+    return torch.cat([advance(r, seq, text, 1, 0, 0) for _ in text])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_logits_are_those_of_transformers(folders: tuple[Path, Path], backend: str, tmp_path: Path) -> None:
+    """Without the MTP block, which transformers does not read."""
+    tensors = load_file(folders[0] / "model.safetensors")
+    save_file({n: x for n, x in tensors.items() if not n.startswith("mtp.")}, tmp_path / "model.safetensors")
+    raw = json.loads((folders[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "mtp_num_hidden_layers": 0}))
+    wanted, found = oracle_logits(tmp_path, TEXT[:60]), logits_of(load(tmp_path, backend), TEXT[:60])
+    assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    assert found.argmax(1).equal(wanted.argmax(1))
 
 
 def runner(model: Any, slots: int = 2) -> ModelRunner:
@@ -214,10 +261,16 @@ def as_gguf(folder: Path, path: Path, without: str = "") -> Path:
             x = x[:, wide]
         if x.ndim == 1 and kind in ("A_log", "weight") and "linear_attn.norm" not in name:
             x = -x.exp() if kind == "A_log" else x + 1
-        if not without or without not in name:
+        at, dot, part = name.partition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj")}.get(part, (part,))
+        if dot:
+            sizes = zip(parts, x.chunk(len(parts), 1), strict=True)
+            stored |= {f"{at}.experts.0.{p}.weight": half for p, half in sizes}
+        elif not without or without not in name:
             stored[name] = x.squeeze()
     raw["num_hidden_layers"] += 1
-    return write_gguf(path, raw, stored, arch="qwen35", keys=GGUF_KEYS)
+    arch, keys = ("qwen35moe", MOE_KEYS) if "num_experts" in raw else ("qwen35", {})
+    return write_gguf(path, raw, stored, arch=arch, keys={**GGUF_KEYS, **keys})
 
 
 def test_a_gguf_file_gives_the_same_logits(folders: tuple[Path, Path], tmp_path: Path) -> None:

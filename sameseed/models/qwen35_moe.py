@@ -1,0 +1,117 @@
+"""Qwen3.5 and 3.6 with experts: beside those that the router chooses, each layer has a shared expert with a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sameseed.models.config import ModelConfig, View, layer_shapes, whole_number
+from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, moe
+from sameseed.models.qwen35 import Qwen35, Qwen35Config, mtp_names
+from sameseed.ops import ExpertWeights, Ops, gated_rows, normed_rows
+from sameseed.scheme import QuantScheme, QuantTensor
+
+if TYPE_CHECKING:
+    from sameseed.models.gguf.header import GGUFFile
+    from sameseed.models.weights import Shapes, WeightReader
+
+SHARED, GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True)
+class Qwen35MoeConfig(Qwen35Config, MoeConfig):
+    """`intermediate_size` is that of the shared expert."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """The experts of a layer, and the gate of its shared one, whose matrices stand where those of an MLP do."""
+
+    experts: ExpertWeights
+    gate: QuantTensor  # [1, C]
+    up: Tensor  # int32 [I]: columns of `up` beside `gate`
+    same: Tensor  # int32 [I]: zeros
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        return (*self.experts.matrices, self.gate)
+
+    def run(self, ops: Ops, c: ModelConfig, w: Any, x: Tensor) -> Tensor:
+        """x [T, C] plus both kinds of experts of it."""
+        rows, size = normed_rows(x, w.post_norm, c.rms_eps), c.intermediate_size
+        gate_up = ops.product(rows, w.gate_up)  # [T, 2 I]
+        gates = ops.take(ops.product(rows, self.gate), self.same)  # [T, I], the same number in each column
+        up = ops.gate(ops.take(gate_up, self.up), gates, 1)  # as if the gate multiplied what the expert adds
+        shared = ops.product(gated_rows(ops.beside([gate_up[:, :size], up])), w.down, None, x)
+        return ops.experts(rows, self.experts, shared)
+
+
+class Qwen35Moe(Qwen35):
+    """The decoder of Qwen3.5 and 3.6 with experts."""
+
+    gguf_names: ClassVar[Mapping[str, str]] = {
+        **Qwen35.gguf_names,
+        **{name: at for name, at in Qwen3Moe.gguf_names.items() if name.startswith("mlp.")},
+        **{f"{SHARED}.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+        GATE: "ffn_gate_inp_shexp",
+    }
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> Qwen35Config:
+        whole = partial(whole_number, raw, where)
+        base = super().parse({**raw, "intermediate_size": whole("shared_expert_intermediate_size", 512)}, where)
+        count = whole("num_experts", 256, most=1 << 16)
+        top_k, size = whole("num_experts_per_tok", 8, most=count), whole("moe_intermediate_size", 512)
+        return Qwen35MoeConfig(**vars(base), num_experts=count, top_k=top_k, expert_size=size)
+
+    @classmethod
+    def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
+        from sameseed.models.gguf.config import number
+
+        get = partial(number, file, file.metadata["general.architecture"])
+        size = get("expert_feed_forward_length")
+        return super().gguf_config(file, raw) | {
+            "num_experts": get("expert_count"),
+            "num_experts_per_tok": get("expert_used_count"),
+            "moe_intermediate_size": size,
+            "shared_expert_intermediate_size": get("expert_shared_feed_forward_length", size),
+        }
+
+    @classmethod
+    def mlp_shapes(cls, config: ModelConfig, at: str) -> Shapes:
+        parts = layer_shapes(config, at, ())
+        shared = {n.replace(".mlp.", f".{SHARED}."): s for n, s in parts.items() if ".mlp." in n}
+        return {**expert_shapes(moe(config), at), **shared, f"{at}.{GATE}.weight": (1, config.hidden_size)}
+
+    @classmethod
+    def views(cls, config: ModelConfig) -> dict[str, View]:
+        layers = [f"model.layers.{i}" for i in range(config.num_layers)]
+        return {n: v for at in (*layers, _mtp(config)) for n, v in expert_views(moe(config), at).items()}
+
+    @classmethod
+    def spare(cls, config: ModelConfig) -> Seq[str]:
+        assert isinstance(config, Qwen35MoeConfig)
+        views = {} if config.in_gguf else expert_views(config, _mtp(config))
+        return (*super().spare(config), *{view.tensor for view in views.values()})
+
+    @classmethod
+    def read_mlp(cls, reader: WeightReader, at: str, name: str = SHARED) -> dict[str, Any]:
+        size, device = reader.config.intermediate_size, reader.device
+        columns = torch.arange(size, 2 * size, dtype=torch.int32, device=device)
+        experts = Qwen3Moe.read_experts(reader, moe(reader.config), at)
+        gate = reader.encode(reader.vector(f"{at}.{GATE}.weight").view(1, -1), QuantScheme("fp32"))
+        mixture = Mixture(experts, gate, columns, torch.zeros_like(columns))
+        return {**super().read_mlp(reader, at, name), "mixture": mixture}
+
+
+def _mtp(config: ModelConfig) -> str:
+    assert isinstance(config, Qwen35Config)
+    return mtp_names(config)[-1]
+
+
+MODEL = Qwen35Moe
