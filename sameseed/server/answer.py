@@ -12,12 +12,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from sameseed.errors import reason
+from sameseed.server.client import Stream
 from sameseed.server.connection import cut
 from sameseed.server.errors import ApiError, error_response, internal
 from sameseed.server.gate import Ticket
 from sameseed.server.metrics import ServerMetrics
 from sameseed.server.replies import Reply
-from sameseed.server.stream import Stream
 
 log = logging.getLogger("sameseed.server")
 INLINE = 256  # most tokens with log-probabilities that are serialized on the event loop; more: in a thread
@@ -124,15 +124,13 @@ class Answer(Answering):
         stream: Stream,
         ticket: Ticket,
         metrics: ServerMetrics,
-        *,
-        events: bool,
-        usage: bool,
         timeout: float,
     ) -> None:
-        """`events`: send a stream of events, not one body; `usage`: end the stream with token counts."""
         super().__init__(ticket, timeout)
         self._reply, self._stream, self._metrics = reply, stream, metrics
-        self._events, self._usage = events, usage
+        options = reply.fields.stream_options
+        self._events = bool(reply.fields.stream)  # send a stream of events, not one body
+        self._usage = options is not None and bool(options.include_usage)  # end the stream with token counts
         self._first: float | None = None  # seconds to the first piece
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
+import re
 import time
-from typing import Any
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from prometheus_client import generate_latest
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import sameseed
-from sameseed.server import metrics, protocol
+from sameseed.server import metrics
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
+from sameseed.server.connection import Count, Guard, visit_of
 from sameseed.server.errors import ApiError, bad_request, error_response, unavailable
 from sameseed.server.gate import Gate
-from sameseed.server.guard import Count, Guard, visit_of
-from sameseed.server.interface import SUMMARY, described, errors, fitted, gives, page, playground, secured
-from sameseed.server.service import TOKENIZE, Service
+from sameseed.server.service import Service
 from sameseed.server.supervised import Backend
+
+
+class Fault(BaseModel):
+    """OpenAI's fields of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of an error."""
+
+    error: Fault
+    request_id: str | None = None
+
+
+class BodyRoute(APIRoute):
+    """A route whose body the service reads, within its limits: FastAPI's own reader would hold and repeat any body.
+
+    FastAPI describes the body from the endpoint's parameter `fields`; with two kinds, the last has "messages".
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        endpoint: Any = self.endpoint
+        asked = get_type_hints(endpoint)["fields"]
+        kinds = get_args(asked) or (asked,)
+
+        async def handle(request: Request) -> Response:
+            response: Response = await endpoint(request, await endpoint.__self__.fields(request, *kinds))
+            return response
+
+        return handle
 
 
 def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Service]:
@@ -37,7 +79,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
         redoc_url=None,
         redirect_slashes=False,
         openapi_url="/openapi.json",
-        responses=errors(400, 401, 403, 500),  # the guard's errors, on every route
+        responses={status: {"model": ErrorAnswer, "description": "an error"} for status in ("4XX", "5XX")},
     )
 
     @app.exception_handler(RequestValidationError)
@@ -46,35 +88,28 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
             bad_request("the request's path or query is not what this route takes"), visit_of(request)
         )
 
-    _add_writing(app, service)
     add_state(app, client, service.gate)
+    if config.keys:  # described only: the guard checks the keys
+        app.router.dependencies.append(Security(HTTPBearer(scheme_name="key", auto_error=False)))
+    _add_writing(app, service)
     _add_reading(app, service)
-    describe = app.openapi
-    app.openapi = lambda: fitted(describe(), config.names, client.text, bool(config.keys))  # type: ignore[method-assign]
     return guarded(app, config, service.metrics.answered), service
 
 
 def _add_writing(app: FastAPI, service: Service) -> None:
     """Add the routes that generate text, and those that convert between text and tokens."""
-    answer = "id:string object:string created:integer model:string choices:array usage:object metrics:object"
-    completions = described("Continue a text", answer, protocol.CompletionFields, streams=True)
-    app.post("/v1/completions", **completions)(service.completions)
-    chat = described("Answer a conversation", answer, protocol.ChatFields, streams=True)
-    app.post("/v1/chat/completions", **chat)(service.chat)
-    response = "id:string object:string created_at:integer status:string model:string output:array usage:object"
-    newer = described("Answer, in the newer form; nothing is stored", response, protocol.ResponseFields, streams=True)
-    app.post("/v1/responses", **newer)(service.responses)
-    tokenize = described("Token ids of a text, or of a conversation", "count:integer tokens:array", *TOKENIZE)
-    app.post("/tokenize", **tokenize)(service.tokenize)
-    app.post("/detokenize", **described("Text of token ids", "prompt:string", protocol.DetokenizeFields))(
-        service.detokenize
-    )
-    about = "Special tokens and the chat template"
-    app.get(
-        "/tokenizer_info",
-        summary=about,
-        responses=errors(503) | gives("bos_token:string|null chat_template:string|null"),
-    )(service.tokenizer_info)
+    streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    for path, endpoint, summary, responses in (
+        ("/v1/completions", service.completions, "Continue a text", streams),
+        ("/v1/chat/completions", service.chat, "Answer a conversation", streams),
+        ("/v1/responses", service.responses, "Answer, in the newer form; nothing is stored", streams),
+        ("/tokenize", service.tokenize, "Token ids of a text, or of a conversation", None),
+        ("/detokenize", service.detokenize, "Text of token ids", None),
+    ):
+        app.router.add_api_route(
+            path, endpoint, methods=["POST"], summary=summary, responses=responses, route_class_override=BodyRoute
+        )
+    app.get("/tokenizer_info", summary="Special tokens and the chat template")(service.tokenizer_info)
 
 
 def guarded(app: ASGIApp, config: ServerConfig, count: Count) -> ASGIApp:
@@ -92,7 +127,7 @@ def add_state(app: FastAPI, client: Backend, gate: Gate) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        words = {404: "there is nothing at this path; see /docs", 405: "this path takes another method; see /docs"}
+        words = {404: "there is nothing at this path; see /docs", 405: "method not allowed; see /docs"}
         fault = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
         made = error_response(fault, visit_of(request))
         made.headers.update(error.headers or {})
@@ -102,15 +137,13 @@ def add_state(app: FastAPI, client: Backend, gate: Gate) -> None:
     async def api_error(request: Request, error: ApiError) -> Response:
         return error_response(error, visit_of(request))
 
-    state = errors(503) | gives("status:string")
-
-    @app.get("/health", summary="Is the server alive? 503 while a dead engine is replaced", responses=state)
+    @app.get("/health", summary="Is the server alive? 503 while a dead engine is replaced")
     async def health() -> JSONResponse:
         if client.state in ("down", "failed", "closed"):
             raise unavailable("the engine has stopped")
         return JSONResponse({"status": "ok", **client.told})
 
-    @app.get("/ready", summary="May requests be sent? Not while loading or draining", responses=state)
+    @app.get("/ready", summary="May requests be sent? Not while loading or draining")
     async def ready() -> JSONResponse:
         if gate.closed:
             raise unavailable("the server is shutting down")
@@ -128,15 +161,11 @@ def _add_reading(app: FastAPI, service: Service) -> None:
         more = {"max_model_len": facts["max_model_len"], "speculation": {k: facts[k] for k in known}} if facts else {}
         return {**made, **more}
 
-    @app.get("/v1/models", summary="The model that is served", responses=gives("object:string data:array"))
+    @app.get("/v1/models", summary="The model that is served")
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model(name) for name in service.config.names]})
 
-    @app.get(
-        "/v1/models/{name:path}",
-        summary="One model",
-        responses=errors(404) | gives("id:string object:string created:integer"),
-    )
+    @app.get("/v1/models/{name:path}", summary="One model")
     async def one_model(name: str) -> JSONResponse:
         if name not in service.config.names:
             raise ApiError(404, "no model of this name here; see /v1/models", param="model", code="model_not_found")
@@ -146,7 +175,7 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     async def page_for_people() -> Response:
         return Response(body, media_type="text/html", headers=headers)
 
-    @app.get("/version", summary="The server's version", responses=gives("version:string"))
+    @app.get("/version", summary="The server's version")
     async def version() -> JSONResponse:
         return JSONResponse({"version": sameseed.__version__})
 
@@ -158,3 +187,59 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     async def docs() -> HTMLResponse:
         made = page(app.openapi()).encode()
         return HTMLResponse(made, headers=secured(made))
+
+
+PAGE = Path(__file__).with_name("playground.html")
+SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
+
+
+def page(document: dict[str, Any]) -> str:
+    """The page /docs: a table of the routes, without external resources."""
+    rows = [
+        f"<tr><td><code>{method.upper()}</code></td><td><code>{html.escape(path)}</code></td>"
+        f"<td>{html.escape(operation.get('summary', ''))}</td></tr>"
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    ]
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>sameseed</title>"
+        "<meta name=viewport content='width=device-width'><style>body{font-family:system-ui;margin:2em;"
+        "color-scheme:light dark}td{padding:.3em 1em .3em 0}</style>"
+        f"<h1>sameseed</h1><p>{html.escape(SUMMARY)} All fields: <a href=openapi.json>openapi.json</a>.</p>"
+        f"<table>{''.join(rows)}</table></html>"
+    )
+
+
+def playground() -> tuple[bytes, dict[str, str]]:
+    """The playground page, the only file that the server sends, and its HTTP headers."""
+    body = PAGE.read_bytes()
+    return body, secured(body)
+
+
+def secured(page: bytes) -> dict[str, str]:
+    """HTTP headers of a page: its Content Security Policy, no frames, nothing kept by others."""
+    return {
+        "content-security-policy": policy(page),
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-frame-options": "DENY",
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+    }
+
+
+def policy(page: bytes) -> str:
+    """The page's Content Security Policy: its inline scripts and styles, by hash, and requests to its own server.
+
+    Not allowed: handlers or styles in attributes, frames around the page, and text that becomes markup (trusted types).
+    """
+    return (
+        f"default-src 'none'; script-src {_hashes(page, b'script')}; style-src {_hashes(page, b'style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+
+
+def _hashes(page: bytes, tag: bytes) -> str:
+    found = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in found)

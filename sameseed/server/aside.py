@@ -18,16 +18,18 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
+
 from sameseed.errors import RequestError
 from sameseed.server import frames
-from sameseed.server.frames import Done, FromHelper, Rejected, Setup, Stalled, ToHelper
+from sameseed.server.frames import Compile, Result, Setup, Template, ToHelper
 from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS, opened
 
 log = logging.getLogger("sameseed")
 WALL = 5.0  # wall-clock seconds for each second of CPU time: other processes compute too
 LEAVING = 5.0  # seconds for a fork to end after it has closed its pipe; it ends as soon as it is scheduled
 FORK = multiprocessing.get_context("fork")  # only bytes go through its pipes, never objects
-TOO_MUCH = "it takes too much time or memory to compile; simplify it"
+TOO_MUCH = Result("structured output: it takes too much time or memory to compile; simplify it", "request")
 
 
 class Aside:
@@ -41,63 +43,63 @@ class Aside:
     def run(self) -> None:
         """Work until the socket closes."""
         unpacker: frames.Unpacker[ToHelper] = frames.Unpacker(ToHelper)
-        while data := self._socket.recv(2**16):
-            for frame in unpacker.feed(data):
-                self._socket.sendall(frames.pack(self._answer(frame)))
+        for frame in unpacker.each(self._socket.makefile("rb")):
+            self._socket.sendall(frames.pack(self._answer(frame)))
 
-    def _answer(self, frame: ToHelper) -> FromHelper:
+    def _answer(self, frame: ToHelper) -> Result:
         try:
-            if isinstance(frame, frames.Compile):
-                return self._compile(frame.kind, frame.source)
-            if isinstance(frame, Setup):
-                from sameseed.tokenizer import Tokenizer
-
-                self._tokenizer = Tokenizer.from_files(frame.tokenizer)
-                if frame.grammars:
-                    from sameseed.grammar.matching import Matching
-                    from sameseed.server.text import vocabulary
-
-                    self._matching = Matching(vocabulary(self._tokenizer, frame.vocab_size, frame.eos_token_ids))
-                else:
-                    _limit(resource.RLIMIT_DATA, COMPILE_MEMORY)
-                return Done("")
-            asked, render = frames.Render(*json.loads(frame.asked)), self._tokenizer.render_chat
-            signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
-            try:
-                return Done(render(opened(asked.messages), tools=asked.tools, options=asked.options))
-            finally:
-                signal.setitimer(signal.ITIMER_PROF, 0.0)
+            if isinstance(frame, Compile):
+                return self._compile(frame)
+            return Result(self._render(frame) if isinstance(frame, Template) else self._set_up(frame))
         except RequestError as error:
-            return Rejected(str(error))
+            return Result(str(error), "request")
 
-    def _compile(self, kind: str, source: str) -> FromHelper:
-        """Compile in a fork, so that neither a crash nor a kill loses the loaded library and vocabulary.
+    def _set_up(self, frame: Setup) -> str:
+        from sameseed.tokenizer import Tokenizer
 
-        Raises RequestError for a grammar that is invalid, or takes too much time or memory.
-        """
+        self._tokenizer = Tokenizer.from_files(frame.tokenizer)
+        if frame.grammars:
+            from sameseed.grammar.matching import Matching
+            from sameseed.server.text import vocabulary
+
+            self._matching = Matching(vocabulary(self._tokenizer, frame.vocab_size, frame.eos_token_ids))
+        else:
+            _limit(resource.RLIMIT_DATA, COMPILE_MEMORY)
+        return ""
+
+    def _render(self, frame: Template) -> str:
+        asked = frames.Render(*json.loads(frame.asked))
+        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
+        try:
+            text: str = self._tokenizer.render_chat(opened(asked.messages), tools=asked.tools, options=asked.options)
+            return text
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+    def _compile(self, frame: Compile) -> Result:
+        """Compile in a fork, so that neither a crash nor a kill loses the loaded library and vocabulary."""
         try:
             reading, writing = FORK.Pipe(duplex=False)
             with reading:
                 with writing:
-                    fork = FORK.Process(target=self._as_child, args=(writing, kind, source))
+                    fork = FORK.Process(target=self._as_child, args=(writing, frame))
                     fork.start()
                 said: bytes | None = b""  # empty if the fork ends early, None if it takes too long
                 with contextlib.suppress(EOFError, OSError):
                     said = reading.recv_bytes(frames.MAX_FRAME) if reading.poll(WALL * COMPILE_SECONDS) else None
         except OSError as error:  # no memory, process or descriptor is available now
-            return Stalled(str(error.strerror))
+            return Result(str(error.strerror), "machine")
         fork.join(LEAVING if said is not None else 0.0)
         if fork.exitcode is None:
             fork.kill()
             fork.join()
-        answer = said.decode() if said and fork.exitcode == 0 else ""
-        if answer.startswith("+"):
-            return Done(answer[1:])
+        if said and fork.exitcode == 0:
+            return msgspec.msgpack.decode(said, type=Result)
         if fork.exitcode == -signal.SIGKILL:  # killed for its wall-clock time, or by the system, not by its own limits
-            return Stalled("compiling was stopped")
-        raise RequestError(answer[1:] or f"structured output: {TOO_MUCH}")
+            return Result("compiling was stopped", "machine")
+        return TOO_MUCH
 
-    def _as_child(self, writing: Connection, kind: str, source: str) -> None:
+    def _as_child(self, writing: Connection, frame: Compile) -> None:
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             with open("/proc/self/statm", encoding="ascii") as file:
@@ -105,12 +107,10 @@ class Aside:
             _limit(resource.RLIMIT_AS, address_space + COMPILE_MEMORY)
             signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
             try:
-                answer = "+" + self._matching.compiled(kind, source)
-                if len(answer) > MAX_COMPILED:
-                    answer = f"-structured output: {TOO_MUCH}"
+                result = Result(self._matching.compiled(frame.kind, frame.source))
             except RequestError as error:
-                answer = f"-{error}"
-            writing.send_bytes(answer.encode())
+                result = Result(str(error), "request")
+            writing.send_bytes(msgspec.msgpack.encode(TOO_MUCH if len(result.text) > MAX_COMPILED else result))
         except Exception:
             log.debug("a grammar could not be compiled", exc_info=True)
 

@@ -15,8 +15,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -24,10 +23,8 @@ import msgspec
 import sameseed
 from sameseed.server import frames, process
 from sameseed.server.errors import ApiError, bad_request, internal, unavailable
-from sameseed.server.frames import Add
-from sameseed.server.grammars import Compiled, Grammars
-from sameseed.server.helper import ENDED, Helper, HelperDiedError
-from sameseed.server.stream import Stream
+from sameseed.server.frames import Add, Piece
+from sameseed.server.helper import ENDED, Compiled, Grammars, Helper, HelperDiedError
 from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
 from sameseed.server.text import TextCodec
 
@@ -74,7 +71,7 @@ class EngineClient(Supervised):
         self._compiler = Helper(lambda: self._setup(grammars=True), 2 * PATIENCE, MAX_COMPILING)
         self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send(frames.Prepare()))
         self._sent: set[str] = set()  # keys of the grammars that the engine has
-        self._transport: asyncio.WriteTransport | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._fingerprint = ""
         self._over = False  # are all new requests refused?
         self._heard = 0.0
@@ -132,8 +129,8 @@ class EngineClient(Supervised):
         """End the process; open streams end with an error."""
         self.state = "closed"
         self.end_all(unavailable("the server is shutting down"))
-        if self._transport is not None:
-            self._transport.close()
+        if self._writer is not None:
+            self._writer.close()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -160,8 +157,8 @@ class EngineClient(Supervised):
         self._write(frames.pack(frame))
 
     def _write(self, data: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(data)
 
     async def _run_once(self) -> int:
         with starting():
@@ -179,23 +176,27 @@ class EngineClient(Supervised):
         return code
 
     async def _listen(self, pid: int, ours: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            receive = partial(self._receive, pid)
-            transport, link = await loop.connect_accepted_socket(lambda: _Link(receive), sock=ours)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()
             raise
-        self._transport, self._heard = transport, time.monotonic()
+        unpacker: frames.Unpacker[frames.FromEngine] = frames.Unpacker(frames.FromEngine)
+        self._writer, self._heard = writer, time.monotonic()
         self._send(self._load)
-        watchdog = loop.create_task(self._watch(pid))
+        watchdog = asyncio.get_running_loop().create_task(self._watch(pid))
         try:
-            await link.closed
+            while True:
+                self._receive(pid, await unpacker.next(reader))
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the process has ended
+        except Exception:  # malformed frames: to stop listening ends the process
+            log.exception("the engine's frames cannot be read")
         finally:
             self._stopped()
             watchdog.cancel()
-            transport.close()
-            self._transport = None
+            writer.close()
+            self._writer = None
 
     def _receive(self, pid: int, frame: frames.FromEngine) -> None:
         self._heard = time.monotonic()
@@ -241,23 +242,44 @@ class EngineClient(Supervised):
                 return
 
 
-class _Link(asyncio.Protocol):
-    """Receives frames from the socket. `closed` is done when no more frames will come."""
+class Stream:
+    """The pieces of one request, in the order in which they were generated."""
 
-    def __init__(self, receive: Callable[[frames.FromEngine], None]) -> None:
-        self._receive = receive
-        self._unpacker: frames.Unpacker[frames.FromEngine] = frames.Unpacker(frames.FromEngine)
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(self, request: Add, forget: Callable[[str], None]) -> None:
+        """`forget` makes the engine abort a request, given its id."""
+        self.id = request.id
+        self._forget = forget
+        self.num_open = len(request.prompts) * request.params.n  # sequences that the engine has not completed
+        self._num_unread = self.num_open
+        self._scores: dict[int, list[Any]] = {}
+        self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
 
-    def data_received(self, data: bytes) -> None:
-        try:
-            for frame in self._unpacker.feed(data):
-                self._receive(frame)
-        except Exception:  # malformed frames: stop listening, which ends the process
-            if not self.closed.done():
-                log.exception("the engine's frames cannot be read")
-                self.closed.set_result(None)
+    def hold(self, index: int, scores: list[Any]) -> None:
+        """Keep log-probabilities of a prompt for the sequence's next piece."""
+        self._scores.setdefault(index, []).extend(scores)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
+    def push(self, item: Piece | ApiError | None) -> None:
+        """Add a piece, or the error that ends the stream, or None if the reader has left."""
+        if isinstance(item, Piece):
+            item.prompt_logprobs[:0] = self._scores.pop(item.index, ())
+            self.num_open -= item.completion is not None
+        self._queue.put_nowait(item)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yields all pieces up to the last completion. Raises ApiError; ends early if `leave` is called meanwhile."""
+        while self._num_unread:
+            item = await self._queue.get()
+            if item is None:
+                return
+            if isinstance(item, ApiError):
+                raise item
+            if item.completion is not None:
+                self._num_unread -= 1
+                if item.completion["finish_reason"] == "error":
+                    raise (bad_request if item.completion["ruled_out"] else internal)(item.completion["error"])
+            yield item
+
+    def leave(self, error: ApiError | None = None) -> None:
+        """End the stream, because the reader has left or must get this error. The engine stops within a step."""
+        self._forget(self.id)
+        self.push(error)

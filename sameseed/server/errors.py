@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse
 
 if TYPE_CHECKING:
-    from sameseed.server.guard import Visit
+    from sameseed.server.connection import Visit
 
 _TYPES = {
     400: "invalid_request_error",

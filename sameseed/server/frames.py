@@ -5,9 +5,11 @@ Frames hold numbers, text and lists, never code. A frame that does not fit its s
 
 from __future__ import annotations
 
+import asyncio
 import math
 import struct
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -176,28 +178,16 @@ class Compile(Frame):
     source: str
 
 
-class Done(Frame):
-    """From a helper: the result of a job."""
+class Result(Frame):
+    """From a helper: what a job made, or why it failed: because of the request, or perhaps because of the machine."""
 
     text: str
-
-
-class Rejected(Frame):
-    """From a helper: a job failed, because of the request."""
-
-    message: str
-
-
-class Stalled(Frame):
-    """From a helper: a job failed, perhaps because of the machine and not of the request."""
-
-    message: str
+    fault: Literal["", "request", "machine"] = ""
 
 
 ToEngine = Load | Add | Abort | Prepare | LoadGrammar | Forget
 FromEngine = EngineReady | Deltas | Scores | Beat | Refused | Failed
 ToHelper = Setup | Template | Compile
-FromHelper = Done | Rejected | Stalled
 
 
 def pack(frame: Frame) -> bytes:
@@ -209,29 +199,38 @@ def pack(frame: Frame) -> bytes:
 
 
 class Unpacker(Generic[T]):
-    """Decodes frames of these kinds from a stream of bytes that arrives in chunks."""
+    """Reads frames of these kinds: `each` from a file of a socket, one after the other, `next` from asyncio's stream.
+
+    Both raise FrameError for bytes that are no such frame.
+    """
 
     def __init__(self, kinds: Any) -> None:
         self._decode = msgspec.msgpack.Decoder(kinds).decode
-        self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[T]:
-        """The frames that are complete now. Raises FrameError."""
-        self._buffer += data
-        frames: list[T] = []
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME:
-                raise FrameError(f"a frame of {length} bytes")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            try:
-                frames.append(self._decode(self._buffer[_LENGTH.size : end]))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise FrameError(str(error)) from None
-            del self._buffer[:end]
-        return frames
+    def each(self, file: BinaryIO) -> Iterator[T]:
+        """The frames until the other side closes its end."""
+        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+            if len(body := file.read(_size(head))) < _size(head):
+                return
+            yield self._frame(body)
+
+    async def next(self, stream: asyncio.StreamReader) -> T:
+        """The next frame. Raises IncompleteReadError once the other side has closed its end."""
+        return self._frame(await stream.readexactly(_size(await stream.readexactly(_LENGTH.size))))
+
+    def _frame(self, body: bytes) -> T:
+        try:
+            frame: T = self._decode(body)
+            return frame
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise FrameError(str(error)) from None
+
+
+def _size(head: bytes) -> int:
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME:
+        raise FrameError(f"a frame of {length} bytes")
+    return int(length)
 
 
 def scores(delta: Delta) -> list[Scores]:

@@ -1,4 +1,4 @@
-"""Helper: runs a process for work that may hang. It starts with the first job, and is killed if a job is late."""
+"""The helper process: runs work that may hang, and is killed if a job is late; and the grammars that it compiles."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 import logging
 import signal
 import socket
-import time
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from sameseed.server import frames, process
-from sameseed.server.errors import bad_request, unavailable
-from sameseed.server.frames import Frame, FromHelper, Rejected, Setup, Stalled, Unpacker
+from sameseed.server.errors import ApiError, bad_request, unavailable
+from sameseed.server.frames import Frame, Result, Setup, Unpacker
+from sameseed.server.structured import GrammarSource
 
 log = logging.getLogger("sameseed.server")
 STARTING = 120.0  # seconds for the process to load what it needs
-AT_ONCE = 0.2  # seconds: a process that fails sooner after a job was sent had died before
 LARGE = 2**16  # characters: a larger frame is packed in a thread
 ENDED = "the server is shutting down, and this request was not finished"
 
@@ -42,10 +43,10 @@ class Helper:
         self._spawn = spawn
         self._setup, self._patience, self._max_waiting = setup, patience, max_waiting
         self._lock = asyncio.Lock()
-        self._num_waiting = 0
         self._pid: int | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._jobs: set[asyncio.Task[FromHelper]] = set()
+        self._results: Unpacker[Result] = Unpacker(Result)
+        self._jobs: set[asyncio.Task[Result]] = set()
         self._closed = False
 
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
@@ -56,9 +57,8 @@ class Helper:
         """
         if self._closed:
             raise unavailable(ENDED)
-        if self._num_waiting > self._max_waiting:
+        if len(self._jobs) > self._max_waiting:
             raise unavailable("too many requests wait to be prepared; try again later", 1)
-        self._num_waiting += 1
         job = asyncio.get_running_loop().create_task(self._answer(frame, size))
         self._jobs.add(job)
         try:
@@ -66,16 +66,15 @@ class Helper:
         finally:
             job.cancel()  # if the caller was cancelled
             self._jobs.discard(job)
-            self._num_waiting -= 1
         if job.cancelled():
             raise unavailable(ENDED)
-        answer = job.result()
-        if isinstance(answer, Rejected):
-            raise bad_request(answer.message, name)
-        if isinstance(answer, Stalled):
-            log.error("a grammar could not be compiled: %s", answer.message)
+        result = job.result()
+        if result.fault == "request":
+            raise bad_request(result.text, name)
+        if result.fault == "machine":
+            log.error("a grammar could not be compiled: %s", result.text)
             raise HelperDiedError(spent=False)
-        return answer.text
+        return result.text
 
     def refuse(self) -> None:
         """Do no more jobs: all that wait, and all later ones, end with ApiError 503."""
@@ -83,43 +82,37 @@ class Helper:
         for job in self._jobs:
             job.cancel()
 
-    async def _answer(self, frame: Frame, size: int) -> FromHelper:
-        data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
-        async with self._lock:
-            if self._streams is None:
-                await self._start()
-            sent = time.monotonic()
-            try:
-                return await self._exchange(data, self._patience)
-            except HelperDiedError:
-                if time.monotonic() - sent > AT_ONCE:
-                    raise
-            await self._start()  # the process had died while idle
-            return await self._exchange(data, self._patience)
-
     async def close(self) -> None:
         """End the process."""
         self.refuse()
         await self._end()
 
+    async def _answer(self, frame: Frame, size: int) -> Result:
+        data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
+        async with self._lock:
+            if self._streams is None or self._streams[0].at_eof():  # not started yet, or died while idle
+                await self._start()
+            return await self._exchange(data, self._patience)
+
     async def _start(self) -> None:
+        await self._end()
         try:
             self._pid, ours = self._spawn()
             self._streams = await asyncio.open_unix_connection(sock=ours)
+            result = await self._exchange(await asyncio.to_thread(lambda: frames.pack(self._setup())), STARTING)
         except OSError as error:  # no process, memory or descriptor is available now
             log.error("the process beside the server cannot be started: %s", error.strerror)
-            await self._end()
-            raise unavailable("requests cannot be prepared now; try again later") from None
-        try:
-            answer = await self._exchange(await asyncio.to_thread(lambda: frames.pack(self._setup())), STARTING)
         except HelperDiedError as error:
             log.error("the process beside the server cannot be set up: %s", error)
-            raise unavailable("requests cannot be prepared now; try again later") from None
-        if isinstance(answer, Rejected):
-            await self._end()
-            raise bad_request(answer.message)
+        else:
+            if result.fault:
+                await self._end()
+                raise bad_request(result.text)
+            return
+        await self._end()
+        raise unavailable("requests cannot be prepared now; try again later")
 
-    async def _exchange(self, data: bytes, patience: float) -> FromHelper:
+    async def _exchange(self, data: bytes, patience: float) -> Result:
         """Send a frame and receive the answer. After an error or cancellation the process is ended: its answer is late.
 
         Raises HelperDiedError.
@@ -136,15 +129,12 @@ class Helper:
             await self._end()
             raise
 
-    async def _talk(self, data: bytes) -> FromHelper:
+    async def _talk(self, data: bytes) -> Result:
         assert self._streams is not None
         reader, writer = self._streams
         writer.write(data)
         await writer.drain()
-        head = await reader.readexactly(4)
-        body = await reader.readexactly(min(int.from_bytes(head, "little"), frames.MAX_FRAME))
-        unpacker: Unpacker[FromHelper] = Unpacker(FromHelper)
-        return unpacker.feed(head + body)[0]
+        return await self._results.next(reader)
 
     async def _end(self) -> int | None:
         """End the process; returns its exit code, None if there is no process."""
@@ -153,3 +143,77 @@ class Helper:
         if streams is not None:
             streams[1].close()
         return None if pid is None else await asyncio.shield(process.end(pid, 0.05))
+
+
+MAX_BYTES = 64 * 2**20  # of compiled grammars
+MAX_REFUSALS = 256
+
+
+class Compiled(NamedTuple):
+    """A compiled grammar: its key, and the frame that loads it into the engine."""
+
+    key: str
+    frame: bytes
+
+
+class Grammars:
+    """An LRU cache of grammars. `on_forget` gets the key of a dropped one; `on_need` is called before compiling one."""
+
+    def __init__(
+        self,
+        helper: Helper,
+        on_forget: Callable[[str], None],
+        on_need: Callable[[], None] = lambda: None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._helper, self._on_forget, self._on_need, self._max_bytes = helper, on_forget, on_need, max_bytes
+        self._known: OrderedDict[str, bytes] = OrderedDict()
+        self._refused: OrderedDict[str, str] = OrderedDict()
+        self._coming: dict[str, asyncio.Task[bytes]] = {}  # by key: one task for all requests that wait for it
+        self.num_bytes = 0
+
+    async def compiled(self, source: GrammarSource) -> Compiled:
+        """The compiled grammar of a source.
+
+        Raises ApiError: 400 for a grammar that is invalid, or takes too much to compile; 503 if too many wait, or if
+        compiling was stopped from outside.
+        """
+        key = source.key
+        if (message := self._refused.get(key)) is not None:
+            raise bad_request(message, source.field)
+        data = self._known.get(key)
+        if data is None:
+            task = self._coming.get(key)
+            if task is None:
+                self._on_need()
+                task = self._coming[key] = asyncio.get_running_loop().create_task(self._compile(source, key))
+                task.add_done_callback(lambda done: self._coming.pop(key))
+            try:
+                data = await asyncio.shield(task)  # goes on even if the request that began it is cancelled
+            except ApiError as error:
+                raise (bad_request(error.message, source.field) if error.status == 400 else error) from None
+        else:
+            self._known.move_to_end(key)
+        return Compiled(key, data)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    async def _compile(self, source: GrammarSource, key: str) -> bytes:
+        try:
+            text = await self._helper.ask(frames.Compile(source.kind, source.text), source.field, len(source.text))
+        except HelperDiedError:  # perhaps because of the machine: a retry may succeed
+            raise unavailable("the grammar could not be compiled in time; try again later, or simplify it") from None
+        except ApiError as error:
+            if error.status == 400:
+                self._refused[key] = error.message
+                if len(self._refused) > MAX_REFUSALS:
+                    self._refused.popitem(last=False)
+            raise
+        data = self._known[key] = frames.pack(frames.LoadGrammar(key, text))
+        self.num_bytes += len(data)
+        while self.num_bytes > self._max_bytes and len(self._known) > 1:
+            old, forgotten = self._known.popitem(last=False)
+            self.num_bytes -= len(forgotten)
+            self._on_forget(old)
+        return data

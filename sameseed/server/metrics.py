@@ -17,7 +17,7 @@ from sameseed.server.client import EngineClient
 from sameseed.server.gate import Gate
 
 if TYPE_CHECKING:
-    from sameseed.server.guard import Visit
+    from sameseed.server.connection import Visit
     from sameseed.server.replies import Reply
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -96,7 +96,11 @@ class ServerMetrics:
             self._success.labels(self._model_name, choice.finish_reason or "abort").inc()
             if choice.completion is not None:
                 self.timed(choice.completion["metrics"])
-        sizes = {"prompt": reply.num_prompt_tokens, "written": reply.num_output_tokens, "most": reply.max_tokens}
+        sizes = {
+            "prompt": reply.num_prompt_tokens,
+            "written": reply.num_output_tokens,
+            "most": reply.job.params.max_tokens,
+        }
         sizes["longest"] = max(len(c.token_ids) for c in reply.choices)
         sizes["choices"] = len(reply.choices) // len(reply.prompts)
         for name, size in sizes.items():
@@ -125,48 +129,47 @@ class _EngineCounters(Collector):
         self._client, self._gate, self._labels, self._prefix = client, gate, [model_name], prefix
 
     def collect(self) -> Iterator[Metric]:
-        now = self._client.stats
+        now, gauge, counter = self._client.stats, GaugeMetricFamily, CounterMetricFamily
         everything = [*self._client.past_stats, now]
         blocks = now.get("num_blocks", 0)
         used = 1 - now.get("free_blocks", 0) / blocks if blocks else 0.0
-        for name, text, value in (
-            ("num_requests_running", "sequences in the engine's batch", now.get("running", 0)),
-            ("num_requests_waiting", "sequences that wait for it", now.get("waiting", 0)),
-            ("kv_cache_usage_perc", "share of the cache's blocks that are taken, 0..1", used),
-            ("engine_up", "1 while an engine is loaded", float(self._client.state == "ready")),
-        ):
-            yield self._one(GaugeMetricFamily, name, text, value)
+        waiting, up = now.get("waiting", 0), float(self._client.state == "ready")
+        restarts, refused = self._client.num_restarts, self._gate.num_refused
+        yield self._family(gauge, "num_requests_running", "sequences in the engine's batch", now.get("running", 0))
+        yield self._family(gauge, "num_requests_waiting", "sequences that wait for it", waiting)
+        yield self._family(gauge, "kv_cache_usage_perc", "share of the cache's blocks that are taken, 0..1", used)
+        yield self._family(gauge, "engine_up", "1 while an engine is loaded", up)
         # The engine never sleeps, and sequences wait only for capacity.
         states = {state: float(state == "awake") for state in ("awake", "weights_offloaded", "discard_all")}
-        yield self._by_label("engine_sleep_state", "1: it is so", "sleep_state", states)
-        reasons = {"capacity": now.get("waiting", 0), "deferred": 0}
-        yield self._by_label("num_requests_waiting_by_reason", "", "reason", reasons)
-        restarts, refused = self._client.num_restarts, self._gate.num_refused
-        yield self._one(CounterMetricFamily, "engine_restarts", "processes that replaced a dead one", restarts)
-        yield self._one(CounterMetricFamily, "admission_rejections", "requests refused by a full queue", refused)
+        yield self._family(gauge, "engine_sleep_state", "1: it is so", states, "sleep_state")
+        reasons = {"capacity": waiting, "deferred": 0}
+        yield self._family(gauge, "num_requests_waiting_by_reason", "", reasons, "reason")
+        yield self._family(counter, "engine_restarts", "processes that replaced a dead one", restarts)
+        yield self._family(counter, "admission_rejections", "requests refused by a full queue", refused)
         for name, (key, text) in _COUNTED.items():
-            yield self._one(CounterMetricFamily, name, text, sum(s.get(key, 0) for s in everything))
+            yield self._family(counter, name, text, sum(s.get(key, 0) for s in everything))
         yield self._passes(everything)
         text = "seconds of a pass by the tokens that it computes, as the length policy has them now"
-        yield self._by_label("pass_cost_seconds", text, "rows", now.get("pass_costs", {}))
+        yield self._family(gauge, "pass_cost_seconds", text, now.get("pass_costs", {}), "rows")
         for name, text, label, key in _COUNTED_BY:
             sums: Counts[str] = Counts()
             for stats in everything:
                 sums.update(stats.get(key, {}))
-            yield self._by_label(name, text, label, sums, CounterMetricFamily)
+            yield self._family(counter, name, text, sums, label)
 
-    def _by_label(
+    def _family(
         self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         text: str,
-        label: str,
-        values: Mapping[str, float],
-        kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+        values: float | Mapping[str, float],
+        label: str = "",
     ) -> Metric:
-        """One metric, with a sample for each value of `label`."""
-        family = kind(self._prefix + name, text, labels=["model_name", label])
-        for of, value in values.items():
-            family.add_metric([*self._labels, of], value)
+        """One metric: a number, or a sample for each value of `label`."""
+        labels = ["model_name", label] if label else ["model_name"]
+        family = kind(self._prefix + name, text, labels=labels)
+        for of, value in values.items() if isinstance(values, Mapping) else (("", values),):
+            family.add_metric([*self._labels, of][: len(labels)], value)
         return family
 
     def _passes(self, everything: list[dict[str, Any]]) -> Metric:
@@ -178,9 +181,4 @@ class _EngineCounters(Collector):
         text = "tokens that a pass computed, drafted ones included"
         family = HistogramMetricFamily(self._prefix + "iteration_tokens_total", text, labels=["model_name"])
         family.add_metric(self._labels, buckets, sum(p["tokens"] for p in found))
-        return family
-
-    def _one(self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float) -> Metric:
-        family = kind(self._prefix + name, text, labels=["model_name"])
-        family.add_metric(self._labels, value)
         return family

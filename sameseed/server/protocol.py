@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -10,13 +10,14 @@ from typing_extensions import Self
 from sameseed.server import limits, structured
 from sameseed.server.conversation import Fields, Items, Messages, NamedTool, Tool, plain
 from sameseed.server.errors import bad_request
+from sameseed.server.frames import Render
 
-TOKEN = "x-token"  # marks token ids in a JSON schema; their maximum is known once a model is loaded
-
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={TOKEN: True})]
+LARGEST = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 StopText = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
 PromptText = Annotated[str, Field(min_length=1)]
 Tokens = list[TokenId]
+Prompt = list[str | list[int]] | Render  # texts or token ids, or a conversation
 
 
 class SpeculationFields(Fields):
@@ -35,10 +36,12 @@ class StreamOptions(Fields):
 class Common(Fields):
     """Fields of every route that generates text."""
 
+    usual: ClassVar[int | None] = None  # tokens of an answer without a limit; None: as many as fit
+
     model: Annotated[str, Field(max_length=256)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
@@ -51,7 +54,7 @@ class Common(Fields):
     banned_token_ids: Annotated[Tokens, Field(max_length=limits.MAX_ALLOWED)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=limits.MAX_STOP)] | None = None
     stop_token_ids: Annotated[Tokens, Field(max_length=limits.MAX_STOP_TOKENS)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_N)] | None = None
     seed: int | None = None  # any integer, taken modulo 2**63
@@ -61,31 +64,67 @@ class Common(Fields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as fit
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None  # -1: as many as fit
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=LARGEST)] | None = None
     speculation: SpeculationFields | Literal["off", "fixed", "history", "disco", "goodput"] | None = None
     response_format: structured.ResponseFormat | None = None
     structured_outputs: structured.StructuredOutputs | None = None
     guided_choice: structured.Choices | None = None
-    guided_json: Annotated[structured.Schema | None, Field(json_schema_extra=structured.SOME_SCHEMAS)] = None
-    guided_regex: Annotated[str | None, Field(json_schema_extra=structured.SOME_PATTERNS)] = None
-    guided_grammar: Annotated[str | None, Field(json_schema_extra=structured.SOME_GRAMMARS)] = None
+    guided_json: structured.Schema | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of an answer, as asked for."""
+        raise NotImplementedError
+
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens are wanted beside each; None: no log-probabilities."""
+        return None
+
+    @property
+    def num_seqs(self) -> int:
+        """Answers that are wanted."""
+        return self.n or 1
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the prompt is a part of the answer."""
+        return False
+
+    @property
+    def special(self) -> bool:
+        """Whether the tokenizer adds its special tokens to the prompt."""
+        return False
+
+    def content(self) -> Prompt:
+        """What the model reads. Raises ApiError 400."""
+        raise NotImplementedError
+
+    def thinks(self, source: structured.GrammarSource | None) -> bool | None:
+        """May the answer begin with reasoning, beside this grammar? None: reasoning stays a part of the text."""
+        return None
 
     @property
     def choice(self) -> list[str] | None:
         """The texts that the answer is chosen from; None: the answer is not restricted to given texts."""
         return self.guided_choice or (self.structured_outputs.choice if self.structured_outputs else None)
 
-    def keep(self, max_tokens: int | None, max_model_len: int) -> int | None:
+    def keep(self, max_model_len: int) -> int | None:
         """How many tokens at the end of the prompt are kept; None: all. Raises ApiError 400 for 0."""
         if self.truncate_prompt_tokens == 0:
             raise bad_request("truncate_prompt_tokens must be at least 1, or -1", "truncate_prompt_tokens")
-        left = max(1, max_model_len - max(1, max_tokens or 0))
+        left = max(1, max_model_len - max(1, (self.usual if self.limit is None else self.limit) or 0))
         return left if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
-    def source(self) -> structured.GrammarSource | None:
-        """The grammar that the answer must match, or None. Raises ApiError 400 if it is invalid, or given twice."""
+    def source(self, calls: str | None) -> structured.GrammarSource | None:
+        """The grammar that the whole answer must match, or None. `calls`: how the model writes tool calls.
+
+        Raises ApiError 400 if it is invalid, or given twice.
+        """
         found = self._formats()
         found += structured.of_guides("guided_", self.guided_json, self.guided_regex, self.guided_grammar, None)
         if (s := self.structured_outputs) is not None:
@@ -121,14 +160,16 @@ class Templated(Fields):
 class CompletionFields(Common):
     """POST /v1/completions: `prompt` is a text, token ids, or a list of either."""
 
+    usual: ClassVar[int | None] = 16  # OpenAI's default
+
     prompt: (
         PromptText
         | Annotated[Tokens, Field(min_length=1)]
         | Annotated[list[PromptText], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
         | Annotated[list[Annotated[Tokens, Field(min_length=1)]], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
     )
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = (
+    max_tokens: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = (
         None  # takes precedence over max_tokens, as in chat
     )
     add_special_tokens: bool | None = None
@@ -142,11 +183,27 @@ class CompletionFields(Common):
         return self
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """A list of all prompts, each a text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.content()) * (self.n or 1)
+
+    @property
+    def repeats(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def special(self) -> bool:
+        return self.add_special_tokens is not False
+
+    def content(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
@@ -155,8 +212,8 @@ class ChatFields(Common, Templated):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
@@ -171,15 +228,32 @@ class ChatFields(Common, Templated):
         wanted = self.tools if self.tools and self.tool_choice != "none" else []
         return [t.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for t in wanted]
 
-    def compelled(self, parser: str | None) -> structured.GrammarSource | None:
-        """The grammar of the whole answer, its calls included, or None. `parser`: the model's format of calls.
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-        Raises ApiError 400.
-        """
-        source, several = self.source(), self.parallel_tool_calls is not False
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs or self.top_logprobs else None
+
+    @property
+    def special(self) -> bool:
+        return bool(self.add_special_tokens)
+
+    def content(self) -> Render:
+        return Render(plain(self.messages), self.offered, self.options)
+
+    def thinks(self, source: structured.GrammarSource | None) -> bool | None:
+        if self.separate_reasoning is False:
+            return None
+        optional = source is None or (source.field == "tools" and self.tool_choice in (None, "auto"))
+        return optional and self.choice is None
+
+    def source(self, calls: str | None) -> structured.GrammarSource | None:
+        source, several = super().source(calls), self.parallel_tool_calls is not False
         field = "guided_choice" if self.guided_choice else "structured_outputs"
         beside = structured.GrammarSource("choice", "", field) if self.choice else source
-        return structured.of_tools(self.tools or [], self.tool_choice, several, parser, beside) or source
+        return structured.of_tools(self.tools or [], self.tool_choice, several, calls, beside) or source
 
 
 class Reasoning(Fields):
@@ -194,7 +268,7 @@ class ResponseFields(Common):
     input: str | Items
     n: Literal[1] | None = None
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: bool | None = None
     text: structured.TextOptions | None = None
@@ -205,17 +279,18 @@ class ResponseFields(Common):
         return super()._formats() + structured.of_format(self.text.format if self.text else None, "text")
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation, instructions first."""
+    def limit(self) -> int | None:
+        return self.max_output_tokens
+
+    def content(self) -> Render:
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         said = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else plain(self.input)
-        return first + said
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The template's arguments except messages. Raises ApiError 400 for names that may not be set."""
         effort = self.reasoning.effort if self.reasoning else None
-        return Templated(chat_template_kwargs=self.chat_template_kwargs, reasoning_effort=effort).options
+        options = Templated(chat_template_kwargs=self.chat_template_kwargs, reasoning_effort=effort).options
+        return Render(first + said, [], options)
+
+    def thinks(self, source: structured.GrammarSource | None) -> bool | None:
+        return source is None and self.choice is None
 
 
 class TokenizeFields(Fields):
@@ -233,6 +308,10 @@ class TokenizeChatFields(Templated):
     model: Annotated[str, Field(max_length=256)] | None = None
     messages: Messages
     return_token_strs: bool | None = None
+
+    def content(self) -> Render:
+        """The conversation. Raises ApiError 400."""
+        return Render(plain(self.messages), [], self.options)
 
 
 class DetokenizeFields(Fields):

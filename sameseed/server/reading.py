@@ -19,67 +19,60 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from sameseed.server import limits
+from sameseed.server.connection import Visit, visit_of
 from sameseed.server.conversation import Fields
 from sameseed.server.errors import ApiError, bad_request, unavailable
-from sameseed.server.guard import Visit, visit_of
 
 log = logging.getLogger("sameseed.server")
 INLINE = 2**16  # bytes: a larger body is parsed in a thread
 MAX_INSIDE = 128 * 2**20  # bytes of all bodies that are being read, parsed or checked
 
-# Unsupported fields that would change the text, and why they are refused rather than silently ignored. They are not
+# Unsupported fields that would change the text, by why they are refused rather than silently ignored. They are not
 # refused on routes that have such a field.
-REFUSED = {
-    "suffix": "text after the insertion is not offered; leave 'suffix' out",
-    "best_of": "use 'n'; choices are not ranked",
-    "prompt_embeds": "prompts are text or token ids",
-    **dict.fromkeys(("functions", "function_call"), "use no 'functions'; they are not offered"),
-    **dict.fromkeys(("tools", "tool_choice"), "tools are for /v1/chat/completions"),
-    **dict.fromkeys(("grammar", "ebnf"), "use 'guided_grammar'"),
-    "guided_whitespace_pattern": "space between parts of JSON is one character at most",
-    "structural_tag": "use 'tools'",
-    "chat_template": "the model's own chat template is used, never a request's",
-    **dict.fromkeys(
-        ("chat_template_kwargs", "documents", "add_generation_prompt", "reasoning_effort"),
-        "chat templates are for conversations",
-    ),
-    "add_special_tokens": "the chat template writes all special tokens",
-    "continue_final_message": "send the beginning of the answer to /v1/completions",
-    **dict.fromkeys(("logits_processors", "custom_logit_processor"), "programs in requests are not run"),
-    "bad_words": "use 'banned_token_ids' or 'logit_bias'",
-    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), "beam search is not offered"),
-    "stop_words": "use 'stop'",
-    **dict.fromkeys(("audio", "modalities"), "text only"),
-    "web_search_options": "the server searches nothing",
-    "verbosity": "say it in a message",
-    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), "the stop text is always left out"),
-    **dict.fromkeys(
-        ("previous_response_id", "conversation"), "responses are not stored; send the whole conversation as 'input'"
-    ),
-    "background": "responses are not stored",
-    "prompt": "a stored prompt is not offered",
-    "truncation": "use 'truncate_prompt_tokens'",
-    "echo": "'echo' is for /v1/completions",
-    "prompt_logprobs": "use 'echo' and 'logprobs' of /v1/completions",
-    "top_logprobs": "use 'logprobs' of /v1/completions, or /v1/chat/completions",
-    "logprob_token_ids": "log-probabilities are those of the likeliest tokens",
-    **dict.fromkeys(("enable_thinking", "thinking"), "say it by a conversation's 'chat_template_kwargs'"),
-    **dict.fromkeys(
-        ("thinking_token_budget", "thinking_budget"), "thoughts have no limit of their own; use 'max_tokens'"
-    ),
-    **dict.fromkeys(("lora_request", "lora_path"), "adapters are not offered; merge it into the model"),
-    **dict.fromkeys(("repetition_detection", "dry_multiplier", "repeat_penalty"), "use 'repetition_penalty'"),
-    "no_repeat_ngram_size": "use 'frequency_penalty'",
-    **dict.fromkeys(("typical_p", "top_n_sigma", "xtc_probability", "mirostat"), "use 'min_p' or 'top_p'"),
-    **dict.fromkeys(("top_a", "tfs_z"), "use 'min_p' or 'top_p'"),
-    "samplers": "the order of sampling is fixed",
-    "n_probs": "use 'logprobs'",
-    "dynatemp_range": "use 'temperature'",
-    **dict.fromkeys(("n_predict", "max_new_tokens"), "use 'max_tokens'"),
-    "min_new_tokens": "use 'min_tokens'",
-    "regex": "use 'guided_regex'",
-    "json_schema": "use 'response_format'",
+_REASONS = {
+    "text after the insertion is not offered; leave 'suffix' out": "suffix",
+    "use 'n'; choices are not ranked": "best_of",
+    "prompts are text or token ids": "prompt_embeds",
+    "use no 'functions'; they are not offered": "functions function_call",
+    "tools are for /v1/chat/completions": "tools tool_choice",
+    "use 'guided_grammar'": "grammar ebnf",
+    "space between parts of JSON is one character at most": "guided_whitespace_pattern",
+    "use 'tools'": "structural_tag",
+    "the model's own chat template is used, never a request's": "chat_template",
+    "chat templates are for conversations": "chat_template_kwargs documents add_generation_prompt reasoning_effort",
+    "the chat template writes all special tokens": "add_special_tokens",
+    "send the beginning of the answer to /v1/completions": "continue_final_message",
+    "programs in requests are not run": "logits_processors custom_logit_processor",
+    "use 'banned_token_ids' or 'logit_bias'": "bad_words",
+    "beam search is not offered": "use_beam_search length_penalty early_stopping",
+    "use 'stop'": "stop_words",
+    "text only": "audio modalities",
+    "the server searches nothing": "web_search_options",
+    "say it in a message": "verbosity",
+    "the stop text is always left out": "include_stop_str_in_output no_stop_trim",
+    "responses are not stored; send the whole conversation as 'input'": "previous_response_id conversation",
+    "responses are not stored": "background",
+    "a stored prompt is not offered": "prompt",
+    "use 'truncate_prompt_tokens'": "truncation",
+    "'echo' is for /v1/completions": "echo",
+    "use 'echo' and 'logprobs' of /v1/completions": "prompt_logprobs",
+    "use 'logprobs' of /v1/completions, or /v1/chat/completions": "top_logprobs",
+    "log-probabilities are those of the likeliest tokens": "logprob_token_ids",
+    "say it by a conversation's 'chat_template_kwargs'": "enable_thinking thinking",
+    "thoughts have no limit of their own; use 'max_tokens'": "thinking_token_budget thinking_budget",
+    "adapters are not offered; merge it into the model": "lora_request lora_path",
+    "use 'repetition_penalty'": "repetition_detection dry_multiplier repeat_penalty",
+    "use 'frequency_penalty'": "no_repeat_ngram_size",
+    "use 'min_p' or 'top_p'": "typical_p top_n_sigma xtc_probability mirostat top_a tfs_z",
+    "the order of sampling is fixed": "samplers",
+    "use 'logprobs'": "n_probs",
+    "use 'temperature'": "dynatemp_range",
+    "use 'max_tokens'": "n_predict max_new_tokens",
+    "use 'min_tokens'": "min_new_tokens",
+    "use 'guided_regex'": "regex",
+    "use 'response_format'": "json_schema",
 }
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", {"type": "text"})
 _NEVER_NEUTRAL = ("enable_thinking", "thinking", "add_generation_prompt")  # false is a request too
 # One more value that changes nothing, for some of the refused fields.

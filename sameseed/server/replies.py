@@ -1,4 +1,4 @@
-"""Answers to clients: a body, or the events of a stream. The base class of the answers of the three text routes."""
+"""Answers to clients, a body or the events of a stream: their base class, and those of /v1/completions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from itertools import pairwise
 from typing import Any
 
 from sameseed.models.harmony import Harmony
+from sameseed.request import SamplingParams
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece
 from sameseed.server.reasoning import Thoughts
 from sameseed.server.text import TextCodec
+from sameseed.server.tools import Parser
+from sameseed.tokenizer import BROKEN, LONGEST_RUN, shared
 
 STAGES = ("draft", "target", "verify", "schedule")
 DONE = b"data: [DONE]\n\n"
@@ -33,6 +36,23 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
     head = f"event: {name}\ndata: " if name else "data: "
     return f"{head}{_encode(data)}\n\n".encode()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request as it was understood: what its reply is made from."""
+
+    id: str
+    fields: Any  # the request's body, as the route's fields
+    text: TextCodec
+    prompts: list[list[int]]
+    params: SamplingParams
+    model: str = ""
+    fingerprint: str = ""
+    num_spec_tokens: int = 0  # of the longest draft that the engine may make
+    echoes: Seq[str] = ()  # texts of the prompts, where they are repeated
+    thoughts: Callable[[], Thoughts | Harmony] | None = None  # makes a splitter of reasoning for each choice
+    parser: Callable[[], Parser] | None = None  # makes a parser of tool calls for each choice
 
 
 @dataclass
@@ -57,34 +77,14 @@ class ReplyChoice:
 class Reply:
     """Base: collects pieces and counts usage. One object per answer, streamed or not."""
 
-    kind, chunk_kind = "", ""
+    prefix, kind, chunk_kind = "", "", ""
 
-    def __init__(
-        self,
-        id: str,
-        model: str,
-        text: TextCodec,
-        num_choices: int,
-        *,
-        fingerprint: str = "",
-        num_spec_tokens: int = 0,
-        tokens: bool = False,
-        ids_as_tokens: bool = False,
-        thoughts: Callable[[], Thoughts | Harmony] | None = None,
-    ) -> None:
-        """`num_spec_tokens`: the longest draft that the engine may make; `tokens`: show token ids too.
-
-        `ids_as_tokens`: a token's name is its id; `thoughts` makes a reasoning splitter for each choice.
-        """
-        self.id, self.model, self.text, self.show_tokens = id, model, text, tokens
-        self.created, self.fingerprint = int(time.time()), fingerprint
-        self.choices = [ReplyChoice() for _ in range(num_choices)]
-        self.prompts: list[list[int]] = [[]]  # token ids of each prompt
-        self.max_tokens = 0  # most tokens of each choice
-        self.skip_special_tokens = True
-        self.num_spec_tokens = num_spec_tokens
-        self._ids_as_tokens = ids_as_tokens
-        self.thoughts = None if thoughts is None else [thoughts() for _ in self.choices]
+    def __init__(self, job: Job) -> None:
+        self.job, self.fields, self.text, self.prompts = job, job.fields, job.text, job.prompts
+        self.id, self.created = self.prefix + job.id, int(time.time())
+        self.choices = [ReplyChoice() for _ in range(job.fields.num_seqs)]
+        self.thoughts = None if job.thoughts is None else [job.thoughts() for _ in self.choices]
+        self.with_logprobs, self.show_tokens = job.fields.top is not None, bool(job.fields.return_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -96,7 +96,7 @@ class Reply:
 
         If it is only part of a character: its bytes, or without `as_bytes` the replacement sign.
         """
-        if self._ids_as_tokens:
+        if self.fields.return_tokens_as_token_ids:
             return f"token_id:{token}"
         if as_bytes:
             return self.text.name(token, begins)
@@ -104,7 +104,7 @@ class Reply:
 
     def begins(self, choice: ReplyChoice, token: int, prompt: Seq[int]) -> bool:
         """Does the text begin with this token, the next one of the choice? `prompt`: the tokens that it continues."""
-        has_text, skip = self.text.tokenizer.has_text, self.skip_special_tokens
+        has_text, skip = self.text.tokenizer.has_text, self.job.params.skip_special_tokens
         before = has_text(prompt, skip) if choice.begun is None else choice.begun
         choice.begun = before or has_text((token,), skip)
         return not before
@@ -158,12 +158,12 @@ class Reply:
     def metrics(self) -> dict[str, Any]:
         """Speculation metrics in vLLM's format, and sameseed's own metrics."""
         completions = [c.completion for c in self.choices if c.completion is not None]
-        return speculation_metrics(completions, self.num_spec_tokens)
+        return speculation_metrics(completions, self.job.num_spec_tokens)
 
     def envelope(self, kind: str) -> dict[str, Any]:
         """The fields that bodies and chunks have in common."""
-        made = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return made | {"system_fingerprint": self.fingerprint}
+        made = {"id": self.id, "object": kind, "created": self.created, "model": self.job.model}
+        return made | {"system_fingerprint": self.job.fingerprint}
 
     @cached_property
     def _head(self) -> str:  # the head of every chunk, encoded only once
@@ -252,3 +252,95 @@ def _speculative(found: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, 
         made["per_step_accepted"] = [accepted for _, accepted in found[0]["rounds"]]
         made["per_step_drafted"] = [drafted for drafted, _ in found[0]["rounds"]]
     return made
+
+
+class CompletionReply(Reply):
+    """An answer of /v1/completions."""
+
+    prefix = "cmpl-"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.hidden = job.fields.max_tokens == 0  # the engine writes one token all the same
+        self._skip_special_tokens = job.params.skip_special_tokens
+
+    def _echo(self, index: int) -> tuple[str, list[int]]:
+        """Text and tokens of the prompt that is repeated, if it is."""
+        echoes = self.job.echoes
+        return (echoes[index * len(echoes) // len(self.choices)], self.prompt_of(index)) if echoes else ("", [])
+
+    def _prefix(self, index: int, choice: ReplyChoice) -> str:
+        """The echoed text, without a last character that the output completes."""
+        text, ids = self._echo(index)
+        if self.hidden or not self._is_open(index):
+            return text
+        decode, ids = self.text.tokenizer.decode, ids[-LONGEST_RUN:]
+        known = decode(ids, self._skip_special_tokens)
+        return text.removesuffix(known[shared(known, decode(ids + choice.token_ids, self._skip_special_tokens)) :])
+
+    def _is_open(self, index: int) -> bool:
+        """May the output still change the end of the echoed text?"""
+        text, ids = self._echo(index)
+        return bool(ids) and (text.endswith(BROKEN) or ids[-1] in self.text.tokenizer.byte_tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return 0 if self.hidden else super().num_output_tokens
+
+    def whole_choice(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
+        text = self._prefix(index, choice) + ("" if self.hidden else "".join(choice.text))
+        made: dict[str, Any] = {"index": index, "text": text, "finish_reason": choice.finish_reason}
+        made["logprobs"] = self._logprobs(index, choice) if self.with_logprobs else None
+        return made | (shown_tokens(choice) | {"prompt_token_ids": self.prompt_of(index)} if self.show_tokens else {})
+
+    def events(self, piece: Piece) -> Iterator[bytes]:
+        choice = self.choices[piece.index]
+        first, ended = len(choice.text) == 1, piece.completion is not None
+        text = "" if self.hidden else piece.text
+        if choice.unsent and (text or ended or not self._is_open(piece.index)):
+            text, choice.unsent = self._prefix(piece.index, choice) + text, False
+        if not text and not ended and not self.with_logprobs and not self.show_tokens:
+            return
+        entry: dict[str, Any] = {"index": piece.index, "text": text, "logprobs": None}
+        if self.with_logprobs:
+            entry["logprobs"] = self._logprobs(piece.index, choice)
+        entry["finish_reason"] = choice.finish_reason if ended else None
+        entry |= shown_tokens(piece) if self.show_tokens else {}
+        entry |= {"prompt_token_ids": self.prompt_of(piece.index)} if self.show_tokens and first else {}
+        yield self.chunk(entry)
+
+    def _logprobs(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
+        """Log-probabilities of the tokens that were not sent yet, those of an echoed prompt first."""
+        made: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        new = slice(choice.num_sent, None if not self.hidden else choice.num_sent)
+        entries, base = choice.logprobs[new], len(self._prefix(index, choice))
+        offsets = [base + at for at in choice.text_offset[new]]
+        echo = self._echo(index)[1]
+        if echo and not choice.echoed:
+            entries = [[echo[0], None, []], *choice.prompt_logprobs, *entries]
+            offsets = [min(at, base) for at in self._offsets(echo)] + offsets
+        choice.num_sent, choice.echoed = len(choice.logprobs), True
+        for (token, logprob, top), at in zip(entries, offsets, strict=True):
+            begins = self.begins(choice, token, [] if echo else self.prompt_of(index))
+            name = self.name(token, begins)
+            made["tokens"].append(name)
+            made["token_logprobs"].append(logprob)
+            made["text_offset"].append(at)
+            if logprob is None:
+                made["top_logprobs"].append(None)
+                continue
+            alternatives: dict[str, float] = {name: logprob}
+            for other, value in top:
+                alternatives.setdefault(self.name(other, begins), value)
+            made["top_logprobs"].append(alternatives)
+        return made
+
+    def _offsets(self, ids: Seq[int]) -> list[int]:
+        """Where each token of an echoed prompt begins."""
+        decoder = self.text.tokenizer.stream(self._skip_special_tokens)
+        at, found = 0, []
+        for token in ids:
+            found.append(at + len(decoder.tail))
+            at += len(decoder.push(token))
+        return found

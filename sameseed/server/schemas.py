@@ -31,7 +31,6 @@ FORMATS |= {"uri-template"}  # not those of JSON pointers: they would allow cont
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _TOO_LARGE = "holds a whole number of more than 64 bits, which cannot be enforced"
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
-_UNSAFE_ESCAPES = frozenset('"\\nrtfv0xuc')  # escapes that may match what a JSON string must escape
 
 
 def check(schema: Any, name: str) -> str:
@@ -93,12 +92,11 @@ class _SchemaWalk:
             if key not in KNOWN and not key.startswith("x-"):
                 raise self._fault(f"{place}.{key}", "is a keyword that cannot be enforced; leave it out")
         keys = node.keys() - ANNOTATIONS
-        if whole := sorted(keys & _WHOLE):
-            if others := sorted(k for k in keys - {whole[0]} if not k.startswith("x-")):
-                values = node.get("enum") if whole[0] == "enum" else [node.get("const")]
-                if whole[0] not in ("enum", "const") or others != ["type"] or not _typed(values, node["type"]):
-                    raise self._fault(f"{place}.{others[0]}", f"cannot be enforced beside {whole[0]!r}; leave it out")
-            self._whole(node, whole[0], place, depth)
+        if whole := min(keys & _WHOLE, default=None):
+            others = sorted(k for k in keys - {whole} if not k.startswith("x-"))
+            if others and not (others == ["type"] and whole in ("enum", "const") and _typed(node, whole)):
+                raise self._fault(f"{place}.{others[0]}", f"cannot be enforced beside {whole!r}; leave it out")
+            self._whole(node, whole, place, depth)
         else:
             self._plain(node, keys, place, depth)
         for group in ("$defs", "definitions"):
@@ -202,7 +200,7 @@ class _SchemaWalk:
             if self._num_patterns > limits.MAX_PATTERNS:
                 raise self._fault(f"{place}.pattern", f"is one too many: at most {limits.MAX_PATTERNS}")
             check_text(node["pattern"], self._name, "pattern", limits.MAX_REGEX)
-            if _may_spell_escapes(node["pattern"]):
+            if any(_UNSAFE.search(part) for part in _PART.findall(node["pattern"]) if part[:2] != "[^"):
                 raise self._fault(f"{place}.pattern", "may hold no quote, backslash or control character of its own")
             try:
                 whole = whole_match(node["pattern"])
@@ -238,6 +236,8 @@ class _SchemaWalk:
 
 _PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|:|<\w+>)|.", re.DOTALL)
 _AROUND = '[^"]*'  # any characters that need no escape in JSON
+# What may match a character that a JSON string must escape, which the grammar would write unescaped.
+_UNSAFE = re.compile(r'\\["\\nrtfv0xuc]|["\x00-\x1f]')
 
 
 def whole_match(pattern: str) -> str:
@@ -311,34 +311,15 @@ def _are_types(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(t, str) and t in TYPES for t in value)
 
 
-def _typed(values: Any, types: Any) -> bool:
-    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-    kinds |= {list: "array", dict: "object"}
-    if not _are_types(listed := [types] if isinstance(types, str) else types):
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_KINDS |= {list: "array", dict: "object"}
+
+
+def _typed(node: dict[str, Any], key: str) -> bool:
+    """Whether the values of "enum" or "const" are of the schema's type."""
+    values = node["enum"] if key == "enum" else [node["const"]]
+    types = [node["type"]] if isinstance(node["type"], str) else node["type"]
+    if not _are_types(types) or not isinstance(values, list):
         return False
-    wanted = set(listed)
-    wanted |= {"integer"} if "number" in wanted else set()
-    return isinstance(values, list) and all(kinds[type(v)] in wanted for v in values)
-
-
-def _may_spell_escapes(pattern: str) -> bool:
-    """Whether a pattern may match what a JSON string must escape, which the grammar would write unescaped.
-
-    Negated character classes do not count.
-    """
-    inside = negated = False
-    at = 0
-    while at < len(pattern):
-        character = pattern[at]
-        if character == "\\":
-            at += 1
-            if not negated and pattern[at : at + 1] in _UNSAFE_ESCAPES:
-                return True
-        elif (character == '"' or character < " ") and not negated:
-            return True
-        elif inside and character == "]":
-            inside = negated = False
-        elif not inside and character == "[":
-            inside, negated = True, pattern[at + 1 : at + 2] == "^"
-        at += 1
-    return False
+    wanted = {*types, *(("integer",) if "number" in types else ())}
+    return all(_KINDS[type(v)] in wanted for v in values)

@@ -3,62 +3,118 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
+from sameseed.errors import RequestError
 from sameseed.models.harmony import Harmony
-from sameseed.request import SamplingParams
-from sameseed.server import conversation, frames
+from sameseed.request import SamplingParams, Speculation
+from sameseed.server import frames
 from sameseed.server.answer import Answer, too_late
-from sameseed.server.chat import ChatReply
+from sameseed.server.chat import ChatReply, ResponseReply
 from sameseed.server.client import EngineClient
-from sameseed.server.completions import CompletionReply
 from sameseed.server.config import ServerConfig
-from sameseed.server.conversation import NamedTool
+from sameseed.server.connection import Visit, visit_of
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Add, Render
 from sameseed.server.gate import Gate
-from sameseed.server.grammars import Compiled
-from sameseed.server.guard import visit_of
+from sameseed.server.helper import Compiled
 from sameseed.server.metrics import ServerMetrics
-from sameseed.server.parameters import check_length, sampling, speculation, tenant
 from sameseed.server.protocol import (
     ChatFields,
     Common,
     CompletionFields,
     DetokenizeFields,
     ResponseFields,
+    SpeculationFields,
     TokenizeChatFields,
     TokenizeFields,
 )
 from sameseed.server.reading import INLINE, F, Intake, read
 from sameseed.server.reasoning import PARSERS, Thoughts
-from sameseed.server.replies import Reply
-from sameseed.server.responses import ResponseReply
-from sameseed.server.structured import GrammarSource
+from sameseed.server.replies import CompletionReply, Job, Reply
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FORMATS, Parser
 
-COMPLETION_TOKENS = 16  # OpenAI's default
+
+def sampling(fields: Common, text: TextCodec, room: int, bound: bool = False) -> SamplingParams:
+    """The engine's parameters, with OpenAI's defaults. Raises ApiError 400.
+
+    `room`: tokens left in the context. `bound`: a grammar restricts the text, and the text ends where the grammar does.
+    """
+    bound = bound or fields.choice is not None
+    if fields.limit is None:
+        max_tokens = room if fields.usual is None else min(fields.usual, room)
+    else:
+        max_tokens = max(1, fields.limit)
+    check_length(max_tokens, text)
+    max_tokens = min(max_tokens, room)  # at the context's end the text ends with finish_reason "length"
+    bias = fields.logit_bias or {}
+    if not all(k.isascii() and k.isdigit() and len(k) < 10 and k == str(int(k)) for k in bias):
+        raise bad_request(f"logit_bias: keys must be token ids in 0..{text.vocab_size - 1}", "logit_bias")
+    given: dict[str, Any] = {
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "logit_bias": {int(key): value for key, value in bias.items()},
+        "stop": (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        "stop_token_ids": tuple(fields.stop_token_ids or ()),
+        "banned_token_ids": tuple(fields.banned_token_ids or ()),
+        "allowed_token_ids": None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
+        "ignore_eos": bool(fields.ignore_eos) and not bound,
+        "min_tokens": 0 if bound else min(fields.min_tokens or 0, max_tokens),
+        "skip_special_tokens": fields.skip_special_tokens is not False,
+        "seed": None if fields.seed is None else fields.seed % 2**63,
+    }
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    for name in ("top_p", "top_k", "min_p", *penalties, "n"):
+        if getattr(fields, name) is not None:
+            given[name] = getattr(fields, name)
+    try:
+        params = SamplingParams(max_tokens=max_tokens, logprobs=fields.top, **given)
+        params.check(text.vocab_size, text.max_model_len)
+    except RequestError as error:
+        raise bad_request(str(error), error.field) from None
+    return params
+
+
+def check_length(max_tokens: int, text: TextCodec) -> None:
+    """Raise ApiError 400 for an answer that is longer than the model's context."""
+    if max_tokens > text.max_model_len:
+        raise bad_request(
+            f"This model's maximum context length is {text.max_model_len} tokens; ask for at most as many",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+
+
+def speculation(fields: Common, most: int) -> Speculation | None:
+    """The request's own speculation settings; None if it has none.
+
+    If its policy chooses lengths itself, drafts have up to `most` tokens unless the request says otherwise. Raises
+    ApiError 400 for drafts of more than `most` tokens.
+    """
+    asked = fields.speculation
+    if isinstance(asked, SpeculationFields) and (asked.num_draft_tokens or 0) > most:
+        raise bad_request(f"speculation: num_draft_tokens may be {most} at most on this server", "speculation")
+    if asked is None:
+        return None
+    policy, number = (asked, None) if isinstance(asked, str) else (asked.policy, asked.num_draft_tokens)
+    return Speculation(policy, most if number is None and policy in ("history", "disco", "goodput") else number)
+
+
+def tenant(visit: Visit, salt: str | None) -> str:
+    """The tenant of a request, for the caches: what is kept of one tenant's texts never serves another's."""
+    return visit.tenant if salt is None else f"{visit.tenant}:{hashlib.sha256(salt.encode()).hexdigest()[:16]}"
+
+
 LAST_TOKENS = 16  # last tokens of a prompt, which may hold a mark that opens or closes the reasoning
-TOKENIZE = (TokenizeFields, TokenizeChatFields)
 T = TypeVar("T")
-
-
-class Prepared(NamedTuple):
-    """A request ready for the engine, and the reply to fill. `score`: log-probabilities of the prompt are wanted."""
-
-    reply: Reply
-    ids: list[list[int]]
-    params: SamplingParams
-    grammar: Compiled | None
-    score: bool = False
 
 
 class Service:
@@ -78,11 +134,11 @@ class Service:
         """
         async with self._intake.held(request) as body:
             kind = kinds[0 if body.get("messages") is None else -1]
-            return await self.aside(request, lambda: read(kind, body))
+            return await self.aside(visit_of(request), lambda: read(kind, body))
 
-    async def aside(self, request: Request, work: Callable[[], T]) -> T:
+    async def aside(self, visit: Visit, work: Callable[[], T]) -> T:
         """Run work whose cost grows with the request's body, in a thread if the body is large."""
-        if visit_of(request).size <= INLINE:
+        if visit.size <= INLINE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
@@ -101,106 +157,111 @@ class Service:
         self.gate.max_running = self.client.facts["max_num_seqs"]
         return text
 
-    async def completions(self, request: Request) -> Answer:
+    async def completions(self, request: Request, fields: CompletionFields) -> Answer:
         """Answer POST /v1/completions."""
-        fields = await self.fields(request, CompletionFields)
-        text, prompts = self.loaded(fields.model), fields.prompts
-        num_seqs, with_logprobs = len(prompts) * (fields.n or 1), fields.logprobs is not None
+        return await self._answer(request, fields, CompletionReply)
 
-        async def prepare(id: str) -> Prepared:
-            grammar = await self._compiled(await self.aside(request, fields.source))
-            keep = fields.keep(
-                COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens, text.max_model_len
-            )
-            ids = await text.prompts(prompts, fields.add_special_tokens is not False, keep)
-            room = text.max_model_len - max(len(i) for i in ids)
-            max_tokens = min(COMPLETION_TOKENS, room) if fields.max_tokens is None else max(1, fields.max_tokens)
-            params = sampling(fields, text, max_tokens, room, fields.logprobs, grammar is not None)
-            shown = prompts if keep is None else ids
-            texts = await text.spelt(shown, params.skip_special_tokens) if fields.echo else []
-            more = self._shown(fields) | {"logprobs": with_logprobs, "hidden": fields.max_tokens == 0}
-            echoes = list(zip(texts, ids, strict=True)) if fields.echo else []
-            reply = CompletionReply(f"cmpl-{id}", self.config.model_name, text, num_seqs, echoes=echoes, **more)
-            return Prepared(reply, ids, params, grammar, bool(fields.echo) and with_logprobs)
-
-        return await self._answer(request, text, fields, num_seqs, prepare)
-
-    async def chat(self, request: Request) -> Answer:
+    async def chat(self, request: Request, fields: ChatFields) -> Answer:
         """Answer POST /v1/chat/completions."""
-        fields = await self.fields(request, ChatFields)
-        text = self.loaded(fields.model)
-        with_logprobs = bool(fields.logprobs or fields.top_logprobs)
-        max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-        check_length(fields.max_tokens or 0, text)
-        named = isinstance(fields.tool_choice, NamedTool)
+        check_length(fields.max_tokens or 0, self.loaded(fields.model))
+        return await self._answer(request, fields, ChatReply)
 
-        def plain() -> tuple[GrammarSource | None, list[dict[str, Any]], Callable[[], Parser] | None]:
-            return fields.compelled(text.calls), conversation.plain(fields.messages), tool_parser(fields.offered, text)
-
-        async def prepare(id: str) -> Prepared:
-            source, messages, parser = await self.aside(request, plain)
-            if text.hides_marks and (parser is not None or text.calls == "openai"):
-                fields.skip_special_tokens = False
-            grammar = await self._compiled(source)
-            asked, keep = Render(messages, fields.offered, fields.options), fields.keep(max_tokens, text.max_model_len)
-            ids = await text.chat(asked, visit_of(request).size, bool(fields.add_special_tokens), keep)
-            room = text.max_model_len - len(ids)
-            top = (fields.top_logprobs or 0) if with_logprobs else None
-            params = sampling(fields, text, room if max_tokens is None else max_tokens, room, top, grammar is not None)
-            more = self._shown(fields) | {"logprobs": with_logprobs, "parser": parser, "named": named}
-            more["one_call"] = named or fields.parallel_tool_calls is False
-            if fields.separate_reasoning is not False:
-                free = source is None or (source.field == "tools" and fields.tool_choice in (None, "auto"))
-                more["thoughts"] = self._thoughts(text, ids, fields.choice is not None or not free)
-            more["shows_thoughts"] = fields.include_reasoning is not False
-            reply = ChatReply(f"chatcmpl-{id}", self.config.model_name, text, params.n, **more)
-            return Prepared(reply, [ids], params, grammar)
-
-        return await self._answer(request, text, fields, fields.n or 1, prepare)
-
-    async def responses(self, request: Request) -> Answer:
+    async def responses(self, request: Request, fields: ResponseFields) -> Answer:
         """Answer POST /v1/responses."""
-        fields = await self.fields(request, ResponseFields)
-        text = self.loaded(fields.model)
+        return await self._answer(request, fields, ResponseReply)
 
-        async def prepare(id: str) -> Prepared:
-            source, messages = await self.aside(request, lambda: (fields.source(), fields.messages))
-            fields.skip_special_tokens = False if text.calls == "openai" else fields.skip_special_tokens
-            grammar = await self._compiled(source)
-            keep = fields.keep(fields.max_output_tokens, text.max_model_len)
-            ids = await text.chat(Render(messages, [], fields.options), visit_of(request).size, keep=keep)
-            room = text.max_model_len - len(ids)
-            max_tokens = room if fields.max_output_tokens is None else fields.max_output_tokens
-            params = sampling(fields, text, max_tokens, room, None, grammar is not None)
-            more = self._shown(fields) | {"asked": fields}
-            more["thoughts"] = self._thoughts(text, ids, grammar is not None or fields.choice is not None)
-            reply = ResponseReply(f"resp_{id}", self.config.model_name, text, 1, **more)
-            return Prepared(reply, [ids], params, grammar)
+    async def _answer(self, request: Request, fields: Common, kind: type[Reply]) -> Answer:
+        """Admit a request at the gate, then tokenize it, then submit it to the engine."""
+        text, visit, timeout = self.loaded(fields.model), visit_of(request), self.config.request_timeout
+        with self.gate.enter(visit.tenant, fields.num_seqs, visit.size) as ticket:
+            try:
+                left = timeout - (time.monotonic() - visit.arrived)
+                job, add, packed, grammar = await asyncio.wait_for(self._prepared(visit, fields, text), left)
+            except asyncio.TimeoutError:
+                raise too_late(timeout) from None
+            reply = kind(job)
 
-        return await self._answer(request, text, fields, 1, prepare)
+            def used() -> int:  # nothing is charged for what the server itself failed to do
+                failed = visit.outcome is None or visit.outcome >= 500
+                return 0 if failed else reply.num_prompt_tokens + reply.num_output_tokens
 
-    async def tokenize(self, request: Request) -> JSONResponse:
+            most = reply.num_prompt_tokens + fields.num_seqs * job.params.max_tokens
+            self.gate.reserve(visit.tenant, most, ticket, used)
+            stream = self.client.submit(add, packed, grammar)
+            return Answer(reply, stream, ticket.pop_all(), self.metrics, timeout)
+
+    async def _prepared(self, visit: Visit, fields: Common, text: TextCodec) -> tuple[Job, Add, bytes, Compiled | None]:
+        """What a reply is made from; the engine's frame, also as bytes; and the grammar. Raises ApiError."""
+        source, content = await self.aside(visit, lambda: (fields.source(text.calls), fields.content()))
+        parser = tool_parser(content.tools, text) if isinstance(content, Render) else None
+        if (parser is not None and text.hides_marks) or (isinstance(content, Render) and text.calls == "openai"):
+            fields.skip_special_tokens = False
+        grammar = None if source is None else await self.client.grammars.compiled(source)
+        keep = fields.keep(text.max_model_len)
+        if isinstance(content, Render):
+            prompts = [await text.chat(content, visit.size, fields.special, keep)]
+        else:
+            prompts = await text.prompts(content, fields.special, keep)
+        params = sampling(fields, text, text.max_model_len - max(map(len, prompts)), grammar is not None)
+        echoed = prompts if keep is not None or isinstance(content, Render) else content
+        own, facts = speculation(fields, self.config.max_draft_tokens), self.client.facts
+        num_draft_tokens = facts["num_draft_tokens"] if facts["method"] != "none" else 0
+        job = Job(
+            visit.id,
+            fields,
+            text,
+            prompts,
+            params,
+            model=self.config.model_name,
+            fingerprint=self.client.fingerprint,
+            num_spec_tokens=own.of(num_draft_tokens) if own is not None and num_draft_tokens else num_draft_tokens,
+            echoes=await text.spelt(echoed, params.skip_special_tokens) if fields.repeats else (),
+            thoughts=self._thoughts(text, prompts[0], fields.thinks(source)),
+            parser=parser,
+        )
+        add = Add(
+            visit.id,
+            prompts,
+            params,
+            tenant=tenant(visit, fields.cache_salt),
+            speculation=own,
+            score_prompt=fields.repeats and fields.top is not None,
+            choice=fields.choice,
+            priority=fields.priority or 0,
+            grammar=None if grammar is None else grammar.key,
+            detailed=self.config.detailed,
+            owner=visit.tenant,
+        )
+        return job, add, await text.away(sum(map(len, prompts)), lambda: frames.pack(add)), grammar
+
+    def _thoughts(
+        self, text: TextCodec, prompt: list[int], thinks: bool | None
+    ) -> Callable[[], Thoughts | Harmony] | None:
+        """Makes splitters of reasoning. `thinks`: may there be reasoning at all? None: it stays in the text."""
+        name, harmony = self.config.reasoning_parser, text.calls == "openai"
+        end = text.tokenizer.decode(prompt[-LAST_TOKENS:], skip_special_tokens=False) if thinks else None
+        if thinks is None or (name is None and not harmony):
+            return None
+        return partial(Harmony, end) if name is None or harmony else partial(Thoughts, PARSERS[name], end)
+
+    async def tokenize(self, request: Request, fields: TokenizeFields | TokenizeChatFields) -> JSONResponse:
         """Answer POST /tokenize."""
-        fields: TokenizeFields | TokenizeChatFields = await self.fields(request, *TOKENIZE)
         text, visit = self.loaded(fields.model), visit_of(request)
         with self.gate.enter(visit.tenant, 0, visit.size):
             if isinstance(fields, TokenizeFields):
                 ids = await text.encode(fields.prompt, fields.add_special_tokens is not False)
             else:
-                messages = await self.aside(request, lambda: conversation.plain(fields.messages))
-                asked = Render(messages, [], fields.options)
+                asked = await self.aside(visit, fields.content)
                 ids = await text.encode_chat(asked, visit.size, bool(fields.add_special_tokens))
-            made: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
 
             def written() -> JSONResponse:
                 strings = {"token_strs": [text.name(i) for i in ids]} if fields.return_token_strs else {}
-                return JSONResponse(made | strings)
+                return JSONResponse({"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids, **strings})
 
-            return await self.aside(request, written)
+            return await self.aside(visit, written)
 
-    async def detokenize(self, request: Request) -> JSONResponse:
+    async def detokenize(self, request: Request, fields: DetokenizeFields) -> JSONResponse:
         """Answer POST /detokenize."""
-        fields = await self.fields(request, DetokenizeFields)
         visit = visit_of(request)
         with self.gate.enter(visit.tenant, 0, visit.size):
             return JSONResponse({"prompt": (await self.loaded(fields.model).spelt([fields.tokens]))[0]})
@@ -211,81 +272,12 @@ class Service:
         named = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
         return JSONResponse({**named, "chat_template": tokenizer.chat_template})
 
-    async def _compiled(self, source: GrammarSource | None) -> Compiled | None:
-        return None if source is None else await self.client.grammars.compiled(source)
-
-    async def _answer(
-        self,
-        request: Request,
-        text: TextCodec,
-        fields: Common,
-        num_seqs: int,
-        prepare: Callable[[str], Awaitable[Prepared]],
-    ) -> Answer:
-        """Admit the request at the gate, then tokenize it, then submit it to the engine."""
-        visit, timeout = visit_of(request), self.config.request_timeout
-
-        async def packed() -> tuple[Prepared, Add, bytes]:
-            made = await prepare(visit.id)
-            made.reply.prompts, made.reply.max_tokens = made.ids, made.params.max_tokens
-            made.reply.skip_special_tokens = made.params.skip_special_tokens
-            add = Add(
-                visit.id,
-                made.ids,
-                made.params,
-                tenant=tenant(visit, fields.cache_salt),
-                speculation=speculation(fields, self.config.max_draft_tokens),
-                score_prompt=made.score,
-                choice=fields.choice,
-                priority=fields.priority or 0,
-                grammar=None if made.grammar is None else made.grammar.key,
-                detailed=self.config.detailed,
-                owner=visit.tenant,
-            )
-            return made, add, await text.away(made.reply.num_prompt_tokens, lambda: frames.pack(add))
-
-        with self.gate.enter(visit.tenant, num_seqs, visit.size) as ticket:
-            try:
-                made, add, data = await asyncio.wait_for(packed(), timeout - (time.monotonic() - visit.arrived))
-            except asyncio.TimeoutError:
-                raise too_late(timeout) from None
-            reply = made.reply
-
-            def used() -> int:  # nothing is charged for what the server itself failed to do
-                failed = visit.outcome is None or visit.outcome >= 500
-                return 0 if failed else reply.num_prompt_tokens + reply.num_output_tokens
-
-            self.gate.reserve(visit.tenant, reply.num_prompt_tokens + num_seqs * reply.max_tokens, ticket, used)
-            stream = self.client.submit(add, data, made.grammar)
-            usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
-            more: dict[str, Any] = {"events": bool(fields.stream), "usage": usage, "timeout": timeout}
-            return Answer(reply, stream, ticket.pop_all(), self.metrics, **more)
-
-    def _shown(self, fields: Common) -> dict[str, Any]:
-        own = speculation(fields, self.config.max_draft_tokens)
-        num_draft_tokens = self.client.facts["num_draft_tokens"] if self.client.facts["method"] != "none" else 0
-        if own is not None and num_draft_tokens:
-            num_draft_tokens = own.of(num_draft_tokens)
-        return {
-            "num_spec_tokens": num_draft_tokens,
-            "tokens": bool(fields.return_token_ids),
-            "ids_as_tokens": bool(fields.return_tokens_as_token_ids),
-            "fingerprint": self.client.fingerprint,
-        }
-
-    def _thoughts(self, text: TextCodec, ids: list[int], bound: bool) -> Callable[[], Thoughts | Harmony] | None:
-        """Factory of reasoning splitters, one per choice. `bound`: a format covers the whole text, so no reasoning."""
-        name, harmony = self.config.reasoning_parser, text.calls == "openai"
-        end = None if bound else text.tokenizer.decode(ids[-LAST_TOKENS:], skip_special_tokens=False)
-        if name is None or harmony:
-            return partial(Harmony, end) if harmony else None
-        return partial(Thoughts, PARSERS[name], end)
-
 
 def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec) -> Callable[[], Parser] | None:
     """Factory of tool-call parsers, one per choice; None without tools. Raises ApiError 400 if the model has none."""
     if not tools:
         return None
-    if (name := text.calls) is None:
+    if text.calls is None:
         raise bad_request("this model's chat template has no tools, or none that this server can read", "tools")
-    return partial(Parser, {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}, FORMATS[name])
+    schemas = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
+    return partial(Parser, schemas, FORMATS[text.calls])

@@ -13,30 +13,13 @@ from pydantic_core import PydanticCustomError
 from sameseed.server import limits, schemas
 from sameseed.server.conversation import Fields, NamedTool, Tool
 from sameseed.server.errors import bad_request
-from sameseed.server.tools import CLOSE, OPEN
+from sameseed.server.tools import FORMATS, OPEN
 
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=limits.MAX_CHOICE_LENGTH)]],
     Field(min_length=1, max_length=limits.MAX_CHOICES),
 ]
 Schema = dict[str, Any] | str
-# How a tool call begins and ends, and the separator between calls, by parser.
-_FORMS = {
-    "hermes": (OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + CLOSE, "\n"),
-    "qwen3_coder": (OPEN + "\n<function=NAME>\n", "\n</function>\n" + CLOSE, "\n"),
-    "granite": ('<|tool_call|>[{"name": "NAME", "arguments": ', "}]", ""),
-    "mistral": ('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]", ""),
-    "openai": ("<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", "<|start|>assistant"),
-    "llama3": ('{"name": "NAME", "parameters": ', "}", "; "),
-}
-_NAMED = {"type": {"enum": ["object", "array", "string", "integer", "number", "boolean", "null"]}}
-_PLAIN = {"type": "object", "properties": _NAMED, "required": ["type"], "additionalProperties": False}
-
-
-# What the OpenAPI document says of schemas, patterns and grammars: a few examples that are certainly accepted.
-SOME_SCHEMAS: dict[str, Any] = {"anyOf": [_PLAIN, {"type": "null"}]}
-SOME_PATTERNS: dict[str, Any] = {"anyOf": [{"enum": ["[a-z]+", "(a|b)*", None]}]}
-SOME_GRAMMARS: dict[str, Any] = {"anyOf": [{"enum": ['root ::= "a" | "b"', 'start: "a" | "b"', None]}]}
 
 
 class GrammarSource(NamedTuple):
@@ -57,7 +40,7 @@ class JsonSchema(Fields):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema", json_schema_extra=SOME_SCHEMAS)] = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -89,26 +72,15 @@ class TextOptions(Fields):
     format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
 
 
-def _one_of_them(schema: dict[str, Any]) -> None:
-    """Rewrite an object schema in place: exactly one of its properties must be given, and not null."""
-    forms = []
-    for name, form in schema.pop("properties").items():
-        kinds = [{**f, "enum": [v for v in f["enum"] if v is not None]} if "enum" in f else f for f in form["anyOf"]]
-        kinds = [{"const": True} if f.get("type") == "boolean" else f for f in kinds if f.get("type") != "null"]
-        forms.append({"type": "object", "properties": {name: {"anyOf": kinds}}, "required": [name]})
-    schema["anyOf"] = [{**form, "additionalProperties": False} for form in forms]
-    schema.pop("additionalProperties", None)
-
-
 class StructuredOutputs(Fields):
     """vLLM's field of this name: exactly one of these must be given."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_one_of_them)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     choice: Choices | None = None
-    json_: Annotated[Schema | None, Field(alias="json", json_schema_extra=SOME_SCHEMAS)] = None
-    regex: Annotated[str | None, Field(json_schema_extra=SOME_PATTERNS)] = None
-    grammar: Annotated[str | None, Field(json_schema_extra=SOME_GRAMMARS)] = None
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    regex: str | None = None
+    grammar: str | None = None
     json_object: bool | None = None
 
     @model_validator(mode="after")
@@ -190,7 +162,7 @@ def _calls(
 ) -> GrammarSource | None:
     if parser is None:
         return None
-    begin, end, separator = _FORMS[parser]
+    form = FORMATS[parser]
     tags, size = [], 0
     for tool in tools:
         schema = tool.function.parameters or {"type": "object"}
@@ -203,14 +175,14 @@ def _calls(
         if not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
             schema = {"type": "object", **schema}
         content = _json_schema(schema) | ({"style": "qwen_xml"} if parser == "qwen3_coder" else {})
-        opening = begin.replace("NAME", tool.function.name)
-        tags.append({"type": "tag", "begin": opening, "content": content, "end": end})
-    separated = {"type": "tags_with_separator", "separator": separator} if "type" not in how else {}
-    form = {**separated, **how, "tags": tags}
+        opening = form.begin.replace("NAME", tool.function.name)
+        tags.append({"type": "tag", "begin": opening, "content": content, "end": form.end})
+    separated = {"type": "tags_with_separator", "separator": form.separator} if "type" not in how else {}
+    calls = {**separated, **how, "tags": tags}
     if beside is not None:
         other = _json_schema(json.loads(beside.text) if beside.kind == "json" else {"type": "object"})
-        form = {"type": "or", "elements": [form, other]}
-    made = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
+        calls = {"type": "or", "elements": [calls, other]}
+    made = json.dumps({"type": "structural_tag", "format": calls}, ensure_ascii=False)
     return GrammarSource("tag", made, "tools" if beside is None else beside.field)
 
 

@@ -40,7 +40,7 @@ class TextCodec:
         self.max_model_len = max_model_len
         vocabulary = self.tokenizer.vocabulary()
         self._longest = max(map(len, vocabulary), default=1)
-        self.calls = parser_for(self.tokenizer.template_for(tools=True))  # the format of tool calls
+        self.calls = parser_for(self.tokenizer.template_for(tools=True))  # how the model writes tool calls
         marks = [vocabulary[m] for m in (FORMATS[self.calls].marks if self.calls else ()) if m in vocabulary]
         self.hides_marks = any(map(self.tokenizer.is_silent, marks))  # does a text leave out what opens tool calls?
         self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))

@@ -53,21 +53,43 @@ Reader = Callable[[str, Tools], list[Call]]  # the calls that a text consists of
 class Format(NamedTuple):
     """How a model writes calls: the marks that open one, and the mark that closes it, if any.
 
+    `begin`, `end`: around the arguments of a call that a grammar compels; `separator`: between two such calls.
     `bare`: the text itself may begin as a call without a mark; further calls may follow, perhaps after `;`.
+    `signs`: texts of a chat template that tell this format; if there are none, its marks do.
     """
 
     marks: tuple[str, ...]
+    begin: str
+    end: str
+    separator: str = ""
     close: str = ""
     bare: bool = False
+    signs: tuple[str, ...] = ()
 
 
 FORMATS = {  # named as vLLM's parsers
-    "qwen3_coder": Format((OPEN, "<function="), CLOSE),
-    "granite": Format(("<|tool_call|>",)),
-    "openai": Format(("<|call|>",)),  # as models/harmony.py gives out calls
-    "hermes": Format((OPEN,), CLOSE),
-    "mistral": Format(("[TOOL_CALLS]",)),
-    "llama3": Format(("<|python_tag|>", "<|python_start|>"), bare=True),
+    "qwen3_coder": Format(
+        (OPEN, "<function="),
+        OPEN + "\n<function=NAME>\n",
+        "\n</function>\n" + CLOSE,
+        separator="\n",
+        close=CLOSE,
+        signs=("<function=",),
+    ),
+    "granite": Format(("<|tool_call|>",), '<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
+    "openai": Format(  # as models/harmony.py gives out calls
+        ("<|call|>",), "<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", separator="<|start|>assistant"
+    ),
+    "hermes": Format((OPEN,), OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + CLOSE, separator="\n", close=CLOSE),
+    "mistral": Format(("[TOOL_CALLS]",), '[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
+    "llama3": Format(
+        ("<|python_tag|>", "<|python_start|>"),
+        '{"name": "NAME", "parameters": ',
+        "}",
+        separator="; ",
+        bare=True,
+        signs=("<|start_header_id|>", "<|header_start|>", "<|python_tag|>"),
+    ),
 }
 
 
@@ -75,9 +97,8 @@ def parser_for(template: str | None) -> str | None:
     """The name of a chat template's format of calls; None if it has no tools, or another format."""
     if template is None or "tools" not in template:
         return None
-    signs = {"qwen3_coder": ("<function=",), "llama3": ("<|start_header_id|>", "<|header_start|>", "<|python_tag|>")}
-    forms = ((name, signs.get(name, form.marks)) for name, form in FORMATS.items())
-    return next((name for name, texts in forms if any(text in template for text in texts)), None)
+    forms = FORMATS.items()
+    return next((name for name, form in forms if any(text in template for text in form.signs or form.marks)), None)
 
 
 class _Braces:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from proof.mutant import Mutant
-from sameseed.server import frames, parameters, protocol
-from sameseed.server.completions import CompletionReply
-from sameseed.server.replies import Reply
+from sameseed.server import frames, protocol, service
+from sameseed.server.client import Stream
+from sameseed.server.replies import CompletionReply, Reply
 from sameseed.server.service import Service
-from sameseed.server.stream import Stream
 from sameseed.server.text import TextCodec
 from sameseed.server.worker import Worker
 
@@ -18,11 +17,7 @@ _ALLOWED = "None if fields.allowed_token_ids is None else tuple(fields.allowed_t
 _STOPPED = '"stop" if piece.completion["finish_reason"] == "stop" else "length"'
 
 # Modules in which a seeded generator draws further mutants (laws/drawn.py).
-SERVER_AREA = {
-    "server's parameters": tuple(
-        f"server.{name}" for name in ("parameters", "text", "replies", "completions", "frames", "stream")
-    )
-}
+SERVER_AREA = {"server's parameters": tuple(f"server.{name}" for name in ("service", "text", "replies", "frames"))}
 
 
 def _server(name: str, function: Any, old: str, new: str) -> Mutant:
@@ -30,7 +25,7 @@ def _server(name: str, function: Any, old: str, new: str) -> Mutant:
 
 
 def _sampling(name: str, old: str, new: str) -> Mutant:
-    return _server(name, parameters.sampling, old, new)
+    return _server(name, service.sampling, old, new)
 
 
 SERVER_MISTAKES: tuple[Mutant, ...] = (
@@ -57,15 +52,15 @@ SERVER_MISTAKES: tuple[Mutant, ...] = (
     _sampling("a bias the other way", "int(key): value", "int(key): -value"),
     _sampling("more than the context holds", "min(max_tokens, room)", "max_tokens"),
     _sampling("a token beyond the vocabulary", "check(text.vocab_size,", "check(text.vocab_size + 1,"),
-    _server("any length", parameters.check_length, "max_tokens > text.max_model_len", "False"),
-    _server("drafts are the operator's", parameters.speculation, "if asked is None:", "if True:"),
-    _server("more draft tokens than asked for", parameters.speculation, "asked.num_draft_tokens)", "64)"),
-    _server("a salt is not heeded", parameters.tenant, "salt is None", "True"),
+    _server("any length", service.check_length, "max_tokens > text.max_model_len", "False"),
+    _server("drafts are the operator's", service.speculation, "if asked is None:", "if True:"),
+    _server("more draft tokens than asked for", service.speculation, "asked.num_draft_tokens)", "64)"),
+    _server("a salt is not heeded", service.tenant, "salt is None", "True"),
     _server("the first tokens of a prompt that is cut", TextCodec._checked, "token_ids[-keep:]", "token_ids[:keep]"),
     _server("a prompt is not cut", protocol.Common.keep, "else self.truncate_prompt_tokens", "else None"),
-    _server("16 tokens whatever is asked for", Service.completions, "max(1, fields.max_tokens)", "COMPLETION_TOKENS"),
-    _server("no priority", Service._answer, "fields.priority or 0", "0"),
-    _server("prompts are not scored", Service._answer, "score_prompt=made.score", "score_prompt=False"),
+    _sampling("16 tokens whatever is asked for", "max(1, fields.limit)", "16"),
+    _server("no priority", Service._prepared, "fields.priority or 0", "0"),
+    _server("prompts are not scored", Service._prepared, "fields.repeats and fields.top is not None", "False"),
     _server("requests without their settings", Worker._add, "names = (", "names = ()[:0] and ("),
     _server("tenants share an engine's rows", Worker._add, '"tenant", ', ""),
     _server("ends are told the other way", Reply.take, _STOPPED, _STOPPED.replace('"length"', '"stop"')),

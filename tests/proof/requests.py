@@ -7,6 +7,7 @@ replies. The meaning of the fields is written here a second time, independently 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 from collections.abc import Mapping, Sequence as Seq
@@ -19,11 +20,10 @@ from sameseed.laws.subject import Subject
 from sameseed.request import Completion, Request, SamplingParams
 from sameseed.server import frames
 from sameseed.server.app import create_app
-from sameseed.server.client import EngineClient
+from sameseed.server.client import EngineClient, Stream
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import bad_request
-from sameseed.server.grammars import Compiled
-from sameseed.server.stream import Stream
+from sameseed.server.helper import Compiled
 from sameseed.server.text import TextCodec
 from sameseed.server.worker import Worker
 from sameseed.spec.sampling import derive_seed
@@ -84,7 +84,7 @@ class Inside(EngineClient):
 
     def submit(self, request: frames.Add, packed: bytes, grammar: Compiled | None = None) -> Stream:
         """Run a request to its end. It reaches the engine as a frame, and every piece comes back as a frame."""
-        (add,) = frames.Unpacker[frames.Add](frames.Add).feed(packed)
+        (add,) = frames.Unpacker[frames.Add](frames.Add).each(io.BytesIO(packed))
         self.adds.append(add)
         stream, back = Stream(request, lambda request_id: None), frames.Unpacker[frames.Deltas](frames.Deltas)
         make = self.worker._loader._maker(add.choice, add.grammar) if add.choice or add.grammar else None
@@ -96,7 +96,7 @@ class Inside(EngineClient):
             for scores in (s for d in deltas for s in frames.scores(d)):
                 stream.hold(scores.index, scores.items)
             items = [(d.request_id, frames.piece(d)) for d in deltas]
-            for frame in back.feed(frames.pack(frames.Deltas(items, None))):
+            for frame in back.each(io.BytesIO(frames.pack(frames.Deltas(items, None)))):
                 for _, piece in frame.items:
                     stream.push(piece)
         self.engine.abort(request.id)

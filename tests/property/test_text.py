@@ -14,8 +14,10 @@ from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_t
 
 from sameseed.engine.output import OutputText
 from sameseed.grammar import Beginning, Choice
-from sameseed.server.completions import CompletionReply
+from sameseed.request import SamplingParams
 from sameseed.server.frames import Piece
+from sameseed.server.protocol import CompletionFields
+from sameseed.server.replies import CompletionReply, Job
 from sameseed.server.text import TextCodec, same_at_beginning, vocabulary
 from sameseed.tokenizer import BROKEN, Tokenizer
 
@@ -145,9 +147,9 @@ def test_an_echo_with_its_tokens_is_the_whole_text(kind: str, data: Any, skip: b
     prompt, output = data.draw(ids), data.draw(ids)
     whole = tokenizer.decode(prompt + output, skip)
     text = TextCodec(tokenizer.as_files(), tokenizer.vocab_size, 64)
-    more = {"logprobs": True, "hidden": False}
-    echoes = [(tokenizer.decode(prompt, skip), prompt)]
-    replies = [CompletionReply("id", "m", text, 1, echoes=echoes, **more) for _ in range(2)]
+    fields, params = CompletionFields(prompt=prompt, logprobs=1), SamplingParams(skip_special_tokens=skip)
+    job = Job("id", fields, text, [prompt], params, echoes=[tokenizer.decode(prompt, skip)])
+    replies = [CompletionReply(job) for _ in range(2)]
     written, streamed = OutputText(tokenizer, (), skip, prompt), ""
     for n, token in enumerate(output, 1):
         offset, ended = written.length, n == len(output)
@@ -158,7 +160,6 @@ def test_an_echo_with_its_tokens_is_the_whole_text(kind: str, data: Any, skip: b
         scores = [[t, -1.0, []] for t in prompt[1:]] if n == 1 else []
         piece = Piece(0, written.delta(), [token], [None], [[token, -1.0, []]], scores, done, [offset])
         for reply in replies:
-            reply.prompts, reply.skip_special_tokens = [prompt], skip
             reply.take(copy(piece))
         for event in replies[0].events(piece):
             streamed += json.loads(event.removeprefix(b"data: "))["choices"][0]["text"]

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 import sameseed
 from sameseed.server.app import add_state, guarded
 from sameseed.server.config import ServerConfig
+from sameseed.server.connection import visit_of
 from sameseed.server.gate import Gate
-from sameseed.server.guard import visit_of
 from sameseed.server.metrics import CONTENT_TYPE
 from sameseed.server.reading import INLINE, Intake
 from sameseed_vllm.pages import joined

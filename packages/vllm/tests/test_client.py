@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from fixtures_server import program, until
 
-from sameseed.server.errors import ApiError
 from sameseed_vllm import client as vllm
 from sameseed_vllm.client import VllmClient
 from sameseed_vllm.link import Link
@@ -36,21 +35,4 @@ async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.
     os.kill(client.pid or 0, 9)
     await until(lambda: said)
     assert said[0] == "vLLM could not be started: No such file or directory"
-    await client.close()
-
-
-async def test_a_vllm_that_cannot_be_minded_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    python = program(tmp_path / "python", "exec sleep 60")
-
-    async def broken(client: VllmClient, pid: int, link: Link) -> int:
-        raise TypeError("what it says")
-
-    monkeypatch.setattr(VllmClient, "_mind", broken)
-    client = VllmClient([], {}, python=str(python), on_failure=said.append)
-    client.start()
-    with pytest.raises(ApiError, match="has stopped"):
-        await asyncio.wait_for(client.wait_ready(), 20)
-    assert said == ["vLLM could not be seen through (TypeError)"]
-    assert not Path(f"/proc/{client.pid}").exists(), "and waited for"
     await client.close()

@@ -173,40 +173,6 @@ def test_errors_lose_paths_and_addresses() -> None:
     assert (made.status, made.param, made.message) == (400, "...", "ask ... or ...")
 
 
-class NeverStarted(VllmClient):
-    """Starts no process: its "process" ends at once if `ends`, else when the client is closed."""
-
-    def __init__(self, ends: bool) -> None:
-        super().__init__([], FACTS, python=sys.executable, first_delay=3600.0)
-        self.ends, self.num_starts = ends, 0
-
-    async def _run_once(self) -> int:
-        self.num_starts += 1
-        self._serves()
-        if self.ends:
-            self._stopped()
-        else:
-            await self._closing.wait()
-        return -9
-
-
-@pytest.mark.parametrize("ends", [True, False])
-async def test_none_is_started_after_the_end(ends: bool) -> None:
-    client = NeverStarted(ends)
-    client.start()
-    while not client.num_starts:
-        await asyncio.sleep(0)
-    await asyncio.wait_for(client.close(), 5)
-    assert client.num_starts == 1 and client.state == "closed" and client.num_restarts == 0
-
-
-async def test_one_closed_before_it_began_is_not_started() -> None:
-    client = NeverStarted(True)
-    client.start()
-    await client.close()
-    assert client.num_starts == 0
-
-
 async def test_one_that_never_gets_ready_is_a_dead_one(tmp_path: Path) -> None:
     python = program(tmp_path / "python", "exec sleep 600")
     failures: list[str] = []
@@ -216,12 +182,6 @@ async def test_one_that_never_gets_ready_is_a_dead_one(tmp_path: Path) -> None:
         await asyncio.wait_for(client.wait_ready(), 10)
     assert client.state == "failed" and len(failures) == 1
     await client.close()
-
-
-async def test_no_unused_connection_outlives_vllms_patience() -> None:
-    link = Link("nowhere", "key")
-    assert link._client.connector is not None and link._client.connector._keepalive_timeout < 5.0
-    await link.close()
 
 
 def test_no_vllm_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,24 +272,6 @@ async def test_open_streams_end_with_the_connection(tmp_path: Path, length: byte
     with pytest.raises(ApiError, match="stopped while this request ran"):
         await asyncio.wait_for(reading, 20)
     await asyncio.wait_for(left.wait(), 20)
-    server.close()
-
-
-async def test_what_arrives_at_once_is_one_piece(tmp_path: Path) -> None:
-    """Several events that arrive in one read are sent in one write."""
-    path, chunk = str(tmp_path / "s"), b"9\r\ndata: x\n\n\r\n"
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n{}")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        writer.write(chunk * 100 + b"0\r\n\r\n")
-
-    server = await asyncio.start_unix_server(answer, path)
-    link = Link(path, "secret")
-    async with link.post("/v1/completions", b"{}") as response:
-        found = [piece async for piece in response.chunks()]
-    assert response.kind == "text/event-stream" and b"".join(found) == b"data: x\n\n" * 100 and len(found) <= 3
-    await link.close()
     server.close()
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import os
 import shlex
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -125,82 +122,6 @@ def test_a_draft_is_worth_there_what_it_is_worth_here(
     assert accepted > 0
     if llm.config.spec.model:
         assert theirs / ours == pytest.approx(1.0, abs=0.02)
-
-
-ROLLED = 500  # fewest requests while all replicas are replaced
-
-
-def test_a_rolling_restart_of_real_replicas_loses_nothing(record_property: Callable[[str, object], None]) -> None:
-    with real("--draft", "none", "--replicas", "2", "--drain-timeout", "300") as (made, http):
-        wait_until(lambda: http.get("/health").json()["replicas"] == ["ready", "ready"], START)
-        before = children(made.process.pid)
-        rolled: list[int] = []
-
-        def asking(client: int) -> list[str]:
-            """One client: sends requests until both replicas are new and enough were sent; returns what failed."""
-            failed = []
-            with made.client() as own:
-                for number in itertools.count():
-                    fields = {"prompt": f"{client}, {number}: def add(a, b):", **GREEDY}
-                    try:
-                        if number % 2:
-                            pieces = stream(own, fields.pop("prompt"), **fields, stream_options={"include_usage": True})
-                            wrote = pieces[-1]["usage"]["completion_tokens"]
-                        else:
-                            answer = own.post("/v1/completions", json=fields)
-                            wrote = answer.json()["usage"]["completion_tokens"]
-                        if wrote != GREEDY["max_tokens"]:
-                            failed.append(f"{wrote} tokens")
-                    except (httpx.HTTPError, AssertionError, LookupError) as error:
-                        failed.append(repr(error))
-                    rolled.append(client)
-                    if len(rolled) >= ROLLED and sum(line["message"] == "replaced" for line in made.log) == 2:
-                        return failed
-            raise AssertionError
-
-        with ThreadPoolExecutor(4) as pool:
-            clients = [pool.submit(asking, i) for i in range(4)]
-            wait_until(lambda: len(rolled) >= 20, START)
-            made.process.send_signal(signal.SIGHUP)
-            assert [fault for client in clients for fault in client.result()] == []
-        record_property("requests", len(rolled))
-        assert http.get("/health").json()["replicas"] == ["ready", "ready"]
-        assert not set(before) & set(children(made.process.pid)), "both are new processes"
-
-
-def test_kill_of_a_real_replica_tells_its_streams_and_no_others(record_property: Callable[[str, object], None]) -> None:
-    with real("--draft", "none", "--replicas", "2") as (made, http):
-        wait_until(lambda: http.get("/health").json()["replicas"] == ["ready", "ready"], START)
-        long = {**GREEDY, "max_tokens": 800}
-        begun: set[int] = set()
-        ended: dict[int, float] = {}
-
-        def streamed(number: int) -> list[dict[str, Any]]:
-            body = {"prompt": f"{number} streams", "stream": True, **long}
-            with made.client() as own, own.stream("POST", "/v1/completions", json=body) as response:
-                pieces = []
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        pieces.append(json.loads(line[len("data: ") :]))
-                        begun.add(number)
-            ended[number] = time.monotonic()
-            return pieces
-
-        with ThreadPoolExecutor(8) as pool:
-            running = [pool.submit(streamed, i) for i in range(8)]
-            wait_until(lambda: len(begun) == 8, START)
-            killed = time.monotonic()
-            os.kill(children(made.process.pid)[0], signal.SIGKILL)
-            answers = [one.result() for one in running]
-        told = [i for i, pieces in enumerate(answers) if "error" in pieces[-1]]
-        assert len(told) == 4, "the requests were shared out evenly"
-        for i in told:
-            assert answers[i][-1]["error"]["type"] == "service_unavailable_error"
-        assert all(p[-1]["choices"][0]["finish_reason"] == "length" for i, p in enumerate(answers) if i not in told)
-        record_property("told after, s", max(ended[i] - killed for i in told))
-        assert http.post("/v1/completions", json={"prompt": "next", **GREEDY}).status_code == 200
-        wait_until(lambda: http.get("/health").json()["replicas"] == ["ready", "ready"], START)
-        assert 'sameseed:engine_restarts{replica="' in http.get("/metrics").text
 
 
 def test_two_nodes_without_ray() -> None:

@@ -14,10 +14,9 @@ import uvicorn
 
 from sameseed.server import answer
 from sameseed.server.config import ServerConfig
-from sameseed.server.connection import CUT, Patient
+from sameseed.server.connection import CUT, Patient, Visit
 from sameseed.server.errors import unavailable
 from sameseed.server.gate import Gate
-from sameseed.server.guard import Visit
 from sameseed_vllm.proxy import create_proxy
 from sameseed_vllm.relay import Relay
 from sameseed_vllm.routing import RoutedCall

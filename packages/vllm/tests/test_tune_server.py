@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import json
 import threading
@@ -13,16 +12,12 @@ from pathlib import Path
 import pytest
 
 from sameseed.cli import main
-from sameseed.cost.engines import EngineCosts, EnginePass, read_costs
+from sameseed.cost.engines import read_costs
 from sameseed.errors import ConfigError
-from sameseed.measure.load.wire import Exchange, exchange
-from sameseed.measure.prompt_sets import Prompt
 from sameseed.plan.metrics import Counted
-from sameseed.request import SamplingParams
 from sameseed.tuned import Tuned
-from sameseed_vllm import tune_server
 from sameseed_vllm.export import export
-from sameseed_vllm.tune_server import ServerTuneRequest, added, best_of, look_of, measure, next_run, rows_of
+from sameseed_vllm.tune_server import added, best_of, look_of, next_run, rows_of
 
 RIGHT = (0.8, 0.6, 0.3)
 
@@ -135,11 +130,6 @@ def test_lengths_are_compared_once_both_kinds_ran() -> None:
         added(both, [look_of(counted(1, 2), 1)], "another")
 
 
-def test_only_without_a_draft() -> None:
-    costs = EngineCosts("vllm", (EnginePass(1, 1, 10.0),))
-    assert "with a draft" in str(next_run(costs)) and not best_of(rows_of(costs))
-
-
 def tuned(server: StandIn, folder: Path, *flags: str) -> int:
     own = ["--engine", "vllm", "--url", server.url, "--drafts", "embedded-head", "--batch", "1,4", "--seconds", "0.6"]
     files = ["--cost", str(folder / "costs.json"), "-o", str(folder / "tuned.toml")]
@@ -164,23 +154,6 @@ def test_two_runs_make_a_profile(server: StandIn, tmp_path: Path, capsys: pytest
     assert costs.batches == (1, 4) and costs.draft == "embedded-head"
     asked = ["estimate", "embedded", "--engine", "vllm", "--cost", str(tmp_path / "costs.json"), "--batch", "1,4"]
     assert main([*asked, "--draft", "embedded-head", "--acceptance", "0.7", "--json"]) == 0
-
-
-def test_a_lost_cancellation_ends_the_load(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Python 3.12, `asyncio.wait_for` drops a cancellation that comes as its task ends."""
-    lost = []
-
-    async def deaf(*args: object, **kwargs: object) -> Exchange:
-        try:
-            return await exchange(*args, **kwargs)  # type: ignore[arg-type]
-        except asyncio.CancelledError:
-            lost.append(1)
-            return Exchange(0.0)
-
-    monkeypatch.setattr(tune_server, "exchange", deaf)
-    params = SamplingParams(max_tokens=4)
-    asked = ServerTuneRequest(server.url, "embedded-head", (Prompt("a", "the sum of"),), params, (4,), 0.6)
-    assert [look.batch for look in measure(asked)] == [4] and lost
 
 
 def test_what_goes_wrong_is_said(server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

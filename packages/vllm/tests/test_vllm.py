@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,16 +212,6 @@ def test_flags_that_are_sameseeds(more: str) -> None:
         arguments(more=more)
 
 
-def test_no_torch() -> None:
-    code = (
-        "import sys; from sameseed.config import SpecConfig; from sameseed_vllm import flags as vllm; "
-        "[vllm.arguments('embedded', {'draft': SpecConfig(m, d)}, vllm.Spread(), ('m',)) for m, d in "
-        "(('ngram', None), ('suffix', None), ('draft_model', 'embedded-head'))]; print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 @pytest.mark.parametrize(
     ("draft", "options", "made"),
     [
@@ -272,14 +260,6 @@ def test_what_only_vllm_has(draft: str, options: dict[str, Any], made: dict[str,
 def test_vllms_own_keys_are_checked(draft: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         drafted(parse_draft(draft), draft_options=options)
-
-
-def test_the_draft_is_spread_as_the_target_or_not_at_all() -> None:
-    assert drafted(parse_draft("org/m"), Spread(4))["draft_tensor_parallel_size"] == 4
-    one = {"draft_tensor_parallel_size": 1}
-    assert drafted(parse_draft("org/m"), Spread(4), draft_options=one)["draft_tensor_parallel_size"] == 1
-    assert "draft_tensor_parallel_size" not in drafted(parse_draft("ngram"), Spread(4))
-    assert drafted(SpecConfig("eagle", "org/head"), Spread(1, 2))["method"] == "eagle"
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from lawkit import Pair
 
 from sameseed.request import SamplingParams
 from sameseed.server.answer import INLINE, Answer
-from sameseed.server.client import EngineClient
-from sameseed.server.completions import CompletionReply
+from sameseed.server.client import EngineClient, Stream
+from sameseed.server.connection import Visit
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add, Piece
 from sameseed.server.gate import Gate
-from sameseed.server.guard import Visit
 from sameseed.server.metrics import ServerMetrics
-from sameseed.server.stream import Stream
+from sameseed.server.protocol import CompletionFields
+from sameseed.server.replies import CompletionReply, Job
 from sameseed.server.text import TextCodec
 
 
@@ -31,8 +31,8 @@ class Recorded(CompletionReply):
 
     breaks = False
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self.threads: set[int] = set()
 
     def body(self) -> dict[str, Any]:
@@ -46,9 +46,7 @@ class Recorded(CompletionReply):
         yield from super().events(piece)
 
 
-async def answered(
-    reply: Recorded, pieces: list[Piece], events: bool, prepared: float = 0.0
-) -> tuple[int, bytes, Gate]:
+async def answered(reply: Recorded, pieces: list[Piece], prepared: float = 0.0) -> tuple[int, bytes, Gate]:
     """Status and body of the answer made of these pieces, and the gate that admitted it.
 
     `prepared`: seconds between the arrival of the request and the answer's start.
@@ -58,7 +56,7 @@ async def answered(
     for piece in pieces:
         stream.push(piece)
     metrics = ServerMetrics(EngineClient("x", {}), gate, "x", "vllm:")
-    answer = Answer(reply, stream, gate.enter("", 1, 1), metrics, events=events, usage=False, timeout=10)
+    answer = Answer(reply, stream, gate.enter("", 1, 1), metrics, 10)
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -72,10 +70,10 @@ async def answered(
     return sent[0]["status"], b"".join(m.get("body", b"") for m in sent), gate
 
 
-@pytest.fixture
-def reply(pair: Pair) -> Recorded:
+@pytest.fixture(params=[True, False], ids=["streamed", "whole"])
+def job(pair: Pair, request: pytest.FixtureRequest) -> Job:
     text = TextCodec(pair.tokenizer.as_files(), 304, 256)
-    return Recorded("cmpl-1", "x", text, 1, logprobs=True, echoes=[], hidden=False)
+    return Job("1", CompletionFields(prompt="x", logprobs=1, stream=request.param), text, [[1]], SamplingParams())
 
 
 def piece(text: str, scores: int = 0, done: bool = False) -> Piece:
@@ -83,27 +81,28 @@ def piece(text: str, scores: int = 0, done: bool = False) -> Piece:
     return Piece(0, text, [5], [0], [[5, -1.0, []]], entries, DONE if done else None, [0])
 
 
-async def test_a_fault_in_the_middle_is_said(reply: Recorded) -> None:
+async def test_a_fault_in_the_middle_is_said(job: Job) -> None:
+    reply = Recorded(job)
     reply.breaks = True
-    status, body, gate = await answered(reply, [piece("a"), piece("b"), piece("c", done=True)], True)
-    lines = [line[6:] for line in body.decode().split("\n\n") if line]
-    assert status == 200 and lines[-1] == "[DONE]" and len(lines) == 3
-    assert json.loads(lines[1])["error"]["type"] == "server_error" and "0x7f" not in body.decode()
+    status, body, gate = await answered(reply, [piece("a"), piece("b"), piece("c", done=True)])
+    if job.fields.stream:
+        lines = [line[6:] for line in body.decode().split("\n\n") if line]
+        assert status == 200 and lines[-1] == "[DONE]" and len(lines) == 3
+        assert json.loads(lines[1])["error"]["type"] == "server_error" and "0x7f" not in body.decode()
     assert gate.num_inside == 0
 
 
-@pytest.mark.parametrize("events", [True, False])
-async def test_many_log_probabilities_are_written_out_elsewhere(reply: Recorded, events: bool) -> None:
+async def test_many_log_probabilities_are_written_out_elsewhere(job: Job) -> None:
     """They are written in a thread, because the event loop has other requests to serve."""
-    await answered(reply, [piece("a", scores=INLINE + 1), piece("b", done=True)], events)
-    assert reply.threads - {threading.get_ident()}
-    few = Recorded("cmpl-1", "x", reply.text, 1, logprobs=True, echoes=[], hidden=False)
-    await answered(few, [piece("a", done=True)], events)
+    many, few = Recorded(job), Recorded(job)
+    await answered(many, [piece("a", scores=INLINE + 1), piece("b", done=True)])
+    assert many.threads - {threading.get_ident()}
+    await answered(few, [piece("a", done=True)])
     assert few.threads == {threading.get_ident()}
 
 
-async def test_the_clock_has_run_while_the_request_was_prepared(reply: Recorded) -> None:
-    status, body, gate = await asyncio.wait_for(answered(reply, [], True, prepared=11.0), 5)
+async def test_the_clock_has_run_while_the_request_was_prepared(job: Job) -> None:
+    status, body, gate = await asyncio.wait_for(answered(Recorded(job), [], prepared=11.0), 5)
     assert status == 408 and b"longer than 10 s" in body and gate.num_inside == 0
 
 

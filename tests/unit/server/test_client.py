@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
 import logging
-import os
 import select
 import socket
 import sys
@@ -21,10 +21,9 @@ from lawkit import Pair
 
 from sameseed.request import SamplingParams
 from sameseed.server import connection, frames, logs, process, run
-from sameseed.server.client import EngineClient
+from sameseed.server.client import EngineClient, Stream
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add
-from sameseed.server.stream import Stream
 
 PRETENDER = """
 import os, socket, sys, time
@@ -137,51 +136,6 @@ async def test_a_process_that_cannot_be_started_is_tried_again(start: Start) -> 
     await client.close()
 
 
-async def test_a_first_process_that_cannot_be_started_is_one_line(start: Start) -> None:
-    said: list[str] = []
-    client = start("alive", lambda start: OSError(11, "Resource temporarily unavailable"), on_failure=said.append)
-    with pytest.raises(ApiError):
-        await asyncio.wait_for(client.wait_ready(), 20)
-    assert said == ["the engine's process could not be started: Resource temporarily unavailable"]
-    await client.close()
-
-
-async def test_what_breaks_here_is_a_death_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception in the server itself is reported and ends the process; after `max_restarts` the server gives up."""
-    said: list[str] = []
-    client = start("alive", max_restarts=2, on_failure=said.append)
-    await asyncio.wait_for(client.wait_ready(), 20)
-    pids: list[int | None] = []
-
-    async def broken(self: EngineClient, pid: int, ours: socket.socket) -> None:
-        pids.append(pid)
-        ours.close()
-        raise (KeyError("x"), TimeoutError(), OSError(24, "Too many open files"))[len(pids) - 1]
-
-    monkeypatch.setattr(EngineClient, "_listen", broken)
-    reading = asyncio.create_task(read(submit(client)))
-    os.kill(client.pid or 0, 9)
-    assert (await asyncio.wait_for(reading, 20)).status == 503
-    await until(lambda: said)
-    assert said[0] == "the engine's process could not be seen through (TimeoutError)"
-    assert client.state == "failed" and len(pids) == 2
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    await client.close()
-
-
-async def test_a_stop_while_a_process_is_ended_leaves_none(start: Start) -> None:
-    client = start("silent", beat_timeout=60.0)
-    await asyncio.wait_for(client.wait_ready(), 20)
-    pid = client.pid
-    ending = asyncio.create_task(process.end(pid, 60.0))  # type: ignore[arg-type]
-    await asyncio.sleep(0.05)
-    ending.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await ending
-    assert not Path(f"/proc/{pid}").exists()
-    client._task.cancel()  # type: ignore[union-attr]
-
-
 async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None:
     client = start("alive")
     await asyncio.wait_for(client.wait_ready(), 20)
@@ -191,7 +145,7 @@ async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None
     stream.leave()
     stream.leave()
     assert [piece async for piece in stream.pieces()] == []
-    sent = frames.Unpacker[frames.ToEngine](frames.ToEngine).feed(b"".join(written))
+    sent = frames.Unpacker[frames.ToEngine](frames.ToEngine).each(io.BytesIO(b"".join(written)))
     assert [type(f) for f in sent] == [Add, frames.Abort] and not client._streams
     await client.close()
     assert client.pid is not None and not Path(f"/proc/{client.pid}").exists()

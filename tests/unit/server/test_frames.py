@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import io
 from typing import Any
 
 import msgspec
@@ -12,8 +14,9 @@ from hypothesis import given, settings, strategies as st
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.request import Delta, SamplingParams, Speculation, TokenLogprob
 from sameseed.server import frames
-from sameseed.server.stream import Stream
+from sameseed.server.client import Stream
 
+UNPACKER: frames.Unpacker[frames.ToEngine] = frames.Unpacker(frames.ToEngine)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
@@ -25,10 +28,20 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 def test_frames_survive_any_cut(values: list[tuple[str, list[list[int]]]], step: int) -> None:
     sent = [frames.Add(text, prompts, SamplingParams()) for text, prompts in values]
     data = b"".join(frames.pack(f) for f in sent)
-    unpacker, got = frames.Unpacker[frames.ToEngine](frames.ToEngine), []
-    for at in range(0, len(data), step):
-        got += unpacker.feed(data[at : at + step])
-    assert got == sent
+    assert list(UNPACKER.each(io.BytesIO(data))) == sent
+    assert list(UNPACKER.each(io.BytesIO(data + frames.pack(frames.Abort("x"))[:-1]))) == sent, "half a frame is none"
+
+    async def streamed() -> list[frames.ToEngine]:
+        stream, got = asyncio.StreamReader(), []
+        for at in range(0, len(data), step):
+            stream.feed_data(data[at : at + step])
+        stream.feed_eof()
+        with pytest.raises(asyncio.IncompleteReadError):
+            while True:
+                got.append(await UNPACKER.next(stream))
+        return got
+
+    assert asyncio.run(streamed()) == sent
 
 
 @pytest.mark.parametrize(
@@ -50,7 +63,7 @@ def test_frames_survive_any_cut(values: list[tuple[str, list[list[int]]]], step:
 )
 def test_no_frames(body: bytes) -> None:
     with pytest.raises(frames.FrameError):
-        frames.Unpacker(frames.ToEngine).feed(len(body).to_bytes(4, "little") + body)
+        list(UNPACKER.each(io.BytesIO(len(body).to_bytes(4, "little") + body)))
 
 
 def test_a_frame_beyond_all_bounds_is_neither_sent_nor_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +72,7 @@ def test_a_frame_beyond_all_bounds_is_neither_sent_nor_taken(monkeypatch: pytest
     with pytest.raises(frames.FrameError):
         frames.pack(frames.Failed("x" * 100))
     with pytest.raises(frames.FrameError):
-        frames.Unpacker(frames.FromEngine).feed((101).to_bytes(4, "little"))
+        list(UNPACKER.each(io.BytesIO((101).to_bytes(4, "little"))))
 
 
 def test_numbers_that_json_has_not_are_not_sent() -> None:
@@ -86,15 +99,8 @@ def test_no_frame_grows_with_the_prompt() -> None:
 
 def through(frame: frames.ToEngine | frames.FromEngine) -> Any:
     """A frame as the other side decodes it."""
-    (made,) = frames.Unpacker(frames.ToEngine | frames.FromEngine).feed(frames.pack(frame))
+    (made,) = frames.Unpacker(frames.ToEngine | frames.FromEngine).each(io.BytesIO(frames.pack(frame)))
     return made
-
-
-def test_pieces_name_who_guessed_their_tokens() -> None:
-    delta = Delta("r", 1, "ab", (5, 6, 7), (None, "ngram", "cascade"))
-    assert delta.accepted == (False, True, True)
-    ((request_id, piece),) = through(frames.Deltas([("r", frames.piece(delta))], None)).items
-    assert (request_id, piece.index, piece.token_ids, piece.levels) == ("r", 1, [5, 6, 7], [None, "ngram", "cascade"])
 
 
 def test_requests_survive() -> None:

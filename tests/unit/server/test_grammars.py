@@ -21,18 +21,17 @@ from sameseed.grammar import Vocabulary
 from sameseed.grammar.matching import Matching
 from sameseed.models.harmony import Harmony
 from sameseed.request import SamplingParams
-from sameseed.server import frames, helper as helper_of_server, schemas
+from sameseed.server import frames, schemas
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Render
-from sameseed.server.grammars import MAX_REFUSALS, Grammars
-from sameseed.server.helper import Helper, HelperDiedError
-from sameseed.server.loading import Loader
+from sameseed.server.helper import MAX_REFUSALS, Grammars, Helper, HelperDiedError
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
 from sameseed.server.structured import GrammarSource
 from sameseed.server.text import vocabulary
 from sameseed.server.tools import FORMATS, Call, More, Parser
+from sameseed.server.worker import Loader
 
 
 class Pretended:
@@ -125,13 +124,10 @@ os.kill(os.getpid(), int(sys.argv[3]))
     ("number", "expected", "status"),
     [(signal.SIGPROF, True, 400), (signal.SIGKILL, False, 503), (signal.SIGSTOP, False, 503), (0, None, 503)],
 )
-async def test_too_much_work_is_told_from_a_death(
-    number: int, expected: bool | None, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_much_work_is_told_from_a_death(number: int, expected: bool | None, status: int) -> None:
     """A process that exceeds its own limit dies by a signal of its own; any other death may be the machine's fault."""
-    answer = frames.pack(frames.Done("")).hex()
+    answer = frames.pack(frames.Result("")).hex()
     spawn = pretender(sys.executable, "-IS", "-c", DIES, "FD", answer, str(int(number)))
-    monkeypatch.setattr(helper_of_server, "AT_ONCE", -1.0)
     made = Helper(lambda: frames.Setup(True, {}, 8, []), 0.5, 8, spawn)
     with pytest.raises((HelperDiedError, ApiError)) as caught:
         await made.ask(frames.Template("[[], [], {}]"), "messages")
@@ -234,7 +230,7 @@ def test_compelled_calls_are_read_back(words: Matching, parser: str, seed: int) 
     asked = read(
         ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "required"}
     )
-    source = asked.compelled(parser)
+    source = asked.source(parser)
     assert source is not None
     text = walk(words, source, seed)
     tools = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
@@ -286,7 +282,7 @@ def test_a_pattern_matches_a_part_of_the_text(words: Matching, pattern: str) -> 
 def test_strict_calls_amid_free_text(words: Matching) -> None:
     """The model writes freely until it opens a call; then the grammar allows only a call that matches its schema."""
     asked = read(ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS[:1]})
-    source = asked.compelled("hermes")
+    source = asked.source("hermes")
     assert source is not None
     matched = words.matched(words.language(words.compiled(source.kind, source.text)))
     pieces = words.vocabulary.pieces

@@ -18,14 +18,14 @@ from sameseed.request import SamplingParams
 from sameseed.server import aside as asides, frames
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
+from sameseed.server.connection import Guard
 from sameseed.server.errors import ApiError
-from sameseed.server.frames import Done, Rejected, Stalled
-from sameseed.server.guard import Guard
+from sameseed.server.frames import Result
 from sameseed.server.helper import Helper
 
 SETUP = frames.Setup(False, {}, 8, [])
 RENDER = frames.Template("[[], [], {}]")
-DONE = frames.pack(Done(""))
+DONE = frames.pack(Result(""))
 
 
 async def refused(waiting: asyncio.Future[Any]) -> int:
@@ -74,8 +74,8 @@ def _much() -> str:
     raise MemoryError
 
 
-def compiled_by(compiling: Callable[[], str]) -> frames.FromHelper:
-    """The helper's answer for a grammar whose compiler does this."""
+def fault_of(compiling: Callable[[], str]) -> str:
+    """Whose fault the helper says it is, for a grammar whose compiler does this."""
 
     class Pretended:
         def compiled(self, kind: str, source: str) -> str:
@@ -83,33 +83,19 @@ def compiled_by(compiling: Callable[[], str]) -> frames.FromHelper:
 
     aside = asides.Aside(socket.socket())
     aside._matching = Pretended()
-    return aside._answer(frames.Compile("regex", "x"))
+    return aside._answer(frames.Compile("regex", "x")).fault
 
 
 @pytest.mark.parametrize(
-    ("compiling", "kind"), [(_sleep, Stalled), (_kill, Stalled), (_work, Rejected), (_much, Rejected), (str, Done)]
+    ("compiling", "fault"),
+    [(_sleep, "machine"), (_kill, "machine"), (_work, "request"), (_much, "request"), (str, "")],
 )
 async def test_a_grammar_is_refused_for_its_own_faults_only(
-    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], kind: type[frames.Frame]
+    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], fault: str
 ) -> None:
     monkeypatch.setattr(asides, "WALL", 0.3 if compiling is _sleep else 20.0)
     monkeypatch.setattr(asides, "COMPILE_SECONDS", 1.0 if compiling is _sleep else 0.1)
-    assert type(compiled_by(compiling)) is kind
-
-
-@pytest.mark.parametrize(("compiling", "kind"), [(str, Done), (_much, Rejected)])
-async def test_what_a_fork_says_counts_though_it_is_slow_to_end(
-    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], kind: type[frames.Frame]
-) -> None:
-    end = os._exit
-
-    def late(code: int) -> None:
-        os.closerange(3, 256)  # as a process's end does; then another process runs first
-        time.sleep(0.5)
-        end(code)
-
-    monkeypatch.setattr(os, "_exit", late)  # only the fork calls it
-    assert type(compiled_by(compiling)) is kind
+    assert fault_of(compiling) == fault
 
 
 async def test_nothing_is_taken_after_the_end() -> None:

@@ -10,10 +10,9 @@ from html.parser import HTMLParser
 import httpx
 from fixtures_server import visiting
 
-from sameseed.server.app import create_app
+from sameseed.server.app import PAGE, create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
-from sameseed.server.interface import PAGE, policy
 
 KEY = "a-key-for-the-test"
 
@@ -91,12 +90,6 @@ async def test_the_browser_is_told_what_the_page_may_do() -> None:
         assert rules[f"{kind}-src"].split() == [f"'sha256-{d}'" for d in digests]
 
 
-async def test_a_changed_script_changes_the_rule() -> None:
-    page = b"<style>a{}</style><script>x()</script>"
-    assert policy(page) != policy(page.replace(b"x()", b"y()"))
-    assert policy(page) == policy(page.replace(b"<script>", b"<p><script>"))
-
-
 async def test_the_page_has_no_handlers_no_styles_in_attributes_and_nothing_from_outside() -> None:
     made = elements()
     assert len(made.found) > 50
@@ -109,24 +102,3 @@ async def test_the_page_has_no_handlers_no_styles_in_attributes_and_nothing_from
         assert href is None or href.startswith(("#", "data:image/svg+xml,")), href
     outside = re.findall(r"https?://\S+", PAGE.read_text(encoding="utf-8"))
     assert all("www.w3.org/2000/svg" in url for url in outside), "names of a namespace only"
-
-
-async def test_texts_become_no_markup() -> None:
-    script = "".join(elements().inline["script"])
-    banned = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "setHTML")
-    assert not [word for word in banned if word in script]
-    assert "createContextualFragment" not in script and "DOMParser" not in script and "import(" not in script
-
-
-async def test_ids_are_unique_and_fields_have_names() -> None:
-    made = elements().found
-    ids = [a["id"] for _, a in made if "id" in a]
-    assert len(ids) == len(set(ids))
-    labelled = {a.get("for") for tag, a in made if tag == "label"}
-    text = PAGE.read_text(encoding="utf-8")
-    for tag, attributes in made:
-        if tag in ("input", "select", "textarea"):
-            name = attributes["id"]
-            assert name in labelled or re.search(rf"<label[^>]*>[^<]+<{tag} id=\"{name}\"", text), name
-    used = set(re.findall(r'\$\("([\w-]+)"\)', text))
-    assert used <= set(ids), "the script asks for what is there"

@@ -14,7 +14,7 @@ from proof.mistakes_server import SERVER_MISTAKES
 from sameseed.laws.check import PASSED, Effort, run_check
 from sameseed.laws.subject import Subject
 from sameseed.request import Completion
-from sameseed.server import parameters
+from sameseed.server import service
 from sameseed.tokenizer import Tokenizer
 
 
@@ -39,7 +39,7 @@ def test_the_right_server_passes_whatever_is_drawn(baseline: mutants.Baseline, s
 @pytest.mark.parametrize("seed", [4, 6])
 def test_a_request_that_reaches_the_engine_was_taken(baseline: mutants.Baseline, seed: int) -> None:
     """An engine without room for an answer ends it with 400, like a refusal by the server: so with seed 4."""
-    (wrong,) = (m for m in SERVER_MISTAKES if m.function is parameters.check_length)
+    (wrong,) = (m for m in SERVER_MISTAKES if m.function is service.check_length)
     with wrong.alive():
         found = run_check(proof.requests, _subject(baseline, seed), mutants.EFFORT).found
     assert found.statistic["taken_though_bad"] >= 2, found.findings

@@ -12,9 +12,9 @@ import pytest
 from sameseed.request import Speculation
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, clean
-from sameseed.server.parameters import sampling, speculation
 from sameseed.server.protocol import ChatFields, CompletionFields, DetokenizeFields, ResponseFields, TokenizeFields
 from sameseed.server.reading import REFUSED, read
+from sameseed.server.service import sampling, speculation
 
 ROUTES: list[tuple[Any, dict[str, Any]]] = [
     (CompletionFields, {"prompt": "x"}),
@@ -36,7 +36,7 @@ def refusal(kind: Any, body: dict[str, Any]) -> ApiError:
     ("prompt", "meant"), [("ab", ["ab"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])]
 )
 def test_forms_of_a_prompt(prompt: Any, meant: Any) -> None:
-    assert read(CompletionFields, {"prompt": prompt}).prompts == meant
+    assert read(CompletionFields, {"prompt": prompt}).content() == meant
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_bad_values_are_named_and_not_repeated(field: str, value: Any, place: st
 def test_a_bias_is_by_token_ids(bias: dict[str, float]) -> None:
     text: Any = SimpleNamespace(vocab_size=9, max_model_len=99)
     with pytest.raises(ApiError, match="token ids"):
-        sampling(CompletionFields(prompt="x", logit_bias=bias), text, 1, 9, None)
+        sampling(CompletionFields(prompt="x", logit_bias=bias), text, 9)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_messages_as_templates_take_them() -> None:
     ]
     assert [m.plain() for m in read(ChatFields, {"messages": said}).messages] == said, "every field, known or not"
     asked = read(ResponseFields, {"input": "x", "instructions": "be brief"})
-    assert asked.messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "x"}]
+    assert asked.content().messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_items_of_responses_become_messages() -> None:
         },
     ]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assert read(ResponseFields, {"input": items}).messages == [
+    assert read(ResponseFields, {"input": items}).content().messages == [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": [items[2]["content"][0]], "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "content": "3", "tool_call_id": "c"},

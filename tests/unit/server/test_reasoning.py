@@ -10,13 +10,14 @@ from fixtures_server import DONE
 from lawkit import Pair
 
 from sameseed.models.harmony import Harmony, is_harmony
-from sameseed.server.chat import ChatReply
+from sameseed.request import SamplingParams
+from sameseed.server.chat import ChatReply, ResponseReply
 from sameseed.server.errors import ApiError
-from sameseed.server.frames import Piece, Render
+from sameseed.server.frames import Piece
 from sameseed.server.protocol import ChatFields, ResponseFields
 from sameseed.server.reading import read
 from sameseed.server.reasoning import PARSERS, Thoughts
-from sameseed.server.responses import ResponseReply
+from sameseed.server.replies import Job
 from sameseed.server.service import tool_parser
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FORMATS, Call, Parser
@@ -81,8 +82,9 @@ def test_a_server_reads_harmony_by_its_template(pair: Pair) -> None:
     codec = TextCodec({**files, "tokenizer_config.json": json.dumps(config)}, 304, 256)
     assert codec.calls == "openai" and is_harmony(template) and not is_harmony(TEMPLATE)
     tool = {"type": "function", "function": {"name": "get"}}
-    more = {"logprobs": False, "parser": tool_parser([tool], codec), "thoughts": lambda: Harmony(GPT)}
-    reply = ChatReply("id-0123456789", "m", codec, 1, **more)
+    fields = read(ChatFields, {"messages": [{"role": "user", "content": "x"}]})
+    more: dict[str, Any] = {"parser": tool_parser([tool], codec), "thoughts": lambda: Harmony(GPT)}
+    reply = ChatReply(Job("0123456789", fields, codec, [[1]], SamplingParams(), **more))
     events = list(reply.begin())
     texts = [ANALYSIS, "why<|end|>", f"{GPT} to=functions.get<|channel|>commentary<|message|>", '{"a": 1}<|call|>']
     for at, said in enumerate(texts):
@@ -118,7 +120,10 @@ def replied(kind: Any, text: TextCodec, **more: Any) -> tuple[dict[str, Any], li
     """The body of a reply, and the events of the same reply as a stream."""
     made = []
     for stream in (False, True):
-        reply = kind("id-0123456789", "m", text, 1, thoughts=lambda: Thoughts(PARSERS["qwen3"], ""), **more)
+        body = {"messages": [{"role": "user", "content": "x"}]} if kind is ChatReply else {"input": "x"}
+        fields = read(ChatFields if kind is ChatReply else ResponseFields, body | more)
+        thoughts = lambda: Thoughts(PARSERS["qwen3"], "")  # noqa: E731
+        reply = kind(Job("0123456789", fields, text, [[1]], SamplingParams(), thoughts=thoughts))
         events = list(reply.begin())
         for piece in pieces():
             reply.take(piece)
@@ -128,7 +133,7 @@ def replied(kind: Any, text: TextCodec, **more: Any) -> tuple[dict[str, Any], li
 
 
 def test_chat_tells_them_apart(text: TextCodec) -> None:
-    body, events = replied(ChatReply, text, logprobs=False)
+    body, events = replied(ChatReply, text)
     message = body["choices"][0]["message"]
     assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("so be it", "why", "why")
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
@@ -139,19 +144,19 @@ def test_chat_tells_them_apart(text: TextCodec) -> None:
         == "why"
         == "".join(d.get("reasoning_content", "") for d in deltas)
     )
-    hidden, _ = replied(ChatReply, text, logprobs=False, shows_thoughts=False)
+    hidden, _ = replied(ChatReply, text, include_reasoning=False)
     assert "reasoning" not in hidden["choices"][0]["message"]
 
 
 def test_responses_have_an_item_of_their_own(text: TextCodec) -> None:
-    body, events = replied(ResponseReply, text, asked=read(ResponseFields, {"input": "x"}))
+    body, events = replied(ResponseReply, text)
     assert [item["type"] for item in body["output"]] == ["reasoning", "message"]
     assert body["output"][0]["content"] == [{"type": "reasoning_text", "text": "why"}]
     assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
     back = read(ResponseFields, {"input": [*body["output"], {"role": "user", "content": "and?"}]})
     part = {"type": "output_text", "text": "so be it", "annotations": [], "logprobs": []}
     said = {"role": "assistant", "content": [part], "reasoning_content": "why"}
-    assert back.messages == [said, {"role": "user", "content": "and?"}], "it takes back what it gave"
+    assert back.content().messages == [said, {"role": "user", "content": "and?"}], "it takes back what it gave"
     kinds = [e["type"].removeprefix("response.") for e in events]
     assert kinds.index("reasoning_text.done") < kinds.index("content_part.added") < kinds.index("output_text.delta")
 
@@ -162,7 +167,7 @@ async def test_templates_get_what_the_request_says(text: TextCodec) -> None:
 
     async def written(**fields: Any) -> str:
         made = asked(**fields)
-        ids = await text.chat(Render([m.plain() for m in made.messages], [], made.options))
+        ids = await text.chat(made.content())
         return text.tokenizer.decode(ids)
 
     assert await written() == "hi"

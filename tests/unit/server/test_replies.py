@@ -9,14 +9,15 @@ import pytest
 from lawkit import Pair
 from prometheus_client import generate_latest
 
-from sameseed.request import Metrics, SpecMetrics, TimeSplit
+from sameseed.request import SamplingParams
 from sameseed.server.chat import ChatReply
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece
 from sameseed.server.gate import Gate
 from sameseed.server.metrics import ServerMetrics
-from sameseed.server.replies import event, speculation_metrics as metrics
+from sameseed.server.protocol import ChatFields
+from sameseed.server.replies import Job, event, speculation_metrics as metrics
 from sameseed.server.text import TextCodec
 
 
@@ -63,18 +64,6 @@ def test_sums_and_longer_drafts_than_usual() -> None:
     assert metrics([completion([], 0, 0)], 4)["speculative_decoding"] is None
 
 
-def test_tokens_spell_their_bytes(pair: Pair) -> None:
-    text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
-    sample = "für 你好 🙂 the sum\n"
-    ids = text.tokenizer.encode(sample)
-    assert b"".join(text.tokenizer.pieces(ids)).decode() == sample
-    assert any("bytes:\\x" in text.name(i) for i in ids), "no token here is part of a character"
-    assert text.name(0) == "<|end|>"
-    assert text.tokenizer.piece(10**6) == b""
-    assert text.tokenizer.render_chat([{"role": "user", "content": "x"}]) == "user: x\nassistant:"
-    text.close()
-
-
 def test_counters_outlive_an_engine() -> None:
     client = EngineClient("embedded", {})
     old = {
@@ -102,25 +91,12 @@ def test_counters_outlive_an_engine() -> None:
     assert json.dumps(client.stats)
 
 
-def test_every_draft_of_one_sequence_is_listed_where_asked_for() -> None:
-    spec = SpecMetrics(rounds=[])
-    for drafted, accepted in ((4, 2), (0, 0), (3, 0), (4, 4)):
-        spec.update(drafted, accepted)
-    made = {"metrics": Metrics(3, 9, spec.copy(), TimeSplit(), 0.1, 0.1, 1.0).as_dict(), "seed": 1}
-    told = metrics([made], 4)["speculative_decoding"]
-    assert told["per_step_accepted"] == [2, 0, 4] and told["per_step_drafted"] == [4, 3, 4]
-    assert sum(told["per_step_drafted"]) == told["num_draft_tokens"] and told["num_spec_steps"] == 3
-    assert "per_step_accepted" not in metrics([made, made], 4)["speculative_decoding"]
-    spec.rounds = None
-    made = {"metrics": Metrics(3, 9, spec.copy(), TimeSplit(), 0.1, 0.1, 1.0).as_dict(), "seed": 1}
-    assert "per_step_accepted" not in metrics([made], 4)["speculative_decoding"]
-
-
 def test_an_event_is_one_line_to_whoever_splits_lines(pair: Pair) -> None:
     """Python's clients split lines as Unicode does. Covers all three ways to write an event."""
     text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
     hostile = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\n für 🙂"
-    reply = ChatReply("chatcmpl-r", hostile, text, 1, logprobs=False)
+    fields = ChatFields(messages=[{"role": "user", "content": "x"}])
+    reply = ChatReply(Job("r", fields, text, [[1]], SamplingParams(), model=hostile))
     reply.take(Piece(0, hostile, [5], [None], [], [], None))
     events = [*reply.begin(), *reply.events(Piece(0, hostile, [5], [None], [], [], None))]
     events += [event({"text": hostile}, "x"), *reply.fail(ApiError(503, hostile), "id")]

@@ -14,7 +14,7 @@ import pytest
 from fixtures_server import until, visiting
 from lawkit import Pair
 
-from sameseed.server import conversation, frames, gate as gates, limits, reading, structured
+from sameseed.server import conversation, frames, gate as gates, limits, protocol, reading, structured
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
@@ -80,7 +80,7 @@ async def test_large_bodies_are_no_work_of_the_event_loop(served: Served, monkey
         monkeypatch.setattr(module, name, watching)
 
     watched(structured, "of_tools", lambda *args: None)
-    watched(conversation, "plain", conversation.plain)
+    watched(protocol, "plain", conversation.plain)
     arguments = json.dumps({"a": "x" * INLINE})
     body = {"messages": [HELLO, calling(arguments)]}
     assert (await http.post("/v1/chat/completions", json=body)).status_code == 503
@@ -107,33 +107,6 @@ async def test_a_key_that_fills_the_queue_leaves_room_for_another(served: Served
                     answer = await http.post(f"/v1/{path}", json=body, headers=headers)
                     assert answer.status_code == status, answer.text
     assert service.gate.num_inside == 0
-
-
-async def test_many_short_prompts_are_as_long_as_a_long_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, service, _ = served
-    text = service.client.text
-    assert text is not None
-    threads: list[int] = []
-    for name in ("encode", "decode"):
-        work = getattr(text.tokenizer, name)
-
-        def watching(*args: Any, work: Callable[..., Any] = work, **more: Any) -> Any:
-            threads.append(threading.get_ident())
-            return work(*args, **more)
-
-        monkeypatch.setattr(text.tokenizer, name, watching)
-    short = "the sum of two numbers "
-    ids = await text.prompts([short] * 2)
-    assert await text.spelt([ids[0], "as it is"]) == [
-        text.tokenizer.decode(ids[0], skip_special_tokens=False),
-        "as it is",
-    ]
-    assert set(threads) == {threading.get_ident()}
-    threads.clear()
-    many = await text.prompts([short] * 64)
-    assert many == ids[:1] * 64
-    await text.spelt(many * 4)
-    assert len(threads) == 64 * 5 and threading.get_ident() not in threads and len(set(threads)) <= 2
 
 
 async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(
@@ -191,10 +164,10 @@ async def test_arguments_and_schemas_are_bounded_in_sum() -> None:
             ChatFields, {"messages": [HELLO], "tools": tools(count, 50_000), "tool_choice": "required"}
         )
         if count == fits:
-            assert fields.compelled("hermes") is not None
+            assert fields.source("hermes") is not None
         else:
             with pytest.raises(ApiError, match="characters in all"):
-                fields.compelled("hermes")
+                fields.source("hermes")
 
 
 async def test_who_wants_tokens_is_counted_by_size(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

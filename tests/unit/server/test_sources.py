@@ -70,34 +70,6 @@ def test_the_server_starts_no_program_and_calls_nobody(path: Path) -> None:
     assert not any(c.endswith((".connect", ".create_connection")) for c in called)
 
 
-def test_only_two_programs_can_be_started() -> None:
-    """The program given to `process.spawn` is a literal at each call, never a value."""
-    for path in EVERYWHERE:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "process.spawn":
-                assert [ast.literal_eval(a) for a in node.args] in (["worker"], ["aside"]), path
-
-
-def test_the_one_connection_can_go_nowhere_else() -> None:
-    """aiohttp is used for one client only. Its connector has a socket's path and no host, and redirects are off."""
-    tree = ast.parse((VLLM / LINK).read_text())
-    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("aiohttp.")]
-    names = [ast.unparse(n.func).removeprefix("aiohttp.") for n in made]
-    assert sorted({*names}) == ["ClientSession", "ClientTimeout", "DummyCookieJar", "UnixConnector"]
-    assert names.count("ClientSession") == names.count("UnixConnector") == 1
-    keywords = {name: {k.arg: ast.unparse(k.value) for k in n.keywords} for name, n in zip(names, made, strict=True)}
-    assert keywords["UnixConnector"]["path"] == "path"
-    client = keywords["ClientSession"]
-    assert client["connector"].startswith("aiohttp.UnixConnector(") and client["trust_env"] == "False"
-    assert "proxy" not in client
-    asked = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("self._client.")]
-    asks = [n for n in asked if ast.unparse(n.func) != "self._client.close"]
-    assert len(asks) == 2
-    for ask in asks:
-        given = {k.arg: ast.unparse(k.value) for k in ask.keywords}
-        assert given["allow_redirects"] == "False" and "proxy" not in given
-
-
 def test_the_server_loads_no_model_library() -> None:
     """Weights are in the engine's process. The server process stays small, and a request can reach less."""
     code = (

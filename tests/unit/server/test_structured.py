@@ -14,14 +14,13 @@ from sameseed.server import limits, schemas
 from sameseed.server.errors import ApiError
 from sameseed.server.protocol import ChatFields, CompletionFields, ResponseFields
 from sameseed.server.reading import read
-from sameseed.server.structured import StructuredOutputs
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 
 
 def source(kind: Any = CompletionFields, **fields: Any) -> Any:
     first = {ChatFields: {"messages": [{"role": "user", "content": "x"}]}, ResponseFields: {"input": "x"}}
-    return read(kind, {**first.get(kind, {"prompt": "x"}), **fields}).source()
+    return read(kind, {**first.get(kind, {"prompt": "x"}), **fields}).source(None)
 
 
 def test_one_meaning_however_it_is_said() -> None:
@@ -71,14 +70,6 @@ def test_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
         source(**fields)
     assert caught.value.status == 400 and len(caught.value.message) < 600
-
-
-def test_what_the_document_says_of_structured_outputs_is_taken() -> None:
-    forms = StructuredOutputs.model_json_schema()["anyOf"]
-    assert [form["required"] for form in forms] == [["choice"], ["json"], ["regex"], ["grammar"], ["json_object"]]
-    assert all(form["additionalProperties"] is False for form in forms)
-    assert "null" not in json.dumps([form for form in forms if form["required"] != ["json"]])  # json's form lists types
-    assert forms[4]["properties"]["json_object"] == {"anyOf": [{"const": True}]}
 
 
 def test_a_schema_that_is_no_json_is_named() -> None:

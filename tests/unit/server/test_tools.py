@@ -10,12 +10,14 @@ from fixtures_server import DONE
 from hypothesis import given, settings, strategies as st
 from lawkit import Pair
 
+from sameseed.request import SamplingParams
 from sameseed.server.chat import ChatReply
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece, Render
 from sameseed.server.limits import opened
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
+from sameseed.server.replies import Job
 from sameseed.server.service import tool_parser
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FORMATS, Call, More, Parser, parser_for
@@ -305,7 +307,8 @@ def answer(
     text: TextCodec, pieces: list[str], done: Any = DONE, **more: Any
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The body and the chunks of a reply to these pieces, of which the last one ends the reply."""
-    reply = ChatReply("chatcmpl-x", "m", text, 1, logprobs=False, parser=tool_parser(TOOLS, text), **more)
+    fields = read(ChatFields, {"messages": MESSAGES[:1], "tools": TOOLS, **more})
+    reply = ChatReply(Job("x", fields, text, [[1]], SamplingParams(), parser=tool_parser(TOOLS, text)))
     chunks = []
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
@@ -348,7 +351,7 @@ def test_one_answer_streamed_or_not(text: TextCodec, num_pieces: int) -> None:
         assert all(("id" in t) == ("name" in t["function"]) for t in parts)
     assert len({t["id"] for t in calls}) == 2
     assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Köln"}
-    one, _ = answer(text, pieces, one_call=True)
+    one, _ = answer(text, pieces, parallel_tool_calls=False)
     assert len(one["message"]["tool_calls"]) == 1
     plain, _ = answer(text, ["no ", "call"])
     assert plain["message"]["content"] == "no call" and plain["finish_reason"] == "stop"
@@ -356,7 +359,9 @@ def test_one_answer_streamed_or_not(text: TextCodec, num_pieces: int) -> None:
 
 
 def test_a_named_tool_is_no_reason_to_end(text: TextCodec) -> None:
-    body, _ = answer(text, [f"<tool_call>{GET}</tool_call>"], named=True)
+    body, _ = answer(
+        text, [f"<tool_call>{GET}</tool_call>"], tool_choice={"type": "function", "function": {"name": "get"}}
+    )
     assert body["finish_reason"] == "stop" and body["message"]["tool_calls"][0]["function"]["name"] == "get"
 
 
@@ -375,7 +380,7 @@ STRICT = [{"type": "function", "function": {"name": "get", "parameters": ARGUMEN
 def test_what_compels_a_call(parser: str) -> None:
     def source(**fields: Any) -> Any:
         asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": [*TOOLS, ADDING], **fields})
-        made = asked.compelled(parser)
+        made = asked.source(parser)
         return None if made is None else json.loads(made.text)["format"]
 
     assert source() is None and source(tool_choice="none") is None
@@ -393,10 +398,10 @@ def test_what_compels_a_call(parser: str) -> None:
 def test_strict_tools_that_the_model_may_call() -> None:
     asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": STRICT})
     assert "strict" not in asked.offered[0]["function"], "the template sees what it knows"
-    made = asked.compelled("hermes")
+    made = asked.source("hermes")
     assert made is not None and json.loads(made.text)["format"]["triggers"] == ["<tool_call>"]
     with pytest.raises(ApiError, match="tool_choice 'required'"):
-        asked.compelled("llama3")
+        asked.source("llama3")
 
 
 @pytest.mark.parametrize(
@@ -407,8 +412,8 @@ def test_arguments_that_cannot_be_enforced(schema: Any, why: str) -> None:
     tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
     asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": [tool], "tool_choice": "required"})
     with pytest.raises(ApiError, match=why):
-        asked.compelled("hermes")
-    assert read(ChatFields, {"messages": MESSAGES[:1], "tools": [tool]}).compelled("hermes") is None
+        asked.source("hermes")
+    assert read(ChatFields, {"messages": MESSAGES[:1], "tools": [tool]}).source("hermes") is None
 
 
 ADDING = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
