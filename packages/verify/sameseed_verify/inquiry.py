@@ -1,4 +1,4 @@
-"""An inquiry: the prompts, the server, and its answer to each prompt alone. Also the register of promises."""
+"""An inquiry: the prompts, the server, its answer to each prompt alone; the evidence on a promise; all promises."""
 
 from __future__ import annotations
 
@@ -8,10 +8,88 @@ from typing import Any
 
 from sameseed_verify import prompts
 from sameseed_verify.ask import Asker, ServerQuestion
-from sameseed_verify.evidence import Evidence
 from sameseed_verify.prompts import Prompt
 from sameseed_verify.reading import ServedText
 from sameseed_verify.weights import Weights
+
+HOLDS, BROKEN, NOT_SHOWN = "holds", "broken", "not shown"
+LEAST_TEXTS, LEAST_TOKENS = 4, 64  # least amounts compared for a promise to hold
+MOST_SHOWN = 5  # most differences that are kept in detail
+AROUND = 40  # characters shown on each side of a difference
+
+
+@dataclass(frozen=True)
+class TextDifference:
+    """A difference between two texts: index `at` of the first differing character, with the text around it."""
+
+    where: str
+    at: int
+    expected: str
+    found: str
+
+
+@dataclass
+class Evidence:
+    """The evidence on one promise: `compared` texts with `tokens` tokens in total, of which `differing` differed.
+
+    `missing`: why the promise cannot be shown. `failed`: requests without an answer. `numbers`: counts by name.
+    """
+
+    compared: int = 0
+    tokens: int = 0
+    differing: int = 0
+    failed: int = 0
+    differences: list[TextDifference] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    missing: str = ""
+
+    def compare(self, where: str, expected: ServedText, found: ServedText) -> bool:
+        """Compare two answers that should be equal, and count them; False if they differ or one is missing."""
+        if expected.error is not None or found.error is not None:
+            self.failed += 1
+            return False
+        self.compared += 1
+        self.tokens += max(expected.num_tokens, found.num_tokens)
+        if expected.text == found.text and expected.finish_reason == found.finish_reason:
+            return True
+        at = next((i for i, (a, b) in enumerate(zip(expected.text, found.text)) if a != b), None)
+        at = min(len(expected.text), len(found.text)) if at is None else at
+        self.differ(where, at, _around(expected, at), _around(found, at))
+        return False
+
+    def differ(self, where: str, at: int, expected: str, found: str) -> None:
+        """Count a difference, and keep the first MOST_SHOWN in detail."""
+        self.differing += 1
+        if len(self.differences) < MOST_SHOWN:
+            self.differences.append(TextDifference(where, at, expected, found))
+
+    def count(self, name: str, number: float = 1) -> None:
+        """Add to a named count in `numbers`."""
+        self.numbers[name] = self.numbers.get(name, 0) + number
+
+    def settle(self, ended: str, died: bool) -> tuple[str, str]:
+        """The verdict, and the reason if not shown. `ended`: why no more was sent, or ""; `died`: server is gone."""
+        if self.differing:
+            return BROKEN, ""
+        if died and self.failed:
+            return NOT_SHOWN, ended
+        if self.missing:
+            return NOT_SHOWN, self.missing
+        if self.compared >= LEAST_TEXTS and self.tokens >= LEAST_TOKENS:
+            if self.failed:
+                self.notes.append(f"{self.failed} requests had no answer" + (f": {ended}" if ended else ""))
+            return HOLDS, ""
+        few = f"{self.compared} texts of {self.tokens} tokens were compared"
+        least = f"at least {LEAST_TEXTS} of {LEAST_TOKENS} are needed"
+        failed = f"; {self.failed} requests failed" if self.failed and not ended else ""
+        remedy = ended or "give more --requests, --prompts or --max-tokens"
+        return NOT_SHOWN, f"{few}, {least}{failed}; {remedy}"
+
+
+def _around(answer: ServedText, at: int) -> str:
+    text = answer.text[max(0, at - AROUND) : at + AROUND]
+    return text if at < len(answer.text) else f"{text} [ends: {answer.finish_reason}]"
 
 
 @dataclass

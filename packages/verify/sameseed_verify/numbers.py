@@ -9,8 +9,7 @@ import math
 from typing import Any
 
 from sameseed_verify.ask import ServerQuestion
-from sameseed_verify.evidence import Evidence
-from sameseed_verify.inquiry import Inquiry, promise
+from sameseed_verify.inquiry import Evidence, Inquiry, promise
 from sameseed_verify.reading import ScoredToken, ServedText
 
 NUM_TOP = 5

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sameseed_verify import VerifyError
-from sameseed_verify.evidence import Evidence
-from sameseed_verify.inquiry import Inquiry, promise
+from sameseed_verify.inquiry import Evidence, Inquiry, promise
 from sameseed_verify.reading import ServedText
 from sameseed_verify.weights import Read, Verdict, Weights
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from sameseed_verify.evidence import BROKEN, HOLDS, NOT_SHOWN
+from sameseed_verify.inquiry import BROKEN, HOLDS, NOT_SHOWN
 
 HEADLINES = {  # by verdict: the headline, and its colour
     HOLDS: ("The server keeps its promises", "passed"),

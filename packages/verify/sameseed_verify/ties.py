@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sameseed_verify.ask import ServerQuestion
-from sameseed_verify.evidence import LEAST_TEXTS, Evidence
-from sameseed_verify.inquiry import Inquiry, promise
+from sameseed_verify.inquiry import LEAST_TEXTS, Evidence, Inquiry, promise
 from sameseed_verify.numbers import wanted
 
 MOST_TIES = 8

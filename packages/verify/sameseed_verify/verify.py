@@ -13,11 +13,10 @@ from typing import Any
 
 import httpx
 
-from sameseed_verify import VerifyError, numbers, oracle, sampled, texts, ties, wire  # each registers its promises
+from sameseed_verify import VerifyError, numbers, oracle, texts, ties, wire  # each registers its promises
 from sameseed_verify.advice import advice, engine_of
 from sameseed_verify.ask import NOT_SENT, Asker, RequestBudget, ServerQuestion
-from sameseed_verify.evidence import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, Evidence
-from sameseed_verify.inquiry import PROMISES, Inquiry
+from sameseed_verify.inquiry import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, PROMISES, Evidence, Inquiry
 from sameseed_verify.prompts import BUILT_IN, Prompt, as_prompt, read_prompts, take
 from sameseed_verify.reading import ServedText
 from sameseed_verify.weights import Weights
@@ -35,7 +34,7 @@ SHARE = 0.7  # share of the allowed seconds to plan for
 
 def needed(count: int) -> int:
     """Number of requests needed to test all promises with `count` prompts."""
-    return FIXED + 4 * min(count, sampled.MOST_SEEDED) + math.ceil(EACH * count)
+    return FIXED + 4 * min(count, texts.MOST_SEEDED) + math.ceil(EACH * count)
 
 
 LEAST_REQUESTS = needed(LEAST_TEXTS)

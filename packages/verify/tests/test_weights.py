@@ -12,8 +12,7 @@ from lawkit import Pair, write_model
 from sameseed.laws import textbook
 from sameseed_verify import VerifyError
 from sameseed_verify.ask import Asker, RequestBudget
-from sameseed_verify.evidence import BROKEN, HOLDS, Evidence
-from sameseed_verify.inquiry import Inquiry
+from sameseed_verify.inquiry import BROKEN, HOLDS, Evidence, Inquiry
 from sameseed_verify.oracle import acquaint, oracle
 from sameseed_verify.prompts import Prompt
 from sameseed_verify.reading import ServedText

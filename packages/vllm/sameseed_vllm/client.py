@@ -24,7 +24,7 @@ from sameseed.server.answer import Answering
 from sameseed.server.errors import ApiError, unavailable
 from sameseed.server.process import SECRETS, end
 from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
-from sameseed_vllm.installed import interpreter
+from sameseed_vllm.environments import interpreter
 from sameseed_vllm.link import Link
 
 log = logging.getLogger("sameseed.server")

@@ -11,9 +11,8 @@ from sameseed.errors import ConfigError
 from sameseed_vllm import flags as vllm
 from sameseed_vllm.commands.tune import tune as tune
 from sameseed_vllm.draft import OWN as OWN
-from sameseed_vllm.environments import environments
+from sameseed_vllm.environments import environments, look
 from sameseed_vllm.flags import Spread
-from sameseed_vllm.installed import look
 
 if TYPE_CHECKING:
     from sameseed.cli.options import EngineChoice

@@ -21,6 +21,7 @@ from sameseed.models.head_config import is_block, is_head
 from sameseed.scheme import QuantScheme
 from sameseed.tuned import TABLE_END, Chosen, Tuned
 from sameseed_vllm import flags as vllm
+from sameseed_vllm.environments import environment
 
 STALLS = "a 0 in vLLM's table was reported to stall batches at its edge (vllm-project/vllm issue 49548): measure it"
 GGUF_TYPES = {"w8a8": "Q8_0", "w4a8": "Q4_0", "w4a16": "Q4_0", "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -170,7 +171,7 @@ def _vllm(tuned: Tuned) -> Exported:
             notes += [STALLS] if any(k == 0 for *_, k in table) else []
         else:
             _table_note(chosen, notes)
-    return Exported(("vllm", "serve", *words), vllm.environment(settings), {}, tuple(notes))
+    return Exported(("vllm", "serve", *words), environment(settings), {}, tuple(notes))
 
 
 def _most(chosen: Chosen) -> int:

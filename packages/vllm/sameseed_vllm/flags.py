@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any
 from sameseed.config import CacheConfig, EngineConfig
 from sameseed.errors import ConfigError
 from sameseed.models.config import read_json
-from sameseed_vllm.cores import cores_of_workers
 from sameseed_vllm.draft import (
     NGRAM_AHEAD,
     OLDEST,
@@ -38,7 +36,6 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 KV_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 KV_FORMATS |= {"int8": "int8_per_token_head", "int4": "int4_per_token_head"}
 KV_FORMATS |= {name: name for name in ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")}
-BIND = "VLLM_CPU_OMP_THREADS_BIND"
 # vLLM's flags that sameseed itself sets: access, address, model and draft.
 RESERVED = (
     *("host", "port", "uds", "api-key", "ssl-keyfile", "ssl-certfile", "grpc-port", "allowed-origins", "root-path"),
@@ -86,19 +83,6 @@ def arguments(
         made += ["--speculative-config", json.dumps(spec, separators=(",", ":"))]
         made += ["--per-request-spec-decode-metrics", detail]
     return made + _own_flags(more)
-
-
-def environment(
-    settings: Mapping[str, Any], spread: Spread | None = None, batch_invariant: bool = False
-) -> dict[str, str]:
-    """Environment variables for what has no flag. On CPUs each worker gets cores of its own; GPU builds ignore that."""
-    made = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
-    threads = settings.get("threads")
-    if threads is not None:
-        return {**made, "OMP_NUM_THREADS": str(threads), BIND: "nobind"}
-    spread = spread or Spread()
-    cores = cores_of_workers(spread.workers) if spread.nodes == 1 and BIND not in os.environ else None
-    return made if cores is None else {**made, BIND: cores}
 
 
 def check(

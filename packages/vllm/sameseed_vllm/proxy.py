@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from sameseed.server.connection import visit_of
 from sameseed.server.gate import Gate
 from sameseed.server.metrics import CONTENT_TYPE
 from sameseed.server.reading import INLINE, Intake
-from sameseed_vllm.pages import joined
 from sameseed_vllm.passable import check, check_greedy, num_prompts
 from sameseed_vllm.relay import Relay
 from sameseed_vllm.replicas import Replica, Replicas
@@ -134,3 +133,30 @@ def _call(path: str, body: Mapping[str, Any], num_seqs: int, several: bool) -> R
     """The call with the body as JSON. Digests of its beginnings are only needed to choose among several replicas."""
     raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     return RoutedCall(path, raw, beginnings(path, body) if several else (), num_seqs)
+
+
+_HEAD = re.compile(rb"# (?:HELP|TYPE) (\S+)")
+_SAMPLE = re.compile(rb"^([A-Za-z_:][\w:]*)(?:\{([^\n]*)\})?(?= )", re.MULTILINE)
+
+
+def joined(pages: Iterable[tuple[int, bytes]]) -> bytes:
+    """Join numbered pages in Prometheus's text format: `replica="NUMBER"` becomes the first label of each sample."""
+    heads: dict[bytes, list[bytes]] = {}  # HELP and TYPE by metric, in the order of the first page
+    samples: dict[bytes, list[bytes]] = {}
+    for number, page in pages:
+        name, label = b"", b'replica="%d"' % number
+        for line in page.splitlines():
+            head = _HEAD.match(line)
+            if head is not None:
+                name = head[1]
+                if line not in heads.setdefault(name, []) and not samples.get(name):
+                    heads[name].append(line)
+            elif line and not line.startswith(b"#"):
+                samples.setdefault(name, []).append(_labelled(line, label))
+    names = dict.fromkeys([*heads, *samples])
+    lines = [line for name in names for line in (*heads.get(name, ()), *samples.get(name, ()))]
+    return b"".join(line + b"\n" for line in lines)
+
+
+def _labelled(line: bytes, label: bytes) -> bytes:
+    return _SAMPLE.sub(lambda m: m[1] + b"{" + label + (b"," + m[2] if m[2] else b"") + b"}", line, count=1)

@@ -17,9 +17,9 @@ from fixtures_server import program, visiting
 from sameseed.errors import ConfigError
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
-from sameseed_vllm import client as vllm, installed as vllm_installed, relay
+from sameseed_vllm import client as vllm, environments, relay
 from sameseed_vllm.client import VllmClient
-from sameseed_vllm.installed import look
+from sameseed_vllm.environments import look
 from sameseed_vllm.link import Link
 from sameseed_vllm.passable import REFUSED, check
 from sameseed_vllm.proxy import PATHS, create_proxy, salt
@@ -185,7 +185,7 @@ async def test_one_that_never_gets_ready_is_a_dead_one(tmp_path: Path) -> None:
 
 
 def test_no_vllm_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_installed.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="pip install vllm"):
         VllmClient([], FACTS)
     with pytest.raises(ConfigError, match="--vllm-python"):

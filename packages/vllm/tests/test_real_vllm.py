@@ -23,7 +23,7 @@ from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan.replay import replay
 from sameseed.plan.texts import Text, Texts
 from sameseed_vllm.draft import model_path
-from sameseed_vllm.installed import look
+from sameseed_vllm.environments import look
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,13 +18,11 @@ from sameseed.errors import ConfigError
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError, unavailable
 from sameseed_vllm import environments as vllm_replicas
-from sameseed_vllm.cores import cores_of_replicas
 from sameseed_vllm.draft import Spread
-from sameseed_vllm.environments import GPUS, environments
-from sameseed_vllm.flags import BIND, Installed
+from sameseed_vllm.environments import BIND, GPUS, cores_of_replicas, environments
+from sameseed_vllm.flags import Installed
 from sameseed_vllm.link import Link, NotReachedError
-from sameseed_vllm.pages import joined
-from sameseed_vllm.proxy import create_proxy
+from sameseed_vllm.proxy import create_proxy, joined
 from sameseed_vllm.replicas import Replicas
 from sameseed_vllm.routing import CUTS, LONGEST, Known, RoutedCall, Standing, beginnings, best
 

@@ -11,8 +11,8 @@ import pytest
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed_vllm import draft as vllm_draft, flags as vllm
-from sameseed_vllm.cores import cores_of_workers
+from sameseed_vllm import draft as vllm_draft, environments, flags as vllm
+from sameseed_vllm.environments import BIND, cores_of_workers, environment
 from sameseed_vllm.flags import Installed, Spread
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -52,8 +52,8 @@ def test_limits() -> None:
         *("--num-gpu-blocks-override", "500"),
         "--no-enable-prefix-caching",
     ]
-    assert vllm.environment({"threads": 4}) == {"OMP_NUM_THREADS": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    assert vllm.environment({}) == {}
+    assert environment({"threads": 4}) == {"OMP_NUM_THREADS": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    assert environment({}) == {}
 
 
 def test_gpus_and_nodes() -> None:
@@ -318,13 +318,13 @@ def test_workers_get_cores_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_environment_binds_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(vllm.BIND, raising=False)
-    monkeypatch.setattr(vllm, "cores_of_workers", lambda workers: "|".join("0" * workers))
-    assert vllm.environment({}, Spread(2, 2)) == {vllm.BIND: "0|0|0|0"}
-    assert vllm.environment({"threads": 2}, Spread(2))[vllm.BIND] == "nobind"
-    assert vllm.environment({}, Spread(2, nodes=2), True) == {"VLLM_BATCH_INVARIANT": "1"}
-    monkeypatch.setenv(vllm.BIND, "0-1|2-3")
-    assert vllm.environment({}, Spread(2)) == {}  # the user has set it already
+    monkeypatch.delenv(BIND, raising=False)
+    monkeypatch.setattr(environments, "cores_of_workers", lambda workers: "|".join("0" * workers))
+    assert environment({}, Spread(2, 2)) == {BIND: "0|0|0|0"}
+    assert environment({"threads": 2}, Spread(2))[BIND] == "nobind"
+    assert environment({}, Spread(2, nodes=2), True) == {"VLLM_BATCH_INVARIANT": "1"}
+    monkeypatch.setenv(BIND, "0-1|2-3")
+    assert environment({}, Spread(2)) == {}  # the user has set it already
 
 
 GPU, CPU = Installed("0.33.0", modules=frozenset({"ray"})), Installed("0.32.0", cpu=True)

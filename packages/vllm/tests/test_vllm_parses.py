@@ -16,8 +16,8 @@ from fixtures_vllm import real_pythons
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError
 from sameseed_vllm import flags as vllm
+from sameseed_vllm.environments import look
 from sameseed_vllm.flags import Spread
-from sameseed_vllm.installed import look
 
 PARSE = Path(__file__).with_name("parse_with_vllm.py")
 LLAMA = {
