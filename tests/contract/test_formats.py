@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -231,14 +230,6 @@ def test_damaged_tensors_are_refused_or_read(name, tmp_path):
                 continue
             assert fmt.decode(read).shape == q.shape
     assert refused >= len(tensors)
-
-
-@every_format
-def test_config_is_json(name):
-    """The config that vLLM reads: a method by name, or empty if no other engine reads such weights."""
-    config = Variant(name).config(Variant(name).encode(randn(2, K)))
-    assert json.loads(json.dumps(config)) == config
-    assert config == {} or config["quant_method"] in ("compressed-tensors", "bitsandbytes")
 
 
 @every_format

@@ -21,7 +21,7 @@ from sameseed.request import Completion, SamplingParams
 DRAFTERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": {"method": "ngram", "k": 5},
-    **{f"draft_model k={k}": {"method": "draft_model", "k": k} for k in range(1, 9)},
+    **{f"draft_model k={k}": {"method": "draft_model", "k": k} for k in (1, 2, 4, 8)},
     "confidence": {"method": "draft_model", "k": 8, "confidence": 0.4},
     "siblings": {"method": "draft_model", "k": 12, "options": {"siblings": 2}},
 }
@@ -138,7 +138,7 @@ def test_texts_differ_where_they_should(plain_texts: dict[str, list[tuple[int, .
     assert plain_texts["greedy"] != plain_texts["sampled"]
 
 
-# --- the tiny pair: every sampling feature, trees, formats; preemption: test_laws.py ---
+# --- the tiny pair: every sampling feature, trees; formats, preemption: test_laws.py ---
 
 PROMPTS = random_prompts(10, seed=5)
 STOPS = ("a", "r", "\u00e9", "the", "1", "X")
@@ -215,29 +215,3 @@ def test_trees_of_64_nodes(pair: Pair, sampling: str, seed: int) -> None:
     assert drafter.largest > 48
     assert len(metrics.num_accepted_tokens_per_pos) > 8, "long paths were accepted"
     assert metrics.num_rollbacks > 10
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("backend", "weights", "kv"),
-    [
-        *(("auto", "auto", kv) for kv in ("fp32", "bf16", "fp16", "int8", "int8_a8", "fp8_e4m3", "fp8_e5m2")),
-        *(("auto", weights, "fp32") for weights in ("w8a8", "w4a8", "w4a8-asym", "w4a16", "nf4", "fp8")),
-        ("reference", "auto", "fp32"),
-        ("reference", "w4a8-asym", "fp32"),
-    ],
-)
-def test_formats(pair_folders: tuple[Path, Path], backend: str, weights: str, kv: str, device: str) -> None:
-    """Weights, activation rows and cache rows in few bits: speculation and batching change no token."""
-    pair = load_pair(*pair_folders, backend=backend, weights=weights, device=device)
-    prompts = random_prompts(6 if backend == "auto" else 3, seed=9, longest=20)  # the reference is slow
-    for sampling in SAMPLING:
-        asked = params(sampling, max_tokens=12)
-        plain = texts(run(make_engine(pair, kv=kv), prompts, asked, alone=True))
-        for level in ({}, *LEVELS.values()):
-            engine = make_engine(pair, **{**level, "rows": 12, "block": 4}, kv=kv)
-            assert texts(run(engine, prompts, asked)) == plain, (level, sampling)
-        tree = TreeDrafter(knowing(prompts, plain), pair.target.config.vocab_size)
-        engine = make_engine(pair, k=16, kv=kv, drafter=tree)
-        assert texts(run(engine, prompts, asked)) == plain
-        assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens

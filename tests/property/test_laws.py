@@ -26,6 +26,9 @@ ROUNDED = [
     ("cpu", "auto", "bf16-a16", "bf16"),
     ("cpu", "auto", "w8a8", "int8_a8"),
     ("cpu", "auto", "w8a8-outliers", "bf16"),
+    ("cpu", "auto", "w4a8-asym", "fp16"),
+    ("cpu", "auto", "nf4", "fp8_e4m3"),
+    ("cpu", "auto", "fp8", "fp8_e5m2"),
 ]
 ON_GPU = [
     *(("cuda", "triton", weights, kv) for _, _, weights, kv in FORMATS),

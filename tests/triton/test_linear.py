@@ -248,14 +248,6 @@ def test_split_sums_keep_the_law(name, short_parts, monkeypatch):
     assert backend.product(plain_rows(x), w, bias, residual).equal(whole)
 
 
-def test_the_cut_of_a_weight_is_chosen_once(monkeypatch):
-    """Every product asks twice for the cut, while the device waits for the launch."""
-    _, w = packed("w4a16-g32", 20, 64)
-    chosen = cuts.tiling(w)
-    monkeypatch.setattr(cuts, "PROGRAMS", None)
-    assert cuts.tiling(packed("w4a16-g32", 20, 64)[1]) is chosen is cuts.tiling(w)
-
-
 def test_some_sums_are_split_as_it_is():
     assert cuts.tiling(packed("w4a16", 20, 4096)[1]).split > 1
     _, w = packed("w4a16", 130, 256)

@@ -71,28 +71,6 @@ def test_zeros_keep_their_signs(monkeypatch):
     assert got.view(torch.int32).equal(alone.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "fp32", "nf4"])
-def test_few_rows_go_by_tiles_of_16(name):
-    w = packed(name, 40, 256)
-    for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
-        assert all(chosen(w, rows, capability) is None for rows in (1, 16))
-    few = [chosen(w, rows) for rows in (17, 32, 33, 64)]
-    assert few == [None] * 4 or ([way.tile for way in few] == [32, 32, 64, 64] and all(way.left for way in few))
-    assert chosen(w, 500) is None if name in ("fp32", "nf4") else chosen(w, 500).whole
-    assert (chosen(w, 500, (8, 0)) is not None) == (name in ("bf16", "fp16"))
-
-
-def test_wide_products_have_no_parts_in_memory(monkeypatch):
-    """Even with shares there are no partial results in memory, so one launch computes all rows."""
-    monkeypatch.setattr(cuts, "SHORTEST", 1)
-    monkeypatch.setattr(cuts, "SPLITS", (2,))
-    w = packed("w4a16-g32", 40, 256)
-    ready = host.preparation(plain_rows(randn(300, 256)), "half", w.group)[1]
-    way = chosen(w, 300)
-    launches = host.multiplication(ready, w, None, None, torch.empty(300, 40), way)
-    assert len(launches) == 1 and launches[0].grid == (-(-300 // way.tile), -(-40 // way.outputs), 1)
-
-
 @pytest.fixture
 def asked(monkeypatch):
     """Make the kernels be compared, as on a GPU."""

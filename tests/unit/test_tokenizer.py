@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import pickle
 import re
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures_models import SHARED, need
 from hypothesis import example, given, settings, strategies as st
 from tokenizers import (
     AddedToken,
@@ -77,22 +75,7 @@ def metaspace() -> Tokenizer:
     return Tokenizer(backend)
 
 
-@cache
-def gpt2() -> Tokenizer:
-    folder = need(SHARED / "tokenizers")
-    backend = Backend(models.BPE.from_file(str(folder / "gpt2-vocab.json"), str(folder / "gpt2-merges.txt")))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend)
-
-
-@cache
-def neox() -> Tokenizer:
-    with gzip.open(need(SHARED / "tokenizers" / "gpt-neox-20b-tokenizer.json.gz")) as file:
-        return Tokenizer(Backend.from_str(file.read().decode()))
-
-
-KINDS = {"byte_level": byte_level, "metaspace": metaspace, "gpt2": gpt2, "neox": neox}
+KINDS = {"byte_level": byte_level, "metaspace": metaspace}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 HARD = [
@@ -124,13 +107,6 @@ def hard_examples(test: Any) -> Any:
     return test
 
 
-def expected_text(kind: str, text: str) -> str:
-    # GPT-NeoX's file normalizes to NFC; the others keep every code point.
-    import unicodedata
-
-    return unicodedata.normalize("NFC", text) if kind == "neox" else text
-
-
 def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
     stream = tokenizer.stream()
     return [*(stream.push(t) for t in token_ids), stream.flush()]
@@ -142,7 +118,7 @@ def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 @settings(max_examples=60)
 def test_round_trip(kind, text):
     tokenizer = KINDS[kind]()
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == expected_text(kind, text)
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 @every_kind
@@ -152,23 +128,22 @@ def test_round_trip(kind, text):
 def test_streamed_pieces_join_to_the_text(kind, text):
     tokenizer = KINDS[kind]()
     pieces = pieces_of(tokenizer, tokenizer.encode(text))
-    assert "".join(pieces) == expected_text(kind, text)
+    assert "".join(pieces) == text
     if BROKEN not in text:
         assert not any(BROKEN in p for p in pieces)  # each character is given out whole, or not yet
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "gpt2"])
 @given(data=st.binary(max_size=30) | st.lists(st.sampled_from(BYTES), max_size=90).map(b"".join))
 @settings(max_examples=200)
-def test_any_bytes_stream_as_they_decode(kind, data):
+def test_any_bytes_stream_as_they_decode(data):
     """A model may emit stray and incomplete bytes among text: the pieces join to the decoding of the whole."""
-    tokenizer = KINDS[kind]()
-    token_ids = [byte_tokens(kind)[b] for b in data]
+    tokenizer = byte_level()
+    token_ids = [byte_tokens("byte_level")[b] for b in data]
     text = "".join(pieces_of(tokenizer, token_ids))
     assert text == tokenizer.decode(token_ids) == data.decode("utf-8", errors="replace")
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@every_kind
 @pytest.mark.parametrize("unit", [b"\xff", b"\x82", b"\xe2\x82", b"\xf0\x9f\xff", b"\xff\xf0\x9f\xa4\x96"])
 def test_bytes_that_are_no_text_are_not_waited_for(kind, unit, monkeypatch):
     """A long run of such bytes is given out as it comes, and the cost of a token does not depend on its place."""
@@ -221,7 +196,7 @@ def byte_alphabet() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@every_kind
 @pytest.mark.parametrize("character", ["é", "你", "🤖"])
 def test_a_character_of_several_tokens_comes_once_it_is_whole(kind, character):
     tokenizer = KINDS[kind]()
@@ -237,7 +212,7 @@ def test_a_character_of_several_tokens_comes_once_it_is_whole(kind, character):
     )
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@every_kind
 def test_an_incomplete_character_at_the_end_is_said(kind):
     """The bytes are held back while the character may be completed, then shown as the replacement character."""
     tokenizer = KINDS[kind]()

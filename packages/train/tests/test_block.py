@@ -25,7 +25,7 @@ from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import BlockConfig
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
-from sameseed_train import command, head_measure
+from sameseed_train import head_measure
 from sameseed_train.block_job import block_batch, choose_anchors, export_block, inputs, whole_rows, whole_weight
 from sameseed_train.block_model import BlockForTraining
 from sameseed_train.head import run_head
@@ -177,10 +177,3 @@ def test_resumed_run_equals_a_whole_one(folder: Path, tmp_path: Path) -> None:
 def test_recipes_that_cannot_be(folder: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         run(folder, tmp_path, recipe_for(folder, **changes))
-
-
-def test_flags_stand_for_settings(folder: Path) -> None:
-    args = command.HeadArgs(kind="block", num_layers=5, markov_rank=0, draft_vocab_size=100)
-    recipe = command.with_flags(HeadRecipe(), args)
-    assert (recipe.kind, recipe.block.num_layers, recipe.block.markov_rank) == ("block", 5, 0)
-    assert recipe.size.draft_vocab_size == 100

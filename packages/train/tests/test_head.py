@@ -260,16 +260,6 @@ def test_a_head_is_also_written_in_few_bits(folder: Path, tmp_path: Path, target
         run(folder, tmp_path / "out", replace(recipe, store="fp32"), resume=True, stop_after=1)
 
 
-def test_a_quantized_target_teaches(folder: Path, tmp_path: Path) -> None:
-    """Texts and hidden states come from the quantized target."""
-    recipe = recipe_for(folder, format="int8")
-    done = run(folder, tmp_path / "low", recipe, stop_after=1)
-    run(folder, tmp_path / "full", stop_after=0)
-    low, full = (sorted(p.name for p in (tmp_path / n / "states").rglob("*.safetensors")) for n in ("low", "full"))
-    assert low and full and (tmp_path / "low" / "states").is_dir()
-    assert done.results["acceptance"]["all"]["tokens"] > 0
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -156,18 +156,6 @@ def test_a_draft_learns_to_guess_behind_masks(folder: Path, tmp_path: Path) -> N
     assert "guesses up to 4 tokens in one pass" in (done.folder / "README.md").read_text()
 
 
-def test_a_run_goes_on_as_if_it_had_not_stopped(folder: Path, tmp_path: Path) -> None:
-    whole = replace(recipe_for(folder), train=TrainSettings(6, rows=4, row_tokens=64, warmup=2))
-    half = replace(whole, train=replace(whole.train, steps=3))
-    for recipe in (half, whole):
-        run_draft(recipe, Sources(folder / "prompts.jsonl"), tmp_path / "a", resume=recipe is whole, quiet=True)
-    seen = [json.loads(line) for line in (tmp_path / "a" / "log.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in seen if r["stage"] == "draft"] == list(range(6))
-    other = replace(whole, parallel=3)
-    with pytest.raises(ConfigError, match=r"parallel 4 \(now 3\)"):
-        run_draft(other, Sources(folder / "prompts.jsonl"), tmp_path / "a", resume=True, quiet=True)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -17,13 +17,10 @@ from sameseed_train.draft import DraftRecipe, DraftSize, run_draft
 from sameseed_train.head import run_head
 from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
 from sameseed_train.optim import OptimSettings
-from sameseed_train.own import Sources, load_own_recipe
-from sameseed_train.own_card import note
+from sameseed_train.own import Sources
 from sameseed_train.recipe import TrainSettings
 from sameseed_train.seeds import TextSettings
 from sameseed_train.states import StoredTexts
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +82,6 @@ def test_a_checkpoint_of_other_settings_is_refused(folder: Path, begun: Path) ->
     assert content(begun) == before
 
 
-def test_default_layers_are_those_that_they_stand_for(folder: Path, tmp_path: Path) -> None:
-    """For a target of six layers, the published choice of layers is 2, 3 and 3."""
-    write_model(tmp_path / "six", num_hidden_layers=6)
-    where = {"target": str(tmp_path / "six")}
-    train_head(folder, tmp_path / "out", **where, layers=())
-    train_head(folder, tmp_path / "out", **where, layers=(2, 3, 3))
-    with pytest.raises(ConfigError, match="layers"):
-        train_head(folder, tmp_path / "out", **where, layers=(2, 3, 4))
-
-
 def test_what_may_be_edited_is_accepted(folder: Path, begun: Path) -> None:
     """Card and results get the new note, and the weights are kept."""
     train = TrainSettings(6, rows=4, row_tokens=64, warmup=1, optim=OptimSettings(0.01, 0.001))
@@ -153,17 +140,3 @@ def test_a_draft_is_refused_alike(folder: Path, tmp_path: Path) -> None:
     assert done.results["training"]["step"] == 4
     with pytest.raises(ConfigError, match="sameseed bench"):
         run_draft(recipe, replace(sources, measure=sources.prompts), tmp_path / "new")
-
-
-def test_the_embedded_heads_papers_agree() -> None:
-    """Card, results, recipe and config.json describe the same head."""
-    recipe = load_own_recipe(HeadRecipe, Path("embedded-head.toml"))
-    head = ROOT / "sameseed" / "assets" / "head"
-    results = json.loads((head / "results.json").read_text(encoding="utf-8"))
-    card = (head / "README.md").read_text(encoding="utf-8")
-    assert results["recipe"]["note"] == recipe.note
-    assert note(results) in card
-    config = json.loads((head / "config.json").read_text())
-    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    assert layers == results["layers"] == list(recipe.layers)
-    assert f"layers {', '.join(map(str, layers))}" in card

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,33 +157,14 @@ def test_a_draft_of_any_length_is_one_pass(pair: Pair, monkeypatch: pytest.Monke
     assert passes == [[7, 1, 3, 7]]
 
 
-@pytest.mark.parametrize("prefill_rows", [1, 7, 512])
-@pytest.mark.parametrize("options", [{}, {"siblings": 2}, {"vocabulary": "200"}], ids=str)
-def test_laws_with_every_option(pair: Pair, prefill_rows: int, options: dict[str, Any]) -> None:
-    engine = make_engine(pair, "block", k=7, options={"prefill_rows": prefill_rows, **options})
+@pytest.mark.parametrize(
+    "options", [{"prefill_rows": 1}, {"prefill_rows": 7, "siblings": 2}, {"vocabulary": "200"}], ids=str
+)
+def test_laws_with_every_option(pair: Pair, options: dict[str, Any]) -> None:
+    engine = make_engine(pair, "block", k=7, options=options)
     for asked in (ASKED, GREEDY):
         assert texts(run(engine, PROMPTS, asked)) == texts(run(make_engine(pair), PROMPTS, asked))
     assert engine.metrics.num_accepted_tokens > 0
-
-
-def test_leaves_beside_a_chain_are_accepted_more_often(pair: Pair) -> None:
-    """With siblings, a tree from the same distributions without another pass has a higher acceptance length."""
-    rates = []
-    for siblings in (0, 3):
-        engine = make_engine(pair, "block", k=4 * (1 + siblings), options={"siblings": siblings})
-        run(engine, PROMPTS, ASKED)
-        rates.append(engine.metrics.num_accepted_tokens / engine.metrics.num_drafts)
-    assert rates[1] > rates[0]
-
-
-def test_more_than_it_was_trained_for_is_capped_and_said_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    engine = make_engine(pair, "block", k=12)
-    with caplog.at_level(logging.WARNING, "sameseed"):
-        done = run(engine, PROMPTS, ASKED)
-    assert texts(done) == texts(run(make_engine(pair), PROMPTS, ASKED))
-    assert engine.metrics.num_draft_tokens <= 7 * engine.metrics.num_drafts
-    said = [r.getMessage() for r in caplog.records if "trained for 7" in r.getMessage()]
-    assert len(said) == 1
 
 
 def test_a_shorter_context_than_the_request(pair: Pair) -> None:
@@ -197,11 +177,6 @@ def test_a_shorter_context_than_the_request(pair: Pair) -> None:
     assert texts(run(engine, PROMPTS, asked)) == texts(run(make_engine(pair), PROMPTS, asked))
     assert engine.drafter.limit == 42
     assert engine.metrics.num_drafts > 0
-
-
-def test_goodput_takes_a_prefix_and_the_text_stays(pair: Pair) -> None:
-    engine = make_engine(pair, "block", k=7, policy="goodput")
-    assert texts(run(engine, PROMPTS, ASKED)) == texts(run(make_engine(pair), PROMPTS, ASKED))
 
 
 def test_a_text_found_in_the_prefix_cache(pair: Pair) -> None:
@@ -225,10 +200,3 @@ def test_a_folder_of_a_block_head_is_drafted_with_as_one(pair_folders: tuple[Pat
             build_engine(str(target), EngineConfig(max_num_seqs=2, spec=SpecConfig(method, model)))
     with pytest.raises(ConfigError, match="is a model, not a draft head"):
         build_engine(str(target), EngineConfig(max_num_seqs=2, spec=SpecConfig("block", str(pair_folders[1]))))
-
-
-def test_a_head_of_another_target(pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
-    raw = raw_config("dspark", MODEL_VOCAB, [0, 1], target_hidden_size=48)
-    write_head(tmp_path, raw, random_block(parsed(raw)))
-    with pytest.raises(ConfigError, match="hidden states of 48 values, the target's have 32; use a head that was"):
-        build_engine(str(pair_folders[0]), EngineConfig(max_num_seqs=2, spec=parse_draft(str(tmp_path))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
 
 from sameseed.config import SpecConfig, parse_draft
-from sameseed.drafters._history import History
 from sameseed.drafters.cascade import CascadeDrafter
 from sameseed.drafters.first import FirstDrafter
 from sameseed.drafters.ngram import NgramDrafter
@@ -137,25 +135,6 @@ def test_rejection_takes_the_shadow_and_what_is_below_back(pair: Pair) -> None:
         engine.drafter.release(seq)
 
 
-@pytest.mark.parametrize("block", [1, 16])
-def test_scarce_blocks(pair: Pair, block: int) -> None:
-    params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
-    plain = texts(run(make_engine(pair), PROMPTS, params))
-    assert texts(run(make_engine(pair, "cascade", k=6, tokens=160, block=block), PROMPTS, params)) == plain
-
-
-def test_a_goodput_policy_below_learns_and_forgets(pair: Pair) -> None:
-    below = SpecConfig("ngram", num_draft_tokens=4, policy="goodput")
-    plain = texts(run(make_engine(pair), PROMPTS, GREEDY))
-    engine = make_engine(pair, "cascade", k=4, below=(below,))
-    assert texts(run(engine, PROMPTS, GREEDY)) == plain
-    assert isinstance(engine.drafter, CascadeDrafter)
-    policy = engine.drafter.policy_below
-    assert isinstance(policy, GoodputLength)
-    assert policy.cost is not None and policy.cost.draft.seen >= 2, "what rounds cost"
-    assert not policy.acceptance.own and not policy.budget._waits, "sequences that are gone"
-
-
 # --- rewinding ---
 
 
@@ -173,23 +152,6 @@ def test_indexes_forget_what_is_taken_back() -> None:
             del seq.token_ids[length:]
         fresh = Sequence(length, seq.token_ids, SamplingParams(), 0)
         assert drafter.propose([seq], [4]).tokens.tolist() == direct.propose([fresh], [4]).tokens.tolist()
-
-
-def test_history_forgets_what_is_taken_back() -> None:
-    for start, guess, kept in itertools.product(([1, 2, 1, 2], [3]), ([1, 2, 1], [2, 2, 2]), (0, 1, 3)):
-        text = list(start)
-        history, direct = History(1, 100), History(1, 100)
-        history.add(0, text)
-        for token in guess:
-            text.append(token)
-            history.add(0, text)
-        history.rewind(0, len(start) + kept)
-        del text[len(start) + kept :]
-        history.add(0, text)
-        direct.add(0, text)
-        assert history._places.keys() >= direct._places.keys()
-        assert {g: list(p) for g, p in history._places.items() if p} == {g: list(p) for g, p in direct._places.items()}
-        assert (history.num_tokens, history._num_places) == (direct.num_tokens, direct._num_places)
 
 
 # --- the drafter `first` ---

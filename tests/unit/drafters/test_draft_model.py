@@ -28,7 +28,6 @@ from sameseed import ops
 from sameseed.drafters._choices import choices
 from sameseed.drafters.draft_model import DraftModelDrafter
 from sameseed.engine.engine import Engine
-from sameseed.errors import ConfigError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.models.llama import Llama
@@ -147,11 +146,6 @@ def test_siblings_join_the_chain_as_leaves(pair: Pair) -> None:
     assert draft[1].confidence is not None and (draft[1].confidence > 0).all()
 
 
-def test_no_tree_has_so_many_siblings(pair: Pair) -> None:
-    with pytest.raises(ConfigError, match=r"siblings must lie in 0\.\.8, got 9"):
-        make_engine(pair, "draft_model", options={"siblings": 9})
-
-
 @pytest.mark.parametrize("prefill_rows", [1, 7, 512])
 def test_catching_up_in_passes_of_bounded_size(pair: Pair, monkeypatch: Any, prefill_rows: int) -> None:
     plain = texts(run(make_engine(pair), PROMPTS, ASKED))
@@ -168,11 +162,6 @@ def test_catching_up_in_passes_of_bounded_size(pair: Pair, monkeypatch: Any, pre
     assert all(rows <= max(prefill_rows, 2 * count, 2 * len(PROMPTS)) for rows, count in sizes)
     assert engine.metrics.acceptance_rate is not None
     assert engine.metrics.acceptance_rate > 0.3, "a draft that lost track would be mostly wrong"
-
-
-def test_no_prefill_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prefill_rows must be at least 1, got 0"):
-        DraftModelDrafter.Options(prefill_rows=0)
 
 
 def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:

@@ -141,20 +141,6 @@ def test_a_draft_of_any_length_is_one_pass(pair: Pair, monkeypatch: pytest.Monke
     assert rows == [(sum(len(p) for i, p in enumerate(PROMPTS) if i != 2), 6 + 0 + 2 + 6)]
 
 
-@pytest.mark.parametrize("prefill_rows", [1, 7, 512])
-def test_catching_up_in_passes_of_bounded_size(pair: Pair, prefill_rows: int) -> None:
-    engine = make_engine(pair, "parallel", options={"prefill_rows": prefill_rows})
-    assert texts(run(engine, PROMPTS, ASKED)) == texts(run(make_engine(pair), PROMPTS, ASKED))
-    rate = engine.metrics.acceptance_rate
-    assert rate is not None and rate == run_rate(pair), "how it catches up changes no guess"
-
-
-def run_rate(pair: Pair) -> float | None:
-    engine = make_engine(pair, "parallel")
-    run(engine, PROMPTS, ASKED)
-    return engine.metrics.acceptance_rate
-
-
 @pytest.mark.parametrize("asked", [ASKED, GREEDY], ids=["sampled", "greedy"])
 def test_the_targets_own_first_guess_is_always_right(pair: Pair, asked: SamplingParams) -> None:
     """Coupled sampling: if the draft is the target, the first token, which no mask precedes, is always right."""
@@ -189,11 +175,6 @@ def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
         engine.drafter.release(seq)
     prompts = [*PROMPTS[:2], list(range(1, 32))]
     assert texts(run(engine, prompts, ASKED)) == texts(run(make_engine(pair), prompts, ASKED))
-
-
-def test_goodput_takes_a_prefix_and_the_text_stays(pair: Pair) -> None:
-    engine = make_engine(pair, "parallel", k=8, policy="goodput")
-    assert texts(run(engine, PROMPTS, ASKED)) == texts(run(make_engine(pair), PROMPTS, ASKED))
 
 
 def test_goodput_prices_a_prefix_as_the_same_pass(pair: Pair) -> None:

@@ -26,17 +26,6 @@ DRAWN = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, **SAMPLED)
 both = pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
 
 
-@both
-@pytest.mark.parametrize("kv", ["fp32", "int8"])
-@pytest.mark.parametrize("k", [1, 5])
-def test_the_copy_leaves_no_trace_in_the_cache(pair: Pair, k: int, kv: str, params: SamplingParams) -> None:
-    plain = texts(run(make_engine(pair, kv=kv), PROMPTS, params))
-    engine = make_engine(pair, "self_quant", k=k, kv=kv)
-    assert texts(run(engine, PROMPTS, params)) == plain
-    assert engine.metrics.acceptance_rate is not None and engine.metrics.acceptance_rate > 0.7
-    assert_nothing_left(engine)
-
-
 def test_a_copy_in_the_same_format_is_always_right(pair: Pair) -> None:
     engine = make_engine(Pair(pair.target, pair.draft, pair.tokenizer), "self_quant", k=4)
     run(engine, PROMPTS, DRAWN)
@@ -55,14 +44,6 @@ def test_it_needs_no_cache_and_no_prefill_of_its_own(pair: Pair) -> None:
     )[1]
     run(engine, [[5] * 60], GREEDY)
     assert set(rows) == {1}
-
-
-@both
-def test_scarce_blocks_and_rows(pair: Pair, params: SamplingParams) -> None:
-    plain = texts(run(make_engine(pair), PROMPTS, params))
-    for settings in ({"tokens": 160}, {"rows": 9, "block": 1, "tokens": 200}):
-        engine = make_engine(pair, "self_quant", k=6, **settings)
-        assert texts(run(engine, PROMPTS, params)) == plain
 
 
 def test_below_a_cascade_it_copies_the_middle_model(pair: Pair) -> None:

@@ -222,15 +222,6 @@ def test_a_full_disk_leaves_whole_texts(tmp_path: Path, caplog: pytest.LogCaptur
     assert path.read_bytes() == whole, "what failed is not tried again"
 
 
-def test_a_store_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", denied)
-    with pytest.raises(ConfigError, match="name another file"):
-        options(past="all", store=str(tmp_path / "t"))
-
-
 def test_bad_stores(tmp_path: Path) -> None:
     path = tmp_path / "t"
     TextStore(path, 100, 50).append([1])

@@ -41,22 +41,6 @@ def test_dynamic_codes_are_the_nearest(count):
     assert _dynamic8.decode(*_dynamic8.encode(torch.zeros(count))).equal(torch.zeros(count))
 
 
-def test_parts():
-    weight = randn(40, 640)
-    q = DQ.encode(weight)
-    assert {n: (t.dtype, tuple(t.shape)) for n, t in q.parts.items()} == {
-        "codes": (torch.uint8, (40, 640)),
-        "scales": (torch.uint8, (40, 10)),
-        "sizes": (torch.float32, (2,)),
-        "offset": (torch.float32, (1,)),
-    }
-    absmax = weight.view(40, 10, 64).abs().amax(-1)
-    assert q.parts["offset"].item() == pytest.approx(absmax.mean().item())
-    assert (single(q).parts["scales"] - absmax).abs().max() < 0.01 * (absmax.max() - absmax.min())
-    assert NF4.concat([q, q]).parts["scales"].dtype == torch.float32
-    assert DQ.rows_together == 0 and QuantScheme("nf4").rows_together == 1
-
-
 def test_codes_are_the_nearest_under_the_scales_that_are_stored():
     weight = randn(8, 256)
     weight[3] *= 1e-6  # the second quantization leaves little of this row

@@ -45,17 +45,6 @@ def test_all_codes(name):
 
 
 @every_kind
-def test_finite_codes_are_encoded_as_themselves(name):
-    largest = KINDS[name][2]
-    values = scheme.get(name).decode_kv(torch.arange(256, dtype=torch.uint8)[:, None], torch.ones(256))[:, 0]
-    values = values[values.isfinite()]
-    row = torch.cat([values, torch.tensor([largest])])[None, None]  # absmax is the largest value: the scale is 1
-    codes, scales = scheme.get(name).encode_kv(row)
-    assert scales.item() == 1.0
-    assert scheme.get(name).decode_kv(codes, scales).equal(row)
-
-
-@every_kind
 @given(st.floats(-1, 1, width=32))
 def test_rounding_is_to_the_nearest_and_never_beyond(name, share):
     exponent_bits, mantissa_bits, largest, _ = KINDS[name]
@@ -160,9 +149,3 @@ def test_the_chooser_takes_e5m2_only_for_a_wide_range():
         assert QuantScheme.parse("fp8-auto").encode(weight).format == name
         assert QuantScheme.parse("fp8-a8-auto").settled(weight) == QuantScheme(name, activations="fp8")
     assert choose(torch.zeros(2, 8))[0] == "fp8_e4m3"
-
-
-def test_many_rows_are_measured_in_pieces():
-    weight = randn(3000, 512)
-    whole = (scheme.get("fp8_e4m3").decode(scheme.get("fp8_e4m3").encode(weight)) - weight).norm() / weight.norm()
-    assert choose(weight)[1]["fp8_e4m3"] == pytest.approx(whole.item(), rel=1e-4)

@@ -8,7 +8,6 @@ from fixtures_models import backends
 from torch import Tensor
 
 from sameseed import ops
-from sameseed.formats.int4 import FORMAT as INT4
 from sameseed.formats.int8 import FORMAT as INT8
 from sameseed.formats.int8n import FORMAT, high
 from sameseed.quantize._grid import possible_codes
@@ -45,21 +44,6 @@ def test_the_view_is_the_upper_half_under_the_same_scale(group: int | None) -> N
     step = q.parts["scales"].float().repeat_interleave(q.group, 1)
     assert ((FORMAT.decode(view) - FORMAT.decode(q)).abs() <= 8 * step).all()
     assert FORMAT.decode_rows(view, torch.tensor([3, 0])).equal(FORMAT.decode(view)[[3, 0]])
-
-
-@every_group
-def test_both_are_about_as_good_as_formats_of_their_bits(group: int | None) -> None:
-    weight = randn(64, 512)
-    q = FORMAT.encode(weight, QuantArgs(group))
-    view = FORMAT.lower(q)
-    assert view is not None
-
-    def error(decoded: Tensor) -> float:
-        return float((decoded - weight).square().mean().sqrt())
-
-    args = QuantArgs(group)
-    assert error(FORMAT.decode(q)) < 1.1 * error(INT8.decode(INT8.encode(weight, args)))
-    assert error(FORMAT.decode(view)) < 1.1 * error(INT4.decode(INT4.encode(weight, args)))
 
 
 @pytest.mark.parametrize("backend", backends())

@@ -40,12 +40,6 @@ def test_the_rotation_is_the_hadamard_matrix_by_blocks(dim):
     assert x.equal(before)
 
 
-def test_the_rotation_spreads_an_outlier():
-    x = torch.zeros(1, 64)
-    x[0, 7] = 8.0
-    assert hadamard(x).abs().unique().tolist() == [1.0]
-
-
 def test_rotation_serves_rows_with_an_outlier_channel():
     """The purpose of the rotation: a smaller error if one channel is 30 times as large as the others."""
     x = randn(200, 1, 64)
@@ -145,11 +139,3 @@ def test_odd_dimensions_are_refused(name):
 def test_rows_of_another_width_are_refused():
     with pytest.raises(ConfigError, match="37 bytes hold no row"):
         SPARSE.decode_kv(torch.zeros(1, 1, 37, dtype=torch.uint8), torch.ones(1, 1))
-
-
-@pytest.mark.parametrize(("name", "width"), [("int4", 34), ("int4_sparse", 40)])
-def test_a_cache_holds_packed_rows(name, width):
-    cache = KVCache([(2, 64)] * 2, 3, 4, name)
-    layer = cache.layers[1]
-    assert layer.k.shape == layer.v.shape == (3, 4, 2, width) and layer.k.dtype == torch.uint8
-    assert cache.nbytes == 2 * 2 * 12 * 2 * (width + 4)

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from lawkit import EOS, MODEL_VOCAB, Pair, TreeDrafter, assert_nothing_left, finished, knowing, make_engine
 
-from sameseed import grammar as grammars
 from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.engine.engine import Engine
 from sameseed.errors import RequestError
-from sameseed.grammar import MAX_KNOWN, Choice, Vocabulary
+from sameseed.grammar import Choice, Vocabulary
 from sameseed.request import Completion, FinishReason, Grammar, Request, SamplingParams, Sequence
 from sameseed.server.text import vocabulary as vocabulary_of
 
@@ -127,41 +126,6 @@ def test_masks_are_those_of_every_choice_on_its_own() -> None:
 def _may(vocabulary: Vocabulary, token: int, text: bytes) -> bool:
     piece = vocabulary.pieces[token]
     return bool(piece) and token not in vocabulary.eos_token_ids and text.startswith(piece)
-
-
-class Counting(dict[bytes, list[int]]):
-    """Tokens by their bytes; counts the look-ups."""
-
-    num_asked = 0
-
-    def get(self, key: bytes, default: Any = None) -> Any:
-        self.num_asked += 1
-        return super().get(key, default)
-
-
-def test_the_largest_choices_cost_little_work_and_memory() -> None:
-    pieces = [bytes([c]) for c in range(256)] + [b"a" * 24, b"end"]
-    vocabulary = Vocabulary(pieces, [len(pieces) - 1])
-    asked = vocabulary._tokens = Counting(vocabulary._tokens)
-    grammar = Choice([f"{'a' * 500}{i:03}{'b' * 521}" for i in range(256)], vocabulary)
-    output: list[int] = []
-    for _ in range(1024):
-        before = asked.num_asked
-        allowed = np.flatnonzero(grammar.allowed(output, ()))
-        assert asked.num_asked - before <= 256 * 24
-        output.append(int(allowed[0]))
-    assert grammar.allowed(output, ()).tolist() == [False] * (len(pieces) - 1) + [True]
-    assert len(grammar._known) == MAX_KNOWN
-    assert sum(tokens.nbytes for tokens in grammar._known.values()) < 2**20
-
-
-def test_choices_that_take_too_long_are_given_up(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammar = Choice(CHOICES, vocabulary)
-    grammar.allowed((), ())
-    monkeypatch.setattr(grammars, "FREE", -1.0)
-    for _ in range(2):  # twice: no lock is held
-        with pytest.raises(RequestError, match="too long"):
-            grammar.allowed((), ())
 
 
 class GivesUp:

@@ -301,19 +301,6 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     assert {k: c.token_ids for k, c in beside.items()} == {k: c.token_ids for k, c in alone.items()}
 
 
-def test_a_grammar_that_takes_too_long_is_given_up(
-    words: Matching, person: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spent = itertools.count()
-    monkeypatch.setattr(time, "thread_time", lambda: next(spent) * 0.3)
-    grammar = words.matched(person)
-    output: list[int] = []
-    with pytest.raises(RequestError, match="too long"):
-        for _ in range(6):
-            output.append(int(np.flatnonzero(grammar.allowed(output, ()))[0]))
-    assert time.thread_time() and len(output) == 4
-
-
 def test_ambiguity_ends_within_its_allowance(words: Matching, vocabulary: Vocabulary) -> None:
     """In this grammar, the number of readings of a text grows without bound, so each token takes longer."""
     grammar = words.matched(words.language(words.compiled("grammar", 'root ::= root root | "a" | ""')))

@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +23,7 @@ from sameseed.models import save as save_module
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
 from sameseed.models.loader import read_config
-from sameseed.models.safetensors_file import write_safetensors
-from sameseed.models.save import method_for, save_quantized
+from sameseed.models.save import save_quantized
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
 LAYER0 = "model.layers.0"
@@ -190,44 +186,6 @@ def test_shards_and_their_index(source, tmp_path):
     assert all_logits(load(out), prompt(9)).equal(all_logits(load(whole), prompt(9)))
 
 
-def test_the_library_reads_our_files(tmp_path):
-    tensors = {
-        "a": torch.arange(3, dtype=torch.uint8),
-        "b": torch.randn(2, 3).bfloat16(),
-        "c": torch.tensor([1, 2]),
-        "d": torch.randn(5).to(torch.float8_e4m3fn),
-        "e": torch.randn(3, 4).T,
-        "f": torch.tensor(2.5),
-    }
-    write_safetensors(tmp_path / "x.safetensors", tensors)
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == tensors.keys()
-    for name, value in tensors.items():
-        assert found[name].dtype == value.dtype and found[name].float().equal(value.float()), name
-
-
-def test_one_group_targets_linear_and_several_name_modules(source, tmp_path):
-    config = json.loads((write(source, tmp_path / "a", "w4a16-g64") / "config.json").read_text())["quantization_config"]
-    assert config["config_groups"]["group_0"]["targets"] == ["Linear"] and config["ignore"] == ["lm_head"]
-    text = "w4a16-g64,*.down_proj=w8a8,*.1.*.q_proj=fp32"
-    config = json.loads((write(source, tmp_path / "b", text) / "config.json").read_text())["quantization_config"]
-    groups = config["config_groups"]
-    assert config["format"] == "mixed-precision" and len(groups) == 2
-    assert (
-        f"{LAYER0}.mlp.down_proj" in groups["group_1"]["targets"]
-        or f"{LAYER0}.mlp.down_proj" in groups["group_0"]["targets"]
-    )
-    assert "model.layers.1.self_attn.q_proj" in config["ignore"]
-
-
-def test_methods():
-    def of(*texts: str) -> str:
-        return method_for([QuantScheme.parse(t) for t in texts])
-
-    assert of("w4a16", "w8a8", "fp8") == "compressed-tensors" and of("nf4") == "bitsandbytes"
-    assert of("nf4", "w4a16") == of("qoq") == of("fp8_e5m2", "fp8") == "sameseed"
-
-
 # --- all or nothing ---
 
 
@@ -303,31 +261,6 @@ def test_a_disk_that_is_full_leaves_nothing_or_the_old(number, overwrite, source
     if out.exists() and overwrite and count <= number + 1:
         found = {p.name: p.read_bytes() for p in out.iterdir()}
         assert found == before or load(out)
-
-
-LIMITED = """
-import resource, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[3])
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-from test_save import write
-from sameseed.errors import ModelSaveError
-try:
-    write(Path(sys.argv[1]), Path(sys.argv[2]), "w4a16")
-except ModelSaveError as error:
-    print(error)
-"""
-
-
-@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit of file sizes")
-def test_a_real_limit_of_file_sizes(source, tmp_path):
-    """The operating system itself refuses to write beyond its limit."""
-    here = Path(__file__).parent
-    run = [sys.executable, "-c", LIMITED, str(source), str(tmp_path / "out"), str(here)]
-    paths = os.pathsep.join([str(here.parents[1]), *sys.path])
-    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
-    assert "cannot be written" in done.stdout and "File too large" in done.stdout, done.stderr
-    assert names(tmp_path) == ["source"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ModelLoadError("x"), RuntimeError("x")])

@@ -1,11 +1,12 @@
-"""Packed weights times rows: right values, and a row's bits do not depend on other rows or the instruction set.
+"""Packed weights times rows in the native backend: one body over kinds of weights and instruction sets.
 
-Float rows are compared with float64. Rows in int8 equal those of an oracle in NumPy's int64 and wide floats, bit for
-bit.
+Three oracles: float64 within a bound for float rows; the reference's bits for rows in int8 (the reference is held
+to plain Python in test_reference_integer.py); and for bf16 rows the law in csrc/kernels.h, in NumPy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,277 +18,289 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.ops import _native_rows, cpu, gated_rows, normed_rows, plain_rows, resolve
-from sameseed.scheme import QuantTensor
+from sameseed.formats import int8n
+from sameseed.ops import cpu, gated_rows, normed_rows, plain_rows, reference, resolve
+from sameseed.scheme import BLOCKS, KQUANTS, QuantScheme, QuantTensor
 
 pytestmark = pytest.mark.bits
 
 EPS = 2.0**-24
+REFERENCE = resolve("reference")
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-FORMATS = ["bf16", "int4", "int8", "nf4", *FLOAT8]
-INTEGERS = ["int4", "int8"]
+LLAMA_CPP = KQUANTS | BLOCKS  # bits of a code
+DENSE = ["fp32", "bf16", "fp16"]
+FLOATS = [*DENSE, "int4", "int4-asym", "int8", "nf4", *FLOAT8]
+INTEGERS = [
+    "int4/int8",
+    "int4-asym/int8",
+    "int8/int8",
+    "int8n/int8",
+    "int8n-low/int8",
+    *(f"{n}/int8" for n in LLAMA_CPP),
+]
+PAIRS = "bf16/bf16"
+KINDS = [*FLOATS, *INTEGERS, PAIRS]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_integer = pytest.mark.parametrize("kind", INTEGERS)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Appendix E of Dettmers et al. (2023).
-NF4 = torch.tensor(
-    [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ]
-)  # fmt: skip
+
+
+def groups(kind: str) -> list[int | None]:
+    """Sizes of groups that weights of this kind may have; None: whole rows, of any width."""
+    name, _, activations = kind.partition("/")
+    if name in LLAMA_CPP:
+        return [256]
+    if name.startswith("int") or name == "nf4":
+        return [None, 32, 64, 128, *([] if activations else [160])]
+    return [None]
 
 
 def weight(
-    name: str,
+    kind: str,
     O: int,  # noqa: E741
     K: int,
-    G: int,
-    activations: str | None = None,
-    zeros: bool = False,
-    dtype: torch.dtype = torch.float32,
+    G: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> QuantTensor:
-    """A weight of random finite codes, including the extreme ones."""
+    """A weight of random finite codes, including the extreme ones: name[-asym or -low][/activations]."""
+    name, _, activations = kind.partition("/")
     rng = torch.Generator().manual_seed(seed)
-    if name == "bf16":
-        return QuantTensor(name, (O, K), {"weight": torch.randn(O, K, generator=rng).bfloat16()})
-    parts = {"scales": ((torch.rand(O, K // G, generator=rng) - 0.3) * 0.01).to(dtype)}
-    if name == "int8":
-        parts["codes"] = torch.randint(-128, 128, (O, K), generator=rng).to(torch.int8)
-    elif name in FLOAT8:
+
+    def ints(low: int, high: int, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.randint(low, high, (O, count), generator=rng).to(dtype)
+
+    def scales(count: int) -> Tensor:
+        return ((torch.rand(O, count, generator=rng) - 0.3) * 0.01).to(dtype)
+
+    if name in LLAMA_CPP:
+        dtype = torch.float16 if dtype is torch.float32 else dtype
+        count = K // (16 if name in ("q2_k", "q6_k") else 32)
+        bounds = (-128, 128) if name == "q6_k" else (0, 64)
+        supers = K // (256 if name in KQUANTS else 32)
+        parts = {"codes": ints(0, 1 << LLAMA_CPP[name], K, torch.uint8), "scales": scales(supers)}
+        parts |= {"least": scales(supers)} if "least" in scheme.get(name).scale_parts else {}
+        if name in KQUANTS:
+            parts["steps"] = ints(*bounds, count, torch.int8)
+            parts |= {"minima": ints(*bounds, count, torch.int8)} if "least" in parts else {}
+        return QuantTensor(name, (O, K), parts, "int8")
+    if name in DENSE:
+        encoded = QuantScheme.parse("bf16-a16") if activations else scheme.get(name)
+        return encoded.encode(torch.randn(O, K, generator=rng))
+    parts = {"scales": scales(K // (G or K))}
+    if name.startswith("int8n"):
+        made = int8n.FORMAT.stored(ints(-128, 120, K, torch.int8), parts["scales"].bfloat16())
+        made = replace(made, activations="int8")
+        return int8n.FORMAT.lower(made) if name == "int8n-low" else made
+    if name in FLOAT8:
         parts["codes"] = torch.randn(O, K, generator=rng).to(FLOAT8[name]).view(torch.uint8)
     else:
-        parts["codes"] = torch.randint(0, 16, (O, K), generator=rng).to(torch.uint8)
-    if zeros:
-        parts["zeros"] = torch.randint(0, 16, (O, K // G), generator=rng).to(torch.uint8)
-    return QuantTensor(name, (O, K), parts, activations)
+        parts["codes"] = ints(-128, 128, K, torch.int8) if name == "int8" else ints(0, 16, K, torch.uint8)
+    if name == "int4-asym":
+        parts["zeros"] = ints(0, 16, K // (G or K), torch.uint8)
+    return QuantTensor(name.removesuffix("-asym"), (O, K), parts, activations or None)
 
 
-def unscaled(w: QuantTensor) -> tuple[Tensor, Tensor]:
-    """The codes' values with scales of one, float64 [O, K], and the size of the terms that a kernel may sum."""
-    if "weight" in w.parts:
-        exact = w.parts["weight"].double()
-        return exact, exact.abs()
-    codes = w.parts["codes"]
-    if w.format in FLOAT8:
-        plain = codes.view(FLOAT8[w.format]).double()
-    else:
-        plain = NF4[codes.long()].double() if w.format == "nf4" else codes.double() - 8 * (w.format == "int4")
-    size = plain.abs()
-    if "zeros" in w.parts:
-        shift = 8 - w.parts["zeros"].double().repeat_interleave(w.group, 1)
-        plain, size = plain + shift, size + shift.abs()
-    return plain, size
-
-
-def values(w: QuantTensor) -> tuple[Tensor, Tensor]:
-    """The same with the weight's own scales."""
-    plain, size = unscaled(w)
-    if "scales" not in w.parts:
-        return plain, size
-    scales = w.parts["scales"].double().repeat_interleave(w.group, 1)
-    return plain * scales, size * scales.abs()
-
-
-def quantized(x: np.ndarray) -> tuple[np.ndarray, np.float32]:
-    """Codes and scale of one group of a row."""
-    most = np.abs(x).max()
-    if not np.isfinite(most):
-        return np.zeros(len(x), np.int64), np.float32("nan")
-    if most < np.float32(2.0**-100):
-        return np.zeros(len(x), np.int64), np.float32(0)
-    inverse = np.float32(127) / most
-    return np.clip(np.rint(x * inverse), -127, 127).astype(np.int64), most / np.float32(127)
-
-
-def rounded_once(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """fma of float32: the product is exact in float64, and the sum is rounded to odd, then to float32."""
-    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
-    total = product + c
-    back = total - product
-    error = (product - (total - back)) + (c - back)
-    with np.errstate(invalid="ignore"):
-        toward = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
-    odd = (total.view(np.int64) & 1) == 1
-    with np.errstate(over="ignore"):
-        return np.where((error == 0) | odd | np.isnan(total), total, toward).astype(np.float32)
-
-
-def product(x: Tensor, w: QuantTensor) -> Tensor:
-    """The specification of a product with rows in int8, one row at a time."""
-    K, G = w.shape[1], w.group
-    codes, scales = unscaled(w)[0].numpy().astype(np.int64), w.parts["scales"].float().numpy()
-    out = np.zeros((x.shape[0], w.shape[0]), np.float32)
-    for t, row in enumerate(x.numpy()):
-        for g in range(K // G):
-            columns = slice(g * G, (g + 1) * G)
-            row_codes, scale = quantized(row[columns])
-            sums = (codes[:, columns] @ row_codes).astype(np.float32)
-            out[t] = rounded_once(sums, scales[:, g] * scale, out[t])
-    return torch.from_numpy(out)
+def packed(w: QuantTensor) -> QuantTensor:
+    """As the backend stores it; dense weights for float rows stay as they are."""
+    made = cpu.pack(w)
+    assert cpu.serves(made)
+    return made
 
 
 def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0))
 
 
+def flushed(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < 2.0**-126, np.copysign(x.dtype.type(0), x), x)
+
+
+def flushed_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of floats with 8, 8 and 24 bits, rounded once and then flushed.
+
+    The product and the larger part of the sum are exact in float64; the error of rounding the sum to float64 decides
+    ties.
+    """
+    product = a.astype(np.float64) * b.astype(np.float64)
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    odd = (total.view(np.int64) & 1) == 1
+    with np.errstate(over="ignore", invalid="ignore"):
+        toward = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+        exact = np.where((error == 0) | odd | ~np.isfinite(total), total, toward)
+        # Round to 24 bits as if exponents were unbounded; what is tiny after that is flushed.
+        scaled = (exact * 2.0**100).astype(np.float32)
+        tiny = (np.abs(exact) < 2.0**-100) & (np.abs(scaled) < np.float32(2.0**-26))
+        return np.where(tiny, np.copysign(np.float32(0), exact), exact).astype(np.float32)
+
+
+def by_pairs(x: Tensor, w: QuantTensor) -> Tensor:
+    """Rows rounded to bf16: pairs of columns in ascending order, the odd column first; subnormal terms are zeros."""
+    values = flushed(w.parts["weight"].float().numpy())
+    out = np.zeros((x.shape[0], w.shape[0]), np.float32)
+    for t, row in enumerate(flushed(x.bfloat16().float().numpy())):
+        for pair in range(0, w.shape[1], 2):
+            for k in (pair + 1, pair):
+                if k < w.shape[1]:
+                    out[t] = flushed_fma(np.broadcast_to(row[k], out[t].shape), values[:, k], out[t])
+    return torch.from_numpy(out)
+
+
+def hold(kind: str, got: Tensor, x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None):
+    """Check a product against its oracle."""
+    if kind in INTEGERS:
+        assert same(got, REFERENCE.product(plain_rows(x), w, bias, residual))
+    elif kind == PAIRS:
+        wanted = by_pairs(x, w)
+        assert same(got, wanted if bias is None else residual + (wanted + bias))
+    else:
+        exact = scheme.get(w.format).decode(w).double()
+        size = exact.abs()
+        if "zeros" in w.parts:  # kernels may sum codes and zeros apart
+            shift = w.parts["scales"].double() * (8 - w.parts["zeros"].double())
+            size = size + 2 * shift.abs().repeat_interleave(w.group, 1)
+        wanted, bound = x.double() @ exact.T, x.double().abs() @ size.T
+        if bias is not None and residual is not None:
+            wanted, bound = wanted + bias + residual, bound + bias.abs() + residual.abs()
+        K = w.shape[1]
+        assert ((got.double() - wanted).abs() <= (K + 8) * (EPS * bound + 2.0**-149)).all()
+
+
 @st.composite
-def weights(draw: st.DrawFn, activations: str | None = None) -> QuantTensor:
-    name = draw(st.sampled_from(FORMATS if activations is None else INTEGERS))
-    grouped = name in ("int4", "int8", "nf4") and draw(st.booleans())
-    group = draw(st.sampled_from([32, 64, 128, *([160] if activations is None else [])])) if grouped else None
-    K = draw(st.integers(1, 300)) if group is None else group * draw(st.integers(1, 5))
-    zeros = name == "int4" and draw(st.booleans())
+def weights(draw: st.DrawFn) -> tuple[str, QuantTensor]:
+    kind = draw(st.sampled_from(KINDS))
+    group = draw(st.sampled_from(groups(kind)))
+    K = draw(st.integers(1, 40 if kind == PAIRS else 300)) if group is None else group * draw(st.integers(1, 5))
     O = draw(st.integers(1, 140))  # noqa: E741
-    return weight(name, O, K, group or K, activations, zeros, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 999)))
-
-
-def dense(name: str, O: int, K: int) -> tuple[QuantTensor, QuantTensor]:  # noqa: E741
-    return (scheme.get(name).encode(randn(O, K, seed=O)),) * 2
-
-
-dense_weights = st.builds(dense, st.sampled_from(sorted(_native_rows.DTYPES)), st.integers(1, 70), st.integers(1, 100))
+    return kind, weight(kind, O, K, group, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 999)))
 
 
 @every_isa
 @given(
-    pair=weights().map(lambda w: (w, cpu.pack(w))) | dense_weights,
+    drawn=weights(),
     T=st.integers(0, 40),
     shift=st.integers(0, 3),
     added=st.booleans(),
+    power=st.sampled_from([0, 0, -60, -100, -126, 60]),
 )
-@settings(max_examples=100, deadline=None)
-def test_products_are_right_and_their_bits_belong_to_the_row(isa, pair, T, shift, added):
-    w, packed = pair
+@settings(max_examples=150, deadline=None)
+def test_products_are_right_and_their_bits_belong_to_the_row(isa, drawn, T, shift, added, power):
+    """Values near both ends of float32's range too, in rows that are slices of wider ones."""
+    kind, w = drawn
     O, K = w.shape  # noqa: E741
-    x = randn(T, K + 3, seed=K)[:, shift : shift + K]
+    x = (randn(T, K + 3, seed=K) * 2.0**power)[:, shift : shift + K]
     bias, residual = (randn(O, seed=1), randn(T, O, seed=2)) if added else (None, None)
-    exact, size = values(w)
-    wanted, bound = x.double() @ exact.T, x.double().abs() @ size.T
-    if bias is not None and residual is not None:
-        wanted, bound = wanted + bias + residual, bound + bias.abs() + residual.abs()
-    assert cpu.serves(packed)
+    stored = packed(w)
     with instructions(isa):
-        got = cpu.product(plain_rows(x), packed, bias, residual)
-        for t in range(T):
+        got = cpu.product(plain_rows(x), stored, bias, residual)
+        for t in {0, T // 2, T - 1} & set(range(T)):
             row = None if residual is None else residual[t : t + 1]
-            assert cpu.product(plain_rows(x[t : t + 1].clone()), packed, bias, row).equal(got[t : t + 1])
-    assert ((got.double() - wanted).abs() <= (K + 8) * EPS * bound).all()
+            assert cpu.product(plain_rows(x[t : t + 1].clone()), stored, bias, row).equal(got[t : t + 1])
+    hold(kind, got, x, w, bias, residual)
     with instructions("portable"):
-        assert cpu.product(plain_rows(x), packed, bias, residual).equal(got)
-
-
-@every_isa
-@given(w=weights("int8"), T=st.integers(0, 40), shift=st.integers(0, 3), added=st.booleans())
-@settings(max_examples=60)
-def test_products_of_int8_rows_are_those_of_the_oracle(isa, w, T, shift, added):
-    O, K = w.shape  # noqa: E741
-    x = randn(T, K + 3, seed=K)[:, shift : shift + K]
-    bias, residual = (randn(O, seed=1), randn(T, O, seed=2)) if added else (None, None)
-    wanted = product(x, w)
-    if bias is not None and residual is not None:
-        wanted = residual + (wanted + bias)
-    with instructions(isa):
-        assert same(cpu.product(plain_rows(x), cpu.pack(w), bias, residual), wanted)
+        assert cpu.product(plain_rows(x), stored, bias, residual).equal(got)
 
 
 @every_isa
 @pytest.mark.parametrize(
-    ("name", "activations", "K", "G"),
+    ("kind", "K", "G"),
     [
-        ("bf16", None, 520, 520),
-        ("int4", None, 768, 128),
-        ("int8", None, 1100, 1100),
-        ("nf4", None, 512, 64),
-        ("fp8_e4m3", None, 700, 700),
-        ("int4", "int8", 1280, 128),
-        ("int4", "int8", 1100, 1100),
-        ("int8", "int8", 1100, 1100),
-        ("int8", "int8", 2048, 32),
+        ("bf16", 520, None),
+        ("int4-asym", 768, 128),
+        ("int8", 1100, None),
+        ("nf4", 512, 64),
+        ("fp8_e4m3", 700, None),
+        ("int4/int8", 1280, 128),
+        ("int4/int8", 1100, None),
+        ("int8/int8", 1100, None),
+        ("int8/int8", 1024, 32),
+        (PAIRS, 520, None),
+        (PAIRS, 1100, None),
+        ("int8n/int8", 1280, 128),
+        ("int8n/int8", 1280, None),
+        ("int8n-low/int8", 1280, 128),
+        ("int8n-low/int8", 1280, None),
+        *((f"{name}/int8", 1536, 256) for name in LLAMA_CPP),
     ],
 )
-def test_bits_belong_to_the_row(isa, name, activations, K, G):
+def test_bits_belong_to_the_row(isa, kind, K, G):
     """A row has the same bits alone, in tiles of any height, in panels of decoded or shared weights, and on threads."""
-    w = weight(name, 300, K, G, activations, zeros=name == "int4" and activations is None, dtype=torch.bfloat16)
-    packed, x = cpu.pack(w), randn(512, K)
+    w, x = packed(weight(kind, 161, K, G)), randn(300, K, seed=3)
     with instructions("portable"):
-        wanted = torch.cat([cpu.product(plain_rows(x[t : t + 1]), packed) for t in range(40)])
-    assert activations is None or wanted[:3].equal(product(x[:3], w))
+        wanted = torch.cat([cpu.product(plain_rows(x[t : t + 1]), w) for t in range(41)])
     with instructions(isa):
-        for T in (*range(1, 41), 512):
-            got = cpu.product(plain_rows(x[:T]), packed)
-            assert got[:40].equal(wanted[:T])
+        whole = cpu.product(plain_rows(x), w)
+        assert whole[:41].equal(wanted)
+        for count in range(1, 42):
+            assert cpu.product(plain_rows(x[:count].clone()), w).equal(wanted[:count])
         with threads(2):
-            assert cpu.product(plain_rows(x), packed).equal(got)
-            assert cpu.product(plain_rows(x[:7]), packed).equal(got[:7])
-        assert torch.cat([cpu.product(plain_rows(x[t : t + 1]), packed) for t in range(512)]).equal(got)
+            assert cpu.product(plain_rows(x), w).equal(whole)
+            assert cpu.product(plain_rows(x[:7]), w).equal(whole[:7])
 
 
 TINY = [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, 2.0**-130, 1e-20, 1.0, -1.0, 1e30, -1e30]
-EXTREMES = [0.0, -0.0, 1e-45, 2.0**-126, 2.0**-101, 2.0**-100, 1e-20, 1.0, -1.0, 126.5, 127.5, 3.4e38, -3.4e38]
-broken_numbers = st.sampled_from([float("nan"), float("inf"), float("-inf")])
-
-
-def around(numbers: list[float], broken: float) -> Tensor:
-    """Three rows of these numbers, with one number of the middle row replaced."""
-    x = torch.tensor(numbers).repeat(3, 1)
-    x[1, len(numbers) // 2] = broken
-    return x
+EXTREMES = [*TINY, 2.0**-101, 2.0**-100, 126.5, 127.5, 3.4e38, -3.4e38]
 
 
 @every_isa
-@given(
-    numbers=st.lists(st.sampled_from(TINY) | st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=64),
-    broken=broken_numbers,
-    name=st.sampled_from(FORMATS),
-)
-@settings(max_examples=60, deadline=None)
-def test_extreme_rows_stay_alone(isa, numbers, broken, name):
-    """The middle of three rows is broken; its neighbours, denormals and large numbers, have the bits of rows alone."""
-    K, x = len(numbers), around(numbers, broken)
-    w, row = weight(name, 17, K, K, zeros=name == "int4"), x[0]
+@every_kind
+def test_broken_rows_stay_alone(isa, kind):
+    """A row with one NaN or infinity; its neighbours, denormals and large numbers, have the bits of rows alone."""
+    w = weight(kind, 37, 512)
+    x = randn(12, 512)
+    numbers = torch.tensor(EXTREMES if kind in INTEGERS else TINY)
+    x[0], x[2] = numbers.repeat(64)[:512], numbers.flip(0).repeat(64)[:512]
+    x[1] *= 1e6
+    x[3] = 0
+    broken = [5, 7, 9]
+    x[5, 17], x[7, 300], x[9, 511] = torch.nan, torch.inf, -torch.inf
+    others = [t for t in range(12) if t not in broken]
+    stored = packed(w)
     with instructions(isa):
-        packed = cpu.pack(w)
-        got, alone = cpu.product(plain_rows(x), packed), cpu.product(plain_rows(row[None]), packed)
-        many = cpu.product(plain_rows(x.repeat(9, 1)), packed)
-    exact, size = values(w)
-    bound = (K + 8) * EPS * (row.double().abs() @ size.T) + (K + 8) * 2.0**-149
-    assert ((alone[0].double() - row.double() @ exact.T).abs() <= bound).all()
-    assert same(got[[0, 2]], alone.repeat(2, 1)) and not got[1][exact[:, K // 2] != 0].isfinite().any()
-    assert same(many, got.repeat(9, 1))
+        whole = cpu.product(plain_rows(x), stored)
+        alone = torch.cat([cpu.product(plain_rows(x[t : t + 1]), stored) for t in range(12)])
+        many = cpu.product(plain_rows(x.repeat(3, 1)), stored)
+    hold(kind, whole[others], x[others], w)
+    assert same(whole, alone) and same(many, whole.repeat(3, 1))
+    used = scheme.get(w.format).decode(w) != 0 if kind not in INTEGERS else torch.ones(37, 512)
+    for t, column in zip(broken, (17, 300, 511)):
+        assert not whole[t][used[:, column].bool()].isfinite().any()
     with instructions("portable"):
-        assert same(cpu.product(plain_rows(x), packed), got)
+        assert same(cpu.product(plain_rows(x), stored), whole)
 
 
 @every_isa
-@given(
-    numbers=st.lists(
-        st.sampled_from(EXTREMES) | st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=64
-    ),
-    broken=broken_numbers,
-    name=st.sampled_from(INTEGERS),
-)
-@settings(max_examples=60)
-def test_extreme_int8_rows_stay_alone(isa, numbers, broken, name):
-    """The middle of three rows is broken and becomes NaN; its neighbours have the values they have without it."""
-    x = around(numbers, broken)
-    w = weight(name, 17, len(numbers), len(numbers), "int8")
-    with instructions(isa):
-        got = cpu.product(plain_rows(x), cpu.pack(w))
-    assert same(got[[0, 2]], product(x[[0, 2]], w)) and got[1].isnan().all()
-
-
-@every_isa
-@pytest.mark.parametrize("name", INTEGERS)
-def test_the_largest_sums_are_exact(isa, name):
-    """All codes have full size and one sign, so that saturation or overflow would show."""
-    w = weight(name, 40, 4096, 4096, "int8")
-    for code in (0, 15) if name == "int4" else (-128, 127):
-        w.parts["codes"].fill_(code)
-        x = torch.tensor([1.0, -1.0])[:, None] * torch.ones(1, 4096)
+@every_integer
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_sums_are_exact(isa, kind, sign):
+    """Codes, steps and minima have full size and one sign, so that saturation or overflow would show."""
+    w, x = weight(kind, 40, 4096), sign * torch.ones(3, 4096)
+    x[1, ::2] *= -1
+    if w.format in LLAMA_CPP:
+        ends: list[int] = [(1 << LLAMA_CPP[w.format]) - 1]
+    else:
+        ends = [0, 15] if w.format == "int4" else [-128, 119] if w.format == "int8n" else [-128, 127]
+    for part in w.parts.keys() & {"steps", "minima"}:
+        w.parts[part].fill_(-128 if w.format == "q6_k" else 127)
+    for code in ends:
+        w.parts["high" if "high" in w.parts else "codes"].fill_(code)
         with instructions(isa):
-            assert same(cpu.product(plain_rows(x), cpu.pack(w)), product(x, w))
+            hold(kind, cpu.product(plain_rows(x), packed(w)), x, w)
+
+
+@every_isa
+@every_kind
+def test_every_code_is_read_in_its_place(isa, kind):
+    """One column of x at a time is not zero, so each output shows that column's value and nothing else."""
+    w = weight(kind, 45, 256)
+    for part, fill in (("steps", 1), ("least", 0), ("scales", 1.0)):
+        if part in w.parts:
+            w.parts[part].fill_(fill)
+    with instructions(isa):
+        got = cpu.product(plain_rows(127 * torch.eye(256)), packed(w))
+    torch.testing.assert_close(got, 127 * scheme.get(w.format).decode(w).T, rtol=0 if kind in INTEGERS else EPS, atol=0)
 
 
 @every_isa
@@ -303,95 +316,137 @@ def test_every_float8_is_read_as_torch_reads_it(isa, name, T):
 
 
 @every_isa
-@pytest.mark.parametrize("name", ["int4", "nf4"])
-def test_every_nibble_is_read_in_its_place(isa, name):
-    """One column of x at a time is 1, so each output shows that column's code."""
-    w = weight(name, 45, 40, 40)
-    w.parts["scales"].fill_(1.0)
+@every_kind
+def test_sources_are_the_separate_ops(isa, kind):
+    w = packed(weight(kind, 50, 256))
+    x, norm, rows = randn(15, 512), randn(256, seed=3), torch.tensor([4, 0, 14, 4], dtype=torch.int32)
     with instructions(isa):
-        got = cpu.product(plain_rows(torch.eye(40)), cpu.pack(w))
-    assert got.equal(values(w)[0].float().T)
+        assert cpu.product(gated_rows(x), w).equal(cpu.product(plain_rows(cpu.silu_mul(x)), w))
+        normed = cpu.rms_norm(x[:, :256], norm, 1e-5)
+        got = cpu.product(normed_rows(x[:, :256], norm, 1e-5, rows), w)
+        assert got.equal(cpu.product(plain_rows(normed[rows.long()]), w))
 
 
 @every_isa
-@pytest.mark.parametrize("activations", [None, "int8"])
-def test_sources_are_the_separate_ops(isa, activations):
-    w = cpu.pack(weight("int4", 50, 64, 32, activations, zeros=True))
-    x, norm = randn(5, 128), randn(64, seed=3)
-    rows = torch.tensor([4, 0, 4], dtype=torch.int32)
+def test_subnormals_outside_of_the_sums_are_kept(isa):
+    """bf16 rows flush within a sum; bias and residual keep theirs, and so does the next product on this thread."""
+    w, tiny = packed(weight(PAIRS, 8, 4)), torch.full((8,), 2.0**-140)
     with instructions(isa):
-        assert cpu.product(gated_rows(x), w).equal(cpu.product(plain_rows(cpu.silu_mul(x)), w))
-        normed = cpu.rms_norm(x[:, :64], norm, 1e-5)
-        assert cpu.product(normed_rows(x[:, :64], norm, 1e-5, rows), w).equal(
-            cpu.product(plain_rows(normed[rows.long()]), w)
-        )
+        got = cpu.product(plain_rows(torch.zeros(3, 4)), w, tiny, torch.zeros(3, 8))
+        assert got.equal(tiny.repeat(3, 1))
+        assert cpu.product(plain_rows(torch.full((1, 1), 2.0**-140)), QuantScheme("fp32").encode(torch.ones(1, 1))) > 0
+
+
+def test_the_reference_rounds_bf16_rows_alike():
+    w, x = weight(PAIRS, 70, 200), randn(9, 200)
+    rounded = x.bfloat16().float()
+    wanted = reference.product(plain_rows(rounded), QuantScheme("bf16").encode(w.parts["weight"]))
+    assert reference.product(plain_rows(x), w).equal(wanted)
+    size = rounded.abs() @ w.parts["weight"].float().abs().T
+    assert ((cpu.product(plain_rows(x), cpu.pack(w)) - wanted).abs() <= 200 * EPS * size).all()
 
 
 # --- packing ---
 
 
-@given(w=weights() | weights("int8"))
-@settings(max_examples=120, deadline=None)
-def test_unpack_is_the_inverse_of_pack(w):
-    packed = cpu.pack(w)
-    assert packed.layout == "cpu" and packed.group == w.group and packed.shape == w.shape
-    plain = cpu.unpack(packed)
+@given(drawn=weights())
+@settings(max_examples=150, deadline=None)
+def test_unpack_is_the_inverse_of_pack(drawn):
+    _, w = drawn
+    stored = packed(w)
+    plain = resolve("cpu").unpack(stored)
     assert plain.parts.keys() == w.parts.keys() and (plain.layout, plain.activations) == ("plain", w.activations)
-    assert all(plain.parts[n].equal(w.parts[n]) and plain.parts[n].dtype is w.parts[n].dtype for n in w.parts)
-    exact = values(w)[0].float()
-    index = torch.arange(w.shape[0]).flip(0)
-    torch.testing.assert_close(cpu.embedding(index, packed), exact[index], rtol=0 if w.activations else 2 * EPS, atol=0)
+    if "high" not in w.parts:  # a view's lower halves are not kept
+        assert all(plain.parts[n].equal(w.parts[n]) and plain.parts[n].dtype is w.parts[n].dtype for n in w.parts)
+    assert stored.shape == w.shape and ("scales" not in w.parts or stored.group == w.group)
+    index = torch.arange(w.shape[0]).flip(0).int()
+    exact = scheme.get(w.format).decode(w)[index.long()]
+    torch.testing.assert_close(cpu.embedding(index, stored), exact, rtol=0 if w.activations else 2 * EPS, atol=0)
     with pytest.raises(IndexError, match="token id"):
-        cpu.embedding(torch.tensor([w.shape[0]]), packed)
+        cpu.embedding(torch.tensor([w.shape[0]], dtype=torch.int32), stored)
 
 
-def test_nans_among_codes_survive_packing():
-    whole = weight("fp8_e4m3", 96, 24, 24)
+def test_numbers_that_are_none_survive_packing():
+    whole = weight("fp8_e4m3", 96, 24)
     whole.parts["codes"][70, 5] = 0xFF
-    packed = cpu.pack(whole)
-    assert packed.parts.keys() == {"codes", "scales", "nans"}
-    assert cpu.unpack(packed).parts["codes"].equal(whole.parts["codes"])
-    got = cpu.product(plain_rows(randn(3, 24)), packed)
+    stored = cpu.pack(whole)
+    assert cpu.unpack(stored).parts["codes"].equal(whole.parts["codes"])
+    got = cpu.product(plain_rows(randn(3, 24)), stored)
     assert got[:, 70].isnan().all() and got.isnan().sum() == 3
-    assert int(cpu.embedding(torch.tensor([70]), packed).isnan().sum()) == 1
+    assert int(cpu.embedding(torch.tensor([70]), stored).isnan().sum()) == 1
+    floats = randn(8, 128)
+    floats[2, 5] = torch.nan
+    made = cpu.encode(floats, QuantScheme("int8n", activations="int8"))
+    assert made is not None
+    assert cpu.product(plain_rows(randn(1, 128)), made)[0].isnan().tolist() == [i == 2 for i in range(8)]
 
 
 def test_large_weights_are_aligned_and_right():
-    w = weight("int8", 2100, 2048, 2048, "int8")
-    packed = cpu.pack(w)
-    assert packed.parts["codes"].data_ptr() % (1 << 21) == 0 and packed.nbytes >= 2100 * 2048
-    assert cpu.unpack(packed).parts["codes"].equal(w.parts["codes"])
+    w = weight("int8/int8", 2100, 2048)
+    stored = cpu.pack(w)
+    assert stored.parts["codes"].data_ptr() % (1 << 21) == 0 and stored.nbytes >= 2100 * 2048
+    assert cpu.unpack(stored).parts["codes"].equal(w.parts["codes"])
 
 
-@pytest.mark.parametrize(("name", "activations"), [("nf4", None), ("int4", "int8")])
-def test_what_no_kernel_serves_stays_plain(name, activations):
-    odd, w = weight(name, 8, 48, 24, activations), weight(name, 8, 64, 32, activations)
-    assert cpu.pack(odd) is odd and not cpu.serves(odd)
-    packed = resolve("cpu").pack(w)
-    assert packed.layout == "cpu" and resolve("cpu").pack(packed) is packed
+@pytest.mark.parametrize("name", LLAMA_CPP)
+def test_bits_beyond_a_code_do_not_count(name):
+    """One of our files may hold any byte: kernels and reference must use the same bits of it."""
+    w = weight(f"{name}/int8", 8, 256)
+    w.parts["codes"].add_(1 << LLAMA_CPP[name])
+    x = randn(2, 256)
+    hold(f"{name}/int8", cpu.product(plain_rows(x), cpu.pack(w)), x, w)
 
 
-@pytest.mark.parametrize(
-    ("name", "part", "wrong", "error"),
-    [
-        ("fp8_e4m3", "codes", lambda t: t[:1], ValueError),
-        ("fp8_e4m3", "codes", lambda t: t.view(torch.int8), TypeError),
-        ("fp8_e4m3", "scales", lambda t: t[:1], ValueError),
-        ("bf16", "weight", lambda t: t.half(), TypeError),
-        ("bf16", "weight", lambda t: t[:, :1], ValueError),
-        ("nf4", "scales", lambda t: t.double(), TypeError),
-        ("int4", "codes", lambda t: t[:1], ValueError),
-        ("int4", "codes", lambda t: t.view(torch.int8), TypeError),
-        ("int4", "codes", lambda t: t.repeat(2, 1, 1, 1, 1)[::2], ValueError),
-        ("int4", "scales", lambda t: t[:, :1], ValueError),
-        ("int4", "zeros", lambda t: t[:1], ValueError),
-        ("int4", "zeros", lambda t: t.int(), TypeError),
-    ],
-)
-def test_corrupt_packed_tensors_are_refused(name, part, wrong, error):
-    of_integers = name == "int4"
-    w = cpu.pack(weight(name, 70, 96, 32 if of_integers else 96, "int8" if of_integers else None, zeros=of_integers))
-    corrupt = replace(w, parts={**w.parts, part: wrong(w.parts[part])})
-    for call in (lambda: cpu.product(plain_rows(randn(1, 96)), corrupt), lambda: cpu.unpack(corrupt)):
-        with pytest.raises(error, match="pack it again"):
-            call()
+def test_what_no_kernel_serves_stays_plain():
+    odd = [weight("nf4", 8, 48, 24), weight("int4/int8", 8, 48, 24)]
+    odd += [replace(weight(f"{name}/int8", 8, 256), activations=None) for name in LLAMA_CPP]
+    odd += [scheme.get(name).encode(randn(8, 40)) for name in LLAMA_CPP]
+    for w in odd:
+        assert cpu.pack(w) is w and not cpu.serves(w)
+    assert not cpu.serves(weight(PAIRS, 3, 4))  # left to the reference until it is packed
+    stored = resolve("cpu").pack(weight("nf4", 8, 64, 32))
+    assert stored.layout == "cpu" and resolve("cpu").pack(stored) is stored
+
+
+def first(t: Tensor) -> Tensor:
+    return t[:1]
+
+
+def signed(t: Tensor) -> Tensor:
+    return t.view(torch.int8)
+
+
+CORRUPT: dict[tuple[str, str], list[Callable[[Tensor], Tensor]]] = {
+    ("fp8_e4m3", "codes"): [first, signed],
+    ("fp8_e4m3", "scales"): [first],
+    ("bf16", "weight"): [Tensor.half, lambda t: t[:, :1]],
+    ("nf4", "scales"): [Tensor.double],
+    ("int4-asym/int8", "codes"): [first, signed, lambda t: t.repeat(2, 1, 1, 1, 1)[::2]],
+    ("int4-asym/int8", "scales"): [lambda t: t[:, :1]],
+    ("int4-asym/int8", "zeros"): [first, Tensor.int],
+    ("int8n/int8", "high"): [first],
+    ("int8n/int8", "low"): [first],
+    ("q4_k/int8", "codes"): [first],
+    ("q2_k/int8", "codes"): [lambda t: t[:, :8]],
+    ("q6_k/int8", "codes"): [signed],
+    ("q5_k/int8", "high"): [lambda t: t[:, :1]],
+    ("q6_k/int8", "high"): [Tensor.int],
+    ("q6_k/int8", "steps"): [first],
+    ("q4_k/int8", "minima"): [lambda t: t.view(torch.uint8)],
+    ("q4_k/int8", "least"): [Tensor.float],
+    ("q5_k/int8", "scales"): [lambda t: t[:, :0]],
+    ("q5_0/int8", "high"): [first],
+    ("q5_1/int8", "high"): [signed],
+    ("q4_1/int8", "least"): [Tensor.bfloat16],
+    ("iq4_nl/int8", "codes"): [lambda t: t[:, :8]],
+}
+
+
+@pytest.mark.parametrize(("kind", "part"), CORRUPT)
+def test_corrupt_packed_tensors_are_refused(kind, part):
+    w = cpu.pack(weight(kind, 70, 256, 32 if kind.startswith("int") else None))
+    for wrong in CORRUPT[kind, part]:
+        corrupt = replace(w, parts={**w.parts, part: wrong(w.parts[part])})
+        for call in (lambda c=corrupt: cpu.product(plain_rows(randn(1, 256)), c), lambda c=corrupt: cpu.unpack(c)):
+            with pytest.raises((TypeError, ValueError), match="pack"):
+                call()

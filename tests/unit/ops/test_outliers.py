@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from fixtures_models import backends
@@ -86,15 +84,6 @@ def test_backends_agree(backend):
 
 def plain_values(w):
     return ops.resolve("reference").embedding(torch.arange(w.shape[0], dtype=torch.int32), w)
-
-
-@every_backend
-def test_memory_is_that_of_int8(backend):
-    weight = randn(64, K, seed=1)
-    mixed, integers = (ops.resolve(backend).encode(weight, QuantScheme.parse(n)) for n in ("w8a8-outliers", "w8a8"))
-    assert mixed.nbytes == integers.nbytes == 64 * (K + 4)
-    assert all(mixed.parts[name].equal(part) for name, part in integers.parts.items())
-    assert replace(mixed, activations="int8").shape == integers.shape
 
 
 @pytest.mark.parametrize("weights", ["int4", "bf16", "fp8_e4m3"])

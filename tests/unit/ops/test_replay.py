@@ -93,17 +93,6 @@ def test_results_outlive_later_passes(model):
 
 
 @torch.inference_mode()
-def test_a_larger_pass_records_a_larger_plan(model):
-    cache = make_cache(model)
-    small = model._run.recorded(1, cache, ())
-    assert small.capacity == _replay.SMALLEST_CAPACITY
-    assert model._run.recorded(_replay.SMALLEST_CAPACITY, cache, ()) is small
-    large = model._run.recorded(_replay.SMALLEST_CAPACITY + 1, cache, ())
-    assert large.capacity == 2 * _replay.SMALLEST_CAPACITY
-    assert model._run.recorded(1, cache, ()) is large
-
-
-@torch.inference_mode()
 def test_two_threads_share_a_model(model):
     """One thread replays while the other computes op by op: both get the bits that they get alone."""
     vocab = model.config.vocab_size
@@ -147,18 +136,6 @@ def test_a_batch_in_other_types_runs_op_by_op(model):
     assert model.forward(odd, make_cache(model))[0].equal(wanted)
 
 
-def test_buffers_return_when_their_last_view_dies():
-    pool = _replay.Pool()
-    first = pool.take(4, 8)
-    at = first.data_ptr()
-    view = first[1:, :3]
-    del first
-    other = pool.take(4, 8)
-    assert other.data_ptr() != at  # the view still uses the first buffer
-    del view
-    assert pool.take(4, 8).data_ptr() == at
-
-
 def test_a_plan_counts_the_time_of_its_steps(model):
     cache = make_cache(model)
     batch = make_batch(1, model.config.vocab_size)
@@ -192,14 +169,3 @@ def test_a_model_and_its_plans_die_with_the_last_reference(backend):
         assert alive() is None
     finally:
         gc.enable()
-
-
-def test_a_bounded_pool_keeps_the_latest_buffers():
-    pool = _replay.Pool(most_free=2)
-    tensors = [pool.take(100 * n) for n in (1, 10, 100)]
-    places = [t.data_ptr() for t in tensors]
-    while tensors:
-        del tensors[0]
-    again = [pool.take(100 * n) for n in (10, 100)]
-    assert [t.data_ptr() for t in again] == places[1:]
-    assert len(pool._free) == 0

@@ -171,16 +171,6 @@ def test_a_missing_compiler_is_a_kernel_that_does_not_compile(error, failing):
 # --- old GPUs ---
 
 
-def test_a_gpu_without_conversions_of_8_bit_floats_has_steps_for_them(monkeypatch):
-    try:
-        for capability, wanted in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, found=capability: found)
-            dispatch.converts_fp8.cache_clear()
-            assert dispatch.converts_fp8(torch.device("cuda:0")) is wanted
-    finally:
-        dispatch.converts_fp8.cache_clear()
-
-
 # --- compiled for GPUs that need not be present ---
 
 INSTRUCTIONS = {  # of tensor cores, by the form of rows

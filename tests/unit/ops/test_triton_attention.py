@@ -111,30 +111,3 @@ def test_one_configuration_for_every_number_of_rows():
                 found.add((launch.kernel.__name__, cut, launch.warps, launch.stages))
                 assert launch.free >= {"num_seqs", "has_tree", "num_parts", "table_width"}  # these vary with the batch
     assert len(found) == 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "programs", "num_keys", "wanted"),
-    [
-        (1, 8, 128, "all"),
-        (1, 8, 129, "span"),
-        (1, 8, 16 << 10, "span"),
-        (1, 8, 32 << 10, "stretch"),
-        (16, 128, 4096, "stretch"),
-        (64, 512, 1024, "all"),
-        (2048, 4104, 4096, "all"),
-        (512, 1032, 128 << 10, "all"),  # partial results would fill the memory
-    ],
-)
-def test_who_takes_which_keys(rows, programs, num_keys, wanted):
-    attention = module("attention")
-
-    assert attention.walk(rows, programs, 32, num_keys, 128) == wanted
-
-
-def test_the_formats_of_the_cache_are_said_once():
-    from sameseed.ops import triton
-
-    kv = module("kv")
-
-    assert set(kv.KINDS) == triton.KV_FORMATS == set(FORMATS)

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed: nothing is compil
 from fixtures_ops import Part, make_pass
 
 from sameseed.ops import normed_rows, triton as gpu
-from sameseed.ops.triton import dispatch, guard, kv, prepared
+from sameseed.ops.triton import dispatch, guard, kv
 from sameseed.ops.triton.attention import launches as attending
 from sameseed.scheme import QuantScheme
 
@@ -64,17 +64,3 @@ def test_attention_reads_the_batch_alone_before_the_wait(compiled):
         assert not re.search(r"\b(st|cp\.async\S*|atom)\.\S*global", before) and "griddepcontrol" not in before
         assert len(after) == (2 if launch.kernel is attend.kernel else 1)
         assert all("griddepcontrol.launch_dependents" in part for part in after)
-
-
-def test_passes_of_many_rows_begin_in_turn():
-    made = launches("bf16", prepared.EARLY_ROWS + 1)
-    assert not any(launch.constants["EARLY"] or "launch_pdl" in launch.options for launch in made)
-
-
-def test_older_gpus_and_the_interpreter_begin_in_turn(monkeypatch):
-    monkeypatch.setattr(prepared, "capability", lambda device: (8, 9))
-    assert not prepared.begins_early(1, torch.device("cuda"))
-    monkeypatch.setattr(prepared, "capability", lambda device: (9, 0))
-    assert prepared.begins_early(1, torch.device("cuda"))
-    monkeypatch.setattr(prepared, "interpreted", lambda: True)
-    assert not prepared.begins_early(1, torch.device("cuda"))

@@ -222,24 +222,6 @@ def test_a_full_disk_says_how_to_go_on(plan: QuantizePlan, monkeypatch: pytest.M
     assert same(whole.folder, quantize(replace(plan, resume=True)).folder)
 
 
-def test_a_manifest_that_cannot_be_written_leaves_nothing(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, text: str, encoding: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
-        with pytest.raises(ModelSaveError, match="No space left"):
-            quantize(plan)
-    assert not plan.out.with_name("out.partial").exists()
-
-
-def test_the_folder_one_is_in(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan.out.mkdir()
-    monkeypatch.chdir(plan.out)
-    quantize(replace(plan, out=Path("."), method="rtn", overwrite=True))
-    assert (plan.out / FILE).is_file()
-
-
 @pytest.mark.parametrize("method", ["gptq", "rotate+awq"])
 def test_one_layer_is_in_memory_at_a_time(
     plan: QuantizePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -318,15 +300,6 @@ def test_a_budget_that_cannot_be_kept(
     monkeypatch.setattr(quantizing.bits, "measure", measured)
     with pytest.raises(ConfigError, match=words):
         quantize(replace(plan, **{"budget": 6.0, "candidates": ("w4a16-g32", "w8a16"), **change}))
-
-
-@pytest.mark.parametrize("name", ["__version__", "HELD_OUT"])
-def test_what_a_run_was_begun_with_is_compared(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    plan = replace(plan, **{**BUDGET, "samples": 4})
-    interrupted(plan)
-    monkeypatch.setattr(quantizing, name, {"__version__": "0.0.0", "HELD_OUT": 2}[name])
-    with pytest.raises(ConfigError, match="was begun with"):
-        quantize(replace(plan, resume=True))
 
 
 # --- what is refused ---
