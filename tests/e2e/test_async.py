@@ -100,17 +100,6 @@ async def test_characters_come_whole(llm: AsyncLLM) -> None:
     assert whole == done.text == llm.tokenizer.decode(done.token_ids)
 
 
-async def test_n_completions_in_one_stream(llm: AsyncLLM) -> None:
-    params = SamplingParams(max_tokens=10, seed=7, n=3, temperature=1.0, ignore_eos=True)
-    texts, done = ["", "", ""], []
-    async for delta in llm.generate("the", params):
-        texts[delta.index] += delta.text
-        done += [delta.completion] if delta.completion else []
-    assert sorted(c.index for c in done) == [0, 1, 2]
-    assert all(texts[c.index] == c.text for c in done)
-    assert (await llm.complete("the", params)).text == texts[0]
-
-
 async def test_chat(llm: AsyncLLM) -> None:
     messages = [{"role": "user", "content": "the sum?"}]
     text = "".join([d.text async for d in llm.chat(messages, ASKED)])
@@ -172,16 +161,6 @@ async def test_a_taken_id_is_refused(llm: AsyncLLM) -> None:
     assert "'same' is running already; choose another" in str(refused[0])
     _, done = await collect(llm, PROMPTS[0], ASKED, request_id="same")
     assert done.request_id == "same"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"), [("", "prompt is empty"), ([], "prompt is empty"), ("a b " * 400, "shorten the prompt")]
-)
-async def test_bad_prompts(llm: AsyncLLM, prompt: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        await collect(llm, prompt, ASKED, request_id="r")
-    _, done = await collect(llm, "the", ASKED, request_id="r")
-    assert len(done.token_ids) == 24
 
 
 async def test_close_ends_open_streams(pair_folders: tuple[Path, Path], hold: Hold) -> None:

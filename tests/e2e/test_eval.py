@@ -11,11 +11,8 @@ from fixtures_quality import write_data
 from lawkit import write_model
 
 from sameseed.cli import main
-from sameseed.config import SpecConfig
-from sameseed.errors import ConfigError
 from sameseed.measure.quality import compare
-from sameseed.measure.quality.compare import Comparing
-from sameseed.measure.quality.variant import Footprint, Variant
+from sameseed.measure.quality.variant import Footprint
 from sameseed.report import record, schemas
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -101,38 +98,6 @@ def test_comparing(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
     assert not any(line["comparison"] for line in lines[:2]) and lines[2]["comparison"]["as_draft"] is None
     assert 0.5 < lines[3]["comparison"]["as_draft"]["acceptance_rate"] <= 1.0
     assert all(line["comparison"]["memory_added_bytes"] > 0 for line in lines[2:])
-
-
-def test_how_a_comparison_drafts_is_what_was_asked(
-    cli: Cli, model: str, data: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Comparing] = []
-
-    def stopped(variants: object, asked: Comparing, *more: object) -> None:
-        seen.append(asked)
-        raise ConfigError("seen")
-
-    monkeypatch.setattr(compare, "report", stopped)
-    flags = ["--draft", "ngram", "--k", "7", "--draft-format", "w8a8", "--draft-options", '{"max_ngram": 4}']
-    code, _, _ = cli("--compare", model, "--data", data, *flags, "--confidence", "0.4", "--policy", "goodput")
-    assert code == 2
-    spec = compare.draft_spec(Variant(model), seen[0])
-    assert spec == SpecConfig("ngram", None, "w8a8", 7, 0.4, "goodput", {"max_ngram": 4})
-    assert not seen[0].engine.keys() & {"policy", "confidence", "draft_format", "draft_options"}
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_records_outlive_what_fails_after_them(
-    cli: Cli, model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*args: object) -> None:
-        raise ValueError("cannot be drawn")
-
-    monkeypatch.setattr("sameseed.measure.quality.plots.plot", broken)
-    flags = ["--data", data, "--num-prompts", "1", "--repeat", "1", "--tokens", "50", "--draft", "ngram"]
-    with pytest.raises(ValueError, match="cannot be drawn"):
-        cli("--compare", model, *flags, "--plot", "page.png", "--out", "r.jsonl")
-    assert len(record.read(tmp_path / "r.jsonl")) == 2
 
 
 @pytest.mark.usefixtures("no_processes")

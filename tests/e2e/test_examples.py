@@ -21,10 +21,3 @@ def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None
     runpy.run_path(str(example), run_name="__main__")
     out, _ = capsys.readouterr()
     assert out.strip(), "an example shows something"
-
-
-def test_examples_are_numbered_and_short() -> None:
-    assert len(EXAMPLES) >= 5
-    for number, example in enumerate(EXAMPLES, 1):
-        assert example.name.startswith(f"{number:02}_")
-        assert len(example.read_text().splitlines()) < 40, f"{example.name} is longer than a glance"

@@ -47,17 +47,6 @@ def test_by_example() -> None:
     assert batch.logit_rows.tolist() == [3, 4, 5, 6, 7]
 
 
-def test_types() -> None:
-    batch = build_batch([Rows([1], 0, [2], [-1], [0], True)], 4)
-    assert batch.key_positions is None  # rows attend to their whole sequence
-    for name, tensor in vars(batch).items():
-        if tensor is None:
-            continue
-        assert tensor.dtype == (torch.int64 if name == "tree_mask" else torch.int32)
-        assert tensor.is_contiguous()
-    assert build_batch([Rows([1], 0, [], [], [0], True)], 4).tree_mask is None
-
-
 def test_the_64th_node_uses_the_sign_bit() -> None:
     parents = list(range(-1, MAX_NODES - 1))
     batch = build_batch([Rows([1], 0, [2] * MAX_NODES, parents, list(range(5)), True)], 16)

@@ -21,11 +21,6 @@ def test_names() -> None:
         assert not any(n.startswith("_") for n in found)
 
 
-def test_load() -> None:
-    assert registry.load("drafters", "ngram").__name__ == "sameseed.drafters.ngram"
-    assert registry.load("drafters", "ngram") is registry.load("drafters", "ngram")
-
-
 @pytest.mark.parametrize(
     ("name", "hint"),
     [("n-gram", "did you mean 'ngram'"), ("draftmodel", "did you mean 'draft_model'"), ("zzz", "there are: ")],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sameseed.errors import RequestError, SameseedError
-from sameseed.request import MAX_SEED, SamplingParams, Sequence, TimeSplit
+from sameseed.request import MAX_SEED, SamplingParams
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature must be a number at least 0, got -0.1"),
@@ -93,21 +93,3 @@ def test_derived() -> None:
     assert not SamplingParams(presence_penalty=0.0, repetition_penalty=1.0).has_penalties
     for name, value in (("repetition_penalty", 1.1), ("presence_penalty", -0.1), ("frequency_penalty", 0.1)):
         assert SamplingParams(**{name: value}).has_penalties  # type: ignore[arg-type]
-
-
-def test_sequence() -> None:
-    prompt = [1, 2, 3]
-    seq = Sequence(4, prompt, SamplingParams(), 9)
-    assert (len(seq), seq.num_prompt, seq.num_pending, seq.num_output, seq.output_token_ids) == (3, 3, 3, 0, [])
-    seq.token_ids += [7, 8]
-    seq.num_cached = 4
-    assert (len(seq), seq.num_prompt, seq.num_pending, seq.num_output, seq.output_token_ids) == (5, 3, 1, 2, [7, 8])
-    assert prompt == [1, 2, 3]
-    with pytest.raises(AttributeError):
-        seq.unknown = 1  # type: ignore[attr-defined]
-
-
-def test_time_split_adds_shares() -> None:
-    total = TimeSplit(1.0, 2.0, 3.0, 4.0)
-    total.add(TimeSplit(4.0, 4.0, 4.0, 8.0), share=0.25)
-    assert total == TimeSplit(2.0, 3.0, 4.0, 6.0)

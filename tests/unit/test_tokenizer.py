@@ -26,7 +26,7 @@ from tokenizers import (
 )
 
 from sameseed.errors import ModelLoadError, RequestError
-from sameseed.tokenizer import BROKEN, LONGEST_RUN, Tokenizer
+from sameseed.tokenizer import BROKEN, Tokenizer
 
 TEXT = [
     "Once upon a time, there was a small dog. The dog's name was Rex; he liked to run in the park.",
@@ -143,36 +143,6 @@ def test_any_bytes_stream_as_they_decode(data):
     assert text == tokenizer.decode(token_ids) == data.decode("utf-8", errors="replace")
 
 
-@every_kind
-@pytest.mark.parametrize("unit", [b"\xff", b"\x82", b"\xe2\x82", b"\xf0\x9f\xff", b"\xff\xf0\x9f\xa4\x96"])
-def test_bytes_that_are_no_text_are_not_waited_for(kind, unit, monkeypatch):
-    """A long run of such bytes is given out as it comes, and the cost of a token does not depend on its place."""
-    tokenizer = KINDS[kind]()
-    sizes: list[int] = []
-    decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids, skip: (sizes.append(len(ids)), decode(ids, skip))[1])
-    token_ids = [byte_tokens(kind)[b] for b in unit * 300]
-    stream = tokenizer.stream()
-    given_out = "".join(stream.push(t) for t in token_ids)
-    assert max(sizes) <= 2 * LONGEST_RUN + 1
-    whole = (unit * 300).decode("utf-8", errors="replace")
-    if kind == "byte_level":
-        assert given_out + stream.flush() == whole
-    assert len(given_out) > 0.9 * len(whole) - LONGEST_RUN
-
-
-def test_special_tokens_are_not_waited_for():
-    tokenizer = byte_level()
-    special = next(i for i in range(tokenizer.vocab_size) if tokenizer.is_silent(i))
-    stream, other = tokenizer.stream(), tokenizer.encode("the", add_special_tokens=False)
-    for _ in range(100):
-        assert stream.push(special) == "" and stream.push(tokenizer.vocab_size + 5) == ""
-    assert not stream._waiting
-    spelt = tokenizer.stream(skip_special_tokens=False)
-    assert spelt.push(special) + spelt.flush() == tokenizer.token(special)
-    assert "".join(stream.push(t) for t in other) == "the"
-
-
 @given(st.lists(st.integers(0, 399), max_size=40))
 @settings(max_examples=100)
 def test_any_tokens_stream_as_they_decode(token_ids):
@@ -245,14 +215,6 @@ def test_special_tokens():
     assert tokenizer.decode(with_begin) == "dog"
     assert tokenizer.decode(with_begin, skip_special_tokens=False) == "<s>dog"
     assert tokenizer.encode("a<|user|>b", add_special_tokens=False).count(tokenizer.vocabulary()["<|user|>"]) == 1
-
-
-def test_vocabulary_spells_every_token():
-    tokenizer = metaspace()
-    vocabulary = tokenizer.vocabulary()
-    assert len(vocabulary) == tokenizer.vocab_size == len(set(vocabulary.values()))
-    assert all(tokenizer.token(i) == piece for piece, i in vocabulary.items())
-    assert tokenizer.token(tokenizer.vocab_size) is None
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udcffb"], ids=ascii)
@@ -552,18 +514,3 @@ def test_templates_stay_in_their_sandbox(escape, tmp_path, monkeypatch):
     assert messages == TALK
     for leak in ("<class", "<function", "<module", "<code", "builtins", "jinja2.", "object at 0x"):
         assert leak not in text.lower(), text[:300]
-
-
-def test_the_sandbox_test_would_notice(monkeypatch, tmp_path):
-    """Without the sandbox at least half of the escapes work, so the test above can fail."""
-    import jinja2
-
-    monkeypatch.setattr("sameseed.chat_template.ImmutableSandboxedEnvironment", jinja2.Environment)
-    noticed = 0
-    for i, escape in enumerate(ESCAPES):
-        (tmp_path / str(i)).mkdir()
-        try:
-            test_templates_stay_in_their_sandbox(escape, tmp_path / str(i), monkeypatch)
-        except AssertionError:
-            noticed += 1
-    assert noticed >= len(ESCAPES) // 2

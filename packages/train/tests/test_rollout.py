@@ -47,14 +47,6 @@ def test_greedy_rollouts_equal_those_written_alone() -> None:
     assert len(lengths) > 1, "some stop by themselves, or this test shows less than it means to"
 
 
-def test_sampled_rollouts_follow_the_seed() -> None:
-    model, prompts = random_model(32, seed=5), [[1, 4], [1, 5, 6]]
-    heat = torch.tensor([1.0, 1.0])
-    first, again, other = (write_batch(model, prompts, 12, END, heat, seed=s) for s in (1, 1, 2))
-    assert first == again
-    assert first != other
-
-
 def count_rounds(draft: LlamaForTraining, rollout: Rollout, k: int) -> tuple[int, int]:
     """Real speculation: draft k tokens one by one, keep those that agree, add the target's own."""
     drafted = accepted = 0

@@ -48,30 +48,6 @@ def test_toy_recipe_end_to_end(
     assert "made up" in card and "12 steps" in card and "4 steps against repetition" in card
 
 
-def test_finished_stages_are_skipped(
-    recipe_path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    first = run(recipe_path, data=data, out=out, quiet=True)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a finished stage ran again")
-
-    monkeypatch.setattr(pipeline, "train", refuse)
-    assert run(recipe_path, data=data, out=out, resume=True, quiet=True).results == first.results
-
-
-def test_more_steps_of_the_target_begin_the_later_stages_anew(recipe_path: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run(recipe_path, data=data, out=out, quiet=True)
-    more = recipe_path.read_text(encoding="utf-8").replace("steps = 12", "steps = 14")
-    recipe_path.write_text(more, encoding="utf-8")
-    run(recipe_path, data=data, out=out, resume=True, quiet=True)
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [row["step"] for row in lines if row["stage"] == "target"] == list(range(14))
-    assert [row["step"] for row in lines if row["stage"] == "unlikelihood"] == [*range(4)] * 2
-
-
 def test_interrupted_run_equals_a_whole_one(
     recipe_path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

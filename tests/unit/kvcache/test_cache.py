@@ -41,12 +41,6 @@ def test_storage(format: str, dtype: torch.dtype, scaled: bool) -> None:
     assert cache.nbytes == 2 * 3 * 20 * a_row
 
 
-def test_layers_share_nothing() -> None:
-    cache = KVCache(*SHAPE)
-    tensors = [t for layer in cache.layers for t in (layer.k, layer.v)]
-    assert len({t.data_ptr() for t in tensors}) == 6
-
-
 def test_long_layers_begin_huge_pages_at_different_rows() -> None:
     cache = KVCache([(2, 64)] * 30, 1024, 16, "bf16")  # 4 MiB each, of which nothing is in memory
     assert len({layer.k.data_ptr() % 2**21 // 2**14 for layer in cache.layers}) == 30
