@@ -8,7 +8,7 @@ from sameseed.kvcache.blocks import BlockManager
 from sameseed.request import SamplingParams, Sequence
 
 Row = tuple[str, tuple[int, ...]]  # what a row depends on: its tenant, and all tokens up to this one
-SALTS = ("", "a", "b")
+SALTS = ("", "a", "\udcff")  # the last: bytes of a command line that are no UTF-8
 WRONG_GUESS: Row = ("nobody", ())
 MAX_SEQS, MAX_TOKENS = 5, 20
 # Actions, and the ranges of their arguments.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,30 +209,6 @@ def test_act_order_is_kept_in_codes(backend, weights, tmp_path):
     assert (got - want).norm() < (1e-3 if weights == "auto" else 0.1) * want.norm()
     assert (got - all_logits(load(tmp_path / "stored", weights=weights), prompt(20))).abs().max() < 2e-3
     assert got[:1].equal(all_logits(model, prompt(20)[:1]))
-
-
-def test_one_order_of_several_modules_is_one_product(tmp_path):
-    def writer(weight: Any, name: str, generator: Any) -> Any:
-        return gptq(act_order=True)(weight, name, torch.Generator().manual_seed(3))
-
-    write_layout(tmp_path, writer, GPTQ)
-    layer = load(tmp_path).weights.layers[0]
-    assert not isinstance(layer.qkv, tuple) and not isinstance(layer.gate_up, tuple)
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_codes_that_kernels_have_are_packed_as_they_are(backend, tmp_path):
-    write_layout(tmp_path, gptq(symmetric=False), GPTQ | {"sym": False})
-    model = load(tmp_path, backend)
-    assert {m.format for m in model.weights.layers[0].matrices} == {"int4"}
-    assert model.weights.embedding.format == "bf16"
-
-
-def test_another_format_decodes_and_encodes_again(tmp_path):
-    dense = write_layout(tmp_path / "stored", awq(), AWQ)
-    write_dense(tmp_path / "dense", dense)
-    want = all_logits(load(tmp_path / "dense", weights="w8a16"), prompt(9))
-    assert all_logits(load(tmp_path / "stored", weights="w8a16"), prompt(9)).equal(want)
 
 
 def test_mixed_groups_targets_and_ignored_layers(tmp_path):
@@ -491,29 +466,18 @@ def damaged(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "words"),
-    [
-        ("qzeros", None, ["qzeros", "missing"]),
-        ("scales", None, ["scales", "missing"]),
-        ("qweight", torch.zeros(15, 256, dtype=torch.int32), ["qweight", "[15, 256]", "[16, 256]"]),
-        ("qweight", torch.zeros(16, 256), ["qweight", "F32", "I32"]),
-        ("qzeros", torch.zeros(1, 32, dtype=torch.int32), ["not all 8", '"sym": false']),
-        ("scales", torch.full((1, 256), torch.nan, dtype=torch.float16), ["scales", "NaN"]),
-        ("scales", torch.zeros(2, 256, dtype=torch.float16), ["scales", "[2, 256]"]),
-        ("g_idx", torch.full((128,), 7, dtype=torch.int32), ["g_idx", "outside"]),
-        ("g_idx", torch.full((128,), -1, dtype=torch.int32), ["g_idx", "outside"]),
-        ("bias", torch.ones(256, dtype=torch.float16), ["unexpected", "bias"]),
-    ],
-)
-def test_damaged_gptq(kind, value, words, tmp_path):
-    write_layout(tmp_path, gptq(), GPTQ)
-    damaged(tmp_path, **{kind: value})
-    refused(tmp_path, UP, *words)
-
-
-@pytest.mark.parametrize(
     ("name", "kind", "value", "words"),
     [
+        ("gptq", "qzeros", None, ["qzeros", "missing"]),
+        ("gptq", "scales", None, ["scales", "missing"]),
+        ("gptq", "qweight", torch.zeros(15, 256, dtype=torch.int32), ["qweight", "[15, 256]", "[16, 256]"]),
+        ("gptq", "qweight", torch.zeros(16, 256), ["qweight", "F32", "I32"]),
+        ("gptq", "qzeros", torch.zeros(1, 32, dtype=torch.int32), ["not all 8", '"sym": false']),
+        ("gptq", "scales", torch.full((1, 256), torch.nan, dtype=torch.float16), ["scales", "NaN"]),
+        ("gptq", "scales", torch.zeros(2, 256, dtype=torch.float16), ["scales", "[2, 256]"]),
+        ("gptq", "g_idx", torch.full((128,), 7, dtype=torch.int32), ["g_idx", "outside"]),
+        ("gptq", "g_idx", torch.full((128,), -1, dtype=torch.int32), ["g_idx", "outside"]),
+        ("gptq", "bias", torch.ones(256, dtype=torch.float16), ["unexpected", "bias"]),
         ("ct-w4a16", "weight_scale", None, ["missing"]),
         ("ct-w4a16", "weight_packed", torch.zeros(256, 15, dtype=torch.int32), ["[256, 16]"]),
         ("ct-w4a16", "weight_shape", torch.tensor([256, 10**9]), ["1000000000", "[256, 128]", "damaged"]),
@@ -552,20 +516,33 @@ def not_finite(folder: Path) -> None:
                 read(checkpoint, f"{UP}.weight")
 
 
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [("ct-fp8-rows", 0x7F), ("ct-fp8-rows", 0xFF), ("fp8-block", 0x7F), ("ct-fp8-block", 0xFF), ("other-blocks", 0x7F)]
-    + [("fp8-e5m2", code) for code in (0x7C, 0x7D, 0x7F, 0xFC, 0xFF)],
-)
-def test_codes_of_8_bits_that_are_no_numbers(name, code, tmp_path):
-    layout = LAYOUTS["fp8-block" if name == "other-blocks" else name]
-    write_layout(tmp_path, *layout[:2])
+HUGE = torch.full((1, 256), 3e38)
+# Layout, and tensors of UP or their last bytes, with which a value of the matrix is no number.
+NOT_FINITE = [
+    *(("ct-fp8-rows", {"weight": code}) for code in (0x7F, 0xFF)),
+    *((name, {"weight": 0x7F}) for name in ("fp8-block", "ct-fp8-block", "other-blocks")),
+    *(("fp8-e5m2", {"weight": code}) for code in (0x7C, 0x7D, 0x7F, 0xFC, 0xFF)),
+    ("ct-mxfp4", {"weight_scale": 254, "weight_packed": 0x77}),  # 2^127 times 6
+    ("ct-mxfp4", {"weight_scale": 255, "weight_packed": 0x77}),
+    ("ct-fp8-rows", {"weight_scale": torch.full((256, 1), 1e38)}),
+    ("gptq", {"scales": HUGE}),
+    ("bnb-nf4-nested", {"weight.nested_absmax": HUGE[0, :2], "weight.nested_quant_map": torch.ones(256) * 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), NOT_FINITE)
+def test_values_that_are_no_numbers(name, changes, tmp_path):
+    write_layout(tmp_path, *LAYOUTS["fp8-block" if name == "other-blocks" else name][:2])
     if name == "other-blocks":  # a layout that is decoded
         write_config(tmp_path, {**RAW, "quantization_config": FP8 | {"weight_block_size": [256, 128]}})
         tensors = read_tensors(tmp_path)
         tensors |= {n: t[:1] for n, t in tensors.items() if n.endswith("_inv")}
         save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    damaged_codes(tmp_path, "weight", code)
+    for kind, value in changes.items():
+        if isinstance(value, int):
+            damaged_codes(tmp_path, kind, value)
+        else:
+            damaged(tmp_path, **{kind: value})
     not_finite(tmp_path)
 
 
@@ -589,32 +566,6 @@ def test_scales_that_are_powers_of_two_and_no_numbers(tmp_path):
     not_finite(tmp_path)
 
 
-@pytest.mark.parametrize("exponent", [254, 255])
-def test_mxfp4_beyond_float32(exponent, tmp_path):
-    """A scale of 2^127, or of NaN, with a code of 6."""
-    write_layout(tmp_path, *LAYOUTS["ct-mxfp4"][:2])
-    damaged_codes(tmp_path, "weight_scale", exponent)
-    damaged_codes(tmp_path, "weight_packed", 0x77)
-    not_finite(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("ct-fp8-rows", {"weight_scale": torch.full((256, 1), 1e38)}),
-        ("gptq", {"scales": torch.full((1, 256), 3e38)}),
-        (
-            "bnb-nf4-nested",
-            {"weight.nested_absmax": torch.full((2,), 3e38), "weight.nested_quant_map": torch.ones(256) * 2},
-        ),
-    ],
-)
-def test_scales_that_overflow(name, changes, tmp_path):
-    write_layout(tmp_path, *LAYOUTS[name][:2])
-    damaged(tmp_path, **changes)
-    not_finite(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["qoq", "nf4-dq", "w4a16-g32-asym", "fp8-b128"])
 @pytest.mark.parametrize("width", [4096 + 64, 5632])
 def test_our_own_layout_knows_the_shapes_of_wide_matrices_from_samples(name, width):
@@ -623,18 +574,6 @@ def test_our_own_layout_knows_the_shapes_of_wide_matrices_from_samples(name, wid
     for part, (dtype, first, rest) in own._parts(scheme, width).items():
         assert encoded[part].dtype == dtype
         assert tuple(encoded[part].shape) == ((2 * first, *rest) if first else rest)
-
-
-def test_our_own_layout_encodes_nothing_wide(monkeypatch):
-    """A tiny file whose config.json names wide matrices takes no memory for them."""
-    encode, widths = QuantScheme.encode, []
-    monkeypatch.setattr(QuantScheme, "encode", lambda s, w: (widths.append(w.shape[1]), encode(s, w))[1])
-    schemes = {n: QuantScheme.parse(n) for n in ("qoq", "nf4", "w8a16")}
-    layout, none = own.Own(own.config_of(schemes), ""), SimpleNamespace(expect=lambda n, *_: n)
-    for name in schemes:
-        layout.find(name, (1 << 20, own.WIDEST), none)
-        layout.find(name, (1 << 20, own.WIDEST - 128), none)
-    assert widths and max(widths) <= 4 * own.COLUMNS
 
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -652,16 +591,6 @@ def test_offsets_of_nf4_that_are_no_numbers(offset, tmp_path):
     assert f"{UP}.{STATE}" in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_the_state_of_nf4_is_bounded_by_its_values(tmp_path, monkeypatch):
-    """The bound is on the number of values, not on the sum of the shape: 300 x 300 values are not read."""
-    write_layout(tmp_path, bnb_nf4(), BNB)
-    damaged(tmp_path, **{STATE: torch.full((300, 300), 32, dtype=torch.uint8)})
-    raw = Checkpoint.raw
-    monkeypatch.setattr(Checkpoint, "raw", lambda s, n: pytest.fail("read") if n == f"{UP}.{STATE}" else raw(s, n))
-    with pytest.raises(ModelLoadError, match="missing or none"), Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
-
-
 def test_nothing_is_read_before_all_is_checked(tmp_path, monkeypatch):
     """The last matrix is wrong, and no matrix before it has been read."""
     write_layout(tmp_path, awq(), AWQ)
@@ -671,11 +600,3 @@ def test_nothing_is_read_before_all_is_checked(tmp_path, monkeypatch):
     save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
     monkeypatch.setattr(Checkpoint, "raw", lambda *a: pytest.fail("read a tensor"))
     refused(tmp_path, f"{name}.qzeros", "missing")
-
-
-def test_config_json_may_say_nothing(tmp_path):
-    """A null quantization_config means a dense checkpoint."""
-    dense = write_layout(tmp_path / "a", gptq(), GPTQ)
-    folder = write_dense(tmp_path / "b", dense)
-    (folder / "config.json").write_text(json.dumps({**RAW, "quantization_config": None}))
-    load(folder)

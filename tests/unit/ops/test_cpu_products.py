@@ -22,8 +22,6 @@ from sameseed.formats import int8n
 from sameseed.ops import cpu, gated_rows, normed_rows, plain_rows, reference, resolve
 from sameseed.scheme import BLOCKS, KQUANTS, QuantScheme, QuantTensor
 
-pytestmark = pytest.mark.bits
-
 EPS = 2.0**-24
 REFERENCE = resolve("reference")
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
