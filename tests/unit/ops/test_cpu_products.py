@@ -435,7 +435,7 @@ CORRUPT: dict[tuple[str, str], list[Callable[[Tensor], Tensor]]] = {
     ("q5_k/int8", "scales"): [lambda t: t[:, :0]],
     ("q5_0/int8", "high"): [first],
     ("q5_1/int8", "high"): [signed],
-    ("q4_1/int8", "least"): [Tensor.bfloat16],
+    ("q4_1/int8", "least"): [Tensor.half],
     ("iq4_nl/int8", "codes"): [lambda t: t[:, :8]],
 }
 
