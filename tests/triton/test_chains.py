@@ -193,38 +193,6 @@ def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(
     assert chains == [3] and made  # the others run pass by pass
 
 
-@pytest.mark.parametrize(
-    "params", [SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=0.8, top_k=5)]
-)
-def test_truncated_choices_go_pass_by_pass(
-    params: SamplingParams, model: Llama, chains: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_pass, by_graph = draft_runner(model), draft_runner(model)
-    wanted = by_pass.draw(sequences(by_pass, [3], 1, [params]), [3], drawer)
-    made = fake_graphs(monkeypatch)
-    drawn = by_graph.draw(sequences(by_graph, [3], 1, [params]), [3], drawer)
-    assert wanted is not None and drawn is not None and drawn.read() == wanted.read()
-    assert made and not chains
-
-
-def test_a_chain_that_cannot_be_recorded_goes_pass_by_pass(
-    model: Llama, chains: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    by_pass, by_graph = draft_runner(model), draft_runner(model)
-    wanted = by_pass.draw(sequences(by_pass, [3], 1), [3], drawer)
-    made = fake_graphs(monkeypatch)
-
-    def refuses(self: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr("sameseed.ops.triton.buffers.Buffers.take", refuses)
-    chains.clear()
-    for seed in (1, 1):
-        drawn = by_graph.draw(sequences(by_graph, [3], seed), [3], drawer)
-        assert wanted is not None and drawn is not None and drawn.read() == wanted.read()
-    assert chains == [0, 0] and made and caplog.text.count("not permitted") == 1
-
-
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_texts_and_counts_are_those_of_passes(
     method: str, tmp_path: Path, chains: list[int], monkeypatch: pytest.MonkeyPatch

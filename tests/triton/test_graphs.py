@@ -64,15 +64,6 @@ def test_a_bucket_serves_all_its_passes(kv, model, monkeypatch):
         assert a.k.equal(b.k) and a.v.equal(b.v)
 
 
-def test_a_pass_without_hidden_states_takes_the_graph_of_one_with_them(model, monkeypatch):
-    batch, made, cache = build_batch([Rows([5], 0, [], [], [3], True)], 16), fake_graphs(monkeypatch), make_cache(model)
-    wanted, kept = model.forward(batch, cache, (0,))
-    for _ in range(2):
-        got, none = model.forward(batch, cache)
-        assert none is None and got.equal(wanted)
-    assert model.forward(batch, cache, (0,))[1].equal(kept) and len(made) == 1
-
-
 @pytest.mark.parametrize(
     ("method", "temperature", "how"),
     [("ngram", 0.8, {}), ("draft_model", 0.0, {"confidence": 0.2}), ("eagle", 0.0, {})],
@@ -95,18 +86,6 @@ def test_drafts_and_graphs_change_nothing(method, temperature, how, tmp_path, mo
     made, engine = fake_graphs(monkeypatch), make_engine(pair, method, 3, **how)
     assert texts(run(engine, prompts, params)) == plain
     assert made and engine.metrics == op_by_op.metrics
-
-
-def test_a_preempted_sequence_goes_on_by_graphs(tmp_path, monkeypatch):
-    write_model(tmp_path, **SMALL)
-    pair = load_pair(tmp_path, tmp_path, "triton", "w4a16")
-    prompts = random_prompts(3, longest=6)
-    params = SamplingParams(max_tokens=8, temperature=0.8, seed=1, ignore_eos=True)
-    plain = texts(run(make_engine(pair), prompts, params))
-    made = fake_graphs(monkeypatch)
-    done = run(make_engine(pair, "ngram", 3, block=4, tokens=24, max_len=16), prompts, params)
-    assert texts(done) == plain and made
-    assert any(c.metrics.num_preemptions for c in done)
 
 
 def test_what_cannot_be_recorded_runs_op_by_op(model, monkeypatch, caplog):

@@ -18,7 +18,6 @@ from sameseed import SamplingParams, devices, ops
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.loader import load_model
 from sameseed.ops.triton import graphs
-from sameseed.request import Delta, Request
 from sameseed.scheme import QuantScheme
 
 pytestmark = pytest.mark.skipif(os.environ.get("SAMESEED_TEST_GPU") != "pretended", reason="of the pretended GPU")
@@ -115,30 +114,3 @@ def test_who_is_chosen_for_does_not_hang_on_company(tmp_path: Path, monkeypatch:
     wanted = [texts(run(make_engine(here), [p], one))[0] for p, one in zip(prompts, many, strict=True)]
     engine = make_engine(Pair(target, target, here.tokenizer, None, None), "ngram", k=2)
     assert texts(run(engine, prompts, many)) == wanted
-
-
-@pytest.mark.parametrize("method", ["none", "draft_model"])
-def test_texts_are_made_before_the_host_waits(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step gives out the text of the step before it, then waits once, for its own choices."""
-    torch.set_default_device(None)
-    write_model(tmp_path, num_hidden_layers=1)
-    target = load_model(tmp_path, ops.resolve("triton"), QuantScheme.parse("w4a16"), device=str(DEVICE))
-    here = load_pair(tmp_path, tmp_path, "triton", "w4a16")
-    engine = make_engine(Pair(target, target, here.tokenizer, None, None), method, k=2)
-    events: list[str] = []
-    read = devices.read
-    monkeypatch.setattr(devices, "wait", lambda device: None)
-    monkeypatch.setattr(devices, "read", lambda tensor: (events.append("waits"), read(tensor))[1])
-    params = SamplingParams(max_tokens=7, temperature=0.8, seed=1, ignore_eos=True)
-    engine.add(Request("a", (5, 6, 7), params, seed=1, streamed=True))
-    deltas = []
-
-    def send(told: list[Delta]) -> None:
-        events.append("gives")
-        deltas.extend(told)
-
-    while engine.has_work:
-        deltas += engine.step(send)
-    assert events == ["waits", *["gives", "waits"] * (events.count("waits") - 1)]
-    wanted = texts(run(make_engine(here), [[5, 6, 7]], params))
-    assert [sum((d.token_ids for d in deltas), ())] == wanted
