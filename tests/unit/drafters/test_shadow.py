@@ -38,20 +38,6 @@ def test_follow_keeps_what_was_guessed_right() -> None:
     assert shadow.seq.num_cached == 4, "rows of 1 2 3 4 stand; 9 is pending"
 
 
-def test_one_token_stays_pending_when_everything_was_right() -> None:
-    target = Sequence(0, [1, 2], SamplingParams(), 0)
-    shadow = Shadow(target, runner())
-    shadow.follow(target, nobody)
-    shadow.seq.token_ids += [3, 4]
-    shadow.seq.num_cached = 3
-    target.token_ids += [3, 4, 5]
-    shadow.follow(target, nobody)
-    assert (shadow.seq.num_cached, shadow.seq.num_pending) == (3, 2)
-    shadow.seq.num_cached = 5
-    shadow.follow(target, nobody)  # nothing new: the last token must run again to give logits
-    assert shadow.seq.num_pending == 1
-
-
 def test_penalty_counts_of_dropped_tokens_are_forgotten() -> None:
     target = Sequence(0, [1, 2], SamplingParams(frequency_penalty=1.0), 0)
     shadow = Shadow(target, runner())

@@ -8,28 +8,13 @@ from fixtures_formats import read_weight, write_weight
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.scheme import QuantArgs, QuantScheme
+from sameseed.scheme import QuantScheme
 
 pytest.importorskip("compressed_tensors")
 
 
 def randn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_packed_codes_are_read_as_the_same_values(symmetric):
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-    int4 = scheme.get("int4")
-    q = int4.encode(randn(16, 256), QuantArgs(64, symmetric))
-    tensors = int4.checkpoint("x", q)
-    codes = unpack_from_int32(tensors["x.weight_packed"], 4, torch.Size(q.shape)).float()
-    zeros = torch.zeros(16, 4)
-    if not symmetric:
-        zeros = unpack_from_int32(tensors["x.weight_zero_point"], 4, torch.Size((16, 4)), packed_dim=0).float()
-    values = (codes.view(16, 4, 64) - zeros[..., None]) * tensors["x.weight_scale"].float()[..., None]
-    assert values.flatten(1).equal(int4.decode(q))
 
 
 WRITTEN = [
