@@ -15,6 +15,7 @@ from lawkit import write_model
 from sameseed.errors import ConfigError
 from sameseed.models.loader import load_tokenizer
 from sameseed.tokenizer import Tokenizer
+from sameseed_train import head_measure
 from sameseed_train.checkpoint import save_tensors
 from sameseed_train.head import run_head
 from sameseed_train.head_recipe import HeadRecipe, SizeSettings
@@ -91,8 +92,11 @@ def test_sources_that_give_nothing_are_refused(data: Path, tokenizer: Tokenizer,
         replace(SOURCES[0], kind="chats")
 
 
-def test_a_head_of_a_recipe_has_a_curve(data: Path, target: Path, tmp_path: Path) -> None:
+def test_a_head_of_a_recipe_has_a_curve(
+    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a file of held-out prompts those of the recipe's sources are measured; the card has curve and sources."""
+    monkeypatch.setattr(head_measure, "NEW_TOKENS", 12)
     recipe = HeadRecipe(
         target=str(target),
         layers=(1, 2, 3),

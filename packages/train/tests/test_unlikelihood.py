@@ -112,14 +112,16 @@ def test_low_precision_is_near_and_its_gradients_are_float32() -> None:
         TrainSettings(1, precision="half")
 
 
-def test_compiled_layers_need_a_compiler_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sameseed_train.model.shutil.which", lambda _: None)
+    with pytest.raises(ConfigError, match="compile = false"):
+        LlamaForTraining(SHAPE, 0).compile_layers()
+
+
+@pytest.mark.slow  # half a minute of a C++ compiler
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler here")
+def test_compiled_layers_compute_the_same() -> None:
     model, ids = LlamaForTraining(SHAPE, 0), torch.randint(3, 40, (2, 33))
     plain = model(ids)
-    with monkeypatch.context() as patch:
-        patch.setattr("sameseed_train.model.shutil.which", lambda _: None)
-        with pytest.raises(ConfigError, match="compile = false"):
-            model.compile_layers()
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("there is no C++ compiler here")
     model.compile_layers()
     assert torch.allclose(model(ids), plain, atol=1e-4)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from fixtures_formats import read_weight, write_weight
+from fixtures_ops import randn
 
 from sameseed import scheme
 from sameseed.formats import _dynamic8
@@ -15,10 +16,6 @@ from sameseed.scheme import QuantArgs, QuantScheme
 
 NF4 = scheme.get("nf4")
 DQ = QuantScheme.parse("nf4-dq")
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_the_dynamic_map():

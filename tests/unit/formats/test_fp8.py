@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from fixtures_ops import randn
 from hypothesis import given, strategies as st
 
 from sameseed import scheme
@@ -15,10 +16,6 @@ from sameseed.scheme import QuantArgs, QuantScheme
 
 KINDS = {"fp8_e4m3": (4, 3, 448.0, torch.float8_e4m3fn), "fp8_e5m2": (5, 2, 57344.0, torch.float8_e5m2)}
 every_kind = pytest.mark.parametrize("name", KINDS)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def by_hand(code: int, exponent_bits: int, mantissa_bits: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fixtures_models import backends
+from fixtures_ops import randn
 from torch import Tensor
 
 from sameseed import ops
@@ -14,10 +15,6 @@ from sameseed.quantize._grid import possible_codes
 from sameseed.scheme import QuantArgs, QuantScheme, QuantTensor
 
 every_group = pytest.mark.parametrize("group", [32, 64, 128, None])
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def of(codes: Tensor) -> QuantTensor:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from fixtures_ops import randn
 from hypothesis import given, settings, strategies as st
 
 from sameseed import scheme
@@ -16,10 +17,6 @@ from sameseed.formats.int4_sparse import num_outliers
 from sameseed.kvcache.cache import KVCache
 
 INT4, SPARSE = scheme.get("int4"), scheme.get("int4_sparse")
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # --- the rotation ---

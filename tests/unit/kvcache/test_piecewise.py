@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures_ops import randn as noise
 from lawkit import Pair, make_engine, random_prompts, run, texts
 from proof.mutants import toy_subject
-from torch import Tensor
 
 from sameseed import scheme
 from sameseed.batch import Rows, build_batch
@@ -24,10 +24,6 @@ from sameseed.request import SamplingParams
 from sameseed.tokenizer import Tokenizer
 
 NAMES = ["bf16+int4", "bf16+int8", "int8+int4", "bf16+int4/bf16", "int8/bf16+int4"]
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("length", [1, 191, 192, 223, 224, 400])
