@@ -98,9 +98,6 @@ texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="�
 ).map("".join)
 
 
-BYTES = [b"\xff", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"a", "é".encode()]
-
-
 def hard_examples(test: Any) -> Any:
     for text in HARD:
         test = example(text=text)(test)
@@ -131,80 +128,6 @@ def test_streamed_pieces_join_to_the_text(kind, text):
     assert "".join(pieces) == text
     if BROKEN not in text:
         assert not any(BROKEN in p for p in pieces)  # each character is given out whole, or not yet
-
-
-@given(data=st.binary(max_size=30) | st.lists(st.sampled_from(BYTES), max_size=90).map(b"".join))
-@settings(max_examples=200)
-def test_any_bytes_stream_as_they_decode(data):
-    """A model may emit stray and incomplete bytes among text: the pieces join to the decoding of the whole."""
-    tokenizer = byte_level()
-    token_ids = [byte_tokens("byte_level")[b] for b in data]
-    text = "".join(pieces_of(tokenizer, token_ids))
-    assert text == tokenizer.decode(token_ids) == data.decode("utf-8", errors="replace")
-
-
-@given(st.lists(st.integers(0, 399), max_size=40))
-@settings(max_examples=100)
-def test_any_tokens_stream_as_they_decode(token_ids):
-    """Random tokens, including special ones, which leave no text."""
-    tokenizer = byte_level()
-    assert tokenizer.vocab_size == 400
-    assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids)
-
-
-@cache
-def byte_tokens(kind: str) -> list[int]:
-    """The token of each byte."""
-    vocabulary, alphabet = KINDS[kind]().vocabulary(), byte_alphabet()
-    return [vocabulary[f"<0x{b:02X}>" if kind == "metaspace" else alphabet[b]] for b in range(256)]
-
-
-def byte_alphabet() -> dict[int, str]:
-    """Byte -> the character that stands for it in a byte-level vocabulary (the rule of GPT-2's code)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
-@every_kind
-@pytest.mark.parametrize("character", ["é", "你", "🤖"])
-def test_a_character_of_several_tokens_comes_once_it_is_whole(kind, character):
-    tokenizer = KINDS[kind]()
-    token_ids = [byte_tokens(kind)[b] for b in character.encode()]
-    stream = tokenizer.stream()
-    before = tokenizer.encode("the", add_special_tokens=False)
-    assert "".join(stream.push(t) for t in before) == "the"
-    pieces = [stream.push(t) for t in token_ids]
-    assert pieces[:-1] == [""] * (len(token_ids) - 1)
-    # One wrong byte makes the whole run of bytes invalid, so its text comes when it has ended.
-    assert (pieces[-1], stream.tail, stream.flush()) == (
-        ("", character, character) if kind == "metaspace" else (character, "", "")
-    )
-
-
-@every_kind
-def test_an_incomplete_character_at_the_end_is_said(kind):
-    """The bytes are held back while the character may be completed, then shown as the replacement character."""
-    tokenizer = KINDS[kind]()
-    stream = tokenizer.stream()
-    assert "".join(stream.push(t) for t in tokenizer.encode("the", add_special_tokens=False)) == "the"
-    for byte in "🤖".encode()[:3]:
-        assert stream.push(byte_tokens(kind)[byte]) == ""
-    tail = stream.flush()
-    assert tail and set(tail) == {BROKEN}
-    assert stream.flush() == ""  # only once
-
-
-def test_spaces_between_streamed_words_stay():
-    """A metaspace decoder strips the first space of its input; a stream must not lose the other spaces."""
-    tokenizer = metaspace()
-    text = "the dog  the\n dog a b  c "
-    assert "".join(pieces_of(tokenizer, tokenizer.encode(text))) == text
-    vocabulary = tokenizer.vocabulary()
-    space, special = vocabulary["▁"], vocabulary["</s>"]
-    for token_ids in ([space] * 3, [special, space, space], [space, special, space, special, space]):
-        text = " " * (token_ids.count(space) - 1)
-        assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids) == text
 
 
 def test_special_tokens():
