@@ -10,41 +10,8 @@ import torch
 from fixtures_device import DEVICE, counted_waits, pretended_device
 from fixtures_ops import Part, make_pass
 
-from sameseed.batch import GREEDY, MAX_NODES, UNKNOWN, Draw, Draws, Rows, ancestor_masks, build_batch
+from sameseed.batch import GREEDY, MAX_NODES, UNKNOWN, Draw, Draws, Rows, build_batch
 from sameseed.ops import reference
-
-
-def test_ancestor_masks() -> None:
-    #      0     3
-    #     / \     \
-    #    1   2     4
-    masks, depths = ancestor_masks([-1, 0, 0, -1, 3])
-    assert masks == [0b00001, 0b00011, 0b00101, 0b01000, 0b11000]
-    assert depths == [0, 1, 1, 0, 1]
-    masks, depths = ancestor_masks(list(range(-1, 63)))
-    assert masks[-1] == 2**64 - 1
-    assert depths == list(range(64))
-
-
-def test_by_example() -> None:
-    """A chunk of a prompt, a decoding sequence with a tree, and one without a draft."""
-    rows = [
-        Rows([10, 11, 12], 3, [], [], [5, 2], wants_logits=False),
-        Rows([20], 6, [21, 22, 23], [-1, 0, -1], [0, 7, 1], wants_logits=True),
-        Rows([30], 0, [], [], [3], wants_logits=True),
-    ]
-    batch = build_batch(rows, block_size=4)
-    assert (batch.num_rows, batch.num_seqs) == (8, 3)
-    assert batch.token_ids.tolist() == [10, 11, 12, 20, 21, 22, 23, 30]
-    assert batch.positions.tolist() == [3, 4, 5, 6, 7, 8, 7, 0], "a node's position is its depth, not its place"
-    assert batch.slots.tolist() == [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 7 * 4 + 2, 7 * 4 + 3, 1 * 4, 1 * 4 + 1, 3 * 4]
-    assert batch.row_offsets.tolist() == [0, 3, 7, 8]
-    assert batch.num_pending.tolist() == [3, 1, 1]
-    assert batch.kv_lens.tolist() == [6, 7, 1]
-    assert batch.block_tables.tolist() == [[5, 2, 0], [0, 7, 1], [3, 0, 0]]
-    assert batch.tree_mask is not None
-    assert batch.tree_mask.tolist() == [0, 0, 0, 0, 0b001, 0b011, 0b100, 0]
-    assert batch.logit_rows.tolist() == [3, 4, 5, 6, 7]
 
 
 def test_the_64th_node_uses_the_sign_bit() -> None:
@@ -75,7 +42,8 @@ def test_random_against_the_definition() -> None:
         logit_rows = []
         for b, r in enumerate(every):
             first, known = int(batch.row_offsets[b]), r.num_cached + len(r.pending)
-            assert int(batch.kv_lens[b]) == known
+            assert (int(batch.kv_lens[b]), int(batch.num_pending[b])) == (known, len(r.pending))
+            assert batch.block_tables[b, : len(r.blocks)].tolist() == r.blocks
             for i, token in enumerate([*r.pending, *r.nodes]):
                 t, index, node = first + i, r.num_cached + i, i - len(r.pending)
                 assert int(batch.token_ids[t]) == token

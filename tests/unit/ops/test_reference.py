@@ -1,4 +1,4 @@
-"""The reference backend by worked examples, and the op table through which every backend falls back to it."""
+"""The reference keeps its callers' threads; the op table through which every backend falls back to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from fixtures_ops import Part, flat, make_pass, randn
+from fixtures_ops import Part, make_pass, randn
 
 from sameseed import ops, scheme
 from sameseed.errors import ConfigError, RegistryError
@@ -18,40 +18,6 @@ pytestmark = pytest.mark.bits
 
 def dense(values: list[list[float]]):
     return scheme.get("fp32").encode(torch.tensor(values))
-
-
-# --- worked examples ---
-
-
-def test_rope_turns_halves_not_neighbours():
-    """Pair (0, 2) makes a quarter turn, pair (1, 3) none."""
-    table = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]])  # cosines, then sines, of two positions
-    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    assert reference.rope(x, torch.tensor([1], dtype=torch.int32), table).tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
-
-
-def test_a_node_sees_its_ancestors_and_no_sibling():
-    """Three nodes: 0, its child 2, and 1 beside them. Changes of node 1 do not move node 2, changes of node 0 do."""
-    p = make_pass([Part(3, 1, [-1, -1, 0])])
-    scale = 0.5
-    before = reference.attention(p.q, p.layer, p.batch, scale)
-    slots = [int(p.batch.slots[1 + i]) for i in range(3)]
-    for node, moved in ((1, {1}), (0, {0, 2}), (2, {2})):
-        changed = make_pass([Part(3, 1, [-1, -1, 0])])
-        for tensor in flat(changed.layer):
-            tensor[slots[node]] += 1.0
-        after = reference.attention(changed.q, changed.layer, changed.batch, scale)
-        assert {i for i in range(3) if not after[1 + i].equal(before[1 + i])} == moved
-        assert after[0].equal(before[0])  # a pending row sees no draft
-
-
-def test_query_heads_share_kv_heads_in_order():
-    """Heads 0 and 1 read KV head 0, heads 2 and 3 read KV head 1."""
-    p = make_pass([Part(0, 7)])
-    got = reference.attention(p.q, p.layer, p.batch, 0.4)
-    p.layer.v[..., 1, :] = 0  # KV head 1 of every row
-    after = reference.attention(p.q, p.layer, p.batch, 0.4)
-    assert after[:, :2].equal(got[:, :2]) and (after[:, 2:] == 0).all()
 
 
 def test_the_caller_s_number_of_threads_stays():
@@ -66,9 +32,6 @@ def test_the_caller_s_number_of_threads_stays():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-# --- the table of ops ---
 
 
 def backend(**members: object) -> ModuleType:
