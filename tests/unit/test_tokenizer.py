@@ -26,7 +26,7 @@ from tokenizers import (
 )
 
 from sameseed.errors import ModelLoadError, RequestError
-from sameseed.tokenizer import BROKEN, Tokenizer
+from sameseed.tokenizer import BROKEN, LONGEST_RUN, Tokenizer
 
 TEXT = [
     "Once upon a time, there was a small dog. The dog's name was Rex; he liked to run in the park.",
@@ -128,6 +128,18 @@ def test_streamed_pieces_join_to_the_text(kind, text):
     assert "".join(pieces) == text
     if BROKEN not in text:
         assert not any(BROKEN in p for p in pieces)  # each character is given out whole, or not yet
+
+
+@pytest.mark.parametrize("unit", [b"\xff", b"\x82", b"\xe2\x82", b"\xf0\x9f\xff", b"\xff\xf0\x9f\xa4\x96"])
+def test_bytes_that_are_no_text_are_not_waited_for(unit, monkeypatch):
+    """A long run of such bytes is given out as it comes, and the cost of a token does not depend on its place."""
+    tokenizer, sizes = metaspace(), []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, skip: (sizes.append(len(ids)), decode(ids, skip))[1])
+    stream = tokenizer.stream()
+    given_out = "".join(stream.push(tokenizer.vocabulary()[f"<0x{b:02X}>"]) for b in unit * 300)
+    assert max(sizes) <= 2 * LONGEST_RUN + 1
+    assert len(given_out) > 0.9 * len((unit * 300).decode("utf-8", errors="replace")) - LONGEST_RUN
 
 
 def test_special_tokens():

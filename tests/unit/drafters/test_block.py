@@ -167,18 +167,6 @@ def test_laws_with_every_option(pair: Pair, options: dict[str, Any]) -> None:
     assert engine.metrics.num_accepted_tokens > 0
 
 
-def test_a_shorter_context_than_the_request(pair: Pair) -> None:
-    """Drafts reach to the end of the head's context, and not beyond."""
-    head = head_of(pair)
-    layer = replace(head.config.layer, max_model_len=40)
-    short = BlockHead(replace(head.config, layer=layer), head.weights, head.ops, 256)
-    engine = make_engine(replace(pair, block=short), "block", k=6)
-    asked = replace(GREEDY, max_tokens=60)
-    assert texts(run(engine, PROMPTS, asked)) == texts(run(make_engine(pair), PROMPTS, asked))
-    assert engine.drafter.limit == 42
-    assert engine.metrics.num_drafts > 0
-
-
 def test_a_text_found_in_the_prefix_cache(pair: Pair) -> None:
     """Tokens from the prefix cache have no hidden states: the head's context begins after them; it still guesses."""
     engine = make_engine(pair, "block", k=5, block=4)

@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from lawkit import (
     MODEL_VOCAB,
     SAMPLED,
     TOKENIZER_SIZE,
     Pair,
-    assert_nothing_left,
     make_engine,
     random_prompts,
     run,
@@ -164,48 +162,6 @@ def test_catching_up_in_passes_of_bounded_size(pair: Pair, monkeypatch: Any, pre
     assert engine.metrics.acceptance_rate > 0.3, "a draft that lost track would be mostly wrong"
 
 
-def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
-    """No tokens are drafted beyond the draft's context, and nothing breaks."""
-    short = with_draft(pair, tmp_path / "short", max_position_embeddings=32)
-    prompts = [*PROMPTS[:2], list(range(1, 32)), list(range(1, 60))]
-    plain = texts(run(make_engine(pair), prompts, ASKED))
-    engine = make_engine(short, "draft_model", k=4)
-    runner = drafter_of(engine).runner
-    longest: list[int] = []
-    forward = runner.forward
-
-    def watched(seqs: Any, draft: Draft, num_pending: Any, *more: Any, **named: Any) -> Any:
-        longest.extend(len(s) for s in seqs)
-        return forward(seqs, draft, num_pending, *more, **named)
-
-    runner.forward = watched  # type: ignore[method-assign]
-    done = run(engine, prompts, ASKED)
-    assert texts(done) == plain
-    assert 25 < max(longest) <= 32
-    assert done[0].metrics.spec.num_draft_tokens > 0
-    assert done[3].metrics.spec.num_draft_tokens == 0
-    beyond = [c.metrics.spec.undrafted.get("draft context", 0) for c in done]
-    assert 0 < beyond[0] < 30 < beyond[3]
-    assert sum(done[3].metrics.spec.undrafted.values()) == done[3].metrics.spec.num_rounds
-
-
-@pytest.mark.parametrize("num_blocks", [1, 5, 9])
-def test_an_exhausted_draft_cache(pair: Pair, num_blocks: int) -> None:
-    """A draft model that is short of cache blocks guesses less; sequences that do not run give up their blocks."""
-    plain = texts(run(make_engine(pair), PROMPTS, ASKED))
-    engine = make_engine(pair, "draft_model", k=4, block=8)
-    runner = drafter_of(engine).runner
-    runner.blocks = BlockManager(num_blocks, 8)
-    done = run(engine, PROMPTS, ASKED)
-    assert texts(done) == plain
-    full = make_engine(pair, "draft_model", k=4, block=8)
-    run(full, PROMPTS, ASKED)
-    assert engine.metrics.num_draft_tokens < full.metrics.num_draft_tokens
-    if num_blocks > 1:
-        assert engine.metrics.num_accepted_tokens > 0
-    assert_nothing_left(engine)
-
-
 def test_sequences_that_wait_give_their_blocks_back(pair: Pair) -> None:
     engine = make_engine(pair, "draft_model", k=4, block=4)
     drafter = drafter_of(engine)
@@ -301,13 +257,3 @@ def test_confidence_is_how_likely_the_target_agrees(pair: Pair, temperature: flo
         wanted = [float(rows[i].softmax(-1)[t]) for i, t in enumerate(tokens)]
     assert draft.confidence is not None
     assert draft.confidence.tolist() == pytest.approx(np.cumprod(wanted), rel=1e-5)
-
-
-def test_logits_that_are_no_numbers_end_the_chain(pair: Pair) -> None:
-    """A draft model with NaN logits guesses nothing; the target goes on."""
-    head = pair.draft.weights.lm_head
-    broken = QuantTensor(head.format, head.shape, {"weight": torch.full_like(head.parts["weight"], torch.nan)})
-    draft = Llama(pair.draft.config, replace(pair.draft.weights, lm_head=broken), pair.draft.ops)
-    engine = make_engine(Pair(pair.target, draft, pair.tokenizer), "draft_model")
-    assert texts(run(engine, PROMPTS, ASKED)) == texts(run(make_engine(pair), PROMPTS, ASKED))
-    assert engine.metrics.num_draft_tokens == 0

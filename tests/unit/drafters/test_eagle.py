@@ -22,7 +22,6 @@ from sameseed.drafters.eagle import EagleDrafter
 from sameseed.engine.build import assemble, build_engine
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError
-from sameseed.kvcache.blocks import BlockManager
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import parse_head_config
 from sameseed.request import SamplingParams, Sequence
@@ -242,18 +241,6 @@ def test_a_head_with_fewer_tokens_finds_the_targets_choice_among_them() -> None:
     assert within > 60
 
 
-def test_broken_logits_guess_nothing(easy: Pair) -> None:
-    assert easy.head is not None
-    w = easy.head.weights
-    broken = replace(
-        w, lm_head=replace(w.lm_head, parts={"weight": torch.full_like(w.lm_head.parts["weight"], torch.nan)})
-    )
-    head = type(easy.head)(easy.head.config, broken, easy.head.ops, easy.head.target_eps, easy.head.max_model_len)
-    engine = engine_of(replace(easy, head=head))
-    assert texts(run(engine, PROMPTS, GREEDY)) == texts(run(engine_of(easy, 0), PROMPTS, GREEDY))
-    assert engine.metrics.num_draft_tokens == 0
-
-
 @pytest.mark.skipif(not HAS_NATIVE, reason="trees grow in one call in the native module")
 @pytest.mark.parametrize(("k", "least"), [(1, None), (5, None), (12, None), (64, None), (12, 0.2)])
 @pytest.mark.parametrize("head", ["eagle", "eagle3"])
@@ -376,17 +363,6 @@ def test_a_prefix_that_nobody_showed(easy: Pair) -> None:
     drafter.observe([seq], [Span(0, 38)], hidden[:38])
     assert drafter.propose([seq], [6]).count(0) == 6
     assert (context.start, context.holder.num_cached) == (0, 38)
-
-
-def test_short_of_blocks(easy: Pair) -> None:
-    """Sequences that do not run give up their blocks; without a free block there is no draft; texts are unchanged."""
-    plain = texts(run(engine_of(easy, 0), PROMPTS, GREEDY))
-    for num_blocks in (1, 6, 12):
-        engine = engine_of(easy, block=8, max_num_seqs=3, prefill_rows=16)
-        drafter_of(engine).runner.blocks = BlockManager(num_blocks, 8)
-        assert texts(run(engine, PROMPTS, GREEDY)) == plain
-        if num_blocks == 12:
-            assert engine.metrics.num_accepted_tokens > 0
 
 
 def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts, write_model
 from proof.mutant import Mutant
 
-from sameseed import ops
 from sameseed.config import EngineConfig, SpecConfig, parse_draft
 from sameseed.cost.curve import Curve
 from sameseed.cost.running import DraftCost, EngineCost
@@ -26,7 +25,7 @@ from sameseed.laws.logits import _prefilled, _rows
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.models.config import ModelConfig, is_parallel
 from sameseed.models.llama import Llama
-from sameseed.models.loader import load_model, read_config
+from sameseed.models.loader import read_config
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Request, SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft
@@ -162,19 +161,6 @@ def test_more_than_it_was_trained_for_is_capped_and_said_once(pair: Pair, caplog
     assert engine.metrics.num_draft_tokens <= 3 * engine.metrics.num_drafts
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 1 and "trained for 3" in said[0], said
-
-
-def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
-    """Drafts reach to the end of the draft's context, and not beyond."""
-    write_model(tmp_path / "short", noise=0.04, max_position_embeddings=32, pard_token=MASK)
-    short = Pair(pair.target, load_model(tmp_path / "short", ops.resolve()), pair.tokenizer)
-    engine = make_engine(short, "parallel", k=6)
-    for length, count in ((20, 6), (28, 4), (31, 1), (32, 0), (40, 0)):
-        seq = Sequence(length, [3] * length, GREEDY, 0)
-        assert engine.drafter.propose([seq], [6]).count(0) == count
-        engine.drafter.release(seq)
-    prompts = [*PROMPTS[:2], list(range(1, 32))]
-    assert texts(run(engine, prompts, ASKED)) == texts(run(make_engine(pair), prompts, ASKED))
 
 
 def test_goodput_prices_a_prefix_as_the_same_pass(pair: Pair) -> None:
