@@ -56,12 +56,12 @@ def plain(pair: Pair, name: str) -> list[tuple[int, ...]]:
     return texts(run(make_engine(pair), PROMPTS, ASKED))
 
 
-def test_a_context_shorter_than_the_text(pair: Pair, name: str, plain: list[tuple[int, ...]]) -> None:
+def test_a_context_shorter_than_the_text(pair: Pair, name: str) -> None:
     """The last prompt is longer than the drafter's context."""
     options: dict[str, object] = {"beyond": "stop"} if "beyond" in options_of(name) else {}
-    engine = make_engine(changed(pair, short), name, k=4, options=options)
-    done = run(engine, PROMPTS, ASKED)
-    assert texts(done) == plain
+    asked = replace(ASKED, max_tokens=60)
+    done = run(make_engine(changed(pair, short), name, k=4, options=options), PROMPTS, asked)
+    assert texts(done) == texts(run(make_engine(pair), PROMPTS, asked))
     first, last = (c.metrics.spec for c in (done[0], done[-1]))
     assert first.num_draft_tokens > 0 and 0 < first.undrafted["draft context"] < first.num_rounds
     assert last.num_draft_tokens == 0 and last.undrafted["draft context"] > 30
