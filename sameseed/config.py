@@ -15,6 +15,7 @@ from sameseed.errors import ConfigError
 
 MAX_DRAFT_TOKENS = 64
 GOODPUT_DRAFT_TOKENS = 12  # the maximum for goodput, unless another is given
+MODEL, CASCADE, SUM = "draft_model", "cascade", "first"  # the drafters that `m`, `a > m` and `a + b` mean
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class SpecConfig:
 
 def draft_text(spec: SpecConfig) -> str:
     """The drafter in the syntax of `parse_draft`, without settings: "ngram", "draft_model", "ngram > cascade"."""
-    if spec.method != "none" and spec.drafter is None and _text(spec.method) == "A + B":
+    if spec.method == SUM:
         return " + ".join(f"({draft_text(b)})" if len(b.below) == 1 else draft_text(b) for b in spec.below)
     return " > ".join([*(draft_text(b) for b in spec.below), spec.method])
 
@@ -89,8 +90,7 @@ def parse_draft(text: str) -> SpecConfig:
     """A SpecConfig from text: a drafter's name, a model (a folder, a hub id, "embedded-draft"), or `name:model`.
 
     `a + b`: drafter a first, and b if a has no draft. `a > m`: model m writes the draft, helped by drafter a. `+` binds
-    tighter than `>`; brackets group. `Drafter.text` says which drafter serves a bare model, `>` and `+`. Raises
-    ConfigError with the place.
+    tighter than `>`; brackets group. Raises ConfigError with the place.
     """
     if text in registry.names("drafters") or os.path.exists(os.path.expanduser(text)):
         return _atom(text)
@@ -101,25 +101,14 @@ def parse_draft(text: str) -> SpecConfig:
     return spec
 
 
-def written_as(text: str) -> str:
-    """The name of the drafter whose `Drafter.text` is `text`: "MODEL", "HEAD", "BLOCK", "A > MODEL", "A + B"."""
-    return next(name for name in registry.names("drafters") if _text(name) == text)
-
-
-def _text(name: str) -> str:
-    text: str = registry.constant("drafters", name, "DRAFTER", "text")
-    return text
-
-
 def _chain(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
     """Parse `a > m > ...`: the SpecConfig, and the tokens that follow."""
     spec, tokens = _sum(tokens, text)
     while tokens and tokens[0] == ">":
         upper, tokens = _sum(tokens[1:], text)
-        if upper.below or not registry.constant("drafters", upper.method, "DRAFTER", "owns", ""):
+        if upper.below:
             raise ConfigError(f"--draft {text!r}: right of '>' stands a model, not {upper.method!r}")
-        method = written_as("A > MODEL") if _text(upper.method) == "MODEL" else upper.method
-        spec = replace(upper, method=method, below=(spec,))
+        spec = replace(upper, method=CASCADE if upper.method == MODEL else upper.method, below=(spec,))
     return spec, tokens
 
 
@@ -142,7 +131,7 @@ def _sum(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
         return terms[0], tokens
     # Each drafter may draft as many tokens as are asked for in all.
     below = tuple(replace(term, num_draft_tokens=MAX_DRAFT_TOKENS) for term in terms)
-    return SpecConfig(written_as("A + B"), below=below), tokens
+    return SpecConfig(SUM, below=below), tokens
 
 
 def _atom(text: str) -> SpecConfig:
@@ -150,7 +139,7 @@ def _atom(text: str) -> SpecConfig:
     name, colon, model = text.partition(":")
     if name in registry.names("drafters") and (model or not colon):
         return SpecConfig(name, model or None)
-    return SpecConfig(written_as("MODEL"), text)
+    return SpecConfig(MODEL, text)
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,13 @@ folder.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import logging
 import pkgutil
-from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from sameseed.errors import RegistryError, nearest
 
@@ -43,37 +40,6 @@ def load(registry: str, name: str) -> ModuleType:
         return importlib.import_module(point.value)
     except Exception as error:  # code of another package
         raise RegistryError(f"{_package(point)} gives {registry} {name!r}, which cannot be loaded: {error}") from error
-
-
-@cache
-def constant(registry: str, name: str, exported: str, attribute: str, default: str | None = None) -> Any:
-    """A class attribute of what an entry's module exports, e.g. `text` of a drafter's DRAFTER.
-
-    It is read from the source where that says it plainly, or where the class has none and `default` tells what it
-    inherits. Importing a drafter imports PyTorch, which takes seconds and hundreds of MB, and the front of a server
-    needs neither. Raises RegistryError like `load`.
-    """
-    file = Path(__file__).parent / registry / f"{name}.py"
-    if name in _own(registry) and name not in _installed(registry) and file.exists():
-        body = ast.parse(file.read_bytes()).body
-        classes = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
-        chosen = _assigned(body, exported)
-        if isinstance(chosen, ast.Name) and chosen.id in classes:
-            value = _assigned(classes[chosen.id], attribute)
-            if isinstance(value, ast.Constant):
-                return value.value
-            if value is None and default is not None:
-                return default
-    return getattr(getattr(load(registry, name), exported), attribute)
-
-
-def _assigned(body: Sequence[ast.stmt], name: str) -> ast.expr | None:
-    """The expression of the last `name = ...` among these statements."""
-    found = None
-    for node in body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            found = node.value
-    return found
 
 
 @cache

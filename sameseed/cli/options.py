@@ -26,7 +26,7 @@ import tyro
 from tyro.conf import arg
 
 from sameseed import hub, registry
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft, parse_options
+from sameseed.config import CASCADE, MODEL, CacheConfig, EngineConfig, SpecConfig, parse_draft, parse_options
 from sameseed.errors import ConfigError, RegistryError, RequestError
 from sameseed.request import SamplingParams
 
@@ -256,17 +256,10 @@ def _gathered(argv: Seq[str], command: type) -> list[str]:
     return [w for word in words for w in (word, *values.get(word, ()))]
 
 
-class _Wrapped(str):
-    """A description that keeps its line breaks: tyro would split it, and join each paragraph into one wide line."""
-
-    def split(self, *args: Any, **kwargs: Any) -> list[str]:
-        return [str(self)]
-
-
 def _wrapped(text: str) -> str:
-    """Wrap paragraphs to the terminal's width, at most 80 columns, the width of the flags below them in a pipe."""
+    """Paragraphs at most 80 columns wide, as the flags below them are. tyro keeps line breaks before a space."""
     width = min(80, shutil.get_terminal_size().columns)
-    return _Wrapped("\n\n".join(textwrap.fill(part, width) for part in re.split(r"\n\s*\n", text)))
+    return "\n\n".join(textwrap.fill(part, width, subsequent_indent="  ") for part in re.split(r"\n\s*\n", text))
 
 
 def profile_defaults(argv: Seq[str]) -> dict[str, Any]:
@@ -342,8 +335,7 @@ def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
         raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
     below = tuple(_checked(b, embedded) for b in spec.below)
     if embedded and name is None:
-        owns = registry.constant("drafters", spec.method, "DRAFTER", "owns", "")
-        name = {"model": EMBEDDED_DRAFT, "head": EMBEDDED_HEAD}.get(owns)
+        name = {MODEL: EMBEDDED_DRAFT, CASCADE: EMBEDDED_DRAFT, "eagle": EMBEDDED_HEAD}.get(spec.method)
     return dataclasses.replace(spec, model=name, below=below)
 
 

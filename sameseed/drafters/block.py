@@ -45,7 +45,6 @@ class BlockDrafter(Reading, ChainDrafter):
         prefill_rows: int = 512
 
     owns = "head"
-    text = "BLOCK"
     at_once = True
 
     def __init__(

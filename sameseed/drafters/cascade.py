@@ -45,7 +45,6 @@ class CascadeDrafter(Following):
     owns = "model"
     num_below = (1, 1)
     cuttable = True
-    text = "A > MODEL"
 
     def __init__(self, options: Options, runner: ModelRunner, below: Below, vocab_size: int) -> None:
         self.options = options

@@ -33,7 +33,6 @@ class DraftModelDrafter(Following, ChainDrafter):
         vocabulary: str = ""
 
     owns = "model"
-    text = "MODEL"
 
     def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
         self.options = options

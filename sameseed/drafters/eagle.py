@@ -62,7 +62,6 @@ class EagleDrafter(Reading):
                 raise ConfigError("prefill_rows must be at least 1, window at least 0")
 
     owns = "head"
-    text = "HEAD"
     cuttable = True
     judges = True
 

@@ -40,7 +40,6 @@ class FirstDrafter(Drafter):
                 raise ConfigError("min_tokens must be at least 1, min_expected at least 0")
 
     num_below = (2, MAX_BELOW)
-    text = "A + B"
 
     def __init__(self, options: Options, below: Seq[Below]) -> None:
         self.options = options

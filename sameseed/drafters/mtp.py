@@ -16,7 +16,6 @@ class MtpDrafter(EagleDrafter):
 
         top_k: int = 1
 
-    text = ""
     owns = "head"
     inside = True
 

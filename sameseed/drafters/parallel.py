@@ -45,7 +45,6 @@ class ParallelDrafter(Following, ChainDrafter):
         vocabulary: str = ""
 
     owns = "model"
-    text = "PARALLEL"
     at_once = True
 
     def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:

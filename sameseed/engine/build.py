@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from sameseed import ops, registry
-from sameseed.config import EngineConfig, SpecConfig, written_as
+from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.learned import learned_key
@@ -20,7 +20,7 @@ from sameseed.engine.levels import (
     check_overlap,
     check_policies,
     drafter_class,
-    head_text,
+    head_drafter,
     with_heads,
 )
 from sameseed.engine.memory import Demand, demand, head_demand, plan_blocks
@@ -290,10 +290,10 @@ def _draft_folder(spec: SpecConfig, cls: type[Drafter], folder: Path) -> Path:
         raise ConfigError(
             f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
         )
-    if cls.owns == "head" and cls.text not in ("", head_text(own)):
+    if spec.method in ("block", "eagle") and spec.method != head_drafter(own):
         raise ConfigError(
             f"drafter {spec.method!r} cannot draft with {name}, a head of another kind; write --draft {name}, or "
-            f"--draft {written_as(head_text(own))}:{name}"
+            f"--draft {head_drafter(own)}:{name}"
         )
     return own
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from sameseed import ops, registry
-from sameseed.config import SpecConfig, written_as
+from sameseed.config import MODEL, SpecConfig
 from sameseed.errors import ConfigError
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
@@ -123,16 +123,16 @@ def with_heads(spec: SpecConfig) -> SpecConfig:
     Raises ModelLoadError for a model that does not exist.
     """
     below = tuple(with_heads(b) for b in spec.below)
-    if spec.model is not None and drafter_class(spec).text == "MODEL":
+    if spec.model is not None and spec.method == MODEL:
         folder = resolve_model(str(spec.model))
-        kind = head_text(folder) if is_head(folder) else "PARALLEL" if is_parallel(folder) else "MODEL"
-        return replace(spec, method=spec.method if kind == "MODEL" else written_as(kind), below=below)
+        method = head_drafter(folder) if is_head(folder) else "parallel" if is_parallel(folder) else MODEL
+        return replace(spec, method=method, below=below)
     return replace(spec, below=below)
 
 
-def head_text(folder: Path) -> str:
-    """The `Drafter.text` of the drafter for the head in `folder`."""
-    return "BLOCK" if is_block(folder) else "HEAD"
+def head_drafter(folder: Path) -> str:
+    """The name of the drafter for the head in `folder`."""
+    return "block" if is_block(folder) else "eagle"
 
 
 def resolved_options(spec: SpecConfig) -> dict[str, object]:

@@ -46,18 +46,6 @@ def test_names_import_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("attribute", "default"), [("text", None), ("owns", ""), ("num_below", None)])
-def test_constants_are_those_of_the_class(attribute: str, default: str | None) -> None:
-    for name in registry.names("drafters"):
-        found = registry.constant("drafters", name, "DRAFTER", attribute, default)
-        assert found == getattr(registry.load("drafters", name).DRAFTER, attribute)
-
-
-def test_constants_of_no_entry() -> None:
-    with pytest.raises(RegistryError, match="no entry 'zzz' in drafters"):
-        registry.constant("drafters", "zzz", "DRAFTER", "text")
-
-
 def test_the_front_of_a_server_starts_without_pytorch() -> None:
     """Its flags name a draft model, whose drafter is looked up; only the process of the engine needs PyTorch."""
     code = (

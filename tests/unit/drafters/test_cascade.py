@@ -215,7 +215,7 @@ def test_drafts_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["+ngram", "ngram >", "(ngram", "ngram)", "> a/b", "a/b > ngram", "ngram (suffix)", ""]
+    "text", ["+ngram", "ngram >", "(ngram", "ngram)", "> a/b", "a/b > (ngram + suffix)", "ngram (suffix)", ""]
 )
 def test_bad_drafts_as_text(text: str) -> None:
     with pytest.raises(ConfigError, match="--draft"):
