@@ -179,7 +179,7 @@ def write_draft(
     num_seqs: int,
     owners: Seq[int],
     siblings: int = 0,
-) -> Draft:
+) -> Draft | LateDraft:
     """Extend the chains (`extend_chains`) and return `make()`: a draft of `num_seqs` sequences, chain i for owners[i].
 
     If the device can choose the tokens, and the host need not see them before the target's pass, the result is a
@@ -197,7 +197,10 @@ def write_draft(
         take_drawn(runner, shadows, chains, policy, vocab_limit, active, drawn, found)
         return make()
 
-    return LateDraft(num_seqs, [owners[i] for i in active], drawn, read)
+    unread_counts = [0] * num_seqs
+    for i, count in zip(active, drawn.counts, strict=True):
+        unread_counts[owners[i]] = count
+    return LateDraft(unread_counts, drawn, read)
 
 
 def start_chains(

@@ -12,7 +12,7 @@ from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_
 from sameseed.drafters._followers import Followers, Following
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
-from sameseed.spec.draft import Draft
+from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import LengthPolicy
 
 
@@ -44,7 +44,7 @@ class DraftModelDrafter(Following, ChainDrafter):
         # What was drafted ahead, by sequence: the length of the text before it, and the chain, which the shadow holds.
         self._ready: dict[int, tuple[int, Chain]] = {}
 
-    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
         """Chains for all sequences together, one pass of the draft model per token, with leaves for `siblings`."""
         followers, chains = self.followers, []
         num_nodes, num_draft = num_draft, chain_lengths(seqs, num_draft, self.options.siblings)

@@ -109,7 +109,7 @@ class EagleDrafter(Reading):
         # Row t holds token t + 1, and the draft token after the last known token needs no row of its own.
         return self.followers.limit + 2 if self.options.beyond == "stop" else None
 
-    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
         """Trees of at most num_draft[b] nodes for all sequences together; confidence holds path probabilities."""
         self.followers.make_room(seqs)
         chains = not self.branches
@@ -135,7 +135,8 @@ class EagleDrafter(Reading):
             self._take(own, found)
             return _draft_of(growing, len(seqs), chains)
 
-        return LateDraft(len(seqs), list(growing), drawn, read)
+        counts = dict(zip(growing, drawn.counts, strict=True))
+        return LateDraft([counts.get(b, 0) for b in range(len(seqs))], drawn, read)
 
     def _grow(self, growing: Seq[_GrowingTree]) -> None:
         """Grow trees: the first level from the rows of known positions, then one pass of the head per level."""

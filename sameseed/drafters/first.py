@@ -68,7 +68,7 @@ class FirstDrafter(Drafter):
             asked = [0] * len(seqs)
             for b, k in zip(open_, policy.lengths([seqs[b] for b in open_]), strict=True):
                 asked[b] = min(num_draft[b], k if d.branches else min(k, seqs[b].draft_depth))
-            draft = d.propose(seqs, asked)
+            draft = d.propose(seqs, asked).read()
             taken = []
             for b in open_:
                 begin, end = int(draft.offsets[b]), int(draft.offsets[b + 1])

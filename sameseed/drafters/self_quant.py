@@ -17,7 +17,7 @@ from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
-from sameseed.spec.draft import Draft
+from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 
 
@@ -64,7 +64,7 @@ class SelfQuantDrafter(ChainDrafter):
         assert isinstance(options, cls.Options) and parts.runner is not None
         return cls(options, with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size), parts.policy)
 
-    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
         """Chains for all sequences together, one pass of the low-format model per token, with leaves for `siblings`."""
         # The rows of all draft tokens but the last are stored, in blocks reserved for the target's pass.
         size = self.runner.cache.block_size

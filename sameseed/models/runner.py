@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +31,8 @@ class Output:
     """The result of a pass: logits float32 [R, V], hidden float32 [T, ...] of captured layers, first row per sequence.
 
     `chosen` int32 [R], on the device: the tokens that the backend drew after the rows (`Drawer`), or None where it
-    drew none. `wants_logits[b]`: whether sequence b has rows among the logits.
+    drew none; `choices`: the same on the host, once it has read them. `wants_logits[b]`: whether sequence b has rows
+    among the logits.
     """
 
     logits: Tensor
@@ -40,20 +40,23 @@ class Output:
     row_offsets: list[int]
     wants_logits: list[bool]
     chosen: Tensor | None = None
+    choices: list[int] | None = None
 
-    @cached_property
-    def choices(self) -> list[int] | None:
-        """`chosen`, copied to the host; this waits for the pass."""
-        return None if self.chosen is None else devices.read(self.chosen)
-
-    def read_with(self, numbers: Tensor) -> list[list[int]]:
-        """Copy `numbers` int32 [m, n] from the device to the host, and `choices` with them in the same transfer."""
+    def read(self) -> Output:
+        """Wait for the pass; the output with its choices on the host."""
         if self.chosen is None:
-            return devices.read(numbers)
+            devices.wait(self.logits.device)
+            return self
+        return replace(self, choices=devices.read(self.chosen))
+
+    def read_with(self, numbers: Tensor) -> tuple[list[list[int]], Output]:
+        """`numbers` int32 [m, n] of the device on the host, and `read`, in the same transfer."""
+        if self.chosen is None:
+            return devices.read(numbers), self
         flat = devices.read(torch.cat([self.chosen, numbers.view(-1)]))
         count, (m, n) = len(self.chosen), numbers.shape
-        vars(self)["choices"] = flat[:count]
-        return [flat[count + i * n : count + (i + 1) * n] for i in range(m)]
+        rows = [flat[count + i * n : count + (i + 1) * n] for i in range(m)]
+        return rows, replace(self, choices=flat[:count])
 
     def narrowed(self, before: Seq[int], after: Seq[int]) -> Output:
         """The output for shorter chains: of the before[b] draft nodes of a sequence, only the first after[b] stay."""
@@ -65,12 +68,10 @@ class Output:
             if wants:
                 keep += range(row, row + 1 + after[b])
                 row += 1 + before[b]
-        rows = int_tensors((keep,), self.logits.device)[0]
+        (rows,) = int_tensors((keep,), self.logits.device)
         chosen = None if self.chosen is None else self.chosen.index_select(0, rows)
-        out = replace(self, logits=self.logits.index_select(0, rows), chosen=chosen)
-        if self.choices is not None:
-            vars(out)["choices"] = [self.choices[i] for i in keep]
-        return out
+        choices = None if self.choices is None else [self.choices[i] for i in keep]
+        return replace(self, logits=self.logits.index_select(0, rows), chosen=chosen, choices=choices)
 
 
 # (sequence, number of draft tokens behind its own) -> how the next token is drawn; None: the host needs the logits.
@@ -137,13 +138,7 @@ class ModelRunner:
         logits, hidden, chosen = self._run(seqs, batch, self.captures if captured else ())
         out = Output(logits, hidden, offsets, wants, chosen)
         meanwhile()
-        # Wait for the end of the pass, so that callers measure its whole time; reading the choices waits as well.
-        if late is None:
-            if out.chosen is None:
-                devices.wait(self.model.device)
-            else:
-                _ = out.choices
-        return out
+        return out.read() if late is None else out  # callers measure the whole time of a pass
 
     def draw(self, seqs: Seq[Sequence], counts: Seq[int], drawer: Drawer, sure: bool = False) -> Drawn | None:
         """Draw counts[b] >= 1 tokens after each sequence, one pass per token, without reading them on the host.

@@ -64,7 +64,7 @@ class _Once:
         """The likeliest num_draft[b] nodes of each sequence's largest draft."""
         new = [seq for seq in seqs if self._known.get(seq.seq_id, (-1,))[0] != len(seq)]
         if new:
-            draft = self.drafter.propose(new, _asked(self.drafter, new, self._size))
+            draft = self.drafter.propose(new, _asked(self.drafter, new, self._size)).read()
             for b, seq in enumerate(new):
                 only = draft.kept([None if i == b else [] for i in range(len(new))])
                 self._known[seq.seq_id] = len(seq), replace(only, offsets=np.array([0, draft.count(b)], np.int32))
@@ -138,7 +138,7 @@ class _Reader:
         if self.with_target:  # a drafter may write into the target's cache, after the known tokens
             for seq in seqs:
                 self._reserve(seq, min(len(seq) + size, self.engine.runner.blocks.reservable(seq)))
-        draft = self.drafter.propose(seqs, asked) if any(asked) else Draft.empty(len(seqs))
+        draft = self.drafter.propose(seqs, asked).read() if any(asked) else Draft.empty(len(seqs))
         eos = self.engine.runner.model.config.eos_token_ids
         return draft.shallow([s.draft_depth for s in seqs]).ended([s.params.ending(eos) for s in seqs])
 

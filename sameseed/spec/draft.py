@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -70,6 +70,10 @@ class Draft:
         flat = None if confidence is None else np.array([c for row in confidence for c in row], np.float32)
         by = None if levels is None else np.array([level for row in levels for level in row], np.int8)
         return cls(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(offsets, np.int32), flat, by)
+
+    def read(self) -> Draft:
+        """The draft itself: only a `LateDraft` must still be read."""
+        return self
 
     @property
     def num_seqs(self) -> int:
@@ -153,45 +157,26 @@ class Draft:
         return self if all(k is None for k in keep) else self.kept(keep)
 
 
-_FIELDS = {f.name for f in fields(Draft)}
+@dataclass(frozen=True)
+class LateDraft:
+    """Chains that were drawn on the device and that the host has not read yet: counts[b] nodes of each sequence.
 
-
-class LateDraft(Draft):
-    """Chains that were drawn on the device and that the host has not read yet.
-
-    Access to a field of Draft reads them first, and waits for the device. To avoid that wait, a caller may run the
-    target's pass over `nodes_unread`, and `settle` the draft with the numbers read after the pass.
+    `make(split)` makes the Draft from what `Drawn.split` returns; it may have fewer nodes.
     """
 
-    def __init__(self, num_seqs: int, owners: Seq[int], drawn: Drawn, read: Callable[[Seq[Any]], Draft]) -> None:
-        """`drawn`: chains of the sequences `owners`; `read(split)` makes the Draft from what `Drawn.split` returns."""
-        counts = dict(zip(owners, drawn.counts, strict=True))
-        vars(self).update(drawn=drawn, _read=read, _counts=[counts.get(b, 0) for b in range(num_seqs)])
-
+    counts: list[int]
     drawn: Drawn
-    _read: Callable[[Seq[Any]], Draft]
-    _counts: list[int]
+    make: Callable[[Seq[Any]], Draft]
 
     @property
-    def nodes_unread(self) -> LateNodes:
+    def nodes(self) -> LateNodes:
         """The unread nodes, as input of a pass."""
-        return LateNodes(self._counts, self.drawn.numbers[0])
-
-    @property
-    def counts_unread(self) -> list[int]:
-        """Number of nodes of each sequence in `nodes_unread`; the settled draft may have fewer."""
-        return self._counts
+        return LateNodes(self.counts, self.drawn.numbers[0])
 
     def settle(self, numbers: Seq[Seq[int]]) -> Draft:
         """The draft, from the `numbers` that were read from `drawn.numbers`."""
-        if "tokens" in vars(self):  # read already
-            return self
-        done = self._read(self.drawn.split(numbers))
-        vars(self).update({name: getattr(done, name) for name in _FIELDS})
-        return done
+        return self.make(self.drawn.split(numbers))
 
-    def __getattribute__(self, name: str) -> Any:
-        """Access to a field of Draft that is not read yet waits for the device and reads it."""
-        if name in _FIELDS and "tokens" not in vars(self):
-            self.settle(devices.read(self.drawn.numbers))
-        return super().__getattribute__(name)
+    def read(self) -> Draft:
+        """Wait for the device, and return the draft."""
+        return self.settle(devices.read(self.drawn.numbers))

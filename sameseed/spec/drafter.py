@@ -13,7 +13,7 @@ from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, SpecMetrics, TimeSplit
-from sameseed.spec.draft import Draft
+from sameseed.spec.draft import Draft, LateDraft
 
 Owned = Literal["", "model", "head", "target"]
 
@@ -151,7 +151,7 @@ class Drafter:
         """A drafter for a target, from the parts that the engine has prepared."""
         return cls(options)
 
-    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
         """Draft at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed.
 
         Nodes deeper than `seq.draft_depth` are useless and are dropped.

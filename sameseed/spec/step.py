@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from sameseed.spec.sampling import drawer
 from sameseed.spec.verify import Verified, verify
 
 log = logging.getLogger("sameseed")
+Made = TypeVar("Made", Draft, Draft | LateDraft)
 
 
 class NoOverlap:
@@ -63,9 +65,11 @@ def decode_step(
     start = clock()
     eos = runner.model.config.eos_token_ids
     asked = [0 if seq.num_scripted else k for seq, k in zip(seqs, num_draft, strict=True)]
-    own = _propose(drafter, seqs, asked)
-    unread = _unread(own, runner, seqs, policy, ahead)
+    proposed = _propose(drafter, seqs, asked)
+    unread = _unread(proposed, runner, seqs, policy, ahead)
+    own = Draft.empty(len(seqs))  # until the pass, if it is not read before
     if unread is None:
+        own = _guarded(proposed.read, len(seqs))
         if any(asked):
             own = _guarded(lambda: _useful(own, seqs, asked, eos), len(seqs))
         if runner.cache.states is not None and len(own.tokens):  # a recurrent state follows one path
@@ -97,14 +101,14 @@ def decode_step(
     return draft, result
 
 
-def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
     """The drafter's draft; empty if nothing is asked for, or if the drafter fails."""
     if not any(num_draft):
         return Draft.empty(len(seqs))
     return _guarded(lambda: drafter.propose(seqs, num_draft), len(seqs))
 
 
-def _guarded(make: Callable[[], Draft], num_seqs: int) -> Draft:
+def _guarded(make: Callable[[], Made], num_seqs: int) -> Made | Draft:
     """The draft from `make()`, or an empty one if it raises: a failing drafter costs speed, but never the text."""
     try:
         return make()
@@ -122,10 +126,10 @@ def _useful(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int], eos: Seq[int
 
 
 def _unread(
-    draft: Draft, runner: ModelRunner, seqs: Seq[Sequence], policy: Trims | None, ahead: NoOverlap
+    draft: Draft | LateDraft, runner: ModelRunner, seqs: Seq[Sequence], policy: Trims | None, ahead: NoOverlap
 ) -> LateDraft | None:
     """The draft if it can be verified before the host has read it; None if something must look at its tokens first."""
-    if not isinstance(draft, LateDraft) or not runner.takes_late or ahead is not NO_OVERLAP:
+    if isinstance(draft, Draft) or not runner.takes_late or ahead is not NO_OVERLAP:
         return None
     looks = (policy is not None and policy.trims) or any(seq.num_scripted for seq in seqs)
     return None if looks else draft
@@ -146,10 +150,10 @@ def _check_unread(
     time of the pass.
     """
     eos = runner.model.config.eos_token_ids
-    out = runner.forward(seqs, draft.nodes_unread, num_pending, captured, drawer, meanwhile)
-    numbers = out.read_with(draft.drawn.numbers)
+    out = runner.forward(seqs, draft.nodes, num_pending, captured, drawer, meanwhile)
+    numbers, out = out.read_with(draft.drawn.numbers)
     own = _guarded(lambda: _useful(draft.settle(numbers), seqs, num_draft, eos), len(seqs))
-    return own, out.narrowed(draft.counts_unread, own.counts)
+    return own, out.narrowed(draft.counts, own.counts)
 
 
 def _observe(drafter: Drafter, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:

@@ -70,7 +70,7 @@ def test_rounds_are_the_same_unread(name: str, few: bool, choosing: Pair, monkey
 
     def counted(self: LateDraft, numbers: Any) -> Any:
         done = settle(self, numbers)
-        settled.append(sum(self.counts_unread) - len(done.tokens))
+        settled.append(sum(self.counts) - len(done.tokens))
         return done
 
     monkeypatch.setattr(LateDraft, "settle", counted)
@@ -144,8 +144,9 @@ def test_whoever_looks_at_an_unread_draft_gets_it(choosing: Pair) -> None:
 
     def looked(seqs: Any, num_draft: Any) -> Any:
         draft = propose(seqs, num_draft)
-        seen.append((isinstance(draft, LateDraft), draft.confidence, min(draft.tokens.tolist(), default=0)))
-        return draft
+        read = draft.read()
+        seen.append((isinstance(draft, LateDraft), read.confidence, min(read.tokens.tolist(), default=0)))
+        return read
 
     engine.drafter.propose = looked  # type: ignore[method-assign]
     run(engine, PROMPTS, PLAIN)
