@@ -157,7 +157,6 @@ def _possible(args: BenchArgs, engine: EngineChoice) -> dict[str, list[SpecConfi
     Nothing is loaded. Raises ConfigError or RegistryError for a misspelt name, and the first reason if none can run.
     """
     from sameseed.engine.build import check_parts
-    from sameseed.engine.levels import with_heads
     from sameseed.engine.memory import plan_blocks
     from sameseed.engine.settings import make_config
     from sameseed.models.loader import read_config, resolve_model
@@ -172,8 +171,8 @@ def _possible(args: BenchArgs, engine: EngineChoice) -> dict[str, list[SpecConfi
     wrong: list[SameseedError] = []
     for number_format, spec in itertools.product(args.formats, specs):
         try:
-            config = make_config(with_heads(spec), **_target_settings(engine, args.batch_sizes, number_format))
-            plan_blocks(config, longest, check_parts(folder, config)[2])
+            config = make_config(spec, **_target_settings(engine, args.batch_sizes, number_format))
+            plan_blocks(config, longest, check_parts(folder, config).demands)
             grid.setdefault(number_format, []).append(spec)
         except (ConfigError, VocabularyError) as error:
             wrong.append(error)
@@ -260,7 +259,7 @@ def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
 
     Raises ConfigError, as LLM does.
     """
-    from sameseed.engine.levels import drafter_class, heeds_confidence, levels, with_heads
+    from sameseed.engine.levels import resolve
     from sameseed.engine.settings import make_config
 
     shared = {k: engine.settings[k] for k in OF_DRAFTS}
@@ -268,20 +267,21 @@ def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
     drafts = [draft_choice(name, engine.model) for name in args.drafts]
     for draft, number_format, confidence in itertools.product(drafts, args.draft_formats, args.confidences or (None,)):
         spec = make_config(draft, confidence=confidence, **shared).spec
-        if any(drafter_class(level).owns for level in levels(with_heads(spec))):
+        if any(level.cls.owns for level in resolve(spec).every()):
             spec = make_config(draft, confidence=confidence, draft_format=number_format, **shared).spec
         chosen += [spec] if spec not in chosen else []
-    if any(heeds_confidence(spec) for spec in chosen):  # the others are measured without it
-        heeding = [s if heeds_confidence(s) else dataclasses.replace(s, confidence=None) for s in chosen]
+    heed = [resolve(spec).heeds_confidence for spec in chosen]
+    if any(heed):  # the others are measured without it
+        heeding = [s if h else dataclasses.replace(s, confidence=None) for s, h in zip(chosen, heed, strict=True)]
         chosen = [s for i, s in enumerate(heeding) if s not in heeding[:i]]
     return _with_overlaps(args, chosen)
 
 
 def _with_overlaps(args: BenchArgs, chosen: list[SpecConfig]) -> list[SpecConfig]:
     """Each draft with each of --overlaps that it supports, all checked. Raises ConfigError."""
-    from sameseed.engine.levels import can_overlap, check_options, check_overlap, check_policies
+    from sameseed.engine.levels import resolve
 
-    able = [can_overlap(spec) for spec in chosen]
+    able = [resolve(spec).can_overlap for spec in chosen]
     if max(args.overlaps) > 0 and not any(able):
         raise ConfigError(
             f"--overlaps {max(args.overlaps)}: none of these drafts ({', '.join(args.drafts)}) can draft ahead "
@@ -290,7 +290,5 @@ def _with_overlaps(args: BenchArgs, chosen: list[SpecConfig]) -> list[SpecConfig
     pairs = itertools.product(zip(chosen, able, strict=True), args.overlaps)
     specs = [dataclasses.replace(spec, overlap=threads) for (spec, can), threads in pairs if can or threads <= 0]
     for spec in specs:
-        check_options(spec)
-        check_overlap(spec)
-        check_policies(spec)
+        resolve(spec).check()
     return specs

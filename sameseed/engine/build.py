@@ -7,22 +7,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from sameseed import ops, registry
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.learned import learned_key
-from sameseed.engine.levels import (
-    NESTED,
-    check_below,
-    check_options,
-    check_overlap,
-    check_policies,
-    drafter_class,
-    head_drafter,
-    with_heads,
-)
+from sameseed.engine.levels import NESTED, Level, head_drafter, resolve
 from sameseed.engine.memory import Demand, demand, head_demand, plan_blocks
 from sameseed.engine.overlap import make_overlap
 from sameseed.engine.policies import RequestPolicies, make_policy
@@ -49,7 +41,7 @@ from sameseed.models.qwen35 import Qwen35
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress
 from sameseed.scheme import QuantScheme, cache_format
-from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts, parse_options
+from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts
 from sameseed.tokenizer import Tokenizer, check_vocabulary
 from sameseed.tuned import Scope, Tuned
 
@@ -89,7 +81,6 @@ def load_parts(
     if config.threads is not None:
         ops.set_num_threads(config.threads)
     backend = ops.resolve(config.backend, config.device)
-    config = replace(config, spec=with_heads(config.spec))
     folder = resolve_model(model)
     if is_head(folder):
         raise ConfigError(f"{model} is a draft head, not a model; name its target as the model, and it with --draft")
@@ -99,7 +90,8 @@ def load_parts(
     max_len = config.max_model_len or shape.max_model_len
     if max_len > shape.max_model_len:
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
-    tokenizer, models, (own, *others) = check_parts(folder, config)
+    level, tokenizer, models, (own, *others) = check_parts(folder, config)
+    config = replace(config, spec=level.spec)
     if config.template_date is not None:
         tokenizer.now = datetime.fromisoformat(config.template_date)
     own = own if target is None else replace(own, weights=0)  # its weights are in memory already
@@ -125,18 +117,26 @@ def load_parts(
     return Loaded(config, tokenizer, num_blocks, target, tuple(drafts), key)
 
 
-def check_parts(folder: Path, config: EngineConfig) -> tuple[Tokenizer, list[_Model], list[Demand]]:
-    """The tokenizer, the draft models, and the memory demands of the target (first) and of each draft model.
+class CheckedParts(NamedTuple):
+    """Drafting levels, tokenizer, draft models, and the memory demands of the target (first) and each draft model."""
+
+    level: Level
+    tokenizer: Tokenizer
+    models: list[_Model]
+    demands: list[Demand]
+
+
+def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
+    """What an engine with these settings would be made of.
 
     No weights are read. Raises ConfigError, VocabularyError, RegistryError or ModelLoadError for settings and drafts
     that do not fit.
     """
     quant = target_scheme(config.format, folder)
     tokenizer = load_tokenizer(folder)
-    check_options(config.spec)
-    check_overlap(config.spec)
-    check_policies(config.spec)
-    models = models_of(config.spec, folder, quant, config.device)
+    level = resolve(config.spec)
+    level.check()
+    models = models_of(level, folder, quant, config.device)
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
             check_vocabulary(tokenizer, load_tokenizer(m.folder))
@@ -151,7 +151,7 @@ def check_parts(folder: Path, config: EngineConfig) -> tuple[Tokenizer, list[_Mo
         head = head_demand(m.folder, m.quant, config, m.target) if m.is_head else None
         own = head or demand(m.folder, m.quant, config)
         demands.append(replace(own, block=0) if m.shares_cache else own)
-    return tokenizer, models, demands
+    return CheckedParts(level, tokenizer, models, demands)
 
 
 def assemble(
@@ -170,7 +170,7 @@ def assemble(
     runner = target if isinstance(target, ModelRunner) else _runner(target, config, num_blocks)
     scope = Scope() if config.profile is None else Tuned.read(config.profile).scope
     policies = RequestPolicies(make_policy(config.spec), scope)
-    drafter = _build_drafter(config.spec, config, num_blocks, runner, policies, iter(drafts))
+    drafter = _build_drafter(Level.of(config.spec), config, num_blocks, runner, policies, iter(drafts))
     max_len = config.max_model_len or runner.model.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
     capturing = runner.beside(captures=drafter.captures)
@@ -181,7 +181,7 @@ def assemble(
 
 
 def _build_drafter(
-    spec: SpecConfig,
+    level: Level,
     config: EngineConfig,
     num_blocks: int,
     target: ModelRunner,
@@ -189,9 +189,9 @@ def _build_drafter(
     models: Iterator[Model],
 ) -> Drafter:
     """The drafter of one level for `target`, and those below it."""
-    if isinstance(spec.drafter, Drafter):
-        return spec.drafter
-    cls = drafter_class(spec)
+    if isinstance(level.spec.drafter, Drafter):
+        return level.spec.drafter
+    cls = level.cls
     own: ModelRunner | None = None
     head: HeadRunner | BlockRunner | None = None
     if cls.owns:
@@ -203,19 +203,18 @@ def _build_drafter(
             own = target.beside(model)
         else:
             own = _runner(model, config, num_blocks)
-    check_below(cls, spec)
     below: list[Below] = []
-    for b in spec.below:
+    for b in level.below:
         # Drafters below one without a model draft for the same target, so the same policy ends their drafts.
-        shares = not cls.owns and b.policy == "fixed" and b.confidence is None
-        lower = CappedLength(b.num_draft_tokens, policy) if shares else make_policy(b)
+        shares = not cls.owns and b.spec.policy == "fixed" and b.spec.confidence is None
+        lower = CappedLength(b.spec.num_draft_tokens, policy) if shares else make_policy(b.spec)
         drafter = _build_drafter(b, config, num_blocks, own or target, lower, models)
         if not shares:
             lower.calibrate(partial(measure_rounds, (own or target).beside(captures=drafter.captures), drafter))
         below.append(Below(drafter, lower))
     if own is not None:
         own = own.beside(captures=tuple(sorted({layer for b in below for layer in b.drafter.captures})))
-    return cls.build(parse_options(cls, spec.options), Parts(target, policy, own, tuple(below), head))
+    return cls.build(level.options, Parts(target, policy, own, tuple(below), head))
 
 
 @dataclass(frozen=True)
@@ -231,22 +230,20 @@ class _Model:
     owner: int | None
 
 
-def models_of(spec: SpecConfig, folder: Path, quant: QuantScheme, device: str = "cpu") -> list[_Model]:
+def models_of(level: Level, folder: Path, quant: QuantScheme, device: str = "cpu") -> list[_Model]:
     """The models of all levels, in the order in which drafters are built; `folder`, `quant`: those of the target.
 
     Raises ConfigError if a model would draft for itself in as many bits: that would cost what it saves.
     """
     found: list[_Model] = []
-    _add_models(found, spec, folder, quant, None, device)
+    _add_models(found, level, folder, quant, None, device)
     return found
 
 
 def _add_models(
-    found: list[_Model], spec: SpecConfig, folder: Path, quant: QuantScheme, owner: int | None, device: str
+    found: list[_Model], level: Level, folder: Path, quant: QuantScheme, owner: int | None, device: str
 ) -> None:
-    if spec.method == "none":
-        return
-    cls, name = drafter_class(spec), spec.model
+    cls, spec = level.cls, level.spec
     if cls.owns:
         own = _draft_folder(spec, cls, folder)
         is_view = _drafts_with_view(spec, cls, folder, quant)
@@ -263,12 +260,12 @@ def _add_models(
             and not is_smaller(folder, own_quant.with_head(), quant)
         ):
             raise ConfigError(
-                f"{name or 'the target'} would draft for itself in as many bits ({own_quant}; the target: {quant}); "
-                "take a smaller model, or a lower format for the draft (--draft-format)"
+                f"{spec.model or 'the target'} would draft for itself in as many bits ({own_quant}; the target: "
+                f"{quant}); take a smaller model, or a lower format for the draft (--draft-format)"
             )
         found.append(_Model(own, own_quant, cls.owns == "target", cls.owns == "head", is_view, folder, owner))
         folder, quant, owner = own, own_quant, len(found) - 1
-    for below in spec.below:
+    for below in level.below:
         _add_models(found, below, folder, quant, owner, device)
 
 

@@ -1,9 +1,9 @@
-"""The drafting levels that a SpecConfig names, and checks of them. Nothing here reads weights."""
+"""The drafting levels that a SpecConfig names, each with its drafter's class and options. No weights are read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sameseed import ops, registry
@@ -18,92 +18,126 @@ from sameseed.spec.drafter import Drafter, NoDrafter, goes_ahead, parse_options
 NESTED = "nested"  # draft format: the lower weights inside the target's own
 
 
-def check_options(spec: SpecConfig) -> None:
-    """Raise ConfigError or RegistryError for a level with a bad option or format, or a wrong number of levels below."""
-    for level in levels(with_heads(spec)):
-        parse_options(drafter_class(level), level.options)
-        if level.format != NESTED:
-            QuantScheme.parse(level.format)
-        check_below(drafter_class(level), level)
+@dataclass(frozen=True)
+class Level:
+    """A drafting level: its settings, the class and options of its drafter, and the levels below it."""
 
+    spec: SpecConfig
+    cls: type[Drafter]
+    options: Drafter.Options
+    below: tuple[Level, ...]
 
-def check_overlap(spec: SpecConfig) -> None:
-    """Raise ConfigError if `overlap` is set and the drafter cannot draft ahead, or no core is left for the target."""
-    if not spec.overlap and not any(level.overlap for level in levels(spec)):
-        return
-    cls, cores = drafter_class(spec), ops.available_cores()
-    if goes_ahead(cls) and may_branch(spec):
-        others = {n: {k: v for k, v in spec.options.items() if k != n} for n in spec.options}
-        making = [n for n, rest in others.items() if not may_branch(replace(spec, options=rest))]
-        raise ConfigError(
-            f"--overlap {spec.overlap}: which path of a tree is right is not known beforehand; leave out overlap, or "
-            f"what makes trees of drafter {spec.method!r}: {', '.join(making) or 'take another'}"
-        )
-    if not goes_ahead(cls) or any(b.overlap for level in spec.below for b in levels(level)):
-        able = [n for n, module in registry.loaded("drafters").items() if goes_ahead(module.DRAFTER)]
-        raise ConfigError(
-            f"--overlap {spec.overlap}: drafter {spec.method!r} cannot draft ahead while the target verifies; "
-            f"{' and '.join(able)} can, as the only level"
-        )
-    if spec.overlap >= cores:
-        raise ConfigError(f"--overlap {spec.overlap} would leave the target none of {cores} core(s); give it fewer")
+    @classmethod
+    def of(cls, spec: SpecConfig) -> Level:
+        """The level of a spec whose drafters are known (`resolve`).
 
-
-def check_policies(spec: SpecConfig) -> None:
-    """Raise ConfigError for a level's policy that would never learn, or a confidence that would have no effect."""
-    for level in levels(with_heads(spec)):
-        own = [] if drafter_class(level).owns else [b for b in level.below if b.policy != "fixed"]
-        if own:
-            raise ConfigError(
-                f"drafter {level.method!r} asks {own[0].method!r} below it in turn, which can have no policy "
-                f"{own[0].policy!r} of its own; put --policy on the whole"
+        Raises ConfigError or RegistryError for a bad option or format, or a wrong number of levels below.
+        """
+        if spec.method == "none":
+            return cls(spec, NoDrafter, NoDrafter.Options(), ())
+        drafter = drafter_class(spec)
+        options = parse_options(drafter, spec.options)
+        if spec.format != NESTED:
+            QuantScheme.parse(spec.format)
+        least, most = drafter.num_below
+        if not least <= len(spec.below) <= most:
+            wanted = (
+                f"{least} drafter(s)" if least == most else "two drafters or more" if least == 2 else f"up to {most}"
             )
-        if level.confidence is not None and not heeds_confidence(level):
-            raise ConfigError(
-                f"--confidence {level.confidence:g}: drafter {level.method!r} has no probabilities to end a draft by; "
-                'leave it out, or give it to a model below: --draft-options \'{"below": [{"confidence": 0.4}]}\''
+            first = spec.below[0].method if spec.below else ""
+            fitting = (
+                f"'{first} + {spec.method}'" if most == 0 else "'ngram > MODEL'" if most == 1 else "'suffix + MODEL'"
             )
+            raise ConfigError(
+                f"drafter {spec.method!r} works with {wanted} below it, not {len(spec.below)}; write e.g. "
+                f"--draft {fitting}"
+            )
+        return cls(spec, drafter, options, tuple(map(cls.of, spec.below)))
+
+    def every(self) -> Iterator[Level]:
+        """This level and those below it, in the order in which their models are built; none for plain decoding."""
+        if self.cls is not NoDrafter:
+            yield self
+            for below in self.below:
+                yield from below.every()
+
+    @property
+    def in_turn(self) -> tuple[Level, ...]:
+        """The levels below that draft for the same target: a drafter without a model asks them in turn."""
+        return () if self.cls.owns else self.below
+
+    @property
+    def heeds_confidence(self) -> bool:
+        """Can this drafter, or any that it asks in turn, end drafts by probability?"""
+        return self.cls.judges or any(b.heeds_confidence for b in self.in_turn)
+
+    @property
+    def branches(self) -> bool:
+        """May drafts be trees, its own or those of drafters that it asks in turn?"""
+        return self.cls.branches_with(self.options) or any(b.branches for b in self.in_turn)
+
+    @property
+    def can_overlap(self) -> bool:
+        """Can this drafter draft ahead while the target verifies (`overlap`)?"""
+        return goes_ahead(self.cls) and not self.branches
+
+    def check(self) -> None:
+        """Raise ConfigError for settings without effect: an overlap, a policy that never learns, a confidence."""
+        if any(level.spec.overlap for level in self.every()):
+            self._check_overlap()
+        for level in self.every():
+            learning = [b.spec for b in level.in_turn if b.spec.policy != "fixed"]
+            if learning:
+                raise ConfigError(
+                    f"drafter {level.spec.method!r} asks {learning[0].method!r} below it in turn, which can have no "
+                    f"policy {learning[0].policy!r} of its own; put --policy on the whole"
+                )
+            if level.spec.confidence is not None and not level.heeds_confidence:
+                raise ConfigError(
+                    f"--confidence {level.spec.confidence:g}: drafter {level.spec.method!r} has no probabilities to "
+                    "end a draft by; leave it out, or give it to a model below: "
+                    '--draft-options \'{"below": [{"confidence": 0.4}]}\''
+                )
+
+    def _check_overlap(self) -> None:
+        """Raise ConfigError if the drafter cannot draft ahead, or no core is left for the target."""
+        spec, cores, able = self.spec, ops.available_cores(), goes_ahead(self.cls)
+        if able and self.branches:
+            others = {n: {k: v for k, v in spec.options.items() if k != n} for n in spec.options}
+            making = [n for n, rest in others.items() if not Level.of(replace(spec, options=rest)).branches]
+            raise ConfigError(
+                f"--overlap {spec.overlap}: which path of a tree is right is not known beforehand; leave out overlap, "
+                f"or what makes trees of drafter {spec.method!r}: {', '.join(making) or 'take another'}"
+            )
+        if not able or any(level.spec.overlap for b in self.below for level in b.every()):
+            names = [n for n, module in registry.loaded("drafters").items() if goes_ahead(module.DRAFTER)]
+            raise ConfigError(
+                f"--overlap {spec.overlap}: drafter {spec.method!r} cannot draft ahead while the target verifies; "
+                f"{' and '.join(names)} can, as the only level"
+            )
+        if spec.overlap >= cores:
+            raise ConfigError(f"--overlap {spec.overlap} would leave the target none of {cores} core(s); give it fewer")
 
 
-def heeds_confidence(spec: SpecConfig) -> bool:
-    """Can this drafter, or any that it asks in turn, end drafts by probability? Raises as `with_heads`."""
-    spec = with_heads(spec)
-    cls = drafter_class(spec)
-    return cls.judges or (not cls.owns and any(heeds_confidence(b) for b in spec.below))
+def resolve(spec: SpecConfig) -> Level:
+    """The levels that a spec names; a model that is a draft head or drafts in parallel gets the drafter for it.
+
+    Raises as `Level.of`, and ModelLoadError for a model that does not exist.
+    """
+    return Level.of(_recognized(spec))
 
 
-def can_overlap(spec: SpecConfig) -> bool:
-    """Can this drafter draft ahead while the target verifies (`overlap`)? Raises as `with_heads`."""
-    spec = with_heads(spec)
-    return goes_ahead(drafter_class(spec)) and not may_branch(spec)
+def _recognized(spec: SpecConfig) -> SpecConfig:
+    method, below = spec.method, tuple(map(_recognized, spec.below))
+    if spec.model is not None and method == MODEL:
+        folder = resolve_model(str(spec.model))
+        method = head_drafter(folder) if is_head(folder) else "parallel" if is_parallel(folder) else MODEL
+    return replace(spec, method=method, below=below)
 
 
-def may_branch(spec: SpecConfig) -> bool:
-    """May drafts be trees, its own or those of drafters that it asks in turn? Raises ConfigError for bad options."""
-    cls = drafter_class(spec)
-    asked = () if cls.owns else spec.below
-    return cls.branches_with(parse_options(cls, spec.options)) or any(map(may_branch, asked))
-
-
-def check_below(cls: type[Drafter], spec: SpecConfig) -> None:
-    """Raise ConfigError if there are too few or too many drafters below a drafter of this class."""
-    least, most = cls.num_below
-    wanted = f"{least} drafter(s)" if least == most else "two drafters or more" if least == 2 else f"up to {most}"
-    if not least <= len(spec.below) <= most:
-        first = spec.below[0].method if spec.below else ""
-        fitting = f"'{first} + {spec.method}'" if most == 0 else "'ngram > MODEL'" if most == 1 else "'suffix + MODEL'"
-        raise ConfigError(
-            f"drafter {spec.method!r} works with {wanted} below it, not {len(spec.below)}; write e.g. --draft {fitting}"
-        )
-
-
-def levels(spec: SpecConfig) -> Iterator[SpecConfig]:
-    """A level and the levels below it, in the order in which their models are built."""
-    if spec.method == "none":
-        return
-    yield spec
-    for below in spec.below:
-        yield from levels(below)
+def head_drafter(folder: Path) -> str:
+    """The name of the drafter for the head in `folder`."""
+    return "block" if is_block(folder) else "eagle"
 
 
 def drafter_class(spec: SpecConfig) -> type[Drafter]:
@@ -115,26 +149,3 @@ def drafter_class(spec: SpecConfig) -> type[Drafter]:
         return own
     found: type[Drafter] = registry.load("drafters", spec.method).DRAFTER
     return found
-
-
-def with_heads(spec: SpecConfig) -> SpecConfig:
-    """The same levels, with the fitting drafter for each model that is a draft head or a parallel draft model.
-
-    Raises ModelLoadError for a model that does not exist.
-    """
-    below = tuple(with_heads(b) for b in spec.below)
-    if spec.model is not None and spec.method == MODEL:
-        folder = resolve_model(str(spec.model))
-        method = head_drafter(folder) if is_head(folder) else "parallel" if is_parallel(folder) else MODEL
-        return replace(spec, method=method, below=below)
-    return replace(spec, below=below)
-
-
-def head_drafter(folder: Path) -> str:
-    """The name of the drafter for the head in `folder`."""
-    return "block" if is_block(folder) else "eagle"
-
-
-def resolved_options(spec: SpecConfig) -> dict[str, object]:
-    """All options of one level, defaults included. Raises ConfigError or RegistryError for bad ones."""
-    return asdict(parse_options(drafter_class(spec), spec.options))

@@ -15,7 +15,7 @@ from sameseed.cost.curve import Curve
 from sameseed.cost.prediction import Prediction, RunCounts, draft_curve, predict
 from sameseed.engine.calibrate import LONG, ROWS, measure_curve, measure_rounds
 from sameseed.engine.engine import Engine
-from sameseed.engine.levels import check_overlap
+from sameseed.engine.levels import Level
 from sameseed.engine.llm import LLM
 from sameseed.engine.overlap import make_overlap
 from sameseed.engine.policies import make_policy
@@ -149,7 +149,7 @@ class Bench:
         self._curves: dict[object, Curve | None] = {}  # cost curves of draft models, by drafter
         self._aheads = {arm.spec.overlap: make_overlap(arm.spec) for arm in arms}
         for arm in arms:
-            check_overlap(arm.spec)
+            Level.of(arm.spec).check()
         self.llm = load(model, None, **settings)
         for arm in arms:
             if not arm.plain and _key(arm) not in self._engines:

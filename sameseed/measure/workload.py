@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from sameseed import registry
 from sameseed.config import SpecConfig, draft_text
-from sameseed.engine.levels import resolved_options, with_heads
+from sameseed.engine.levels import drafter_class, resolve
 from sameseed.errors import ConfigError, RequestError
 from sameseed.lines import Line, read_lines
 from sameseed.measure import prompt_sets
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.quality.data import take
 from sameseed.request import MAX_SEED, SamplingParams
+from sameseed.spec.drafter import parse_options
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEFAULT_PROMPTS = ASSETS / "prompts.jsonl"
@@ -145,7 +146,7 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
     Raises ConfigError for a length out of range, ModelLoadError for a draft that is missing.
     """
     made = [PLAIN]
-    for spec in map(with_heads, specs):
+    for spec in (resolve(spec).spec for spec in specs):
         if spec.method == "none":
             continue
         for k in ks:
@@ -169,7 +170,7 @@ def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
         "num_draft_tokens": 0 if spec.method == "none" else spec.num_draft_tokens,
         "confidence": spec.confidence,
         "policy": spec.policy,
-        "draft_options": resolved_options(spec),
+        "draft_options": asdict(parse_options(drafter_class(spec), spec.options)),
         **({"overlap": spec.overlap} if spec.overlap else {}),
         **({"below": [spec_as_dict(b) for b in spec.below]} if spec.below else {}),
     }

@@ -132,7 +132,7 @@ class TargetBench:
             way = prospect.candidate.way
             if way not in known:
                 config = make_config(prospect.candidate.spec, **self.settings)
-                demands = check_parts(resolve_model(self.asked.model), config)[2]
+                demands = check_parts(resolve_model(self.asked.model), config).demands
                 blocks = -(-texts.longest // config.cache.block_size) * self.asked.looked_at[-1]
                 known[way] = sum(d.weights + d.states + blocks * d.block for d in demands)
             prospect.num_bytes = known[way]

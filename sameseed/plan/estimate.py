@@ -19,7 +19,7 @@ from sameseed.cost.engines import UNSTATED, EngineCosts
 from sameseed.cost.round import CostSpread, ModelSteps, RoundCost, lengths_by_batch
 from sameseed.devices import available_memory
 from sameseed.engine.build import SELF_FORMAT
-from sameseed.engine.levels import check_below, drafter_class, levels
+from sameseed.engine.levels import Level
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.measure.costs import Profile
 from sameseed.measure.limits import Limits, from_rates
@@ -83,8 +83,8 @@ class Question:
                 "once for each --draft, in the same order"
             )
 
-        for level in (level for draft in self.drafts for level in levels(parse_draft(draft))):
-            check_below(drafter_class(level), level)
+        for draft in self.drafts:
+            Level.of(parse_draft(draft))
 
     def chances(self) -> list[AcceptChances]:
         """Acceptance chances of each draft. Raises ConfigError for files that hold none."""

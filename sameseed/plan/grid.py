@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sameseed.config import GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
-from sameseed.engine.levels import drafter_class, levels, may_branch, with_heads
+from sameseed.engine.levels import Level, drafter_class, resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.prompt_sets import Prompt
@@ -137,7 +137,9 @@ class Setting:
     @property
     def draft_format(self) -> str:
         """Format of the draft's model; "auto" without a model."""
-        return next((s.format for s in levels(self.spec) if s.model is not None), "auto")
+        return next(
+            (level.spec.format for level in Level.of(self.spec).every() if level.spec.model is not None), "auto"
+        )
 
     @property
     def formats(self) -> str:
@@ -198,16 +200,16 @@ def shaped(spec: SpecConfig, shape: Mapping[str, object]) -> SpecConfig:
 
 def _has(spec: SpecConfig, shape: Mapping[str, object]) -> bool:
     """Has a level these options?"""
-    return any(shape.items() <= level.options.items() for level in levels(spec))
+    return any(shape.items() <= level.spec.options.items() for level in Level.of(spec).every())
 
 
 def draft_specs(asked: TuneRequest) -> list[SpecConfig]:
     """Each draft in each format and shape that it can have. Raises ConfigError for an invalid draft."""
     found: list[SpecConfig] = []
     for text in asked.drafts:
-        has_model = any(level.model is not None for level in levels(make_config(text).spec))
+        has_model = any(level.spec.model is not None for level in Level.of(make_config(text).spec).every())
         for form in asked.draft_formats if has_model else ("auto",):
-            spec = with_heads(make_config(text, policy="fixed", draft_format=form).spec)
+            spec = resolve(make_config(text, policy="fixed", draft_format=form).spec).spec
             found += [spec, *(one for shape in (CHAIN, LEAVES) if (one := shaped(spec, shape)) != spec)]
     return [spec for spec in found if spec.method != "none"]
 
@@ -219,7 +221,7 @@ def largest(spec: SpecConfig) -> int:
 
 def _most(spec: SpecConfig) -> int:
     """Tokens of the longest chain, or nodes of the largest tree, in the grid."""
-    if not may_branch(spec):
+    if not Level.of(spec).branches:
         return LONGEST
     return 2 * LONGEST if _has(spec, LEAVES) else MOST_NODES
 

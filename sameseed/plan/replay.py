@@ -20,7 +20,7 @@ import numpy as np
 
 from sameseed.config import SpecConfig
 from sameseed.engine.engine import Engine
-from sameseed.engine.levels import drafter_class, levels, with_heads
+from sameseed.engine.levels import resolve
 from sameseed.errors import ConfigError
 from sameseed.plan.acceptance import Event, Replay, confidence_of, judge, ranked, sizes_up_to
 from sameseed.plan.texts import Text, Texts, Tick
@@ -80,7 +80,6 @@ class _Reader:
     """Replays texts with the drafter of one engine, which has no requests."""
 
     def __init__(self, engine: Engine, spec: SpecConfig, sizes: tuple[int, ...]) -> None:
-        every = list(levels(with_heads(spec)))
         self.engine = engine
         self.drafter = engine.drafter
         self.sizes = sizes
@@ -89,7 +88,9 @@ class _Reader:
         below = getattr(self.drafter, "below", ())
         self.below = below if isinstance(below, tuple) and not self.cuttable else ()
         # All other drafters draft from the text alone: they need no pass of the target.
-        self.with_target = bool(self.drafter.captures) or any(drafter_class(s).owns == "target" for s in every)
+        self.with_target = bool(self.drafter.captures) or any(
+            level.cls.owns == "target" for level in resolve(spec).every()
+        )
 
     def read(self, readings: Seq[_Reading]) -> None:
         """Replay texts together; all blocks and drafter state held for them are released when this returns."""

@@ -14,7 +14,7 @@ from sameseed import ops, store
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import build_engine
 from sameseed.engine.engine import Engine
-from sameseed.engine.levels import with_heads
+from sameseed.engine.levels import resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.workload import Workload, spec_as_dict, without_past
@@ -128,7 +128,7 @@ def _alone(spec: SpecConfig) -> SpecConfig:
     """
     if spec.method == "none":
         raise ConfigError("plain decoding has no drafts to replay; name a draft, e.g. --draft ngram")
-    spec = without_past(with_heads(spec))
+    spec = without_past(resolve(spec).spec)
     return _without_stores(spec)
 
 

@@ -12,7 +12,7 @@ from lawkit import SAMPLED, Pair, assert_nothing_left, below_of, make_engine, ra
 from sameseed import registry
 from sameseed.config import SpecConfig
 from sameseed.engine.engine import Engine
-from sameseed.engine.levels import heeds_confidence, may_branch
+from sameseed.engine.levels import Level
 from sameseed.errors import ConfigError
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.plan.acceptance import confidence_of, ranked
@@ -71,7 +71,7 @@ def test_class_and_options(name: str) -> None:
 def test_who_may_branch_says_so_before_it_is_built(engine: Engine, name: str) -> None:
     """A drafter that may return trees says so before it is built; all others return chains."""
     method, drafter = name.split(" ")[0], engine.drafter
-    assert may_branch(SpecConfig(method, options=options_of(name), below=below_of(method))) == drafter.branches
+    assert Level.of(SpecConfig(method, options=options_of(name), below=below_of(method))).branches == drafter.branches
     assert drafter.branches or name not in TREES
     for draft in rounds(engine, some_sequences(), [6] * 6, count=3):
         for b in range(draft.num_seqs):
@@ -89,7 +89,7 @@ def test_who_heeds_confidence_says_so(pair: Pair, name: str, monkeypatch: pytest
     monkeypatch.setattr(ConfidenceLength, "least_probability", property(least))
     run(engine_for(pair, name, k=4, confidence=0.5), random_prompts(2), SamplingParams(max_tokens=12, seed=1))
     method = name.split(" ")[0]
-    assert bool(asked) == heeds_confidence(SpecConfig(method, below=below_of(method)))
+    assert bool(asked) == Level.of(SpecConfig(method, below=below_of(method))).heeds_confidence
 
 
 def test_drafts_are_well_formed(engine: Engine, name: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from sameseed.config import SpecConfig, draft_text
 from sameseed.devices import available_memory
 from sameseed.engine.build import check_parts
-from sameseed.engine.levels import check_options
+from sameseed.engine.levels import resolve
 from sameseed.engine.llm import LLM
 from sameseed.engine.memory import demand
 from sameseed.engine.settings import make_config
@@ -195,7 +195,7 @@ def draft_spec(baseline: Variant, asked: Comparing) -> SpecConfig:
         draft = "embedded-draft" if same else "ngram"
     given = {"policy": "fixed", "num_draft_tokens": asked.num_draft_tokens, **asked.speculation}
     spec = make_config(draft, **given).spec
-    check_options(spec)  # bad options fail here, before any work
+    resolve(spec)  # bad options fail here, before any work
     if spec.method == "none" or spec.num_draft_tokens < 1:
         raise ConfigError("a comparison measures acceptance: give a draft (--draft) of at least one token")
     return spec

@@ -17,7 +17,7 @@ from sameseed.config import EngineConfig, SpecConfig, parse_draft
 from sameseed.drafters.block import BlockDrafter
 from sameseed.engine.build import build_engine
 from sameseed.engine.engine import Engine
-from sameseed.engine.levels import with_heads
+from sameseed.engine.levels import resolve
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.block import BlockHead
@@ -179,8 +179,8 @@ def test_a_text_found_in_the_prefix_cache(pair: Pair) -> None:
 def test_a_folder_of_a_block_head_is_drafted_with_as_one(pair_folders: tuple[Path, Path]) -> None:
     target = pair_folders[0]
     block, head = str(target.parent / "block"), str(target.parent / "head")
-    assert with_heads(parse_draft(block)).method == "block"
-    assert with_heads(parse_draft(head)).method == "eagle"
+    assert resolve(parse_draft(block)).spec.method == "block"
+    assert resolve(parse_draft(head)).spec.method == "eagle"
     engine = build_engine(str(target), EngineConfig(max_num_seqs=2, spec=parse_draft(block)))
     assert drafter_of(engine).most == 7
     for method, model, other in (("eagle", block, "block"), ("block", head, "eagle")):

@@ -18,7 +18,7 @@ from sameseed.cost.running import DraftCost, EngineCost
 from sameseed.drafters.parallel import ParallelDrafter
 from sameseed.engine.build import build_engine
 from sameseed.engine.engine import Engine
-from sameseed.engine.levels import with_heads
+from sameseed.engine.levels import resolve
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws.logits import _prefilled, _rows
@@ -252,9 +252,9 @@ def test_a_folder_with_a_mask_token_is_drafted_with_in_parallel(
 ) -> None:
     write_model(tmp_path / "draft", noise=0.04, pard_token=MASK, spd_type="pard", para_num=4)
     name = str(tmp_path / "draft")
-    assert with_heads(parse_draft(name)).method == "parallel"
-    assert with_heads(parse_draft(str(pair_folders[1]))).method == "draft_model"
-    assert with_heads(parse_draft(f"ngram + {name}")).below[1].method == "parallel"
+    assert resolve(parse_draft(name)).spec.method == "parallel"
+    assert resolve(parse_draft(str(pair_folders[1]))).spec.method == "draft_model"
+    assert resolve(parse_draft(f"ngram + {name}")).spec.below[1].method == "parallel"
     engine = build_engine(str(pair_folders[0]), EngineConfig(max_num_seqs=2, spec=parse_draft(name)))
     assert drafter_of(engine).mask == MASK and drafter_of(engine).most == 4
     spec = SpecConfig("parallel", str(pair_folders[1]))

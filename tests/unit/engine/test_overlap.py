@@ -17,7 +17,7 @@ from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_promp
 from sameseed import LLM, SpecConfig, ops
 from sameseed.drafters.draft_model import DraftModelDrafter
 from sameseed.engine.engine import Engine
-from sameseed.engine.levels import can_overlap, check_overlap
+from sameseed.engine.levels import Level, resolve
 from sameseed.engine.overlap import Overlap
 from sameseed.errors import ConfigError
 from sameseed.kvcache.blocks import BlockManager
@@ -243,14 +243,14 @@ def test_a_shorter_wish_takes_a_part(pair: Pair) -> None:
 )
 def test_who_cannot_go_ahead(spec: SpecConfig) -> None:
     with pytest.raises(ConfigError, match=rf"{spec.method!r} .* draft_model can, as the only level"):
-        check_overlap(spec)
+        Level.of(spec).check()
 
 
 def test_trees_do_not_go_ahead() -> None:
     spec = SpecConfig("draft_model", "embedded-draft", overlap=1, options={"siblings": 2})
     with pytest.raises(ConfigError, match="leave out overlap, or what makes trees of drafter 'draft_model': siblings"):
-        check_overlap(spec)
-    assert not can_overlap(spec) and can_overlap(SpecConfig("draft_model", "embedded-draft"))
+        Level.of(spec).check()
+    assert not resolve(spec).can_overlap and resolve(SpecConfig("draft_model", "embedded-draft")).can_overlap
 
 
 def test_cores_for_both(pair_folders: tuple[Path, Path], monkeypatch: Any) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from sameseed.engine.build import models_of
-from sameseed.engine.levels import with_heads
+from sameseed.engine.levels import resolve
 from sameseed.engine.settings import make_config
 from sameseed.models.draft_format import draft_scheme
 from sameseed.models.loader import resolve_model
@@ -17,8 +17,8 @@ TARGET = resolve_model("embedded-target")
 
 def formats(draft: str, target_format: str, **settings: object) -> list[str]:
     """The formats of the draft's models, for the embedded target."""
-    spec = with_heads(make_config(draft, **settings).spec)
-    return [str(m.quant) for m in models_of(spec, TARGET, QuantScheme.parse(target_format))]
+    level = resolve(make_config(draft, **settings).spec)
+    return [str(m.quant) for m in models_of(level, TARGET, QuantScheme.parse(target_format))]
 
 
 @pytest.mark.parametrize("draft", ["embedded-draft", "embedded-head", "suffix + embedded-head"])
@@ -43,8 +43,8 @@ def test_a_draft_takes_the_format_of_its_target(draft, target_format, expected):
 
 
 def test_beside_a_target_in_16_bits_it_stays_as_it_is_on_a_gpu():
-    spec = with_heads(make_config("embedded-draft").spec)
-    assert [str(m.quant) for m in models_of(spec, TARGET, QuantScheme.parse("bf16"), "cuda")] == ["auto"]
+    level = resolve(make_config("embedded-draft").spec)
+    assert [str(m.quant) for m in models_of(level, TARGET, QuantScheme.parse("bf16"), "cuda")] == ["auto"]
 
 
 def test_what_is_named_wins():

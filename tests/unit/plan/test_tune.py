@@ -15,7 +15,7 @@ from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.cost.curve import Curve
 from sameseed.cost.round import Gap, ModelSteps, RoundCost
-from sameseed.engine.levels import may_branch, with_heads
+from sameseed.engine.levels import Level, resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.prompt_sets import Prompt
@@ -62,7 +62,7 @@ def test_bad_requests() -> None:
 
 def test_the_grid() -> None:
     found = draft_specs(asked(drafts=("ngram", "self_quant + embedded-draft", "none"), draft_formats=("auto", "w8a8")))
-    assert [(s.method, [b.format for b in s.below], may_branch(s)) for s in found] == [
+    assert [(s.method, [b.format for b in s.below], Level.of(s).branches) for s in found] == [
         ("ngram", [], False),
         ("first", ["auto", "auto"], False),
         ("first", ["auto", "auto"], True),
@@ -74,7 +74,7 @@ def test_the_grid() -> None:
         leaves.way == "self_quant + embedded-draft siblings"
         and max(s.num_draft_tokens for s in lengths_of(found[2])) == 16
     )
-    again = with_heads(make_config(leaves.draft, policy="fixed", draft_options=options_of(found[2])).spec)
+    again = resolve(make_config(leaves.draft, policy="fixed", draft_options=options_of(found[2])).spec).spec
     assert again == found[2], "a profile's options say the same"
     lengths = lengths_of(found[0])
     assert [s.num_draft_tokens for s in lengths if s.policy == "fixed"] == [1, 2, 3, 4, 6, 8]
@@ -86,10 +86,10 @@ def test_the_grid() -> None:
 @pytest.mark.parametrize("text", ["embedded-head", "ngram + embedded-head"])
 def test_a_head_guesses_trees_and_chains(text: str) -> None:
     tree, chain = draft_specs(asked(drafts=(text,)))
-    assert may_branch(tree) and not may_branch(chain)
+    assert Level.of(tree).branches and not Level.of(chain).branches
     assert [max(s.num_draft_tokens for s in lengths_of(spec)) for spec in (tree, chain)] == [32, 12]
     assert not options_of(tree) and Setting("auto", "auto", chain).way == f"{text} chain"
-    again = with_heads(make_config(text, policy="fixed", draft_options=options_of(chain)).spec)
+    again = resolve(make_config(text, policy="fixed", draft_options=options_of(chain)).spec).spec
     assert again == chain, "a profile's options say the same"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sameseed.config import SpecConfig
 from sameseed.engine.build import check_parts
-from sameseed.engine.levels import heeds_confidence, with_heads
+from sameseed.engine.levels import resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.bench import Bench, Run, fitted, fitting
@@ -48,7 +48,7 @@ class SpecSetting:
         """The SpecConfig with these models. Raises ConfigError."""
         given: dict[str, Any] = {"policy": self.policy, "draft_options": dict(self.options) or None}
         spec = make_config(self.draft.format(**models), draft_format=self.format, **given).spec
-        return replace(spec, confidence=self.confidence) if heeds_confidence(spec) else spec
+        return replace(spec, confidence=self.confidence) if resolve(spec).heeds_confidence else spec
 
     @property
     def roles(self) -> list[str]:
@@ -74,7 +74,7 @@ class BenchCell:
         """Raise SameseedError if a format, a draft or a prompt does not fit, or memory is short."""
         target, loaded = resolve_model(setup.source("target")), [("target", self.format)]
         for way in self.ways:
-            spec = with_heads(way.spec({role: setup.source(role) for role in way.roles}))
+            spec = way.spec({role: setup.source(role) for role in way.roles})
             check_parts(target, make_config(spec, format=self.format, kv_format=self.kv_format))
             loaded += [(role, way.format) for role in way.roles or (["target"] if way.draft == "self_quant" else [])]
         fitting(target, {}, setup.read(), _refuse)

@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any
 
 from sameseed.engine.build import check_parts
-from sameseed.engine.levels import with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.load import wire
@@ -59,7 +58,7 @@ class LoadCell:
         """Raise SameseedError if a format or a draft does not fit, a package is missing, or memory is short."""
         record.require("a server under load", "server,study", "httpx", "fastapi", "uvicorn", "msgspec")
         for form, kv in self.formats:
-            spec = with_heads(make_config(setup.source(self.draft)).spec)
+            spec = make_config(setup.source(self.draft)).spec
             config = make_config(spec, format=form, kv_format=kv)
             check_parts(resolve_model(setup.source("target")), config)
         if setup.size == "true" and len(self.formats) > 1:

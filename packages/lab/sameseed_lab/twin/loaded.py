@@ -7,7 +7,7 @@ from dataclasses import replace
 from sameseed import ops
 from sameseed.config import EngineConfig
 from sameseed.engine.build import Loaded
-from sameseed.engine.levels import with_heads
+from sameseed.engine.levels import resolve
 from sameseed.engine.memory import demand_of, plan_blocks
 from sameseed.models.block import BlockHead
 from sameseed.models.config import ModelConfig
@@ -44,7 +44,7 @@ def load_twins(
         model = Llama(big, read_weights(big, target, quant, backend, config.device, progress), backend, max_len)
         reader = WeightReader(layer, guess, quant, backend, config.device, progress, guess.shapes)
         made = _head(guess.head, reader, model, backend)
-    spec = with_heads(config.spec)
+    spec = resolve(config.spec).spec
     return Loaded(replace(config, spec=spec), load_tokenizer(resolve_model(of)), num_blocks, model, (made,))
 
 
