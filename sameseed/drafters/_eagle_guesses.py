@@ -5,15 +5,14 @@ With sampling, the target's own noise is included: it is known before the target
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sameseed.drafters._choices import Floats, Ints, growing_tree, likely
+from sameseed.drafters._choices import Floats, Ints, likely
 from sameseed.errors import RequestError
 from sameseed.request import Sequence
 from sameseed.spec.sampling import adjust
@@ -41,10 +40,6 @@ class Guesses:
         largest of its own log p plus the same noise.
         """
         return likely(rows, seq, num_path, count, self.target_ids)
-
-    def growing(self, seq: Sequence, depth: int, ending: Iterable[int], **sizes: Any) -> Any:
-        """A tree for the native code to grow, by `likeliest` after each path (`choices.growing_tree`)."""
-        return growing_tree(seq, depth, self.target_ids, ending, exact=False, limit=self.vocab_size, **sizes)
 
     def adjusted(
         self, rows: NDArray[np.float32], seq: Sequence, paths: Seq[Seq[int]], count: int

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sameseed import devices
 from sameseed.batch import GREEDY, MAX_NODES, Draw
-from sameseed.drafters._choices import Ints, grows_at_once
+from sameseed.drafters._choices import Ints, growing_tree, grows_at_once
 from sameseed.drafters._eagle_context import Contexts, Reading
 from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.drafters._tree import Tree
@@ -183,7 +183,8 @@ class EagleDrafter(Reading):
             holder = self.followers[g.seq].holder
             sizes = {"size": g.tree.size, "width": g.width, "count": self.options.top_k}
             where = {"num_cached": holder.num_cached, "blocks": holder.blocks, "least": self.policy.least_probability}
-            trees.append(self.guesses.growing(g.seq, g.depth, g.ending, **sizes, **where))
+            shape = {"exact": False, "limit": self.guesses.vocab_size, **sizes, **where}
+            trees.append(growing_tree(g.seq, g.depth, self.guesses.target_ids, g.ending, **shape))
         ends = None if self.branches else self.policy.ends
         grown = self.runner.grow(trees, sum(g.width for g in growing), logits, features, ends)
         if grown is None:

@@ -11,9 +11,7 @@ vocabulary, A: rank of the Markov head.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from sameseed.batch import Batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.head_config import BlockConfig
 from sameseed.models.layers import LayerWeights, rope_table, run_layer
+from sameseed.models.runnable import Runnable
 from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantTensor
 
@@ -46,22 +45,18 @@ class BlockWeights:
     dense: str = "fp32"
 
 
-class BlockHead:
+class BlockHead(Runnable):
     """A block head with its weights and the ops that run it; batch, hidden states and cache are arguments of a pass."""
 
     def __init__(self, config: BlockConfig, weights: BlockWeights, ops: Ops, max_model_len: int) -> None:
         """`max_model_len`: of the target; that of the head may be shorter."""
+        super().__init__(ops, weights.norm.device)
         self.config = config
         self.weights = weights
-        self.ops = ops
-        self.device = weights.norm.device
         self.max_model_len = min(max_model_len, config.layer.max_model_len)
         # A block may begin at the last position of the context, so the table is longer by one block.
         rope = rope_table(config.layer.rope, config.layer.head_dim, self.max_model_len + config.block_size)
         self.rope = rope.to(self.device)
-        # A weak reference: a cycle would keep the weights alive until the next garbage collection.
-        forward = weakref.WeakMethod(self._forward)
-        self._run = ops.replayer(lambda *args: cast(Any, forward())(*args))
 
     @torch.inference_mode()
     def inject(self, states: Tensor, batch: Batch, cache: KVCache) -> None:

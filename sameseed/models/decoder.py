@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sameseed.batch import Batch, Steps
+from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, llama_only as llama_only
 from sameseed.models.layers import ModelWeights, rope_table
-from sameseed.ops import Ends, Grown, Ops
+from sameseed.models.runnable import Runnable
+from sameseed.ops import Ops
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.header import GGUFFile
     from sameseed.models.weights import Shapes, WeightReader
 
 
-class Decoder:
+class Decoder(Runnable):
     """A decoder with its weights and the ops that run it; the batch and the KV cache are arguments of each pass.
 
     A family defines `_forward`, and overrides what differs from Llama: how its config and its weights are read.
@@ -113,16 +113,13 @@ class Decoder:
         token_ids: Tensor | None = None,
     ) -> None:
         """`token_ids` int64 [n]: the tokens of the LM head's rows, if it does not have a row for every token."""
+        super().__init__(ops, weights.norm.device, token_ids)
+        if token_ids is not None:  # noise is keyed by token id, not by row of the LM head
+            self.grow = lambda *_: None
         self.config = config
         self.weights = weights
-        self.ops = ops
-        self.device = weights.norm.device
-        self.token_ids = token_ids
         self.max_model_len = max_model_len or config.max_model_len
         self.rope = rope_table(config.rope, config.head_dim, self.max_model_len).to(self.device)
-        # A weak reference: a cycle would keep gigabytes of weights alive until the next garbage collection.
-        forward = weakref.WeakMethod(self._forward)
-        self._run = ops.replayer(lambda *args: cast(Any, forward())(*args))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
@@ -139,35 +136,8 @@ class Decoder:
         self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`forward`, and the tokens int32 [R] drawn by `batch.draws`; None where the backend cannot draw."""
-        logits, hidden, chosen = self._run(batch, cache, captures)
-        if chosen is None and batch.draws is not None:  # the pass itself did not choose
-            chosen = self.ops.choose(logits, batch.draws.on(self.device), self.token_ids)
+        logits, hidden, chosen = self._pass(batch, cache, captures)
         if self.token_ids is not None:
             whole = logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf)
             logits = whole.index_copy_(1, self.token_ids, logits)
         return logits, hidden, chosen
-
-    @torch.inference_mode()
-    def chain(self, batch: Batch, steps: Steps, cache: KVCache) -> Tensor | None:
-        """Run all `steps` of a chain in one call and return its tokens (`Ops.replayer`); None if unsupported."""
-        chain = getattr(self._run, "chain", None)
-        return None if chain is None else cast("Tensor | None", chain(batch, steps, cache, ()))
-
-    def grow(self, trees: Seq[Any], num_rows: int, logits: Tensor, cache: KVCache, ends: Ends | None) -> Grown | None:
-        """Grow draft trees on the backend, one `forward` pass per level; None where the backend cannot.
-
-        logits [B, V] are those after the last known rows; see `PlanReplay.grow` for arguments and result.
-        """
-        grow = getattr(self._run, "grow", None)
-        if grow is None or self.token_ids is not None:  # noise is keyed by token id, not by row of the LM head
-            return None
-        return cast("Grown | None", grow(trees, num_rows, logits, None, cache, (), ends))
-
-    def _forward(
-        self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """One pass: logits [R, V], captured states, and tokens that the backend drew.
-
-        Everything that reads rows goes through `ops`: a backend may record the calls and replay them.
-        """
-        raise NotImplementedError

@@ -10,19 +10,17 @@ vocabulary.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from sameseed.batch import Batch, Draws, Steps
+from sameseed.batch import Batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import LayerWeights, rope_table, run_layer
-from sameseed.ops import Ends, Grown, Ops, normed_rows, plain_rows
+from sameseed.models.runnable import Runnable
+from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantTensor
 
 
@@ -46,25 +44,20 @@ class HeadWeights:
     dense: str = "fp32"
 
 
-class EagleHead:
+class EagleHead(Runnable):
     """A head with its weights and the ops that run it; batch, features and KV cache are arguments of each pass."""
 
     def __init__(
         self, config: HeadConfig, weights: HeadWeights, ops: Ops, target_eps: float, max_model_len: int
     ) -> None:
         """`target_eps`: eps of the target's norm; `max_model_len`: number of positions in the rotary table."""
+        device, ids = weights.layer.post_norm.device, weights.target_ids
+        super().__init__(ops, device, None if ids is None else ids.to(device, torch.int64))
         self.config = config
         self.weights = weights
-        self.ops = ops
         self.target_eps = target_eps
-        self.device = weights.layer.post_norm.device
         self.max_model_len = max_model_len
-        ids = weights.target_ids
-        self.token_ids = None if ids is None else ids.to(self.device, torch.int64)
         self.rope = rope_table(config.layer.rope, config.layer.head_dim, max_model_len).to(self.device)
-        # A weak reference: a cycle would keep the weights alive until the next garbage collection.
-        forward = weakref.WeakMethod(self._forward)
-        self._run = ops.replayer(lambda *args: cast(Any, forward())(*args))
 
     @torch.inference_mode()
     def forward(
@@ -83,38 +76,10 @@ class EagleHead:
     def run(
         self, x: Tensor, batch: Batch, cache: KVCache, window: int | None = None, *, captured: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`forward`, and the tokens (ids of the target) drawn by `batch.draws`, as in `choose`."""
-        logits, features, chosen = self._run(batch, cache, (int(captured), window or 0), x)
+        """`forward`, and the tokens (ids of the target) drawn by `batch.draws`."""
+        logits, features, chosen = self._pass(batch, cache, (int(captured), window or 0), x)
         assert features is not None
-        if chosen is None and batch.draws is not None:  # the pass itself did not choose
-            chosen = self.choose(logits, batch.draws)
         return logits, features, chosen
-
-    @torch.inference_mode()
-    def chain(self, x: Tensor, batch: Batch, steps: Steps, cache: KVCache, window: int | None = None) -> Tensor | None:
-        """As `Llama.chain`; x [B, C] are the features of the first rows' parents."""
-        chain = getattr(self._run, "chain", None)
-        return None if chain is None else cast("Tensor | None", chain(batch, steps, cache, (0, window or 0), x))
-
-    def grow(
-        self,
-        trees: Seq[Any],
-        num_rows: int,
-        logits: Tensor,
-        features: Tensor,
-        cache: KVCache,
-        window: int | None,
-        ends: Ends | None,
-    ) -> Grown | None:
-        """As `Llama.grow`; features [B, C] are those after the last known rows."""
-        grow = getattr(self._run, "grow", None)
-        args = trees, num_rows, logits, features, cache, (0, window or 0), ends
-        return None if grow is None else cast("Grown | None", grow(*args))
-
-    @torch.inference_mode()
-    def choose(self, logits: Tensor, draws: Draws) -> Tensor | None:
-        """Draw the tokens (ids of the target) after rows of logits [R, Vd] by `Ops.choose`; None if unsupported."""
-        return self.ops.choose(logits, draws.on(self.device), self.token_ids)
 
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, int], x: Tensor

@@ -77,7 +77,7 @@ class HeadRunner:
 
     def grow(self, trees: Seq[Any], num_rows: int, logits: Tensor, features: Tensor, ends: Ends | None) -> Grown | None:
         """Run all levels of several trees (`expand`) in one call, or None if unsupported; see `PlanReplay.grow`."""
-        return self.model.grow(trees, num_rows, logits, features, self.cache, self.window, ends)
+        return self.model.grow(trees, num_rows, logits, features, self.cache, (0, self.window or 0), ends)
 
     def draw(
         self,
@@ -125,7 +125,7 @@ class HeadRunner:
             self.cache.block_size,
             lambda i, step: draws(running[i], 1 + step),
         )
-        return None if steps is None else self.model.chain(features, batch, steps, self.cache, self.window)
+        return None if steps is None else self.model.chain(batch, steps, self.cache, (0, self.window or 0), features)
 
     def _batch(self, levels: Seq[Level]) -> Batch:
         """The batch of one level of several trees."""

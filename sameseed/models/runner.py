@@ -167,13 +167,13 @@ class ModelRunner:
         return drawn
 
     def grow(self, trees: Seq[Any], seqs: Seq[Sequence], logits: Tensor, ends: Ends | None) -> Grown | None:
-        """Grow a chain after each sequence, whose rows are all cached, from its last logits [B, V] (`Decoder.grow`).
+        """Grow a chain after each sequence, whose rows are all cached, from its last logits [B, V] (`Runnable.grow`).
 
         Returns None, and writes nothing, where the backend cannot do this, or a sequence has unseen blocks.
         """
         if self.cache.states is not None or any(self.unseen(s) != (0, 0) for s in seqs):
             return None
-        return self.model.grow(trees, len(seqs), logits, self.cache, ends)
+        return self.model.grow(trees, len(seqs), logits, None, self.cache, (), ends)
 
     def _draw_rest(self, seqs: Seq[Sequence], drawn: Drawn, batch: Batch, drawer: Drawer) -> bool:
         """Run the second pass of a chain (`batch`) and all later ones in one call, if the device can. Returns whether.
@@ -189,7 +189,7 @@ class ModelRunner:
             seq.num_cached = start
         blocks, size = [s.blocks for s in seqs], self.cache.block_size
         steps = steps_after(batch, blocks, starts, counts, size, lambda b, step: drawer(seqs[b], step))
-        chosen = None if steps is None or moved else self.model.chain(batch, steps, self.cache)
+        chosen = None if steps is None or moved else self.model.chain(batch, steps, self.cache, ())
         if chosen is None:
             return False
         drawn.add_rest(chosen)
