@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -127,193 +127,169 @@ def draft_of(chains: Seq[Chain], num_nodes: Seq[int], with_confidence: bool, sib
     return Draft.trees([(tokens, parents) for tokens, parents, _ in trees], [sure for *_, sure in trees])
 
 
-def extend_chains(
-    runner: ModelRunner,
-    shadows: Seq[Sequence],
-    chains: Seq[Chain],
-    lengths: Seq[int],
-    policy: LengthPolicy,
-    vocab_limit: int,
-    going: Callable[[], bool] = lambda: True,
-    siblings: int = 0,
-) -> None:
-    """Extend each of `chains` to at most lengths[b] tokens with the model; each shadow ends with its chain's tokens.
+class ChainWriter:
+    """Writes chains with a model, one token per pass, for all sequences of a batch together.
 
-    Confidence is that of the path to a token: the product of the tokens' probabilities up to there.
-    A chain ends early if `policy` says so, after a token that ends its text, at the model's context limit, and before a
-    token id of `vocab_limit` or above. The noise is the target's own (coupled sampling). With `siblings` each position
-    gets alternative tokens. No pass begins once `going()` is false.
+    A chain ends early if the policy says so, after a token that ends its text, at the model's context limit, and before
+    a token id of `vocab_limit` or above. Confidence is that of the path to a token: the product of the tokens'
+    probabilities up to there. The noise is the target's own (coupled sampling). With `siblings` each position gets
+    alternative tokens. Each `shadow` is a sequence of the model that ends with its chain's tokens.
     """
 
-    def wanted(b: int) -> bool:
-        return not chains[b].ended and len(chains[b].tokens) < lengths[b]
+    def __init__(self, runner: ModelRunner, policy: LengthPolicy, vocab_limit: int, siblings: int = 0) -> None:
+        self.runner = runner
+        self.policy = policy
+        self.vocab_limit = vocab_limit
+        self.siblings = siblings
 
-    drawn = start_chains(runner, shadows, chains, lengths, policy, going, siblings)
-    if drawn is not None:
-        return take_drawn(runner, shadows, chains, policy, vocab_limit, *drawn)
-    active = [b for b in range(len(chains)) if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
-    while active and going():
-        running = [shadows[b] for b in active]
-        num_pending, choosing = [s.num_pending for s in running], not siblings and not policy.uses_confidence
-        out = runner.forward(running, Draft.empty(len(running)), num_pending, drawer=drawer if choosing else None)
-        runner.commit(running, num_pending, [[] for _ in running], out)
-        if not any(chains[b].tokens for b in active) and grows_at_once(running):
-            some, counts = [chains[b] for b in active], [lengths[b] for b in active]
-            if _grow_at_once(runner, running, some, counts, vocab_limit, out.logits, policy, going, siblings):
-                return
-        for b, found in zip(active, _next(runner, running, out, policy.uses_confidence, siblings), strict=True):
-            _grow(runner, shadows[b], chains[b], found, policy, vocab_limit)
-        active = [b for b in active if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
-        if active and policy.ends([chains[b].sure for b in active]):
-            break
+    def draft(
+        self,
+        shadows: Seq[Sequence],
+        chains: Seq[Chain],
+        lengths: Seq[int],
+        num_seqs: int,
+        owners: Seq[int],
+        make: Callable[[], Draft],
+    ) -> Draft | LateDraft:
+        """`extend`, then `make()`: a draft of `num_seqs` sequences, in which chain i is that of sequence owners[i].
 
+        If the device can choose the tokens, and the host need not see them before the target's pass, the result is a
+        LateDraft, whose tokens the host has not read yet.
+        """
+        unread = None
+        if not self.policy.uses_confidence and not any(c.tokens for c in chains):
+            unread = self._start(shadows, chains, lengths)
+        if unread is None:
+            self.extend(shadows, chains, lengths)
+            return make()
+        active, drawn = unread
+        counts = dict(zip(active, drawn.counts, strict=True))
 
-def write_draft(
-    runner: ModelRunner,
-    shadows: Seq[Sequence],
-    chains: Seq[Chain],
-    lengths: Seq[int],
-    policy: LengthPolicy,
-    vocab_limit: int,
-    make: Callable[[], Draft],
-    num_seqs: int,
-    owners: Seq[int],
-    siblings: int = 0,
-) -> Draft | LateDraft:
-    """Extend the chains (`extend_chains`) and return `make()`: a draft of `num_seqs` sequences, chain i for owners[i].
+        def read(found: Seq[Seq[tuple[int, float]]]) -> Draft:
+            self._take(shadows, chains, counts, found)
+            return make()
 
-    If the device can choose the tokens, and the host need not see them before the target's pass, the result is a
-    LateDraft, whose tokens the host has not read yet.
-    """
-    unread = None
-    if not policy.uses_confidence and not any(c.tokens for c in chains):
-        unread = start_chains(runner, shadows, chains, lengths, policy, siblings=siblings)
-    if unread is None:
-        extend_chains(runner, shadows, chains, lengths, policy, vocab_limit, siblings=siblings)
-        return make()
-    active, drawn = unread
+        drafted = {owners[i]: count for i, count in counts.items()}
+        return LateDraft([drafted.get(b, 0) for b in range(num_seqs)], drawn, read)
 
-    def read(found: Seq[Seq[tuple[int, float]]]) -> Draft:
-        take_drawn(runner, shadows, chains, policy, vocab_limit, active, drawn, found)
-        return make()
+    def extend(
+        self,
+        shadows: Seq[Sequence],
+        chains: Seq[Chain],
+        lengths: Seq[int],
+        going: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Extend each of `chains` to at most lengths[b] tokens. No pass begins once `going()` is false."""
+        runner, policy = self.runner, self.policy
 
-    unread_counts = [0] * num_seqs
-    for i, count in zip(active, drawn.counts, strict=True):
-        unread_counts[owners[i]] = count
-    return LateDraft(unread_counts, drawn, read)
+        def wanted(b: int) -> bool:
+            more = not chains[b].ended and len(chains[b].tokens) < lengths[b]
+            return more and len(shadows[b]) < runner.model.max_model_len
 
-
-def start_chains(
-    runner: ModelRunner,
-    shadows: Seq[Sequence],
-    chains: Seq[Chain],
-    lengths: Seq[int],
-    policy: LengthPolicy,
-    going: Callable[[], bool] = lambda: True,
-    siblings: int = 0,
-) -> tuple[list[int], Drawn] | None:
-    """Like `extend_chains`, but the host reads no token. Returns the growing chains' indices and what was drawn.
-
-    `take_drawn` takes over the result. None, with nothing written, if the host must wait for the model at each token.
-    """
-    if siblings or not runner.takes_late or not going():
-        return None
-    most = runner.model.max_model_len
-    room = [min(n - len(c.tokens), most - len(s)) for s, c, n in zip(shadows, chains, lengths, strict=True)]
-    active = [b for b, chain in enumerate(chains) if not chain.ended and room[b] > 0]
-    if not active:
-        return None
-    running = [shadows[b] for b in active]
-    drawn = runner.draw(running, [room[b] for b in active], drawer, policy.uses_confidence)
-    return None if drawn is None else (active, drawn)
-
-
-def take_drawn(
-    runner: ModelRunner,
-    shadows: Seq[Sequence],
-    chains: Seq[Chain],
-    policy: LengthPolicy,
-    vocab_limit: int,
-    active: Seq[int],
-    drawn: Drawn,
-    found: Seq[Seq[tuple[int, float]]] | None = None,
-) -> None:
-    """Append what `start_chains` drew to the chains, up to each chain's end; `found`: the tokens, if read already.
-
-    `policy.ends` is not asked: it weighs the time of a drafting step, and these steps have already run.
-    """
-    for b, count, tokens in zip(active, drawn.counts, drawn.read() if found is None else found, strict=True):
-        shadow, chain = shadows[b], chains[b]
-        del shadow.token_ids[len(shadow) - count :]
-        for one in tokens:
-            if chain.ended:
+        drawn = self._start(shadows, chains, lengths) if going() else None
+        if drawn is not None:
+            return self._take(shadows, chains, dict(zip(drawn[0], drawn[1].counts, strict=True)), drawn[1].read())
+        active = [b for b in range(len(chains)) if wanted(b)]
+        while active and going():
+            running = [shadows[b] for b in active]
+            num_pending, choosing = [s.num_pending for s in running], not self.siblings and not policy.uses_confidence
+            out = runner.forward(running, Draft.empty(len(running)), num_pending, drawer=drawer if choosing else None)
+            runner.commit(running, num_pending, [[] for _ in running], out)
+            if not any(chains[b].tokens for b in active) and grows_at_once(running):
+                some, counts = [chains[b] for b in active], [lengths[b] for b in active]
+                if self._grow_at_once(running, some, counts, out.logits, going):
+                    return
+            for b, found in zip(active, self._next(running, out), strict=True):
+                self._append(shadows[b], chains[b], found)
+            active = [b for b in active if wanted(b)]
+            if active and policy.ends([chains[b].sure for b in active]):
                 break
-            _grow(runner, shadow, chain, [one], policy, vocab_limit)
-        runner.truncate(shadow, len(shadow) - 1)
 
+    def _start(self, shadows: Seq[Sequence], chains: Seq[Chain], lengths: Seq[int]) -> tuple[list[int], Drawn] | None:
+        """Like `extend`, but the host reads no token. Returns the growing chains' indices and what was drawn.
 
-def _grow(
-    runner: ModelRunner,
-    shadow: Sequence,
-    chain: Chain,
-    found: Seq[tuple[int, float]],
-    policy: LengthPolicy,
-    vocab_limit: int,
-) -> None:
-    """Extend a chain and its shadow by what the model found at the next position (`Chain.grow`)."""
-    if chain.grow(found, policy, vocab_limit):
-        shadow.token_ids.append(chain.tokens[-1])
-        chain.ended |= chain.tokens[-1] in shadow.params.ending(runner.model.config.eos_token_ids)
+        `_take` takes over the result. None, with nothing written, if the host must wait for the model at each token.
+        """
+        if self.siblings or not self.runner.takes_late:
+            return None
+        most = self.runner.model.max_model_len
+        room = [min(n - len(c.tokens), most - len(s)) for s, c, n in zip(shadows, chains, lengths, strict=True)]
+        active = [b for b, chain in enumerate(chains) if not chain.ended and room[b] > 0]
+        if not active:
+            return None
+        running = [shadows[b] for b in active]
+        drawn = self.runner.draw(running, [room[b] for b in active], drawer, self.policy.uses_confidence)
+        return None if drawn is None else (active, drawn)
 
+    def _take(
+        self,
+        shadows: Seq[Sequence],
+        chains: Seq[Chain],
+        counts: Mapping[int, int],
+        found: Seq[Seq[tuple[int, float]]],
+    ) -> None:
+        """Append what `_start` drew to the chains, up to each chain's end; `counts`: tokens drawn, by chain.
 
-def _next(
-    runner: ModelRunner, seqs: list[Sequence], out: Output, with_probability: bool, siblings: int
-) -> list[list[tuple[int, float]]]:
-    """Per sequence, (token, probability) of the model's choices after its last token, from the output of the pass."""
-    drawn = [out.choices is not None and drawable(s) for s in seqs]
-    table = on_host(out.logits, Draft.empty(len(seqs)), out.wants_logits, drawn)
-    eos = runner.model.config.eos_token_ids
-    return [
-        [(out.choices[b], 1.0)]
-        if out.choices is not None and drawn[b]
-        else likely_after(table[b], s, [], eos, siblings, with_probability)
-        for b, s in enumerate(seqs)
-    ]
+        `policy.ends` is not asked: it weighs the time of a drafting step, and these steps have already run.
+        """
+        for (b, count), tokens in zip(counts.items(), found, strict=True):
+            shadow, chain = shadows[b], chains[b]
+            del shadow.token_ids[len(shadow) - count :]
+            for one in tokens:
+                if chain.ended:
+                    break
+                self._append(shadow, chain, [one])
+            self.runner.truncate(shadow, len(shadow) - 1)
 
+    def _append(self, shadow: Sequence, chain: Chain, found: Seq[tuple[int, float]]) -> None:
+        """Extend a chain and its shadow by what the model found at the next position (`Chain.grow`)."""
+        if chain.grow(found, self.policy, self.vocab_limit):
+            shadow.token_ids.append(chain.tokens[-1])
+            chain.ended |= chain.tokens[-1] in shadow.params.ending(self.runner.model.config.eos_token_ids)
 
-def _grow_at_once(
-    runner: ModelRunner,
-    shadows: Seq[Sequence],
-    chains: Seq[Chain],
-    lengths: Seq[int],
-    vocab_limit: int,
-    logits: Tensor,
-    policy: LengthPolicy,
-    going: Callable[[], bool],
-    siblings: int,
-) -> bool:
-    """Write empty chains, with siblings, in one backend call, from the logits [B, V] after each sequence.
+    def _next(self, seqs: Seq[Sequence], out: Output) -> list[list[tuple[int, float]]]:
+        """Per sequence, (token, probability) of the model's choices after its last token, from the output of a pass."""
+        choices, eos = out.choices, self.runner.model.config.eos_token_ids
+        drawn = [choices is not None and drawable(s) for s in seqs]
+        table = on_host(out.logits, Draft.empty(len(seqs)), out.wants_logits, drawn)
+        return [
+            [(choices[b], 1.0)]
+            if choices is not None and drawn[b]
+            else likely_after(table[b], s, [], eos, self.siblings, self.policy.uses_confidence)
+            for b, s in enumerate(seqs)
+        ]
 
-    Returns False, with nothing done, if the backend cannot do this.
-    """
-    most, eos = runner.model.max_model_len, runner.model.config.eos_token_ids
-    trees, count, least = [], 1 + siblings, policy.least_probability
-    for shadow, length in zip(shadows, lengths, strict=True):
-        depth = min(length, most - len(shadow))
-        shape = {"size": depth * count, "width": 1, "count": count, "exact": True, "limit": vocab_limit, "least": least}
-        where = {"num_cached": shadow.num_cached, "blocks": shadow.blocks}
-        trees.append(growing_tree(shadow, depth, None, shadow.params.ending(eos), **shape, **where))
-    grown = runner.grow(trees, shadows, logits, lambda paths: policy.ends(paths) or not going())
-    if grown is None:
-        return False
-    for shadow, chain, tree in zip(shadows, chains, grown, strict=True):
-        chain.take(*tree)
-        before, *last = [1.0, *chain.sure][-2:]
-        unsure = not last or last[0] < least * before
-        chain.ended = unsure or chain.tokens[-1] in shadow.params.ending(eos)
-        shadow.token_ids += chain.tokens
-        shadow.num_cached += max(0, len(chain.tokens) - 1)  # the last token's row is computed in the next pass
-    return True
+    def _grow_at_once(
+        self,
+        shadows: Seq[Sequence],
+        chains: Seq[Chain],
+        lengths: Seq[int],
+        logits: Tensor,
+        going: Callable[[], bool],
+    ) -> bool:
+        """Write empty chains, with siblings, in one backend call, from the logits [B, V] after each sequence.
+
+        Returns False, with nothing done, if the backend cannot do this.
+        """
+        runner, policy, least = self.runner, self.policy, self.policy.least_probability
+        most, eos = runner.model.max_model_len, runner.model.config.eos_token_ids
+        shape = {"width": 1, "count": 1 + self.siblings, "exact": True, "limit": self.vocab_limit, "least": least}
+        trees = []
+        for shadow, length in zip(shadows, lengths, strict=True):
+            depth = min(length, most - len(shadow))
+            own = {"size": depth * (1 + self.siblings), "num_cached": shadow.num_cached, "blocks": shadow.blocks}
+            trees.append(growing_tree(shadow, depth, None, shadow.params.ending(eos), **shape, **own))
+        grown = runner.grow(trees, shadows, logits, lambda paths: policy.ends(paths) or not going())
+        if grown is None:
+            return False
+        for shadow, chain, tree in zip(shadows, chains, grown, strict=True):
+            chain.take(*tree)
+            before, *last = [1.0, *chain.sure][-2:]
+            unsure = not last or last[0] < least * before
+            chain.ended = unsure or chain.tokens[-1] in shadow.params.ending(eos)
+            shadow.token_ids += chain.tokens
+            shadow.num_cached += max(0, len(chain.tokens) - 1)  # the last token's row is computed in the next pass
+        return True
 
 
 def likely_after(

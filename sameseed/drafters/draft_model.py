@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, extend_chains, write_draft
+from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths, draft_of
 from sameseed.drafters._followers import Followers, Following
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
@@ -39,6 +39,7 @@ class DraftModelDrafter(Following, ChainDrafter):
         self.runner = runner
         self.policy = policy
         self.followers = Followers(runner, options.prefill_rows, vocab_size)
+        self.writer = ChainWriter(runner, policy, self.followers.vocab_limit, options.siblings)
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
         # What was drafted ahead, by sequence: the length of the text before it, and the chain, which the shadow holds.
@@ -56,30 +57,14 @@ class DraftModelDrafter(Following, ChainDrafter):
         for b in active:
             chains[b].cut(len(followers[seqs[b]]) - len(seqs[b]))  # to none if the shadow was cut back
         drafted = [c if b in active else Chain() for b, c in enumerate(chains)]
-        return write_draft(
-            self.runner,
+        return self.writer.draft(
             [followers[seqs[b]] for b in active],
             [chains[b] for b in active],
             [num_draft[b] for b in active],
-            self.policy,
-            followers.vocab_limit,
-            lambda: draft_of(drafted, num_nodes, self.policy.uses_confidence, self.options.siblings),
             len(seqs),
             active,
-            self.options.siblings,
+            lambda: draft_of(drafted, num_nodes, self.policy.uses_confidence, self.options.siblings),
         )
-
-    def _extend(
-        self,
-        seqs: Seq[Sequence],
-        active: Seq[int],
-        chains: Seq[Chain],
-        num_draft: Seq[int],
-        going: Callable[[], bool],
-    ) -> None:
-        shadows, lengths = [self.followers[seqs[b]] for b in active], [num_draft[b] for b in active]
-        limit = self.followers.vocab_limit
-        extend_chains(self.runner, shadows, chains, lengths, self.policy, limit, going, self.options.siblings)
 
     def ahead(
         self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]
@@ -97,10 +82,10 @@ class DraftModelDrafter(Following, ChainDrafter):
             if blocks.num_free * 4 >= blocks.num_blocks
             and blocks.reserve(shadows[b], min(len(shadows[b]) + num_draft[b] + 1, self.followers.limit))
         ]
-        self._extend(seqs, active, [guesses[b] for b in active], [1] * len(seqs), going)
-        active = [b for b in active if guesses[b].tokens]
-        ready = {b: (len(shadows[b]), Chain()) for b in active}
-        self._extend(seqs, active, [ready[b][1] for b in active], num_draft, going)
+        self.writer.extend([shadows[b] for b in active], [guesses[b] for b in active], [1] * len(active), going)
+        ready = {b: (len(shadows[b]), Chain()) for b in active if guesses[b].tokens}
+        chains, lengths = [chain for _, chain in ready.values()], [num_draft[b] for b in ready]
+        self.writer.extend([shadows[b] for b in ready], chains, lengths, going)
         self._ready = {seqs[b].seq_id: r for b, r in ready.items()}
         return [c.tokens + (ready[b][1].tokens if b in ready else []) for b, c in enumerate(guesses)]
 

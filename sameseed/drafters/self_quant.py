@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, write_draft
+from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths, draft_of
 from sameseed.drafters._shadow import Guide
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
@@ -55,6 +55,7 @@ class SelfQuantDrafter(ChainDrafter):
         self.options = options
         self.runner = runner.beside(unseen=self._unseen)
         self.policy = policy
+        self.writer = ChainWriter(self.runner, policy, runner.model.config.vocab_size, options.siblings)
         self.branches = self.branches_with(options)
         self.cuttable = not self.branches
         self._guides: dict[int, Guide] = {}  # by request
@@ -80,19 +81,14 @@ class SelfQuantDrafter(ChainDrafter):
                         self._guides[seq.seq_id] = Guide(seq.grammar.another())
                     guide = self._guides[seq.seq_id]
                     copy.grammar = None if guide.failed else guide  # as in a shadow: unguided drafts cost no more
-        vocab_size = self.runner.model.config.vocab_size
         chains = [Chain() for _ in seqs]
-        return write_draft(
-            self.runner,
+        return self.writer.draft(
             copies,
             chains,
             counts,
-            self.policy,
-            vocab_size,
-            lambda: draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings),
             len(seqs),
             range(len(seqs)),
-            siblings=self.options.siblings,
+            lambda: draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings),
         )
 
     def release(self, seq: Sequence) -> None:

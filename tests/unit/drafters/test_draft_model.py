@@ -102,8 +102,8 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: in
         for given, k in (([*seqs, long], 9 * wide), (seqs, 1), (seqs[:1], 6 * wide), (seqs, 4 * wide + 1)):
             drafts = []
             for engine, count in ((at_once, threads), (by_token, 1)):
-                drafter_of(engine).policy = Judge(9, least, ends)
-                drafter_of(engine).followers.vocab_limit = limit or MODEL_VOCAB
+                drafter_of(engine).policy = drafter_of(engine).writer.policy = Judge(9, least, ends)
+                drafter_of(engine).writer.vocab_limit = limit or MODEL_VOCAB
                 with using(count):
                     drafts.append(engine.drafter.propose(given, [k] * len(given)))
             found, wanted = drafts
@@ -225,7 +225,7 @@ def test_tokens_that_the_draft_does_not_have(pair: Pair, tmp_path: Path) -> None
 def test_confidence_ends_a_chain_with_the_first_unsure_token(pair: Pair, monkeypatch: Any) -> None:
     engine = make_engine(pair, "draft_model", k=8)
     drafter = drafter_of(engine)
-    drafter.policy = ConfidenceLength(8, threshold=0.2)
+    drafter.policy = drafter.writer.policy = ConfidenceLength(8, threshold=0.2)
     sure = iter([0.9, 0.5, 0.1, 0.8])
     drafter.runner.grow = lambda *_: None  # type: ignore[method-assign]
     monkeypatch.setattr("sameseed.drafters._chains.probability", lambda *args: next(sure))
