@@ -86,6 +86,11 @@ class Tree:
             i = int(self.parents[i])
         return found[::-1]
 
+    def chances(self) -> list[float]:
+        """The path probability of every candidate."""
+        found: list[float] = np.exp(self.scores).tolist()
+        return found
+
     def _likeliest(self) -> Ints:
         """The `size` likeliest candidates in the order in which they were added, so parents come before children."""
         kept: Ints = np.argsort(-self.scores, kind="stable")[: self.size]

@@ -8,7 +8,7 @@ own noise, which is known before the target chooses (coupled sampling).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -112,7 +112,6 @@ class EagleDrafter(Reading):
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
         """Trees of at most num_draft[b] nodes for all sequences together; confidence holds path probabilities."""
         self.followers.make_room(seqs)
-        chains = not self.branches
         growing: dict[int, _GrowingTree] = {}
         for b, (seq, k) in enumerate(zip(seqs, num_draft, strict=True)):
             depth = self.followers.room(seq, min(self.options.depth, k, seq.draft_depth))
@@ -123,26 +122,42 @@ class EagleDrafter(Reading):
         reserved = [self.followers[g.seq].holder for g in growing.values()]
         growing = {b: growing[b] for b in self.followers.catch_up(seqs, list(growing))}
         own = list(growing.values())
-        drawn = self._write_chains(own) if own and chains else None
-        if own and not chains:
-            self._grow(own)
+        drawn = self._grow(own) if own else None
         for holder in reserved:
             self.runner.blocks.trim(holder, holder.num_cached)  # blocks of draft rows
         if drawn is None:
-            return _draft_of(growing, len(seqs), chains)
+            return _draft_of(growing, len(seqs))
 
         def read(found: Seq[Seq[tuple[int, float]]]) -> Draft:
             self._take(own, found)
-            return _draft_of(growing, len(seqs), chains)
+            return _draft_of(growing, len(seqs))
 
         counts = dict(zip(growing, drawn.counts, strict=True))
         return LateDraft([counts.get(b, 0) for b in range(len(seqs))], drawn, read)
 
-    def _grow(self, growing: Seq[_GrowingTree]) -> None:
+    def _grow(self, growing: Seq[_GrowingTree]) -> Drawn | None:
+        """Grow all trees. Returns the tokens of chains that the device drew and the host has not read, or None."""
+
+        def draws(b: int, depth: int) -> Draw:
+            return drawer(growing[b].seq, depth) or GREEDY
+
+        unread = not self.branches and all(drawable(g.seq) for g in growing)
+        first = [draws(b, 0) for b in range(len(growing))] if unread else None
+        logits, features, chosen = self.followers.last([g.seq for g in growing], first)
+        if chosen is not None:
+            holders, counts = [self.followers[g.seq].holder for g in growing], [g.depth for g in growing]
+            drawn = self.runner.draw(holders, counts, chosen, features, draws)
+            if drawn is not None and not self.policy.uses_confidence:
+                return drawn
+            if drawn is not None:
+                self._take(growing, drawn.read())
+                return None
+        if not self._grow_at_once(growing, logits, features):
+            self._grow_by_level(growing, logits, features)
+        return None
+
+    def _grow_by_level(self, growing: Seq[_GrowingTree], logits: Tensor, features: Tensor) -> None:
         """Grow trees: the first level from the rows of known positions, then one pass of the head per level."""
-        logits, features, _ = self.followers.last([g.seq for g in growing])
-        if self._grow_at_once(growing, logits, features):
-            return
         rows = self.guesses.rows(logits)
         for i, g in enumerate(growing):
             g.first = i
@@ -163,7 +178,7 @@ class EagleDrafter(Reading):
                 parents.append(tree.rows[nodes] + g.first)
                 running.append((g, chosen))
                 g.first, num_rows = num_rows, num_rows + len(chosen)
-            if not running:
+            if not running or (not self.branches and self.policy.ends([g.tree.chances() for g, _ in running])):
                 return
             index = devices.put(torch.from_numpy(np.concatenate(parents)), features.device)
             logits, features = self.runner.expand(levels, features.index_select(0, index))
@@ -206,74 +221,28 @@ class EagleDrafter(Reading):
             ended |= np.exp(log_probs) < self.policy.least_probability
         tree.grow(nodes, tokens, log_probs, ended)
 
-    def _write_chains(self, growing: Seq[_GrowingTree]) -> Drawn | None:
-        """`_grow` for chains. Returns tokens drawn on the device that the host has not read yet, or None."""
-
-        def draws(b: int, depth: int) -> Draw:
-            return drawer(growing[b].seq, depth) or GREEDY
-
-        unread = all(drawable(g.seq) for g in growing)
-        first = [draws(b, 0) for b in range(len(growing))] if unread else None
-        logits, features, chosen = self.followers.last([g.seq for g in growing], first)
-        drawn = None
-        if chosen is not None:
-            holders, counts = [self.followers[g.seq].holder for g in growing], [g.depth for g in growing]
-            drawn = self.runner.draw(holders, counts, chosen, features, draws)
-        if drawn is None:
-            if not self._grow_at_once(growing, logits, features):
-                self._lengthen(growing, logits, features)
-        elif self.policy.uses_confidence:
-            self._take(growing, drawn.read())
-            return None
-        return drawn
-
     def _take(self, growing: Seq[_GrowingTree], found: Seq[Seq[tuple[int, float]]]) -> None:
         """Take over chains of tokens that were drawn on the device, up to each chain's end."""
-        for g, tokens in zip(growing, found, strict=True):
-            for token, sure in tokens:
+        for g, drawn in zip(growing, found, strict=True):
+            tokens: list[int] = []
+            chances: list[float] = []
+            for token, sure in drawn:
                 if token == FAILED:
                     break
-                g.tokens.append(token)
-                g.sure.append(sure * (g.sure[-1] if g.sure else 1.0))
+                tokens.append(token)
+                chances.append(sure * (chances[-1] if chances else 1.0))
                 if token in g.ending or sure < self.policy.least_probability:
                     break
-
-    def _lengthen(self, growing: Seq[_GrowingTree], logits: Tensor, features: Tensor) -> None:
-        """Write chains, one pass per token, read by the host: logits [B, Vd], features [B, C] after the known rows."""
-        active, depth = list(growing), 0
-        while active:
-            rows = self.guesses.rows(logits)
-            going: list[int] = []
-            for i, g in enumerate(active):
-                chain, row = g.tokens, rows[i : i + 1]
-                if needs_adjusting(g.seq, depth):
-                    token, log_prob = self.guesses.adjusted(row, g.seq, [chain], 1)
-                else:
-                    token, log_prob = self.guesses.likeliest(row, g.seq, depth, 1)
-                sure = float(np.exp(log_prob[0, 0]))
-                if sure == 0.0:
-                    continue
-                chain.append(int(token[0, 0]))
-                g.sure.append(sure * (g.sure[-1] if g.sure else 1.0))
-                if depth + 1 < g.depth and chain[-1] not in g.ending and sure >= self.policy.least_probability:
-                    going.append(i)
-            depth += 1
-            if not going or self.policy.ends([active[i].sure for i in going]):
-                return
-            if len(going) < len(active):
-                features = features.index_select(0, devices.put(torch.tensor(going, device="cpu"), features.device))
-                active = [active[i] for i in going]
-            sees = (1 << depth) - 1  # all nodes so far
-            levels = [Level(self.followers[g.seq].holder, g.tokens[-1:], [sees], depth - 1) for g in active]
-            logits, features = self.runner.expand(levels, features)
+            g.grown = tokens, list(range(-1, len(tokens) - 1)), chances
 
 
 @dataclass
 class _GrowingTree:
-    """One sequence's tree or chain while it is drafted. Of a chain: `tokens`, and `sure`, the path probabilities.
+    """One sequence's tree or chain while it is drafted.
 
     `ending`: tokens after which none may follow. `first`: the row in the pass of the first node of the tree's last
-    level. `grown`: tokens, parents and path probabilities of a draft that grew in one native call.
+    level. `grown`: tokens, parents and path probabilities of a draft that grew elsewhere: in one native call, or on the
+    device.
     """
 
     seq: Sequence
@@ -283,17 +252,14 @@ class _GrowingTree:
     ending: Set[int]
     first: int = 0
     grown: tuple[list[int], list[int], list[float]] | None = None
-    tokens: list[int] = field(default_factory=list)
-    sure: list[float] = field(default_factory=list)
 
 
-def _draft_of(growing: Mapping[int, _GrowingTree], num_seqs: int, chains: bool) -> Draft:
+def _draft_of(growing: Mapping[int, _GrowingTree], num_seqs: int) -> Draft:
     """The Draft of what has grown, by index of the sequence, with confidence."""
     trees: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_seqs)]
     sure: list[list[float]] = [[] for _ in range(num_seqs)]
     for b, g in growing.items():
-        chain = g.tokens, list(range(-1, len(g.tokens) - 1)), g.sure
-        tokens, parents, sure[b] = g.grown or (chain if chains else g.tree.best())
+        tokens, parents, sure[b] = g.grown or g.tree.best()
         trees[b] = tokens, parents
     return Draft.trees(trees, sure)
 
