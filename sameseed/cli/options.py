@@ -28,10 +28,11 @@ from tyro.conf import arg
 from sameseed import hub, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft, parse_options
 from sameseed.errors import ConfigError, RegistryError, RequestError
+from sameseed.fields import hints
 from sameseed.request import SamplingParams
 
 T = TypeVar("T")
-Member = tuple[str, Any, Any, str]  # name, type as written, default, help
+Member = tuple[str, Any, Any, str]  # name, type, default, help
 
 
 def annotated(kind: Any, *notes: Any) -> Any:
@@ -106,72 +107,48 @@ FIXED = {"policy": "fixed", "num_draft_tokens": 4}  # defaults of commands that 
 _ALIASES = {"num_draft_tokens": ["--k"]}
 
 
+_METAVARS = {int: "N", float: "X", str: "TEXT", tuple[int, ...]: "ID", tuple[str, ...]: "TEXT"}
+
+
 def _flags(title: str, doc: str, members: Seq[Member]) -> type[Any]:
     """A dataclass of flags from (name, type, default, help) each."""
     made = []
     for name, kind, default, text in members:
-        plain = kind.replace(" | None", "") if isinstance(kind, str) else kind
+        metavar = next((_METAVARS[k] for k in (kind, *get_args(kind)) if k in _METAVARS), None)
         # A flag that may stay unset has no default to show; its help text says what happens then.
         hint = "(repeatable)" if isinstance(default, tuple) else "" if default in (None, False, "{}") else None
-        note = arg(
-            help=text, aliases=_ALIASES.get(name, ()), metavar=_METAVARS.get(str(plain)), help_behavior_hint=hint
-        )
+        note = arg(help=text, aliases=_ALIASES.get(name, ()), metavar=metavar, help_behavior_hint=hint)
         marks: tuple[Any, ...] = (note, tyro.conf.UseAppendAction) if isinstance(default, tuple) else (note,)
-        made.append((name, annotated(_TYPES[str(kind)], *marks), field(default=default)))
+        made.append((name, annotated(kind, *marks), field(default=default)))
     cls = make_dataclass(title, made, frozen=True)
     cls.__doc__ = doc
     return cls
 
 
-_TYPES: dict[str, Any] = {
-    "str": str,
-    "str | None": str | None,
-    "int": int,
-    "float": float,
-    "bool": bool,
-    "int | None": int | None,
-    "float | None": float | None,
-    "tuple[int, ...]": tuple[int, ...],
-    "tuple[str, ...]": tuple[str, ...],
-}
-_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "tuple[int, ...]": "ID", "tuple[str, ...]": "TEXT"}
-
-
 def engine_flags(defaults: Mapping[str, Any], left_out: Seq[str] = ()) -> type[Any]:
     """--model, --draft, --draft-options, and a flag for each field of SpecConfig, EngineConfig and CacheConfig."""
-    given = {"model": "embedded", "draft": "auto", "draft_options": "{}"} | dict(defaults)
-    members: list[Member] = [
-        (name, "str", given[name], text) for name, text in CHOICE_HELP.items() if name not in left_out
-    ]
-    sources: tuple[tuple[type[Any], dict[str, str], set[str]], ...] = (
-        (SpecConfig, {"format": "draft_format"}, {"method", "model", "options", "below", "drafter"}),
-        (EngineConfig, {}, {"cache", "spec"}),
-        (CacheConfig, {"format": "kv_format"}, set()),
-    )
-    found = {}
-    for cls, renamed, hidden in sources:
-        for f in fields(cls):
-            if f.name not in hidden:
-                found[renamed.get(f.name, f.name)] = f
-    given = {"policy": "auto", "num_draft_tokens": None} | given
-    order = [*ENGINE_HELP, *(name for name in found if name not in ENGINE_HELP)]
-    order = [name for name in order if name not in left_out]
-    kinds = {n: "int | None" if n == "num_draft_tokens" else found[n].type for n in order}
-    members += [(n, kinds[n], given.get(n, found[n].default), ENGINE_HELP.get(n, "")) for n in order]
+    given = {"model": "embedded", "draft": "auto", "draft_options": "{}", "policy": "auto", "num_draft_tokens": None}
+    given |= defaults
+    known: dict[str, tuple[Any, Any]] = dict.fromkeys(CHOICE_HELP, (str, None))
+    renamed = {(SpecConfig, "format"): "draft_format", (CacheConfig, "format"): "kv_format"}
+    for cls in (SpecConfig, EngineConfig, CacheConfig):
+        kinds = hints(cls)
+        known |= {renamed.get((cls, f.name), f.name): (kinds[f.name], f.default) for f in fields(cls)}
+    known |= {"model": (str, None), "num_draft_tokens": (int | None, None)}
+    helps = {name: text for name, text in {**CHOICE_HELP, **ENGINE_HELP}.items() if name not in left_out}
+    members = [(name, known[name][0], given.get(name, known[name][1]), text) for name, text in helps.items()]
     return _flags("Engine", "Models, speculation and limits.", members)
 
 
 def sampling_flags(defaults: Mapping[str, Any], left_out: Seq[str]) -> type[Any]:
     """A flag for each field of SamplingParams. Lists are given by repeating the flag."""
-    members: list[Member] = []
-    for f in fields(SamplingParams):
-        kind, default = f.type, defaults.get(f.name, f.default)
-        if f.name == "logit_bias":
-            kind, default = "tuple[str, ...]", ()
-        elif f.name == "allowed_token_ids":
-            kind, default = "tuple[int, ...]", ()
-        if f.name not in left_out:
-            members.append((f.name, kind, default, SAMPLING_HELP.get(f.name, "")))
+    kinds = {**hints(SamplingParams), "logit_bias": tuple[str, ...], "allowed_token_ids": tuple[int, ...]}
+    given = {**defaults, "logit_bias": (), "allowed_token_ids": ()}
+    members = [
+        (f.name, kinds[f.name], given.get(f.name, f.default), SAMPLING_HELP.get(f.name, ""))
+        for f in fields(SamplingParams)
+        if f.name not in left_out
+    ]
     return _flags("Sampling", "How tokens are chosen.", members)
 
 
