@@ -189,7 +189,7 @@ def models_of(spec: SpecConfig, pair: Pair, target: Decoder) -> list[Decoder | E
     """The models that the drafters of a SpecConfig own, for all levels. A head always belongs to the target."""
     drafter = None if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER
     if drafter is not None and drafter.owns == "head":
-        own_head = pair.block if drafter.text == "BLOCK" else pair.head
+        own_head = pair.block if spec.method == "block" else pair.head
         assert own_head is not None, "the pair has no draft head"
         return [own_head]
     own = [] if drafter is None or not drafter.owns else [target if drafter.owns == "target" else pair.draft]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Draw
-from sameseed.drafters._followers import CatchUp
+from sameseed.drafters._followers import CatchUp, Holding
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.request import Sequence
-from sameseed.spec.drafter import Drafter, Span
+from sameseed.spec.drafter import Span
 
 KEEP = 64  # hidden states kept of positions that have a cached row, so that as many tokens can be taken back
 WAIT_BYTES = 64 << 20  # bytes of hidden states, of all sequences, that may wait for the first draft
@@ -250,17 +250,11 @@ class Contexts:
             self.runner.blocks.release(context.holder)
 
 
-class Reading(Drafter):
-    """Base of drafters whose only state per sequence is in `followers`, which gets the target's hidden states."""
+class Reading(Holding):
+    """Base of drafters that follow each sequence by the target's hidden states."""
 
     followers: Contexts
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         if hidden is not None:
             self.followers.observe(seqs, spans, hidden)
-
-    def rewind(self, seq: Sequence, length: int) -> None:
-        self.followers.rewind(seq, length)
-
-    def release(self, seq: Sequence) -> None:
-        self.followers.release(seq)

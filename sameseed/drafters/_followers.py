@@ -133,8 +133,20 @@ class Followers:
             self.runner.blocks.release(shadow.seq)
 
 
-class Following(Drafter):
+class Holding(Drafter):
     """Base of drafters whose only state per sequence is in `followers`."""
+
+    followers: Any  # its `rewind` and `release` forget tokens, or a sequence
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        self.followers.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        self.followers.release(seq)
+
+
+class Following(Holding):
+    """Base of drafters with a model of their own, in which shadows follow the sequences."""
 
     followers: Followers
 
@@ -147,9 +159,3 @@ class Following(Drafter):
     @property
     def limit(self) -> int:
         return self.followers.limit
-
-    def rewind(self, seq: Sequence, length: int) -> None:
-        self.followers.rewind(seq, length)
-
-    def release(self, seq: Sequence) -> None:
-        self.followers.release(seq)
