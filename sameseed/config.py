@@ -12,6 +12,7 @@ from typing import Any
 
 from sameseed import fields, registry
 from sameseed.errors import ConfigError
+from sameseed.fields import within
 
 MAX_DRAFT_TOKENS = 64
 GOODPUT_DRAFT_TOKENS = 12  # the maximum for goodput, unless another is given
@@ -25,17 +26,13 @@ class CacheConfig:
     `prefix_cache`: cached rows of earlier texts of the same tenant are reused for texts with the same beginning.
     """
 
-    block_size: int = 16
-    num_blocks: int | None = None
+    block_size: int = within(16, 1, 1024)
+    num_blocks: int | None = within(None, 1)
     format: str = "auto"  # auto: bf16 or fp16 if the weights (or the checkpoint's) are, else fp32
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         fields.check(self)
-        if not 1 <= self.block_size <= 1024:
-            raise ConfigError(f"block_size must lie in 1..1024, got {self.block_size}; 16 or 32 are usual")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigError(f"num_blocks must be at least 1, got {self.num_blocks}")
 
 
 @dataclass(frozen=True)
@@ -55,28 +52,21 @@ class SpecConfig:
     method: str = "none"
     model: str | None = None
     format: str = "auto"  # weights of the draft model; auto: as the target's, see models.draft_format
-    num_draft_tokens: int = 4
-    confidence: float | None = None
+    num_draft_tokens: int = within(4, 0, MAX_DRAFT_TOKENS)
+    confidence: float | None = within(None, 0, 1)
     policy: str = "fixed"
     options: Mapping[str, object] = field(default_factory=dict)
     below: tuple[SpecConfig, ...] = ()
-    overlap: int = 0
+    overlap: int = within(0, 0)
     drafter: Any = None
 
     def __post_init__(self) -> None:
-        k = self.num_draft_tokens
-        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFT_TOKENS:
-            raise ConfigError(f"num_draft_tokens (k) must be a whole number in 0..{MAX_DRAFT_TOKENS}, got {k!r}")
         fields.check(self)
         policies = registry.names("lengths")
         if self.policy not in policies:
             raise ConfigError(f"policy must be one of {', '.join(policies)}, got {self.policy!r}")
         if self.policy == "confidence" and self.confidence is None:
             raise ConfigError("policy 'confidence' needs a confidence, e.g. --confidence 0.4")
-        if self.overlap < 0:
-            raise ConfigError(f"overlap is a number of cores, 0 (none) or more, got {self.overlap!r}")
-        if self.confidence is not None and not 0.0 <= self.confidence <= 1.0:
-            raise ConfigError(f"confidence must lie in 0..1, got {self.confidence!r}")
 
 
 def draft_text(spec: SpecConfig) -> str:
@@ -151,15 +141,15 @@ class EngineConfig:
     `template_date`: the date that chat templates are told, which stands still; None: the day when the engine starts.
     """
 
-    max_num_rows: int = 512
-    max_num_seqs: int = 32
-    max_pass_ms: float = 100.0
-    max_model_len: int | None = None  # None: the model's own context
+    max_num_rows: int = within(512, 1)
+    max_num_seqs: int = within(32, 1)
+    max_pass_ms: float = within(100.0, 0, above=True)  # inf: no limit
+    max_model_len: int | None = within(None, 2)  # a prompt and a token; None: the model's own context
     format: str = "auto"  # weights: auto keeps what the checkpoint stores
     backend: str = "auto"
     device: str = "cpu"
-    threads: int | None = None
-    gpu_memory_utilization: float = 0.9
+    threads: int | None = within(None, 1)
+    gpu_memory_utilization: float = within(0.9, 0, 1, above=True)
     profile: str | None = None
     force_profile: bool = False
     template_date: str | None = None
@@ -168,24 +158,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         fields.check(self)
-        if self.max_num_rows < 1:
-            raise ConfigError(f"max_num_rows must be at least 1, got {self.max_num_rows}")
-        if self.max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
-        if not self.max_pass_ms > 0.0:
-            raise ConfigError(f"max_pass_ms must be above 0 (inf: no limit), got {self.max_pass_ms}")
         if self.max_num_rows < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_rows ({self.max_num_rows}) is below max_num_seqs ({self.max_num_seqs}): every running "
                 "sequence needs a row a pass; raise the first or lower the second"
             )
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"max_model_len must be at least 2 (a prompt and a token), got {self.max_model_len}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            share = self.gpu_memory_utilization
-            raise ConfigError(f"gpu_memory_utilization is a share of the GPU's memory, above 0 to 1, got {share!r}")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads must be at least 1, got {self.threads}")
         try:
             datetime.fromisoformat(self.template_date or "2026-01-01")
         except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -33,10 +34,24 @@ def parse(kind: type[T], data: object, where: str = "") -> T:
     return kind(**{k: value_of(wanted[k], v, k, where) for k, v in given.items()})
 
 
+def within(default: Any, low: float, high: float = math.inf, above: bool = False) -> Any:
+    """A field of a dataclass whose number must lie in low..high (`above`: and not be `low`), as `check` sees to."""
+    return dataclasses.field(default=default, metadata={"within": (low, high, above)})
+
+
 def check(options: object) -> None:
-    """Raise ConfigError if a field of a dataclass holds a value of another type than the field's."""
-    for name, kind in hints(type(options)).items():
-        value_of(kind, getattr(options, name), name)
+    """Raise ConfigError if a field of a dataclass holds a value of another type, or a number out of its range."""
+    kinds = hints(type(options))
+    for f in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass
+        value = getattr(options, f.name)
+        value_of(kinds[f.name], value, f.name)
+        low, high, above = f.metadata.get("within", (-math.inf, math.inf, False))
+        if value is None or "within" not in f.metadata or (low <= value <= high and not (above and value == low)):
+            continue
+        least = f"{'above' if above else 'at least'} {low:g}"
+        bounds = f"be {least}" if high == math.inf or above else f"lie in {low:g}..{high:g}"
+        most = f" and at most {high:g}" if above and high < math.inf else ""
+        raise ConfigError(f"{f.name} must {bounds}{most}, got {value!r}")
 
 
 def check_keys(

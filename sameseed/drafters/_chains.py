@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sameseed.drafters._choices import choices, growing_tree, grows_at_once
-from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.models.drawn import Drawn
 from sameseed.models.runner import ModelRunner, Output
 from sameseed.request import Sequence
@@ -29,16 +29,9 @@ class ChainDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`siblings`: alternative tokens at each position of a chain, 0 to 8. Raises ConfigError for other numbers."""
+        """`siblings`: alternative tokens at each position of a chain, 0 to 8."""
 
-        siblings: int = 0
-
-        def __post_init__(self) -> None:
-            rows = getattr(self, "prefill_rows", 1)  # only drafters that catch up with prompts have it
-            if rows < 1:
-                raise ConfigError(f"prefill_rows must be at least 1, got {rows}")
-            if not 0 <= self.siblings <= MOST_SIBLINGS:
-                raise ConfigError(f"siblings must lie in 0..{MOST_SIBLINGS}, got {self.siblings}")
+        siblings: int = within(0, 0, MOST_SIBLINGS)
 
     cuttable = True
     judges = True

@@ -18,6 +18,7 @@ from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_
 from sameseed.drafters._eagle_context import Contexts, Reading
 from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.drafters._vocabulary import read_vocabulary
+from sameseed.fields import within
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.request import Sequence
@@ -42,7 +43,7 @@ class BlockDrafter(Reading, ChainDrafter):
         """
 
         vocabulary: str = ""
-        prefill_rows: int = 512
+        prefill_rows: int = within(512, 1)
 
     owns = "head"
     at_once = True

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sameseed.drafters._followers import Followers, Following
 from sameseed.drafters._vocabulary import with_vocabulary
-from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
@@ -32,15 +32,9 @@ class CascadeDrafter(Following):
         (the first ids), or a file of ids (JSON or one per line), as `sameseed vocabulary` makes.
         """
 
-        min_length: int = 4
-        prefill_rows: int = 512
+        min_length: int = within(4, 1)
+        prefill_rows: int = within(512, 1)
         vocabulary: str = ""
-
-        def __post_init__(self) -> None:
-            if self.min_length < 1 or self.prefill_rows < 1:
-                raise ConfigError(
-                    f"min_length and prefill_rows must be at least 1, got {self.min_length} and {self.prefill_rows}"
-                )
 
     owns = "model"
     num_below = (1, 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths, draft_of
 from sameseed.drafters._followers import Followers, Following
+from sameseed.fields import within
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
@@ -29,7 +30,7 @@ class DraftModelDrafter(Following, ChainDrafter):
         of a tree, which take no further pass; `--k` then counts nodes.
         """
 
-        prefill_rows: int = 512
+        prefill_rows: int = within(512, 1)
         vocabulary: str = ""
 
     owns = "model"

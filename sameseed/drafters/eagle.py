@@ -23,6 +23,7 @@ from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.drafters._tree import Tree
 from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.models.drawn import Drawn
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, Level
@@ -46,20 +47,17 @@ class EagleDrafter(Reading):
         that the head attends to (0: its own context). `prefill_rows`: the most rows of one catch-up pass.
         """
 
-        depth: int = 5
-        top_k: int = 8
+        depth: int = within(5, 1, MAX_NODES)
+        top_k: int = within(8, 1, MAX_NODES)
         vocabulary: str = ""
         beyond: str = "slide"
-        window: int = 0
-        prefill_rows: int = 512
+        window: int = within(0, 0)
+        prefill_rows: int = within(512, 1)
 
         def __post_init__(self) -> None:
-            if not (1 <= self.depth <= MAX_NODES and 1 <= self.top_k <= MAX_NODES):
-                raise ConfigError(f"depth and top_k must lie in 1..{MAX_NODES}, got {self.depth} and {self.top_k}")
+            super().__post_init__()
             if self.beyond not in ("slide", "stop"):
                 raise ConfigError(f"beyond must be 'slide' or 'stop', got {self.beyond!r}")
-            if self.prefill_rows < 1 or self.window < 0:
-                raise ConfigError("prefill_rows must be at least 1, window at least 0")
 
     owns = "head"
     cuttable = True

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.request import Sequence, SpecMetrics
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Below, Drafter, Parts, Span
@@ -32,12 +32,8 @@ class FirstDrafter(Drafter):
         drafter gives path probabilities, their sum must be at least this.
         """
 
-        min_tokens: int = 2
-        min_expected: float = 1.0
-
-        def __post_init__(self) -> None:
-            if self.min_tokens < 1 or self.min_expected < 0:
-                raise ConfigError("min_tokens must be at least 1, min_expected at least 0")
+        min_tokens: int = within(2, 1)
+        min_expected: float = within(1.0, 0)
 
     num_below = (2, MAX_BELOW)
 

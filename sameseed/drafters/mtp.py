@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sameseed.batch import MAX_NODES
 from sameseed.drafters.eagle import EagleDrafter
+from sameseed.fields import within
 
 
 class MtpDrafter(EagleDrafter):
@@ -14,7 +16,7 @@ class MtpDrafter(EagleDrafter):
     class Options(EagleDrafter.Options):
         """Those of eagle: `depth`, `top_k` (1: a chain), `vocabulary`, `beyond`, `window`, `prefill_rows`."""
 
-        top_k: int = 1
+        top_k: int = within(1, 1, MAX_NODES)
 
     owns = "head"
     inside = True

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
@@ -19,15 +20,13 @@ class NgramDrafter(Drafter):
     class Options(Drafter.Options):
         """`max_ngram` and `min_ngram`: the longest and the shortest suffix that is looked up, in tokens."""
 
-        max_ngram: int = 4
-        min_ngram: int = 2
+        max_ngram: int = within(4, 1, 32)
+        min_ngram: int = within(2, 1, 32)
 
         def __post_init__(self) -> None:
-            if not 1 <= self.min_ngram <= self.max_ngram <= 32:
-                raise ConfigError(
-                    f"n-gram sizes must satisfy 1 <= min_ngram <= max_ngram <= 32, got {self.min_ngram} and "
-                    f"{self.max_ngram}"
-                )
+            super().__post_init__()
+            if self.min_ngram > self.max_ngram:
+                raise ConfigError(f"min_ngram ({self.min_ngram}) must be at most max_ngram ({self.max_ngram})")
 
     cuttable = True
 

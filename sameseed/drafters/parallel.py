@@ -15,6 +15,7 @@ from sameseed.batch import MAX_NODES
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, likely_after
 from sameseed.drafters._followers import Followers, Following
 from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
@@ -41,7 +42,7 @@ class ParallelDrafter(Following, ChainDrafter):
         """
 
         mask_token: int = -1
-        prefill_rows: int = 512
+        prefill_rows: int = within(512, 1)
         vocabulary: str = ""
 
     owns = "model"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths, draft_of
 from sameseed.drafters._shadow import Guide
 from sameseed.drafters._vocabulary import with_vocabulary
-from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
@@ -39,15 +39,9 @@ class SelfQuantDrafter(ChainDrafter):
         counts nodes.
         """
 
-        kv_window: int = 0
-        kv_sink: int = 16
+        kv_window: int = within(0, 0)
+        kv_sink: int = within(16, 0)
         vocabulary: str = ""
-
-        def __post_init__(self) -> None:
-            for name in ("kv_window", "kv_sink"):
-                if getattr(self, name) < 0:
-                    raise ConfigError(f"{name} must be a number of tokens, 0 or more, got {getattr(self, name)}")
-            super().__post_init__()
 
     owns = "target"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from sameseed.drafters._history import History, Place
 from sameseed.drafters._store import TextStore
 from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Parts
@@ -46,24 +47,19 @@ class SuffixDrafter(Drafter):
         store; the oldest are dropped. `store`: a file that keeps them between runs.
         """
 
-        min_match: int = 2
-        max_match: int = 24
-        length_factor: float = 2.0
-        min_probability: float = 0.1
-        max_places: int = 32
+        min_match: int = within(2, 1, 1024)
+        max_match: int = within(24, 1, 1024)
+        length_factor: float = within(2.0, 0, above=True)
+        min_probability: float = within(0.1, 0, 1)
+        max_places: int = within(32, 1)
         past: str = "tenant"
-        max_tokens: int = 1_000_000
+        max_tokens: int = within(1_000_000, 1)
         store: str = ""
 
         def __post_init__(self) -> None:
-            if not 1 <= self.min_match <= self.max_match <= 1024:
-                raise ConfigError(
-                    f"matches must satisfy 1 <= min_match <= max_match <= 1024, got {self.min_match}, {self.max_match}"
-                )
-            if not self.length_factor > 0 or not 0 <= self.min_probability <= 1:
-                raise ConfigError("length_factor must be above 0, and min_probability lie in 0..1")
-            if self.max_places < 1 or self.max_tokens < 1:
-                raise ConfigError("max_places and max_tokens must be at least 1")
+            super().__post_init__()
+            if self.min_match > self.max_match:
+                raise ConfigError(f"min_match ({self.min_match}) must be at most max_match ({self.max_match})")
             if self.past not in PAST:
                 raise ConfigError(f"past must be one of {', '.join(PAST)}, got {self.past!r}")
             if self.store and self.past != "all":

@@ -124,7 +124,13 @@ class Drafter:
 
     @dataclass(frozen=True)
     class Options:
-        """Options of one drafter; flags, JSON keys and docs rows are derived from the fields."""
+        """Options of one drafter; flags, JSON keys and docs rows are derived from the fields.
+
+        Raises ConfigError for a number out of its field's range (`fields.within`).
+        """
+
+        def __post_init__(self) -> None:
+            fields.check(self)
 
     owns: ClassVar[Owned] = ""  # the model of its own that `build` gets; "target": the target in another format
     inside: ClassVar[bool] = False  # is its head inside the target's checkpoint?

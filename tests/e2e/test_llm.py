@@ -169,7 +169,7 @@ def test_padding_is_no_other_vocabulary(folders: tuple[str, str], tmp_path: Path
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"num_draft_tokens": 65}, ConfigError, r"must be a whole number in 0\.\.64, got 65"),
+        ({"num_draft_tokens": 65}, ConfigError, r"must lie in 0\.\.64, got 65"),
         ({"num_draft_tokens": -1}, ConfigError, "got -1"),
         ({"confidence": 1.5}, ConfigError, r"confidence must lie in 0\.\.1"),
         ({"draft": "ngram", "draft_options": {"max_ngrm": 3}}, ConfigError, "did you mean 'max_ngram'"),

@@ -11,10 +11,10 @@ from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_options
 from sameseed.errors import ConfigError
 
 BAD: list[tuple[type, dict[str, Any], str]] = [
-    (CacheConfig, {"block_size": 0}, "block_size must lie in 1..1024, got 0; 16 or 32 are usual"),
+    (CacheConfig, {"block_size": 0}, "block_size must lie in 1..1024, got 0"),
     (CacheConfig, {"block_size": 1025}, "got 1025"),
     (CacheConfig, {"num_blocks": 0}, "num_blocks must be at least 1"),
-    (SpecConfig, {"num_draft_tokens": -1}, "num_draft_tokens (k) must be a whole number in 0..64, got -1"),
+    (SpecConfig, {"num_draft_tokens": -1}, "num_draft_tokens must lie in 0..64, got -1"),
     (SpecConfig, {"num_draft_tokens": 65}, "got 65"),
     (SpecConfig, {"num_draft_tokens": 2.0}, "got 2.0"),
     (SpecConfig, {"num_draft_tokens": True}, "got True"),

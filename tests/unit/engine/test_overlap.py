@@ -262,7 +262,7 @@ def test_cores_for_both(pair_folders: tuple[Path, Path], monkeypatch: Any) -> No
     assert isinstance(ahead, Overlap)
     assert (ahead.threads, ahead.others) == (3, 1)
     for wrong, said in (
-        (-1, "overlap is a number of cores"),
+        (-1, "overlap must be at least 0"),
         (True, "'overlap' must be of type int"),
         (1.5, "type int"),
     ):
