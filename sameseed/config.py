@@ -16,7 +16,16 @@ from sameseed.fields import within
 
 MAX_DRAFT_TOKENS = 64
 GOODPUT_DRAFT_TOKENS = 12  # the maximum for goodput, unless another is given
-MODEL, CASCADE, SUM = "draft_model", "cascade", "first"  # the drafters that `m`, `a > m` and `a + b` mean
+# The drafters that a draft means without naming them, by how it is written or by the kind of its folder.
+WRITTEN = {"MODEL": "draft_model", "HEAD": "eagle", "BLOCK": "block", "PARALLEL": "parallel"}
+WRITTEN |= {"A > MODEL": "cascade", "A + B": "first"}
+# `Drafter.owns` of the package's drafters. Loading one would import PyTorch, which the front of a server needs not.
+OWNS = {
+    **dict.fromkeys(("cascade", "draft_model", "parallel"), "model"),
+    **dict.fromkeys(("block", "eagle", "mtp"), "head"),
+    **dict.fromkeys(("first", "ngram", "suffix"), ""),
+    "self_quant": "target",
+}
 
 
 @dataclass(frozen=True)
@@ -71,9 +80,14 @@ class SpecConfig:
 
 def draft_text(spec: SpecConfig) -> str:
     """The drafter in the syntax of `parse_draft`, without settings: "ngram", "draft_model", "ngram > cascade"."""
-    if spec.method == SUM:
+    if spec.method == WRITTEN["A + B"]:
         return " + ".join(f"({draft_text(b)})" if len(b.below) == 1 else draft_text(b) for b in spec.below)
     return " > ".join([*(draft_text(b) for b in spec.below), spec.method])
+
+
+def owns(method: str) -> str:
+    """`Drafter.owns` of a drafter; one of the package is not loaded. Raises RegistryError for an unknown name."""
+    return OWNS[method] if method in OWNS else str(registry.load("drafters", method).DRAFTER.owns)
 
 
 def parse_draft(text: str) -> SpecConfig:
@@ -98,7 +112,9 @@ def _chain(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
         upper, tokens = _sum(tokens[1:], text)
         if upper.below:
             raise ConfigError(f"--draft {text!r}: right of '>' stands a model, not {upper.method!r}")
-        spec = replace(upper, method=CASCADE if upper.method == MODEL else upper.method, below=(spec,))
+        spec = replace(
+            upper, method=WRITTEN["A > MODEL"] if upper.method == WRITTEN["MODEL"] else upper.method, below=(spec,)
+        )
     return spec, tokens
 
 
@@ -121,7 +137,7 @@ def _sum(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
         return terms[0], tokens
     # Each drafter may draft as many tokens as are asked for in all.
     below = tuple(replace(term, num_draft_tokens=MAX_DRAFT_TOKENS) for term in terms)
-    return SpecConfig(SUM, below=below), tokens
+    return SpecConfig(WRITTEN["A + B"], below=below), tokens
 
 
 def _atom(text: str) -> SpecConfig:
@@ -129,7 +145,7 @@ def _atom(text: str) -> SpecConfig:
     name, colon, model = text.partition(":")
     if name in registry.names("drafters") and (model or not colon):
         return SpecConfig(name, model or None)
-    return SpecConfig(MODEL, text)
+    return SpecConfig(WRITTEN["MODEL"], text)
 
 
 @dataclass(frozen=True)

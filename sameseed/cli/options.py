@@ -26,7 +26,7 @@ import tyro
 from tyro.conf import arg
 
 from sameseed import hub, registry
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft, parse_options
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig, owns, parse_draft, parse_options
 from sameseed.errors import ConfigError, RegistryError, RequestError
 from sameseed.fields import hints
 from sameseed.request import SamplingParams
@@ -289,12 +289,6 @@ def _bias(text: str) -> tuple[int, float]:
 
 EMBEDDED_DRAFT, EMBEDDED_HEAD = "embedded-draft", "embedded-head"
 EMBEDDED = ("embedded", "embedded-target", EMBEDDED_DRAFT, EMBEDDED_HEAD)  # as in the loader, which would import torch
-# What each of the package's drafters takes if no model is named. It stands here because loading one imports PyTorch.
-EMBEDDED_FOR: dict[str, str | None] = {
-    **dict.fromkeys(("cascade", "draft_model", "parallel"), EMBEDDED_DRAFT),
-    **dict.fromkeys(("block", "eagle"), EMBEDDED_HEAD),
-    **dict.fromkeys(("first", "mtp", "ngram", "self_quant", "suffix"), None),
-}
 
 
 def draft_choice(draft: str, model: str) -> SpecConfig | None:
@@ -318,11 +312,7 @@ def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
         raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
     below = tuple(_checked(b, embedded) for b in spec.below)
     if embedded and name is None:
-        if spec.method in EMBEDDED_FOR:
-            name = EMBEDDED_FOR[spec.method]
-        else:
-            owns = registry.load("drafters", spec.method).DRAFTER.owns
-            name = {"model": EMBEDDED_DRAFT, "head": EMBEDDED_HEAD}.get(owns)
+        name = {"model": EMBEDDED_DRAFT, "head": EMBEDDED_HEAD}.get(owns(spec.method))
     return dataclasses.replace(spec, model=name, below=below)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sameseed import ops, registry
-from sameseed.config import EngineConfig, SpecConfig
+from sameseed.config import WRITTEN, EngineConfig, SpecConfig
 from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.learned import learned_key
@@ -287,7 +287,7 @@ def _draft_folder(spec: SpecConfig, cls: type[Drafter], folder: Path) -> Path:
         raise ConfigError(
             f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
         )
-    if spec.method in ("block", "eagle") and spec.method != head_drafter(own):
+    if spec.method in (WRITTEN["HEAD"], WRITTEN["BLOCK"]) and spec.method != head_drafter(own):
         raise ConfigError(
             f"drafter {spec.method!r} cannot draft with {name}, a head of another kind; write --draft {name}, or "
             f"--draft {head_drafter(own)}:{name}"

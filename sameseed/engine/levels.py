@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sameseed import ops, registry
-from sameseed.config import MODEL, SpecConfig
+from sameseed.config import WRITTEN, SpecConfig
 from sameseed.errors import ConfigError
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
@@ -83,7 +83,7 @@ class Level:
 
     def check(self) -> None:
         """Raise ConfigError for settings without effect: an overlap, a policy that never learns, a confidence."""
-        if any(level.spec.overlap for level in self.every()):
+        if self.spec.overlap or any(level.spec.overlap for level in self.every()):
             self._check_overlap()
         for level in self.every():
             learning = [b.spec for b in level.in_turn if b.spec.policy != "fixed"]
@@ -129,15 +129,15 @@ def resolve(spec: SpecConfig) -> Level:
 
 def _recognized(spec: SpecConfig) -> SpecConfig:
     method, below = spec.method, tuple(map(_recognized, spec.below))
-    if spec.model is not None and method == MODEL:
+    if spec.model is not None and method == WRITTEN["MODEL"]:
         folder = resolve_model(str(spec.model))
-        method = head_drafter(folder) if is_head(folder) else "parallel" if is_parallel(folder) else MODEL
+        method = head_drafter(folder) if is_head(folder) else WRITTEN["PARALLEL"] if is_parallel(folder) else method
     return replace(spec, method=method, below=below)
 
 
 def head_drafter(folder: Path) -> str:
     """The name of the drafter for the head in `folder`."""
-    return "block" if is_block(folder) else "eagle"
+    return WRITTEN["BLOCK" if is_block(folder) else "HEAD"]
 
 
 def drafter_class(spec: SpecConfig) -> type[Drafter]:

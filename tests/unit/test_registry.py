@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sameseed import registry
+from sameseed import config, registry
 from sameseed.errors import RegistryError
 
 
@@ -44,6 +44,11 @@ def test_names_import_nothing() -> None:
         "sys.exit('torch' in sys.modules or 'sameseed.drafters.ngram' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_drafters_own_is_known_before_they_are_loaded() -> None:
+    assert {n: registry.load("drafters", n).DRAFTER.owns for n in config.OWNS} == config.OWNS
+    assert set(config.WRITTEN.values()) <= set(config.OWNS) == registry._own("drafters")
 
 
 def test_the_front_of_a_server_starts_without_pytorch() -> None:

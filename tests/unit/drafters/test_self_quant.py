@@ -12,6 +12,7 @@ from sameseed import LLM
 from sameseed.batch import Rows, build_batch
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine import build
+from sameseed.engine.levels import Level
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.nested import is_nested, nested_view
@@ -165,13 +166,13 @@ def test_what_is_not_nested_says_the_remedy(folder: Path, nested: Pair, pair: Pa
     with pytest.raises(ConfigError, match=r"weights in fp32 hold no 4-bit ones; load the target with --format w8a8n"):
         nested_view(pair.target)
     for bad in ({"kv_window": -1}, {"kv_sink": -3}):
-        with pytest.raises(ConfigError, match="0 or more"):
-            build.check_options(SpecConfig("self_quant", options=bad))
+        with pytest.raises(ConfigError, match="at least 0"):
+            Level.of(SpecConfig("self_quant", options=bad))
     assert is_nested(folder, QuantScheme.parse("bf16,model.layers.1.mlp.*=w8a8n"))
     with pytest.raises(RegistryError, match="no format 'nestde'"):
-        build.check_options(SpecConfig("self_quant", format="nestde"))
-    build.check_options(SpecConfig("self_quant", format="nested"))
-    build.check_options(EngineConfig(spec=SpecConfig("self_quant", options={"kv_window": 5})).spec)
+        Level.of(SpecConfig("self_quant", format="nestde"))
+    Level.of(SpecConfig("self_quant", format="nested"))
+    Level.of(EngineConfig(spec=SpecConfig("self_quant", options={"kv_window": 5})).spec)
 
 
 def test_drafts_leave_the_middle_of_a_long_context_out(nested: Pair) -> None:
