@@ -100,17 +100,18 @@ def load_parts(
         target = load_model(folder, backend, quant, max_len, config.device, progress)
     drafts: list[Model] = []
     for m in models:
-        if m.is_head or m.is_view:
-            owner = target if m.owner is None else drafts[m.owner]
-            assert isinstance(owner, Decoder)
-            if m.folder == m.target and isinstance(owner, Qwen35) and not m.is_view:
-                drafts.append(load_mtp(m.folder, owner, backend, m.quant, config.device, progress))
-                continue
-            head = None if m.is_view else load_head(m.folder, owner, backend, m.quant, config.device, progress)
-            drafts.append(head or nested_view(owner))
-            continue
-        draft_len = min(max_len, read_config(m.folder).max_model_len)
-        drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
+        owner = target if m.owner is None else drafts[m.owner]
+        assert isinstance(owner, Decoder)
+        if m.is_view:
+            drafts.append(nested_view(owner))
+        elif m.cls.inside:
+            assert isinstance(owner, Qwen35)
+            drafts.append(load_mtp(m.folder, owner, backend, m.quant, config.device, progress))
+        elif m.cls.owns == "head":
+            drafts.append(load_head(m.folder, owner, backend, m.quant, config.device, progress))
+        else:
+            draft_len = min(max_len, read_config(m.folder).max_model_len)
+            drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
     key = None
     if config.spec.policy == "goodput":
         key = learned_key(config, [(folder, quant), *((m.folder, m.quant) for m in models)])
@@ -138,19 +139,19 @@ def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
     level.check()
     models = models_of(level, folder, quant, config.device)
     for m in models:
-        if not m.is_head or (m.folder / "tokenizer.json").exists():
+        if m.cls.owns != "head" or (m.folder / "tokenizer.json").exists():
             check_vocabulary(tokenizer, load_tokenizer(m.folder))
     for m in models:
-        if m.shares_cache and read_config(m.target).state_shapes:
+        if m.cls.owns == "target" and read_config(m.target).state_shapes:
             raise ConfigError(
                 f"{config.spec.method}: low-bit weights that draft in their target's cache would overwrite the state "
                 "of a recurrent model; take --draft ngram, suffix, mtp or a smaller model"
             )
     demands = [demand(folder, quant, config)]
     for m in (m for m in models if not m.is_view):
-        head = head_demand(m.folder, m.quant, config, m.target) if m.is_head else None
+        head = head_demand(m.folder, m.quant, config, m.target) if m.cls.owns == "head" else None
         own = head or demand(m.folder, m.quant, config)
-        demands.append(replace(own, block=0) if m.shares_cache else own)
+        demands.append(replace(own, block=0) if m.cls.owns == "target" else own)
     return CheckedParts(level, tokenizer, models, demands)
 
 
@@ -219,14 +220,16 @@ def _build_drafter(
 
 @dataclass(frozen=True)
 class _Model:
-    """A model that a drafting level needs. `owner`: the model of a head or view, by index; None: the target."""
+    """A model that a drafter of class `cls` needs, for the model in `target`, which is number `owner` of those before.
 
+    `owner` None: it drafts for the engine's target.
+    """
+
+    cls: type[Drafter]
     folder: Path
     quant: QuantScheme
-    shares_cache: bool
-    is_head: bool
     is_view: bool  # low-bit weights inside the owner's weights: nothing is loaded
-    target: Path  # the model that it drafts for
+    target: Path
     owner: int | None
 
 
@@ -263,7 +266,7 @@ def _add_models(
                 f"{spec.model or 'the target'} would draft for itself in as many bits ({own_quant}; the target: "
                 f"{quant}); take a smaller model, or a lower format for the draft (--draft-format)"
             )
-        found.append(_Model(own, own_quant, cls.owns == "target", cls.owns == "head", is_view, folder, owner))
+        found.append(_Model(cls, own, own_quant, is_view, folder, owner))
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in level.below:
         _add_models(found, below, folder, quant, owner, device)

@@ -85,8 +85,3 @@ def bound_text(probability: float) -> str:
     exponent = math.floor(math.log10(probability))
     digit = math.ceil(probability / 10.0**exponent - 1e-9)
     return f"{digit * 10.0**exponent:.0e}"
-
-
-def normal_tail(deviations: float) -> float:
-    """Probability that a normal variable is more than `deviations` standard deviations from its mean (two-sided)."""
-    return math.erfc(deviations / math.sqrt(2))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.law import FITS, judge
-from sameseed.laws.statistics import ALPHA, Cell, g_test, normal_tail
+from sameseed.laws.statistics import ALPHA, Cell, g_test
 from sameseed.laws.subject import Subject
 from sameseed.laws.textbook import adjusted, gumbel, probabilities
 from sameseed.request import SamplingParams, Sequence
@@ -95,7 +95,7 @@ def noise(subject: Subject, effort: Effort) -> Found:
                 found.add(f"correlation along {name}, lag {lag}", f"below {DEVIATIONS:g} / sqrt(n)", f"r = {r:.4f}")
             _judge_pairs(found, f"pairs along {name}, lag {lag}", here.ravel(), there.ravel())
     _choices(found, subject.seed, max(200, wanted // 5_000))
-    found.false_alarm = 25 * ALPHA + 24 * normal_tail(DEVIATIONS)
+    found.false_alarm = 25 * ALPHA + 24 * math.erfc(DEVIATIONS / math.sqrt(2))
     found.notes.append("one draw serves a draft and its check (coupled sampling): there is no separate residual draw")
     return found
 
