@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -76,6 +76,10 @@ class SpecConfig:
             raise ConfigError(f"policy must be one of {', '.join(policies)}, got {self.policy!r}")
         if self.policy == "confidence" and self.confidence is None:
             raise ConfigError("policy 'confidence' needs a confidence, e.g. --confidence 0.4")
+
+    def with_each(self, change: Callable[[SpecConfig], SpecConfig]) -> SpecConfig:
+        """The same levels, each as `change` makes it (but for its `below`)."""
+        return replace(change(self), below=tuple(b.with_each(change) for b in self.below))
 
 
 def draft_text(spec: SpecConfig) -> str:

@@ -93,10 +93,7 @@ def overview() -> str:
         [
             "usage: sameseed COMMAND [OPTIONS]",
             "",
-            textwrap.fill(
-                "Speculative decoding that never changes the output: draft cheaply, verify exactly.",
-                width,
-            ),
+            textwrap.fill("Speculative decoding that never changes the output: draft cheaply, verify exactly.", width),
             "",
             *lines,
             "",

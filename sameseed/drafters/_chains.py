@@ -166,11 +166,7 @@ class ChainWriter:
         return LateDraft([drafted.get(b, 0) for b in range(num_seqs)], drawn, read)
 
     def extend(
-        self,
-        shadows: Seq[Sequence],
-        chains: Seq[Chain],
-        lengths: Seq[int],
-        going: Callable[[], bool] = lambda: True,
+        self, shadows: Seq[Sequence], chains: Seq[Chain], lengths: Seq[int], going: Callable[[], bool] = lambda: True
     ) -> None:
         """Extend each of `chains` to at most lengths[b] tokens. No pass begins once `going()` is false."""
         runner, policy = self.runner, self.policy
@@ -215,11 +211,7 @@ class ChainWriter:
         return None if drawn is None else (active, drawn)
 
     def _take(
-        self,
-        shadows: Seq[Sequence],
-        chains: Seq[Chain],
-        counts: Mapping[int, int],
-        found: Seq[Seq[tuple[int, float]]],
+        self, shadows: Seq[Sequence], chains: Seq[Chain], counts: Mapping[int, int], found: Seq[Seq[tuple[int, float]]]
     ) -> None:
         """Append what `_start` drew to the chains, up to each chain's end; `counts`: tokens drawn, by chain.
 
@@ -253,12 +245,7 @@ class ChainWriter:
         ]
 
     def _grow_at_once(
-        self,
-        shadows: Seq[Sequence],
-        chains: Seq[Chain],
-        lengths: Seq[int],
-        logits: Tensor,
-        going: Callable[[], bool],
+        self, shadows: Seq[Sequence], chains: Seq[Chain], lengths: Seq[int], logits: Tensor, going: Callable[[], bool]
     ) -> bool:
         """Write empty chains, with siblings, in one backend call, from the logits [B, V] after each sequence.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sameseed.engine.front import Front, Message, Prompt
 from sameseed.errors import RequestError, SameseedError
-from sameseed.request import Completion, Delta, Request, SamplingParams
+from sameseed.request import Completion, Delta, SamplingParams
 
 log = logging.getLogger("sameseed")
 
@@ -56,7 +56,7 @@ class AsyncLLM(Front):
         self._sinks[request_id] = put  # from here on the id is taken
         try:
             requests = await asyncio.to_thread(self._requests, prompt, chosen, request_id)
-            if not self._post(lambda: self._add(requests)):
+            if not self._post(lambda: list(map(self.engine.add, requests))):
                 raise RequestError("this engine is closed; make a new AsyncLLM")
             open_ends = len(requests)
             while open_ends:
@@ -106,10 +106,6 @@ class AsyncLLM(Front):
 
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.close)
-
-    def _add(self, requests: list[Request]) -> None:
-        for request in requests:
-            self.engine.add(request)
 
     def _post(self, action: Callable[[], object]) -> bool:
         """Queue an action for the engine's thread before its next step; False if the engine is closed."""

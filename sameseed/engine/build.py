@@ -141,7 +141,6 @@ def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
     for m in models:
         if m.cls.owns != "head" or (m.folder / "tokenizer.json").exists():
             check_vocabulary(tokenizer, load_tokenizer(m.folder))
-    for m in models:
         if m.cls.owns == "target" and read_config(m.target).state_shapes:
             raise ConfigError(
                 f"{config.spec.method}: low-bit weights that draft in their target's cache would overwrite the state "
@@ -233,20 +232,19 @@ class _Model:
     owner: int | None
 
 
-def models_of(level: Level, folder: Path, quant: QuantScheme, device: str = "cpu") -> list[_Model]:
-    """The models of all levels, in the order in which drafters are built; `folder`, `quant`: those of the target.
+def models_of(
+    level: Level,
+    folder: Path,
+    quant: QuantScheme,
+    device: str = "cpu",
+    before: Seq[_Model] = (),
+    owner: int | None = None,
+) -> list[_Model]:
+    """The models `before`, then those of a level and below, as drafters are built; `folder`, `quant`: of its target.
 
     Raises ConfigError if a model would draft for itself in as many bits: that would cost what it saves.
     """
-    found: list[_Model] = []
-    _add_models(found, level, folder, quant, None, device)
-    return found
-
-
-def _add_models(
-    found: list[_Model], level: Level, folder: Path, quant: QuantScheme, owner: int | None, device: str
-) -> None:
-    cls, spec = level.cls, level.spec
+    cls, spec, found = level.cls, level.spec, list(before)
     if cls.owns:
         own = _draft_folder(spec, cls, folder)
         is_view = _drafts_with_view(spec, cls, folder, quant)
@@ -269,7 +267,8 @@ def _add_models(
         found.append(_Model(cls, own, own_quant, is_view, folder, owner))
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in level.below:
-        _add_models(found, below, folder, quant, owner, device)
+        found = models_of(below, folder, quant, device, found, owner)
+    return found
 
 
 def _draft_folder(spec: SpecConfig, cls: type[Drafter], folder: Path) -> Path:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import sameseed
 from sameseed import store
-from sameseed.config import EngineConfig, SpecConfig
+from sameseed.config import EngineConfig
 from sameseed.cost.running import EngineCost, GapCost
+from sameseed.engine.levels import Level
 from sameseed.engine.scope import machine_here
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.scheme import QuantScheme
@@ -27,9 +28,9 @@ def learned_key(config: EngineConfig, models: list[tuple[Path, QuantScheme]]) ->
 
     None, and nothing is stored, if a drafter is the user's own (`SpecConfig.drafter`).
     """
-    plain = _without_models(config.spec)
-    if plain is None:
+    if any(level.spec.drafter is not None for level in Level.of(config.spec).every()):
         return None
+    plain = config.spec.with_each(lambda spec: replace(spec, model=None))
     return store.digest(
         {
             "schema": SCHEMA,
@@ -41,13 +42,6 @@ def learned_key(config: EngineConfig, models: list[tuple[Path, QuantScheme]]) ->
             "spec": asdict(plain),
         }
     )
-
-
-def _without_models(spec: SpecConfig) -> SpecConfig | None:
-    below = tuple(_without_models(b) for b in spec.below)
-    if spec.drafter is not None or None in below:
-        return None
-    return replace(spec, model=None, below=tuple(b for b in below if b is not None))
 
 
 class LearnedTable:

@@ -124,15 +124,15 @@ def resolve(spec: SpecConfig) -> Level:
 
     Raises as `Level.of`, and ModelLoadError for a model that does not exist.
     """
-    return Level.of(_recognized(spec))
+    return Level.of(spec.with_each(_recognized))
 
 
 def _recognized(spec: SpecConfig) -> SpecConfig:
-    method, below = spec.method, tuple(map(_recognized, spec.below))
-    if spec.model is not None and method == WRITTEN["MODEL"]:
-        folder = resolve_model(str(spec.model))
-        method = head_drafter(folder) if is_head(folder) else WRITTEN["PARALLEL"] if is_parallel(folder) else method
-    return replace(spec, method=method, below=below)
+    if spec.model is None or spec.method != WRITTEN["MODEL"]:
+        return spec
+    folder = resolve_model(str(spec.model))
+    kind = head_drafter(folder) if is_head(folder) else WRITTEN["PARALLEL"] if is_parallel(folder) else spec.method
+    return replace(spec, method=kind)
 
 
 def head_drafter(folder: Path) -> str:

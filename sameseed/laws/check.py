@@ -127,13 +127,7 @@ class Check:
 
 
 def check(
-    id: str,
-    name: str,
-    threshold: str,
-    *,
-    least: Mapping[str, int],
-    remedy: str = MORE,
-    **full: int,
+    id: str, name: str, threshold: str, *, least: Mapping[str, int], remedy: str = MORE, **full: int
 ) -> Callable[[Callable[[Subject, Effort], Found]], Check]:
     """Decorator that makes a Check of a function, whose docstring says what a pass proves."""
 

@@ -166,5 +166,6 @@ def _answers(jobs: Seq[Request], written: Seq[Completion]) -> Answers:
 
 def storeless(spec: SpecConfig) -> SpecConfig:
     """The same levels without `store` files, into which they would write what they see: these files are the user's."""
-    options = {key: value for key, value in spec.options.items() if key != "store"}
-    return replace(spec, options=options, below=tuple(storeless(level) for level in spec.below))
+    return spec.with_each(
+        lambda level: replace(level, options={k: v for k, v in level.options.items() if k != "store"})
+    )

@@ -99,13 +99,7 @@ class Watched(ModelRunner):
         """False: draft tokens are read before the pass, so they may not stay on the device."""
         return False
 
-    def forward(
-        self,
-        seqs: Seq[Sequence],
-        draft: Nodes,
-        num_pending: Seq[int],
-        *more: Any,
-    ) -> Output:
+    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int], *more: Any) -> Output:
         self._right = {}
         for b, seq in enumerate(seqs):
             tokens, parents = draft.nodes(b)

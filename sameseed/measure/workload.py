@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from sameseed import registry
 from sameseed.config import SpecConfig, draft_text
 from sameseed.engine.levels import drafter_class, resolve
 from sameseed.errors import ConfigError, RequestError
@@ -110,12 +109,12 @@ def quantile(values: Seq[float], share: float) -> float:
 
 def without_past(spec: SpecConfig) -> SpecConfig:
     """The same levels with option `past` set to "none" wherever a drafter has that option and it is not set."""
-    below = tuple(without_past(b) for b in spec.below)
-    known: set[str] = set()
-    if spec.method in registry.names("drafters"):
-        known = {f.name for f in fields(registry.load("drafters", spec.method).DRAFTER.Options)}
-    options = {"past": "none", **spec.options} if "past" in known else spec.options
-    return replace(spec, options=options, below=below)
+
+    def one(level: SpecConfig) -> SpecConfig:
+        known = {f.name for f in fields(drafter_class(level).Options)}
+        return replace(level, options={"past": "none", **level.options}) if "past" in known else level
+
+    return spec.with_each(one)
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: each arm is its own dictionary key
@@ -159,10 +158,7 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
 
 
 def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
-    """A SpecConfig as plain data for a record; its options include defaults.
-
-    Raises ConfigError or RegistryError for bad options.
-    """
+    """A SpecConfig as plain data for a record, with all options. Raises ConfigError or RegistryError for bad ones."""
     return {
         "draft": spec.method,
         "draft_model": spec.model,

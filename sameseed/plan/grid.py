@@ -137,9 +137,7 @@ class Setting:
     @property
     def draft_format(self) -> str:
         """Format of the draft's model; "auto" without a model."""
-        return next(
-            (level.spec.format for level in Level.of(self.spec).every() if level.spec.model is not None), "auto"
-        )
+        return next((x.spec.format for x in Level.of(self.spec).every() if x.spec.model is not None), "auto")
 
     @property
     def formats(self) -> str:
@@ -193,9 +191,12 @@ def options_of(spec: SpecConfig) -> dict[str, Any]:
 
 def shaped(spec: SpecConfig, shape: Mapping[str, object]) -> SpecConfig:
     """The same levels, with the options `CHAIN` or `LEAVES` where they exist."""
-    able = set(shape) <= {f.name for f in fields(drafter_class(spec).Options)}
-    options = {**spec.options, **shape} if able else spec.options
-    return replace(spec, options=options, below=tuple(shaped(b, shape) for b in spec.below))
+
+    def one(level: SpecConfig) -> SpecConfig:
+        able = set(shape) <= {f.name for f in fields(drafter_class(level).Options)}
+        return replace(level, options={**level.options, **shape}) if able else level
+
+    return spec.with_each(one)
 
 
 def _has(spec: SpecConfig, shape: Mapping[str, object]) -> bool:

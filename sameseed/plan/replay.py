@@ -80,6 +80,7 @@ class _Reader:
     """Replays texts with the drafter of one engine, which has no requests."""
 
     def __init__(self, engine: Engine, spec: SpecConfig, sizes: tuple[int, ...]) -> None:
+        owned = [level.cls.owns for level in resolve(spec).every()]
         self.engine = engine
         self.drafter = engine.drafter
         self.sizes = sizes
@@ -88,9 +89,7 @@ class _Reader:
         below = getattr(self.drafter, "below", ())
         self.below = below if isinstance(below, tuple) and not self.cuttable else ()
         # All other drafters draft from the text alone: they need no pass of the target.
-        self.with_target = bool(self.drafter.captures) or any(
-            level.cls.owns == "target" for level in resolve(spec).every()
-        )
+        self.with_target = bool(self.drafter.captures) or "target" in owned
 
     def read(self, readings: Seq[_Reading]) -> None:
         """Replay texts together; all blocks and drafter state held for them are released when this returns."""

@@ -17,6 +17,7 @@ from sameseed.engine.engine import Engine
 from sameseed.engine.levels import resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.laws.subject import storeless
 from sameseed.measure.workload import Workload, spec_as_dict, without_past
 from sameseed.models.loader import read_config, resolve_model
 from sameseed.models.runner import ModelRunner
@@ -128,13 +129,7 @@ def _alone(spec: SpecConfig) -> SpecConfig:
     """
     if spec.method == "none":
         raise ConfigError("plain decoding has no drafts to replay; name a draft, e.g. --draft ngram")
-    spec = without_past(resolve(spec).spec)
-    return _without_stores(spec)
-
-
-def _without_stores(spec: SpecConfig) -> SpecConfig:
-    options = {name: value for name, value in spec.options.items() if name != "store"}
-    return replace(spec, options=options, below=tuple(map(_without_stores, spec.below)))
+    return storeless(without_past(resolve(spec).spec))
 
 
 def _draft_key(spec: SpecConfig) -> object:
