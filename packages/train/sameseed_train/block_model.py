@@ -8,13 +8,22 @@ Letters as in `models.block`; B texts of a batch, N states of a text, K blocks o
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from sameseed.models.config import ModelConfig
 from sameseed.models.head_config import BlockConfig
 from sameseed.models.layers import rope_table
-from sameseed_train.model import Attention, Mlp, RMSNorm, rotate
+from sameseed_train.head_model import DraftHead, Right, rope_scaling
+from sameseed_train.head_recipe import HeadRecipe
+from sameseed_train.losses import fused_soft_cross_entropy, soft_targets
+from sameseed_train.model import Attention, Mlp, RMSNorm, llama_config, rotate
+from sameseed_train.states import TextStates
 
 
 class BlockLayer(nn.Module):
@@ -71,31 +80,151 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
 
 
-class BlockForTraining(nn.Module):
-    """A block head. The embedding, and with a whole vocabulary the LM head, are the target's and are not trained."""
+@dataclass(frozen=True)
+class BlockBatch:
+    """Blocks of some texts, with G drafts each, K blocks per text.
+
+    tokens int64 [B, K, G]: the text's token before each draft, so the anchor's token comes first. states float32
+    [B, N, F]; anchors int64 [B, K]: positions in the text. counts bool [B, K, G]: drafts that are trained on. places
+    int64 [B, K, G]: the row of each draft in `last` [P, C], the target's last-layer states before the drafted tokens;
+    written int64 [P]: the tokens that the texts have there.
+    """
+
+    tokens: Tensor
+    states: Tensor
+    anchors: Tensor
+    counts: Tensor
+    places: Tensor
+    last: Tensor
+    written: Tensor
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.counts.sum())
+
+
+def choose_anchors(text: TextStates, most: int, generator: torch.Generator | None) -> Tensor:
+    """Positions int64 of at most `most` anchors: random, or without a generator the first ones.
+
+    The target wrote these tokens (or the whole text is trained on), and it has states before them.
+    """
+    first = max(1, text.num_given)
+    able = torch.arange(first, max(first, len(text.states)))
+    chosen = able if generator is None else able[torch.randperm(len(able), generator=generator)]
+    return chosen[:most].sort().values
+
+
+class BlockForTraining(DraftHead):
+    """A block head."""
+
+    config: BlockConfig
 
     def __init__(self, config: BlockConfig, seed: int) -> None:
-        """Initial weights are normal with standard deviation 0.02; the Markov head's bias starts at zero."""
+        """Initial weights as in `DraftHead.fill`, but the Markov head's bias starts at zero."""
         super().__init__()
         self.config, c = config, config.layer
         self.fc = nn.Linear(config.num_captures * config.target_hidden_size, c.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_eps)
         self.layers = nn.ModuleList(BlockLayer(c) for _ in range(c.num_layers))
-        self.norm = RMSNorm(c.hidden_size, c.rms_eps)
-        if config.draft_vocab_size < c.vocab_size:
-            self.lm_head = nn.Linear(c.hidden_size, config.draft_vocab_size, bias=False)
+        self.add_output(config)
         self.markov_head: MarkovHead | None = None
         if config.markov_rank:
             self.markov_head = MarkovHead(c.vocab_size, config.draft_vocab_size, config.markov_rank)
         table = rope_table(c.rope, c.head_dim, c.max_model_len + config.block_size)
         self.register_buffer("rope", table, persistent=False)  # [P, D]
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in self.parameters():
-                if weight.ndim == 2:
-                    weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
-            if self.markov_head is not None:
-                self.markov_head.markov_w2.weight.zero_()
+        self.fill(seed)
+        if self.markov_head is not None:
+            nn.init.zeros_(self.markov_head.markov_w2.weight)
+
+    def batch(self, texts: Seq[TextStates], columns: list[int], anchors: list[Tensor]) -> BlockBatch:
+        """Blocks at `anchors` of each text; `columns`: indices of the head's captures among the stored states."""
+        width, num_guesses = self.config.target_hidden_size, self.config.num_guesses
+        num = max(1, *(len(a) for a in anchors))
+        longest = max(len(t.states) for t in texts)
+        tokens = torch.zeros(len(texts), num, num_guesses, dtype=torch.long)
+        places, at = torch.zeros_like(tokens), torch.ones(len(texts), num, dtype=torch.long)
+        counts = torch.zeros_like(tokens, dtype=torch.bool)
+        states = torch.zeros(len(texts), longest, len(columns) * width)
+        last, written, before = list[Tensor](), list[Tensor](), 0
+        for b, (text, own) in enumerate(zip(texts, anchors, strict=True)):
+            stored = text.states.view(len(text.states), -1, width)  # [N, L, C]
+            states[b, : len(stored)] = stored[:, columns].flatten(1).float()
+            after = own[:, None] + torch.arange(num_guesses)  # position of the token before each draft
+            inside = after.clamp(max=len(stored) - 1)
+            at[b, : len(own)], counts[b, : len(own)] = own, after < len(stored)
+            tokens[b, : len(own)] = text.ids.long()[inside]
+            first = int(own.min()) if len(own) else len(stored)
+            places[b, : len(own)] = before + inside - first
+            last.append(stored[first:, -1].float())
+            written.append(text.ids[first + 1 :].long())
+            before += len(stored) - first
+        parts = (tokens, states, at, counts, places, torch.cat(last), torch.cat(written))
+        return BlockBatch(*(t.to(self.device) for t in parts))
+
+    def lesson(
+        self, texts: Seq[TextStates], columns: list[int], recipe: HeadRecipe, step: int, generator: torch.Generator
+    ) -> BlockBatch:
+        return self.batch(texts, columns, [choose_anchors(text, recipe.block.anchors, generator) for text in texts])
+
+    def outputs(self, batch: BlockBatch, embedding: Tensor) -> Tensor:
+        """Normed outputs [B, K, G, C] of the blocks' drafts; a block's input is its anchor token, then masks."""
+        ids = torch.full((*batch.anchors.shape, self.config.block_size), self.config.mask_token, device=self.device)
+        ids[..., 0] = batch.tokens[..., 0]
+        return self(embedding[ids], batch.states, batch.anchors)  # type: ignore[no-any-return]
+
+    def output_rows(self, outputs: Tensor, before: Tensor) -> Tensor:
+        """Rows [R, C + A] whose product with `output_weight` gives the logits after the tokens `before` [R]."""
+        if self.markov_head is None:
+            return outputs
+        return torch.cat((outputs, self.markov_head.markov_w1(before)), dim=-1)
+
+    def output_weight(self, lm_head: Tensor) -> Tensor:
+        """LM head and Markov head side by side: [Vd, C + A]."""
+        if self.markov_head is None:
+            return lm_head
+        return torch.cat((lm_head, self.markov_head.markov_w2.weight), dim=-1)
+
+    def loss(self, batch: BlockBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe) -> Tensor:
+        """Weighted mean over drafts of KL + argmax_weight * CE; draft g has the weight exp(-g / decay).
+
+        lm_head [Vd, C + A]: `output_weight`, or some of its rows; wanted [P, Vd]: the target's logits.
+        """
+        targets, entropy = soft_targets(wanted, recipe.loss.argmax_weight)
+        counts, places = batch.counts, batch.places[batch.counts]
+        rows = self.output_rows(self.outputs(batch, embedding)[counts], batch.tokens[counts])
+        decay = [math.exp(-g / recipe.block.decay) for g in range(counts.shape[-1])]
+        weights = torch.tensor(decay, device=counts.device)
+        shares = (weights / weights.sum() / counts.sum((0, 1)).clamp(min=1)).expand(counts.shape)[counts]
+        cross = fused_soft_cross_entropy(rows, lm_head, targets, shares, places)
+        loss: Tensor = cross - (shares * entropy[places]).sum()
+        return loss
+
+    def right(
+        self, text: TextStates, columns: list[int], embedding: Tensor, lm_head: Tensor, ids: Tensor, num: int
+    ) -> Right:
+        """As `HeadForTraining.right`."""
+        count = max(0, len(text.ids) - 1 - max(1, text.num_given))
+        right = [[False] * count for _ in range(num)]
+        if not count:
+            return right
+        batch = self.batch([text], columns, [choose_anchors(text, count, None)])
+        rows = self.output_rows(self.outputs(batch, embedding)[0].flatten(0, 1), batch.tokens[0].flatten())
+        best = ids[(rows @ self.output_weight(lm_head).T).argmax(-1).cpu()].view(count, -1)
+        for k, anchor in enumerate(batch.anchors[0].tolist()):
+            for g in range(min(num, count - k)):
+                right[g][k + g] = int(best[k, g]) == int(text.ids[anchor + 1 + g])
+        return right
+
+    def layout(self, dtype: str) -> dict[str, Any]:
+        """config.json in the layout of speculators (`dspark`, or `dflash` without a Markov head)."""
+        c = self.config.layer
+        layer = llama_config(c, c.max_model_len, c.rope.theta) | {
+            "architectures": [c.architecture],
+            "model_type": "qwen3" if c.qk_norm else "llama",
+            "rope_scaling": rope_scaling(c.rope),
+            "tie_word_embeddings": False,
+        }
+        return {**self.config.settings(), "torch_dtype": dtype, "transformer_layer_config": layer}
 
     def forward(self, embedding: Tensor, states: Tensor, anchors: Tensor) -> Tensor:
         """embedding [B, K, S, C] of blocks, states [B, N, F], anchors int64 [B, K] -> normed outputs of guesses.
@@ -111,6 +240,3 @@ class BlockForTraining(nn.Module):
         for layer in self.layers:
             x = layer(x, context, seen, own, rope[:n])
         return self.norm(x[:, :, size - self.config.num_guesses :])  # type: ignore[no-any-return]
-
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters())

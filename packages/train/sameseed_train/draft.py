@@ -15,12 +15,13 @@ from torch import Tensor
 from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
+from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
+from sameseed.ops import normed_rows
 from sameseed_train.checkpoint import export_model
-from sameseed_train.head_job import dense, teacher
 from sameseed_train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed_train.model import LlamaForTraining, ModelShape
-from sameseed_train.own import Own, OwnRecipe, Sources, Trained, check_run, write_all, write_results
+from sameseed_train.own import Own, OwnRecipe, Sources, Trained, check_run, dense, write_all, write_results
 from sameseed_train.own_card import write_draft_card
 from sameseed_train.parallel import MaskedRows, MaskSettings, mask_of, masked_rows
 from sameseed_train.recipe import TrainSettings
@@ -173,6 +174,14 @@ def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTrain
             weight.copy_(source.rows(name, 0, len(weight)) if weight.dim() == 2 else source.tensor(name))
     own = -1 if c.mask_token is None else c.mask_token
     return draft, own if recipe.mask_token < 0 else recipe.mask_token
+
+
+def teacher(target: Decoder, last: Tensor) -> Tensor:
+    """The target's logits [R, V] from the output of its last layer [R, C], with its own norm, LM head and format."""
+    w = target.weights
+    with torch.inference_mode():
+        logits = target.ops.product(normed_rows(last, w.norm, target.config.rms_eps), w.lm_head)
+    return logits.clone()  # out of inference mode
 
 
 DraftBatch = tuple[Tensor, Tensor, Tensor]

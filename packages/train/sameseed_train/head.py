@@ -12,13 +12,11 @@ from torch import Tensor
 from sameseed.models.config import ModelConfig
 from sameseed.models.decoder import Decoder
 from sameseed.models.eagle_loader import embedding_signs
-from sameseed.models.head_config import ROTATED_FOR, TARGET_SIGNS, BlockConfig, rotation_of
+from sameseed.models.head_config import ROTATED_FOR, TARGET_SIGNS, rotation_of
 from sameseed.models.loader import load_tokenizer
 from sameseed.scheme import QuantScheme
-from sameseed_train import block_job, head_measure
-from sameseed_train.block_model import BlockForTraining
-from sameseed_train.head_job import NAME, export_head, head_job, pack_head, start_from_target
-from sameseed_train.head_model import HeadForTraining
+from sameseed_train import head_measure
+from sameseed_train.head_job import NAME, export_head, head_job, new_head, pack_head, start_from_target
 from sameseed_train.head_recipe import HeadRecipe, head_config
 from sameseed_train.own import Sources, Trained, check_run, write_all, write_results
 from sameseed_train.own_card import write_head_card
@@ -60,25 +58,16 @@ def run_head(
     own = write_all(recipe, sources, folder, layers, NAME, log, longest=longest, **on, quiet=quiet)
     target_ids = frequent_tokens(own.texts, own.num_first, config.draft_vocab_size, target_config.vocab_size)
     target_ids = None if target_ids is None else target_ids.to(device)
-    head: HeadForTraining | BlockForTraining
-    if isinstance(config, BlockConfig):
-        head = BlockForTraining(config, recipe.seed)
-        block_job.start_from_target(head, own.target, target_ids)
-        job = block_job.block_job(head.to(device), own, target_ids, recipe, out)
-    else:
-        head = HeadForTraining(config, recipe.seed)
-        start_from_target(head, own.target, target_ids)
-        job = head_job(head.to(device), own, target_ids, recipe, out)
+    head = new_head(config, recipe.seed)
+    start_from_target(head, own.target, target_ids)
+    job = head_job(head.to(device), own, target_ids, recipe, out)
     texts = head_measure.write_held_out(own, prompts, out / "held-out", recipe) if prompts else None
     facts, progress, found = target_facts(folder, own.target), dict[str, Any](), dict[str, Any]()
     for point in measured_at(recipe.train.steps, stop_after):
         progress = train(job, log, quiet=quiet, stop_after=point)
         if progress["step"] > point:  # measured before a resume
             continue
-        if isinstance(head, BlockForTraining):
-            block_job.export_block(head, target_ids, out / "head", facts=facts)
-        else:
-            export_head(head, target_ids, out / "head", facts=facts)
+        export_head(head, target_ids, out / "head", facts=facts)
         if texts is not None:
             found = head_measure.measure_head(out / "head", own, texts, [domain for _, domain in prompts])
             counts = {"step": progress["step"], "tokens": progress["tokens"], "text_tokens": own.texts.num_tokens}

@@ -10,15 +10,70 @@ Letters as in `models.eagle`; B texts of a batch, N rows of a text, A rows that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sameseed.models.config import ModelConfig
+from sameseed.models.config import ModelConfig, RopeConfig
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import rope_table
-from sameseed_train.model import Attention, Mlp, RMSNorm, rotate
+from sameseed_train.head_recipe import HeadRecipe
+from sameseed_train.losses import fused_soft_cross_entropy, soft_targets
+from sameseed_train.model import Attention, Mlp, RMSNorm, llama_config, rotate
+from sameseed_train.states import TextStates
+
+Right = list[list[bool]]  # [s][t]: whether the draft of place t of a text is right when s drafted tokens precede it
+
+
+class DraftHead(nn.Module):
+    """What both kinds of heads share. The embedding, and with a whole vocabulary the LM head, are the target's.
+
+    A kind has `lesson` (a batch of a training step), `loss`, `right` (measuring), `layers`, and `layout` (config.json).
+    """
+
+    config: HeadConfig
+    fc: nn.Linear
+    hidden_norm: RMSNorm
+    norm: RMSNorm
+    lm_head: nn.Linear
+    layers: Any  # decoder layers
+
+    def add_output(self, config: HeadConfig) -> None:
+        """The output norm, and the LM head of a vocabulary of the head's own."""
+        self.norm = RMSNorm(config.layer.hidden_size, config.layer.rms_eps)
+        if config.draft_vocab_size < config.layer.vocab_size:
+            self.lm_head = nn.Linear(config.layer.hidden_size, config.draft_vocab_size, bias=False)
+
+    def fill(self, seed: int) -> None:
+        """Initial weights: normal with standard deviation 0.02."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in self.parameters():
+                if weight.ndim == 2:
+                    weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    def output_weight(self, lm_head: Tensor) -> Tensor:
+        """The matrix whose product with a row of output gives logits, from the LM head's rows [Vd, C]."""
+        return lm_head
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """The `rope_scaling` entry of a config.json; None without scaling."""
+    if rope.kind == "default":
+        return None
+    bands = {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    more = {**bands, "original_max_position_embeddings": rope.original_max_len} if rope.kind == "llama3" else {}
+    return {"rope_type": rope.kind, "factor": rope.factor, **more}
 
 
 class HeadLayer(nn.Module):
@@ -55,24 +110,120 @@ class GuessRows:
         return cls(index.to(device), counts.to(device))
 
 
-class HeadForTraining(nn.Module):
-    """An EAGLE-3 head. The embedding, and with a whole vocabulary the LM head, are the target's and are not trained."""
+@dataclass(frozen=True)
+class HeadBatch:
+    """Rows of texts: tokens int64 [B, N], states float32 [B, N, F]; row t drafts token t + 2 of its text.
+
+    last [R, C]: the target's states for R drafts; written int64 [R]: the tokens that the text has there.
+    """
+
+    rows: GuessRows
+    unroll: int
+    tokens: Tensor
+    states: Tensor
+    last: Tensor
+    written: Tensor
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.rows.counts.sum())
+
+
+class HeadForTraining(DraftHead):
+    """An EAGLE-3 head."""
 
     def __init__(self, config: HeadConfig, seed: int) -> None:
-        """Initial weights are normal with standard deviation 0.02."""
         super().__init__()
         self.config, c = config, config.layer
         self.fc = nn.Linear(config.num_captures * config.target_hidden_size, c.hidden_size, bias=False)
         self.midlayer = HeadLayer(c)
-        self.norm = RMSNorm(c.hidden_size, c.rms_eps)
-        if config.draft_vocab_size < c.vocab_size:
-            self.lm_head = nn.Linear(c.hidden_size, config.draft_vocab_size, bias=False)
+        self.add_output(config)
         self.register_buffer("rope", rope_table(c.rope, c.head_dim, c.max_model_len), persistent=False)  # [P, D]
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in self.parameters():
-                if weight.ndim == 2:
-                    weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+        self.fill(seed)
+
+    @property
+    def layers(self) -> list[HeadLayer]:
+        return [self.midlayer]
+
+    @property
+    def hidden_norm(self) -> RMSNorm:  # type: ignore[override]
+        return self.midlayer.hidden_norm
+
+    def batch(self, texts: Seq[TextStates], columns: list[int], unroll: int) -> HeadBatch:
+        """Rows of some texts; `columns`: indices of the head's captures among the stored states.
+
+        A row reads the target's states at its place; the states at the next give the target's distribution.
+        """
+        width, device = self.config.target_hidden_size, str(self.device)
+        num_rows = torch.tensor([max(0, len(t.states) - 1) for t in texts])
+        first = torch.tensor([max(0, t.num_given - 2) for t in texts])
+        wide = max(1, int(num_rows.max()))
+        tokens = torch.zeros(len(texts), wide, dtype=torch.long)
+        states = torch.zeros(len(texts), wide, len(columns) * width)
+        last, written = [torch.zeros(0, width)], [torch.zeros(0, dtype=torch.long)]
+        for b, (text, n) in enumerate(zip(texts, num_rows.tolist(), strict=True)):
+            if not n:
+                continue
+            tokens[b, :n] = text.ids[1 : n + 1].long()
+            stored = text.states.view(n + 1, -1, width)  # [N + 1, L, C]
+            states[b, :n] = stored[:n, columns].flatten(1).float()
+            last.append(stored[1 + int(first[b]) :, -1].float())
+            written.append(text.ids[2 + int(first[b]) :].long())
+        rows = GuessRows.of(num_rows, first, unroll, wide, device)
+        parts = (t.to(device) for t in (tokens, states, torch.cat(last), torch.cat(written)))
+        return HeadBatch(rows, unroll, *parts)
+
+    def lesson(
+        self, texts: Seq[TextStates], columns: list[int], recipe: HeadRecipe, step: int, _: torch.Generator
+    ) -> HeadBatch:
+        alone = step < recipe.loss.alone * recipe.train.steps
+        return self.batch(texts, columns, 1 if alone else recipe.loss.unroll)
+
+    def loss(self, batch: HeadBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe) -> Tensor:
+        """Sum over steps of a weighted mean of KL + argmax_weight * CE over the rows that draft.
+
+        embedding [V, C]; lm_head [Vd, C]; wanted [R, Vd]: the target's logits.
+        """
+        targets, entropy = soft_targets(wanted, recipe.loss.argmax_weight)
+        outputs = self(embedding[batch.tokens], batch.states, batch.rows, batch.unroll)
+        place = batch.rows.index[batch.rows.counts] % batch.tokens.shape[1]  # [R] the row's place in its text
+        weights = [recipe.loss.falloff**s for s in range(batch.unroll)]
+        losses = []
+        for step, out in enumerate(outputs):
+            known = (place >= step).float()  # the first row of a path of `step` drafts must exist
+            shares = known * (weights[step] / sum(weights)) / known.sum().clamp(min=1)
+            cross = fused_soft_cross_entropy(out[batch.rows.counts], lm_head, targets, shares)
+            losses.append(cross - (shares * entropy).sum())
+        return torch.stack(losses).sum()
+
+    def right(
+        self, text: TextStates, columns: list[int], embedding: Tensor, lm_head: Tensor, ids: Tensor, num: int
+    ) -> Right:
+        """Whether chains of `num` drafts are right along a text; `ids`: the target's id of each token of the head."""
+        if len(text.states) < 2:
+            return [[] for _ in range(num)]
+        batch = self.batch([replace(text, num_given=0)], columns, num)
+        outputs = self(embedding[batch.tokens], batch.states, batch.rows, num)
+        first = max(0, text.num_given - 1)  # the first token comes from the pass over the prompt
+        best = (ids[(out @ lm_head.T).argmax(-1).cpu()] for out in outputs)
+        return [(b == text.ids[2:].long())[first:].tolist() for b in best]
+
+    def layout(self, dtype: str) -> dict[str, Any]:
+        """config.json in the plain EAGLE-3 layout (`LlamaForCausalLMEagle3`), which vLLM reads too."""
+        c, layer = self.config, self.config.layer
+        return llama_config(layer, layer.max_model_len, layer.rope.theta) | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": c.draft_vocab_size,
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": list(c.aux_layers or ()),
+                "use_aux_hidden_state": True,
+            },
+            "norm_before_residual": False,
+            "rope_scaling": rope_scaling(layer.rope),
+            "target_hidden_size": c.target_hidden_size,
+            "tie_word_embeddings": False,
+            "torch_dtype": dtype,
+        }
 
     def forward(self, embedding: Tensor, states: Tensor, rows: GuessRows, num_steps: int) -> list[Tensor]:
         """embedding [B, N, C] of each row's token, states [B, N, F] -> per step, normed outputs [A, C].
@@ -115,9 +266,6 @@ class HeadForTraining(nn.Module):
         for r in range(1, step + 1):
             out = out + weights[..., n + r - 1 : n + r] * _later(values[r], step - r, dim=2).unsqueeze(2)
         return out.reshape(b, heads, n, d).transpose(1, 2).reshape(b * n, heads * d)[rows.index]
-
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters())
 
 
 def _later(x: Tensor, count: int, dim: int) -> Tensor:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from sameseed import ops
+from sameseed import ops, scheme
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, llama_only
 from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
-from sameseed.scheme import cache_format
+from sameseed.scheme import QuantTensor, cache_format
 from sameseed_train.recipe import SourceSettings, TrainSettings, load_recipe, read_table
 from sameseed_train.resume import settle, write_record
 from sameseed_train.seeds import TextSettings, file_seeds, recipe_seeds
@@ -130,6 +131,14 @@ def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path) -> list[Seed]:
             f"{shortest}); raise it, or lower texts.prompt_tokens"
         )
     return seeds
+
+
+def dense(backend: ops.Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> Tensor:
+    """A stored matrix, or several joined along O, decoded to float32 [O, K]."""
+    if isinstance(w, tuple):
+        return torch.cat([dense(backend, one) for one in w])
+    plain = backend.unpack(w)
+    return scheme.get(plain.format).decode(plain).float()
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,12 @@ from sameseed.models.head_config import BlockConfig
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
 from sameseed_train import head_measure
-from sameseed_train.block_job import block_batch, choose_anchors, export_block, inputs, whole_rows, whole_weight
-from sameseed_train.block_model import BlockForTraining
+from sameseed_train.block_model import BlockForTraining, choose_anchors
 from sameseed_train.head import run_head
-from sameseed_train.head_job import dense
+from sameseed_train.head_job import export_head
 from sameseed_train.head_recipe import BlockSettings, HeadRecipe, LossSettings, SizeSettings, head_config
 from sameseed_train.optim import OptimSettings
-from sameseed_train.own import Sources, Trained
+from sameseed_train.own import Sources, Trained, dense
 from sameseed_train.recipe import TrainSettings
 from sameseed_train.seeds import TextSettings, held_out
 from sameseed_train.states import TextStates
@@ -59,7 +58,7 @@ def test_guesses_like_the_inference_head(tmp_path: Path, architecture: str, draf
         for weight in head.parameters():  # random enough that every weight matters
             weight.mul_(8.0 if weight.ndim == 2 else 1.0).add_(0.1 * torch.randn(weight.shape, generator=generator))
     own = torch.randperm(MODEL_VOCAB, generator=generator)[:120].sort().values if draft_vocab else None
-    export_block(head, own, tmp_path / "head", "float32")
+    export_head(head, own, tmp_path / "head", "float32")
     loaded = load_head(tmp_path / "head", target, target.ops)
     assert isinstance(loaded, BlockHead) and replace(loaded.config, layer=config.layer) == config
     width = target.config.hidden_size
@@ -69,12 +68,12 @@ def test_guesses_like_the_inference_head(tmp_path: Path, architecture: str, draf
     ]
     anchors = [choose_anchors(text, 99, None) for text in texts]
     assert [a.tolist() for a in anchors] == [list(range(3, 11)), list(range(5, 8))]
-    batch = block_batch(texts, anchors, [0, 1], width, 4, "cpu")
+    batch = head.batch(texts, [0, 1], anchors)
     lm_head = dense(target.ops, target.weights.lm_head) if own is None else head.lm_head.weight
     with torch.no_grad():
-        out = head(inputs(config, batch, dense(target.ops, target.weights.embedding)), batch.states, batch.anchors)
-        rows = whole_rows(head, out.flatten(0, 2), batch.tokens.flatten())
-        learned = (rows @ whole_weight(head, lm_head).T).view(*batch.tokens.shape, -1)
+        out = head.outputs(batch, dense(target.ops, target.weights.embedding))
+        rows = head.output_rows(out.flatten(0, 2), batch.tokens.flatten())
+        learned = (rows @ head.output_weight(lm_head).T).view(*batch.tokens.shape, -1)
     c, compared = config.layer, 0
     for b, text in enumerate(texts):
         for k, anchor in enumerate(anchors[b].tolist()):

@@ -27,11 +27,11 @@ from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
 from sameseed_train import head_measure, states
 from sameseed_train.head import run_head
-from sameseed_train.head_job import dense, export_head
+from sameseed_train.head_job import export_head
 from sameseed_train.head_model import GuessRows, HeadForTraining
 from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings, head_config
 from sameseed_train.optim import OptimSettings
-from sameseed_train.own import Sources, Trained
+from sameseed_train.own import Sources, Trained, dense
 from sameseed_train.recipe import TrainSettings
 from sameseed_train.seeds import TextSettings, held_out
 
