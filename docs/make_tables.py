@@ -2,39 +2,30 @@
 
 A table stands between two markers, and the text between them is replaced:
 
-    <!-- table:summary -->    README's: rows of bench.jsonl and shapes.jsonl, with prompts, tokens and runs
-    <!-- table:bench -->      the newest run in benchmarks/results/bench.jsonl
-    <!-- table:losses -->     what number formats cost on real models, from the same records
-    <!-- table:eval -->       the newest comparison of formats in benchmarks/results/eval.jsonl
-    <!-- table:quantize -->   the newest record of every method and format in quantize.jsonl
-    <!-- table:gguf -->       the newest comparison with llama.cpp's logits for each file and format in gguf.jsonl
-    <!-- table:certificates -->   the newest certificate of each configuration and its checks, from certificates.jsonl
-    <!-- table:policies -->   the newest comparison of length policies, from policies.jsonl
-    <!-- table:drafters_1b -->   all drafters with the 1B twin, each run, from drafters_1b.jsonl; drafters_8b likewise
-    <!-- table:load -->       speculation on against off by concurrency, the newest of each cell, from load.jsonl
-    <!-- table:server -->     costs and savings of the server, from overhead, prefix, grammar and soak .jsonl
-    <!-- table:gpu -->        the newest runs of benchmarks/gpu.py on a GPU: aims and results, from gpu.jsonl
-    <!-- table:peers -->      the newest comparison with other engines for each shape, from peers.jsonl
-    <!-- study:assisted -->  a published study with our figures beside it, from studies/assisted.jsonl
+    <!-- table:summary -->    a table of records; recorded.py has one function for each
+    <!-- picture:speed -->    a picture of records in docs/pictures; pictures.py has one function for each
+    <!-- study:assisted -->   what a published study found here, from studies/assisted.jsonl
     <!-- servers:promises -->   which promises servers kept, from promises.jsonl
     <!-- registry:drafters -->   the entries of a registry, with the first sentence of each
     <!-- models:known -->    memory that known models need, from their shapes
     <!-- flags:sampling -->   settings of sampling, or of the engine (flags:engine): defaults and meaning
     <!-- end -->
 
-`python docs/make_tables.py` writes the pages; `--check` only names the stale ones (exit code 1).
+`python docs/make_tables.py` writes pages and pictures; `--check` only names stale pages (exit code 1).
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pictures import FOLDER, picture
 from promised import promises
 from recorded import ROOT, markdown, table
 from studied import section
@@ -44,7 +35,9 @@ from sameseed.cli import options
 from sameseed.plan.paper import sheet
 from sameseed.request import SamplingParams
 
-MARKED = re.compile(r"(<!-- (table|study|servers|registry|flags|models):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (table|picture|study|servers|registry|flags|models):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
 def pages() -> list[Path]:
@@ -117,15 +110,25 @@ MAKERS: dict[str, Callable[[str], str]] = {
 }
 
 
-def render(text: str) -> str:
-    """A page with every marked table regenerated."""
-    return MARKED.sub(lambda m: f"{m[1]}{MAKERS[m[2]](m[3])}\n{m[4]}", text)
+def render(text: str, folder: Path = ROOT, draw: bool = False) -> str:
+    """A page with every marked table and picture regenerated. `folder`: where the page is; `draw`: pictures too."""
+
+    def made(match: re.Match[str]) -> str:
+        kind, name = match[2], match[3]
+        if kind != "picture":
+            return f"{match[1]}{MAKERS[kind](name)}\n{match[4]}"
+        path = os.path.relpath(FOLDER, folder)
+        return f"{match[1]}{picture(name, draw).replace(str(FOLDER), path)}\n{match[4]}"
+
+    return MARKED.sub(made, text)
 
 
 def main(argv: list[str]) -> int:
-    """Write the stale pages, or with --check only name them and return 1 if there are any."""
+    """Write pictures and the stale pages, or with --check only name these pages and return 1 if there are any."""
     check = "--check" in argv
-    stale = [(page, new) for page in pages() if (new := render(page.read_text())) != page.read_text()]
+    stale = [
+        (page, new) for page in pages() if (new := render(page.read_text(), page.parent, not check)) != page.read_text()
+    ]
     for page, new in stale:
         print(f"{'stale:' if check else 'wrote'} {page.relative_to(ROOT)}")
         if not check:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from recorded import Record, lines, markdown
+from recorded import Record, last_of_each, lines, markdown, origins
 
 from sameseed_lab.studies import _page, _runner
 from sameseed_lab.studies._setup import SIZES
@@ -13,45 +13,38 @@ SAID = {"small": "the embedded family", "true": "twins at true shapes"}
 
 
 def section(name: str) -> str:
-    """A study's section: its source, and for each size our results beside the published ones, or the command to run."""
-    study, found = _runner.load(name), lines(f"studies/{name}")
-    parts = [wrapped(f"After {study.source}.")]
+    """A study's section: its source, and for each size what was found, or the command that measures it."""
+    study = _runner.load(name)
+    parts = [f"After {study.source}."]
     for size in SIZES:
-        mine = newest([r for r in found if r["size"] == size])
+        found = cells(name, size)
         command = f"`sameseed study {name} --size {size} --out benchmarks/results/studies`"
-        parts.append(
-            shown(name, size, mine) if mine else wrapped(f"{SAID[size].capitalize()}: not run yet. {command} runs it.")
-        )
-    return "\n\n".join(parts) + "\n"
+        missing = f"{SAID.get(size, size).capitalize()}: not run yet. {command} runs it."
+        parts.append(shown(name, size, found) if found else missing)
+    if name == "rivals":  # no published figures: our own last table
+        table = _runner.load(name).report(largest(name)).tables[-1]
+        parts.append(markdown(table.heads, table.rows, range(1, len(table.heads))))
+    return "\n\n".join(part if part.startswith("|") else textwrap.fill(part, 120) for part in parts) + "\n"
 
 
-def newest(found: list[Record]) -> list[Record]:
-    """The records of each cell's last measurement: those of its last settings and commit."""
+def cells(name: str, size: str) -> list[Record]:
+    """The records of each cell's last measurement at a size: those of its last settings and commit."""
+    found = [r for r in lines(f"studies/{name}") if r["size"] == size]
     last = {r["cell"]: (r["digest"], r["commit"]) for r in found}
     return [r for r in found if (r["digest"], r["commit"]) == last[r["cell"]]]
 
 
+def largest(name: str) -> list[Record]:
+    """The records of the largest size that was measured."""
+    return next(found for size in reversed(SIZES) if (found := cells(name, size)))
+
+
 def shown(name: str, size: str, found: list[Record]) -> str:
-    """The results at one size: findings, a table of published and own figures, the machine."""
+    """What was found at one size, with how many published figures ours stand beside, and where from."""
     report = _runner.load(name).report(found)
-    heads = ("figure", "published", "ours", "ours / published")
-    rows = [
-        [p.what + (f" ({p.note})" if p.note else ""), f"{p.theirs:.3g}", f"{p.ours:.3g}", f"{p.ours / p.theirs:.2f}"]
-        for p in report.published
-        if p.ours is not None
-    ]
-    missing = len(report.published) - len(rows)
-    left = f" Published figures not measured here: {missing}." if missing else ""
-    parts = [wrapped(f"**{SAID[size].capitalize()}.** {' '.join(report.findings)}")]
-    parts += [markdown(heads, rows, (1, 2, 3))] if rows else []
-    if not report.published:  # no published figures: show our own tables
-        parts += [markdown(table.heads, table.rows, tuple(range(1, len(table.heads)))) for table in report.tables]
+    ratios = sum(p.ours is not None for p in report.published)
+    beside = f" The study's page has {ratios} published figures beside ours." if ratios else ""
     timed = [r for r in found if "repetitions" in r] or found[-1:]
-    last = {r["config"].get("workload"): r for r in timed}  # the last measurement of each workload
-    about = [f"{_page.ours(r)}. {r['time'][:10]}, commit {r['commit']}." for r in last.values()]
-    return "\n\n".join([*parts, wrapped(" ".join(a[0].upper() + a[1:] for a in about) + left)])
-
-
-def wrapped(text: str) -> str:
-    """The text wrapped to lines of at most 120 characters."""
-    return textwrap.fill(text, 120)
+    last = last_of_each(timed, lambda r: (r["config"].get("workload"), r["commit"]))
+    about = " ".join(dict.fromkeys(f"{_page.ours(r)[0].upper()}{_page.ours(r)[1:]}." for r in last))
+    return f"**{SAID.get(size, size).capitalize()}.** {' '.join(report.findings)}{beside} {about} {origins(last)}"
