@@ -108,7 +108,7 @@ bench-peers: $(DEV) ## measure sameseed and its peers in turns (after `make peer
 	$(BIN)/python benchmarks/peers/run.py --shape $(PEERS_SHAPE) --home $(PEERS_HOME) --work $(PEERS_WORK) \
 	  --out $(RECORDS)/peers.jsonl $(PEERS_ARGS)
 
-docs: $(READY) ## write the tables of README and docs from the records
+docs: $(DEV) ## write the tables and pictures of README and docs from the records
 	$(BIN)/python docs/make_tables.py
 
 docs-site: $(DEV) ## the documentation as a site, links and anchors checked, in build/site

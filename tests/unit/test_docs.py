@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import make_tables
+import pictures
 import pytest
+import recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -20,7 +23,7 @@ def test_tables_from_the_code_are_current(page: Path) -> None:
     text = page.read_text()
     for match in make_tables.MARKED.finditer(text):
         kind, name = match[2], match[3]
-        if kind not in ("table", "study"):
+        if kind not in ("table", "picture", "study"):
             assert make_tables.MAKERS[kind](name) in match[0], f"{page.name}: {kind}:{name} is stale; run `make docs`"
 
 
@@ -41,6 +44,32 @@ def test_links_to_headings_find_them(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
         there = (page.parent / target).resolve() if target else page
         assert anchor in anchors(there), f"{page.name} links to #{anchor}, which {there.name} has not"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_pictures_are_there(page: Path) -> None:
+    for kind, name in re.findall(r"<!-- (\w+):(\w+) -->", page.read_text()):
+        assert kind != "picture" or (pictures.FOLDER / f"{name}.svg").is_file()
+
+
+def line(day: str, label: str, speedup: float, model: str = "m") -> str:
+    """A record as `sameseed bench` writes it, with made-up numbers."""
+    config = {"model": model, "num_parameters": 1_000_000, "format": "fp32", "num_prompts": 2, "max_tokens": 96}
+    config |= {"temperature": 0.0, "label": label, "draft": label}
+    record = {"run": day, "time": day, "commit": "c0ffee", "config": config, "speedup": speedup}
+    record |= {"repetitions": [{"speedup": speedup - 0.1}, {"speedup": speedup + 0.1}]}
+    return json.dumps(record | {"machine": {"cpu": "a", "cores": 2, "isa": "avx2"}}) + "\n"
+
+
+def test_the_picture_of_real_models_shows_the_newest_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "RECORDS", tmp_path)
+    (tmp_path / "real.jsonl").write_text(line("2026-01-01", "ngram", 1.1) + line("2026-01-02", "ngram", 1.2))
+    (tmp_path / "bench.jsonl").write_text(line("2026-01-02", "x k=12 goodput", 1.3) + line("2026", "x", 9, "embedded"))
+    (series,) = pictures.speed().panels[0].series
+    assert series.points == [("plain", 1.0), ("ngram", 1.2), ("x", 1.3)]
+    assert series.spread[1] == pytest.approx((1.1, 1.3))
+    text = make_tables.render("<!-- picture:speed -->\n<!-- end -->\n", ROOT / "docs")
+    assert "](pictures/speed.svg)" in text and "1.20x" in text
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
