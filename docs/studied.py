@@ -13,16 +13,17 @@ SAID = {"small": "the embedded family", "true": "twins at true shapes"}
 
 
 def section(name: str) -> str:
-    """A study's section: its source, and for each size what was found, or the command that measures it."""
+    """A study's section: its source, what the largest size showed, and how to run larger ones."""
     study = _runner.load(name)
     parts = [f"After {study.source}."]
-    for size in SIZES:
-        found = cells(name, size)
+    best = largest(name)
+    for size in SIZES[SIZES.index(best[0]["size"]) + 1 :] if best else SIZES:
         command = f"`sameseed study {name} --size {size} --out benchmarks/results/studies`"
-        missing = f"{SAID.get(size, size).capitalize()}: not run yet. {command} runs it."
-        parts.append(shown(name, size, found) if found else missing)
-    if name == "rivals":  # no published figures: our own last table
-        table = _runner.load(name).report(largest(name)).tables[-1]
+        parts.append(f"{SAID.get(size, size).capitalize()}: not run yet. {command} runs it.")
+    if best:
+        parts.insert(1, shown(name, best[0]["size"], best))
+    if name == "rivals" and best:  # no published figures: our own last table
+        table = _runner.load(name).report(best).tables[-1]
         parts.append(markdown(table.heads, table.rows, range(1, len(table.heads))))
     return "\n\n".join(part if part.startswith("|") else textwrap.fill(part, 120) for part in parts) + "\n"
 
@@ -36,7 +37,7 @@ def cells(name: str, size: str) -> list[Record]:
 
 def largest(name: str) -> list[Record]:
     """The records of the largest size that was measured."""
-    return next(found for size in reversed(SIZES) if (found := cells(name, size)))
+    return next((found for size in reversed(SIZES) if (found := cells(name, size))), [])
 
 
 def shown(name: str, size: str, found: list[Record]) -> str:
