@@ -9,7 +9,7 @@ from recorded import Record, last_of_each, lines, markdown, origins
 from sameseed_lab.studies import _page, _runner
 from sameseed_lab.studies._setup import SIZES
 
-SAID = {"small": "the embedded family", "true": "twins at true shapes"}
+SAID = {"small": "the embedded family", "real": "real models", "true": "twins at true shapes"}
 
 
 def section(name: str) -> str:

@@ -70,7 +70,7 @@ def ratio_table(group: dict[str, Any], rows: Seq[int]) -> str:
 def texts_table(record: dict[str, Any], group: dict[str, Any]) -> str:
     """Table of one group's texts: tokens per second of each arm, as in `sameseed study rivals`."""
     arms = rivals.split({**record, "groups": [group]})
-    found = rivals.text_table([arm for arm in arms if arm["texts"]])
+    found = rivals.text_table(rivals.derive([arm for arm in arms if arm["texts"]]))
     return markdown(found.heads, found.rows)
 
 

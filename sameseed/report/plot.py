@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
-from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from sameseed.errors import ConfigError
 from sameseed.report.record import require
 
-# Colours that colour-blind readers can tell apart (after Okabe and Ito).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "0.6")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+# Colours that colour-blind readers can tell apart (after Okabe and Ito), as many as a panel has series.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MOST = len(COLOURS)
+GREYS = ("0.35", "0.55", "0.7")  # of published series
+MARKERS = ("o", "s", "^", "D", "v", "P")
 DOTTED = (0, (1, 1.4))
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -29,8 +33,8 @@ Spread = Seq[tuple[float, float]]  # low and high of each point
 class Series:
     """Points of one colour, which its label decides; a label may stand in several panels.
 
-    `spread` of y: a band, or intervals; `spread_x` and `names` are for points. A `published` series is dashed or
-    hatched; a `limit` is a dotted line without points or a place in the legend.
+    `spread` of y: a band, or intervals; `spread_x` and `names` are for points. A `published` series is grey, and dashed
+    or hatched; its label names paper, model and hardware. A `limit` is a dotted line without points or a legend entry.
     """
 
     label: str
@@ -46,7 +50,8 @@ class Series:
 class Panel:
     """One diagram. `bars` stand, or lie beside long names (`across`); the points of `points` are not joined.
 
-    `level`: a line at y (of bars that lie: at x, where they begin), e.g. 1 for no gain. `diagonal`: x = y.
+    `level`: a line at y (of bars that lie: at x, where they begin), e.g. 1 for no gain. `diagonal`: x = y. `top`: where
+    the axis ends, for panels with one scale.
     """
 
     title: str
@@ -58,6 +63,24 @@ class Panel:
     stacked: bool = False
     diagonal: bool = False
     form: str = ""  # number format of values beside bars that lie
+    top: float | None = None
+
+
+def shown(panels: Iterable[Panel]) -> list[Panel]:
+    """The panels with points of our own, and published points beside them; one of more than `MOST` series is parted."""
+    found = []
+    for panel in panels:
+        ours = [s for s in panel.series if s.points and not s.published and not s.limit]
+        others = [s for s in panel.series if s.points and (s.published or s.limit)]
+        step = max(1, MOST - sum(s.published for s in others))
+        parts = [ours] if panel.stacked else [ours[i : i + step] for i in range(0, len(ours), step)]
+        for number, part in enumerate(parts if ours else (), 1):
+            labels, places = {s.label for s in part}, {x for s in part for x, _ in s.points}
+            beside = [replace(s, points=[p for p in s.points if p[0] in places]) if s.published else s for s in others]
+            beside = [s for s in beside if s.points and (s.published or s.label in labels)]
+            title = panel.title if len(parts) == 1 else f"{panel.title} ({number} of {len(parts)})"
+            found.append(replace(panel, title=title, series=[*part, *beside]))
+    return found
 
 
 def plot_paths(path: Path) -> tuple[Path, Path]:
@@ -84,6 +107,22 @@ def draw(panels: Seq[Panel], path: Path, title: str = "", about: str = "", colum
     Raises ConfigError for another suffix, or without matplotlib.
     """
     paths = plot_paths(path)
+    with _drawn(shown(panels), title, about, columns) as figure:
+        for file, date in zip(paths, (None, {"Date": None})):
+            figure.savefig(file, dpi=150, metadata=date, bbox_inches="tight", pad_inches=0.08)
+    return paths
+
+
+def svg(panel: Panel) -> bytes:
+    """One panel as SVG, for a page that lays out panels by itself."""
+    content = io.BytesIO()
+    with _drawn([panel], "", "", 1) as figure:
+        figure.savefig(content, format="svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.08)
+    return content.getvalue()
+
+
+@contextmanager
+def _drawn(panels: Seq[Panel], title: str, about: str, columns: int) -> Iterator[Any]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -92,8 +131,11 @@ def draw(panels: Seq[Panel], path: Path, title: str = "", about: str = "", colum
     across = min(columns, len(panels))
     down = -(-len(panels) // across)
     rows = max((len(s.points) for p in panels if p.kind == "across" for s in p.series), default=0)
-    labels = list(dict.fromkeys(s.label for panel in panels for s in panel.series))
-    colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(labels)}
+    series = [s for panel in panels for s in panel.series]
+    looks = dict[str, tuple[str, int]]()
+    for published, palette in ((False, COLOURS), (True, GREYS)):
+        labels = dict.fromkeys(s.label for s in series if s.published == published)
+        looks |= {label: (palette[i % len(palette)], i) for i, label in enumerate(labels)}
     kinds = {"lines": _lines, "bars": _bars, "across": _across, "points": _points}
     with pyplot.rc_context(STYLE):
         size = ((5.4 if across < 3 else 4.1) * across, max(3.2, 1.6 + 0.34 * rows) * down + 0.4)
@@ -102,7 +144,7 @@ def draw(panels: Seq[Panel], path: Path, title: str = "", about: str = "", colum
         for axes in flat[len(panels) :]:
             axes.set_axis_off()
         for axes, panel in zip(flat, panels):
-            kinds[panel.kind](axes, panel, colours)
+            kinds[panel.kind](axes, panel, looks)
             axes.set_title(textwrap.fill(panel.title, int(12 * size[0] / across)), loc="left", fontsize=9)
             axes.set(xlabel=panel.x, ylabel=panel.y)
             axes.grid(alpha=0.25, linewidth=0.6, axis={"bars": "y", "across": "x"}.get(panel.kind, "both"))
@@ -110,31 +152,28 @@ def draw(panels: Seq[Panel], path: Path, title: str = "", about: str = "", colum
             if panel.level is not None:
                 (axes.axvline if panel.kind == "across" else axes.axhline)(panel.level, color="0.5", linestyle=DOTTED)
         _finish(figure, flat, title, about)
-        for file in paths:
-            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+        yield figure
         pyplot.close(figure)
-    return paths
 
 
 def _finish(figure: Any, flat: Seq[Any], title: str, about: str) -> None:
     """The title above all panels; one legend, and what the reader must know, below them."""
-    handles = {name: h for axes in flat for h, name in zip(*axes.get_legend_handles_labels()) if name}
-    inches = 0.6 + 0.07 * max(map(len, handles), default=0)  # width of the longest entry
-    columns, height = max(1, min(4, int(figure.get_figwidth() / inches))), figure.get_figheight()
-    note = textwrap.fill(about, int(19 * figure.get_figwidth()))
+    handles = {n: h for axes in flat for h, n in zip(*axes.get_legend_handles_labels()) if n}
+    width, height = figure.get_figwidth(), figure.get_figheight()
+    labels = [textwrap.fill(name, int(11 * width)) for name in handles]
+    longest = max((len(line) for label in labels for line in label.split("\n")), default=0)
+    columns = max(1, min(4, int(width / (0.6 + 0.07 * longest))))
+    note, head = textwrap.fill(about, int(19 * width)), textwrap.fill(title, int(11 * width))
     foot = 0.16 * (1 + note.count("\n")) * bool(about) / height
-    below = 0.26 * (-(-len(handles) // columns) + 0.5) / height if handles else 0.0
-    if below:
+    lines = sum(1 + label.count("\n") for label in labels) / columns + 1
+    below = 0.22 * lines / height if labels else 0.0
+    if labels:
         look = {"loc": "lower center", "bbox_to_anchor": (0.5, foot), "ncol": columns, "frameon": False, "fontsize": 8}
-        figure.legend(list(handles.values()), list(handles), **look)
+        figure.legend(list(handles.values()), labels, **look)
     if title:
-        figure.suptitle(title, x=0.012, ha="left", weight="bold")
+        figure.suptitle(head, x=0.012, y=1.0, ha="left", va="bottom", weight="bold", fontsize=10)
     figure.text(0.012, 0.05 / height, note, fontsize=6.5, color="0.35")
     figure.tight_layout(rect=(0, below + foot, 1, 1))
-
-
-def _name(s: Series) -> str:
-    return f"{s.label} (published)" if s.published else s.label
 
 
 def _with_spread(s: Series) -> list[tuple[tuple[Any, float], tuple[float, float]]]:
@@ -142,22 +181,20 @@ def _with_spread(s: Series) -> list[tuple[tuple[Any, float], tuple[float, float]
     return list(zip(s.points, s.spread or [(y, y) for _, y in s.points]))
 
 
-def _lines(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+def _lines(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> None:
     ticks = sorted({x for s in panel.series for x, _ in s.points if not s.limit})
-    names = list(colours)
     for s in panel.series:
-        i, (x, y) = names.index(s.label), ([p[0] for p in s.points], [p[1] for p in s.points])
-        look: dict[str, Any] = {"color": colours[s.label], "label": _name(s), "marker": MARKERS[i % len(MARKERS)]}
-        look |= {"markersize": 5, "linestyle": ("-", "-.")[i // len(COLOURS) % 2]}
+        (colour, i), (x, y) = looks[s.label], ([p[0] for p in s.points], [p[1] for p in s.points])
+        look: dict[str, Any] = {"color": colour, "label": s.label, "marker": MARKERS[i % MOST], "markersize": 5}
         if s.published:
-            look |= {"linestyle": "--", "markerfacecolor": "none", "alpha": 0.6}
+            look |= {"linestyle": "--", "markerfacecolor": "none"}
         if s.limit:
             look |= {"linestyle": DOTTED, "marker": "", "label": "", "linewidth": 1.4}
         axes.plot(x, y, **look)
         if s.spread:
-            axes.fill_between(x, *zip(*s.spread), color=look["color"], alpha=0.13, linewidth=0)
+            axes.fill_between(x, *zip(*s.spread), color=colour, alpha=0.13, linewidth=0)
     highest = [max(y, *high) for s in panel.series if not s.limit for (_, y), high in _with_spread(s)]
-    top = 1.08 * max(highest, default=1.0) or 1.0
+    top = 1.08 * max([*highest, panel.level or 0.0]) or 1.0
     if panel.diagonal and ticks:
         line = [ticks[0] * (top / ticks[0]) ** (i / 64) for i in range(65)]  # a curve where the axis is logarithmic
         axes.plot(line, line, color="0.6", linewidth=0.8, linestyle=DOTTED)
@@ -166,55 +203,61 @@ def _lines(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     if len(ticks) <= 12:
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
-    axes.set_ylim(0, top)
+    axes.set_ylim(0, panel.top or top)
     if ticks:  # not as far as a diagonal reaches
         axes.set_xlim(ticks[0] / 1.1, 1.1 * ticks[-1])
 
 
-def _bars(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+def _bars(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> None:
     names = list(dict.fromkeys(x for s in panel.series for x, _ in s.points))
     beside = 1 if panel.stacked else max(1, len(panel.series))
     width, below = 0.8 / beside, dict.fromkeys(names, 0.0)
     for n, s in enumerate(panel.series):
         shift = 0.0 if panel.stacked else (n - (beside - 1) / 2) * width
         place = [names.index(x) + shift for x, _ in s.points]
-        look: dict[str, Any] = {"color": colours[s.label]}
+        look: dict[str, Any] = {"color": looks[s.label][0]}
         if s.published:
-            look = {"color": "none", "edgecolor": colours[s.label], "hatch": "///", "linewidth": 0.8}
+            look = {"color": "none", "edgecolor": looks[s.label][0], "hatch": "///", "linewidth": 0.8}
         if panel.stacked:
             look["bottom"] = [below[x] for x, _ in s.points]
             below |= {x: below[x] + y for x, y in s.points}
-        axes.bar(place, [y for _, y in s.points], width, label=_name(s), **look)
-    turned = max((len(str(n)) for n in names), default=0) * len(names) > 36
-    axes.set_xticks(range(len(names)), [str(n) for n in names], rotation=35 if turned else 0, fontsize=8)
+        if s.spread and not panel.stacked:
+            ends = [(y - low, high - y) for (_, y), (low, high) in _with_spread(s)]
+            look |= {"yerr": list(zip(*ends)), "error_kw": {"elinewidth": 0.8, "ecolor": "0.15"}}
+        axes.bar(place, [y for _, y in s.points], width, label=s.label, **look)
+    if panel.top is not None:
+        axes.set_ylim(0, panel.top)
+    texts = [textwrap.fill(str(n), 24) for n in names]
+    turned = sum(max(len(line) for line in text.split("\n")) for text in texts) > 36
+    axes.set_xticks(range(len(names)), texts, rotation=35 if turned else 0, fontsize=8)
     for text in axes.get_xticklabels() if turned else ():
-        text.set_ha("right")
+        text.set(ha="right", rotation_mode="anchor")
 
 
-def _across(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+def _across(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> None:
     """Bars that lie, with intervals and values: one group a name, one bar a series."""
     names = list(dict.fromkeys(x for s in panel.series for x, _ in s.points))
-    step, start = 0.8 / max(1, len(panel.series)), panel.level or 0.0
+    beside = 1 if panel.stacked else max(1, len(panel.series))
+    step, start = 0.8 / beside, panel.level or 0.0
     for n, s in enumerate(panel.series):
         for (name, value), (low, high) in _with_spread(s):
-            y = names.index(name) - 0.4 + step * (n + 0.5)
-            axes.barh(y, value - start, 0.9 * step, left=start, color=colours[s.label], label=s.label, alpha=0.85)
+            y = names.index(name) - 0.4 + step * (n % beside + 0.5)
+            axes.barh(y, value - start, 0.9 * step, left=start, color=looks[s.label][0], label=s.label, alpha=0.85)
             axes.plot([low, high], [y, y], color="0.15", linewidth=1.1, marker="|" if low < high else "", markersize=5)
-            where = (max(value, high), y)
-            axes.annotate(f"{value:{panel.form}}", where, (4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_yticks(range(len(names)), names)
+            axes.text(max(value, high), y, f"  {value:{panel.form}}", va="center", fontsize=8)
+    axes.set_yticks(range(len(names)), [textwrap.fill(str(name), 28) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.margins(x=0.22)
 
 
-def _points(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+def _points(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> None:
     for n, s in enumerate(panel.series):
         x, y = [p[0] for p in s.points], [p[1] for p in s.points]
         bars = [
             [[v - low for v, (low, _) in zip(values, spread)], [high - v for v, (_, high) in zip(values, spread)]]
             for values, spread in ((x, s.spread_x or [(v, v) for v in x]), (y, s.spread or [(v, v) for v in y]))
         ]
-        look = {"color": colours[s.label], "fmt": MARKERS[n % len(MARKERS)], "markersize": 5, "elinewidth": 0.7}
+        look = {"color": looks[s.label][0], "fmt": MARKERS[n % len(MARKERS)], "markersize": 5, "elinewidth": 0.7}
         axes.errorbar(x, y, xerr=bars[0], yerr=bars[1], label=s.label, **look)
         for name, place in zip(s.names, s.points):
             axes.annotate(name, place, (5, -8), textcoords="offset points", fontsize=6)

@@ -35,21 +35,19 @@ def now() -> str:
 def commit() -> str:
     """The checkout's commit (12 digits), with "+" if a source file was changed; without a checkout, the version."""
     root = Path(sameseed.__file__).resolve().parent.parent
-    git = ["git", "-C", str(root)]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
     try:
-        top = subprocess.run([*git, "rev-parse", "--show-toplevel", "HEAD"], capture_output=True, text=True, check=True)
-        folder, head = top.stdout.splitlines()
+        folder, head = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
         if Path(folder) != root:
             return sameseed.__version__
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no", "--", "sameseed", "csrc"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "sameseed", "csrc")
     except (OSError, subprocess.CalledProcessError, ValueError):
         return sameseed.__version__
-    return head[:12] + ("+" if changed.stdout.strip() else "")
+    return head[:12] + ("+" if changed.strip() else "")
 
 
 def machine() -> dict[str, object]:

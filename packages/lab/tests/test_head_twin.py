@@ -186,56 +186,32 @@ def test_the_folder_says_what_it_is(small: Path, tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("kind", "changes", "named"),
     [
-        ({"norm_before_residual": True}, "with norm_before_residual"),
-        ({"norm_output": True}, "with norm_output"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, its target 8 and 1e-05"),
-        ({"head_dim": 4}, "head_dim 4 and rms_norm_eps"),
-        ({"hidden_size": 24, "target_hidden_size": 32}, "of another width"),
-        ({"vocab_size": 310}, "vocabulary has 310 tokens"),
+        ("eagle3", {"norm_before_residual": True}, "norm_before_residual"),
+        ("eagle3", {"norm_output": True}, "norm_output"),
+        ("eagle3", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
+        ("eagle3", {"head_dim": 4}, "head_dim 4"),
+        ("eagle3", {"hidden_size": 24, "target_hidden_size": 32}, "of another width"),
+        ("eagle3", {"vocab_size": 310}, "vocabulary has 310 tokens"),
+        ("dspark", {"model_type": "qwen3"}, "with Llama layers"),
+        ("dspark", {"attention_bias": True}, "biases"),
+        ("dspark", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
+        ("dspark", {"hidden_size": 24, "target_hidden_size": 32}, "of another width"),
+        ("dspark", {"intermediate_size": 200}, "the source needs 200"),
+        ("dspark", {"aux_hidden_state_layer_ids": [1, 9]}, "enters the target's layers"),
     ],
 )
-def test_what_has_no_twin(small: Path, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
-    raw = raw_config("eagle3", changes.pop("vocab_size", MODEL_VOCAB), [1, 2, 3], **changes)
-    write_head(tmp_path / "head", raw, random_head(parse_head_config(raw)))
+def test_what_has_no_twin(kind: str, small: Path, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    if kind == "eagle3":
+        raw = raw_config(kind, changes.pop("vocab_size", MODEL_VOCAB), [1, 2, 3], **changes)
+        write_head(tmp_path / "head", raw, random_head(parse_head_config(raw)))
+    else:
+        raw = raw_block(kind, MODEL_VOCAB, [0, 2], **{"model_type": "llama", **changes})
+        write_head(tmp_path / "head", raw, random_block(parsed(raw)))
     with pytest.raises((ConfigError, VocabularyError), match=named):
         make_head_twin(FITTING["two copies"][0], str(tmp_path / "head"), str(small / "target"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"model_type": "qwen3"}, "with norms of queries and keys; take .* a block head with Llama layers"),
-        ({"attention_bias": True}, "the source has biases"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, its target 8 and 1e-05"),
-        ({"hidden_size": 24, "target_hidden_size": 32}, "of another width"),
-        ({"intermediate_size": 200}, "the shape has intermediate_size 96, and the source needs 200"),
-        ({"aux_hidden_state_layer_ids": [1, 9]}, "enters the target's layers"),
-    ],
-)
-def test_block_heads_without_a_twin(small: Path, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
-    raw = raw_block("dspark", MODEL_VOCAB, [0, 2], **{"model_type": "llama", **changes})
-    write_head(tmp_path / "head", raw, random_block(parsed(raw)))
-    with pytest.raises(ConfigError, match=named):
-        make_head_twin(FITTING["two copies"][0], str(tmp_path / "head"), str(small / "target"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_folder_of_a_block_head(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    big = FITTING["powers of 4"][0]
-    target = make_twin(big, str(small / "target"), tmp_path / "shape").folder
-    of, out = str(small / "block own"), str(tmp_path / "block")
-    argv = ["twin", "--shape", str(target), "--of", of, "--target", str(small / "target"), "-o", out]
-    assert main(argv) == 0
-    assert "a block head of 3 layers with 400 tokens" in capsys.readouterr().out
-    record, config = (read_json(tmp_path / "block" / name) for name in ("twin.json", "config.json"))
-    assert (record["draft_vocab_size"], record["markov_rank"], record["layers"]) == (MODEL_VOCAB, 6, [0, 1, 2])
-    assert config["speculators_model_type"] == "dspark" and config["markov_rank"] == 256
-    assert config["aux_hidden_state_layer_ids"] == [1, 5]
-    assert "cost of\na block head of 3 layers for such a target" in (tmp_path / "block" / "README.md").read_text()
-    assert main(["quantize", out, "-o", str(tmp_path / "turned"), "--head-for", str(target)]) == 2
 
 
 def test_eagle_1_and_odd_vocabularies(small: Path, tmp_path: Path) -> None:

@@ -197,16 +197,6 @@ def test_it_is_written_in_pieces(
                 assert torch.equal(read.get_tensor(name), source.tensor(name)), name
     load_model(twin.folder, ops.resolve("auto"))
     assert read_config(twin.folder) == twin.layout.config
-    again = make_twin(big, str(sources("plain")), tmp_path / "u", shard_bytes=10**6)
-    assert all((again.folder / f).read_bytes() == (twin.folder / f).read_bytes() for f in index["weight_map"].values())
-
-
-def test_the_folder_says_what_it_is(sources: Callable[[str], Path], tmp_path: Path) -> None:
-    twin = make_twin(FITTING["two copies"], str(sources("plain")), tmp_path / "t", name="my-shape")
-    record = read_json(twin.folder / "twin.json")
-    assert record["shape"] == "my-shape" and record["layers"] == [0, 2] and record["hidden_offsets"] == [0, 128]
-    assert "no trained model of its size" in (twin.folder / "README.md").read_text()
-    assert (twin.folder / "tokenizer.json").read_bytes() == (sources("plain") / "tokenizer.json").read_bytes()
 
 
 def test_a_parallel_draft_stays_one(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional
 
 from sameseed.cli.options import option, parse
+from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
     from sameseed_lab.studies._runner import Planned
@@ -24,7 +25,11 @@ class StudyArgs:
     """
 
     name: Annotated[str, Positional]  # name of the study, or list
-    size: str = "small"  # small: the embedded family, minutes; true: twins at true shapes, hours (26 GB of disk)
+    # small: the embedded family, minutes; real: trained models; true: twins at true shapes; both hours (26 GB of disk)
+    size: str = "small"
+    model: Annotated[str | None, option("MODEL")] = None  # a target of your own, in place of the size's models
+    draft: Annotated[str | None, option("DRAFT")] = None  # its draft model, or a drafter's name; unset: ngram
+    head: Annotated[str | None, option("HEAD")] = None  # its draft head, for cells that use one
     out: Annotated[Path | None, option("DIR")] = None  # records, plots, page; unset: studies/NAME
     # only these cells, by the names of --dry-run, e.g. 'lengths'
     only: Annotated[tuple[str, ...], option("PATTERN")] = ()
@@ -48,7 +53,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
     with progress(args.name) as bar:
         setup = StudySetup(
-            args.size,
+            "real" if args.model else args.size,
             args.out or Path("studies") / args.name,
             args.prompts,
             args.num_prompts,
@@ -56,6 +61,7 @@ def run(argv: Seq[str], prog: str) -> int:
             args.repeat,
             args.threads,
             args.data,
+            _models(args),
             lambda title, done, total: bar.update(bar.tasks[0].id, description=title, completed=done, total=total),
         )
         planned = _runner.plan(args.name, setup, args.only)
@@ -75,6 +81,20 @@ def run(argv: Seq[str], prog: str) -> int:
         stderr_console().print(f"written: {path}", style="dim", markup=False)
     failed = any(after.wrong and not before.wrong for before, after in zip(planned, tried))
     return 0 if _runner.same_texts(args.name, setup, planned) and not failed else 1
+
+
+def _models(args: StudyArgs) -> dict[str, str]:
+    """The models of --size real by role. Raises ConfigError for a draft without its target."""
+    from sameseed_lab.studies._setup import REAL
+
+    if args.model is None:
+        for flag, given in (("--draft", args.draft), ("--head", args.head)):
+            if given is not None and args.size != "real":
+                raise ConfigError(f"{flag} needs the target that it drafts for; name it with --model")
+    own = (
+        {"target": args.model, "1b": args.draft or "ngram"} if args.model else {**REAL, "1b": args.draft or REAL["1b"]}
+    )
+    return {role: name for role, name in {**own, "head": args.head}.items() if name is not None}
 
 
 def _list() -> int:

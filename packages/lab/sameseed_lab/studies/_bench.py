@@ -20,7 +20,7 @@ from sameseed.report import record
 from sameseed.request import SamplingParams
 from sameseed_lab.studies._price import price
 from sameseed_lab.studies._setup import StudySetup
-from sameseed_lab.studies._study import Tell
+from sameseed_lab.studies._study import Records, Row, Tell, machine_use, rows_of
 
 PRICED, WARM = 8, 0.7  # texts used for the price of exactness, and its temperature if the texts are greedy
 
@@ -45,9 +45,12 @@ class SpecSetting:
     policy: str = "fixed"
 
     def spec(self, models: Mapping[str, str]) -> SpecConfig:
-        """The SpecConfig with these models. Raises ConfigError."""
+        """The SpecConfig with these models; a format is for drafts that own a model. Raises ConfigError."""
+        draft = self.draft.format(**models)
         given: dict[str, Any] = {"policy": self.policy, "draft_options": dict(self.options) or None}
-        spec = make_config(self.draft.format(**models), draft_format=self.format, **given).spec
+        spec = make_config(draft, **given).spec
+        if any(level.cls.owns for level in resolve(spec).every()):
+            spec = make_config(draft, draft_format=self.format, **given).spec
         return replace(spec, confidence=self.confidence) if resolve(spec).heeds_confidence else spec
 
     @property
@@ -84,7 +87,8 @@ class BenchCell:
         """One record per way and draft length, plain decoding first."""
         roles = dict.fromkeys(role for way in self.ways for role in way.roles)
         models, model = {role: setup.model(role) for role in roles}, setup.model("target")
-        found = [(way, arm) for way in self.ways for arm in arms([way.spec(models)], way.ks)]
+        specs = {repr((spec, way.ks)): (way, spec) for way in reversed(self.ways) for spec in [way.spec(models)]}
+        found = [(way, arm) for way, spec in reversed(specs.values()) for arm in arms([spec], way.ks)]
         ways = {arm: way for way, arm in found if not arm.plain}
         plain = next(arm for _, arm in found if arm.plain)
         prompts = setup.read()
@@ -119,6 +123,7 @@ class BenchCell:
         pairs = list(zip(runs[arm], runs[bench.arms[0]], strict=True))
         checked, drafted = zip(*(_costs(mine, plain, self.batch) for mine, plain in pairs), strict=True)
         made |= {"verify_cost": median(checked), "draft_cost": median(drafted)}
+        made |= {"verify_costs": list(checked), "draft_costs": list(drafted)}
         runner = getattr(bench.install(arm).drafter, "runner", None)
         if runner is not None and arm.spec.method == "draft_model":
             jobs = [job for batch in workload.batches() for job in batch][:PRICED]
@@ -139,3 +144,40 @@ def _costs(mine: Run, plain: Run, batch: int) -> tuple[float, float]:
     done, before = mine.counted(batch), plain.counted(batch)
     one = max(1e-9, plain.times.target - before.prefill) / before.num_steps
     return max(0.0, mine.times.target - done.prefill) / done.num_steps / one, mine.times.draft / done.num_steps / one
+
+
+def bench_rows(records: Records) -> list[Row]:
+    """Rows of BenchCells. `FIELD_each`: the values of the repetitions, for the spread."""
+    rows = rows_of(records)
+    for row in rows:
+        drafted, runs, price = row["drafted"], row["repetitions"], row.get("price") or {}
+        speeds = [run["tokens_per_s"] for run in runs]
+        counts = row.get("draft_lengths") or [0]
+        row |= {
+            **machine_use(row),
+            "how": "sampled" if row["temperature"] else "greedy",
+            "threshold": "" if row["confidence"] is None else f", p >= {row['confidence']:g}",
+            "ms": 1e3 / row["tokens_per_s"],
+            "tokens_per_s_each": speeds,
+            "ms_each": [1e3 / speed for speed in speeds],
+            "rollback_share": 100 * row["rollbacks"] / runs[0]["num_tokens"] if drafted else None,
+            "mean_drafted": sum(n * c for n, c in enumerate(counts)) / max(1, sum(counts)) if drafted else None,
+            "tau": row["prediction"]["tokens_per_round"] if drafted else None,
+            "speedup": row["speedup"] if drafted else None,
+            "speedup_each": [run["speedup"] for run in runs],
+            "verify_cost_each": row.get("verify_costs"),
+            "draft_cost_each": row.get("draft_costs"),
+            "coupled": price.get("coupled"),
+            "min_pq": price.get("min_pq"),
+        }
+        row["num_draft_tokens"] = row["config"]["num_draft_tokens"]  # asked for, not those of the run
+        row |= {} if drafted else dict.fromkeys(("draft_format", "num_draft_tokens", "rollbacks"))
+    return rows
+
+
+def beside(rows: list[Row], base: Row | None, field: str) -> None:
+    """Add `field` to each row: its tokens/s over those of `base`, which took no turns with it."""
+    if base is not None:
+        for row in rows:
+            row[field] = row["tokens_per_s"] / base["tokens_per_s"]
+            row[f"{field}_each"] = [speed / base["tokens_per_s"] for speed in row["tokens_per_s_each"]]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from sameseed.engine.build import check_parts
 from sameseed.engine.settings import make_config
@@ -29,7 +29,7 @@ from sameseed.measure.workload import DEFAULT_PROMPTS
 from sameseed.models.loader import resolve_model
 from sameseed.report import record
 from sameseed_lab.studies._setup import StudySetup
-from sameseed_lab.studies._study import Tell
+from sameseed_lab.studies._study import Records, Row, Tell, machine_use, rows_of
 
 PER_CLIENT = 4  # each client sends num_prompts / PER_CLIENT requests, at least one
 
@@ -49,20 +49,20 @@ class LoadCell:
     k: int | None = None
     lengths: str | None = None
     ttft: float | None = None
+    needs: ClassVar = ("server,study", "httpx", "fastapi", "uvicorn", "msgspec")  # extras, and their modules
 
     @property
     def weight(self) -> float:
         return 2.0 * len(self.formats) * len(self.clients)
 
     def check(self, setup: StudySetup) -> None:
-        """Raise SameseedError if a format or a draft does not fit, a package is missing, or memory is short."""
-        record.require("a server under load", "server,study", "httpx", "fastapi", "uvicorn", "msgspec")
+        """Raise SameseedError if a format or a draft does not fit, or memory is short."""
         for form, kv in self.formats:
             spec = make_config(setup.source(self.draft)).spec
             config = make_config(spec, format=form, kv_format=kv)
             check_parts(resolve_model(setup.source("target")), config)
         if setup.size == "true" and len(self.formats) > 1:
-            raise ConfigError("servers of several formats at once are for --size small")
+            raise ConfigError("servers of several formats at once are for --size small and real")
         setup.check_memory([(role, self.formats[0][0]) for role in ("target", self.draft)])  # the draft's is the same
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
@@ -154,3 +154,30 @@ def serving(flags: list[str]) -> Iterator[tuple[str, int]]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def load_rows(records: Records) -> list[Row]:
+    """Rows of LoadCells. `form`: the formats' name; `on_off`: tokens/s over those with speculation off."""
+    rows = rows_of(records)
+    for row in rows:
+        same, told, label, runs = row["same_texts"], row["acceptance"] or {}, str(row["label"]), row["repetitions"]
+        ends = [run["e2e_ms"]["p50"] for run in runs]
+        row |= {
+            **machine_use(row),
+            "on": label.endswith("on"),
+            "speculation": "on" if label.endswith("on") else "off",
+            "form": row["format"] + ("" if row["kv_format"] == "auto" else f", cache {row['kv_format']}"),
+            "tokens_per_s": row["output_tokens_per_s"],
+            "tokens_per_s_each": [run["output_tokens_per_s"] for run in runs],
+            "on_off": row["speedup"],
+            "on_off_each": row.get("speedups"),
+            "seconds": row["e2e_ms"]["p50"] and row["e2e_ms"]["p50"] / 1e3,
+            "seconds_each": [end / 1e3 for end in ends if end is not None],
+            "ms": row["tpot_ms"]["p50"],
+            "accepted": told.get("acceptance_rate"),
+            "same": "" if same is None else f"{same[0]} of {same[1]}",
+        }
+        for p in ("p50", "p90"):
+            firsts = [run["ttft_ms"][p] for run in runs]
+            row |= {f"first_{p}": row["ttft_ms"][p], f"first_{p}_each": [v for v in firsts if v is not None]}
+    return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -47,14 +47,17 @@ def plan(name: str, setup: StudySetup, only: Seq[str] = ()) -> list[Planned]:
     """The cells of the grid; no model is loaded. `only`: patterns of cell names. Raises ConfigError if none matches."""
     study = load(name)
     record.require("a study", "study", "matplotlib")  # it draws its plots after the last cell
+    every = study.cells(setup)
     try:
         setup.read()
     except ConfigError as error:
         raise ConfigError(f"{error}; {study.data}") from None
-    chosen = [c for c in study.cells(setup.size) if not only or any(fnmatch(c.name, f"*{p}*") for p in only)]
+    chosen = [c for c in every if not only or any(fnmatch(c.name, f"*{p}*") for p in only)]
     if not chosen:
-        names = ", ".join(c.name for c in study.cells(setup.size))
+        names = ", ".join(c.name for c in every)
         raise ConfigError(f"--only {' '.join(only)} leaves no cell of {name} (there are: {names})")
+    for needed in dict.fromkeys(getattr(c, "needs", ()) for c in chosen):  # extras, before the first measurement
+        record.require(f"study {name}", *needed) if needed else None
     known = {r.get("digest") for r in _read(name, setup)}
     planned = []
     for cell in chosen:
@@ -90,7 +93,9 @@ def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str
             tell(f"failed: {p.cell.name}: {failed[p.digest]}")
             continue
         for made in found:
-            record.append(file, {**made, "study": name, "size": setup.size, "cell": p.cell.name, "digest": p.digest})
+            own = {"models": dict(setup.names)} if setup.size == "real" else {}
+            where = {"study": name, "size": setup.size, "cell": p.cell.name, "digest": p.digest}
+            record.append(file, {**made, **where, **own})
         spent, weight = spent + time.monotonic() - start, weight + p.cell.weight
     return [replace(p, wrong=failed.get(p.digest, p.wrong)) for p in planned]
 
@@ -105,15 +110,27 @@ def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
     if not found:
         raise ConfigError(f"nothing of {name} is measured; `sameseed study {name} --dry-run` says what cannot run")
     report = study.report(found)
-    about = drawing.origin(found[-1], f"runs of each setting: {setup.repeat}", f"{setup.num_prompts} prompts")
-    pictures = {p.name: drawing.draw(p.panels, setup.out / f"{name}-{p.name}", p.title, about) for p in report.plots}
+    last = next((r for r in reversed(found) if "repetitions" in r), found[-1])
+    about = drawing.origin(last, f"{setup.num_prompts} prompts, {setup.repeat} runs", _page.SPREAD)
+    drawn = list[Path]()
+    for p in report.plots:
+        title = (
+            f"{p.title}: {' + '.join(setup.names.values())}"
+            if setup.size == "real"
+            else f"{p.title}: {name}, {setup.size}"
+        )
+        drawn += drawing.draw(p.panels, setup.out / f"{name}-{p.name}", f"{title}, {_machine(last)}", about, p.columns)
     page = setup.out / f"{name}.html"
     left_out = [
         (p.cell.name, p.wrong or "not measured yet") for p in planned if p.digest not in {r["digest"] for r in found}
     ]
-    svgs = {plot: svg.read_bytes() for plot, (_, svg) in pictures.items()}
-    page.write_text(_page.render(name, study, report, found, left_out, svgs), encoding="utf-8")
-    return [page, *(path for pair in pictures.values() for path in pair)]
+    page.write_text(_page.render(name, study, report, found, left_out), encoding="utf-8")
+    return [page, *drawn]
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    machine = record["machine"]
+    return str(machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads")
 
 
 def same_texts(name: str, setup: StudySetup, planned: Seq[Planned]) -> bool:

@@ -1,4 +1,4 @@
-"""The setup of a study: models of a size, prompts, lengths, threads."""
+"""The setup of a study: its models, prompts, lengths, threads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from sameseed.measure.workload import DEFAULT_PROMPTS, prompts_name, read_prompt
 from sameseed.models.head_config import is_head
 from sameseed.models.loader import resolve_model
 from sameseed.plan.paper import sheet
+from sameseed.report.record import model_name
 from sameseed_lab.twin import find_shape, make_head_twin, make_twin
 
 GIB = 2**30
 Progress = Callable[[str, int, int], None]
-SIZES = ("small", "true")
+SIZES = ("small", "real", "true")
 TARGET, HEAD = "embedded-target", "embedded-head"
 SMALL: Mapping[str, str] = {"target": TARGET, "1b": "embedded-draft", "head": HEAD}
+CODER = "Qwen/Qwen2.5-Coder-{}-Instruct-GGUF:Q4_K_M"
+REAL: Mapping[str, str] = {"target": CODER.format("1.5B"), "1b": CODER.format("0.5B")}
 TRUE: Mapping[str, tuple[str, str]] = {  # by role: the twin's shape, and the small model whose function it computes
     "target": ("llama-3.1-8b", TARGET),
     "1b": ("llama-3.2-1b", "embedded-draft"),
@@ -33,7 +36,7 @@ TRUE: Mapping[str, tuple[str, str]] = {  # by role: the twin's shape, and the sm
 
 
 def role_name(role: str, size: str) -> str:
-    """The name of a role's model in tables and plots: the model's name at size "small", else the role."""
+    """The name of a role's model in tables and plots: the embedded model's at size "small", else the role."""
     return SMALL.get(role, role) if size == "small" else role
 
 
@@ -41,8 +44,9 @@ def role_name(role: str, size: str) -> str:
 class StudySetup:
     """The settings of a study's run.
 
-    `size`: "small" uses the embedded family; "true" uses its twins at true shapes, written once to `out`/twins. `data`:
-    folder of evaluation sets, for cells that measure quality. Raises ConfigError for an unknown size or counts below 1.
+    `size`: "small" uses the embedded family; "true" uses its twins at true shapes, written once to `out`/twins; "real"
+    uses `models`: by role ("target", "1b" for the draft, "head") a model, or for a draft also a drafter's name. `data`:
+    folder of evaluation sets, for cells that measure quality. Raises ConfigError for a value out of range.
     """
 
     size: str
@@ -53,15 +57,23 @@ class StudySetup:
     repeat: int = 3
     threads: int | None = None
     data: Path | None = None
+    models: Mapping[str, str] = field(default_factory=lambda: REAL)
     progress: Progress = field(default=lambda title, done, total: None, compare=False)
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
-            raise ConfigError(f"--size is {' or '.join(SIZES)}, got {self.size!r}")
+            raise ConfigError(f"--size is {', '.join(SIZES[:-1])} or {SIZES[-1]}, got {self.size!r}")
         for name in ("num_prompts", "max_tokens", "repeat", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Names of the models for tables and plots, by role."""
+        if self.size == "real":
+            return {role: model_name(model).removesuffix(".gguf") for role, model in self.models.items()}
+        return {role: role_name(role, self.size) for role in (SMALL if self.size == "small" else TRUE)}
 
     def read(self) -> list[Prompt]:
         """The prompts. Raises ConfigError."""
@@ -80,17 +92,16 @@ class StudySetup:
         return self.threads or ops.available_cores()
 
     def source(self, role: str) -> str:
-        """The small (embedded) model of a role. Raises ConfigError if this size has no such role."""
-        if self.size == "small":
-            if role not in SMALL:
-                raise ConfigError(f"the embedded family has no {role!r}; --size true has one")
-            return SMALL[role]
-        return TRUE[role][1]
+        """The model of a role; for a twin the small model behind it. Raises ConfigError if there is no such role."""
+        models = {"small": SMALL, "real": self.models}.get(self.size) or {r: small for r, (_, small) in TRUE.items()}
+        if role not in models:
+            raise ConfigError(f"no {role!r} among the models; name one with --{'head' if role == 'head' else 'draft'}")
+        return models[role]
 
     def model(self, role: str) -> str:
         """Name or folder of a role's model. A missing twin is made first. Raises what `make_twin` raises."""
         of = self.source(role)
-        if self.size == "small":
+        if self.size != "true":
             return of
         shape = TRUE[role][0]
         folder = self.out / "twins" / f"{role}-{shape}"
@@ -106,8 +117,8 @@ class StudySetup:
         return str(folder)
 
     def check_memory(self, loaded: Seq[tuple[str, str]]) -> None:
-        """Raise ConfigError if these models do not fit in free memory. `loaded`: their roles and weight formats."""
-        if self.size == "small":
+        """Raise ConfigError if these twins do not fit in free memory. `loaded`: their roles and weight formats."""
+        if self.size != "true":
             return
         models = {(TRUE[r][0], form): sheet(TRUE[r][0], form).weights for r, form in loaded if r != "head"}
         others = GIB * (2 if any(role == "head" for role, _ in loaded) else 1)
@@ -121,4 +132,5 @@ class StudySetup:
         """Hash of everything that determines a cell's results, except the code and the machine."""
         texts = [(p.id, *p.facts) for p in self.read()]
         facts = [type(cell).__name__, asdict(cell), self.size, self.max_tokens, self.repeat, self.cores, texts]
+        facts += [dict(self.models)] if self.size == "real" else []
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

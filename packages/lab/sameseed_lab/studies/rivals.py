@@ -11,18 +11,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import itemgetter, truediv
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import sameseed
 from sameseed.errors import ConfigError
+from sameseed.models.loader import resolve_model
+from sameseed.report.plot import Panel, Series
 from sameseed.report.schemas import PEER_SCHEMA
 from sameseed_lab.studies._setup import StudySetup
-from sameseed_lab.studies._study import Panel, Plot, Records, Report, Series, Study, Table, Tell, figure
+from sameseed_lab.studies._study import Plot, Records, Row, Study, Table, Tell, figure, rows_of
 
 PEERS = Path(sameseed.__file__).resolve().parent.parent / "benchmarks" / "peers"
 ENGINES = {
@@ -34,7 +36,7 @@ ENGINES = {
 }
 SHAPES = {
     "passes": {"small": "tiny", "true": "llama-3.2-1b"},  # random weights
-    "texts": {"small": "embedded", "true": "twin-1b"},
+    "texts": {"small": "embedded", "true": "twin-1b", "real": "own"},
 }
 KEPT = ("engine", "versions", "settings", "rows", "prefill", "batch", "texts", "missing")
 ROUNDS = 3  # rounds per repetition of a study, since passes are short
@@ -71,10 +73,15 @@ class PeerCell:
             raise ConfigError(
                 "other engines are measured by benchmarks/peers; run this in a checkout of the repository"
             )
+        if setup.size == "real" and (self.engine, resolve_model(setup.source("target")).suffix) != (
+            "llama_cpp",
+            ".gguf",
+        ):
+            raise ConfigError("of other engines only llama.cpp reads a model of your own, from its GGUF file")
         if not (self.home / self.engine / ".installed").exists():
             raise ConfigError(f"{self.engine} is not installed in PEERS_HOME ({self.home}); `make peers` installs it")
         shape = SHAPES[self.what][setup.size]
-        if not (self.work / shape).is_dir():
+        if setup.size != "real" and not (self.work / shape).is_dir():
             raise ConfigError(
                 f"no checkpoints in PEERS_WORK ({self.work}); `make peers PEERS_SHAPE={shape}` makes them"
             )
@@ -82,16 +89,29 @@ class PeerCell:
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         """One record per arm. Raises ConfigError with the runner's error output."""
         with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "peers.jsonl"
-            shape = SHAPES[self.what][setup.size]
-            command = [sys.executable, str(PEERS / "run.py"), "--shape", shape, "--out", str(out)]
-            command += ["--home", str(self.home), "--work", str(self.work), "--arms", ENGINES[self.engine]]
-            command += ["--rounds", str(ROUNDS * setup.repeat), "--slow-rounds", str(setup.repeat)]
-            command += ["--threads", str(min(2, setup.cores))]
-            command += ["--num-prompts", str(setup.num_prompts), "--max-tokens", str(setup.max_tokens)]
-            command += ["--prompts", str(setup.prompts)] if setup.prompts else []
+            out, errors = Path(folder) / "peers.jsonl", Path(folder) / "errors"
+            asked: dict[str, object] = {
+                "shape": SHAPES[self.what][setup.size],
+                "out": out,
+                "home": self.home,
+                "work": self.work,
+                "arms": ENGINES[self.engine],
+                "rounds": ROUNDS * setup.repeat,
+                "slow-rounds": setup.repeat,
+                "threads": min(2, setup.cores),
+                "num-prompts": setup.num_prompts,
+                "max-tokens": setup.max_tokens,
+                **({"prompts": setup.prompts} if setup.prompts else {}),
+            }
+            if setup.size == "real":
+                own = {name: resolve_model(setup.models[role]) for name, role in _files(setup)}
+                asked |= own
+            command = [
+                sys.executable,
+                str(PEERS / "run.py"),
+                *(w for k, v in asked.items() for w in (f"--{k}", str(v))),
+            ]
             tell(" ".join(command))
-            errors = Path(folder) / "errors"
             with errors.open("w") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file) as running:
                 for line in running.stdout or ():
                     if line.startswith(b"  "):  # forward progress lines only, not the runner's tables
@@ -101,15 +121,21 @@ class PeerCell:
             return split(json.loads(out.read_text()))
 
 
-def cells(size: str) -> list[PeerCell]:
-    """Two cells per engine: passes and texts."""
-    return [PeerCell(engine, what) for what in SHAPES for engine in ENGINES]
+def _files(setup: StudySetup) -> Iterator[tuple[str, str]]:
+    yield "model", "target"
+    if setup.models["1b"] != "ngram":
+        yield "draft", "1b"
+
+
+def cells(setup: StudySetup) -> list[PeerCell]:
+    """Two cells per engine: passes (not of a model of one's own) and texts."""
+    return [PeerCell(engine, what) for what in SHAPES if setup.size in SHAPES[what] for engine in ENGINES]
 
 
 def split(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split a record of benchmarks/peers into one record per arm."""
     plan = line["plan"]
-    said = f"{line['shape']}, context {plan['context']}, {plan['rounds']} rounds in turns, medians"
+    said = f"{line['shape']}, context {plan['context']}, {plan['rounds']} rounds interleaved, medians"
     if prompts := line.get("prompts"):
         said = f"{line['shape']}, {prompts['count']} prompts of {prompts['from']}, {plan['text_tokens']} tokens at most"
     shared = {name: line[name] for name in ("run", "commit", "machine")} | {"time": line.get("time", line["run"])}
@@ -126,179 +152,127 @@ def split(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def report(records: Records) -> Report:
-    """Times by rows, prefill, batches and texts. Ratios are taken within each round or text."""
-    texts = [r for r in records if r.get("texts")]
-    records = [r for r in records if r["config"]["shape"] not in SHAPES["texts"].values()]
-    panels = []
-    for place in dict.fromkeys(map(_place, records)):
-        here = [r for r in records if _place(r) == place]
-        title = f"beside {_peer(place, here)}, {place[1]}: ms of a pass"
-        panels.append(Panel(title, "rows", [Series(_name(r), _rows(r)) for r in here]))
-    panels += [_bars("prompt of 512: tokens/s", records, "prefill"), _bars("16 sequences: tokens/s", records, "batch")]
-    pairs = [(m, p) for m in records for p in records if _ours(m) and not _ours(p) and _place(m) == _place(p)]
-    plots = [Plot("passes", "Passes, prompts, batches", panels)] if records else []
-    if texts:
-        plots.append(Plot("texts", "Texts, each engine with its own speculation", _text_panels(texts)))
-    tables = [*(_tables(records, pairs) if records else []), *([text_table(texts)] if texts else [])]
-    return Report([*_findings(pairs), *_text_findings(texts)], [], plots, tables)
+def derive(records: Records) -> list[Row]:
+    """Rows; `place`: key of arms that were interleaved and can be compared; `peer`: the engine beside ours."""
+    rows = rows_of(records)
+    for row in rows:
+        row |= {"ours": row["engine"] == "sameseed", "place": (row["run"], row["group"], row.get("cell"))}
+        row["times"] = {} if row.get("texts") else {x["rows"]: list(x["ms"]) for x in row["rows"]}
+        row["medians"] = {} if row.get("texts") else {x["rows"]: x["median"] for x in row["rows"]}
+    peers = {r["place"]: ENGINES.get(r["engine"], str(r["engine"])).rstrip("*") for r in rows if not r["ours"]}
+    several = len({row["place"] for row in rows}) > 1
+    for row in rows:
+        row["peer"] = peers.get(row["place"], row["group"])
+        row["name"] = row["label"] + (f" (beside {row['peer']})" if row["ours"] and several else "")
+    return rows
 
 
-def _name(record: Mapping[str, Any]) -> str:
-    return str(record["config"]["label"])
+def _pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Each of our arms with each peer that it took turns with."""
+    return [(m, p) for m in rows for p in rows if m["ours"] and not p["ours"] and m["place"] == p["place"]]
 
 
-def _peer(place: tuple[object, ...], records: Records) -> str:
-    """The engine that ours ran beside at this place."""
-    engines = [str(r["engine"]) for r in records if _place(r) == place and not _ours(r)]
-    return ENGINES.get(engines[0], engines[0]).rstrip("*") if engines else str(place[1])
-
-
-def _named(record: Mapping[str, Any], records: Records) -> str:
-    """The name of an arm; for one of ours in several places also beside which engine it ran."""
-    if not _ours(record) or len(set(map(_place, records))) == 1:
-        return _name(record)
-    return f"{_name(record)} (beside {_peer(_place(record), records)})"
-
-
-def _ours(record: Mapping[str, Any]) -> bool:
-    return bool(record["engine"] == "sameseed")
-
-
-def _place(record: Mapping[str, Any]) -> tuple[object, ...]:
-    """Key of interleaved arms: only arms with the same key can be compared."""
-    return record["run"], record["config"]["group"], record.get("cell")
-
-
-def _rows(record: Mapping[str, Any]) -> list[tuple[int, float]]:
-    return [(x["rows"], x["median"]) for x in record["rows"]]
-
-
-def _curve(record: Mapping[str, Any]) -> list[tuple[int, float]]:
-    found = dict(_rows(record))
-    return [(m, ms / found[1]) for m, ms in found.items()] if 1 in found else []
-
-
-def _bars(title: str, records: Records, what: str) -> Panel:
-    """A bar per arm: the median of its places."""
-    found: dict[tuple[bool, str], list[float]] = {}
-    for r in records:
-        if r[what]:
-            found.setdefault((_ours(r), _name(r)), []).append(r[what]["median"])
-    bars = [
-        Series(who, [(name, median(figures)) for (mine, name), figures in found.items() if mine is ours])
-        for who, ours in (("ours", True), ("theirs", False))
-    ]
-    return Panel(title, "", bars, "bars", stacked=True)
-
-
-def _times(record: Mapping[str, Any], rows: int) -> list[float]:
-    return next((list(x["ms"]) for x in record["rows"] if x["rows"] == rows), [])
-
-
-def _faster(mine: Mapping[str, Any], peer: Mapping[str, Any], rows: int) -> float | None:
+def _faster(mine: Row, peer: Row, rows: int) -> float | None:
     """The peer's time over ours for a pass over `rows` rows: median over rounds, None without measurements."""
-    ratios = [theirs / own for own, theirs in zip(_times(mine, rows), _times(peer, rows))]
+    ratios = [theirs / own for own, theirs in zip(mine["times"].get(rows, ()), peer["times"].get(rows, ()))]
     return median(ratios) if ratios else None
 
 
-def _findings(pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
-    """For one row and eight: the engine that comes nearest to our fastest format."""
-    said = []
-    for rows, what in ((1, "One row"), (8, "Eight rows")):
-        best: dict[str, tuple[float, str]] = {}  # by arm of another engine: how much faster is which of ours
-        for mine, peer in pairs:
-            faster = _faster(mine, peer, rows)
-            if faster is not None:
-                best[_name(peer)] = max((faster, _name(mine)), best.get(_name(peer), (0.0, "")))
-        if best:
-            theirs, (times, ours) = min(best.items(), key=itemgetter(1))
-            said.append(f"{what}: the nearest is {theirs}; {ours} is {times:.2f} times as fast.")
-    return said
-
-
-def _over(mine: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+def _over(mine: Row, other: Row) -> float:
     return float(median(map(truediv, mine["texts"]["tokens_per_s"], other["texts"]["tokens_per_s"])))
 
 
-def _best(texts: Records, ours: bool) -> dict[tuple[object, ...], Mapping[str, Any]]:
+def _best(texts: list[Row], ours: bool) -> dict[tuple[object, ...], Row]:
     """The fastest of our arms (or of the other engines' arms) at each place."""
-    found: dict[tuple[object, ...], Mapping[str, Any]] = {}
-    for record in texts:
-        if _ours(record) is ours:
-            found[_place(record)] = max(
-                record, found.get(_place(record), record), key=lambda r: float(r["texts"]["median"])
-            )
-    return found
+    slowest_first = sorted((r for r in texts if r["ours"] is ours), key=lambda r: float(r["texts"]["median"]))
+    return {row["place"]: row for row in slowest_first}
 
 
-def _text_panels(texts: Records) -> list[Panel]:
-    """One panel per engine with ours: tokens per second of each way to decode."""
-    panels = []
-    for place in dict.fromkeys(map(_place, texts)):
-        here = [r for r in texts if _place(r) == place]
-        ours, others = [r for r in here if _ours(r)], [r for r in here if not _ours(r)]
-        bars = [
-            Series(who, [(_name(r), r["texts"]["median"]) for r in of])
-            for who, of in (("ours", ours), ("theirs", others))
-        ]
-        panels.append(Panel(f"{place[1]}: tokens/s", "", bars, "bars", stacked=True))
-    return panels
-
-
-def text_table(texts: Records) -> Table:
-    """Table of each arm: tokens per second, speed-up over its engine's plain decoding, equal texts, our lead.
-
-    `texts`: records from `split`, of arms that generated texts.
-    """
-    ours, rows = _best(texts, True), []
-    several = len(set(map(_place, texts))) > 1
-    for record in texts:
-        said, plain, best = record["texts"], record["texts"]["plain"], ours.get(_place(record))
-        same = f"{plain['same']} of {plain['texts']}" if plain else ""
-        gain = figure(plain["faster"]["median"] if plain else None)
-        faster = figure(_over(best, record) if best else None)
-        rows.append([_named(record, texts), figure(said["median"], ".1f"), gain, same, faster])
-    best_name = "our best" if several or not ours else _name(*ours.values())
-    heads = ("engine", "tokens/s", "over its plain", "texts as its plain", f"{best_name}: times faster")
-    return Table("Texts", heads, rows)
-
-
-def _text_findings(texts: Records) -> list[str]:
-    ours = _best(texts, True)
+def findings(rows: list[Row]) -> list[str]:
+    """For one row and eight: the engine that comes nearest to our fastest format. For texts: our lead at each place."""
     said = []
-    for place, theirs in _best(texts, False).items():
-        if place in ours:
-            faster = f"{_over(ours[place], theirs):.2f} times as fast as {_name(theirs)}"
-            said.append(f"Texts: {_name(ours[place])} is {faster}, the fastest of {place[1]}.")
+    for count, what in ((1, "One row"), (8, "Eight rows")):
+        best: dict[str, tuple[float, str]] = {}  # by arm of another engine: how much faster is which of ours
+        for mine, peer in _pairs(rows):
+            if (times := _faster(mine, peer, count)) is not None:
+                best[peer["label"]] = max((times, mine["label"]), best.get(peer["label"], (0.0, "")))
+        if best:
+            nearest, (lead, ours) = min(best.items(), key=lambda item: item[1])
+            said.append(f"{what}: the nearest is {nearest}; {ours} is {lead:.2f} times as fast.")
+    texts = [row for row in rows if row.get("texts")]
+    fastest = _best(texts, True)
+    for place, peer in _best(texts, False).items():
+        if place in fastest:
+            faster = f"{_over(fastest[place], peer):.2f} times as fast as {peer['label']}"
+            said.append(f"Texts: {fastest[place]['label']} is {faster}, the fastest of {peer['group']}.")
     return said
 
 
-def _tables(records: Records, pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[Table]:
-    sizes = sorted({m for r in records for m, _ in _rows(r)})
-    of: Callable[[Mapping[str, Any], str], object] = lambda r, what: r[what]["median"] if r[what] else None  # noqa: E731
-    times = [
-        [_named(r, records), *(figure(dict(_rows(r)).get(m), ".1f") for m in sizes), figure(dict(_curve(r)).get(8))]
-        + [figure(of(r, what), ".0f") for what in ("prefill", "batch")]
-        for r in records
-    ]
-    faster = [[f"{_name(m)} / {_name(p)}", *(figure(_faster(m, p, n)) for n in sizes)] for m, p in pairs]
-    heads = [f"M={m}" for m in sizes]
+def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:
+    """Times by rows, prefill, batches and texts. Ratios are taken within each round or text."""
+    passes, texts = [r for r in rows if r["times"]], [r for r in rows if r.get("texts")]
+    panels, text_panels = list[Panel](), list[Panel]()
+    for place in dict.fromkeys(row["place"] for row in rows):
+        here = [row for row in rows if row["place"] == place]
+        timed = [row for row in here if row["times"]]
+        series = []
+        for row in timed:
+            points = list(row["medians"].items())
+            series.append(Series(row["label"], points, spread=[_ends(row["times"][m], v) for m, v in points]))
+        panels.append(Panel(f"beside {here[0]['peer']}, {place[1]}: ms of a pass", "rows", series))
+        said = {row["label"]: (row["ours"], row["texts"]["tokens_per_s"]) for row in here if row.get("texts")}
+        text_panels.append(_two(f"{place[1]}: tokens/s", said))
+    for what, title in (("prefill", "prompt of 512: tokens/s"), ("batch", "16 sequences: tokens/s")):
+        found: dict[str, tuple[bool, list[float]]] = {}
+        for row in passes:
+            if row[what]:
+                found.setdefault(row["label"], (row["ours"], []))[1].append(row[what]["median"])
+        panels.append(_two(title, found))
+    plots = [Plot("passes", "Passes, prompts, batches", panels)]
+    plots.append(Plot("texts", "Texts, each engine with its own speculation", text_panels))
+    return plots, [*(_tables(passes) if passes else []), *([text_table(texts)] if texts else [])]
+
+
+def _ends(values: list[float], middle: float) -> tuple[float, float]:
+    return min(*values, middle), max(*values, middle)
+
+
+def _two(title: str, found: Mapping[str, tuple[bool, list[float]]]) -> Panel:
+    """A bar for each arm, ours and theirs in two colours: the median, with the least and the most."""
+    series = []
+    for who, ours in (("ours", True), ("theirs", False)):
+        bars = [(name, median(values), values) for name, (mine, values) in found.items() if mine is ours]
+        spread = [_ends(values, middle) for _, middle, values in bars]
+        series.append(Series(who, [(name, middle) for name, middle, _ in bars], spread=spread))
+    return Panel(title, "", series, "across", stacked=True, form=".0f")
+
+
+def _tables(rows: list[Row]) -> list[Table]:
+    sizes = sorted({m for row in rows for m in row["times"]})
+    times, heads = [], [f"M={m}" for m in sizes]
+    for row in rows:
+        at, speeds = row["medians"], [row[what]["median"] if row[what] else None for what in ("prefill", "batch")]
+        c8 = at[8] / at[1] if 1 in at and 8 in at else None
+        cells = [figure(at.get(m), ".1f") for m in sizes]
+        times.append([row["name"], *cells, figure(c8), *(figure(v, ".0f") for v in speeds)])
+    faster = [[f"{m['label']} / {p['label']}", *(figure(_faster(m, p, n)) for n in sizes)] for m, p in _pairs(rows)]
     return [
         Table("Milliseconds of a pass", ("engine", *heads, "c(8)", "prompt tokens/s", "batch tokens/s"), times),
         Table("Times faster", ("ours beside theirs: times faster", *heads), faster),
     ]
 
 
-STUDY = Study(
-    title="Other engines beside ours: what checking a draft costs in each",
-    source="no publication; llama.cpp, OpenVINO, vLLM and transformers run here, each at its best settings",
-    differs=(
-        "Passes over M rows are what verification costs; they run on random weights of the shape.",
-        "Texts come from the embedded models or their twins, which all engines load. Formats differ, so texts do.",
-        "Each engine speculates as it can: with the draft model and n-grams, ours and vLLM also with the EAGLE head.",
-    ),
-    data="`make peers` installs the engines, each in an environment of its own, and makes the checkpoints.",
-    cells=cells,
-    report=report,
-)
+def text_table(texts: list[Row]) -> Table:
+    """Each arm: tokens per second, speed-up over its engine's plain decoding, texts equal to that, our lead."""
+    ours, rows = _best(texts, True), []
+    for row in texts:
+        plain, best = row["texts"]["plain"], ours.get(row["place"])
+        same = f"{plain['same']} of {plain['texts']}" if plain else ""
+        gain = figure(plain["faster"]["median"] if plain else None)
+        speed = figure(row["texts"]["median"], ".1f")
+        rows.append([row["name"], speed, gain, same, figure(_over(best, row) if best else None)])
+    name = next(iter(ours.values()))["label"] if len({r["place"] for r in texts}) == 1 and ours else "our best"
+    return Table("Texts", ("engine", "tokens/s", "over its plain", "texts as its plain", f"{name}: times faster"), rows)
+
+
+STUDY = Study.read("rivals", cells, derive, findings, more)
