@@ -191,7 +191,7 @@ def regrets(found: list[Record]) -> str:
 
 def evaluations(found: list[Record]) -> str:
     """What number formats cost the embedded target: the newest comparison of `sameseed eval`."""
-    from sameseed.measure.quality.tables import figures
+    from sameseed.measure.quality.show import figures
 
     found = last_run([r for r in found if r["comparison"] is not None and r["config"]["model"].startswith("embedded")])
     names = {"weights MB": "weights MB", "  over the baseline's": "perplexity over bf16's", "tokens/s": "tokens/s"}

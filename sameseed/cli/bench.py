@@ -76,9 +76,9 @@ def run(argv: Seq[str], prog: str) -> int:
     _check_axes(args)
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
     from sameseed.cli.console import stderr_console
-    from sameseed.measure import report
+    from sameseed.measure import bench_report as report
     from sameseed.measure.bench import fitting
-    from sameseed.measure.plots import plot_speedups
+    from sameseed.measure.bench_report import plot_speedups
     from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
     from sameseed.models.loader import resolve_model
     from sameseed.report import record
@@ -127,7 +127,7 @@ def _measure(
     `ahead`: targets still to measure, this one included, for an estimate of the time; 0: no estimate.
     """
     from sameseed.measure.bench import BenchStopped
-    from sameseed.measure.record import make_records
+    from sameseed.measure.bench_report import make_records
     from sameseed.measure.workload import DEFAULT_PROMPTS, arms, prompts_name
     from sameseed.report import record
 
@@ -187,7 +187,7 @@ def run_with_progress(
 ) -> dict[Arm, list[Run]]:
     """Warm up and measure one workload under a progress bar. `alike`: workloads to estimate the time of; 0: none."""
     from sameseed.cli.console import progress
-    from sameseed.measure import report
+    from sameseed.measure import bench_report as report
 
     with progress(f"{report.chosen(workload.params)}, batch {workload.batch_size}", quiet) as bar:
         task = bar.tasks[0].id
@@ -202,7 +202,7 @@ def run_with_progress(
 def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     """Append records to a file, and print them, as a table or as JSON lines."""
     from sameseed.cli.console import keep, show_table, stdout_console
-    from sameseed.measure import report
+    from sameseed.measure import bench_report as report
 
     keep(records, out, as_json)
     if not as_json:

@@ -80,7 +80,7 @@ def run(argv: Seq[str], prog: str) -> int:
     out = record.destination(args.out, "load")
     made = asyncio.run(_measure(args, arms, settings, out))
     if args.plot is not None and made:
-        from sameseed.measure.load.picture import draw
+        from sameseed.measure.load.show import draw
 
         draw(made, args.plot)
     fine = all(not r["errors"] and (r["same_texts"] is None or r["same_texts"][0] == r["same_texts"][1]) for r in made)
@@ -92,9 +92,9 @@ async def _measure(
 ) -> list[dict[str, Any]]:
     """Measure all cells, and show a table after each shape. Returns the records."""
     from sameseed.cli.console import keep, progress, show_table, stderr_console, stdout_console
-    from sameseed.measure.load import report, wire
+    from sameseed.measure.load import show, wire
     from sameseed.measure.load.bench import LoadBench
-    from sameseed.measure.load.records import make_records
+    from sameseed.measure.load.show import make_records
     from sameseed.report import record
 
     widest = max((level.concurrency or 1024) for level in settings.levels)
@@ -115,19 +115,18 @@ async def _measure(
                     found += done
             made += found
             if not args.json:
-                show_table(report.table(found))
-                for note in report.notes(found):
+                show_table(show.table(found))
+                for note in show.notes(found):
                     stdout_console().print(note, style="dim", markup=False)
     if not args.json:
-        stderr_console().print(report.LEGEND + (f"; records appended to {out}" if out is not None else ""), style="dim")
+        stderr_console().print(show.LEGEND + (f"; records appended to {out}" if out is not None else ""), style="dim")
     return made
 
 
 def _settings(args: BenchServeArgs) -> LoadSettings:
     """The settings of the load. Raises ConfigError."""
-    from sameseed.measure.load.bench import LoadSettings
-    from sameseed.measure.load.drive import LoadLevel
-    from sameseed.measure.load.figures import Bounds
+    from sameseed.measure.load.bench import LoadLevel, LoadSettings
+    from sameseed.measure.load.outcome import Bounds
     from sameseed.measure.load.prompts import Shape, parse_shape
     from sameseed.measure.workload import read_prompts
 

@@ -89,7 +89,7 @@ def _evaluate(
 ) -> None:
     """One model's tasks: measured, shown, written."""
     from sameseed.cli.console import load_llm, show_table, stages, stderr_console
-    from sameseed.measure.quality import records, suite, tables
+    from sameseed.measure.quality import show, suite
     from sameseed.measure.quality.variant import Variant, stored
 
     tasks = words(args.tasks)
@@ -99,11 +99,11 @@ def _evaluate(
     with stages("evaluating", args.json) as tick:
         quality = suite.evaluate(llm, tasks, settings, text, tick)
     config = {"num_parameters": llm.engine.runner.model.config.num_parameters, **stored(llm)}
-    found = records.make_record(variant, tasks, settings, text, quality, config)
+    found = show.make_record(variant, tasks, settings, text, quality, config)
     _write([found], out, args.json)
     if not args.json:
-        show_table(tables.quality(found))
-        for note in tables.notes(found):
+        show_table(show.quality(found))
+        for note in show.notes(found):
             stderr_console().print(f"note: {note}", style="dim")
 
 
@@ -139,7 +139,7 @@ def check_plot(plot: Path | None) -> None:
     """Raise ConfigError, before anything is measured, if the plots' files cannot be written."""
     if plot is None:
         return
-    from sameseed.measure.quality.plots import page_paths
+    from sameseed.measure.quality.show import page_paths
     from sameseed.report import record
 
     for path in page_paths(plot):
@@ -152,13 +152,13 @@ def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool
     `as_json` prints the comparison's records instead, and the warnings. Returns 1 where a variant failed in measuring.
     """
     from sameseed.cli.console import keep as write, show_table, stages, stderr_console, stdout_console
-    from sameseed.measure.quality import compare, records, tables
+    from sameseed.measure.quality import compare, show
 
     console, errors, done = stdout_console(), stderr_console(), list[dict[str, Any]]()
     tell = partial(errors.print, style="yellow", markup=False, soft_wrap=True)
 
     def keep(variant: Any, quality: Any) -> None:
-        done.append(records.make_record(variant, asked.tasks, asked.settings, asked.text, quality, {}))
+        done.append(show.make_record(variant, asked.tasks, asked.settings, asked.text, quality, {}))
         write(done[-1:], out, as_json=False)  # at once: the next step may be killed
 
     with stages("evaluating", as_json) as tick:
@@ -167,14 +167,14 @@ def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool
         except BaseException:  # the baseline failed, or Ctrl-C
             write(done, None, as_json)
             raise
-    found = records.of_comparison(compared)
+    found = show.of_comparison(compared)
     _write(found, out, as_json)
     write((r for r in done if r["config"]["label"] in compared.failed), None, as_json)
     told = [(r["config"]["label"], r["comparison"]) for r in found]
     for label, why in compared.failed.items():
         errors.print(f"failed: {label}: {why}", style="bold red", markup=False, soft_wrap=True)
     if not as_json:
-        for table in tables.comparison(found, console.width):
+        for table in show.comparison(found, console.width):
             show_table(table)
         for label, a in ((label, a) for label, c in told for a in c["advice"]):
             what = f"keep in higher precision: {', '.join(a['modules'])} ({a['reason']})"
@@ -183,11 +183,11 @@ def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool
         errors.print(f"WARNING: {label}: {warning}", style="bold red", soft_wrap=True)
     if not as_json:
         notes = {f"{label}: {line}" for label, c in told for line in c["notes"]}
-        for note in sorted(notes.union(*map(tables.notes, found))):
+        for note in sorted(notes.union(*map(show.notes, found))):
             errors.print(f"note: {note}", style="dim")
-        errors.print(tables.LEGEND, style="dim")
+        errors.print(show.LEGEND, style="dim")
     if plot is not None:
-        from sameseed.measure.quality.plots import plot as draw
+        from sameseed.measure.quality.show import plot as draw
 
         pages = draw(found, plot)
         if not as_json:

@@ -125,7 +125,7 @@ def _measure(args: ProfileArgs, grid: dict[str, Any]) -> Profile:
 
 def _write(args: ProfileArgs, found: Profile) -> None:
     from sameseed.cli.console import show_table, stderr_console
-    from sameseed.measure.cost_table import LEGEND, tables
+    from sameseed.measure.profile_report import LEGEND, tables
     from sameseed.report import record
     from sameseed.store import replacing
 
@@ -148,7 +148,7 @@ def _write(args: ProfileArgs, found: Profile) -> None:
         said = "a read share above 100 %: other work ran while limits were measured; profile again when it is over"
         stderr_console().print(f"warning: {said}", style="yellow")
     if args.plot is not None and found.costs:
-        from sameseed.measure.plots import plot
+        from sameseed.measure.profile_report import plot
 
         written += plot(found, args.plot)
     if written:

@@ -117,8 +117,7 @@ def _show(certificate: Certificate, found: dict[str, Any]) -> None:
 
     from sameseed.cli.console import show_table, stdout_console
     from sameseed.laws.statistics import bound_text
-    from sameseed.measure.certificate_page import sizes_text, statistic_text
-    from sameseed.measure.certificate_words import summary
+    from sameseed.measure.certificate_page import sizes_text, statistic_text, summary
 
     console = stdout_console()
     table = Table("", "check", "looked at", "found", "s", box=None, pad_edge=False)

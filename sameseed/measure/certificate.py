@@ -17,7 +17,7 @@ from sameseed.laws import acceptance
 from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, Check, Effort, Result, run_check
 from sameseed.laws.checks import CHECKS, UNSEEN
 from sameseed.laws.subject import Subject, storeless
-from sameseed.measure.record import SAMPLED, speculation, stored_formats
+from sameseed.measure.bench_report import SAMPLED, speculation, stored_formats
 from sameseed.measure.workload import prompts_name, read_prompts
 from sameseed.models.weights import Progress
 from sameseed.report import record

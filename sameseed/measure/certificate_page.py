@@ -1,4 +1,4 @@
-"""Certificates as self-contained HTML pages: one certificate in full, or a table of many."""
+"""Certificates as self-contained HTML pages, one in full or a table of many, and their summaries in a few sentences."""
 
 from __future__ import annotations
 
@@ -6,11 +6,83 @@ from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from sameseed.laws.check import IN_PART, NOT_SHOWN, PASSED
+from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED
 from sameseed.laws.statistics import bound_text
 from sameseed.measure.certificate_every import Outcome
-from sameseed.measure.certificate_words import summary
 from sameseed.report.page import templates
+
+OPENINGS = {
+    PASSED: "Outputs with the draft equal those with speculation off, wherever this certificate looked.",
+    FAILED: "Something differs, or a check broke down. The first differences stand below.",
+    NOT_SHOWN: "Nothing differed, but there is not enough evidence. What to change stands below.",
+}
+PART = "Nothing differed in the checks that ran. Others were left out, so this is no proof of the whole."
+
+
+def summary(record: Mapping[str, Any]) -> list[str]:
+    """Sentences about a record (schema `sameseed.certificate/1`): verdict, what was checked, how much, what was not."""
+    checks = {c["id"]: {**c["sizes"], **c["statistic"]} for c in record["checks"]}
+    lines = [OPENINGS.get(record["verdict"], PART), *_looked_at(checks), _drafted(record), _share(record)]
+    lacking = [f"{c['id']} ({'; '.join(c['lacking'])})" for c in record["checks"] if c["lacking"]]
+    if lacking:
+        remedies = dict.fromkeys(c["remedy"] for c in record["checks"] if c["lacking"])
+        lines.append(f"Not enough evidence: {', '.join(lacking)}. To change that, {'; or '.join(remedies)}.")
+    unseen = [*record["unseen"], *([f"the checks {', '.join(record['left_out'])}"] if record["left_out"] else [])]
+    lines.append(f"Not looked at: {'; '.join(unseen)}.")
+    return lines
+
+
+def _looked_at(checks: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """What the checks that ran compared."""
+    lines = []
+    compared = [
+        f"{checks[i][key]:,.0f} {words}"
+        for i, key, words in (
+            ("L3", "tokens", "greedy tokens"),
+            ("L6", "texts", "sampled outputs"),
+            ("S1", "requests", "requests that end early"),
+        )
+        if i in checks and key in checks[i]
+    ]
+    if compared:
+        lines.append(f"Generated with and without speculation, and compared bit by bit: {', '.join(compared)}.")
+    oracle = checks.get("T1", {})
+    if "exact" in oracle:
+        lines.append(
+            f"{oracle['tokens']:,.0f} tokens were compared with a textbook decoder: "
+            f"{oracle['exact']:,.0f} are its choice, {oracle['near_ties']:,.0f} too near to call, "
+            f"{oracle['differing_tokens']:,.0f} wrong."
+        )
+    if "sequences" in checks.get("L5", {}):
+        lines.append(f"{checks['L5']['sequences']:,.0f} short outputs were counted against their exact probabilities.")
+    return lines
+
+
+def _drafted(record: Mapping[str, Any]) -> str:
+    """Counts of the configured draft; tokens of trees that the certificate makes itself are given separately."""
+    a = record["acceptance"]
+    return (
+        f"The draft ({record['config']['label']}) proposed {a['num_draft_tokens']:,} tokens: "
+        f"{a['num_accepted_tokens']:,} were accepted, and {a['num_rollbacks']:,} rounds rejected some. "
+        f"{a['num_scripted_tokens']:,} tokens of trees made to provoke mistakes are not among them."
+    )
+
+
+def _share(record: Mapping[str, Any]) -> str:
+    """The effort, and how large the checks' samples are as shares of the full sizes."""
+    shares = []
+    for c in record["checks"]:
+        sizes = {**c["sizes"], **c["statistic"]}
+        own = [sizes[k] / full for k, full in c["full_sizes"].items() if k in sizes]
+        shares += [min(own)] if own else []
+    if not shares:
+        return f"Effort {record['effort']:g}."
+    low, high = (f"{100 * min(share, 1.0):.3g} %" for share in (min(shares), max(shares)))
+    return (
+        f"Effort {record['effort']:g} (quick is 0.0005, full is 1): each check looked at {low} to {high} of its full "
+        "size. What is rarer than that may be missed."
+    )
+
 
 TONES = {"passed": "passed", "these checks passed": "passed", "impossible": "warning", NOT_SHOWN: "warning"}
 HEADLINES = {  # by verdict: the headline, and its colour

@@ -92,7 +92,7 @@ def plot_paths(path: Path) -> tuple[Path, Path]:
     return png, svg
 
 
-def origin(record: Mapping[str, Any], *more: str) -> str:
+def source(record: Mapping[str, Any], *more: str) -> str:
     """What a plot shown alone must say of its source: model, machine, `more`, commit and day of a record."""
     machine, config = record["machine"], record.get("config", {})
     cores = f"{machine['cores']} cores" if machine.get("cores") else ""

@@ -1,13 +1,19 @@
-"""Parse the chunks of a response into the outcome of a request: tokens, arrival times, the server's metrics."""
+"""The outcome of a request: tokens and arrival times from its chunks, and the metrics of many outcomes.
+
+Definitions as in vLLM's `bench serve`. TTFT: from sending to the first token. TPOT: (latency - TTFT) / (tokens - 1).
+ITL: between chunks, and between tokens.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
 from sameseed.measure.load.wire import Exchange
+from sameseed.measure.workload import quantile
 
 
 @dataclass
@@ -122,3 +128,107 @@ def _take(made: RequestOutcome, moment: float, event: Mapping[str, Any]) -> bool
             made.token_ids += ids
             made.sizes.append(len(ids))
     return any(choice.get("finish_reason") for choice in choices)
+
+
+# Names of the counts of drafts, drafted and accepted tokens: on a server's /metrics, in its answers, in our records.
+COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+ANSWERED = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+RECORDED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Latency bounds of a good answer, in seconds: `ttft`, `tpot`. None: no bound."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def holds(self, outcome: RequestOutcome) -> bool:
+        """Whether an answer is within the bounds. An answer of one token has no TPOT, and meets any TPOT bound."""
+        tpot = outcome.tpot or 0.0
+        return (self.ttft is None or outcome.ttft <= self.ttft) and (self.tpot is None or tpot <= self.tpot)
+
+
+def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
+    """Mean and percentiles (linear interpolation) in milliseconds; all None if there are no values."""
+    made = {"mean": sum(seconds) / len(seconds) * 1e3 if seconds else None}
+    return made | {f"p{p}": quantile(seconds, p / 100) * 1e3 if seconds else None for p in PERCENTILES}
+
+
+def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:
+    """The metrics of one repetition. Failed requests count as requests, but not in tokens or times."""
+    done = [o for o in outcomes if o.error is None]
+    start = min((o.sent for o in outcomes), default=0.0)
+    seconds = max((o.arrivals[-1] for o in done), default=start) - start
+    token_gaps = [gaps for o in done if (gaps := o.token_gaps) is not None]
+    num_output = sum(o.num_output for o in done)
+    prompts = [o.num_prompt for o in done if o.num_prompt is not None]
+    good = sum(bounds.holds(o) for o in done)
+
+    def rate(count: float) -> float:
+        return count / seconds if seconds > 0 else 0.0
+
+    return {
+        "seconds": seconds,
+        "num_requests": len(outcomes),
+        "num_completed": len(done),
+        "num_cached_tokens": sum(o.num_cached for o in done),
+        "num_prompt_tokens": sum(prompts) if len(prompts) == len(done) else None,
+        "num_output_tokens": num_output,
+        "output_tokens_per_s": rate(num_output),
+        "requests_per_s": rate(len(done)),
+        "goodput_requests_per_s": rate(good),
+        "num_good": good,
+        "ttft_ms": spread_ms([o.ttft for o in done]),
+        "tpot_ms": spread_ms([o.tpot for o in done if o.tpot is not None]),
+        "itl_chunk_ms": spread_ms([g for o in done for g in o.gaps]),
+        "itl_token_ms": spread_ms([g for gaps in token_gaps for g in gaps]) if len(token_gaps) == len(done) else None,
+        "e2e_ms": spread_ms([o.latency for o in done]),
+        "tokens_per_chunk": num_output / max(1, sum(len(o.arrivals) for o in done)),
+        "counted": dict(Counter(o.counted for o in done)),
+        "errors": dict(Counter(o.error for o in outcomes if o.error is not None)),
+        "error_details": sorted({o.detail for o in outcomes if o.error is not None})[:5],
+        "retries": sum(o.retries for o in outcomes),
+    }
+
+
+def acceptance(found: Iterable[Mapping[str, Any]], names: Seq[str], source: str) -> dict[str, Any] | None:
+    """Acceptance from counts summed over `found`; None if nothing was drafted.
+
+    `names`: the names of drafts, drafted tokens and accepted tokens in each mapping.
+    """
+    found = list(found)
+    drafts, drafted, accepted = (sum(f.get(name) or 0 for f in found) for name in names)
+    if not drafts or not drafted:
+        return None
+    return {
+        "source": source,
+        "num_drafts": int(drafts),
+        "num_draft_tokens": int(drafted),
+        "num_accepted_tokens": int(accepted),
+        "acceptance_rate": accepted / drafted,
+        "mean_acceptance_length": 1 + accepted / drafts,
+    }
+
+
+def same_texts(mine: Seq[RequestOutcome], theirs: Seq[RequestOutcome]) -> tuple[int, int]:
+    """(requests with equal texts, requests that both arms completed). Token ids are compared too if both have them."""
+    both = zip(mine, theirs, strict=False)  # an arm whose time ran out sent only the first requests
+    pairs = [(a, b) for a, b in both if a.error is None and b.error is None]
+
+    def same(a: RequestOutcome, b: RequestOutcome) -> bool:
+        return a.text == b.text and (not a.token_ids or not b.token_ids or a.token_ids == b.token_ids)
+
+    return sum(same(a, b) for a, b in pairs), len(pairs)
+
+
+def counters(page: str) -> Mapping[str, float]:
+    """Speculation counters on a Prometheus page, by vLLM's names without prefix and `_total`, summed over labels."""
+    found: dict[str, float] = {}
+    for line in page.splitlines():
+        head, _, value = line.rpartition(" ")
+        name = head.partition("{")[0].rpartition(":")[2].removesuffix("_total")
+        if name in COUNTERS and not line.startswith("#"):
+            found[name] = found.get(name, 0.0) + float(value)
+    return found

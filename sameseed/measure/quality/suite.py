@@ -1,23 +1,152 @@
-"""The evaluation suite: runs perplexity and tasks, chosen by name, on one loaded model."""
+"""The evaluation suite: perplexity and tasks, chosen by name, on one loaded model.
+
+GSM8K and MMLU-Pro run by lm-evaluation-harness, whose task files define prompts, stop strings and scoring. This module
+supplies their rows, from a folder or the hub. It checks them, and spreads a `limit` over the whole set.
+"""
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import math
+from collections import defaultdict
 from collections.abc import Sequence as Seq
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, nearest
-from sameseed.measure.quality import data, harness, humaneval
-from sameseed.measure.quality.bootstrap import estimate
-from sameseed.measure.quality.perplexity import STRIDE, WINDOW, Perplexity, perplexity
-from sameseed.measure.quality.tasks import Report, TaskResult, TaskSettings, silent
+from sameseed.measure.quality import data
+from sameseed.measure.quality.data import GSM8K, GSM8K_SHOTS, MMLU_PRO, MMLU_PRO_SHOTS, Row
+from sameseed.measure.quality.perplexity import STRIDE, WINDOW, Perplexity, estimate, perplexity
+from sameseed.measure.quality.tasks import Report, TaskResult, TaskSettings, humaneval, silent
+
+HARNESS = ("gsm8k", "mmlu_pro", "mmlu_pro_likelihood")
+SHOTS = 5
+FEWSHOT_SEED = 1234  # the harness's default
+LETTERS = "ABCDEFGHIJ"
+INVALID = "[invalid]"  # the harness's mark for an answer from which no result could be extracted
+Splits = dict[str, list[Row]]
+
+
+def read(name: str, settings: TaskSettings) -> tuple[Splits, tuple[str, ...]]:
+    """The rows of a task by the harness's name of their split, and notes for the result.
+
+    Raises ConfigError for missing or invalid data, or if the harness is not installed.
+    """
+    if find_spec("lm_eval") is None:
+        raise ConfigError(f"{name} runs through lm-evaluation-harness: pip install '.[eval]'")
+    notes: tuple[str, ...] = ()
+    if name == "gsm8k":
+        rows = data.rows(GSM8K, settings.data)
+        if settings.data is None or data.find(settings.data, GSM8K_SHOTS) is not None:
+            shots = data.rows(GSM8K_SHOTS, settings.data)
+        else:
+            shots, rows = rows[:SHOTS], rows[SHOTS:]
+            notes = (f"no {GSM8K_SHOTS.files[0]}: the first {SHOTS} test questions are examples and are not asked",)
+        if not rows:
+            raise ConfigError(f"the test set holds no more than the {SHOTS} examples; give more rows")
+        return {"train": shots, "test": data.take(rows, settings.limit)}, notes
+    rows = data.take(data.rows(MMLU_PRO, settings.data), settings.limit)
+    for row in rows:
+        if row["answer"] not in list(LETTERS[: len(row["options"])]):  # a list: "" and "AB" are in the string
+            raise ConfigError(f"mmlu_pro: question {row.get('question_id')} has no option {row['answer']!r}")
+    return {"validation": data.rows(MMLU_PRO_SHOTS, settings.data), "test": rows}, notes
+
+
+def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) -> TaskResult:
+    """Run a task on a loaded model. Raises ConfigError as `read` does."""
+    splits, notes = read(name, settings)
+    import datasets
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from sameseed.measure.lm_eval import SameseedLM
+
+    s, differs = settings, {}  # differs: generation settings that override the task's own
+    if s.temperature > 0:
+        differs = {"do_sample": True, "temperature": s.temperature, "top_p": s.top_p, "seed": s.seed}
+    if s.max_tokens is not None:
+        differs["max_gen_toks"] = s.max_tokens
+    model = SameseedLM(llm, report=partial(report, name))
+    # Silence the harness's progress bars and messages, which would mix with this program's.
+    with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+        datasets.disable_progress_bars()
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        tasks = _write_tasks(name, splits, Path(lm_eval.__file__).parent / "tasks", Path(folder))
+        loaded = TaskManager(include_path=folder, include_defaults=False).load(tasks)
+        for task in loaded["tasks"].values():
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+            if task.get_config("output_type") == "generate_until":
+                task.set_config(key="generation_kwargs", value=differs, update=True)
+        found = lm_eval.evaluate(
+            lm=model,
+            task_dict=loaded,
+            bootstrap_iters=0,
+            apply_chat_template=settings.chat,
+            fewshot_as_multiturn=settings.chat,
+        )
+    samples = [sample for task in tasks for sample in found["samples"][task]]
+    if model.num_cut:
+        length = llm.engine.max_model_len
+        notes += (f"{model.num_cut} prompts lost their beginning: the model's context has {length} tokens",)
+    return _result(name, samples, notes)
+
+
+def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[str]:
+    """Write the rows, and task files that include the harness's own but read these rows; returns the tasks' names."""
+    files = {}
+    for split, rows in splits.items():
+        files[split] = str(folder / f"{split}.jsonl")
+        Path(files[split]).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if name == "gsm8k":
+        sources = {name: theirs / "gsm8k" / "gsm8k.yaml"}
+    elif name == "mmlu_pro_likelihood":
+        sources = {name: theirs / "leaderboard" / "mmlu_pro" / "mmlu_pro.yaml"}
+    else:  # a task for each subject
+        subjects = sorted({row["category"].replace(" ", "_") for row in splits["test"]})
+        sources = {f"{name}_{s}": theirs / name / f"{name}_{s}.yaml" for s in subjects}
+    for task, source in sources.items():
+        if not source.is_file():
+            raise ConfigError(f"lm-evaluation-harness has no {source.stem!r}; is this the data of {name}?")
+        where = {"data_files": files, "cache_dir": str(folder)}
+        own = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": where}
+        # JSON is YAML.
+        (folder / f"{task}.yaml").write_text(json.dumps({"include": str(source), "task": task, **own}))
+    return list(sources)
+
+
+def _result(name: str, samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> TaskResult:
+    """A TaskResult from the harness's samples: score and generated answer of each question."""
+    letters = name == "mmlu_pro_likelihood"
+    asked = [s for s in samples if s["filter"] != "strict-match"]
+    scores = tuple(float(s["acc" if letters else "exact_match"]) for s in asked)
+    missing = 0 if letters else sum(s["filtered_resps"][0] == INVALID for s in asked)
+    answers = () if letters else tuple(s["resps"][0][0] for s in asked)
+    if name == "gsm8k":
+        strict = [s["exact_match"] for s in samples if s["filter"] == "strict-match"]
+        extra = {"strict": sum(strict) / len(strict), "without_number": missing}
+        return TaskResult(name, "exact match", scores, extra, notes, answers)
+    subjects: dict[str, list[float]] = defaultdict(list)
+    for score, sample in zip(scores, asked, strict=True):
+        subjects[sample["doc"]["category"]].append(score)
+    extra = {
+        # Per subject, because the overall mean weights each subject by its number of questions.
+        "subjects": {s: {"value": sum(v) / len(v), "num_questions": len(v)} for s, v in sorted(subjects.items())},
+        "without_letter": missing,
+        "chance": sum(1 / len(s["doc"]["options"]) for s in asked) / len(asked),
+    }
+    return TaskResult(name, "accuracy", scores, extra, notes, answers)
+
 
 PERPLEXITY = "perplexity"
-TASKS = ("humaneval", *harness.NAMES)
+TASKS = ("humaneval", *HARNESS)
 NAMES = (PERPLEXITY, *TASKS)
 
 
@@ -77,7 +206,7 @@ def check(tasks: Seq[str], settings: TaskSettings, text: PerplexityText) -> None
         elif name == "humaneval":
             data.rows(data.HUMANEVAL, settings.data)
         else:
-            harness.read(name, settings)
+            read(name, settings)
     if not tasks:
         raise ConfigError(f"no tasks; give one or more of {', '.join(NAMES)}")
 
@@ -108,7 +237,7 @@ def evaluate(
                 "models stand, absolute figures are not comparable with published ones"
             )
     results = [
-        humaneval.run(llm, settings, report) if task == "humaneval" else harness.run(llm, task, settings, report)
+        humaneval(llm, settings, report) if task == "humaneval" else run(llm, task, settings, report)
         for task in TASKS
         if task in tasks
     ]

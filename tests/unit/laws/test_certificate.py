@@ -27,8 +27,7 @@ from sameseed.laws.checks import CHECKS, UNSEEN, chosen
 from sameseed.laws.subject import Subject
 from sameseed.laws.trees import FirstDrafts, Watched
 from sameseed.measure import certificate as suite
-from sameseed.measure.certificate_page import render
-from sameseed.measure.certificate_words import summary
+from sameseed.measure.certificate_page import render, summary
 from sameseed.models.layers import LayerWeights
 from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, Sequence

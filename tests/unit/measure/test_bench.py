@@ -13,10 +13,10 @@ from sameseed.config import SpecConfig
 from sameseed.engine.memory import Demand, plan_blocks
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError
-from sameseed.measure import report
+from sameseed.measure import bench_report as report
 from sameseed.measure.bench import Bench, Run, fitted
+from sameseed.measure.bench_report import config_as_dict, make_record, make_records
 from sameseed.measure.prompt_sets import Prompt
-from sameseed.measure.record import config_as_dict, make_record, make_records
 from sameseed.measure.workload import Workload, arms
 from sameseed.models.loader import load_tokenizer, read_config, resolve_model
 from sameseed.report import record, schemas

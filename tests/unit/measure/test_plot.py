@@ -8,7 +8,7 @@ import pytest
 from sameseed.errors import ConfigError
 from sameseed.measure.costs import Cost, Profile
 from sameseed.measure.limits import from_rates
-from sameseed.measure.plots import plot
+from sameseed.measure.profile_report import plot
 from sameseed.report.plot import plot_paths
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RequestError
-from sameseed.measure.record import speculation
+from sameseed.measure.bench_report import speculation
 from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, spec_as_dict
 from sameseed.request import SamplingParams
 

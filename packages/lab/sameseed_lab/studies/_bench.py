@@ -13,7 +13,7 @@ from sameseed.engine.levels import resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.bench import Bench, Run, fitted, fitting
-from sameseed.measure.record import make_records
+from sameseed.measure.bench_report import make_records
 from sameseed.measure.workload import Arm, Workload, arms
 from sameseed.models.loader import resolve_model
 from sameseed.report import record

@@ -19,11 +19,10 @@ from sameseed.engine.build import check_parts
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.load import wire
-from sameseed.measure.load.bench import LoadBench, LoadSettings
-from sameseed.measure.load.drive import LoadLevel
-from sameseed.measure.load.figures import Bounds
+from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings
+from sameseed.measure.load.outcome import Bounds
 from sameseed.measure.load.prompts import Shape, parse_shape
-from sameseed.measure.load.records import make_records
+from sameseed.measure.load.show import make_records
 from sameseed.measure.load.wire import Endpoint
 from sameseed.measure.workload import DEFAULT_PROMPTS
 from sameseed.models.loader import resolve_model

@@ -11,10 +11,11 @@ from sameseed.engine.build import check_parts
 from sameseed.engine.llm import LLM
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
-from sameseed.measure.quality import data, humaneval, records
+from sameseed.measure.quality import data
 from sameseed.measure.quality.perplexity import perplexity
+from sameseed.measure.quality.show import make_record
 from sameseed.measure.quality.suite import PERPLEXITY, PerplexityText, Quality
-from sameseed.measure.quality.tasks import TaskSettings
+from sameseed.measure.quality.tasks import TaskSettings, humaneval
 from sameseed.measure.quality.variant import Variant, stored
 from sameseed.measure.usage import Meter
 from sameseed.models.loader import resolve_model
@@ -63,11 +64,11 @@ class QualityCell:
             read = perplexity(llm, setup.text(), text.window, text.stride, MOST, report)
             quality, num_tokens = Quality(read, setup.prompts_name, ()), read.tokens
         else:
-            answers = humaneval.run(llm, asked, lambda stage, done, total: report(done, total))
+            answers = humaneval(llm, asked, lambda stage, done, total: report(done, total))
             quality = Quality(None, None, (answers,))
             num_tokens = sum(len(llm.tokenizer.encode(a, add_special_tokens=False)) for a in answers.answers)
         config = {"num_parameters": llm.engine.runner.model.config.num_parameters, **stored(llm)}
-        made = records.make_record(Variant(model, self.format), [self.task], asked, text, quality, config)
+        made = make_record(Variant(model, self.format), [self.task], asked, text, quality, config)
         return {**made, "usage": meter.read().as_dict(max(1, num_tokens))}
 
 

@@ -111,7 +111,7 @@ def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
         raise ConfigError(f"nothing of {name} is measured; `sameseed study {name} --dry-run` says what cannot run")
     report = study.report(found)
     last = next((r for r in reversed(found) if "repetitions" in r), found[-1])
-    about = drawing.origin(last, f"{setup.num_prompts} prompts, {setup.repeat} runs", _page.SPREAD)
+    about = drawing.source(last, f"{setup.num_prompts} prompts, {setup.repeat} runs", _page.SPREAD)
     drawn = list[Path]()
     for p in report.plots:
         title = (

@@ -13,11 +13,10 @@ import pytest
 
 from sameseed.cli.console import show_table
 from sameseed.errors import ConfigError
-from sameseed.measure.load import report, wire
-from sameseed.measure.load.bench import LoadBench, LoadSettings
-from sameseed.measure.load.drive import LoadLevel
+from sameseed.measure.load import show, wire
+from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings
 from sameseed.measure.load.prompts import Shape, parse_shape
-from sameseed.measure.load.records import make_records
+from sameseed.measure.load.show import make_records
 from sameseed.measure.load.wire import Endpoint
 from sameseed.report import schemas
 
@@ -153,9 +152,9 @@ async def test_refusals_are_tried_again_and_counted() -> None:
 async def test_errors_stay_in_sight() -> None:
     _, records = await measure(Fake(status=500), SETTINGS, [Endpoint("server", "http://fake")])
     assert records[0]["errors"] == {"HTTP 500": 6}
-    lines = report.notes(records)
+    lines = show.notes(records)
     assert any("6 HTTP 500" in line and "no such thing" in line for line in lines)
-    assert report.cells(records[0])["failed"] == "6"
+    assert show.cells(records[0])["failed"] == "6"
 
 
 async def test_a_server_that_refuses_every_request_ends_the_test() -> None:
@@ -257,7 +256,7 @@ async def test_an_open_level_is_recorded() -> None:
     config = records[0]["config"]
     assert (config["concurrency"], config["rate"], config["burstiness"]) == (None, 500.0, 0.5)
     assert records[0]["repetitions"][0]["late_ms"] is not None
-    assert report.cells(records[0])["load"] == "500/s"
+    assert show.cells(records[0])["load"] == "500/s"
 
 
 async def test_a_run_ends_with_its_time() -> None:
@@ -294,12 +293,12 @@ async def test_the_time_that_ended_one_arm_is_said_of_both() -> None:
 async def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     levels = (LoadLevel(concurrency=1), LoadLevel(concurrency=4))
     _, records = await measure(Fake(), replace(SETTINGS, levels=levels), arms())
-    show_table(report.table(records))
+    show_table(show.table(records))
     shown = capsys.readouterr().out
     assert "tiny: 12 tokens in (text), 4 out" in shown and shown.count(" yes") == 2 and "failed" not in shown
     assert "\u2026" not in shown  # nothing is truncated
     pytest.importorskip("matplotlib")
-    from sameseed.measure.load.picture import draw
+    from sameseed.measure.load.show import draw
 
     png, svg = draw(records, tmp_path / "load.png")
     assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in svg.read_text()

@@ -7,8 +7,8 @@ from statistics import mean, stdev
 import pytest
 
 from sameseed.errors import ConfigError
-from sameseed.measure.load import drive
-from sameseed.measure.load.drive import LoadLevel, arrivals, closed, opened
+from sameseed.measure.load import bench
+from sameseed.measure.load.bench import LoadLevel, arrivals, closed, opened
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 16.0])
@@ -50,7 +50,7 @@ async def test_closed_ends_with_its_time() -> None:
         return body
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drive.time, "perf_counter", lambda: now)  # type: ignore[attr-defined]
+        patch.setattr(bench.time, "perf_counter", lambda: now)  # type: ignore[attr-defined]
         assert await closed(send, range(20), 2, seconds=5.0) == list(range(6))
         now = 0.0
         assert await closed(send, range(20), 8, seconds=1e-9) == list(range(8))

@@ -3,9 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sameseed.measure.load import figures
-from sameseed.measure.load.figures import Bounds
-from sameseed.measure.load.outcome import RequestOutcome
+from sameseed.measure.load import outcome as figures
+from sameseed.measure.load.outcome import Bounds, RequestOutcome
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from sameseed.measure.quality.bootstrap import mean_interval, ratio_interval
+from sameseed.measure.quality.perplexity import mean_interval, ratio_interval
 
 
 def test_the_interval_of_a_mean_is_near_the_normal_one() -> None:

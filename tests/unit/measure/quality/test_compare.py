@@ -16,9 +16,8 @@ from sameseed import LLM
 from sameseed.cli.console import show_table
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.measure.quality import advice, compare, plots, records, speed, tables
-from sameseed.measure.quality.compare import Comparing, Comparison
-from sameseed.measure.quality.speed import DraftAcceptance
+from sameseed.measure.quality import advice, compare, show
+from sameseed.measure.quality.compare import Comparing, Comparison, DraftAcceptance
 from sameseed.measure.quality.suite import PerplexityText
 from sameseed.measure.quality.tasks import TaskSettings
 from sameseed.measure.quality.variant import Footprint, Variant, footprint
@@ -90,13 +89,13 @@ def test_the_draft_among_the_variants_is_not_drafted_for_by_itself(
 
 
 def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
-    lines = records.of_comparison(found)
+    lines = show.of_comparison(found)
     assert len({line["run"] for line in lines}) == 1
     for line in lines:
         record.append(tmp_path / "eval.jsonl", line)
     read = record.read(tmp_path / "eval.jsonl")
     assert [r["config"]["label"] for r in read] == [row.variant.label for row in found.rows]
-    head, rows = tables.compared(read)
+    head, rows = show.compared(read)
     assert all(len(row) == len(head) for row in rows) and rows[1][0].endswith("nf4") and ".." in rows[1][3]
     told = read[1]["comparison"]
     assert told["baseline"] == found.rows[0].variant.label
@@ -108,18 +107,18 @@ def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
 
 
 def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = records.of_comparison(found)
-    for table in tables.comparison(lines, 80):
+    lines = show.of_comparison(found)
+    for table in show.comparison(lines, 80):
         show_table(table)
     text = capsys.readouterr().out
     for words in ("perplexity", "over the baseline's", "accepted as draft", "c(8)", "memory added MB", "nf4"):
         assert words in text
-    pages = plots.plot(lines, tmp_path / "page.png")
+    pages = show.plot(lines, tmp_path / "page.png")
     assert [p.name for p in pages[::2]] == ["page-quality.png", "page-cost.png"]
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pages[::2])
     assert all("<svg" in p.read_text() for p in pages[1::2])
     with pytest.raises(ConfigError, match=r"page-quality\.png"):
-        plots.page_paths(tmp_path / "page.pdf")
+        show.page_paths(tmp_path / "page.pdf")
 
 
 # --- warnings ---
@@ -158,12 +157,12 @@ def test_a_model_that_overflows_is_said_and_its_record_is_json(found: Comparison
     row = replace(row, quality=replace(row.quality, perplexity=broken), ratio=(value, None))
     row.warnings = compare.warnings(row, found.rows[0], 1.0)
     assert any("not finite" in line for line in row.warnings)
-    lines = records.of_comparison(replace(found, rows=(found.rows[0], row)))
+    lines = show.of_comparison(replace(found, rows=(found.rows[0], row)))
     told = json.loads(json.dumps(lines[1], allow_nan=False))
     assert told["perplexity"]["value"] is None
-    assert tables.compared(lines)[1][1].count("not finite") == 2, "perplexity, and the ratio to the baseline's"
-    assert tables.quality(lines[1]).row_count == 2
-    assert all(p.stat().st_size for p in plots.plot(lines, tmp_path / "page.png")), "and is no bar"
+    assert show.compared(lines)[1][1].count("not finite") == 2, "perplexity, and the ratio to the baseline's"
+    assert show.quality(lines[1]).row_count == 2
+    assert all(p.stat().st_size for p in show.plot(lines, tmp_path / "page.png")), "and is no bar"
 
 
 # --- advice ---
@@ -276,7 +275,7 @@ def test_a_draft_of_another_vocabulary_is_said(pair_folders: tuple[Path, Path], 
     from lawkit import write_tokenizer
 
     write_tokenizer(tmp_path, 290)
-    rate, why = speed.as_draft(
+    rate, why = compare.as_draft(
         Variant(str(pair_folders[0])), Variant(str(tmp_path)), 3, read_prompts(prompts), 4, {}, 0
     )
     assert rate is None and "the target's token" in str(why)
@@ -286,9 +285,9 @@ def test_who_would_draft_for_itself_is_drafted_for_by_ngrams(pair_folders: tuple
     model, other = map(str, pair_folders)
     for target, draft, itself in (("auto", "auto", True), ("w8a8", "auto", True), ("auto", "w8a8", False)):
         spec = SpecConfig("draft_model", model, draft)
-        assert speed.drafts_for_itself(Variant(model, target), spec) is itself
-        assert not speed.drafts_for_itself(Variant(other, target), spec)
-    assert not speed.drafts_for_itself(Variant(model), SpecConfig("ngram"))
+        assert compare.drafts_for_itself(Variant(model, target), spec) is itself
+        assert not compare.drafts_for_itself(Variant(other, target), spec)
+    assert not compare.drafts_for_itself(Variant(model), SpecConfig("ngram"))
 
 
 def test_settings_that_no_draft_takes_are_said(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +296,6 @@ def test_settings_that_no_draft_takes_are_said(prompts: Path, monkeypatch: pytes
     def refused(*args: object, **settings: object) -> None:
         raise ConfigError("max_model_len 512 is above the model's own 256; lower it")
 
-    monkeypatch.setattr(speed, "LLM", refused)
-    rate, why = speed.as_draft(Variant("embedded"), Variant("embedded", "w8a8"), 3, read_prompts(prompts), 4, {}, 0)
+    monkeypatch.setattr(compare, "LLM", refused)
+    rate, why = compare.as_draft(Variant("embedded"), Variant("embedded", "w8a8"), 3, read_prompts(prompts), 4, {}, 0)
     assert rate is None and "lower it" in str(why)

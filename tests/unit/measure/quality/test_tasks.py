@@ -13,7 +13,7 @@ from lawkit import write_model
 
 from sameseed import LLM
 from sameseed.errors import ConfigError
-from sameseed.measure.quality import data, humaneval, suite, tasks
+from sameseed.measure.quality import data, suite, tasks
 from sameseed.measure.quality.tasks import TaskResult, TaskSettings
 
 Answers = dict[str, str]  # the end of a prompt -> what the "model" writes
@@ -45,24 +45,24 @@ def answering(monkeypatch: pytest.MonkeyPatch, module: Any, answers: Answers) ->
 def test_humaneval_knows_right_from_wrong(data_folder: Path) -> None:
     rows = data.rows(data.HUMANEVAL, data_folder)
     good = [row["canonical_solution"] for row in rows]
-    assert all(o.passed for o in humaneval.score(rows, good))
-    assert not any(o.passed for o in humaneval.score(rows, ["    pass\n"] * len(rows)))
-    assert not any(o.passed for o in humaneval.score(rows, ["    raise SystemExit(0)\n"] * len(rows)))
+    assert all(o.passed for o in tasks.score(rows, good))
+    assert not any(o.passed for o in tasks.score(rows, ["    pass\n"] * len(rows)))
+    assert not any(o.passed for o in tasks.score(rows, ["    raise SystemExit(0)\n"] * len(rows)))
 
 
 @pytest.mark.parametrize("limit", [12, pytest.param(None, marks=pytest.mark.slow)])
 def test_humaneval_itself(limit: int | None) -> None:
-    rows = data.take(data.read_rows(need(SHARED / "eval" / "humaneval.jsonl.gz"), data.HUMANEVAL), limit)
-    good = humaneval.score(rows, [row["canonical_solution"] for row in rows])
+    rows = data.take(data.read_rows(need(SHARED / "eval" / "tasks.jsonl.gz"), data.HUMANEVAL), limit)
+    good = tasks.score(rows, [row["canonical_solution"] for row in rows])
     assert [row["task_id"] for row, o in zip(rows, good, strict=True) if not o.passed] == []
-    bad = humaneval.score(rows, ["    pass\n"] * len(rows))
+    bad = tasks.score(rows, ["    pass\n"] * len(rows))
     assert [row["task_id"] for row, o in zip(rows, bad, strict=True) if o.passed] == []
 
 
 def test_humaneval_scores_what_the_model_wrote(llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {f'Add {n} to x.\n    """\n': f"    return x + {n}\n" for n in (0, 2, 4)}
-    answering(monkeypatch, humaneval, answers | {'Add 1 to x.\n    """\n': "    return x + 7\n"})
-    result = humaneval.run(llm, TaskSettings(data_folder))
+    answering(monkeypatch, tasks, answers | {'Add 1 to x.\n    """\n': "    return x + 7\n"})
+    result = tasks.humaneval(llm, TaskSettings(data_folder))
     assert result.scores == (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
     assert result.extra["errors"]["AssertionError"] == 3
 
@@ -77,7 +77,7 @@ def test_humaneval_scores_what_the_model_wrote(llm: LLM, data_folder: Path, monk
 )
 def test_humaneval_reads_code_blocks_of_a_chat(data_folder: Path, text: str) -> None:
     row = data.rows(data.HUMANEVAL, data_folder)[3]
-    assert humaneval.score([row], [text], chat=True)[0].passed
+    assert tasks.score([row], [text], chat=True)[0].passed
 
 
 # --- GSM8K and MMLU-Pro, by lm-evaluation-harness ---
@@ -88,13 +88,12 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The tasks that run through the harness; skipped where it is not installed."""
     pytest.importorskip("lm_eval", reason="the harness is an extra: pip install '.[eval]'")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from sameseed.measure.quality import harness
 
     return harness
 
 
 def harness_answers(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> list[str]:
-    """The same as `answering`, behind the harness."""
+    """The same as `answering`, behind the suite."""
     from sameseed.measure import lm_eval
 
     return answering(monkeypatch, lm_eval, answers)
@@ -105,7 +104,7 @@ def test_gsm8k_scores_and_leaves_its_examples_out(
 ) -> None:
     answers = {"the sum of 1003?\nAnswer:": "it is\n#### 1004", "the sum of 1005?\nAnswer:": "1005 + 1 = 1,006"}
     asked = harness_answers(monkeypatch, answers)
-    result = harness.run(llm, "gsm8k", TaskSettings(data_folder))
+    result = suite.run(llm, "gsm8k", TaskSettings(data_folder))
     assert len(asked) == len(result.scores) == 9 and result.scores[0] == result.scores[2] == 1.0
     assert sum(result.scores) == 2 and result.extra == {"strict": pytest.approx(1 / 9), "without_number": 7}
     assert all(text.count("Question:") == 6 and "the sum of 998?" in text for text in asked)
@@ -121,13 +120,13 @@ def test_prompts_are_those_of_the_harness_s_own_front_door(
     from sameseed.measure.lm_eval import SameseedLM
 
     asked = harness_answers(monkeypatch, {})
-    splits, _ = harness.read("gsm8k", TaskSettings(data_folder))
-    tasks = harness._write_tasks("gsm8k", splits, Path(lm_eval.__file__).parent / "tasks", tmp_path)
+    splits, _ = suite.read("gsm8k", TaskSettings(data_folder))
+    tasks = suite._write_tasks("gsm8k", splits, Path(lm_eval.__file__).parent / "tasks", tmp_path)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     lm_eval.simple_evaluate(model=SameseedLM(llm), tasks=tasks, task_manager=manager, bootstrap_iters=0)
     theirs = list(asked)
     asked.clear()
-    harness.run(llm, "gsm8k", TaskSettings(data_folder))
+    suite.run(llm, "gsm8k", TaskSettings(data_folder))
     assert asked == theirs and len(asked) == 9
 
 
@@ -138,7 +137,7 @@ def test_gsm8k_takes_the_training_set_for_examples(
     write_rows(tmp_path / "gsm8k-test.jsonl", rows)
     write_rows(tmp_path / "gsm8k-train.jsonl", [{"question": f"train {n}", "answer": "#### 1"} for n in range(9)])
     asked = harness_answers(monkeypatch, {})
-    result = harness.run(llm, "gsm8k", TaskSettings(tmp_path, limit=4))
+    result = suite.run(llm, "gsm8k", TaskSettings(tmp_path, limit=4))
     assert len(asked) == 4 and result.notes == () and asked[0].count("train ") == 5
     assert "the sum of 998?" in asked[0] and "the sum of 1001?" in asked[1]  # spread over the whole set
 
@@ -147,7 +146,7 @@ def test_a_short_context_cuts_the_beginning(
     harness: Any, pair_folders: tuple[Path, Path], data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = harness_answers(monkeypatch, {})
-    result = harness.run(LLM(str(pair_folders[0])), "gsm8k", TaskSettings(data_folder, limit=3))
+    result = suite.run(LLM(str(pair_folders[0])), "gsm8k", TaskSettings(data_folder, limit=3))
     assert asked[0].count("Question:") < 6 and asked[0].endswith("the sum of 1003?\nAnswer:")
     assert "3 prompts lost their beginning" in result.notes[1]
 
@@ -157,7 +156,7 @@ def test_mmlu_pro_asks_after_examples_of_its_subject(
 ) -> None:
     answers = {"option 3 of 1\nAnswer: Let's think step by step.": "so the answer is (B)."}
     asked = harness_answers(monkeypatch, answers)
-    result = harness.run(llm, "mmlu_pro", TaskSettings(data_folder))
+    result = suite.run(llm, "mmlu_pro", TaskSettings(data_folder))
     assert result.scores == (1, 0, 0, 0, 0, 0, 0, 0)  # the questions of law, then those of math
     assert result.extra["subjects"]["law"] == {"value": 0.25, "num_questions": 4}
     assert result.extra["without_letter"] == 7 and result.extra["chance"] == 0.25
@@ -170,9 +169,9 @@ def test_mmlu_pro_asks_after_examples_of_its_subject(
 def test_mmlu_pro_takes_the_likeliest_letter(harness: Any, llm: LLM, data_folder: Path) -> None:
     from sameseed.measure.lm_eval import SameseedLM
 
-    result = harness.run(llm, "mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
+    result = suite.run(llm, "mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
     assert len(result.scores) == 4 and result.extra["without_letter"] == 0
-    splits, _ = harness.read("mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
+    splits, _ = suite.read("mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
     examples = ""
     for row in [*splits["validation"][:5], *splits["test"]]:
         options = "".join(f"{letter}. {option}\n" for letter, option in zip("ABCDEFGHIJ", row["options"], strict=False))
@@ -192,7 +191,7 @@ def test_a_wrong_letter_in_the_data_is_refused(harness: Any, data_folder: Path, 
     write_rows(tmp_path / "mmlu_pro-test.jsonl", [{**rows[0], "answer": letter}])
     write_rows(tmp_path / "mmlu_pro-shots.jsonl", data.rows(data.MMLU_PRO_SHOTS, data_folder))
     with pytest.raises(ConfigError, match=f"no option '{letter}'"):
-        harness.read("mmlu_pro", TaskSettings(tmp_path))
+        suite.read("mmlu_pro", TaskSettings(tmp_path))
 
 
 def test_a_subject_that_the_harness_lacks_is_refused(harness: Any, llm: LLM, data_folder: Path, tmp_path: Path) -> None:
@@ -200,11 +199,11 @@ def test_a_subject_that_the_harness_lacks_is_refused(harness: Any, llm: LLM, dat
         rows = [{**row, "category": "astrology"} for row in data.rows(kind, data_folder)]
         write_rows(tmp_path / f"mmlu_pro-{name}.jsonl", rows)
     with pytest.raises(ConfigError, match="mmlu_pro_astrology"):
-        harness.run(llm, "mmlu_pro", TaskSettings(tmp_path))
+        suite.run(llm, "mmlu_pro", TaskSettings(tmp_path))
 
 
 def test_without_the_harness_the_extra_is_named(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sameseed.measure.quality.harness.find_spec", lambda name: None)
+    monkeypatch.setattr("sameseed.measure.quality.suite.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[eval\]'"):
         suite.check(["gsm8k"], TaskSettings(data_folder), suite.PerplexityText())
 

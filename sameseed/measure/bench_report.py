@@ -1,23 +1,29 @@
-"""The records of `sameseed bench`: the resolved configuration of each arm, and what its runs measured."""
+"""The records of `sameseed bench`, one per arm, and their table for a terminal and plot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich.table import Table
+
 from sameseed import registry, store
 from sameseed.config import SpecConfig
-from sameseed.engine.alarm import is_useless
+from sameseed.engine.alarm import REMEDY, is_useless
 from sameseed.engine.llm import LLM
 from sameseed.measure.bench import Bench, Run
 from sameseed.measure.usage import Usage
 from sameseed.measure.workload import Arm, Workload, spec_as_dict
 from sameseed.models.layers import ModelWeights
 from sameseed.models.loader import resolve_model
+from sameseed.report import table as layout
+from sameseed.report.plot import Panel, Series, draw, source
 from sameseed.report.record import model_name, origin, spread
 from sameseed.report.schemas import BENCH_SCHEMA
+from sameseed.request import SamplingParams
 
 SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p")  # fields of SamplingParams that a record holds
 COUNTED = (  # fields of SpecMetrics that a record holds
@@ -157,3 +163,112 @@ def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:
 def _split(run: Run) -> dict[str, float]:
     t = run.times
     return {**asdict(t), "rest": run.seconds - t.draft - t.target - t.verify - t.schedule}
+
+
+COLUMNS = (
+    "decoding",
+    "tokens/s",
+    "speed-up",
+    "after prompt",
+    "accepted",
+    "per draft",
+    "rolled back",
+    "first token ms",
+    "overhead ms",
+    "same text",
+)
+LEGEND = (
+    "speed-up: of the whole run, in brackets as costs and acceptance predict it; after prompt: without the time to "
+    "first tokens; "
+    "accepted: share of the drafted tokens; per draft: tokens that a draft yields, the target's own one included; "
+    "rolled back: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
+    "models' passes; same text: token for token as plain decoding"
+)
+
+
+def chosen(params: SamplingParams) -> str:
+    """The sampling settings in a few words."""
+    if params.greedy:
+        return "greedy"
+    top = f" top-p {params.top_p:g}" if params.top_p != 1 else ""
+    return f"temperature {params.temperature:g}{top} seed {params.seed}"
+
+
+def title(config: Mapping[str, Any]) -> str:
+    """The title of a table: the settings that all of its rows share."""
+    how = chosen(SamplingParams(temperature=config["temperature"], top_p=config["top_p"], seed=config["seed"]))
+    return (
+        f"{config['model']} ({config['num_parameters'] / 1e6:.1f} M, {config['format']}), {how}, "
+        f"batch {config['batch_size']}, {config['num_prompts']} prompts"
+    )
+
+
+def cells(record: Mapping[str, Any]) -> list[str]:
+    """One record as a row, in the order of COLUMNS."""
+    plain = record["config"]["draft"] == "none"
+    prediction = record.get("prediction")
+    predicted = "" if prediction is None else f" ({prediction['speedup']:.2f}x)"
+    later = None if plain else record.get("decode_speedup")
+    rate, length, first = record["acceptance_rate"], record["mean_acceptance_length"], record["ttft_s"]["median"]
+    return [
+        record["config"]["label"],
+        f"{record['tokens_per_s']:.1f}",
+        "1" if plain else f"{record['speedup']:.2f}x{predicted}",
+        "" if later is None else f"{later:.2f}x",
+        "" if rate is None else f"{rate:.0%}",
+        "" if length is None else f"{length:.2f}",
+        "" if plain else str(record["rollbacks"]),
+        f"{first * 1e3:.1f}",
+        f"{record['overhead_ms_per_round']:.2f}",
+        "" if plain else "yes" if record["equals_plain"] else "NO",
+    ]
+
+
+def levels(record: Mapping[str, Any]) -> list[str]:
+    """A line for each lower-level drafter with counts of its own, and a warning if almost nothing was accepted."""
+    lines = [
+        f"{record['config']['label']}: {name}: {m['num_accepted_tokens']} of {m['num_draft_tokens']} drafted accepted"
+        + (f", {m['mean_acceptance_length']:.2f} per draft" if m["num_drafts"] else "")
+        for name, m in record.get("levels", {}).items()
+    ]
+    if record.get("useless_draft"):
+        lines.append(f"{record['config']['label']}: next to nothing was accepted. {REMEDY}")
+    return lines
+
+
+def table(records: Seq[Mapping[str, Any]]) -> Table:
+    """A table of records that differ only in how they decode; the fastest row is bold."""
+    repeated = records[0].get("repeated")
+    said = "" if repeated is None else f"\n{repeated:.0%} of the 8-grams of plain decoding's texts repeat earlier ones"
+    made = layout.table(title(records[0]["config"]) + said, [name.replace(" ", "\n") for name in COLUMNS])
+    best = max(records, key=lambda r: float(r["tokens_per_s"]))
+    for record in records:
+        row = cells(record)
+        if row[-1]:
+            row[-1] = f"[green]{row[-1]}[/]" if record["equals_plain"] else f"[bold red]{row[-1]}[/]"
+        made.add_row(*row, style="bold" if record is best else None)
+    return made
+
+
+def plot_speedups(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Path]:
+    """Plot benchmark records: speed-up by draft length, one panel per workload and one line per draft.
+
+    Returns the paths of the PNG and the SVG. Bands: least to most of the runs.
+    """
+    workloads: dict[str, dict[str, list[tuple[int, float, tuple[float, float]]]]] = {}
+    for record in records:
+        config, ratios = record["config"], [r["speedup"] for r in record["repetitions"]]
+        lines = workloads.setdefault(title(config), {})
+        if config["draft"] != "none":
+            name = config["label"].replace(f" k={config['num_draft_tokens']}", "")
+            point = (config["num_draft_tokens"], record["speedup"], (min(ratios), max(ratios)))
+            lines.setdefault(name, []).append(point)
+    panels = []
+    for name, lines in workloads.items():
+        series = [
+            Series(draft, [p[:2] for p in sorted(points)], spread=[p[2] for p in sorted(points)])
+            for draft, points in lines.items()
+        ]
+        panels.append(Panel(name, "draft tokens", series, y="times plain decoding", level=1.0))
+    runs = f"medians of {len(records[0]['repetitions'])} runs, bands: least to most"
+    return draw(panels, path, about=source(records[0], runs), columns=1)

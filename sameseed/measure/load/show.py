@@ -1,20 +1,22 @@
-"""Records of load tests: one JSON line per arm of a cell, with all repetitions and remarks on their limits."""
+"""Records of load tests, one JSON line per arm of a cell, and their table and plots."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sameseed.measure.load.bench import LoadBench, Repetition
-from sameseed.measure.load.drive import LoadLevel
-from sameseed.measure.load.figures import RECORDED, acceptance, same_texts
+from rich.table import Table
+
+from sameseed.measure.load.bench import LoadBench, LoadLevel, Repetition
+from sameseed.measure.load.outcome import RECORDED, acceptance, same_texts
 from sameseed.measure.load.prompts import Shape
 from sameseed.measure.load.wire import Endpoint
 from sameseed.measure.workload import prompts_name
-from sameseed.report.record import origin
+from sameseed.report import plot, record as records, table as layout
+from sameseed.report.plot import Panel, Series
 from sameseed.report.schemas import LOAD_SCHEMA
 
 RATES = ("output_tokens_per_s", "requests_per_s", "goodput_requests_per_s")
@@ -61,7 +63,7 @@ def make_records(
         mine = found[arm.label]
         summaries = [r.summary for r in mine]
         record: dict[str, Any] = {
-            **origin(LOAD_SCHEMA),
+            **records.origin(LOAD_SCHEMA),
             "run": run_id,
             "config": config(bench, arm, shape, level),
             "repetitions": summaries,
@@ -148,3 +150,107 @@ def remarks(bench: LoadBench, record: Mapping[str, Any], fewest: int) -> list[st
         ),
     }
     return [text for text, holds in said.items() if holds]
+
+
+LEGEND = (
+    "load: clients at once, or requests a second; good/s: requests a second within --ttft-slo and --tpot-slo; times in "
+    "ms (latency in s): TTFT to the first token, TPOT for each other one, ITL from chunk to chunk (drafts that were "
+    "accepted arrive together); medians of the repetitions; speed-up: median of the ratios of repetitions in turns; "
+    "tokens/s of a second arm: the first's times that"
+)
+
+
+def title(config: Mapping[str, Any]) -> str:
+    """The title of a table: the settings that all of its rows share."""
+    asked = config["num_input_tokens"]
+    shape = f"{asked} tokens in ({config['prompts']})" if asked else f"prompts of {config['prompts']}"
+    return f"{config['model']}: {shape}, {config['max_tokens']} out"
+
+
+def cells(record: Mapping[str, Any]) -> dict[str, str]:
+    """One record as a row: cell texts by column head."""
+    c, accepted, same = record["config"], record["acceptance"], record["same_texts"]
+    bounded = c["ttft_bound_s"] is not None or c["tpot_bound_s"] is not None
+    failed = sum(record["errors"].values())
+    return {
+        "load": f"{c['concurrency']}" if c["rate"] is None else f"{c['rate']:g}/s",
+        "arm": c["label"],
+        "tokens\nper s": f"{record['output_tokens_per_s']:.1f}",
+        "speed-up": "" if record["speedup"] is None else f"{record['speedup']:.2f}x",
+        "requests\nper s": f"{record['requests_per_s']:.2f}",
+        "good/s": f"{record['goodput_requests_per_s']:.2f}" if bounded else "",
+        "TTFT\np50 p90 p99": _joined(record["ttft_ms"], ("p50", "p90", "p99")),
+        "TPOT\np50 p99": _joined(record["tpot_ms"], ("p50", "p99")),
+        "ITL\np50 p99": _joined(record["itl_chunk_ms"], ("p50", "p99")),
+        "latency s\np50 p99": _joined(record["e2e_ms"], ("p50", "p99"), 1e3),
+        "accepted": "" if accepted is None else f"{accepted['acceptance_rate']:.0%}",
+        "per\ndraft": "" if accepted is None else f"{accepted['mean_acceptance_length']:.2f}",
+        "same\ntext": "" if same is None else "yes" if same[0] == same[1] else f"{same[0]} of {same[1]}",
+        "failed": str(failed) if failed else "",
+        "retries": str(record["retries"]) if record["retries"] else "",
+    }
+
+
+def _joined(spread: Mapping[str, float | None], names: Seq[str], unit: float = 1.0) -> str:
+    """Percentiles side by side, with about three digits each; percentiles without a value are left out."""
+    values = [v / unit for name in names if (v := spread[name]) is not None]
+    return " ".join(f"{v:.0f}" if v >= 100 else f"{v:.1f}" if v >= 10 else f"{v:.2f}" for v in values)
+
+
+def table(records: Seq[Mapping[str, Any]]) -> Table:
+    """Table of the load levels of one shape, without empty columns."""
+    rows = [cells(r) for r in records]
+    shown = [name for name in rows[0] if any(row[name] for row in rows)]
+    made = layout.table(title(records[0]["config"]), shown, left=[shown.index("arm")])
+    for record, row in zip(records, rows, strict=True):
+        for name in ("same\ntext", "failed"):
+            if row[name]:
+                row[name] = f"[green]{row[name]}[/]" if row[name] == "yes" else f"[bold red]{row[name]}[/]"
+        last = record["config"]["label"] == record["config"]["arms"][-1]
+        made.add_row(*(row[name] for name in shown), end_section=last and len(record["config"]["arms"]) > 1)
+    return made
+
+
+def notes(records: Seq[Mapping[str, Any]]) -> list[str]:
+    """All remarks, each once, and the failed requests of each record."""
+    found = dict.fromkeys(remark for r in records for remark in r["remarks"])
+    lines = [f"note: {remark}" for remark in found]
+    for record in records:
+        if record["errors"]:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(record["errors"].items()))
+            example = next((r["error_details"][0] for r in record["repetitions"] if r["error_details"]), "")
+            lines.append(f"failed at {cells(record)['load']}, {record['config']['label']}: {kinds}; e.g. {example}")
+    return lines
+
+
+PANELS = (  # title, and the value of a record or of one repetition
+    ("output tokens a second", lambda r: r["output_tokens_per_s"]),
+    ("generation time: median seconds", lambda r: r["e2e_ms"]["p50"] and r["e2e_ms"]["p50"] / 1e3),
+    ("time to first token: median ms", lambda r: r["ttft_ms"]["p50"]),
+)
+
+
+def draw(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Path]:
+    """Plot a run's records as PNG and SVG: one row per shape, one line per arm. Raises ConfigError."""
+    shapes = dict.fromkeys(r["config"]["lengths"] for r in records)
+    panels = [
+        _panel(f"{name} ({shape})", [r for r in records if r["config"]["lengths"] == shape], of)
+        for shape in shapes
+        for name, of in PANELS
+    ]
+    about = plot.source(records[0], f"medians of {len(records[0]['repetitions'])} runs, bands: least to most")
+    return plot.draw(panels, path, about=about)
+
+
+def _panel(title: str, records: Seq[Mapping[str, Any]], of: Callable[[Any], float | None]) -> Panel:
+    """One line per arm through the medians, with a band from the least to the largest repetition."""
+    closed = records[0]["config"]["rate"] is None
+    x = "concurrency" if closed else "rate"
+    series = []
+    for label in dict.fromkeys(r["config"]["label"] for r in records):
+        mine = [r for r in records if r["config"]["label"] == label and of(r) is not None]
+        mine.sort(key=lambda r: r["config"][x])
+        each = [[v for s in r["repetitions"] if (v := of(s)) is not None] for r in mine]
+        points = [(r["config"][x], value) for r in mine if (value := of(r)) is not None]
+        series.append(Series(label, points, spread=[(min(v), max(v)) for v in each]))
+    return Panel(title, "clients at once" if closed else "requests a second", series)

@@ -1,0 +1,254 @@
+"""Records of evaluations (`EVAL_SCHEMA`), one per model or variant, and their tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from sameseed import store
+from sameseed.measure.quality.compare import CHAIN, CONTEXT, Comparison
+from sameseed.measure.quality.perplexity import estimate
+from sameseed.measure.quality.suite import PerplexityText, Quality
+from sameseed.measure.quality.tasks import TaskSettings
+from sameseed.measure.quality.variant import Variant
+from sameseed.measure.workload import prompts_name
+from sameseed.models.loader import resolve_model
+from sameseed.report import record
+from sameseed.report.plot import Panel, Series, draw, plot_paths, source
+from sameseed.report.schemas import EVAL_SCHEMA
+from sameseed.report.table import table
+
+
+def make_record(
+    variant: Variant,
+    tasks: Seq[str],
+    settings: TaskSettings,
+    text: PerplexityText,
+    quality: Quality,
+    config: Mapping[str, Any],
+    comparison: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The record of one evaluated model. `config`: further settings that the results depend on."""
+    return {
+        **record.origin(EVAL_SCHEMA),
+        "run": record.now(),
+        "config": {
+            "label": variant.label,
+            "model": record.model_name(variant.model),
+            "model_digest": store.weights_key(resolve_model(variant.model)),
+            "asked_format": variant.format,
+            "asked_kv_format": variant.kv_format,
+            "tasks": list(tasks),
+            **{name: value for name, value in vars(settings).items() if name != "data"},
+            "window": text.window,
+            "stride": text.stride,
+            "text_tokens": text.tokens,
+            **config,
+        },
+        **quality.as_dict(settings.seed),
+        "comparison": comparison,
+    }
+
+
+def of_comparison(found: Comparison) -> list[dict[str, Any]]:
+    """The records of a comparison, the baseline first."""
+    run_id, asked, made = record.now(), found.asked, []
+    for row in found.rows:
+        config = {
+            **row.speed.stored,
+            "draft": found.draft,
+            "speculation": dict(asked.speculation),
+            "prompts": prompts_name(asked.prompts),
+            "num_prompts": len(row.speed.plain[0].completions),
+            "max_tokens_of_speed": asked.max_tokens,
+        }
+        comparison = {
+            "baseline": found.rows[0].variant.label,
+            "interleaved": found.interleaved,
+            "disk_bytes": row.variant.disk_bytes(),
+            "weight_bytes": row.speed.weight_bytes,
+            "kv_bytes_per_token": row.speed.kv_row_bytes,
+            "peak_memory_bytes": row.memory.peak,
+            "memory_added_bytes": row.memory.added,
+            "perplexity_ratio": None if row.ratio is None else estimate(*row.ratio),
+            "differences": {task: estimate(*difference) for task, difference in row.differences.items()},
+            "as_target": asdict(row.as_target),
+            "as_draft": None if row.as_draft is None else asdict(row.as_draft),
+            **row.speed.as_dict(),
+            "warnings": row.warnings,
+            "advice": [asdict(a) for a in row.advice],
+            "notes": row.notes,
+        }
+        line = make_record(row.variant, asked.tasks, asked.settings, asked.text, row.quality, config, comparison)
+        made.append({**line, "run": run_id})
+    return made
+
+
+LEGEND = (
+    "in brackets: 95 % bootstrap intervals (over questions; of perplexity over stretches of text; of ratios paired). "
+    "weights: in memory; memory added: peak of a process of its own above its start; as target: drafted for; as draft: "
+    "drafting for the first column; per draft: tokens that a draft yields, the target's own one included; "
+    f"c({CHAIN}): time of a pass over {CHAIN} tokens against one, {CONTEXT} cached"
+)
+NOT_IN_DOCS = ("checkpoint MB", "KV bytes a token", "memory added MB", "bits a byte")
+NAMES_WIDTH, COLUMN_WIDTH = 24, 21  # characters of the names' column, and of a variant's (its intervals are widest)
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value for a table: number format `form`, value, 95 % interval, and the text `missing` shown without a value."""
+
+    form: str
+    value: float | None
+    interval: Seq[float] | None = None
+    missing: str = ""
+
+    @classmethod
+    def of(cls, form: str, found: Record | None, name: str = "value", missing: str = "not finite") -> Figure:
+        """Make it from a part of a record; the whole part may be missing (None)."""
+        return cls(form, None) if found is None else cls(form, found[name], found["interval"], missing)
+
+    def text(self, between: str = " ") -> str:
+        """The value with its interval in brackets, as text."""
+        if self.value is None:
+            return self.missing
+        if self.interval is None:
+            return f"{self.value:{self.form}}"
+        low, high = self.interval
+        return f"{self.value:{self.form}}{between}({low:{self.form}} .. {high:{self.form}})"
+
+
+def figures(record: Record) -> dict[str, Figure]:
+    """All figures of one record of a comparison, by name, in the order of the table."""
+    c, p = record["comparison"], record["perplexity"]
+    found = {
+        "checkpoint MB": Figure(".1f", c["disk_bytes"] / 1e6),
+        "weights MB": Figure(".1f", c["weight_bytes"] / 1e6),
+        "KV bytes a token": Figure(".0f", c["kv_bytes_per_token"]),
+        "memory added MB": Figure(".1f", c["memory_added_bytes"] / 1e6),
+        "perplexity": Figure.of(".2f", p),
+        "  over the baseline's": Figure.of(".4f", c["perplexity_ratio"]),
+        "bits a byte": Figure(".4f", p and p["bits_per_byte"]),
+    }
+    for t in record["tasks"]:
+        found[t["task"]] = Figure.of(".1%", t)
+        found[f"  {t['task']} less the baseline's"] = Figure.of("+.1%", c["differences"].get(t["task"]))
+    found["tokens/s"] = Figure(".1f", c["tokens_per_s"])
+    found["tokens/s drafted for"] = Figure(".1f", c["drafted_tokens_per_s"])
+    found[f"c({CHAIN})"] = Figure(".2f", c[f"c{CHAIN}"])
+    for role in ("as target", "as draft"):
+        its = c[role.replace(" ", "_")]
+        found[f"accepted {role}"] = Figure.of(".1%", its, "acceptance_rate", "nothing drafted")
+        found[f"  per draft {role}"] = Figure(".2f", its and its["mean_acceptance_length"])
+    return found
+
+
+def comparison(records: Seq[Record], width: int) -> list[Table]:
+    """Tables of all variants' figures, one column per variant, split to fit a terminal of `width` characters."""
+    first = records[0]
+    turns = "in turns" if first["comparison"]["interleaved"] else "one after the other: not all fit in memory"
+    title = f"against {first['config']['label']}; draft: {first['config']['draft']}; speed {turns}"
+    count = max(2, (width - NAMES_WIDTH) // COLUMN_WIDTH)
+    tables = []
+    for i in range(0, len(records), count):
+        each = [figures(r) for r in records[i : i + count]]
+        rows = [(name, *(its[name].text("\n") for its in each)) for name in each[0]]
+        heads = ["", *(r["config"]["label"].replace(" ", "\n") for r in records[i : i + count])]
+        tables.append(table(title, heads, [row for row in rows if any(row[1:])]))
+    return tables
+
+
+def compared(records: Seq[Record]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a comparison for the docs: one row per variant, the baseline first."""
+    each = [figures(r) for r in records]
+    names = [n for n in each[0] if n not in NOT_IN_DOCS and any(its[n].text() for its in each)]
+    rows = [[r["config"]["label"], *(its[n].text() for n in names)] for r, its in zip(records, each, strict=True)]
+    return ["", *(n.strip() for n in names)], rows
+
+
+def quality(record: Record) -> Table:
+    """Table of one model's perplexity and task scores, from its record."""
+    c, p = record["config"], record["perplexity"]
+    heads = ("task", "metric", "value (95 % interval)", "n", "")
+    made = table(f"{c['model']}, {c['format']}, KV {c['kv_format']}", heads, left=(0, 1, 4))
+    if p is not None:
+        about = f"window {p['window']}, stride {p['stride']}"
+        if p["bits_per_byte"] is not None:
+            about = f"{p['bits_per_byte']:.4f} bits a byte; {about}"
+        made.add_row(p["text"], "perplexity", Figure.of(".3f", p).text(), f"{p['tokens']} tokens", about)
+    for t in record["tasks"]:
+        parts = [f"chance {t['chance']:.1%}"] if "chance" in t else []
+        parts += [f"with ####: {t['strict']:.1%}"] if "strict" in t else []
+        parts += [f"{t['without_letter']} without a letter"] if t.get("without_letter") else []
+        parts += [f"{name} {count}" for name, count in t.get("errors", {}).items()]
+        made.add_row(t["task"], t["metric"], Figure.of(".1%", t).text(), str(t["num_questions"]), "; ".join(parts))
+    return made
+
+
+def notes(record: Record) -> list[str]:
+    """Notes that belong to a record's values."""
+    p = record["perplexity"]
+    found = [f"perplexity: {note}" for note in (p["notes"] if p else [])]
+    return found + [f"{t['task']}: {note}" for t in record["tasks"] for note in t["notes"]]
+
+
+Bars = tuple[str, Mapping[str, str], float | None]  # title; figure names by legend label; value at which bars begin
+RATIO: Bars = ("Perplexity over the baseline's", {"": "  over the baseline's"}, 1.0)
+BITS: Bars = ("Bits a byte", {"": "bits a byte"}, None)
+ACCEPTANCE: tuple[Bars, ...] = (
+    (
+        "Drafted tokens that are accepted",
+        {"as target": "accepted as target", "as draft of the baseline": "accepted as draft"},
+        None,
+    ),
+    (
+        "Tokens a draft yields (mean acceptance length)",
+        {"as target": "  per draft as target", "as draft of the baseline": "  per draft as draft"},
+        None,
+    ),
+)
+COST: tuple[Bars, ...] = (
+    ("Size in memory and on disk, MB", {"weights": "weights MB", "checkpoint": "checkpoint MB"}, None),
+    ("Memory added at the peak, MB", {"": "memory added MB"}, None),
+    ("Tokens/s, one sequence", {"plain": "tokens/s", "with the draft": "tokens/s drafted for"}, None),
+    (f"c({CHAIN}): time of a pass over {CHAIN} tokens against one", {"": f"c({CHAIN})"}, 1.0),
+)
+
+
+def page_paths(path: Path) -> list[Path]:
+    """Paths of the pages for `path`: NAME-quality and NAME-cost, each as .png and .svg. Raises ConfigError."""
+    return [p for page in ("quality", "cost") for p in plot_paths(path.with_stem(f"{path.stem}-{page}"))]
+
+
+def plot(records: Seq[Record], path: Path) -> list[Path]:
+    """Plot a comparison's records on both pages; returns the paths of the files."""
+    first, each = records[0], {str(r["config"]["label"]): figures(r) for r in records}
+    p, c = first["perplexity"], first["config"]
+    about = [f"{p['text']}: {p['tokens']} tokens, window {p['window']}, stride {p['stride']}"] if p is not None else []
+    note = source(first, *about, f"{c['num_prompts']} prompts", "lines: 95 % intervals")
+    tasks: Bars = ("Share of questions answered right", {t["task"]: t["task"] for t in first["tasks"]}, None)
+    pages = {"quality": (RATIO, tasks if first["tasks"] else BITS, *ACCEPTANCE), "cost": COST}
+    paths: list[Path] = []
+    for page, bars in pages.items():
+        title = f"{page}: {c['label']} and {len(each) - 1} variants; draft: {c['draft']}"
+        panels = [_panel(each, *b) for b in bars]
+        paths += draw(panels, path.with_stem(f"{path.stem}-{page}"), title, note, columns=2)
+    return paths
+
+
+def _panel(
+    each: Mapping[str, Mapping[str, Figure]], title: str, shown: Mapping[str, str], start: float | None
+) -> Panel:
+    series, form = [], ""
+    for label, name in shown.items():
+        values = {variant: its[name] for variant, its in each.items() if its[name].value is not None}
+        form = next((f.form for f in values.values()), form)
+        points = [(variant, f.value) for variant, f in values.items() if f.value is not None]
+        spread = [(low, high) for f in values.values() for low, high in [f.interval or (f.value, f.value)]]
+        series.append(Series(label, points, spread=spread))  # type: ignore[arg-type]  # values without one are left out
+    return Panel(title, "", series, "across", level=start, form=form)
